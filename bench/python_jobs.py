@@ -4,12 +4,12 @@
 
 usage: python_jobs.py [--rounds N] [--folder FOLDER] [tensors | hold | dcp]...
 
-tensors  10,000 tensors of 4 KiB by 4 ranks: what describing, validating and planning take, first and
-         again; beside the whole save
+tensors  10,000 tensors of 4 KiB by 4 ranks: from the call to the first byte written ("ready": that
+         in Python, of which "cpu" on its thread, validation, plan and verdict), first and again
 hold     how long async_save holds the caller, beside a copy of the same bytes to memory that was
          used before
 dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, beside DCP's file writer and
-         reader, interleaved
+         reader, and beside reading as many bytes ("raw"), interleaved; CPU time is that of rank 0
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -40,24 +40,48 @@ def quartiles(values):
 # ---- In ranks ------------------------------------------------------------------------------------
 
 
-def tensors(group, rank, size, rounds):
-    """10,000 tensors, of which each rank has a part of every one."""
-    import numpy as np
+def tensors(group, rank, size, rounds, kind):
+    """10,000 tensors of 4 KiB, of which each rank has a quarter; beside a save of one tensor by the same
+    ranks, which is what the call, its threads and waiting for each other cost. Ranks begin together."""
+    import gc
+
     import tensormount as tm
 
-    count = 10_000
-    state = {f"layer.{i}.weight": np.full(1024 // size, i, "f4") for i in range(rank, count, size)}
-    for number in range(rounds + 1):
-        begin = time.perf_counter()
+    if kind == "torch":
+        import torch
+    else:
+        import numpy as np
+
+    def made(name, count):
+        made = (lambda i: torch.full((1024,), float(i))) if kind == "torch" else (
+            lambda i: np.full(1024, i, "f4"))
+        return {f"{name}.layer.{i}.weight": made(i) for i in range(rank, count, size)}
+
+    def saved(state):
+        tm.validate({}, group)
+        begin, cpu = time.perf_counter(), time.thread_time()
         report = tm.save(state, "S/tensors", group, replace=True)
-        whole = time.perf_counter() - begin
-        if rank == 0:
-            told(bench="python_tensors", round=number, known=report["plan_reused"],
-                 tensors=report["tensors"], validate_ms=1e3 * report["validate_seconds"],
-                 plan_ms=1e3 * report["plan_seconds"], write_ms=1e3 * report["write_seconds"],
-                 publish_ms=1e3 * report["publish_seconds"],
-                 python_ms=1e3 * (whole - sum(report[f"{phase}_seconds"] for phase in (
-                     "validate", "plan", "write", "compare", "publish"))), save_ms=1e3 * whole)
+        whole, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+        wrote = sum(report[f"{phase}_seconds"] for phase in ("write", "compare", "publish"))
+        checked = report["validate_seconds"] + report["plan_seconds"]
+        return {"ready_ms": 1e3 * (whole - wrote), "library_ms": 1e3 * checked,
+                "python_ms": 1e3 * (whole - wrote - checked), "cpu_ms": 1e3 * cpu,
+                "save_ms": 1e3 * whole}
+
+    found = {"first": [], "known": [], "one tensor": []}
+    for number in range(rounds + 1):
+        state = made(f"round{number}", 10_000)
+        one = made(f"one{number}", size)
+        gc.collect()  # What the state itself cost is not to be paid within.
+        saved(one)
+        times = {"first": saved(state), "known": saved(state), "one tensor": saved(one)}
+        if number:
+            for what, numbers in times.items():
+                found[what].append(numbers)
+    if rank == 0:
+        for what, rows in found.items():
+            told(bench="python_tensors", kind=kind, what=what, rounds=rounds, **{
+                name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0]})
 
 
 def hold(rounds):
@@ -103,14 +127,22 @@ def dcp_rank(rounds):
 
     rows, columns = made(0), made(1)
     group = tm.Group.from_torch()
-    times = {}
+    times, cpu = {}, {}
 
     def timed(name, call):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         call()
+        used = time.process_time() - used
         dist.barrier()
         times.setdefault(name, []).append(time.perf_counter() - begin)
+        cpu.setdefault(name, []).append(used)
+
+    def raw():
+        """As many bytes as a rank loads, into the same memory, from one file and one after the other."""
+        with open(f"dcp/__{dist.get_rank()}_0.distcp", "rb", buffering=0) as file:
+            for tensor in rows.values():
+                file.readinto(tensor.to_local().numpy())
 
     def fresh(path):
         if dist.get_rank() == 0:
@@ -120,6 +152,7 @@ def dcp_rank(rounds):
     for number in range(rounds + 1):
         if number == 1:
             times.clear()
+            cpu.clear()
         fresh("dcp")
         fresh("S")
         timed("dcp_save", lambda: dcp.save(rows, checkpoint_id="dcp"))
@@ -128,15 +161,21 @@ def dcp_rank(rounds):
         timed("load", lambda: tm.load(rows, "S/step", group))
         timed("dcp_columns", lambda: dcp.load(columns, checkpoint_id="dcp"))
         timed("columns", lambda: tm.load(columns, "S/step", group))
+        timed("unverified", lambda: tm.load(rows, "S/step", group, verify="off"))
+        timed("columns_unverified", lambda: tm.load(columns, "S/step", group, verify="off"))
+        timed("raw", raw)
         fresh("S")
         timed("writer", lambda: dcp.save(rows, storage_writer=tm.torch.Writer("S/dcp", group=group)))
         timed("reader", lambda: dcp.load(rows, storage_reader=tm.torch.Reader("S/dcp")))
     if dist.get_rank() == 0:
-        for name, of in (("save", "dcp_save"), ("load", "dcp_load"), ("columns", "dcp_columns"),
-                         ("writer", "dcp_save"), ("reader", "dcp_load")):
-            told(bench="python_dcp", what=name, ms=1e3 * statistics.median(times[name]),
-                 dcp_ms=1e3 * statistics.median(times[of]),
-                 ratio=statistics.median(times[name]) / statistics.median(times[of]))
+        for name, of in (("save", "dcp_save"), ("writer", "dcp_save"), ("load", "dcp_load"),
+                         ("reader", "dcp_load"), ("unverified", "dcp_load"), ("raw", "dcp_load"),
+                         ("columns", "dcp_columns"), ("columns_unverified", "dcp_columns")):
+            told(bench="python_dcp", what=name, ms=round(1e3 * statistics.median(times[name]), 1),
+                 dcp_ms=round(1e3 * statistics.median(times[of]), 1),
+                 ratio=round(statistics.median(a / b for a, b in zip(times[name], times[of])), 3),
+                 cpu_ms=round(1e3 * statistics.median(cpu[name]), 1),
+                 dcp_cpu_ms=round(1e3 * statistics.median(cpu[of]), 1))
     group.close()
     dist.destroy_process_group()
 
@@ -154,10 +193,11 @@ def main():
         if "tensors" in arguments.what:
             import ranks
 
-            for out in ranks.run("python_jobs:tensors", 4, arguments.rounds,
-                                 PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "bench"),
-                                                             os.environ.get("PYTHONPATH", "")])):
-                sys.stdout.write(out)
+            for kind in ("numpy", "torch"):
+                for out in ranks.run("python_jobs:tensors", 4, arguments.rounds, kind,
+                                     PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "bench"),
+                                                                 os.environ.get("PYTHONPATH", "")])):
+                    sys.stdout.write(out)
         if "hold" in arguments.what:
             hold(arguments.rounds)
         if "dcp" in arguments.what:

@@ -27,7 +27,7 @@ namespace tensormount {
 inline constexpr std::size_t kRoundBytes = 64;
 // Boxes that one owner judges in about the time of one exchange: more owners would wait for
 // messages, fewer for one rank.
-inline constexpr std::uint64_t kBoxesAnOwner = 250'000;
+inline constexpr std::uint64_t kBoxesAnOwner = 64'000;
 // And no more of them than this: a rank sends each a message.
 inline constexpr std::uint64_t kMostOwners = 256;
 

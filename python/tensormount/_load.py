@@ -329,7 +329,7 @@ def _stored(
 
 
 def _renamed(
-    items: Sequence[tuple[str, Any]], stored: Sequence[str], key_map: Sequence[Mapping[str, str]]
+    items: Iterable[tuple[str, Any]], stored: Sequence[str], key_map: Sequence[Mapping[str, str]]
 ) -> list[tuple[str, Any]]:
     """The request under the names that are stored."""
     of_new = {new: old for old, new in zip(stored, apply_key_map(key_map, stored)) if new}
@@ -420,11 +420,9 @@ def _written(flat: Optional[_tree.Flat]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or flat is None:
         return
-    for _, leaf in flat.items():
-        if isinstance(leaf, torch.Tensor):
-            local = getattr(leaf, "_local_tensor", leaf)
-            if not local.is_inference():
-                torch.autograd.graph.increment_version(local)
+    for local in _shards.local_tensors(leaf for _, leaf in flat.items()):
+        if not local.is_inference():
+            torch.autograd.graph.increment_version(local)
 
 
 def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:

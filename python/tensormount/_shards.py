@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
+import itertools
+import math
+import operator
 import struct
 import sys
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from ._dtypes import all_dtypes
 from .errors import LayoutError, UnsupportedError
@@ -598,10 +602,14 @@ def pack(shards: Sequence[Shard]) -> Tuple[bytes, array.array[int], int]:
         )
         if shard.memory is not None:
             words.extend(map(_signed, shard.memory))
+    return _packed_keys(keys), words, len(shards)
+
+
+def _packed_keys(keys: Sequence[str]) -> bytes:
     text = "\0".join(keys).encode()
     if text.count(b"\0") != max(0, len(keys) - 1):
         raise LayoutError("a key must not contain NUL")
-    return (text + b"\0" if keys else b""), words, len(shards)
+    return text + b"\0" if keys else b""
 
 
 def _signed(word: int) -> int:
@@ -609,148 +617,368 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
+# ---- Leaves by columns ---------------------------------------------------------------------------
+
+# Of ten thousand tensors a call of Python for each is what it costs. So leaves of one family are
+# asked together for what their descriptions depend on; leaves that are alike are described once, and
+# leaves that are as the last time not at all.
+
+_TENSORS, _DTENSORS, _ARRAYS = "tensors", "dtensors", "arrays"
+
+_LOCAL = operator.attrgetter("_local_tensor")
+_PLACEMENTS = operator.attrgetter("placements")
+_MESH = operator.attrgetter("device_mesh")
+_NO_BYTES = ctypes.c_char * 0
+
+
+def families() -> Dict[type, str]:
+    """Types whose leaves are looked at by columns. Exactly these: what is derived from them may be
+    more than its memory."""
+    found: Dict[type, str] = {}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found[torch.Tensor] = found[torch.nn.Parameter] = _TENSORS
+        dtensor = _dtensor_type()
+        if dtensor is not None:
+            found[dtensor] = _DTENSORS
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found[numpy.ndarray] = found[numpy.memmap] = _ARRAYS
+    return found
+
+
+def bases(leaves: Sequence[Any]) -> Optional[List[int]]:
+    """Where the memory of leaves of one family begins; None where they are of several or none."""
+    known = families()
+    found = {known.get(kind) for kind in set(map(type, leaves))}
+    family = found.pop() if len(found) == 1 else None
+    try:
+        if family == _ARRAYS:
+            return _array_bases(leaves)
+        if family is not None:
+            tensors = leaves if family == _TENSORS else map(_LOCAL, leaves)
+            return list(map(sys.modules["torch"].Tensor.data_ptr, tensors))
+    except RuntimeError:  # Sparse, and so on.
+        pass
+    return None
+
+
+def local_tensors(leaves: Iterable[Any]) -> List[Any]:
+    """The tensors of PyTorch among them; of DTensors, those that have the memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    plain = (torch.Tensor, torch.nn.Parameter)
+    found = [
+        leaf if type(leaf) in plain else getattr(leaf, "_local_tensor", leaf) for leaf in leaves
+    ]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _array_bases(arrays: Sequence[Any]) -> List[int]:
+    try:
+        return list(map(ctypes.addressof, map(_NO_BYTES.from_buffer, arrays)))
+    except (TypeError, ValueError, BufferError):
+        # Not to be written to, with gaps, or of ml_dtypes' elements: four times as slow.
+        return [a.__array_interface__["data"][0] for a in arrays]
+
+
+class _Family:
+    """Leaves of one family: all that their descriptions depend on, and where they are.
+
+    `members`: their places among all leaves. `like`: a list for each thing asked; leaves that are
+    equal in all of them have one description but for their addresses, where their storage is as long
+    as that needs. `storage`: offsets in it and its sizes, of tensors. `like` None: these lists do not
+    say all that there is to one of the leaves, so that each must be described by itself.
+    """
+
+    def __init__(
+        self, family: Optional[str], members: Sequence[int], leaves: Sequence[Any], purpose: str
+    ) -> None:
+        self.family = family
+        self.members = members
+        self.loads = purpose == LOAD
+        self.like: Optional[List[List[Any]]] = None
+        self.storage: List[List[int]] = []
+        self.bases: List[int] = []
+        try:
+            if family == _ARRAYS:
+                self.bases = _array_bases(leaves)
+                self.like = [
+                    [a.dtype for a in leaves],
+                    _shared(a.shape for a in leaves),
+                    _shared(a.strides for a in leaves),
+                    [a.flags.writeable for a in leaves],
+                ]
+            elif family is not None:
+                self._look_at_tensors(leaves)
+        except RuntimeError:  # Sparse, nested, within a transform of torch.func, ...
+            self.like = None
+
+    def _look_at_tensors(self, leaves: Sequence[Any]) -> None:
+        tensors = self._local(leaves)
+        if tensors is None or any(not t.is_cpu or t.is_neg() or t.is_conj() for t in tensors):
+            return
+        self.storage = [
+            [t.storage_offset() for t in tensors],
+            [t.untyped_storage().nbytes() for t in tensors],
+        ]
+        self.bases = [t.data_ptr() for t in tensors]
+        like: List[List[Any]] = [
+            [t.dtype for t in tensors],
+            _shared(t.shape for t in tensors),
+            _shared(t.stride() for t in tensors),
+        ]
+        if self.family == _DTENSORS:
+            like += _placed(leaves)
+            kinds = set(map(type, itertools.chain.from_iterable(like[-2])))
+            if any(kind.__hash__ is None for kind in kinds):  # None that is known here.
+                return
+        self.like = like
+
+    def _local(self, leaves: Sequence[Any]) -> Optional[Sequence[Any]]:
+        """The tensors that have the memory; None where those of DTensors are no plain ones, or some
+        may not be written to."""
+        torch = sys.modules["torch"]
+        tensors = leaves
+        if self.family == _DTENSORS:
+            tensors = list(map(_LOCAL, leaves))
+            if set(map(type, tensors)) != {torch.Tensor}:
+                return None
+        if self.loads and not torch.is_inference_mode_enabled():
+            if any(map(torch.Tensor.is_inference, tensors)):
+                return None
+        return tensors
+
+    def again(self, leaves: Sequence[Any]) -> Optional[List[int]]:
+        """Where other leaves of the same types are; None where more than that has changed."""
+        if self.like is None:
+            return None
+        try:
+            if self.family == _ARRAYS:
+                same = [
+                    a
+                    for a, dtype, shape, strides, writeable in zip(leaves, *self.like)
+                    if a.dtype == dtype
+                    and a.shape == shape
+                    and a.strides == strides
+                    and a.flags.writeable == writeable
+                ]
+                return _array_bases(leaves) if len(same) == len(leaves) else None
+            tensors = self._local(leaves)
+            if tensors is None or (
+                self.family == _DTENSORS and _placed(leaves) != self.like[3:]
+            ):
+                return None
+            # In one go: tensors lie apart, and each is fetched into the cache once.
+            found = [
+                t.data_ptr()
+                for t, dtype, shape, strides, offset, size in zip(
+                    tensors, *self.like[:3], *self.storage
+                )
+                if t.dtype is dtype
+                and t.shape == shape
+                and t.stride() == strides
+                and t.storage_offset() == offset
+                # A tensor may reach past a storage that was cut.
+                and t.untyped_storage().nbytes() == size
+                and t.is_cpu
+                and not t.is_neg()
+                and not (dtype.is_complex and t.is_conj())
+            ]
+        except RuntimeError:
+            return None
+        return found if len(found) == len(leaves) else None
+
+    def rooms(self) -> Sequence[float]:
+        """Bytes from the base of each leaf to the end of its storage."""
+        if self.like is None or not self.storage:
+            return [math.inf] * len(self.members)
+        return [
+            size - offset * dtype.itemsize
+            for dtype, offset, size in zip(self.like[0], *self.storage)
+        ]
+
+
+def _shared(values: Iterable[Any]) -> List[Any]:
+    """A list of them, in which equal ones are one object: ten thousand tensors have few shapes, and
+    as many objects would call the garbage collector."""
+    first: Dict[Any, Any] = {}
+    return [first.setdefault(value, value) for value in values]
+
+
+def _placed(dtensors: Sequence[Any]) -> List[List[Any]]:
+    shape = sys.modules["torch"].Tensor.shape.__get__
+    placed = [list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH)]
+    return [_shared(map(shape, dtensors)), *placed]
+
+
+class _Seen(NamedTuple):
+    """Leaves, looked at: types of all, and facts by families."""
+
+    kinds: List[type]
+    families: List[_Family]
+
+    def again(self, leaves: Sequence[Any]) -> Optional[List[int]]:
+        """As `_Family.again`, of all."""
+        if self.kinds != list(map(type, leaves)):
+            return None
+        if len(self.families) == 1:
+            return self.families[0].again(leaves)
+        found = [0] * len(leaves)
+        for family in self.families:
+            bases = family.again([leaves[i] for i in family.members])
+            if bases is None:
+                return None
+            for i, base in zip(family.members, bases):
+                found[i] = base
+        return found
+
+    def bases(self) -> List[int]:
+        """Of all leaves in their order; 0 where shards have addresses of their own."""
+        found = [0] * len(self.kinds)
+        for family in self.families:
+            for i, base in zip(family.members, family.bases):
+                found[i] = base
+        return found
+
+
+def _look(leaves: Sequence[Any], purpose: str) -> _Seen:
+    kinds = list(map(type, leaves))
+    known = families()
+    members: Dict[Optional[str], List[int]] = {}
+    for i, kind in enumerate(kinds):
+        members.setdefault(known.get(kind), []).append(i)
+    return _Seen(
+        kinds,
+        [_Family(name, of, [leaves[i] for i in of], purpose) for name, of in members.items()],
+    )
+
+
 # ---- Layouts that are used again -----------------------------------------------------------------
+
+
+class _Template:
+    """What leaves that are alike have in common: their shards but for keys and addresses."""
+
+    __slots__ = ("count", "offsets", "reach", "spans", "words")
+
+    def __init__(self, shards: Sequence[Shard], base: int) -> None:
+        self.count = len(shards)
+        self.words = pack([shard._replace(address=0) for shard in shards])[1]
+        # Of the address of each shard from that of the leaf; -1: it has none.
+        self.offsets = tuple(shard.address - base if shard.address else -1 for shard in shards)
+        # Its first and last byte + 1, from its address on.
+        self.spans = [
+            (begin - shard.address, end - shard.address)
+            for shard, (begin, end) in zip(shards, map(_span, shards))
+        ]
+        # So many bytes a storage must have from the base on.
+        self.reach = max(
+            (offset + span[1] for offset, span in zip(self.offsets, self.spans) if offset >= 0),
+            default=0,
+        )
 
 
 class Layout:
     """The shards of a state dict without their addresses: what stays from step to step.
 
-    `handle` is the caller's (its tm_layout). Immutable otherwise.
+    `handle` is the caller's (its tm_layout). Immutable otherwise. Holds none of the leaves that it
+    was made of, but those that were described by themselves, or what was made of them (`owners`):
+    where there are such, the layout is for once.
     """
 
     def __init__(
         self,
-        items: Sequence[Tuple[str, Any]],
+        keys: Sequence[str],
+        leaves: Sequence[Any],
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> None:
-        """Describes (key, leaf) one by one. Errors of `describe`, and of `check_destinations`."""
+        """Errors of `describe`, and of `check_destinations`."""
         self.purpose = purpose
-        self.world_size = world_size
         self.handle: Any = None
-        self.shards: List[Shard] = []
-        # Of each leaf: how it was, and per shard the offset of its address from that of the leaf.
-        self._signatures: List[Any] = []
-        self._offsets: List[Tuple[int, ...]] = []
-        self._simple = True
-        for key, leaf in items:
-            found = describe(key, leaf, purpose, world_size)
-            signature, base = _signature(leaf)
-            self._signatures.append(signature)
-            offsets = tuple(shard.address - base if shard.address else -1 for shard in found)
-            self._offsets.append(offsets)
-            self._simple = self._simple and offsets == (0,)
-            self.shards.extend(found)
-        if purpose == LOAD:
-            check_destinations(self.shards)
-        self.keys, self.words, self.count = pack(self.shards)
+        self.owners: List[Any] = []
+        self._seen = _look(leaves, purpose)
+        templates = self._templates(keys, leaves, world_size)
+        # Of each leaf, that of the address of each of its shards from its own.
+        self._offsets = [template.offsets for template in templates]
+        self._simple = set(self._offsets) <= {(0,)}
+        self._absent = sum(offsets.count(-1) for offsets in self._offsets)
+        spans = [span for template in templates for span in template.spans]
+        self._lows, self._highs = [low for low, _ in spans], [high for _, high in spans]
+        self.words = array.array("q")
+        own: List[str] = []
+        for key, template in zip(keys, templates):
+            self.words += template.words
+            own += [key] * template.count
+        self.keys, self.count = _packed_keys(own), len(own)
+        # Of the leaves that it was made of; for whoever makes it.
+        self.first = self._addresses(self._seen.bases())
+        if purpose == LOAD and not self._distinct(self.first):
+            check_destinations(
+                [
+                    shard
+                    for key, leaf in zip(keys, leaves)
+                    for shard in describe(key, leaf, purpose, world_size)
+                ]
+            )
 
-    def addresses(self, leaves: Sequence[Any]) -> Optional[array.array[int]]:
-        """The addresses of all shards where the leaves are as those that the layout was made of,
-        but for where they lie; None where they are not, so that a new layout is needed."""
-        if len(leaves) != len(self._signatures):
+    def _templates(
+        self, keys: Sequence[str], leaves: Sequence[Any], world_size: Optional[int]
+    ) -> List[_Template]:
+        """Of each leaf. Of leaves that are alike only the first is described."""
+        found: Dict[int, _Template] = {}
+        for family in self._seen.families:
+            if family.like is None:
+                for i in family.members:
+                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
+                    self.owners += [shard.owner for shard in shards]
+                    found[i] = _Template(shards, 0)
+                continue
+            alike: Dict[Any, _Template] = {}
+            rows = zip(family.members, zip(*family.like), family.bases, family.rooms())
+            for i, like, base, room in rows:
+                template = alike.get(like)
+                if template is None or template.reach > room or (template.reach and not base):
+                    # With too little memory it is refused by name.
+                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
+                    template = alike[like] = _Template(shards, base)
+                found[i] = template
+        return [found[i] for i in range(len(leaves))]
+
+    def keep_little(self) -> None:
+        """Before it is kept for later."""
+        self.first = []
+        for family in self._seen.families:
+            family.bases = []
+
+    def addresses(self, leaves: Sequence[Any]) -> Optional[List[int]]:
+        """The addresses of all shards where leaves are as those that the layout was made of, but for
+        where they lie; None where they are not, so that a new layout is needed."""
+        bases = self._seen.again(leaves)
+        if bases is None:
             return None
-        bases: List[int] = []
-        add = bases.append
-        torch = sys.modules.get("torch")
-        fast = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
-        numpy = sys.modules.get("numpy")
-        ndarray = numpy.ndarray if numpy is not None else None
-        loads = self.purpose == LOAD
-        try:
-            for leaf, known in zip(leaves, self._signatures):
-                if type(leaf) in fast:
-                    # Spelled out: this loop is all that a known layout costs.
-                    if (
-                        known is None
-                        or known[0] is not leaf.dtype
-                        or known[1] != leaf.shape
-                        or known[2] != leaf.stride()
-                        or known[3] != leaf.device
-                        or leaf.is_conj()
-                        or leaf.is_neg()
-                        or leaf.untyped_storage().nbytes() != known[4]
-                        or len(known) != 5
-                    ):
-                        return None
-                    add(leaf.data_ptr())
-                elif type(leaf) is ndarray:
-                    if (
-                        known is None
-                        or len(known) != 4
-                        or known[0] is not ndarray
-                        or known[1] != leaf.dtype
-                        or known[2] != leaf.shape
-                        or known[3] != leaf.strides
-                        or (loads and not leaf.flags.writeable)
-                    ):
-                        return None
-                    add(leaf.__array_interface__["data"][0])
-                else:
-                    signature, base = _signature(leaf)
-                    if known is None or signature != known:
-                        return None
-                    add(base)
-        except RuntimeError:  # A sparse tensor has no strides, and so on.
+        found = self._addresses(bases)
+        if found.count(0) != self._absent:  # Memory that was freed.
             return None
+        # Whether destinations overlap the careful way of a new layout says, and by name.
+        return None if self.purpose == LOAD and not self._distinct(found) else found
+
+    def _addresses(self, bases: List[int]) -> List[int]:
         if self._simple:
-            # Memory that was freed (a storage of no size) has no address.
-            if 0 in bases:
-                return None
-            found = bases
-        else:
-            found = []
-            for base, offsets in zip(bases, self._offsets):
-                for offset in offsets:
-                    if offset >= 0 and base == 0:
-                        return None
-                    found.append(base + offset if offset >= 0 else 0)
-        if self.purpose == LOAD and not self._still_distinct(found):
-            return None
-        return array.array("Q", found)
+            return bases
+        return [
+            base + offset if offset >= 0 else 0
+            for base, offsets in zip(bases, self._offsets)
+            for offset in offsets
+        ]
 
-    def _still_distinct(self, addresses: Sequence[int]) -> bool:
-        """Whether no two packed destinations overlap at their new addresses. The careful way is
-        that of a new layout, which says by name what is wrong."""
-        spans = []
-        for shard, address in zip(self.shards, addresses):
-            if not shard.metadata_only and 0 not in shard.extent:
-                begin, end = _span(shard)
-                spans.append((begin - shard.address + address, end - shard.address + address))
-        spans.sort()
-        return all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
-
-
-def _signature(leaf: Any) -> Tuple[Any, int]:
-    """What a description depends on but for the address, and that. None: must be described anew."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        if type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter:
-            if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-                return None, 0
-            # The storage's size, because a tensor may reach past one that was cut.
-            size = leaf.untyped_storage().nbytes()
-            return (leaf.dtype, leaf.shape, leaf.stride(), leaf.device, size), leaf.data_ptr()
-        dtensor = _dtensor_type()
-        local = getattr(leaf, "_local_tensor", None)
-        if dtensor is not None and type(leaf) is dtensor and type(local) is torch.Tensor:
-            assert local is not None
-            if local.is_conj() or local.is_neg():
-                return None, 0
-            signature, base = _signature(local)
-            if signature is None:
-                return None, 0
-            return (*signature, leaf.shape, leaf.placements, leaf.device_mesh), base
-        return None, 0
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and type(leaf) is numpy.ndarray:
-        address = leaf.__array_interface__["data"][0]
-        return (numpy.ndarray, leaf.dtype, leaf.shape, leaf.strides), address
-    if numpy is not None and type(leaf) is numpy.memmap:
-        address = leaf.__array_interface__["data"][0]
-        writeable = leaf.flags.writeable
-        return (numpy.memmap, leaf.dtype, leaf.shape, leaf.strides, writeable), address
-    return None, 0
+    def _distinct(self, addresses: Sequence[int]) -> bool:
+        """Whether no two spans overlap: the begins and the ends, each in order, alternate."""
+        begins = sorted(map(operator.add, addresses, self._lows))
+        ends = sorted(map(operator.add, addresses, self._highs))
+        return all(map(operator.le, ends, itertools.islice(begins, 1, None)))
 
 
 class LayoutCache:
@@ -762,7 +990,7 @@ class LayoutCache:
 
     def get(
         self,
-        items: Sequence[Tuple[str, Any]],
+        items: Iterable[Tuple[str, Any]],
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> Tuple[Layout, array.array[int], bool]:
@@ -770,17 +998,21 @@ class LayoutCache:
         Errors as of `Layout`. The leaves must live until the save or load has ended."""
         if world_size is None and "torch.distributed" in sys.modules:
             world_size = _world_size()
-        name = (purpose, world_size, tuple([key for key, _ in items]))
+        keys = tuple([key for key, _ in items])
         leaves = [leaf for _, leaf in items]
+        name = (purpose, world_size, keys)
         layout = self._layouts.get(name)
         if layout is not None:
-            addresses = layout.addresses(leaves)
-            if addresses is not None:
+            found = layout.addresses(leaves)
+            if found is not None:
                 self._layouts.move_to_end(name)
-                return layout, addresses, True
-        layout = Layout(items, purpose, world_size)
-        self._layouts[name] = layout
-        self._layouts.move_to_end(name)
-        while len(self._layouts) > self._capacity:
-            self._layouts.popitem(last=False)
-        return layout, array.array("Q", [shard.address for shard in layout.shards]), False
+                return layout, array.array("Q", found), True
+        layout = Layout(keys, leaves, purpose, world_size)
+        found = layout.first
+        if not layout.owners:
+            layout.keep_little()
+            self._layouts[name] = layout
+            self._layouts.move_to_end(name)
+            while len(self._layouts) > self._capacity:
+                self._layouts.popitem(last=False)
+        return layout, array.array("Q", found), False

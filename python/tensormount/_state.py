@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Optional
 
 from tensormount import _abi, _shards, _values
@@ -14,7 +13,6 @@ from tensormount.errors import CLASSES, Error, InvalidArgumentError
 
 _INTERNAL = 15  # TM_INTERNAL
 _INVALID_ARGUMENT = 1
-
 
 
 class State:
@@ -38,7 +36,7 @@ class State:
 
     def add_tensors(
         self,
-        items: Sequence[tuple[str, Any]],
+        items: Collection[tuple[str, Any]],
         purpose: str,
         cache: _shards.LayoutCache,
         world_size: int,
@@ -55,13 +53,10 @@ class State:
             self._lib.tm_state_add_layout(self.address, layout.handle.address, pointer, count)
         )
         self.held += [addresses, layout, items]
-        if purpose == _shards.LOAD and "torch" in sys.modules:
+        if purpose == _shards.LOAD:
             # A tensor may be given other memory (`.data = `) while the library still writes to its.
-            torch = sys.modules["torch"]
-            for _, leaf in items:
-                local = getattr(leaf, "_local_tensor", leaf)
-                if isinstance(local, torch.Tensor):
-                    self.held.append(local.untyped_storage())
+            tensors = _shards.local_tensors(leaf for _, leaf in items)
+            self.held.append([local.untyped_storage() for local in tensors])
         return known
 
     def add_shards(self, shards: Iterable[_shards.Shard]) -> None:

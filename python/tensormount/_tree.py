@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import sys
 from typing import (
     Any,
     Callable,
+    Collection,
     Container,
     Dict,
     Iterable,
@@ -28,6 +30,7 @@ from typing import (
     Tuple,
 )
 
+from . import _shards
 from ._values import (
     INT_MAX,
     INT_MIN,
@@ -95,9 +98,9 @@ class Flat(NamedTuple):
     structure: Optional[Structure]
     again: Tuple[Tuple[str, Any], ...] = ()
 
-    def items(self) -> List[Tuple[str, Any]]:
+    def items(self) -> Collection[Tuple[str, Any]]:
         """All that has to be described: key and leaf."""
-        return [*self.tensors.items(), *self.again]
+        return [*self.tensors.items(), *self.again] if self.again else self.tensors.items()
 
     def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
         """What goes into the checkpoint: common values and those of this rank, JSON by name."""
@@ -163,9 +166,13 @@ def _assign_names(
     Dotted names where they are free. Of leaves that share one, each takes its reversible name; that
     may be the dotted name of another leaf, which then gives way, too.
     """
-    pending = [i for i, name in enumerate(names) if not _usable(name, reserved)]
-    if not pending and len(set(names)) == len(names):
+    distinct = set(names)
+    unusable = {name for name in ("",) if name in distinct}
+    if reserved:
+        unusable.update(name for name in distinct if not _usable(name, reserved))
+    if not unusable and len(distinct) == len(names):
         return names
+    pending = [i for i, name in enumerate(names) if name in unusable]
     names = list(names)
     escaped: Set[int] = set()
     while pending or len(set(names)) != len(names):
@@ -207,6 +214,9 @@ def _check_name(name: str, path: Path) -> None:
 
 _DICT, _ODICT, _LIST, _TUPLE, _TENSOR, _VALUE, _PER_RANK = range(7)
 _CONTAINER_NAMES = {_DICT: "dict", _ODICT: "odict", _LIST: "list", _TUPLE: "tuple"}
+_LEAF_NAMES = {_TENSOR: "tensor", _VALUE: "value", _PER_RANK: "rank"}
+_TEXT = frozenset((str,))
+_EXACT = frozenset((str, int))
 
 
 def is_tensor(value: Any) -> bool:
@@ -305,7 +315,7 @@ def _torch_identity(tensor: Any) -> Any:
 
 class _Leaves:
     """Leaves of one kind in the order of the walk. Lists side by side and not an object each: tens
-    of thousands of new objects would call the garbage collector."""
+    of thousands of new objects would call the garbage collector, and lists grow by whole dicts."""
 
     def __init__(self) -> None:
         self.places: List[int] = []  # In the nodes of the structure.
@@ -318,14 +328,33 @@ class _Leaves:
     def path(self, i: int) -> Path:
         return self.parents[i] + ((self.steps[i], self.keys[i]),)
 
+    def add(self, place: int, parent: Path, step: int, key: Any, name: str, value: Any) -> None:
+        self.places.append(place)
+        self.parents.append(parent)
+        self.steps.append(step)
+        self.keys.append(key)
+        self.names.append(name)
+        self.values.append(value)
+
+    def add_dict(self, place: int, parent: Path, prefix: str, items: Dict[str, Any]) -> None:
+        count = len(items)
+        self.places.extend(range(place, place + count))
+        self.parents.extend(itertools.repeat(parent, count))
+        self.steps.extend(itertools.repeat(_KEY, count))
+        self.keys.extend(items)
+        self.names.extend([prefix + key for key in items] if prefix else items)
+        self.values.extend(items.values())
+
 
 class _Walk:
     """One way through a state dict."""
 
     def __init__(self) -> None:
         self.nodes: List[Any] = []
-        self.leaves = {_TENSOR: _Leaves(), _VALUE: _Leaves(), _PER_RANK: _Leaves()}
+        self.leaves = {kind: _Leaves() for kind in _LEAF_NAMES}
         self.inside: Set[int] = set()
+        # Tensors that need no further look: nearly all that there are.
+        self.plain = frozenset(_shards.families())
 
     def root(self, tree: Any) -> None:
         self.inside.add(id(tree))
@@ -354,14 +383,8 @@ class _Walk:
             kind = _VALUE
         if kind == _PER_RANK:
             value = value.value
-        leaves = self.leaves[kind]
-        leaves.places.append(len(self.nodes))
-        leaves.parents.append(parent)
-        leaves.steps.append(step)
-        leaves.keys.append(key)
-        leaves.names.append(name)
-        leaves.values.append(value)
-        self.nodes.append(None)
+        self.leaves[kind].add(len(self.nodes), parent, step, key, name, value)
+        self.nodes.append(_LEAF_NAMES[kind])
 
     def _container(self, value: Any, kind: int, path: Path, prefix: str) -> None:
         word = _CONTAINER_NAMES[kind]
@@ -371,26 +394,19 @@ class _Walk:
             for i, item in enumerate(value):
                 self._visit(item, path, prefix, step, i)
             return
-        keys: List[Any] = []
-        nodes = self.nodes
+        nodes, tensors, plain = self.nodes, self.leaves[_TENSOR], self.plain
+        texts = set(map(type, value)) <= _TEXT
+        if texts and set(map(type, value.values())) <= plain:
+            nodes.append([word, list(value)])
+            tensors.add_dict(len(nodes), path, prefix, value)
+            nodes.extend(itertools.repeat("tensor", len(value)))
+            return
+        keys = list(value) if texts else [encode(key, path_text(path)) for key in value]
         nodes.append([word, keys])
-        torch = sys.modules.get("torch")
-        plain = (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
-        tensors = self.leaves[_TENSOR]
         for key, item in value.items():
-            if type(key) is not str:
-                keys.append(encode(key, path_text(path)))
-                self._visit(item, path, prefix, _KEY, key)
-                continue
-            keys.append(key)
-            if type(item) in plain:  # Nearly all that there is: without the call.
-                tensors.places.append(len(nodes))
-                tensors.parents.append(path)
-                tensors.steps.append(_KEY)
-                tensors.keys.append(key)
-                tensors.names.append(prefix + key)
-                tensors.values.append(item)
-                nodes.append(None)
+            if type(item) in plain and type(key) is str:
+                tensors.add(len(nodes), path, _KEY, key, prefix + key, item)
+                nodes.append("tensor")
             else:
                 self._visit(item, path, prefix, _KEY, key)
 
@@ -414,20 +430,22 @@ def flatten(
         )
     walk = _Walk()
     walk.root(tree)
-    tensors: Dict[str, Any] = {}
     found = walk.leaves[_TENSOR]
     keys = _tied(found.values, _names_of(found, False, stored), known)
+    tensors: Dict[str, Any] = dict(zip(keys, found.values))
     again = []
-    for key, leaf in zip(keys, found.values):
-        first = tensors.setdefault(key, leaf)
-        if first is not leaf and identity(first) != identity(leaf):
-            again.append((key, leaf))
-    special = _set_leaves(walk.nodes, found, keys, "tensor")
+    if len(tensors) != len(keys):
+        tensors.clear()
+        for key, leaf in zip(keys, found.values):
+            first = tensors.setdefault(key, leaf)
+            if first is not leaf and identity(first) != identity(leaf):
+                again.append((key, leaf))
+    special = _set_names(walk.nodes, found, keys)
     values: List[Dict[str, Any]] = []
-    for kind, word in ((_VALUE, "value"), (_PER_RANK, "rank")):
+    for kind in (_VALUE, _PER_RANK):
         leaves = walk.leaves[kind]
         names = _names_of(leaves, True, stored)
-        _set_leaves(walk.nodes, leaves, names, word)
+        _set_names(walk.nodes, leaves, names)
         values.append(
             {
                 name: encode(value, path_text(leaves.path(i)))
@@ -435,7 +453,7 @@ def flatten(
             }
         )
     flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
-    if flat and not special and all(type(key) is str for key in tree):
+    if flat and not special and set(map(type, tree)) <= _TEXT:
         return Flat(tensors, values[0], values[1], None, tuple(again))
     if _node_values(walk.nodes) > MAX_VALUES - 4:
         raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
@@ -444,17 +462,17 @@ def flatten(
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
-    return sum(
-        1 if type(n) is str else 3 if type(n[1]) is not list else 3 + len(n[1]) for n in nodes
-    )
+    more = [n[1] for n in nodes if type(n) is not str]
+    return len(nodes) + 2 * len(more) + sum(len(keys) for keys in more if type(keys) is list)
 
 
 def _names_of(
     leaves: _Leaves, reserved: bool, stored: Optional[Mapping[Path, str]]
 ) -> List[str]:
     names = _assign_names(leaves.names, leaves.path, reserved)
-    for i, name in enumerate(names):
-        if not name.isascii() or len(name) > MAX_KEY_BYTES or "\0" in name:
+    text = "".join(names)
+    if not text.isascii() or "\0" in text or max(map(len, names), default=0) > MAX_KEY_BYTES:
+        for i, name in enumerate(names):
             _check_name(name, leaves.path(i))
     if stored:
         names = [stored.get(leaves.path(i), name) for i, name in enumerate(names)]
@@ -480,7 +498,9 @@ def _tied(
 ) -> List[str]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
     ranks with other orders agree; of those that are known, where some are."""
-    memory = [_memory_of(leaf) for leaf in leaves]
+    memory: Optional[Sequence[Any]] = _shards.bases(leaves)
+    if memory is None or len(set(memory)) != len(leaves):
+        memory = [_memory_of(leaf) for leaf in leaves]
     if len(set(memory)) == len(leaves):
         return names
     count = collections.Counter(memory)
@@ -498,37 +518,51 @@ def _tied(
     return names
 
 
-def _set_leaves(nodes: List[Any], leaves: _Leaves, names: Sequence[str], word: str) -> bool:
-    """Whether some leaf has another name than its path says."""
-    special = False
+def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
+    """Whether some leaf has another name than its path says; its node gets it."""
+    if names == leaves.names:
+        return False
     for place, dotted_name, name in zip(leaves.places, leaves.names, names):
-        if name == dotted_name:
-            nodes[place] = word
-        else:
-            nodes[place] = [word, name]
-            special = True
-    return special
+        if name != dotted_name:
+            nodes[place] = [nodes[place], name]
+    return True
 
 
 # ---- The structure ---------------------------------------------------------------------------
 
 
+# Nodes of structures that were stored before, and what `structure_entry` made of them: a training
+# job has one or two.
+_entries: List[Tuple[List[Any], Tuple[str, str]]] = []
+_MAX_ENTRIES = 4
+
+
 def structure_entry(structure: Structure) -> Tuple[str, str]:
     """Under which common value a structure is stored, and its JSON. The name has a hash of it, so
     that ranks with the same one store it once, and those with others do not disagree."""
-    text = None
-    if all(type(n) is str or _simple_node(n) for n in structure["nodes"]):
-        text = plain_json(structure)
+    nodes = structure["nodes"]
+    more = [n[1] for n in nodes if type(n) is not str]
+    kinds = set(map(type, itertools.chain.from_iterable(m for m in more if type(m) is list)))
+    # Of other keys equal ones need not be the same (1, True, 1.0).
+    exact = kinds <= _EXACT
+    if exact:
+        for known, entry in _entries:
+            if known == nodes:
+                return entry
+    text = plain_json(structure) if kinds <= SIMPLE_SET else None
     if text is None:
         text = to_json(structure)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return f"{TREE_NAME}.{digest}", text
+    entry = f"{TREE_NAME}.{digest}", text
+    if exact:
+        # A copy: whoever has the structure may change it.
+        own = [n if type(n) is str else [n[0], *map(_copied, n[1:])] for n in nodes]
+        _entries[:] = [(own, entry), *_entries[: _MAX_ENTRIES - 1]]
+    return entry
 
 
-def _simple_node(node: Any) -> bool:
-    """Whether JSON has all of it."""
-    more = node[1]
-    return type(more) is not list or set(map(type, more)) <= SIMPLE_SET
+def _copied(more: Any) -> Any:
+    return more[:] if type(more) is list else more
 
 
 def structure_names(names: Iterable[str]) -> List[str]:

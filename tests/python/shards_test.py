@@ -525,9 +525,9 @@ class Layouts(unittest.TestCase):
         again, moved, known = cache.get(second)
         self.assertTrue(known)
         self.assertIs(again, layout)
-        fresh = Layout(list(second.items()))
-        self.assertEqual(list(moved), [shard.address for shard in fresh.shards])
-        self.assertEqual(list(addresses), [shard.address for shard in layout.shards])
+        at = lambda tensors: [shard.address for item in tensors.items() for shard in describe(*item)]  # noqa: E731
+        self.assertEqual(list(moved), at(second))
+        self.assertEqual(list(addresses), at(first))
         self.assertNotEqual(list(addresses), list(moved))
 
     def test_whatever_changed_makes_another_layout(self):
@@ -601,6 +601,149 @@ class Layouts(unittest.TestCase):
             # The same local shape, other rows.
             self.assertFalse(cache.get(make(Shard(0)))[2])
             self.assertFalse(cache.get(make(Replicate()))[2])
+            # One of several that are alike.
+            several = lambda p: {**make(Shard(0)), **{f"v{i}": make(q)["w"] for i, q in enumerate((Shard(0), p, Shard(0)))}}  # noqa: E731
+            for placement in (Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)):
+                self.check(cache, several(placement))
+                self.assertTrue(self.check(cache, several(placement)))
+            tensors = several(Shard(0))
+            cache.get(tensors)
+            tensors["v1"]._local_tensor = torch.ones(4, 4, dtype=torch.float64)
+            self.assertFalse(self.check(cache, tensors))
+            tensors["v1"]._local_tensor = torch.ones(3, 4)
+            with self.assertRaisesRegex(LayoutError, "tensor v1: .*has a local tensor of"):
+                cache.get(tensors)
+
+    def check(self, cache, tensors, purpose=SAVE):
+        """What a cache says is what describing one by one says; whether it was known."""
+        shards = [shard for key, leaf in tensors.items() for shard in describe(key, leaf, purpose)]
+        layout, addresses, known = cache.get(tensors, purpose)
+        keys, words, count = pack([shard._replace(address=0) for shard in shards])
+        self.assertEqual((layout.keys, layout.words, layout.count), (keys, words, count))
+        self.assertEqual(list(addresses), [shard.address for shard in shards])
+        return known
+
+    def test_a_tensor_that_became_another_in_place(self):
+        import torch
+
+        def flag(t):
+            t.requires_grad_(not t.requires_grad)
+
+        pool = torch.zeros(64)
+        for name, change, known in (
+            ("nothing", lambda t: None, True), ("values", lambda t: t.add_(1), True), ("requires_grad", flag, True),
+            ("other memory", lambda t: setattr(t, "data", torch.ones(4, 4)), True),
+            ("shape", lambda t: t.resize_(2, 2), False), ("transposed", lambda t: t.t_(), False), ("flat", lambda t: t.as_strided_((16,), (1,)), False),
+            ("another storage", lambda t: t.set_(pool.untyped_storage(), 8, (4, 4), (4, 1)), False),
+            ("of another shape", lambda t: setattr(t, "data", torch.ones(5)), False),
+            ("of another type", lambda t: setattr(t, "data", torch.ones(4, 4, dtype=torch.float64)), False),
+            ("a longer storage", lambda t: t.untyped_storage().resize_(256), False),
+        ):  # fmt: skip
+            with self.subTest(name):
+                cache, t = Cache(), torch.ones(4, 4)
+                tensors = {"a": torch.ones(4, 4), "t": t, "z": torch.ones(4, 4)}
+                self.assertFalse(self.check(cache, tensors))
+                change(t)
+                self.assertEqual(self.check(cache, tensors), known)
+                self.assertTrue(self.check(cache, tensors))
+
+    def test_a_leaf_in_the_place_of_another(self):
+        import numpy as np
+        import torch
+
+        base = {"a": torch.ones(4, 4), "b": torch.ones(4, 4), "n": np.ones((4, 4), "f4"), "m": np.ones((4, 4), "f4")}
+        frozen = np.ones((4, 4), "f4")
+        frozen.flags.writeable = False
+        for name, leaf in {
+            "shape": torch.ones(2, 8), "strides": torch.ones(4, 4).t(), "type": torch.ones(4, 4, dtype=torch.int32), "parameter": torch.nn.Parameter(torch.ones(4, 4)),
+            "array": np.ones((4, 4), "f4"), "array by columns": np.ones((4, 4), "f4", order="F"), "array to be read": frozen, "array of integers": np.ones((4, 4), "i4"),
+            "array of no cells": np.ones((0, 4), "f4"), "tensor of no cells": torch.ones(0, 4), "view": torch.ones(8, 4)[2:6], "scalar": torch.tensor(1.0),
+        }.items():  # fmt: skip
+            for key in base:
+                with self.subTest(name, key=key):
+                    cache = Cache()
+                    self.check(cache, base)
+                    self.check(cache, {**base, key: leaf})
+                    self.assertTrue(self.check(cache, {**base, key: leaf}))
+                    self.check(cache, base)
+
+    def test_keys_in_another_order_and_fewer(self):
+        import torch
+
+        cache, a, b = Cache(), torch.ones(2), torch.ones(2)
+        for tensors in ({"a": a, "b": b}, {"b": b, "a": a}, {"a": b, "b": a}, {"a": a}, {"b": a}, {}, {"a": a, "b": a}):
+            self.check(cache, tensors)
+            self.assertTrue(self.check(cache, tensors))
+
+    def test_views_of_one_shape_are_each_looked_at(self):
+        import torch
+
+        # Alike but for where they lie in a storage, which is cut behind the first.
+        pool = torch.ones(16)
+        first, second = pool[:4], pool[8:12]
+        pool.untyped_storage().resize_(4 * 4)
+        Cache().get({"a": first})
+        with self.assertRaisesRegex(LayoutError, "tensor b: its storage has 16 bytes, the tensor needs 48"):
+            Cache().get({"a": first, "b": second})
+        cache = Cache()
+        cache.get({"b": first})
+        with self.assertRaisesRegex(LayoutError, "tensor b: its storage"):
+            cache.get({"b": second})
+        freed = torch.ones(16)
+        freed.untyped_storage().resize_(0)
+        with self.assertRaisesRegex(LayoutError, "tensor c: its storage has 0 bytes"):
+            Cache().get({"a": torch.ones(16), "c": freed})
+
+    def test_what_may_not_be_written_to_is_seen_where_a_layout_is_known(self):
+        import torch
+
+        with torch.inference_mode():
+            inference = torch.ones(4)
+        cache = Cache()
+        cache.get({"a": torch.ones(4), "b": torch.ones(4)}, LOAD)
+        with self.assertRaisesRegex(UnsupportedError, "tensor b: an inference tensor"):
+            cache.get({"a": torch.ones(4), "b": inference}, LOAD)
+        with torch.inference_mode():
+            self.assertTrue(cache.get({"a": torch.ones(4), "b": inference}, LOAD)[2])
+        cache.get({"a": torch.ones(4)})
+        with self.assertRaisesRegex(UnsupportedError, "negative"):
+            cache.get({"a": torch._neg_view(torch.ones(4))})
+
+    def test_a_cache_holds_no_leaf(self):
+        import gc
+        import weakref
+
+        import numpy as np
+        import torch
+
+        cache = Cache()
+        for purpose in (SAVE, LOAD):
+            tensors = {"t": torch.ones(4), "n": np.ones(4), "s": torch.ones(4, 4)[:, 1]}
+            watched = [weakref.ref(leaf) for leaf in tensors.values()]
+            cache.get(tensors, purpose)
+            cache.get(tensors, purpose)
+            del tensors
+            gc.collect()
+            self.assertEqual([ref() for ref in watched], [None] * 3)
+
+    def test_many_leaves_of_all_kinds(self):
+        import numpy as np
+        import torch
+
+        rng, said = seeded()
+        made = (
+            lambda: torch.ones(rng.choice((0, 1, 3)), 4), lambda: torch.nn.Parameter(torch.ones(4)), lambda: torch.ones(8)[rng.randrange(4):][::2],
+            lambda: np.ones((rng.choice((0, 2)), 3)), lambda: np.ones((4, 3), "f4").T, lambda: torch.ones(3, dtype=torch.complex64), lambda: np.ones(()),
+        )  # fmt: skip
+        for case in range(scaled(30)):
+            with self.subTest(seed=said, case=case):
+                cache = Cache()
+                tensors = {f"k{i}": rng.choice(made)() for i in range(rng.randrange(12))}
+                for _ in range(6):
+                    self.check(cache, tensors)
+                    self.assertTrue(self.check(cache, tensors))
+                    if tensors:
+                        tensors[rng.choice(list(tensors))] = rng.choice(made)()
 
     def test_only_some_layouts_are_kept(self):
         import numpy as np
