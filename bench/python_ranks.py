@@ -100,7 +100,7 @@ def many(world, tensors, rounds):
 
     import torch  # noqa: F401
 
-    from tensormount import _abi, _save, _shards, _tree
+    from tensormount import _abi, _jobs, _save, _shards, _tree
     from tensormount._state import cache_of
 
     lib = _abi.library()
@@ -145,7 +145,7 @@ def many(world, tensors, rounds):
     for number in range(rounds):
         built = [_save.build(s, g, _shards.SAVE)[0] for s, g in zip(states, groups)]
         given = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions), replace=1)
-        jobs = [_save.start("tm_save_in_place", b, "S/many", g, g._handle(), given, [])
+        jobs = [_jobs.begin(_save.SaveJob, "tm_save_in_place", b, "S/many", g, g._handle(), given)
                 for b, g in zip(built, groups)]
         reports = [job.wait() for job in jobs]
         # The last to begin waits for no other.
@@ -173,7 +173,7 @@ def memory(group, rank, size, count, how):
     """Prints the peaks of this rank."""
     import numpy as np
     import tensormount as tm
-    from tensormount import _abi, _load, _save, _shards
+    from tensormount import _abi, _jobs, _layouts, _load, _save, _shards
     from tensormount._state import State
 
     data = np.full((count if how == "rows" else -(-count // size), 64), rank, "f4")
@@ -190,18 +190,18 @@ def memory(group, rank, size, count, how):
             built.add_tensors(list(zip(names[rank::size], data)), _shards.SAVE, cache, size)
         return built
 
-    cache = _shards.LayoutCache()
+    cache = _layouts.LayoutCache()
     path = f"S/{how}{count}by{size}"
     save = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions), replace=1)
     load = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions), not_requested=4)
     peaks = {"before": peak_mib()}
     for number in (1, 2):
-        _save.start("tm_save_in_place", build(), path, group, group._handle(), save, []).wait()
+        _jobs.begin(_save.SaveJob, "tm_save_in_place", build(), path, group, group._handle(), save).wait()
         peaks[f"save {number}"] = peak_mib()
     for number in (1, 2):
         asked = _load._Asked({})
         asked.group = group
-        _load.start(build(), path, group, group._handle(), load, [], asked).wait()
+        _load.start(build(), path, group, group._handle(), (load, []), asked).wait()
         peaks[f"load {number}"] = peak_mib()
     tm.validate({}, group)
     print(json.dumps(peaks))

@@ -18,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
-from tensormount import _shards, _tree  # noqa: E402
+from tensormount import _layouts, _shards, _tree  # noqa: E402
 
 
 def tensors_of_numpy(count):
@@ -39,7 +39,7 @@ class Ways:
         self.tensors = tensors
         self.nested = {"model": tensors, "step": 1000}
         self.items = list(tensors.items())
-        self.cache = _shards.LayoutCache()
+        self.cache = _layouts.LayoutCache()
         self.cache.get(self.items)
         self.cache.get(self.items, _shards.LOAD)
 
@@ -50,7 +50,7 @@ class Ways:
             array.array("Q", [t.__array_interface__["data"][0] for t in self.tensors.values()])
 
     def first_layout(self):
-        _shards.LayoutCache().get(self.items)
+        _layouts.LayoutCache().get(self.items)
 
     def known_layout(self):
         assert self.cache.get(self.items)[2]

@@ -50,8 +50,11 @@ _NAMES = {
     "Mount": "_mount",
     "mount": "_mount",
     "Box": "_boxes",
+    "Flat": "_held",
+    "Shards": "_held",
     "boxes": "_boxes",
     "torch": "torch",  # Itself, a module.
+    "enable_mapping_guard": "_abi",
     "library_path": "_abi",
     "library_version": "_abi",
     "AlreadyExistsError": "errors",
@@ -83,10 +86,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tensormount import torch as torch
-    from tensormount._abi import library_path as library_path, library_version as library_version
+    from tensormount._abi import (
+        enable_mapping_guard as enable_mapping_guard,
+        library_path as library_path,
+        library_version as library_version,
+    )
     from tensormount._boxes import Box as Box, boxes as boxes
     from tensormount._checkpoint import Checkpoint as Checkpoint, Tensor as Tensor, open as open
     from tensormount._group import Group as Group
+    from tensormount._held import Flat as Flat, Shards as Shards
     from tensormount._load import (
         LoadJob as LoadJob,
         Loaded as Loaded,

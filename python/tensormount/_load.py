@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 
-from tensormount import _abi, _shards, _tree
+from tensormount import _abi, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._progress import Progress
 from tensormount._save import _choice, _group, _numbers, _verdict, texts
@@ -420,7 +420,7 @@ def _written(flat: Optional[_tree.Flat]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or flat is None:
         return
-    for local in _shards.local_tensors(leaf for _, leaf in flat.items()):
+    for local in _layouts.local_tensors(leaf for _, leaf in flat.items()):
         if not local.is_inference():
             torch.autograd.graph.increment_version(local)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Optional
 
-from tensormount import _abi, _shards, _values
+from tensormount import _abi, _layouts, _shards, _values
 from tensormount.errors import CLASSES, Error, InvalidArgumentError
 
 _INTERNAL = 15  # TM_INTERNAL
@@ -38,7 +38,7 @@ class State:
         self,
         items: Collection[tuple[str, Any]],
         purpose: str,
-        cache: _shards.LayoutCache,
+        cache: _layouts.LayoutCache,
         world_size: int,
     ) -> bool:
         """Keys and tensors. Whether their layout was known from an earlier call.
@@ -55,7 +55,7 @@ class State:
         self.held += [addresses, layout, items]
         if purpose == _shards.LOAD:
             # A tensor may be given other memory (`.data = `) while the library still writes to its.
-            tensors = _shards.local_tensors(leaf for _, leaf in items)
+            tensors = _layouts.local_tensors(leaf for _, leaf in items)
             self.held.append([local.untyped_storage() for local in tensors])
         return known
 
@@ -160,11 +160,11 @@ def _layout(keys: bytes, words: Any, count: int) -> _LayoutHandle:
     return _LayoutHandle(out.value)
 
 
-def cache_of(group: Any) -> _shards.LayoutCache:
+def cache_of(group: Any) -> _layouts.LayoutCache:
     """The layouts that a group has saved and loaded before."""
     if group._cache is None:
-        group._cache = _shards.LayoutCache()
-    cache: _shards.LayoutCache = group._cache
+        group._cache = _layouts.LayoutCache()
+    cache: _layouts.LayoutCache = group._cache
     return cache
 
 

@@ -30,7 +30,8 @@ from typing import (
     Tuple,
 )
 
-from . import _shards
+from . import _layouts
+from ._held import Shards
 from ._values import (
     INT_MAX,
     INT_MIN,
@@ -220,15 +221,15 @@ _EXACT = frozenset((str, int))
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is an array of NumPy, PyTorch or JAX; whether it can be stored is another
-    question (`_shards.describe`)."""
+    """Whether `value` is an array of NumPy, PyTorch or JAX, or Shards; whether it can be stored is
+    another question (`_shards.describe`)."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return True
-    return hasattr(type(value), "addressable_shards")
+    return isinstance(value, Shards) or hasattr(type(value), "addressable_shards")
 
 
 def _kind_of(value: Any) -> int:
@@ -354,7 +355,7 @@ class _Walk:
         self.leaves = {kind: _Leaves() for kind in _LEAF_NAMES}
         self.inside: Set[int] = set()
         # Tensors that need no further look: nearly all that there are.
-        self.plain = frozenset(_shards.families())
+        self.plain = frozenset(_layouts.families())
 
     def root(self, tree: Any) -> None:
         self.inside.add(id(tree))
@@ -498,7 +499,7 @@ def _tied(
 ) -> List[str]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
     ranks with other orders agree; of those that are known, where some are."""
-    memory: Optional[Sequence[Any]] = _shards.bases(leaves)
+    memory: Optional[Sequence[Any]] = _layouts.bases(leaves)
     if memory is None or len(set(memory)) != len(leaves):
         memory = [_memory_of(leaf) for leaf in leaves]
     if len(set(memory)) == len(leaves):

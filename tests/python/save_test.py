@@ -5,6 +5,7 @@ the process, forks."""
 import asyncio
 import collections
 import ctypes
+import functools
 import gc
 import math
 import os
@@ -158,6 +159,58 @@ class RoundTrip(support.Folder):
         renamed = np.zeros((3, 4), "f4")
         tm.load({"model.w": renamed}, "S/rules", key_map=[{"key": "w", "to": "model.w"}])
         np.testing.assert_array_equal(renamed, double)
+
+    def test_parts_by_hand(self):
+        """A tensor cut into boxes and flat ranges, into others for the load, of NumPy and torch."""
+        generator, seed = support.seeded()
+        try:
+            import torch
+        except ImportError:
+            torch = None
+
+        def cut(shape, make):
+            """Rows as boxes or as flat ranges of several parts."""
+            begin, parts = 0, []
+            while begin < shape[0]:
+                rows = generator.randint(1, shape[0] - begin)
+                where = (begin,) + (0,) * (len(shape) - 1)
+                extent = (rows,) + shape[1:]
+                if generator.random() < 0.5:
+                    parts.append((where, make(extent)))
+                else:
+                    first, all_of_it = 0, math.prod(extent)
+                    while first < all_of_it:
+                        count = generator.randint(1, all_of_it - first)
+                        parts.append((tm.Flat(first, where, extent), make((count,))))
+                        first += count
+                begin += rows
+            return tm.Shards(shape, parts)
+
+        for number in range(support.scaled(20)):
+            shape = tuple(generator.randint(1, 6) for _ in range(generator.randint(1, 3)))
+            whole = np.arange(math.prod(shape), dtype="f8").reshape(shape) + number
+            saved = cut(shape, np.empty)
+            for part in saved.parts:
+                box = whole[tuple(map(slice, part.begin, np.add(
+                    part.begin, part.flat.extent if part.flat else part.data.shape)))]
+                part.data[...] = (box.reshape(-1)[part.flat.first :][: len(part.data)]
+                                  if part.flat else box)
+            with self.subTest(shape=shape, number=number, seed=seed):
+                tm.save({"nested": {"w": saved}}, "S/by-hand", replace=True)
+                with tm.open("S/by-hand") as checkpoint:
+                    np.testing.assert_array_equal(checkpoint["nested.w"][...], whole)
+                make = np.zeros
+                if torch is not None and number % 2:
+                    make = functools.partial(torch.zeros, dtype=torch.float64)
+                into = cut(shape, make)
+                tm.load({"nested": {"w": into}}, "S/by-hand")
+                # Once more by what is known to be right.
+                tm.save({"w": into}, "S/again", replace=True)
+                with tm.open("S/again") as checkpoint:
+                    np.testing.assert_array_equal(checkpoint["w"][...], whole)
+        with self.assertRaises(tm.LayoutError) as caught:
+            tm.save({"w": tm.Shards((4,), [((0,), np.zeros(3))])}, "S/hole")
+        self.assertEqual((caught.exception.key, caught.exception.box), ("w", ((3,), (1,))))
 
     def test_strided_memory(self):
         whole = np.arange(48.0).reshape(6, 8)
@@ -524,6 +577,25 @@ class Processes(support.Folder):
                     threading.Thread(target=save, args=(number,), daemon=True).start()
                 time.sleep(0.3)
                 """))
+
+    def test_the_mapping_guard_and_faulthandler(self):
+        """The handler that was there before has what is not the library's."""
+        out, err = self.finish(python("""
+            import ctypes, faulthandler, mmap, os, numpy, tensormount as tm
+            faulthandler.enable()
+            tm.enable_mapping_guard()
+            tm.save({"w": numpy.arange(1 << 16).reshape(256, 256)}, "G/guard")
+            with tm.open("G/guard") as checkpoint:
+                print(int(checkpoint["w"][:, 3].sum()), flush=True)
+            with open("short", "wb") as file:
+                file.truncate(4096)
+            with open("short", "r+b") as file:
+                mapped = mmap.mmap(file.fileno(), 4096)
+                file.truncate(0)
+                mapped[0]
+            """), -signal.SIGBUS)
+        self.assertEqual(int(out), int(np.arange(1 << 16).reshape(256, 256)[:, 3].sum()))
+        self.assertIn("Fatal Python error: Bus error", err)
 
     def test_a_slow_hook_at_the_end(self):
         self.finish(python("""

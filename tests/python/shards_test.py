@@ -12,8 +12,10 @@ import unittest
 
 from support import needs, scaled, seeded
 
-from tensormount import _shards
-from tensormount._shards import LOAD, SAVE, VALIDATE, Layout, check_destinations, describe, pack
+from tensormount import _layouts, _shards
+from tensormount._held import Flat, Shards
+from tensormount._layouts import Layout
+from tensormount._shards import LOAD, SAVE, VALIDATE, check_destinations, describe, pack
 from tensormount.errors import LayoutError, UnsupportedError
 
 SIZES = {number: bits // 8 for number, bits in _shards._BITS.items()}
@@ -192,7 +194,7 @@ class PyTorch(unittest.TestCase):
         (shard,) = describe("w", t)
         self.assertEqual((shard.dtype, shard.global_shape, shard.extent, shard.strides), (21, (4, 12), (4, 12), None))
         (shard,) = describe("w", t[::2])
-        self.assertEqual((shard.extent, shard.strides, _shards._span(shard)), ((2, 12), (24, 1), (t.data_ptr(), t.data_ptr() + 18)))
+        self.assertEqual((shard.extent, shard.strides, _shards.span_of(shard)), ((2, 12), (24, 1), (t.data_ptr(), t.data_ptr() + 18)))
         for bad in (t[:, ::2], t.t(), t[0, 0]):
             with self.assertRaisesRegex(UnsupportedError, "float4"):
                 describe("w", bad)
@@ -504,7 +506,59 @@ class Packing(unittest.TestCase):
             pack(describe("a\0b", np.ones(1)))
 
 
-class Cache(_shards.LayoutCache):
+class ByHand(unittest.TestCase):
+    """Shards: boxes and flat ranges that a caller names itself."""
+
+    @needs("numpy")
+    def test_described_as_they_are_said(self):
+        import numpy as np
+
+        rows, rest = np.zeros((2, 4), "f4"), np.zeros(10, "f4")[::2]
+        leaf = Shards([5, 4], [((1, 0), rows, "copy"), (Flat(3, (3, 0), (2, 4)), rest)])
+        first, second = describe("w", leaf)
+        self.assertEqual((first.global_shape, first.begin, first.extent, first.replica, first.flat),
+                         ((5, 4), (1, 0), (2, 4), _shards.COPY, None))
+        self.assertEqual((second.begin, second.extent, second.flat, second.strides, second.held),
+                         ((3, 0), (2, 4), (3, 5), (2,), (5,)))
+        _, words, count = pack([second])
+        self.assertEqual(count, 1)
+        self.assertEqual(list(words)[1], _shards.WORDS_FLAT | _shards.WORDS_STRIDED)
+        self.assertEqual(list(words)[5:], [5, 4, 3, 0, 2, 4, 3, 5, 2])
+        self.assertEqual(leaf.nbytes, 32 + 20)
+
+    @needs("numpy")
+    def test_what_does_not_lie_in_the_tensor(self):
+        import numpy as np
+
+        for parts in (
+            [((4, 0), np.zeros((2, 4)))], [((-1, 0), np.zeros((2, 4)))], [((0,), np.zeros((2, 4)))],
+            [(Flat(4, (0, 0), (1, 4)), np.zeros(1))], [(Flat(-1, (0, 0), (2, 4)), np.zeros(1))],
+            [(Flat(0, (0, 0), (2, 4)), np.zeros((1, 1)))], [(Flat(0, (4, 0), (2, 4)), np.zeros(1))],
+            [((0, 0), np.zeros((2, 4)), "maybe")],
+        ):
+            with self.subTest(parts=parts), self.assertRaises(LayoutError):
+                Shards((5, 4), parts)
+        with self.assertRaises(UnsupportedError):
+            describe("w", Shards((2,), [((0,), _Shaped())]))
+
+    @needs("numpy")
+    def test_memory_of_loads_that_overlaps(self):
+        import numpy as np
+
+        data = np.zeros(8, "f4")
+        parts = [(Flat(0, (0,), (16,)), data[:5]), (Flat(8, (0,), (16,)), data[4:])]
+        cache = _layouts.LayoutCache()
+        with self.assertRaises(LayoutError):
+            cache.get([("a", Shards((16,), parts[:1])), ("b", Shards((16,), parts[1:]))], LOAD, 1)
+        parts[1] = (parts[1][0], data[5:])
+        cache.get([("a", Shards((16,), parts[:1])), ("b", Shards((16,), parts[1:]))], LOAD, 1)
+
+
+class _Shaped:
+    shape = (2,)
+
+
+class Cache(_layouts.LayoutCache):
     """With a dict for what a cache is asked."""
 
     def get(self, tensors, *rest):
