@@ -174,6 +174,7 @@ tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
     if (!status.ok()) (void)failed.Fail(status);
     const tensormount::StateDict& dict = status.ok() ? state->dict : failed;
     tensormount::ValidateOptions how;
+    if (given.task != nullptr) how.cancel = &given.task->cancel;
     if (given.limit != 0) how.limit = given.limit;
     how.timeouts =
         tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);

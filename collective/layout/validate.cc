@@ -9,7 +9,7 @@ namespace tensormount {
 
 Result<LayoutReport> Validate(const StateDict& state, Communicator& comm,
                               const ValidateOptions& options) {
-  Collective collective(comm, options.timeouts);
+  Collective collective(comm, options.timeouts, options.cancel);
   CallDescription call;
   call.options = {{"call", "Validate"}};
   call.limit = options.limit;

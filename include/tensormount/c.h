@@ -921,6 +921,7 @@ typedef struct tm_validate_options {
   int64_t liveness_ms;  // 0: 30,000.
   int64_t arrival_ms;   // 0: 1,800,000.
   int64_t total_ms;     // The whole call; 0: no limit.
+  tm_task* task;        // May be NULL. A rank that was cancelled waits three seconds for others.
 } tm_validate_options;
 // Collective: whether what the ranks hold together is a checkpoint. Reads no data. The status is
 // about the call; *sound (1 or 0) and the report, as JSON, about the layout, the same on every

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_VALIDATE_H_
 #define TENSORMOUNT_VALIDATE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -77,6 +78,9 @@ struct TENSORMOUNT_EXPORT LayoutReport {
 struct ValidateOptions {
   std::size_t limit = 100;  // Findings listed.
   Timeouts timeouts = {};
+  // Where not null, set to end the call: a rank that has waited for others for three seconds since
+  // then gives up with kCancelled.
+  const std::atomic<bool>* cancel = nullptr;
 };
 
 // Collective: whether what the ranks hold together is a checkpoint: every cell of every tensor

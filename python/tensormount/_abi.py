@@ -274,6 +274,7 @@ class ValidateOptions(Structure):
         ("liveness_ms", c_int64),
         ("arrival_ms", c_int64),
         ("total_ms", c_int64),
+        ("task", c_void_p),
     ]
 
 

@@ -57,6 +57,7 @@ class Group:
         self._owner = owner  # What must outlive the communicator.
         self._kind = kind
         self._process = os.getpid()
+        self._working: set[threading.Event] = set()
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
         self._free = lib.tm_communicator_free  # At exit the module may be gone before this is.
@@ -97,6 +98,9 @@ class Group:
         jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
         if self._address is not None and jobs is not None:
             jobs.await_all_of(self)
+        for over in list(self._working):  # Calls that nobody waits for any more (_tasks.py).
+            while not over.wait(0.05):
+                pass
         address, self._address = self._address, None
         if address is not None:
             self._free(address)

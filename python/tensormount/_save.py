@@ -12,6 +12,7 @@ from tensormount import _abi, _shards, _tree
 from tensormount._jobs import EventHook, Job, ReportHook, begin, set_hook, set_save_hooks, set_times
 from tensormount._progress import Progress
 from tensormount._state import State, cache_of, text
+from tensormount._tasks import in_background
 from tensormount.errors import InvalidArgumentError, LayoutError
 
 if TYPE_CHECKING:
@@ -213,25 +214,26 @@ def validate(
     group = _group(group)
     given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions), limit=limit)
     set_times(given, liveness, arrival, total)
+    handle = group._handle()
     built, own = build(state, group, _shards.VALIDATE)
-    lib = _abi.library()
     sound = ctypes.c_int32()
-    json_text = ctypes.c_void_p()
-    status = lib.tm_validate(
-        built.address, group._handle(), ctypes.addressof(given), ctypes.addressof(sound),
-        ctypes.addressof(json_text),
-    )
-    if own is not None:
+
+    def call(task: int) -> bytes:
+        given.task = task
+        return _abi.get_text(
+            _abi.library().tm_validate, built.address, handle, ctypes.addressof(given),
+            ctypes.addressof(sound),
+        )
+
+    try:
+        found = in_background(call, group=group)
+    except Exception as told:
+        raise told if own is None else own from told
+    if own is not None:  # Which all ranks were told.
         raise own
-    if status:
-        _abi.fail(status)
     import json
 
-    assert json_text.value is not None
-    try:
-        report: dict[str, Any] = json.loads(ctypes.string_at(json_text.value))
-    finally:
-        lib.tm_free(json_text)
+    report: dict[str, Any] = json.loads(found)
     report["ok"] = bool(sound.value)
     return report
 

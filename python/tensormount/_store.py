@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi
-from tensormount._progress import Meter, Progress
+from tensormount._progress import Progress
 from tensormount._state import path_bytes, text
+from tensormount._tasks import in_background
 from tensormount.errors import BusyError, CheckpointNotFoundError, NotFoundError, StaleError
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -129,7 +129,7 @@ def verify(
             "tm_verify", path_bytes(path), ctypes.addressof(given), ctypes.addressof(whole)
         )
 
-    found: dict[str, Any] = _background(call, progress, f"verify {os.fspath(path)}")
+    found: dict[str, Any] = in_background(call, progress, f"verify {os.fspath(path)}")
     return found
 
 
@@ -169,7 +169,7 @@ def diff(
             ctypes.addressof(same),
         )
 
-    found: dict[str, Any] = _background(call, progress, f"diff {os.fspath(first)}")
+    found: dict[str, Any] = in_background(call, progress, f"diff {os.fspath(first)}")
     return found
 
 
@@ -199,7 +199,7 @@ def adopt(
         given.task = task
         return _json("tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given))
 
-    found: dict[str, Any] = _background(call, progress, f"adopt {os.fspath(source)}")
+    found: dict[str, Any] = in_background(call, progress, f"adopt {os.fspath(source)}")
     return found
 
 
@@ -263,8 +263,7 @@ def export(
             ctypes.addressof(given),
         )
 
-    # The group stays, for as long as a thread that nobody waits for any more works with it.
-    found: dict[str, Any] = _background(call, progress, f"export {os.fspath(source)}", group)
+    found: dict[str, Any] = in_background(call, progress, f"export {os.fspath(source)}", group)
     return found
 
 
@@ -315,56 +314,3 @@ def _json(
 
     narrower = {2: CheckpointNotFoundError, **(kinds or {})}
     return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
-
-
-class _Task:
-    """A tm_task: by it a call on another thread is asked to end, and says how far it is."""
-
-    def __init__(self) -> None:
-        self._lib = _abi.library()
-        out = ctypes.c_void_p()
-        status = self._lib.tm_task_new(ctypes.addressof(out))
-        if status:
-            _abi.fail(status)
-        assert out.value is not None
-        self.address: int = out.value
-        _abi.free_with(self, self._lib.tm_task_free, self.address)
-
-    def cancel(self) -> None:
-        self._lib.tm_task_cancel(self.address)
-
-    def moved(self) -> tuple[int, int]:
-        done, total = ctypes.c_uint64(), ctypes.c_uint64()
-        self._lib.tm_task_progress(self.address, ctypes.addressof(done), ctypes.addressof(total))
-        return done.value, total.value
-
-
-def _background(
-    call: Callable[[int], Any], progress: Progress = None, label: str = "", *held: Any
-) -> Any:
-    """Runs what takes long on a thread of its own, with a task, so that Ctrl-C ends the wait for it
-    at once. The task asks it to end then; the thread itself ends at its next block."""
-    task = _Task()
-    result: list[Any] = []
-
-    def run(*_: Any) -> None:
-        try:
-            result.append((call(task.address), None))
-        except Exception as error:
-            result.append((None, error))
-
-    thread = threading.Thread(target=run, args=held, name="tensormount-read", daemon=True)
-    thread.start()
-    try:
-        with Meter(progress, label) as meter:
-            while thread.is_alive():
-                thread.join(0.05)
-                if meter.on:
-                    meter.show(*task.moved())
-    except BaseException:
-        task.cancel()
-        raise
-    value, failure = result[0]
-    if failure is not None:
-        raise failure
-    return value

@@ -95,6 +95,32 @@ def one_is_wrong(group, rank, size):
     print("fine")
 
 
+def alarmed_in_validate(group, rank, size):
+    """Rank 1 does not come; what an alarm raises in rank 0 ends its wait at once."""
+    class Alarm(Exception):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    if rank == 1:
+        while not os.path.exists("closed"):
+            time.sleep(0.05)
+        return
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    begin = time.monotonic()
+    try:
+        tm.validate(values(), group)
+    except Alarm:
+        print("alarm", time.monotonic() - begin < 2, flush=True)
+    # The thread that waited lets go after three seconds, and then the group does.
+    group.close()
+    print("closed", time.monotonic() - begin > 3, flush=True)
+    with open("closed", "w"):
+        pass
+
+
 def raises_between(group, rank, size):
     """Rank 2 leaves by an exception of its own while the others save."""
     tm.save(values(), "S/before", group)
@@ -191,6 +217,10 @@ class Groups(support.Folder):
 
     def test_a_group_is_closed_while_it_loads(self):
         self.assertEqual(ranks.run("group_test:closed_while_it_loads", 2), ["True 1\n", ""])
+
+    def test_an_alarm_in_a_validation(self):
+        out = ranks.run("group_test:alarmed_in_validate", 2)
+        self.assertEqual(out[0], "alarm True\nclosed True\n")
 
     def test_ctrl_c_on_one_rank(self):
         found = ranks.start("group_test:interrupted", 3)

@@ -20,7 +20,7 @@ import unittest
 
 import support
 import tensormount as tm
-from tensormount import _abi, _store
+from tensormount import _abi, _store, _tasks
 
 try:
     import numpy as np
@@ -504,7 +504,7 @@ class Stores(support.Folder):
         np.savez("archive.npz", a=np.arange(5), b=np.arange(6))
         for path in ("plain.safetensors", "archive.npz"):
             self.assertTrue(tm.verify(path)["whole"])
-            task = _store._Task()
+            task = _tasks.Task()
             task.cancel()
             given = _abi.VerifyOptions(struct_size=ctypes.sizeof(_abi.VerifyOptions), task=task.address)
             whole = ctypes.c_int32()
