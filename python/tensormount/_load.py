@@ -475,7 +475,7 @@ def _united(trees: Sequence[Any]) -> Any:
 
 def _unite(a: Any, b: Any) -> Any:
     """`a`, with what only `b` has."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    if type(a) in _tree.SPLIT_DICTS and type(b) in _tree.SPLIT_DICTS:
         merged = type(a)(a)
         for key, item in b.items():
             merged[key] = _unite(merged[key], item) if key in merged else item
@@ -484,7 +484,7 @@ def _unite(a: Any, b: Any) -> Any:
 
 
 def _without_absent(tree: Any) -> Any:
-    if isinstance(tree, dict):
+    if type(tree) in _tree.SPLIT_DICTS:
         return type(tree)(
             (key, _without_absent(item)) for key, item in tree.items() if item is not _ABSENT
         )
@@ -514,7 +514,7 @@ def _put_back(request: Any, filled: Any, twice: set[int]) -> None:
     """Plain values into the caller's own dicts and lists."""
 
     def put(container: Any, place: Any, item: Any, new: Any) -> None:
-        alike = isinstance(item, (dict, list)) and type(item) is type(new)
+        alike = type(item) is type(new) and type(item) in (*_tree.SPLIT_DICTS, list)
         if alike and id(item) not in twice:
             _put_back(item, new, twice)
         elif item is not new:

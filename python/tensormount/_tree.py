@@ -214,6 +214,8 @@ def _check_name(name: str, path: Path) -> None:
 # ---- Taking apart ----------------------------------------------------------------------------
 
 _DICT, _ODICT, _LIST, _TUPLE, _TENSOR, _VALUE, _PER_RANK = range(7)
+# Dicts that are taken apart; others are values.
+SPLIT_DICTS = (dict, collections.OrderedDict)
 _CONTAINER_NAMES = {_DICT: "dict", _ODICT: "odict", _LIST: "list", _TUPLE: "tuple"}
 _LEAF_NAMES = {_TENSOR: "tensor", _VALUE: "value", _PER_RANK: "rank"}
 _TEXT = frozenset((str,))
@@ -246,7 +248,9 @@ def _kind_of(value: Any) -> int:
     if kind is PerRank:
         return _PER_RANK
     torch = sys.modules.get("torch")
-    if kind in NATIVE_SET or (torch is not None and kind is torch.Size):
+    if kind in NATIVE_SET or kind is collections.Counter or (
+        torch is not None and kind is torch.Size
+    ):
         return _VALUE
     if is_tensor(value):
         return _TENSOR
@@ -704,7 +708,7 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
     if type(a) is PerRank and type(b) is PerRank:
         return a
     if type(a) is type(b):
-        if isinstance(a, dict):
+        if type(a) in SPLIT_DICTS:
             merged = type(a)(a)
             for key, item in b.items():
                 if key in merged:
@@ -731,10 +735,10 @@ _NOTHING = object()
 
 def _refill(request: Any, stored: Any, path: Path, kept: List[str]) -> Any:
     kind = type(request)
-    if kind is dict or kind is collections.OrderedDict:
+    if kind in SPLIT_DICTS:
         if not request and isinstance(stored, dict):
             return stored
-        have = stored if isinstance(stored, dict) else {}
+        have = stored if type(stored) in SPLIT_DICTS else {}
         filled = kind()
         for key, item in request.items():
             step: Path = path + ((_KEY, key),)

@@ -102,6 +102,10 @@ def _decode_numpy(name: str, payload: Any) -> Any:
     return dtype.type(payload)
 
 
+# What is a dict of pairs when it is stored as one value. Schedulers of PyTorch count by Counter.
+DICTS = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
+
+
 def encode(value: Any, where: str = "") -> Any:
     """A plain value in the form that is stored: what common values have themselves (None, bool,
     integers of 64 bits, floats, text, bytes, lists, tuples) is itself; anything else is a dict of
@@ -130,14 +134,14 @@ def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
         room[0] -= len(value)
         # A copy: the form must not change with the caller's list.
         return kind(value)
-    if kind is dict or kind is collections.OrderedDict:
+    if kind in DICTS:
         if 3 * len(value) > room[0]:
             raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
         pairs = [
             [_encode(k, where, depth + 3, room), _encode(v, where, depth + 3, room)]
             for k, v in value.items()
         ]
-        return {"dict" if kind is dict else "odict": pairs}
+        return {DICTS[kind]: pairs}
     torch = sys.modules.get("torch")
     if torch is not None and kind is torch.Size:
         return {"torch.Size": [int(n) for n in value]}
@@ -183,6 +187,8 @@ def _decode_special(kind: str, payload: Any) -> Any:
         return {decode(k): decode(v) for k, v in payload}
     if kind == "odict":
         return collections.OrderedDict((decode(k), decode(v)) for k, v in payload)
+    if kind == "counter":
+        return collections.Counter({decode(k): decode(v) for k, v in payload})
     if kind == "numpy":
         name, item = payload
         return _decode_numpy(name, item)

@@ -103,6 +103,15 @@ class RoundTrip(support.Folder):
         self.assertEqual(loaded.uuid, tm.Store("S").latest()["uuid"])
         self.assertGreaterEqual(loaded.report["bytes_by_leaf"], 1)
 
+    def test_a_counter_is_exchanged_as_one_value(self):
+        import collections
+
+        tm.save({"seen": collections.Counter({3: 2, "x": 1})}, "S/counter")
+        request = {"seen": collections.Counter({4: 9})}
+        tm.load(request, "S/counter")
+        self.assertEqual(request, {"seen": collections.Counter({3: 2, "x": 1})})
+        self.assertIs(type(request["seen"]), collections.Counter)
+
     def test_a_part(self):
         tm.save(state_of(2), "S/part")
         request = {"model": {"a.b": np.zeros((4, 6), "i8")}, "step": 0, "new": "stays"}

@@ -109,6 +109,45 @@ class States(support.Folder):
         with self.assertRaises(tm.LayoutError):
             tm.torch.load("S/stepped", model=other, optim=split)
 
+    def test_schedulers_of_every_kind(self):
+        """What they hold besides numbers: counters, functions' places, schedulers of their own."""
+        from torch.optim import lr_scheduler as schedulers
+
+        kinds = {
+            "step": lambda o: schedulers.StepLR(o, 2),
+            "multi": lambda o: schedulers.MultiStepLR(o, [2, 2, 5], gamma=0.5),
+            "lambda": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+            "cosine": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+            "cycle": lambda o: schedulers.OneCycleLR(o, 0.3, total_steps=20),
+            "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+            "several": lambda o: schedulers.SequentialLR(
+                o, [schedulers.LinearLR(o), schedulers.MultiStepLR(o, [1, 3])], [2]),
+        }
+
+        def made(kind):
+            parameter = torch.nn.Parameter(torch.ones(2))
+            optim = torch.optim.SGD([parameter], lr=0.1)
+            return optim, kinds[kind](optim)
+
+        def steps(kind, optim, schedule, count):
+            rates = []
+            for _ in range(count):
+                optim.step()
+                schedule.step(*([1.0] if kind == "plateau" else []))
+                rates.append(optim.param_groups[0]["lr"])
+            return rates
+
+        for kind in kinds:
+            with self.subTest(kind=kind):
+                optim, schedule = made(kind)
+                steps(kind, optim, schedule, 3)
+                tm.torch.save(f"S/{kind}", extra={"schedule": schedule, "optim": optim})
+                fresh, again = made(kind)
+                tm.torch.load(f"S/{kind}", extra={"schedule": again, "optim": fresh})
+                plain, other = dict(schedule.state_dict()), dict(again.state_dict())
+                self.assertEqual(repr(other), repr(plain))
+                self.assertEqual(steps(kind, fresh, again, 6), steps(kind, optim, schedule, 6))
+
     def test_scheduler_and_frozen(self):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
         for parameter in model[0].parameters():
