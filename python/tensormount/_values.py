@@ -103,7 +103,7 @@ def _decode_numpy(name: str, payload: Any) -> Any:
 
 
 # What is a dict of pairs when it is stored as one value. Schedulers of PyTorch count by Counter.
-DICTS = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
+DICTS: Dict[Any, str] = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
 
 
 def encode(value: Any, where: str = "") -> Any:
