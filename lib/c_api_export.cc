@@ -76,7 +76,10 @@ tm_status tm_export(const char* source, const char* destination, tm_communicator
       TENSORMOUNT_RETURN_IF_ERROR(Need({{source, "source"}, {destination, "destination"}}));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           opened, tensormount::OpenWhole(host, source, {}, /*partial=*/given.partial != 0));
-      if (given.task != nullptr) given.task->total = opened->index().tensor_bytes();
+      // How much of it will be this rank's, nobody knows yet.
+      if (given.task != nullptr && communicator->comm->size() == 1) {
+        given.task->total = opened->index().tensor_bytes();
+      }
       return {};
     });
     TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -53,7 +53,7 @@ class Job {
         destination_(destination),
         options_(options),
         comm_(comm),
-        collective_(comm, options.timeouts) {}
+        collective_(comm, options.timeouts, options.cancel) {}
 
   Result<ExportReport> Run(const Status& before, std::shared_ptr<OpenedCheckpoint> source) {
     const Status status = Steps(before, std::move(source));
@@ -120,14 +120,28 @@ class Job {
 
   Status AgreeOnPlan(const Status& mine) {
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: plan"));
+    // Ranks that were called for different things would each be told that theirs is there.
+    TENSORMOUNT_RETURN_IF_ERROR(
+        AgreeOn(fmt::format("{}, {}{}", destination_, ExportFormatName(options_.format),
+                            options_.replace ? ", replaced" : ""),
+                "export: same call", [](int rank, const std::string& a, const std::string& b) {
+                  return fmt::format("export: to {} on rank 0, and to {} on rank {}", a, b, rank);
+                }));
     ByteWriter identity;
     identity.Hash(plan_.Identity());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
-                                 collective_.AllGather(identity.bytes(), "export: same plan"));
+    return AgreeOn(identity.bytes(), "export: same plan",
+                   [](int rank, const std::string&, const std::string&) {
+                     return fmt::format(
+                         "ranks 0 and {} see different sources, or have other rules for keys", rank);
+                   });
+  }
+
+  template <typename Words>
+  Status AgreeOn(std::string_view mine, std::string_view phase, const Words& words) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, collective_.AllGather(mine, phase));
     for (std::size_t rank = 1; rank < all.size(); ++rank) {
       if (all[rank] == all[0]) continue;
-      return Status(Code::kInvalidArgument,
-                    fmt::format("ranks 0 and {} see different sources", rank));
+      return Status(Code::kInvalidArgument, words(static_cast<int>(rank), all[0], all[rank]));
     }
     return {};
   }
@@ -192,6 +206,8 @@ class Job {
   }
 
   Status Publish() {
+    // All have written: who is cancelled from now on waits for the verdict.
+    collective_.IgnoreCancel();
     Result<std::string> done = std::string();
     if (comm_.rank() == 0) {
       const Status status = Guarded([&]() -> Status {

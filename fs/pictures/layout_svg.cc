@@ -25,8 +25,16 @@ constexpr std::size_t kMostTableRows = 20000;
 std::string Escape(std::string_view text) {
   const bool utf8 = IsUtf8(text);
   std::string out;
-  for (const char c : text) {
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
     const auto byte = static_cast<unsigned char>(c);
+    // U+FFFE and U+FFFF are UTF-8, and no characters of XML.
+    if (const std::string_view three = text.substr(i, 3);
+        three == "\xEF\xBF\xBE" || three == "\xEF\xBF\xBF") {
+      out += "\xEF\xBF\xBD";
+      i += 2;
+      continue;
+    }
     if (byte < 0x20 || byte == 0x7F || (!utf8 && byte >= 0x80)) {
       out += "\xEF\xBF\xBD";
     } else if (c == '&') {

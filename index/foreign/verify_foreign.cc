@@ -182,7 +182,11 @@ class ForeignVerifier {
     const std::string& name = FileName(ranges.front().file);
     for (const ZipEntry& entry : archive.entries()) {
       if (Ended()) return;
-      const Status checked = CheckZipCrc(file, entry);
+      const Status checked = CheckZipCrc(file, entry, [&](std::uint64_t bytes) {
+        in_archive_ += bytes;
+        return Ended() ? ended_ : Status();
+      });
+      if (!ended_.ok()) return;  // No finding about the entry.
       if (checked.ok()) continue;
       bool owned = false;
       for (const ScanRange& range : ranges) {
@@ -200,11 +204,14 @@ class ForeignVerifier {
   void Count(std::uint64_t bytes) {
     report_.bytes_checked += bytes;
     report_.bytes_without_hash += bytes;
+    in_archive_ = 0;
   }
 
-  // Whether the watch wants no more; asked before each archive and entry.
+  // Whether the watch wants no more; asked before each archive and after each block of an entry.
   bool Ended() {
-    if (ended_.ok() && options_.watch) ended_ = options_.watch(report_.bytes_checked, total_);
+    if (ended_.ok() && options_.watch) {
+      ended_ = options_.watch(std::min(report_.bytes_checked + in_archive_, total_), total_);
+    }
     return !ended_.ok();
   }
 
@@ -246,6 +253,7 @@ class ForeignVerifier {
   VerifyReport report_;
   Status unread_;  // Why something was not checked.
   Status ended_;   // By the watch.
+  std::uint64_t in_archive_ = 0;  // Bytes of the archive that is looked at.
   Inventory inventory_;
   std::vector<ScanRange> ranges_;
   std::uint64_t total_ = 0;

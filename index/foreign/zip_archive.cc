@@ -477,7 +477,8 @@ const ZipEntry* ZipArchive::Find(std::string_view name) const {
 }
 
 // In blocks of 1 MiB: entries are as large as tensors.
-Status CheckZipCrc(File& file, const ZipEntry& entry) {
+Status CheckZipCrc(File& file, const ZipEntry& entry,
+                   const std::function<Status(std::uint64_t bytes)>& read) {
   if (entry.crc == 0) return Status();
   std::string buffer(static_cast<std::size_t>(std::min<std::uint64_t>(entry.size, 1 << 20)), '\0');
   std::uint32_t crc = 0;
@@ -487,6 +488,7 @@ Status CheckZipCrc(File& file, const ZipEntry& entry) {
     TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(entry.offset + done, buffer.data(), n));
     crc = Crc32Extend(crc, buffer.data(), n);
     done += n;
+    if (read) TENSORMOUNT_RETURN_IF_ERROR(read(n));
   }
   if (crc == entry.crc) return Status();
   return Status(Code::kDataLoss, file.path() + ": " + ShownEntry(entry.name) + " fails its CRC-32");

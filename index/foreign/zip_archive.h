@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -49,7 +50,8 @@ class ZipArchive {
 
 // CRC-32 of an entry's bytes against its record; kDataLoss names entry and file. torch may write
 // archives without CRCs (zero): then ok.
-Status CheckZipCrc(File& file, const ZipEntry& entry);
+Status CheckZipCrc(File& file, const ZipEntry& entry,
+                   const std::function<Status(std::uint64_t bytes)>& read = {});
 
 }  // namespace tensormount
 

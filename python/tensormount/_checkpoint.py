@@ -788,6 +788,8 @@ class _Mapping:
 
 def _run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]:
     """First element and number of elements of a box, where it is one run in the order of rows."""
+    if 0 in plan.extent:
+        return 0, 0
     offset, count, stride, whole = 0, 1, 1, True
     for begin, extent, size in zip(reversed(plan.begin), reversed(plan.extent), reversed(shape)):
         if extent > 1 and not whole:
@@ -798,7 +800,7 @@ def _run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]
         whole = whole and extent == size
     else:
         if plan.steps is None:
-            return (offset, count) if count else (0, 0)
+            return offset, count
     raise UnsupportedIndexError(f"{key}: that is no run of rows, and can only be read")
 
 

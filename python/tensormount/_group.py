@@ -96,11 +96,12 @@ class Group:
         if self._address is not None and _in_hook():
             raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
         jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
-        if self._address is not None and jobs is not None:
-            jobs.await_all_of(self)
-        for over in list(self._working):  # Calls that nobody waits for any more (_tasks.py).
-            while not over.wait(0.05):
-                pass
+        if self._address is not None and self._process == os.getpid():
+            if jobs is not None:
+                jobs.await_all_of(self)
+            for over in list(self._working):  # Calls that nobody waits for any more (_tasks.py).
+                while not over.wait(0.05):
+                    pass
         address, self._address = self._address, None
         if address is not None:
             self._free(address)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from .errors import LayoutError
@@ -23,7 +24,15 @@ class _Part(NamedTuple):
     begin: Tuple[int, ...]
     flat: Optional[Flat]
     data: Any
+    held: Tuple[int, ...]  # The shape of data.
     replica: int
+
+
+def _numbers(values: Any) -> Tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise LayoutError(f"{values!r}: a number for each axis was expected") from None
 
 
 class Shards:
@@ -35,7 +44,8 @@ class Shards:
            Flat(first, begin, extent): then `data` has one axis. replica: "main" or "copy" where several
            ranks hold the box and this one knows which counts; None.
 
-    A load fills `data` in place. LayoutError: a part does not lie in the tensor.
+    At least one part, which may be without cells; who has none leaves the key out. A load fills
+    `data` in place. LayoutError: a part does not lie in the tensor.
 
         >>> import numpy, tensormount as tm
         >>> rows = numpy.arange(8.0).reshape(2, 4)
@@ -59,31 +69,39 @@ class Shards:
             ]
         ],
     ) -> None:
-        self.shape = tuple(map(int, shape))
+        self.shape = _numbers(shape)
+        for part in parts:
+            if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
+                raise LayoutError(f"a part of Shards is (begin, data) or (begin, data, replica), not {part!r}")
         self.parts: List[_Part] = [self._part(*part) for part in parts]
+        if not self.parts:
+            # Nobody would know that there is such a tensor.
+            raise LayoutError("Shards without a part: give one without cells, or leave the key out")
 
     def _part(
         self, where: Union[Sequence[int], Flat], data: Any, replica: Optional[str] = None
     ) -> _Part:
-        if replica not in _REPLICAS:
+        if not (replica is None or isinstance(replica, str)) or replica not in _REPLICAS:
             raise LayoutError(f"replica={replica!r}: \"main\", \"copy\" or None")
+        if not hasattr(data, "shape"):
+            raise LayoutError(f"a part of Shards: {type(data).__name__} is no array and no tensor")
         held = tuple(map(int, data.shape))
         flat: Optional[Flat] = None
         begin: Tuple[int, ...]
         if isinstance(where, Flat):
-            flat = Flat(int(where.first), tuple(map(int, where.begin)), tuple(map(int, where.extent)))
+            flat = Flat(operator.index(where.first), _numbers(where.begin), _numbers(where.extent))
             if len(held) != 1 or not 0 <= flat.first <= math.prod(flat.extent) - held[0]:
                 raise LayoutError(f"{flat}: memory of {held} is no part of that box")
             begin, extent = flat.begin, flat.extent
         else:
-            begin, extent = tuple(map(int, where)), held
+            begin, extent = _numbers(where), held
         if not len(begin) == len(extent) == len(self.shape) or any(
             b < 0 or n < 0 or b + n > size for b, n, size in zip(begin, extent, self.shape)
         ):
             raise LayoutError(
                 f"a box from {begin} on of {extent} does not lie in a tensor of {self.shape}"
             )
-        return _Part(begin, flat, data, _REPLICAS[replica])
+        return _Part(begin, flat, data, held, _REPLICAS[replica])
 
     @property
     def nbytes(self) -> int:

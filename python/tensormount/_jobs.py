@@ -17,7 +17,7 @@ from typing import Any, Optional, TypeVar
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
 from tensormount._state import State, path_bytes, status_of
-from tensormount.errors import InternalError, UnsupportedError
+from tensormount.errors import InternalError, InvalidArgumentError, UnsupportedError
 
 log = logging.getLogger("tensormount")
 
@@ -79,10 +79,16 @@ def _in_a_hook(call: Callable[[], None]) -> None:
         _in_hook.depth -= 1
 
 
+def _check_hook(name: str, hook: Any) -> None:
+    if hook is not None and not callable(hook):
+        raise InvalidArgumentError(f"{name}={hook!r}: a function was expected")
+
+
 def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None:
     """`on_event` in the options of a job, as a C function, kept in `kept`, which must live as long as
     the job. It is called on threads of the library; what it raises is logged, since nobody there
     could catch it."""
+    _check_hook("on_event", on_event)
     if on_event is None:
         return
 
@@ -128,8 +134,8 @@ def set_save_hooks(
         except BaseException as error:  # There is nobody above to catch it.
             raised.error = error
             status, message = status_of(error)
-            code: int = lib.tm_set_last_error(status, 0, b"before_publish: " + message)
-            return code
+            lib.tm_set_last_error(status, 0, b"before_publish: " + message)
+            return status
 
     def tell(_: Any, address: int) -> None:
         assert on_commit is not None
@@ -139,6 +145,8 @@ def set_save_hooks(
         except BaseException:
             log.exception("on_commit")
 
+    for name, hook in (("before_publish", before_publish), ("on_commit", on_commit)):
+        _check_hook(name, hook)
     if before_publish is not None:
         raised = Raised()
         kept.append(raised)
@@ -293,8 +301,8 @@ class Job:
                     if end is not None and time.monotonic() >= end:
                         break
                 else:
-                    if meter.on and self._failure is None:
-                        meter.show(*self._moved())
+                    if meter.on and poll == self._poll:
+                        meter.end(*self._moved(), failed=self._failure is not None)
                     return
         except BaseException:
             self.cancel()
@@ -365,8 +373,9 @@ class Job:
         for item in self._held:
             for one in item if isinstance(item, list) else ():
                 if isinstance(one, Raised) and one.error is not None:
-                    one.error.__cause__ = told
-                    return one.error
+                    raised, one.error = one.error, None  # It has frames, and these what was saved.
+                    raised.__cause__ = told
+                    return raised
         return told
 
     def _take_report(self, address: int) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 from tensormount import _abi, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._progress import Progress
-from tensormount._save import _choice, _group, _numbers, _verdict, texts
+from tensormount._save import _choice, _group, _numbers, _verdict, flag, texts
 from tensormount._state import State, cache_of, take_json, text
 from tensormount.errors import (
     CheckpointNotFoundError,
@@ -261,7 +261,7 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
         "not_requested", options.get("not_requested", "ignore"), _STRICT
     )
     given.strict_exempt, given.strict_exempt_count = texts(options.get("strict_exempt", ()), kept)
-    given.validate = int(options.get("validate", False))
+    given.validate = flag("validate", options.get("validate", False))
     given.verify = _choice("verify", options.get("verify", "auto"), _VERIFY)
     given.path = _choice("method", options.get("method", "auto"), _PATHS)
     given.exchange_group = options.get("exchange_group", 0)

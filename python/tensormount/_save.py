@@ -329,12 +329,14 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
     given.replica_check = _choice("replicas", options.get("replicas", "rotating"), _REPLICAS)
     given.strategy = _choice("strategy", options.get("strategy", "parallel"), _STRATEGIES)
     given.common_check = _choice("common", options.get("common", "error"), _COMMON)
-    given.replace = int(options.get("replace", False))
-    given.skip_validation = int(not options.get("validate", True))
-    given.page_hashes = int(options.get("page_hashes", False))
+    given.replace = flag("replace", options.get("replace", False))
+    given.skip_validation = 1 - flag("validate", options.get("validate", True))
+    given.page_hashes = flag("page_hashes", options.get("page_hashes", False))
     given.common_exempt, given.common_exempt_count = texts(options.get("common_exempt", ()), kept)
     producer = options.get("producer")
     if producer is not None:
+        if not isinstance(producer, str):
+            raise InvalidArgumentError(f"producer={producer!r}: a text was expected")
         given.producer = text(producer)
     set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
     set_hook(given, options.get("on_event"), kept)
@@ -342,10 +344,18 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
     return given, kept
 
 
+def flag(name: str, value: Any) -> int:
+    """A yes or no; not the text "no", which would be yes."""
+    if value not in (True, False):
+        raise InvalidArgumentError(f"{name}={value!r}: True or False")
+    return int(value)
+
+
 def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
     """An array of C strings, kept in `kept`."""
-    if isinstance(values, str):
+    if isinstance(values, str) or not all(isinstance(one, str) for one in values or ()):
         raise InvalidArgumentError(f"{values!r}: a list of texts was expected")
+    values = values or ()
     array = (ctypes.c_char_p * max(1, len(values)))(*(value.encode() for value in values))
     kept.append(array)
     return ctypes.cast(array, ctypes.POINTER(ctypes.c_char_p)), len(values)

@@ -503,13 +503,15 @@ def _of_slices(key: str, index: Sequence[Any], shape: Dims) -> Tuple[Dims, Dims]
 def _describe_shards(key: str, leaf: Shards, purpose: str) -> List[Shard]:
     found = []
     for part in leaf.parts:
-        whole = describe(key, part.data, purpose)
+        whole = describe(key, part.data, purpose) if _is_plain(part.data) else []
         if len(whole) != 1 or whole[0].dtype == _F4:
             raise UnsupportedError(
                 f"tensor {key}: a part of Shards is a plain array or tensor, of elements of a byte and "
                 f"more, not {_name(part.data)}"
             )
         (shard,) = whole
+        if shard.extent != part.held:
+            raise LayoutError(f"tensor {key}: a part of Shards has another shape since it was given")
         if part.flat is None:
             begin, extent, flat = part.begin, shard.extent, None
         else:
@@ -517,10 +519,26 @@ def _describe_shards(key: str, leaf: Shards, purpose: str) -> List[Shard]:
             flat = (part.flat.first, shard.extent[0])
         found.append(
             shard._replace(
-                global_shape=leaf.shape, begin=begin, extent=extent, flat=flat, replica=part.replica
+                global_shape=leaf.shape, begin=begin, extent=extent, flat=flat, replica=part.replica,
+                owner=part,  # Each its own: two parts may not be filled in one place.
             )
         )
     return found
+
+
+def _is_plain(data: Any) -> bool:
+    """Whether it is its memory and nothing else, so that it knows of no place of its own."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(data, numpy.ndarray):
+        return True
+    torch = sys.modules.get("torch")
+    dtensor = dtensor_type()
+    return (
+        torch is not None
+        and isinstance(data, torch.Tensor)
+        and not (dtensor is not None and isinstance(data, dtensor))
+        and not is_checkpointable(data)
+    )
 
 
 # ---- Memory that would be written twice --------------------------------------------------------

@@ -113,15 +113,19 @@ class State:
 
 
 def status_of(error: BaseException) -> tuple[int, bytes]:
-    """A status of the library for an exception, and what it says."""
-    if isinstance(error, Error):
-        codes = [kind.code for kind in CLASSES]
-        status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
-        message = error.message
-    else:
-        status = _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _INTERNAL
-        message = f"{type(error).__name__}: {error}"
-    return status, message.encode("utf-8", "replace")
+    """A status of the library for an exception, and what it says. Whatever the exception is, this
+    raises none: others would wait for a rank that could not even say what it found wrong."""
+    status = _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _INTERNAL
+    try:
+        if isinstance(error, Error):
+            codes = [kind.code for kind in CLASSES]
+            status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
+            message = error.message
+        else:
+            message = f"{type(error).__name__}: {error}"
+        return status, message.encode("utf-8", "replace").replace(b"\0", b"?")
+    except Exception:
+        return status, type(error).__name__.encode("utf-8", "replace")
 
 
 def text(key: str) -> bytes:

@@ -14,7 +14,13 @@ from tensormount import _abi
 from tensormount._progress import Progress
 from tensormount._state import path_bytes, text
 from tensormount._tasks import in_background
-from tensormount.errors import BusyError, CheckpointNotFoundError, NotFoundError, StaleError
+from tensormount.errors import (
+    BusyError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleError,
+)
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -63,7 +69,7 @@ class Store:
         while True:
             # In slices: a signal handler gets its turn.
             left = end - time.monotonic()
-            given.wait_ms = max(0, min(100, int(left * 1000)))
+            given.wait_ms = int(max(0.0, min(0.1, left)) * 1000)
             try:
                 found: dict[str, Any] = _json(
                     "tm_store_publish", path, ctypes.addressof(given), kinds={8: BusyError}
@@ -75,6 +81,8 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space."""
+        if "/" in name:
+            raise InvalidArgumentError(f"{name!r}: the name of a checkpoint has no slash")
         status = _abi.library().tm_store_remove(path_bytes(os.path.join(self.path, name)))
         if status:
             _abi.fail(status, {2: CheckpointNotFoundError})
@@ -97,8 +105,10 @@ class Store:
             given.grace_seconds = int(grace) if grace >= 1 else -1
         if staging_age is not None:
             given.staging_age_seconds = max(1, int(staging_age))
-        found: dict[str, Any] = _json(
-            "tm_store_gc", path_bytes(self.path), ctypes.addressof(given)
+        path = path_bytes(self.path)
+        # On a thread, which deletes on where nobody waits for it any more.
+        found: dict[str, Any] = in_background(
+            lambda task: _json("tm_store_gc", path, ctypes.addressof(given))
         )
         return found
 
@@ -243,27 +253,33 @@ def export(
         (1, 1)
     """
     from tensormount._jobs import set_times
-    from tensormount._save import _group
+    from tensormount._save import _group, flag
 
     group = _group(group)
     handle = group._handle()
-    given = _abi.ExportOptions(
-        struct_size=ctypes.sizeof(_abi.ExportOptions), replace=int(replace), partial=int(partial)
-    )
-    given.format = text(format)
-    given.key_map = _rules(key_map)
-    given.hf_part_bytes = hf_part_size or 0
-    given.hf_rules = _rules(hf_rules)
-    set_times(given, liveness, arrival, total)
+    given = _abi.ExportOptions(struct_size=ctypes.sizeof(_abi.ExportOptions))
+    paths: tuple[Optional[bytes], Optional[bytes]] = (None, None)
+    own: Optional[Exception] = None
+    try:
+        given.replace = flag("replace", replace)
+        given.partial = flag("partial", partial)
+        given.format = text(format)
+        given.key_map = _rules(key_map)
+        given.hf_part_bytes = hf_part_size or 0
+        given.hf_rules = _rules(hf_rules)
+        set_times(given, liveness, arrival, total)
+        paths = (path_bytes(source), path_bytes(destination))
+    except Exception as error:  # The call tells the others, who would wait for this rank.
+        own = error
 
     def call(task: int) -> Any:
         given.task = task
-        return _json(
-            "tm_export", path_bytes(source), path_bytes(destination), handle,
-            ctypes.addressof(given),
-        )
+        return _json("tm_export", *paths, handle, ctypes.addressof(given))
 
-    found: dict[str, Any] = in_background(call, progress, f"export {os.fspath(source)}", group)
+    try:
+        found: dict[str, Any] = in_background(call, progress, f"export {source!r}", group)
+    except Exception as told:
+        raise told if own is None else own from told
     return found
 
 
@@ -304,7 +320,11 @@ def _rules(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
     """Rules of a key map for the library."""
     import json
 
-    return None if rules is None else json.dumps([dict(rule) for rule in rules]).encode()
+    if rules is None:
+        return None
+    if isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules):
+        raise InvalidArgumentError(f"{rules!r}: a list of rules was expected, each a dict")
+    return json.dumps([dict(rule) for rule in rules]).encode()
 
 
 def _json(

@@ -60,18 +60,23 @@ def in_background(
                 group._working.discard(over)
             over.set()
 
-    if group is not None:
-        group._working.add(over)
-    threading.Thread(target=run, name="tensormount-call", daemon=True).start()
+    thread = threading.Thread(target=run, name="tensormount-call", daemon=True)
     try:
+        if group is not None:
+            group._working.add(over)
+        try:
+            thread.start()
+        except RuntimeError:
+            run()  # There is none to be had: at the limit, or at the end of the interpreter.
         with Meter(progress, label) as meter:
             while not over.wait(_SLICE):
                 if meter.on:
                     meter.show(*task.moved())
-            if meter.on and result[0][1] is None:
-                meter.show(*task.moved())
+            meter.end(*task.moved(), failed=result[0][1] is not None)
     except BaseException:
         task.cancel()
+        if group is not None and thread.ident is None:  # It was never begun.
+            group._working.discard(over)
         raise
     value, failure = result[0]
     if failure is not None:

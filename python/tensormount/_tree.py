@@ -297,6 +297,9 @@ def identity(leaf: Any) -> Any:
             if isinstance(local, torch.Tensor):
                 # The storage even where this rank holds no cell: other ranks see the same tie.
                 return (_torch_identity(local), tuple(leaf.shape), leaf.placements)
+        elif isinstance(leaf, Shards):
+            parts = [(part.begin, part.flat, identity(part.data)) for part in leaf.parts]
+            return (leaf.shape, tuple(parts))
         elif hasattr(leaf, "__array_interface__") and leaf.size:
             address = leaf.__array_interface__["data"][0]
             return (address, leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name)
@@ -491,6 +494,8 @@ def _memory_of(leaf: Any) -> Any:
         if torch is not None and isinstance(leaf, torch.Tensor):
             local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
             return local.data_ptr()
+        if isinstance(leaf, Shards):
+            return tuple(_memory_of(part.data) for part in leaf.parts)
         if hasattr(leaf, "__array_interface__") and leaf.size:
             return leaf.__array_interface__["data"][0]
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):

@@ -168,6 +168,20 @@ def several_boxes():
         raise AssertionError("DCP's planner reads one box")
     except dcp.api.CheckpointException as error:
         assert "LoadPlanner" in str(error), error
+    # A part of Shards has no place of its own; and DCP would pickle Shards.
+    by_hand = tm.Shards((8, 3), [((0, 0), made)])
+    try:
+        with tm.Group.from_torch() as group:
+            tm.load({"w": by_hand}, "S/boxes", group)
+        raise AssertionError("a DTensor was filled with other rows than its own")
+    except tm.UnsupportedError as error:
+        assert "plain" in str(error), error
+    try:
+        dcp.save({"w": tm.Shards((2,), [((0,), torch.zeros(2))])},
+                 storage_writer=tm.torch.Writer("S/pickled"))
+        raise AssertionError("Shards were pickled")
+    except dcp.api.CheckpointException as error:
+        assert "Shards" in str(error), error
 
 
 def fully_sharded_over_tensor_parallelism():

@@ -121,6 +121,28 @@ def alarmed_in_validate(group, rank, size):
         pass
 
 
+def exports(group, rank, size):
+    """Each says no to all, where ranks were called for different things or one cannot."""
+    tm.save(values(), "S/export", group)
+    said = tm.export("S/export", "out", group, format="npy")
+    assert said["ranks"] == size and os.path.exists("out/model.w.npy"), said
+    wrong = [
+        dict(destination=f"out-{rank}"), dict(destination="x", format="npy" if rank else "hf"),
+        dict(destination="out", format="npy", replace=rank == 1),
+        dict(destination="a\0b" if rank == 1 else "x"), dict(destination="x", source=f"S/no-{rank}"),
+    ]
+    for call in wrong:
+        source = call.pop("source", "S/export")
+        try:
+            tm.export(source, call.pop("destination"), group, **call)
+        except (tm.InvalidArgumentError, tm.NotFoundError):
+            continue
+        print("was exported", call)
+    tm.save(values(), "S/after", group)
+    assert not [name for name in os.listdir(".") if name.startswith(("out-", "x"))], os.listdir(".")
+    print("fine")
+
+
 def raises_between(group, rank, size):
     """Rank 2 leaves by an exception of its own while the others save."""
     tm.save(values(), "S/before", group)
@@ -217,6 +239,9 @@ class Groups(support.Folder):
 
     def test_a_group_is_closed_while_it_loads(self):
         self.assertEqual(ranks.run("group_test:closed_while_it_loads", 2), ["True 1\n", ""])
+
+    def test_exports(self):
+        self.assertEqual(ranks.run("group_test:exports", 3), ["fine\n"] * 3)
 
     def test_an_alarm_in_a_validation(self):
         out = ranks.run("group_test:alarmed_in_validate", 2)

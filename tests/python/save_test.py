@@ -318,6 +318,31 @@ class RoundTrip(support.Folder):
             tm.save({"w": np.ones(3)}, "S/other", on_commit=lambda report: 1 / 0)
         self.assertTrue(tm.verify("S/other")["whole"])
 
+    def test_whatever_a_hook_raises_is_a_no(self):
+        class Mute(Exception):
+            def __str__(self):
+                raise RuntimeError
+
+        class Bare(tm.Error):
+            def __init__(self):
+                pass
+
+        for kind in (Mute, Bare, KeyboardInterrupt, SystemExit):
+            def refuse(_, kind=kind):
+                raise kind()
+
+            with self.assertRaises(kind):
+                tm.save({"w": np.zeros(3)}, "S/mute", before_publish=refuse)
+            self.assertFalse(os.path.exists("S/mute"))
+
+    def test_options_of_other_types(self):
+        for wrong in ({"replace": "no"}, {"validate": "false"}, {"page_hashes": None}, {"on_event": 5},
+                      {"before_publish": "x"}, {"on_commit": 1}, {"producer": 5}, {"progress": "yes"},
+                      {"common_exempt": [5]}):
+            with self.subTest(wrong=wrong), self.assertRaises(tm.InvalidArgumentError):
+                tm.save({"w": np.zeros(3)}, "S/types", **wrong)
+            self.assertFalse(os.path.exists("S/types"))
+
     def test_options_that_there_are_not(self):
         with self.assertRaisesRegex(TypeError, "no option plcement"):
             tm.save({"w": np.zeros(3)}, "S/x", plcement="auto")
@@ -386,7 +411,15 @@ class Jobs(support.Folder):
         self.assertGreaterEqual(told[-1][0], 8 << 20)
         for call in (tm.verify, lambda path, **kw: tm.diff(path, path, **kw)):
             self.assertTrue(call("S/progress", progress=lambda done, total: told.append((done, total))))
-        # What it raises ends the save.
+        # What it raises when all is over changes nothing.
+        def late(done, total):
+            if os.path.exists("S/late"):
+                raise ValueError
+
+        with self.assertLogs("tensormount", "ERROR"):
+            tm.save(state, "S/late", progress=late)
+        self.assertTrue(os.path.exists("S/late"))
+        # What it raises before ends the save.
         with self.assertRaises(ZeroDivisionError):
             tm.save(state, "S/never", progress=lambda done, total: 1 // 0,
                     on_event=lambda event: time.sleep(0.2))
@@ -586,6 +619,38 @@ class Processes(support.Folder):
                     threading.Thread(target=save, args=(number,), daemon=True).start()
                 time.sleep(0.3)
                 """))
+
+    def test_without_a_thread_to_be_had(self):
+        """At a limit, or at the end of the interpreter: the call is made all the same."""
+        self.finish(python("""
+            import threading, numpy, tensormount as tm
+            group = tm.Group.single()
+            tm.save({"w": numpy.ones(3)}, "T/x", group)
+            def none(self):
+                raise RuntimeError("can't start new thread")
+            threading.Thread.start = none
+            assert tm.verify("T/x")["whole"]
+            assert tm.validate({"w": numpy.ones(3)}, group)["ok"]
+            tm.export("T/x", "T.safetensors", group)
+            group.close()
+            """))
+
+    def test_a_group_of_the_parent_is_closed_in_a_fork(self):
+        self.finish(python("""
+            import os, threading, numpy, tensormount as tm
+            tm.save({"w": numpy.ones(1 << 24)}, "T/long")
+            group, begun = tm.Group.single(), threading.Event()
+            work = threading.Thread(target=lambda: tm.export(
+                "T/long", "T.npy", group, format="npy", progress=lambda *_: begun.set()))
+            work.start()
+            begun.wait(60)
+            child = os.fork()
+            if child == 0:
+                group.close()
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            work.join()
+            """))
 
     def test_the_mapping_guard_and_faulthandler(self):
         """The handler that was there before has what is not the library's."""

@@ -534,12 +534,23 @@ class ByHand(unittest.TestCase):
             [((4, 0), np.zeros((2, 4)))], [((-1, 0), np.zeros((2, 4)))], [((0,), np.zeros((2, 4)))],
             [(Flat(4, (0, 0), (1, 4)), np.zeros(1))], [(Flat(-1, (0, 0), (2, 4)), np.zeros(1))],
             [(Flat(0, (0, 0), (2, 4)), np.zeros((1, 1)))], [(Flat(0, (4, 0), (2, 4)), np.zeros(1))],
-            [((0, 0), np.zeros((2, 4)), "maybe")],
+            [((0, 0), np.zeros((2, 4)), "maybe")], [((0, 0), np.zeros((2, 4)), ["copy"])], [],
+            [((0.5, 0), np.zeros((2, 4)))], [(0, np.zeros((2, 4)))], [((0, 0), [[1, 2]])], [((0, 0),)],
         ):
             with self.subTest(parts=parts), self.assertRaises(LayoutError):
                 Shards((5, 4), parts)
-        with self.assertRaises(UnsupportedError):
-            describe("w", Shards((2,), [((0,), _Shaped())]))
+        with self.assertRaises(LayoutError):
+            Shards((5.5, 4), [((0, 0), np.zeros((2, 4)))])
+        # What knows of a place of its own would be filled with another one's cells.
+        inner = Shards((8,), [((4,), np.zeros(2))])
+        for part in (_Shaped(), inner):
+            with self.assertRaises(UnsupportedError):
+                describe("w", Shards((8,), [((0,), part)]))
+        data = np.zeros((2, 4))
+        leaf = Shards((5, 4), [((0, 0), data)])
+        data.shape = (4, 2)
+        with self.assertRaises(LayoutError):
+            describe("w", leaf)
 
     @needs("numpy")
     def test_memory_of_loads_that_overlaps(self):
@@ -552,6 +563,25 @@ class ByHand(unittest.TestCase):
             cache.get([("a", Shards((16,), parts[:1])), ("b", Shards((16,), parts[1:]))], LOAD, 1)
         parts[1] = (parts[1][0], data[5:])
         cache.get([("a", Shards((16,), parts[:1])), ("b", Shards((16,), parts[1:]))], LOAD, 1)
+        # Two parts of one tensor in the same array, too.
+        with self.assertRaises(LayoutError):
+            cache.get([("a", Shards((16,), [((0,), data), ((8,), data)]))], LOAD, 1)
+
+    @needs("numpy")
+    def test_tied(self):
+        """Made anew of the same memory they are one tensor, as plain ones are."""
+        import numpy as np
+
+        from tensormount import _tree
+
+        data, other = np.zeros(8), np.zeros(8)
+
+        def made(memory, begin=0):
+            return Shards((16,), [((begin,), memory)])
+
+        self.assertEqual(len(_tree.flatten({"a": made(data), "b": made(data)}).tensors), 1)
+        for b in (made(other), made(data, 8)):
+            self.assertEqual(len(_tree.flatten({"a": made(data), "b": b}).tensors), 2)
 
 
 class _Shaped:

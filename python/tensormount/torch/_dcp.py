@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from tensormount import _dtypes, _load, _save, _shards, _tree, _values
 from tensormount._group import Group
+from tensormount._held import Shards
 from tensormount._jobs import begin
 from tensormount._state import State
 from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
@@ -183,6 +184,10 @@ class Writer(_AtPath, StorageWriter):
         leaves = getattr(planner, "state_dict", None) or {}
         for item in plan.items:
             key = item.index.fqn
+            if isinstance(leaves.get(key), Shards):
+                raise UnsupportedError(
+                    f"tensor {key}: DCP would pickle tensormount.Shards; use tensormount.save", key=key
+                )
             data = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 content = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
