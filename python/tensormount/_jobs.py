@@ -40,10 +40,6 @@ def hold(held: list[Any]) -> None:
     _pin(held)
 
 
-def release(held: list[Any]) -> None:
-    _unpin(held)
-
-
 EventHook = Callable[[dict[str, Any]], None]
 ReportHook = Callable[[dict[str, Any]], None]
 _EVENT_KINDS = ("start", "end", "error")
@@ -188,9 +184,10 @@ class Job:
     # Status to class, where a status means something narrower.
     _failures: dict[int, Any] = {}
 
-    def __init__(self, address: int, path: str, held: list[Any]) -> None:
+    def __init__(self, out: ctypes.c_void_p, path: str, held: list[Any]) -> None:
+        """`out`: where the library will put its job (`begin`)."""
         self._lib = _abi.library()
-        self._address = address
+        self._out = out
         self._path = path
         self._process = os.getpid()
         self._report: Any = None
@@ -201,7 +198,10 @@ class Job:
         # refers to the job any more, and where the interpreter has forgotten its modules.
         self._held: list[Any] = held  # Held since before the library was called.
         self._state = _Live(self)
-        _live.add(self._state)
+
+    @property
+    def _address(self) -> int:
+        return self._out.value or 0
 
     # ---- Waiting -----------------------------------------------------------------------------
 
@@ -407,19 +407,23 @@ def begin(
     out = ctypes.c_void_p()
     held: list[Any] = [built, built.held, group, *kept]
     hold(held)
+    # Before the call, so that there is no moment at which the library has a job and Python none.
+    job = kind(out, os.fsdecode(name), held)
     try:
         status = call(built.address, name, handle, ctypes.addressof(given), ctypes.addressof(out))
+        if status == 0:
+            _live.add(job._state)
     except BaseException:
         if out.value is None:
-            release(held)
+            job._state.end()
         else:
-            kind(out.value, os.fsdecode(name), held).cancel()
+            _live.add(job._state)
+            job.cancel()
         raise
     if status:
-        release(held)
+        job._state.end()
         _abi.fail(status, kind._failures)
-    assert out.value is not None
-    return kind(out.value, os.fsdecode(name), held)
+    return job
 
 
 def _set(future: Any) -> None:
@@ -448,7 +452,7 @@ class _Live:
     """
 
     def __init__(self, job: Job) -> None:
-        self.address = job._address
+        self.out = job._out
         self.process = job._process
         self.lib = job._lib
         self.names = (job._wait_function, job._cancel_function, job._free_function)
@@ -459,8 +463,13 @@ class _Live:
         self.lock = threading.Lock()
         weakref.finalize(job, self.dropped).atexit = False
 
+    @property
+    def address(self) -> int:
+        """0: it has not begun, or was freed."""
+        return self.out.value or 0
+
     def end(self) -> None:
-        """The verdict is there: the library is done with the memory."""
+        """The verdict is there, or it never began: the library is done with the memory."""
         with self.lock:
             if self.over:
                 return
@@ -484,7 +493,7 @@ class _Live:
         with self.lock:
             if _ending or self.waiting > 0 or not self.nobodys or self.address == 0:
                 return
-            address, self.address = self.address, 0
+            address, self.out.value = self.address, None
         getattr(self.lib, self.names[2])(address)
 
     def await_end(self) -> None:

@@ -12,7 +12,7 @@ import array
 import math
 import struct
 import sys
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from ._dtypes import all_dtypes
 from ._held import Shards

@@ -2,7 +2,6 @@
 """torch.distributed.checkpoint (DCP) through our writer and reader."""
 
 import contextlib
-import io
 import itertools
 import json
 import os

@@ -138,7 +138,7 @@ def exports(group, rank, size):
         except (tm.InvalidArgumentError, tm.NotFoundError):
             continue
         print("was exported", call)
-    tm.save(values(), "S/after", group)
+    tm.save(values(), "S/after-exports", group)
     assert not [name for name in os.listdir(".") if name.startswith(("out-", "x"))], os.listdir(".")
     print("fine")
 

@@ -14,7 +14,6 @@ from support import needs, scaled, seeded
 
 from tensormount import _layouts, _shards
 from tensormount._held import Flat, Shards
-from tensormount._layouts import Layout
 from tensormount._shards import LOAD, SAVE, VALIDATE, check_destinations, describe, pack
 from tensormount.errors import LayoutError, UnsupportedError
 

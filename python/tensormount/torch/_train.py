@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
