@@ -40,6 +40,13 @@ def hold(held: list[Any]) -> None:
     _pin(held)
 
 
+class Unpack:
+    """As that of typing, for whoever asks for type hints where typing_extensions is not installed."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return item
+
+
 EventHook = Callable[[dict[str, Any]], None]
 ReportHook = Callable[[dict[str, Any]], None]
 _EVENT_KINDS = ("start", "end", "error")

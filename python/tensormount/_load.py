@@ -24,6 +24,8 @@ from tensormount.errors import (
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+else:
+    from tensormount._jobs import Unpack
 
 PathLike = Union[str, "os.PathLike[str]"]
 

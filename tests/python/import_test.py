@@ -44,6 +44,15 @@ class Import(unittest.TestCase):
             tensormount.nothing
         self.assertNotIn("open", tensormount.__all__)
 
+    def test_type_hints_can_be_asked_for(self):
+        import typing
+
+        import tensormount as tm
+
+        for call in (tm.save, tm.async_save, tm.load, tm.async_load, tm.validate, tm.export, tm.verify):
+            with self.subTest(call=call.__name__):
+                self.assertIn("return", typing.get_type_hints(call))
+
     def test_checkers_see_the_names_that_are_looked_up(self):
         with open(tensormount.__file__, encoding="utf-8") as file:
             seen = re.findall(r"\b(\w+) as \1\b", file.read())
