@@ -73,13 +73,18 @@ def until_one_is_gone(group, rank, size, path, seed):
         loaded = load(number - 1)
         return attempt("async_save", number, job.wait) and loaded
 
+    struck = []
+
     def raises(*_):
-        raise Bug
+        struck.append(Bug())
+        raise struck[0]
 
     signal.signal(signal.SIGUSR1, raises)
     generator, number = random.Random(seed), 0
     fine = save(0)
     while fine:
+        if struck:  # Python ignores what is raised while it takes an object down.
+            raise struck[0]
         number += 1
         fine = generator.choice([save, load_beside_save])(number) and load(number)
 
