@@ -12,7 +12,7 @@ from tensormount import _abi, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._progress import Progress
 from tensormount._save import _choice, _group, _numbers, _verdict, flag, texts
-from tensormount._state import State, cache_of, take_json, text
+from tensormount._state import State, cache_of, rules_text, take_json, text
 from tensormount.errors import (
     CheckpointNotFoundError,
     Error,
@@ -345,13 +345,9 @@ def apply_key_map(rules: Sequence[Mapping[str, str]], keys: Sequence[str]) -> li
     >>> tm.apply_key_map([{"drop": "optim.*"}, {"prefix": "model.", "to": ""}], ["model.w", "optim.m"])
     ['w', '']
     """
-    import json
-
-    lib = _abi.library()
     packed = b"".join(text(key) + b"\0" for key in keys)
     return _abi.get_list(
-        lib.tm_key_map_apply, json.dumps([dict(rule) for rule in rules]).encode(), packed,
-        len(packed), len(keys),
+        _abi.library().tm_key_map_apply, rules_text(rules), packed, len(packed), len(keys),
     )
 
 

@@ -227,12 +227,7 @@ def validate(
             ctypes.addressof(sound),
         )
 
-    try:
-        found = in_background(call, group=group)
-    except Exception as told:
-        raise told if own is None else own from told
-    if own is not None:  # Which all ranks were told.
-        raise own
+    found = in_background(call, group=group, own=own)
     import json
 
     report: dict[str, Any] = json.loads(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 from tensormount import _abi, _layouts, _shards, _values
@@ -142,6 +142,17 @@ def path_bytes(path: Any) -> bytes:
     if b"\0" in encoded:
         raise InvalidArgumentError(f"{path!r}: a path has no NUL")
     return encoded
+
+
+def rules_text(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
+    """Rules of a key map for the library."""
+    import json
+
+    if rules is None:
+        return None
+    if isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules):
+        raise InvalidArgumentError(f"{rules!r}: a list of rules was expected, each a dict")
+    return json.dumps([dict(rule) for rule in rules]).encode()
 
 
 class _LayoutHandle:

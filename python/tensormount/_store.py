@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 
 from tensormount import _abi
 from tensormount._progress import Progress
-from tensormount._state import path_bytes, text
+from tensormount._state import path_bytes, rules_text, text
 from tensormount._tasks import in_background
 from tensormount.errors import (
     BusyError,
@@ -133,14 +133,10 @@ def verify(
     )
     whole = ctypes.c_int32()
 
-    def call(task: int) -> Any:
-        given.task = task
-        return _json(
-            "tm_verify", path_bytes(path), ctypes.addressof(given), ctypes.addressof(whole)
-        )
-
-    found: dict[str, Any] = in_background(call, progress, f"verify {os.fspath(path)}")
-    return found
+    return _watched(
+        given, "tm_verify", path_bytes(path), ctypes.addressof(given), ctypes.addressof(whole),
+        progress=progress, label=f"verify {os.fspath(path)}",
+    )
 
 
 def diff(
@@ -169,18 +165,13 @@ def diff(
         struct_size=ctypes.sizeof(_abi.DiffOptions), values=int(values), limit=max(1, limit)
     )
     given.keys = keys.encode() if keys else None
-    given.key_map = _rules(key_map)
+    given.key_map = rules_text(key_map)
     same = ctypes.c_int32()
 
-    def call(task: int) -> Any:
-        given.task = task
-        return _json(
-            "tm_diff", path_bytes(first), path_bytes(second), ctypes.addressof(given),
-            ctypes.addressof(same),
-        )
-
-    found: dict[str, Any] = in_background(call, progress, f"diff {os.fspath(first)}")
-    return found
+    return _watched(
+        given, "tm_diff", path_bytes(first), path_bytes(second), ctypes.addressof(given),
+        ctypes.addressof(same), progress=progress, label=f"diff {os.fspath(first)}",
+    )
 
 
 def adopt(
@@ -203,14 +194,12 @@ def adopt(
         struct_size=ctypes.sizeof(_abi.AdoptOptions), replace=int(replace), quick=int(quick),
         partial=int(partial),
     )
-    given.key_map = _rules(key_map)
+    given.key_map = rules_text(key_map)
 
-    def call(task: int) -> Any:
-        given.task = task
-        return _json("tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given))
-
-    found: dict[str, Any] = in_background(call, progress, f"adopt {os.fspath(source)}")
-    return found
+    return _watched(
+        given, "tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given),
+        progress=progress, label=f"adopt {os.fspath(source)}",
+    )
 
 
 def export(
@@ -264,23 +253,18 @@ def export(
         given.replace = flag("replace", replace)
         given.partial = flag("partial", partial)
         given.format = text(format)
-        given.key_map = _rules(key_map)
+        given.key_map = rules_text(key_map)
         given.hf_part_bytes = hf_part_size or 0
-        given.hf_rules = _rules(hf_rules)
+        given.hf_rules = rules_text(hf_rules)
         set_times(given, liveness, arrival, total)
         paths = (path_bytes(source), path_bytes(destination))
     except Exception as error:  # The call tells the others, who would wait for this rank.
         own = error
 
-    def call(task: int) -> Any:
-        given.task = task
-        return _json("tm_export", *paths, handle, ctypes.addressof(given))
-
-    try:
-        found: dict[str, Any] = in_background(call, progress, f"export {source!r}", group)
-    except Exception as told:
-        raise told if own is None else own from told
-    return found
+    return _watched(
+        given, "tm_export", *paths, handle, ctypes.addressof(given), progress=progress,
+        label=f"export {source!r}", group=group, own=own,
+    )
 
 
 def wait_committed(
@@ -316,17 +300,6 @@ def wait_committed(
 # ---- How -----------------------------------------------------------------------------------------
 
 
-def _rules(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
-    """Rules of a key map for the library."""
-    import json
-
-    if rules is None:
-        return None
-    if isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules):
-        raise InvalidArgumentError(f"{rules!r}: a list of rules was expected, each a dict")
-    return json.dumps([dict(rule) for rule in rules]).encode()
-
-
 def _json(
     function: str, *arguments: Any, kinds: Optional[dict[int, Any]] = None
 ) -> Any:
@@ -334,3 +307,22 @@ def _json(
 
     narrower = {2: CheckpointNotFoundError, **(kinds or {})}
     return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
+
+
+def _watched(
+    given: Any,
+    function: str,
+    *arguments: Any,
+    progress: Progress,
+    label: str,
+    group: Any = None,
+    own: Optional[Exception] = None,
+) -> dict[str, Any]:
+    """What a function that takes long gives as JSON. `given`: its options, which have a task."""
+
+    def call(task: int) -> Any:
+        given.task = task
+        return _json(function, *arguments)
+
+    found: dict[str, Any] = in_background(call, progress, label, group, own)
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
@@ -39,11 +39,16 @@ class Task:
 
 
 def in_background(
-    call: Callable[[int], Any], progress: Progress = None, label: str = "", group: Any = None
+    call: Callable[[int], Any],
+    progress: Progress = None,
+    label: str = "",
+    group: Any = None,
+    own: Optional[BaseException] = None,
 ) -> Any:
     """What `call` returns for the address of a task, so that Ctrl-C ends the wait for it at once. The
     task asks it to end then; the thread itself ends at its next block, and a `group` that it works with
-    is not closed before.
+    is not closed before. `own`: what this rank itself found wrong, with all that it knows; the call
+    tells the others, and it is raised here.
     """
     task = Task()
     result: list[Any] = []
@@ -79,6 +84,8 @@ def in_background(
             group._working.discard(over)
         raise
     value, failure = result[0]
+    if own is not None:
+        raise own from failure
     if failure is not None:
         raise failure
     return value
