@@ -37,6 +37,17 @@ struct tm_mapping {
   const pid_t process = getpid();
 };
 
+namespace {
+
+tensormount::Result<tensormount::fs::Layout> LayoutOf(const tm_checkpoint* checkpoint,
+                                                      const char* key,
+                                                      tensormount::c_api::Argument out) {
+  TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}, out}));
+  return tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key);
+}
+
+}  // namespace
+
 tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {out, "out"}}));
@@ -143,22 +154,14 @@ void tm_mapping_free(tm_mapping* mapping) { tensormount::c_api::FreeHandle(mappi
 
 tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const char* key, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {json, "json"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto layout,
-        tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, LayoutOf(checkpoint, key, {json, "json"}));
     return HandOut(LayoutJson(layout), json);
   });
 }
 
 tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key, char** svg) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {svg, "svg"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto layout,
-        tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, LayoutOf(checkpoint, key, {svg, "svg"}));
     return HandOut(LayoutSvg(layout), svg, nullptr);
   });
 }
