@@ -207,7 +207,7 @@ LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
       confirm_(BeatInterval(liveness)),
       seats_(static_cast<std::size_t>(comm.size())),
       lost_(std::static_pointer_cast<LostRanks>(
-          comm.Kept("lost ranks", [] { return std::make_shared<LostRanks>(); }))) {
+          comm.KeptByRanks("lost ranks", [] { return std::make_shared<LostRanks>(); }))) {
   for (const auto& [rank, since] : lost_->All()) {
     seats_[static_cast<std::size_t>(rank)].lost_since = since;
   }

@@ -41,8 +41,8 @@ class Heartbeat {
   std::thread thread_;
 };
 
-// Who was silent for too long in an earlier job of this group and was not heard of since.
-// Thread-safe.
+// Who was silent for too long in an earlier job of these ranks, on whatever channel, and was not heard
+// of since. Thread-safe.
 class LostRanks {
  public:
   using Clock = std::chrono::steady_clock;

@@ -24,7 +24,9 @@ struct Communicator::Root {
 Communicator::Communicator(std::uint32_t channel, const Communicator* parent, std::string group)
     : channel_(channel),
       // Numbers of a group are places among its parent's ranks: only the whole way names its ranks.
-      group_(group.empty() || parent == nullptr ? std::move(group) : parent->group_ + "> " + group),
+      group_(parent == nullptr ? std::move(group)
+             : group.empty()   ? parent->group_
+                               : parent->group_ + "> " + group),
       root_(parent != nullptr ? parent->root_ : std::make_shared<Root>()) {}
 
 Communicator::Job Communicator::BeginJob() {

@@ -49,9 +49,11 @@ std::string Listed(const std::vector<int>& ranks) {
 
 class GroupView final : public Communicator {
  public:
-  // `ranks`: those of the parent, by rank here; `rank` is this one's place among them.
-  GroupView(Communicator& parent, std::vector<int> ranks, int rank, std::uint32_t channel)
-      : Communicator(channel, &parent, Listed(ranks)),
+  // `ranks`: those of the parent, by rank here; `rank` is this one's place among them. `group`: its
+  // name, where it is not the parent's.
+  GroupView(Communicator& parent, std::vector<int> ranks, int rank, std::uint32_t channel,
+            std::string group)
+      : Communicator(channel, &parent, std::move(group)),
         parent_(parent),
         ranks_(std::move(ranks)),
         rank_(rank) {}
@@ -153,7 +155,7 @@ Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent, std::uin
   std::vector<int> ranks;
   for (int r = 0; r < parent.size(); ++r) ranks.push_back(r);
   return std::unique_ptr<Communicator>(std::make_unique<GroupView>(
-      parent, std::move(ranks), parent.rank(), parent.channel() + channel));
+      parent, std::move(ranks), parent.rank(), parent.channel() + channel, std::string()));
 }
 
 Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
@@ -185,7 +187,8 @@ Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
   }
   auto view = std::make_unique<GroupView>(
       parent, ranks, static_cast<int>(self - ranks.begin()),
-      channel * Communicator::kChannels + parent.channel() % Communicator::kChannels);
+      channel * Communicator::kChannels + parent.channel() % Communicator::kChannels,
+      Listed(ranks));
   view->KeepUpWithRankZero();
   return std::unique_ptr<Communicator>(std::move(view));
 }

@@ -121,7 +121,7 @@ class TENSORMOUNT_EXPORT Communicator {
   static constexpr std::uint32_t kChannels = 8;
 
  protected:
-  // `parent`: of which this is a channel or a subgroup, of the ranks that `group` names. They share
+  // `parent`: of which this is a channel, or a subgroup of the ranks that `group` names. They share
   // what outlives each of them: the numbers of jobs (a channel that is made anew must not count
   // from zero again: messages of its first life may still be under way) and what is kept.
   explicit Communicator(std::uint32_t channel = 0, const Communicator* parent = nullptr,

@@ -392,10 +392,13 @@ int WatchVictim(Communicator& comm, Operation operation, int victim, int signal)
     complain("the next call says something else", again);
     return 5;
   }
-  // The next job does not wait for it a second time.
-  if (comm.rank() != victim) {
+  // The next job does not wait for it a second time, on another channel neither.
+  const auto channel = MakeChannel(comm, 1);
+  if (!channel.ok()) return 8;
+  for (Communicator* next : {&comm, channel.value().get()}) {
+    if (comm.rank() == victim) break;
     const auto begin = Clock::now();
-    const Status later = Collective(comm, kWatchful).Agree({}, "the next job");
+    const Status later = Collective(*next, kWatchful).Agree({}, "the next job");
     if (later.ok() || later.message().find("rank " + std::to_string(victim)) == std::string::npos ||
         later.code() == Code::kInternal) {
       complain("the victim is not named in the next job", later);

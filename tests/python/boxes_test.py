@@ -213,7 +213,7 @@ class AgainstTorch(unittest.TestCase):
         mains = [collections.Counter() for _ in cases]
         dcp = {"save": collections.Counter(), "load": collections.Counter()}
         dcp_items = [[] for _ in cases]
-        dcp_wrong = set()
+        dcp_wrong, refused = set(), set()
         locals_compared = several = 0
         for rank in range(WORLD):
             with FakeRanks(rank) as fake:
@@ -222,7 +222,14 @@ class AgainstTorch(unittest.TestCase):
                     whole = torch.arange(math.prod(shape)).reshape(shape)
                     mesh = fake.mesh(mesh_shape)
                     dtensor = distribute_tensor(whole, mesh, [torch_placement(p) for p in placements], src_data_rank=None)
-                    boxes = _boxes.boxes(dtensor)
+                    try:
+                        boxes = _boxes.boxes(dtensor)
+                    except LayoutError as error:
+                        # Two ways to shard it give this rank a tensor of the same shape.
+                        self.assertIn("a size that the mesh divides leaves no doubt", str(error), what)
+                        self.assertTrue(any(p[0] == "strided" for p in placements), what)
+                        refused.add(number)
+                        continue
                     if rank >= math.prod(mesh_shape):
                         self.assertEqual(boxes, [], what)
                         continue
@@ -238,7 +245,10 @@ class AgainstTorch(unittest.TestCase):
                     dcp_items[number].append(_create_write_items_for_dtensor("w", dtensor))
                     if not dcp_box_is_right(dtensor, whole):
                         dcp_wrong.add(number)
+        self.assertLessEqual(len(refused), max(1, len(cases) // 500))
         for number, (shape, mesh_shape, placements) in enumerate(cases):
+            if number in refused:
+                continue
             what = f"seed {seed}, case {number}: {shape} on {mesh_shape}, {placements}"
             copies = math.prod(n for n, p in zip(mesh_shape, placements) if p[0] == "replicate")
             self.assertEqual(set(held[number]), set(range(math.prod(shape))), what)
@@ -256,6 +266,7 @@ class AgainstTorch(unittest.TestCase):
                     "local_tensors": locals_compared,
                     "of_several_boxes": several,
                     "wrong": 0,
+                    "refused": len(refused),
                     "dcp_cases": {job: dict(count) for job, count in dcp.items()},
                     "torch": torch.__version__,
                 }
