@@ -2,7 +2,9 @@
 #ifndef TENSORMOUNT_COLLECTIVE_SAVE_LOAD_H_
 #define TENSORMOUNT_COLLECTIVE_SAVE_LOAD_H_
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,6 +16,7 @@
 
 #include "base/file_system.h"
 #include "collective/save/packed_source.h"
+#include "device/devices.h"
 #include "index/read/checkpoint.h"
 #include "index/store/store.h"
 
@@ -32,6 +35,9 @@ struct SaveControl {
   ShardReader read = {};
   // Seconds since 1970 for mtimes; 0: the clock's.
   std::int64_t now = 0;
+  // What memory of devices waits for, where the caller's call was earlier than this one; null: what
+  // its streams have been given by now.
+  std::shared_ptr<const DeviceFences> fences = nullptr;
 };
 
 // The same of a load.
@@ -39,7 +45,19 @@ struct LoadControl {
   // Set to end the load: looked at between tensors until everything that this rank reads for itself
   // is there, and brought to the next exchange, which fails with kCancelled on all ranks.
   const std::atomic<bool>* cancel = nullptr;
+  std::shared_ptr<const DeviceFences> fences = nullptr;  // As in SaveControl.
 };
+
+// Of all streams that order shards of a state: what they were given up to now. Errors name the
+// tensor.
+Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
+
+// How long a save or a load waits for what is neither a rank nor a file: memory that earlier ones
+// hold, a device.
+inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
+  const bool limited = timeouts.total > std::chrono::milliseconds(0);
+  return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
+}
 
 // kInvalidArgument names the first shard with cells that is there for the layout alone
 // (Shard::metadata_only): it cannot be saved.

@@ -45,7 +45,7 @@ Result<DeviceStream> DeviceStream::FromDLPack(std::int64_t number) {
                       reinterpret_cast<void*>(static_cast<std::uintptr_t>(number)));
 }
 
-Status CheckHostMemory(const BufferView& view) {
+Status CheckDescription(const BufferView& view) {
   const auto cannot_be = [](const char* what) {
     return Status(Code::kInvalidArgument, std::string("the buffer is ") + what);
   };
@@ -59,9 +59,14 @@ Status CheckHostMemory(const BufferView& view) {
   if ((view.stream.kind == StreamKind::kHandle) != (view.stream.handle != nullptr)) {
     return cannot_be("ordered by a stream of another kind than its handle says");
   }
-  if (!on_host) {
+  return Status();
+}
+
+Status CheckHostMemory(const BufferView& view) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckDescription(view));
+  if (view.device.kind != DeviceKind::kHost) {
     return Status(Code::kUnsupported,
-                  "the buffer is in device memory, which this build cannot reach");
+                  "the buffer is in device memory, which the host cannot reach");
   }
   if (view.stream.kind != StreamKind::kNone) {
     return Status(Code::kUnsupported,

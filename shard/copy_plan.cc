@@ -143,6 +143,29 @@ StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst
   return copy;
 }
 
+void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_bytes,
+              const std::function<void(const Box&)>& fn) {
+  if (box.empty()) return;
+  std::uint64_t inner = element_bytes * static_cast<std::uint64_t>(box.volume());
+  int axis = 0;
+  for (; axis < box.rank(); ++axis) {
+    if (box.extent(axis) > 1) break;
+  }
+  if (inner <= max_bytes || axis == box.rank()) {
+    fn(box);
+    return;
+  }
+  inner /= static_cast<std::uint64_t>(box.extent(axis));
+  const auto step = static_cast<std::int64_t>(std::max<std::uint64_t>(1, max_bytes / inner));
+  for (std::int64_t i = 0; i < box.extent(axis); i += step) {
+    Dims begin = box.begin();
+    Dims extent = box.extent();
+    begin[axis] += i;
+    extent[axis] = std::min(step, box.extent(axis) - i);
+    SplitBox(Box::Make(begin, extent).value(), element_bytes, max_bytes, fn);
+  }
+}
+
 Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
                                 std::span<const std::vector<PlacedBox>> chunks,
                                 const TensorMeta* meta) {

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -87,6 +88,11 @@ StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst
 // caches where that pays. `whole`: the bytes of the copy that this one is a block of, if it is one.
 void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
                  std::uint64_t whole = 0);
+
+// Cuts a box into row-major consecutive parts of at most `max_bytes` each (at least one element):
+// each part is one run of the packed row-major order of the box.
+void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_bytes,
+              const std::function<void(const Box&)>& fn);
 
 // How to assemble a byte region of a tensor from the chunks that store it. Parts are ordered by
 // chunk, then destination; together they cover the destination exactly once.

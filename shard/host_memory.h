@@ -7,10 +7,13 @@
 
 namespace tensormount {
 
+// kInvalidArgument where what a view says of its memory cannot be: memory of a device on the host,
+// pinned memory on a device, a handle without a stream.
+Status CheckDescription(const BufferView& view);
+
 // Whether the host can read and write what a view describes, now: pageable, pinned or managed
-// memory whose contents are there. kUnsupported for memory of a device, and where a stream orders
-// the contents, which this build cannot wait for; kInvalidArgument for what cannot be (memory of a
-// device on the host, pinned memory on a device, a handle without a stream).
+// memory whose contents are there. kUnsupported for memory of a device (device/devices.h), and
+// where a stream orders the contents, of which nobody says whose it is; errors of CheckDescription.
 Status CheckHostMemory(const BufferView& view);
 
 }  // namespace tensormount

@@ -4,6 +4,7 @@
 #include "tensormount/state_dict.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "device/device_queues.h"
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
 #include "index/records/record_coding.h"
@@ -26,6 +28,8 @@ namespace {
 
 // Of one stacked tensor: names of layers are checked one by one.
 constexpr std::int64_t kMaxLayers = 1 << 16;
+// For zeros on a device.
+constexpr std::chrono::milliseconds kDevicePatience{60'000};
 
 // A failure of what has that key.
 Status About(std::string_view kind, std::string_view key, const Status& status) {
@@ -53,7 +57,14 @@ struct StateDict::Rep {
   std::set<std::pair<std::string, std::string>> object_parts;
   LayerNames layers;  // Of layer_names.
   struct Free {
-    void operator()(void* p) const { std::free(p); }  // NOLINT(cppcoreguidelines-no-malloc)
+    std::shared_ptr<const OpenedDevice> device;  // Null: the host's.
+    void operator()(void* p) const {
+      if (device != nullptr) {
+        device->ops->Free(static_cast<std::byte*>(p));
+      } else {
+        std::free(p);  // NOLINT(cppcoreguidelines-no-malloc)
+      }
+    }
   };
   std::vector<std::unique_ptr<void, Free>> owned;
   Status first_failure;
@@ -79,8 +90,27 @@ struct StateDict::Rep {
     if (posix_memalign(&memory, alignment, bytes) != 0) {
       return Status(Code::kResourceExhausted, "no memory for " + std::to_string(bytes) + " bytes");
     }
-    owned.emplace_back(memory);
+    owned.emplace_back(memory, Free{});
     if (fill == Fill::kZero) std::memset(memory, 0, bytes);
+    return memory;
+  }
+  Result<void*> AllocateOn(const std::shared_ptr<const OpenedDevice>& device, std::uint64_t bytes,
+                           Fill fill) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const memory, device->ops->Allocate(bytes));
+    owned.emplace_back(memory, Free{device});
+    if (fill == Fill::kUninitialized) return memory;
+    DeviceRules rules;
+    rules.patience = kDevicePatience;
+    DeviceWriter writer(rules);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Box all,
+                                 Box::Make(Dims{0}, Dims{static_cast<std::int64_t>(bytes)}));
+    const PlacedBox placed{all, 0, Dims{1}};
+    TENSORMOUNT_RETURN_IF_ERROR(
+        writer.Write(device, all, placed, memory, [](const PlacedBox& packed, std::byte* to) {
+          std::memset(to + packed.offset, 0, static_cast<std::size_t>(packed.box.volume()));
+          return Status();
+        }));
+    TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
     return memory;
   }
 
@@ -103,8 +133,9 @@ struct StateDict::Rep {
 namespace {
 
 // What a dict asks of a shard beyond that it is one.
-Status CheckMemory(const Shard& shard) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(shard.data));
+Status CheckAdded(const Shard& shard) {
+  TENSORMOUNT_RETURN_IF_ERROR(shard.metadata_only ? CheckDescription(shard.data)
+                                                  : CheckMemory(shard.data));
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   if (!shard.metadata_only && !shard.region.empty() && shard.data.data == nullptr) {
     return Status(Code::kInvalidArgument, "the buffer is null");
@@ -160,7 +191,7 @@ StateDict& StateDict::operator=(StateDict&&) noexcept = default;
 
 const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
   Status status = CheckKey(key);
-  if (status.ok()) status = CheckMemory(shard);
+  if (status.ok()) status = CheckAdded(shard);
   if (status.ok()) status = rep_->CheckNoLayer(key);
   if (!status.ok()) return rep_->Note(About("tensor", key, status));
   const auto [at, added] = rep_->first_of_key.try_emplace(std::string(key), rep_->tensors.size());
@@ -259,8 +290,9 @@ const Status& StateDict::NameLayers(std::string_view key, std::string_view patte
 
 Status StateDict::AllocateData(Device device, Fill fill) {
   const auto allocate = [&]() -> Status {
+    std::shared_ptr<const OpenedDevice> opened;
     if (device.kind != DeviceKind::kHost) {
-      return Status(Code::kUnsupported, "this build cannot reach the memory of devices");
+      TENSORMOUNT_ASSIGN_OR_RETURN(opened, OpenDevice(device));
     }
     for (TensorItem& item : rep_->tensors) {
       Shard& shard = item.shard;
@@ -268,8 +300,13 @@ Status StateDict::AllocateData(Device device, Fill fill) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
                                    RegionBytes(shard.data.dtype, shard.global_shape, shard.region));
       if (bytes > 0) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(shard.data.data, rep_->Allocate(bytes, fill));
+        TENSORMOUNT_ASSIGN_OR_RETURN(shard.data.data, opened == nullptr
+                                                          ? rep_->Allocate(bytes, fill)
+                                                          : rep_->AllocateOn(opened, bytes, fill));
       }
+      shard.data.device = device;
+      shard.data.memory = opened == nullptr ? MemoryKind::kPageable : MemoryKind::kDevice;
+      shard.data.stream = DeviceStream();
       shard.metadata_only = false;
     }
     return Status();

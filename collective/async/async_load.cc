@@ -28,6 +28,7 @@ struct LoadHandle::Rep {
   const pid_t process = getpid();
 
   StateDict request;
+  std::shared_ptr<const DeviceFences> fences;  // Of the caller's memory, when it called.
   std::string path;
   LoadOptions options;
   std::atomic<std::uint64_t> bytes_read{0};
@@ -45,7 +46,8 @@ struct LoadHandle::Rep {
     Result<LoadReport> verdict = Status(Code::kInternal, "the load did not run");
     options.progress = read;
     const Status ran = Guarded([&]() -> Status {
-      verdict = LoadOn(HostFileSystem(), request, path, comm, options, {.cancel = &cancel});
+      const LoadControl control{.cancel = &cancel, .fences = fences};
+      verdict = LoadOn(HostFileSystem(), request, path, comm, options, control);
       return {};
     });
     if (!ran.ok()) verdict = ran.WithContext("load " + path);
@@ -150,6 +152,7 @@ Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path, Co
   if (options.progress != nullptr) rep->read = options.progress;
   const Status prepared = Guarded([&]() -> Status {
     rep->request = ShareState(request);
+    TENSORMOUNT_ASSIGN_OR_RETURN(rep->fences, FencesOf(request));
     return {};
   });
   // Whatever goes wrong here, the load runs, so that the other ranks hear of it.

@@ -44,12 +44,6 @@ constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::uint32_t kOwnSaver = kSavers - 1;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
 
-// How long a save waits for what earlier ones have.
-std::chrono::milliseconds Patience(const Timeouts& timeouts) {
-  const bool limited = timeouts.total > std::chrono::milliseconds(0);
-  return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
-}
-
 class Turns;
 
 // Which savers of a communicator exist. The n-th one of Make takes place n % kOwnSaver, on every
@@ -177,6 +171,7 @@ struct Task {
   StateDict state;        // To be staged by the lane where `staged` is not set yet.
   bool in_place = false;  // Not staged: `staged` has views of the caller's memory.
   std::optional<SnapshotState> staged;
+  std::shared_ptr<const DeviceFences> fences;  // Of the caller's memory, when it called.
   std::string path;
   SaveOptions options;
 };
@@ -278,8 +273,9 @@ class Lane {
       // Memory is given out in the order of saves, on every rank. Otherwise the first save might
       // hold it on one rank and the second on another, and each wait for the other for ever.
       turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
-      task.staged.emplace(StageState(task.state, *pool_, Patience(task.options.timeouts),
-                                     &job.bytes_staged, &job.stalled));
+      task.staged.emplace(StageState(task.state, *pool_, task.fences.get(),
+                                     PatienceOf(task.options.timeouts), &job.bytes_staged,
+                                     &job.stalled));
       turns_->Reach(task.number, Turns::Step::kStaged);
       job.Staged(task.staged->status);
     }
@@ -296,6 +292,7 @@ class Lane {
     };
     SaveControl control;
     control.cancel = &job.cancel;
+    if (task.in_place) control.fences = task.fences;
     control.begun = [&](const Staging& staging) {
       progress.emplace(HostFileSystem(), staging, channel_->rank(), channel_->size(),
                        kProgressInterval, [&job, written = options.progress] {
@@ -589,6 +586,7 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
   // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
   // of it instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(task.fences, FencesOf(state));
     if (staging == Staging::kInBackground) {
       task.state = ShareState(state);
       return {};
@@ -600,12 +598,13 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       return {};
     }
     // The save before the last must be over: its memory is what this one is staged in.
-    if (!lane.WaitIdle(Patience(options.timeouts))) {
+    if (!lane.WaitIdle(PatienceOf(options.timeouts))) {
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
     }
-    task.staged.emplace(StageState(state, *rep_->pool, Patience(options.timeouts),
-                                   &job->bytes_staged, &job->stalled));
+    task.staged.emplace(StageState(state, *rep_->pool, task.fences.get(),
+                                   PatienceOf(options.timeouts), &job->bytes_staged,
+                                   &job->stalled));
     return {};
   });
   if (!prepared.ok()) {

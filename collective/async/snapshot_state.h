@@ -4,18 +4,25 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
 #include "collective/async/snapshot_pool.h"
+#include "device/devices.h"
 
 namespace tensormount {
 
 // Bytes of the shards of a state, packed, and of its objects.
 std::uint64_t BytesOf(const StateDict& state);
+
+// The same state again, but for its shards: `shard_of` gives the one that takes the place of an
+// item's.
+StateDict WithShards(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of);
 
 // The same state again: views of the same memory, copies of everything else. A failure in `state`
 // is in the copy too.
@@ -24,14 +31,15 @@ StateDict ShareState(const StateDict& state);
 // The copy is what `hold` of an asynchronous save waits for: once it is made the caller may change
 // its tensors, and the save reads the copy. Objects and common values are copied with it.
 //
-// A state whose shards are packed copies in memory of the pool. What cannot be staged becomes the
-// failure of `dict`, so that a save of it tells the other ranks.
+// A state whose shards are packed copies in memory of the pool, the host's. What cannot be staged
+// becomes the failure of `dict`, so that a save of it tells the other ranks. `fences`: what memory
+// of devices waits for. `limit`: for memory of the pool, and for a device.
 struct SnapshotState {
   std::unique_ptr<SnapshotPool::Memory> memory;  // Null where there is nothing to hold.
   StateDict dict;
   Status status;  // Of staging.
 };
-SnapshotState StageState(const StateDict& state, SnapshotPool& pool,
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceFences* fences,
                          std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
                          std::atomic<std::int64_t>* stalled);
 

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -73,11 +72,6 @@ Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const Tensor
 //   ok         storage is as it was written and the buffer is equal to it
 Status FindDamage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                   const Region& region, std::span<const PlacedBox> placed, const std::byte* base);
-
-// Cuts a box into row-major consecutive parts of at most `max_bytes` each (at least one element):
-// each part is one run of the packed row-major order of the box.
-void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_bytes,
-              const std::function<void(const Box&)>& fn);
 
 }  // namespace tensormount
 

@@ -77,13 +77,15 @@ class Pool {
 class UnitStream final : public LocalWork {
  public:
   UnitStream(Collective& collective, const ExchangeUnits& units, UnitReader& reader, Pool& pool,
-             LoadReport& report, const std::function<void(std::uint64_t)>& progress)
+             DeviceWriter& writer, LoadReport& report,
+             const std::function<void(std::uint64_t)>& progress)
       : collective_(collective),
         comm_(collective.comm()),
         tag_(collective.data_tag()),
         units_(units),
         reader_(reader),
         pool_(pool),
+        writer_(writer),
         report_(report),
         progress_(progress) {}
   ~UnitStream() override { Cancel(); }
@@ -201,6 +203,7 @@ class UnitStream final : public LocalWork {
     for (std::shared_ptr<Outgoing>& out : ready) TENSORMOUNT_RETURN_IF_ERROR(PostSends(out));
     TENSORMOUNT_RETURN_IF_ERROR(TestSends());
     TENSORMOUNT_RETURN_IF_ERROR(TestReceives());
+    TENSORMOUNT_RETURN_IF_ERROR(writer_.Push());
     const bool letters_out = collective_.data_out().Poll();
     TENSORMOUNT_RETURN_IF_ERROR(collective_.data_out().failure());
     return read_done && sends_.empty() && letters_out && next_unit_ == units_.units().size() &&
@@ -368,7 +371,7 @@ class UnitStream final : public LocalWork {
     const bool staged = receive.staged.capacity() != 0;
     const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
     for (std::size_t m = staged ? 0 : 1; m < piece.mine.size(); ++m) {
-      PlaceBytes(packed, receive.to, piece.bytes, *piece.mine[m]);
+      TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, receive.to, piece.bytes, *piece.mine[m]));
     }
     if (staged) {
       incoming_ -= piece.size();
@@ -391,6 +394,7 @@ class UnitStream final : public LocalWork {
   const ExchangeUnits& units_;
   UnitReader& reader_;
   Pool& pool_;
+  DeviceWriter& writer_;
   LoadReport& report_;
   const std::function<void(std::uint64_t)>& progress_;
   std::vector<Send> sends_;
@@ -414,14 +418,16 @@ class UnitStream final : public LocalWork {
 }  // namespace
 
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
-                      const LoadPlan& plan, std::span<LoadTarget> targets, LoadVerify verify,
-                      LoadReport& report, const std::function<void(std::uint64_t)>& progress) {
+                      const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
+                      LoadVerify verify, LoadReport& report,
+                      const std::function<void(std::uint64_t)>& progress) {
   ExchangeUnits units(checkpoint, plan, targets, collective.rank());
   UnitReader reader(checkpoint, verify);
   Pool pool;
   for (;;) {
     bool more = false;
     const Status planned = Guarded([&]() -> Status {
+      TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());  // Before all agree that there is no more.
       TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
       return {};
     });
@@ -431,7 +437,7 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
     for (const ExchangeUnit& unit : units.units()) {
       bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
     }
-    UnitStream stream(collective, units, reader, pool, report, progress);
+    UnitStream stream(collective, units, reader, pool, writer, report, progress);
     TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
   }
   report.bytes_read += reader.bytes_read();

@@ -34,8 +34,9 @@ namespace tensormount {
 // is called, on the reading thread, with what each block read. Collective; the verdict is the same
 // everywhere.
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
-                      const LoadPlan& plan, std::span<LoadTarget> targets, LoadVerify verify,
-                      LoadReport& report, const std::function<void(std::uint64_t)>& progress);
+                      const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
+                      LoadVerify verify, LoadReport& report,
+                      const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount
 

@@ -44,20 +44,13 @@ UnitLetter UnitLetter::Decode(const std::string& bytes) {
 }
 
 std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target) {
+  if (target.device != nullptr) return nullptr;
   for (const PlacedBox& to : target.placed) {
     if (!to.box.Contains(bytes)) continue;
     const StridedCopy copy = PlanCopy(bytes, PlacePacked(Region(bytes), 0).front(), to);
     return copy.axes == 0 ? target.base + copy.dst_offset : nullptr;
   }
   return nullptr;
-}
-
-void PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
-                const LoadTarget& target) {
-  for (const PlacedBox& to : target.placed) {
-    const Box common = Intersect(part, to.box);
-    if (!common.empty()) ExecuteCopy(PlanCopy(common, from, to), bytes, target.base);
-  }
 }
 
 void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
@@ -68,7 +61,8 @@ void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outg
   out.size = 0;
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {
     const ExchangeBox& piece = out.pieces[p];
-    if (piece.receivers.empty()) continue;
+    const bool to_device = !piece.mine.empty() && piece.mine.front()->device != nullptr;
+    if (piece.receivers.empty() && !to_device) continue;
     // Sent from where this rank itself wants it, if it is one run there.
     if (!piece.mine.empty()) out.at[p] = ContiguousPlace(piece.bytes, *piece.mine.front());
     if (out.at[p] != nullptr) continue;
@@ -78,6 +72,7 @@ void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outg
   in_place_ = UnitVerify(units.tensor(unit)) == ReadVerify::kOff && CutIntoRuns(out);
   if (in_place_) return;
   // All of the unit is read into memory, and what is one run of it is sent from there.
+  packed_at_.assign(out.pieces.size(), kElsewhere);
   out.size = static_cast<std::uint64_t>(bytes_.box.volume());
   for (std::size_t p = 0; p < out.pieces.size(); ++p) {
     const ExchangeBox& piece = out.pieces[p];
@@ -117,11 +112,11 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
     for (std::size_t m = 0; m < piece.mine.size(); ++m) {
       const LoadTarget& target = *piece.mine[m];
       if (!in_place_) {
-        PlaceBytes(bytes_, memory, piece.bytes, target);
+        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(bytes_, memory, piece.bytes, target));
       } else if (packed_at_[p] != kElsewhere) {
-        PlaceBytes(packed, out.at[p], piece.bytes, target);
+        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, out.at[p], piece.bytes, target));
       } else if (m > 0) {
-        CopyBetween(piece.bytes, *piece.mine.front(), target);
+        TENSORMOUNT_RETURN_IF_ERROR(CopyBetween(piece.bytes, *piece.mine.front(), target));
       }
     }
     if (piece.receivers.empty()) continue;
@@ -141,11 +136,13 @@ ReadVerify UnitReader::UnitVerify(const PlannedTensor& tensor) const {
   return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
 }
 
-void UnitReader::CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to) {
+Status UnitReader::CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to) {
   for (const PlacedBox& placed : from.placed) {
     const Box common = Intersect(part, placed.box);
-    if (!common.empty()) PlaceBytes(placed, from.base, common, to);
+    if (common.empty()) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(placed, from.base, common, to));
   }
+  return {};
 }
 
 bool UnitReader::CutIntoRuns(const Outgoing& out) {

@@ -19,8 +19,8 @@
 //
 // Two ways, chosen for each unit by Plan:
 //   in place   one preadv whose pieces are the places where the bytes go: this rank's buffers, and
-//              memory of the unit for what others want. Where nothing must be hashed on the way (no
-//              proof, or one by digest) and runs are long enough.
+//              memory of the unit for what others want, or a device. Where nothing must be hashed
+//              on the way (no proof, or one by digest) and runs are long enough.
 //   cut up     the whole unit into memory, verified by leaves where they prove it, and copied from
 //              there. What is one run of it is sent without being copied.
 
@@ -72,12 +72,9 @@ struct Outgoing {
   std::size_t unsent = 0;
 };
 
-// Where the bytes of a piece stand in a buffer, if they are one run there; otherwise null.
+// Where the bytes of a piece stand in a buffer of the host, if they are one run there; otherwise
+// null.
 std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target);
-
-// Copies the bytes of a piece, which stand as `from` says, to where a target wants them.
-void PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
-                const LoadTarget& target);
 
 // Reads units one after the other and cuts them up. On one thread, that of the reading; opened
 // files are kept, at most a few.
@@ -108,7 +105,7 @@ class UnitReader {
   ReadVerify UnitVerify(const PlannedTensor& tensor) const;
 
   // A second buffer of this rank that has the same bytes.
-  static void CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to);
+  static Status CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to);
 
   // The runs of a unit and where each goes, in file order, in runs_: then one read both fetches
   // the unit and cuts it up. False where runs are too short for that, or wanted twice.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "base/coding.h"
@@ -85,6 +86,17 @@ class LoadJob {
         events_(options.events, "load", path, comm.rank()) {}
 
   Result<LoadReport> Run() {
+    // At once: what the caller's streams are given later may use the tensors. What fails here is
+    // told when the ranks meet.
+    fences_ = control_.fences;
+    if (fences_ == nullptr) {
+      fenced_ = Guarded([&]() -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(fences_, FencesOf(request_));
+        return {};
+      });
+    }
+    devices_ = {fences_.get(), control_.cancel, PatienceOf(options_.timeouts)};
+    writer_.emplace(devices_);
     double seconds = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
         events_.Run("open", &seconds, [&](std::uint64_t*) { return Open(); }));
@@ -168,6 +180,7 @@ class LoadJob {
     Result<MeetingPart> part = MeetingPart();
     const Status prepared = Guarded([&]() -> Status {
       TENSORMOUNT_RETURN_IF_ERROR(opened_);
+      TENSORMOUNT_RETURN_IF_ERROR(fenced_);
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       return part.status();
@@ -244,9 +257,9 @@ class LoadJob {
   // Everything that this rank reads for itself alone.
   Status ReadAll() {
     const CheckpointIndex& index = checkpoint_->index();
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_, collective_.rank()));
-    TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_,
+                                                       collective_.rank(), *writer_));
+    TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_, *writer_));
     std::vector<std::byte> staging;
     const std::shared_ptr<const void> in_order = checkpoint_->ReadInOrder();  // So targets stand.
     for (LoadTarget& target : targets_) {
@@ -261,13 +274,12 @@ class LoadJob {
         const std::uint64_t held = staging.capacity();
         report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, held);
       } else {
-        TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadPlaced(target.tensor->entry(), target.placed,
-                                                            target.base, target.verify,
-                                                            target.stats, nullptr));
+        TENSORMOUNT_RETURN_IF_ERROR(ReadTarget(*checkpoint_, target));
         CountRead(target.stats.bytes_read);
       }
       direct_bytes_ += target.bytes;
     }
+    TENSORMOUNT_RETURN_IF_ERROR(writer_->Finish());
     TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonState common, index.Common());
     report_.common_values = std::move(common.values);
@@ -301,8 +313,8 @@ class LoadJob {
     return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
       const std::uint64_t before = report_.bytes_read + report_.bytes_received;
       const Status status =
-          LoadByExchange(*checkpoint_, collective_, plan, targets_, options_.verify, report_,
-                         [&](std::uint64_t read) { CountRead(read); });
+          LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, options_.verify,
+                         report_, [&](std::uint64_t read) { CountRead(read); });
       *bytes = report_.bytes_read + report_.bytes_received - before;
       return status;
     });
@@ -312,8 +324,8 @@ class LoadJob {
 
   Status Prove(std::uint64_t* bytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        proved_, ProveByDigest(collective_, *checkpoint_, agreed_->plan, targets_, unproved_,
-                               [&](std::uint64_t read) {
+        proved_, ProveByDigest(collective_, *checkpoint_, agreed_->plan, targets_, devices_,
+                               unproved_, [&](std::uint64_t read) {
                                  report_.bytes_read += read;
                                  CountRead(read);
                                }));
@@ -359,6 +371,10 @@ class LoadJob {
   PhaseEvents events_;
   std::shared_ptr<OpenedCheckpoint> checkpoint_;
   Status opened_;  // On this rank.
+  Status fenced_;  // Likewise.
+  std::shared_ptr<const DeviceFences> fences_;
+  DeviceRules devices_;
+  std::optional<DeviceWriter> writer_;
   Hash128 identity_;
   std::shared_ptr<const AgreedPlan> agreed_;
   std::vector<LoadTarget> targets_;  // In file order; not the empty ones.

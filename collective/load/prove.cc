@@ -31,11 +31,13 @@ std::size_t PositionIn(const LoadPlan& plan, const LoadTarget& target) {
 class Prover {
  public:
   Prover(Collective& collective, const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
-         std::span<const LoadTarget> targets, const std::function<void(std::uint64_t)>& read)
+         std::span<const LoadTarget> targets, const DeviceRules& devices,
+         const std::function<void(std::uint64_t)>& read)
       : collective_(collective),
         checkpoint_(checkpoint),
         plan_(plan),
         targets_(targets),
+        devices_(devices),
         read_(read) {}
 
   Result<std::vector<bool>> Run(const std::string& unproved) {
@@ -63,17 +65,32 @@ class Prover {
     return out;
   }
 
+  Status DigestTargets() {
+    digests_.assign(targets_.size(), 0);
+    std::vector<DigestWanted> on_devices;
+    for (std::size_t i = 0; i < targets_.size(); ++i) {
+      const LoadTarget& target = targets_[i];
+      if (!proving_[PositionOf(target)]) continue;
+      const TensorMeta& meta = target.tensor->entry().meta;
+      if (target.device == nullptr) {
+        digests_[i] = DigestOfBuffer(meta, target.placed, target.base);
+      } else {
+        on_devices.push_back({target.boxes(), ByteShape(meta.dtype(), meta.shape()), &digests_[i]});
+      }
+    }
+    return DigestsOnDevices(on_devices, devices_);
+  }
+
   Status Contribute() {
     contribution_.assign(plan_.tensors.size(), 0);
-    digests_.assign(targets_.size(), 0);
-    for (const LoadTarget& target : targets_) {
+    TENSORMOUNT_RETURN_IF_ERROR(DigestTargets());
+    for (std::size_t i = 0; i < targets_.size(); ++i) {
+      const LoadTarget& target = targets_[i];
       const std::size_t t = PositionOf(target);
       if (!proving_[t]) continue;
-      const Crc64 digest = DigestOfBuffer(target.tensor->entry().meta, target.placed, target.base);
-      digests_[static_cast<std::size_t>(&target - targets_.data())] = digest;
       const ProofPlan& proof = target.tensor->proof;
       if (std::binary_search(proof.contributors.begin(), proof.contributors.end(), target.want)) {
-        contribution_[t] ^= digest;
+        contribution_[t] ^= digests_[i];
       }
     }
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
@@ -166,8 +183,15 @@ class Prover {
     const Status found = Guarded([&]() -> Status {
       for (const LoadTarget& target : targets_) {
         if (!damaged[PositionOf(target)]) continue;
-        TENSORMOUNT_RETURN_IF_ERROR(FindDamage(checkpoint_, target.tensor->entry(),
-                                               target.wanted().region, target.placed, target.base));
+        std::vector<std::byte> copy;
+        std::vector<PlacedBox> copied;
+        if (target.device != nullptr) {
+          TENSORMOUNT_ASSIGN_OR_RETURN(copied, ReadBack(target.boxes(), devices_, copy));
+        }
+        const bool here = target.device == nullptr;
+        TENSORMOUNT_RETURN_IF_ERROR(
+            FindDamage(checkpoint_, target.tensor->entry(), target.wanted().region,
+                       here ? target.placed : copied, here ? target.base : copy.data()));
       }
       for (std::size_t t = 0; t < damaged.size(); ++t) {
         const PlannedTensor& tensor = plan_.tensors[t];
@@ -189,6 +213,7 @@ class Prover {
   const OpenedCheckpoint& checkpoint_;
   const LoadPlan& plan_;
   std::span<const LoadTarget> targets_;
+  const DeviceRules& devices_;
   const std::function<void(std::uint64_t)>& read_;
   std::vector<bool> proving_;        // By position in the plan.
   std::vector<Crc64> contribution_;  // Of this rank, likewise.
@@ -221,11 +246,11 @@ Result<std::string> UnprovedByAny(std::span<const std::string> bits) {
 
 Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
                                         const LoadPlan& plan, std::span<const LoadTarget> targets,
-                                        const std::string& unproved,
+                                        const DeviceRules& devices, const std::string& unproved,
                                         const std::function<void(std::uint64_t)>& read) {
   const bool any = std::any_of(unproved.begin(), unproved.end(), [](char c) { return c != 0; });
   if (!any) return std::vector<bool>();
-  return Prover(collective, checkpoint, plan, targets, read).Run(unproved);
+  return Prover(collective, checkpoint, plan, targets, devices, read).Run(unproved);
 }
 
 }  // namespace tensormount

@@ -30,10 +30,11 @@ Result<std::string> UnprovedByAny(std::span<const std::string> bits);
 // Proves by digest, over what stands in the ranks' buffers now, every tensor of `unproved`
 // (UnprovedByAny). Collective: the same verdict on every rank, kDataLoss naming tensor, box and
 // file where something differs. Returns which tensors were proved, by position in the plan; empty
-// where none had to be. `read` is called with what was read from storage to complete a proof.
+// where none had to be. What is on a device its device hashes. `read` is called with what was read
+// from storage to complete a proof.
 Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
                                         const LoadPlan& plan, std::span<const LoadTarget> targets,
-                                        const std::string& unproved,
+                                        const DeviceRules& devices, const std::string& unproved,
                                         const std::function<void(std::uint64_t)>& read);
 
 }  // namespace tensormount

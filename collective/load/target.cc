@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where bytes of a tensor go in a rank's memory: its buffers as placed boxes, or, for what is
-// converted, blocks of the stored type that are converted when they are whole.
+// converted, blocks of the stored type that are converted when they are whole. Memory of devices is
+// written through their rings.
 #include "collective/load/target.h"
 
 #include <cstring>
@@ -71,12 +72,30 @@ Result<std::vector<PlacedBox>> AsElements(const std::vector<PlacedBox>& placed) 
   return elements;
 }
 
+// The same boxes of bytes again.
+Result<PlacedBox> AsBytes(const PlacedBox& elements, std::int64_t size) {
+  Dims begin = elements.box.begin();
+  Dims extent = elements.box.extent();
+  begin.push_back(0);
+  extent.push_back(size);
+  PlacedBox bytes;
+  bytes.offset = elements.offset;
+  bytes.strides = elements.strides;
+  bytes.strides.push_back(1);
+  TENSORMOUNT_ASSIGN_OR_RETURN(bytes.box, Box::Make(begin, extent));
+  return bytes;
+}
+
 Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
-                              const ResolvedItem& item, const Shard& shard) {
+                              const ResolvedItem& item, const Shard& shard, DeviceWriter& writer) {
   LoadTarget target;
   target.tensor = &tensor;
   target.want = want;
   target.base = static_cast<std::byte*>(shard.data.data);
+  if (OnDevice(shard.data)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(target.device, OpenDevice(shard.data.device));
+    target.writer = &writer;
+  }
   target.convert = item.convert;
   target.to = shard.data.dtype;
   const TensorMeta& meta = tensor.entry().meta;
@@ -105,9 +124,10 @@ Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
   return target;
 }
 
-// Converts what of a packed block goes into one place. Innermost axis at a time.
-Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* bytes,
-                    const LoadTarget& target, const PlacedBox& to) {
+// Converts what of a packed block goes into one place, of elements of `type` at `base`. Innermost
+// axis at a time.
+Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* bytes, DType type,
+                    std::byte* base, const PlacedBox& to) {
   const Box common = Intersect(block, to.box);
   if (common.empty()) return {};
   const std::int64_t size = meta.bits() / 8;
@@ -121,14 +141,13 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
       from = from * block.extent(a) + (at[a] - block.begin(a));
       into += (at[a] - to.box.begin(a)) * to.strides[a];
     }
-    const auto unfit =
-        ConvertElements(meta.dtype(), bytes + from * size, target.to, target.base + into,
-                        inner < 0 ? 0 : to.strides[inner], count);
+    const auto unfit = ConvertElements(meta.dtype(), bytes + from * size, type, base + into,
+                                       inner < 0 ? 0 : to.strides[inner], count);
     if (unfit.has_value()) {
       if (inner >= 0) at[inner] += static_cast<std::int64_t>(unfit->position);
       return Status(Code::kInvalidArgument, "tensor " + meta.key() + " " + at.ToString() + ": " +
                                                 unfit->value + " is no value of " +
-                                                std::string(InfoOf(target.to).name));
+                                                std::string(InfoOf(type).name));
     }
     int axis = inner - 1;
     for (; axis >= 0; --axis) {
@@ -139,10 +158,37 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
   }
 }
 
+// The same into memory of a device: `block` is split no further, so what is converted of it is at
+// most twice kConvertBlockBytes times the ratio of element sizes.
+Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte* bytes,
+                       const LoadTarget& target, const PlacedBox& to) {
+  const Box common = Intersect(block, to.box);
+  if (common.empty()) return {};
+  const std::int64_t size = InfoOf(target.to).bits / 8;
+  PlacedBox elements{common, 0, Dims::Filled(common.rank(), 0)};
+  std::int64_t step = size;
+  for (int a = common.rank() - 1; a >= 0; --a) {
+    elements.strides[a] = step;
+    step *= common.extent(a);
+  }
+  std::vector<std::byte> converted(static_cast<std::size_t>(step));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ConvertBlock(meta, block, bytes, target.to, converted.data(), elements));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlacedBox from, AsBytes(elements, size));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PlacedBox into, AsBytes(to, size));
+  return target.writer->Write(target.device, from.box, into, target.base,
+                              [&](const PlacedBox& packed, std::byte* base) -> Status {
+                                ExecuteCopy(PlanCopy(packed.box, from, packed), converted.data(),
+                                            base);
+                                return {};
+                              });
+}
+
 }  // namespace
 
 Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
-                                            const StateDict& request, int rank) {
+                                            const StateDict& request, int rank,
+                                            DeviceWriter& writer) {
   std::vector<LoadTarget> targets;
   for (const PlannedTensor& tensor : plan.tensors) {
     for (std::uint32_t w = 0; w < tensor.wants.size(); ++w) {
@@ -150,14 +196,49 @@ Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved
       if (want.rank != rank) continue;
       const auto item = std::ranges::lower_bound(mine.items, want.item, {}, &ResolvedItem::item);
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          LoadTarget target, MakeTarget(tensor, w, *item, request.tensors()[want.item].shard));
+          LoadTarget target,
+          MakeTarget(tensor, w, *item, request.tensors()[want.item].shard, writer));
       targets.push_back(std::move(target));
     }
   }
   return targets;
 }
 
-Status ZeroUncovered(const Resolved& mine, const StateDict& request) {
+Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
+                  const LoadTarget& target) {
+  for (const PlacedBox& to : target.placed) {
+    const Box common = Intersect(part, to.box);
+    if (common.empty()) continue;
+    if (target.device == nullptr) {
+      ExecuteCopy(PlanCopy(common, from, to), bytes, target.base);
+      continue;
+    }
+    const auto fill = [&](const PlacedBox& packed, std::byte* base) -> Status {
+      ExecuteCopy(PlanCopy(packed.box, from, packed), bytes, base);
+      return {};
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(target.device, common, to, target.base, fill));
+  }
+  return {};
+}
+
+Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target) {
+  const TensorEntry& entry = target.tensor->entry();
+  if (target.device == nullptr) {
+    return checkpoint.ReadPlaced(entry, target.placed, target.base, target.verify, target.stats,
+                                 nullptr);
+  }
+  for (const PlacedBox& to : target.placed) {
+    TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(
+        target.device, to.box, to, target.base, [&](const PlacedBox& packed, std::byte* base) {
+          return checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify, target.stats,
+                                       nullptr);
+        }));
+  }
+  return {};
+}
+
+Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWriter& writer) {
   for (const ResolvedItem& item : mine.items) {
     if (!item.zero || item.uncovered.empty()) continue;
     const Shard& shard = request.tensors()[item.item].shard;
@@ -169,6 +250,15 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                    ByteRegion(shard.data.dtype, shard.global_shape, box));
       for (const PlacedBox& part : PartsIn(placed, bytes.Boxes())) {
+        if (OnDevice(shard.data)) {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto device, OpenDevice(shard.data.device));
+          const auto clear = [](const PlacedBox& packed, std::byte* to) -> Status {
+            std::memset(to + packed.offset, 0, static_cast<std::size_t>(packed.box.volume()));
+            return {};
+          };
+          TENSORMOUNT_RETURN_IF_ERROR(writer.Write(device, part.box, part, base, clear));
+          continue;
+        }
         PlanCopy(part.box, part, part)
             .ForEachRun([&](std::int64_t, std::int64_t to, std::uint64_t size) {
               std::memset(base + to, 0, static_cast<std::size_t>(size));
@@ -194,7 +284,10 @@ Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
       status = checkpoint.Read(entry, block, view, target.verify, &target.stats, nullptr);
       read(target.stats.bytes_read - before);
       for (const PlacedBox& to : target.elements) {
-        if (status.ok()) status = ConvertBlock(meta, block, staging.data(), target, to);
+        if (!status.ok()) break;
+        status = target.device == nullptr
+                     ? ConvertBlock(meta, block, staging.data(), target.to, target.base, to)
+                     : ConvertToDevice(meta, block, staging.data(), target, to);
       }
     });
   }

@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "tensormount/state_dict.h"
 
 #include "collective/load/load_plan.h"
+#include "device/device_queues.h"
 #include "index/read/checkpoint.h"
 
 namespace tensormount {
@@ -19,8 +21,11 @@ namespace tensormount {
 // flat range is several boxes; a buffer with strides makes runs shorter, nothing else.
 struct LoadTarget {
   const PlannedTensor* tensor = nullptr;
-  std::uint32_t want = 0;         // Position in tensor->wants.
-  std::byte* base = nullptr;      // Of the caller's buffer.
+  std::uint32_t want = 0;     // Position in tensor->wants.
+  std::byte* base = nullptr;  // Of the caller's buffer.
+  // The device that the buffer is on, and who writes there; null: the host does.
+  std::shared_ptr<const OpenedDevice> device;
+  DeviceWriter* writer = nullptr;
   std::vector<PlacedBox> placed;  // Bytes of the stored tensor, relative to `base`.
   std::uint64_t bytes = 0;        // As stored.
   ReadVerify verify = ReadVerify::kOff;
@@ -31,14 +36,26 @@ struct LoadTarget {
   std::vector<PlacedBox> elements;  // Boxes of elements; strides and offset in bytes.
 
   const LoadWant& wanted() const { return tensor->wants[want]; }
+  DeviceBoxes boxes() const { return {device, placed, base}; }
 };
 
-// This rank's targets, in the order of the plan; in each tensor in the order of its wants.
+// This rank's targets, in the order of the plan; in each tensor in the order of its wants. `writer`
+// must outlive them.
 Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
-                                            const StateDict& request, int rank);
+                                            const StateDict& request, int rank,
+                                            DeviceWriter& writer);
 
 // Sets to zero what the stored tensors lack, where a rule says so.
-Status ZeroUncovered(const Resolved& mine, const StateDict& request);
+Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWriter& writer);
+
+// Copies the bytes of a box, which stand as `from` says, to where a target wants them. On a device
+// they are once its writer has finished; `bytes` may go when this returns.
+Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
+                  const LoadTarget& target);
+
+// Reads a target that is not converted, straight into its buffer or through the writer's blocks,
+// with its `verify`.
+Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target);
 
 // What is read at once where elements are converted.
 inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;

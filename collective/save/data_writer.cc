@@ -12,7 +12,6 @@
 #include <optional>
 #include <utility>
 
-#include "collective/save/packed_source.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
 #include "shard/safetensors.h"
@@ -24,7 +23,7 @@ namespace {
 // Blocks end at multiples of this in the file, since the page cache keeps what one aligned write
 // brings as one page: who maps the file meets one fault there instead of several. (Larger ones were
 // tried: docs/performance.md.)
-constexpr std::size_t kCopyBlockBytes = 256 * 1024;
+constexpr std::size_t kCopyBlockBytes = BlockReader::kBlockBytes;
 // Small pieces are put together to writes of this size.
 constexpr std::size_t kBufferBytes = 1024 * 1024;
 // The device begins with what was written when there is this much of it, so that it works while
@@ -75,7 +74,7 @@ class DataWriter {
  public:
   DataWriter(FileSystem& fs, const Staging& staging, const StateDict& state, const RankTask& task,
              int rank, bool page_hashes, std::atomic<std::uint64_t>* progress,
-             const std::atomic<bool>* cancel, const ShardReader& read)
+             const BlockRules& rules)
       : fs_(fs),
         staging_(staging),
         state_(state),
@@ -83,13 +82,13 @@ class DataWriter {
         rank_(rank),
         page_hashes_(page_hashes),
         progress_(progress),
-        cancel_(cancel),
-        read_(read),
-        scratch_(std::make_unique_for_overwrite<std::byte[]>(kCopyBlockBytes)) {
+        cancel_(rules.cancel),
+        blocks_(state, rules) {
     out_.inventory.info.uuid = staging.uuid;
   }
 
   Result<WrittenData> Run() {
+    PlanBlocks();
     TENSORMOUNT_RETURN_IF_ERROR(WriteTensorFiles());
     TENSORMOUNT_RETURN_IF_ERROR(WriteSafetensors(Placement::kRankShard));
     TENSORMOUNT_RETURN_IF_ERROR(WriteSafetensors(Placement::kSafetensors));
@@ -126,12 +125,27 @@ class DataWriter {
     return at->second;
   }
 
+  // In the order in which they are written.
   std::vector<RankTask::Chunk> ChunksOf(Placement placement) const {
     std::vector<RankTask::Chunk> chunks;
     for (const RankTask::Chunk& c : task_.chunks) {
       if (task_.tensors[c.tensor].placement == placement) chunks.push_back(c);
     }
+    if (placement != Placement::kTensorFile) SortByAlignment(chunks);
     return chunks;
+  }
+
+  // All chunks as Run comes to them.
+  void PlanBlocks() {
+    std::vector<BlockReader::Wanted> pieces;
+    pieces.reserve(task_.chunks.size());
+    for (const Placement placement : {Placement::kTensorFile, Placement::kRankShard,
+                                      Placement::kSafetensors, Placement::kPack}) {
+      for (const RankTask::Chunk& chunk : ChunksOf(placement)) {
+        pieces.push_back({chunk.item, chunk.begin, chunk.bytes});
+      }
+    }
+    blocks_.Plan(std::move(pieces));
   }
 
   // Naturally aligned without gaps: wide elements first.
@@ -177,9 +191,7 @@ class DataWriter {
   // Writes a chunk at the appender's place and records it.
   Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
     TensorRecord& tensor = RecordOf(chunk.tensor);
-    const Shard& shard = state_.tensors()[chunk.item].shard;
-    Result<PackedSource> source = PackedSource::Make(shard, chunk.item, read_);
-    if (!source.ok()) return source.status().WithContext("tensor " + tensor.meta.key());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, blocks_.Next());
     ChunkRecord record;
     record.region = chunk.region;
     record.file = file;
@@ -194,16 +206,14 @@ class DataWriter {
     }
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
-      const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(
-          kCopyBlockBytes - out.offset() % kCopyBlockBytes, chunk.bytes - done));
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
-                                   source.value().Fetch(chunk.begin + done, n, scratch_.get()));
-      hasher.Update(data, n);
-      if (pages) pages->Update(data, n);
-      tensor.digest ^= source.value().Digest(chunk.begin + done, n, data);
-      TENSORMOUNT_RETURN_IF_ERROR(out.Append(data, n));
-      done += n;
-      Written(file, n);
+      const auto most = static_cast<std::size_t>(kCopyBlockBytes - out.offset() % kCopyBlockBytes);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block, blocks_.Take(most));
+      hasher.Update(block.data(), block.size());
+      if (pages) pages->Update(block.data(), block.size());
+      tensor.digest ^= source->Digest(chunk.begin + done, block.size(), block.data());
+      TENSORMOUNT_RETURN_IF_ERROR(out.Append(block.data(), block.size()));
+      done += block.size();
+      Written(file, block.size());
     }
     record.hash = TakeLeaves(hasher);
     if (pages) {
@@ -270,9 +280,8 @@ class DataWriter {
   }
 
   Status WriteSafetensors(Placement placement) {
-    std::vector<RankTask::Chunk> chunks = ChunksOf(placement);
+    const std::vector<RankTask::Chunk> chunks = ChunksOf(placement);
     if (chunks.empty()) return Status();
-    SortByAlignment(chunks);
     std::map<std::string, std::string> metadata;
     std::vector<SafetensorsEntry> entries;
     if (placement == Placement::kSafetensors) {
@@ -314,9 +323,8 @@ class DataWriter {
   }
 
   Status WritePack() {
-    std::vector<RankTask::Chunk> chunks = ChunksOf(Placement::kPack);
+    const std::vector<RankTask::Chunk> chunks = ChunksOf(Placement::kPack);
     if (chunks.empty() && task_.objects.empty()) return Status();
-    SortByAlignment(chunks);
     const std::string name = PackName(staging_, rank_);
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs_.CreateExclusive(Path(name)));
     const std::uint32_t number = AddFile(name, Placement::kPack, 0);
@@ -360,8 +368,7 @@ class DataWriter {
   const bool page_hashes_;
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
-  const ShardReader& read_;
-  std::unique_ptr<std::byte[]> scratch_;
+  BlockReader blocks_;
   WrittenData out_;
   std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.
   std::vector<OpenFile> open_;
@@ -371,9 +378,8 @@ class DataWriter {
 
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
                               const RankTask& task, int rank, bool page_hashes,
-                              std::atomic<std::uint64_t>* progress, const std::atomic<bool>* cancel,
-                              const ShardReader& read) {
-  return DataWriter(fs, staging, state, task, rank, page_hashes, progress, cancel, read).Run();
+                              std::atomic<std::uint64_t>* progress, const BlockRules& rules) {
+  return DataWriter(fs, staging, state, task, rank, page_hashes, progress, rules).Run();
 }
 
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task) {

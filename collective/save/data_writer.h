@@ -13,7 +13,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "collective/save/packed_source.h"
+#include "collective/save/block_reader.h"
 #include "collective/save/rank_task.h"
 #include "index/records/inventory.h"
 #include "index/store/store.h"
@@ -34,12 +34,11 @@ struct WrittenData {
 // sealed but for shared ones (SealShared does that once all ranks have written); the folder is not
 // synced. Files that it failed to write are left as they are: the caller aborts the staging.
 // `page_hashes`: SaveOptions. `progress`, where not null, counts bytes as they are written.
-// kCancelled once `cancel`, where not null, is set. `read`: for shards without memory.
+// kCancelled once rules.cancel, where not null, is set.
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
                               const RankTask& task, int rank, bool page_hashes = false,
                               std::atomic<std::uint64_t>* progress = nullptr,
-                              const std::atomic<bool>* cancel = nullptr,
-                              const ShardReader& read = {});
+                              const BlockRules& rules = {});
 
 // Seals and syncs the shared tensor files that this rank is to seal.
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);

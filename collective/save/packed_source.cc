@@ -4,7 +4,6 @@
 #include "collective/save/packed_source.h"
 
 #include "shard/copy_plan.h"
-#include "shard/host_memory.h"
 #include "shard/strided_digest.h"
 
 namespace tensormount {
@@ -13,7 +12,7 @@ Result<PackedSource> PackedSource::Make(const Shard& shard) { return Make(shard,
 
 Result<PackedSource> PackedSource::Make(const Shard& shard, std::uint32_t item,
                                         const ShardReader& read) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckHostMemory(shard.data));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckMemory(shard.data));
   PackedSource source;
   const DType dtype = shard.data.dtype;
   TENSORMOUNT_ASSIGN_OR_RETURN(source.region_, ByteRegion(dtype, shard.global_shape, shard.region));
@@ -28,6 +27,9 @@ Result<PackedSource> PackedSource::Make(const Shard& shard, std::uint32_t item,
   TENSORMOUNT_ASSIGN_OR_RETURN(source.placed_,
                                PlaceBuffer(shard.data, dtype, shard.global_shape, shard.region));
   source.packed_ = shard.data.IsPacked();
+  if (OnDevice(shard.data)) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(source.device_, OpenDevice(shard.data.device));
+  }
   return source;
 }
 
@@ -37,21 +39,38 @@ Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
       .value();
 }
 
+// Both the wanted bytes and the memory are sets of boxes; what they have in common is copied box by
+// box, each byte once, so that what is wanted is filled whole.
+template <typename Fn>
+void PackedSource::ForEachCopy(std::uint64_t offset, std::size_t size, Fn fn) const {
+  for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {
+    for (const PlacedBox& have : placed_) {
+      const Box part = Intersect(want.box, have.box);
+      if (!part.empty()) fn(PlanCopy(part, have, want));
+    }
+  }
+}
+
+void PackedSource::AddCopies(std::uint64_t offset, std::size_t size, std::byte* to,
+                             std::vector<DeviceCopy>& copies) const {
+  if (packed_) {
+    StridedCopy all;
+    all.src_offset = static_cast<std::int64_t>(offset);
+    all.run = size;
+    copies.push_back({all, base_, to});
+    return;
+  }
+  ForEachCopy(offset, size, [&](const StridedCopy& plan) { copies.push_back({plan, base_, to}); });
+}
+
 Result<const std::byte*> PackedSource::Fetch(std::uint64_t offset, std::size_t size,
                                              std::byte* scratch) const {
   if (read_ != nullptr) {
     TENSORMOUNT_RETURN_IF_ERROR((*read_)(item_, offset, {scratch, size}));
     return scratch;
   }
-  // Strided memory: both the wanted bytes and the memory are sets of boxes; what they have in
-  // common is copied box by box, each byte once, so scratch is filled whole.
   if (packed_) return base_ + offset;
-  for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {
-    for (const PlacedBox& have : placed_) {
-      const Box part = Intersect(want.box, have.box);
-      if (!part.empty()) ExecuteCopy(PlanCopy(part, have, want), base_, scratch);
-    }
-  }
+  ForEachCopy(offset, size, [&](const StridedCopy& plan) { ExecuteCopy(plan, base_, scratch); });
   return scratch;
 }
 

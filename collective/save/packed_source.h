@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
+#include "device/devices.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -23,13 +25,13 @@ using ShardReader =
     std::function<Status(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out)>;
 
 // The packed row-major bytes of one shard, whatever its strides: packed memory is used in place,
-// strided memory is gathered piece by piece, and what has no memory is read. The shard's memory, or
-// the reader, must outlive it. Immutable.
+// strided memory is gathered piece by piece, what has no memory is read, and memory of a device is
+// described for its queue. The shard's memory, or the reader, must outlive it. Immutable.
 // All sizes and offsets are bytes. One object may be used by several threads, each with its own
-// scratch: Fetch changes nothing.
+// scratch: Fetch changes nothing. Who takes bytes in order does it through BlockReader.
 class PackedSource {
  public:
-  // kInvalidArgument where buffer, shape and region do not agree; kUnsupported for device memory.
+  // kInvalidArgument where buffer, shape and region do not agree; errors of CheckMemory.
   static Result<PackedSource> Make(const Shard& shard);
   // The same, but of a shard without memory by `read` (where there is one), which knows it as
   // `item`.
@@ -38,7 +40,16 @@ class PackedSource {
   std::uint64_t bytes() const { return bytes_; }
   const Dims& byte_shape() const { return byte_shape_; }
 
-  // Bytes [offset, offset + size) of the packed order, which must lie within bytes(): where they
+  // The device that the memory is on; null: the host reads it.
+  const std::shared_ptr<const OpenedDevice>& device() const { return device_; }
+  // Whether Fetch needs no scratch.
+  bool in_place() const { return packed_; }
+
+  // Of a device: the copies that put bytes [offset, offset + size) of the packed order side by side
+  // at `to`, added to `copies`.
+  void AddCopies(std::uint64_t offset, std::size_t size, std::byte* to,
+                 std::vector<DeviceCopy>& copies) const;
+  // Not of a device: bytes [offset, offset + size), which must lie within bytes(): where they
   // already stand, or in `scratch` (of `size` bytes). Fails only where they are read.
   Result<const std::byte*> Fetch(std::uint64_t offset, std::size_t size, std::byte* scratch) const;
   // The same bytes as a region of ByteShape.
@@ -48,11 +59,14 @@ class PackedSource {
 
  private:
   PackedSource() = default;
+  template <typename Fn>
+  void ForEachCopy(std::uint64_t offset, std::size_t size, Fn fn) const;
   Region region_;  // In bytes.
   Dims byte_shape_;
   std::uint64_t bytes_ = 0;
   const std::byte* base_ = nullptr;
   bool packed_ = false;
+  std::shared_ptr<const OpenedDevice> device_;
   const ShardReader* read_ = nullptr;  // Null: from memory.
   std::uint32_t item_ = 0;
   std::vector<PlacedBox> placed_;  // Of strided memory.

@@ -4,17 +4,11 @@
 #include "collective/save/replica_check.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 
-#include "collective/save/packed_source.h"
-
 namespace tensormount {
 namespace {
-
-// Gathered pieces of strided memory.
-constexpr std::size_t kScratchBytes = 256 * 1024;
 
 std::string BlockName(const LayoutTensor& tensor, const Holding& holding,
                       const ReplicaBlock& block) {
@@ -55,36 +49,41 @@ std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t h
   return blocks;
 }
 
-Result<std::vector<std::vector<Hash128>>> HashReplicas(
-    const RankTask& task, ReplicaCheck check, std::uint64_t generation, const StateDict& state,
-    std::uint64_t* hashed, const std::atomic<bool>* cancel, const ShardReader& read) {
+Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, ReplicaCheck check,
+                                                       std::uint64_t generation,
+                                                       const StateDict& state,
+                                                       std::uint64_t* hashed,
+                                                       const BlockRules& rules) {
   std::vector<std::vector<Hash128>> hashes(task.replicas.size());
   if (check == ReplicaCheck::kOff) return hashes;
-  const auto scratch = std::make_unique<std::byte[]>(kScratchBytes);
+  std::vector<BlockReader::Wanted> pieces;
+  std::vector<std::size_t> owners;  // Of each piece.
   for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
     for (const RankTask::Replica& replica : task.replicas[owner]) {
-      if (cancel != nullptr && cancel->load(std::memory_order_relaxed)) {
-        return Status(Code::kCancelled, "the save is being cancelled");
-      }
-      const StateDict::TensorItem& item = state.tensors()[replica.item];
-      Result<PackedSource> source = PackedSource::Make(item.shard, replica.item, read);
-      if (!source.ok()) return source.status().WithContext("tensor " + item.key);
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
         if (!block.Has(replica.position)) continue;
-        Xxh3Stream stream;
-        for (std::uint64_t done = 0; done < block.bytes;) {
-          const auto n =
-              static_cast<std::size_t>(std::min<std::uint64_t>(kScratchBytes, block.bytes - done));
-          TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* data,
-                                       source.value().Fetch(block.begin + done, n, scratch.get()));
-          stream.Update(data, n);
-          done += n;
-        }
-        if (hashed != nullptr) *hashed += block.bytes;
-        hashes[owner].push_back(stream.Value());
+        pieces.push_back({replica.item, block.begin, block.bytes});
+        owners.push_back(owner);
       }
     }
+  }
+  BlockReader blocks(state, rules);
+  blocks.Plan(pieces);
+  for (std::size_t p = 0; p < pieces.size(); ++p) {
+    if (rules.cancel != nullptr && rules.cancel->load(std::memory_order_relaxed)) {
+      return Status(Code::kCancelled, "the save is being cancelled");
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());
+    Xxh3Stream stream;
+    for (std::uint64_t done = 0; done < pieces[p].bytes;) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block,
+                                   blocks.Take(BlockReader::kBlockBytes));
+      stream.Update(block.data(), block.size());
+      done += block.size();
+    }
+    if (hashed != nullptr) *hashed += pieces[p].bytes;
+    hashes[owners[p]].push_back(stream.Value());
   }
   return hashes;
 }

@@ -2,7 +2,6 @@
 #ifndef TENSORMOUNT_COLLECTIVE_SAVE_REPLICA_CHECK_H_
 #define TENSORMOUNT_COLLECTIVE_SAVE_REPLICA_CHECK_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -16,7 +15,7 @@
 
 #include "base/hash.h"
 #include "collective/layout/layout.h"
-#include "collective/save/packed_source.h"
+#include "collective/save/block_reader.h"
 #include "collective/save/rank_task.h"
 
 // Replicas are compared by the hashes of blocks, at the owner of the key. Which blocks, and between
@@ -48,14 +47,12 @@ std::vector<ReplicaBlock> PlanReplicaBlocks(std::uint64_t bytes, std::uint32_t h
                                             ReplicaCheck check, std::uint64_t generation);
 
 // A rank's part: the hashes of its blocks, by owner of the key, in the owner's order. `hashed`,
-// where not null, counts bytes. kCancelled once `cancel`, where not null, is set. `read`: for
-// shards without memory.
+// where not null, counts bytes. kCancelled once rules.cancel, where not null, is set.
 Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, ReplicaCheck check,
                                                        std::uint64_t generation,
                                                        const StateDict& state,
                                                        std::uint64_t* hashed = nullptr,
-                                                       const std::atomic<bool>* cancel = nullptr,
-                                                       const ShardReader& read = {});
+                                                       const BlockRules& rules = {});
 
 // Which of `world` ranks hold replicas of an owner's keys, rising: those from which it gets hashes.
 std::vector<int> RanksWithReplicas(const GlobalLayout& layout, int world);

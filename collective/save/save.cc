@@ -151,10 +151,20 @@ class SaveSession {
 
  private:
   Result<SaveReport> Steps() {
+    // At once: what the caller's streams are given later may change the tensors. What fails here is
+    // told in the next phase but one.
+    fences_ = control_.fences;
+    Status fenced;
+    if (fences_ == nullptr) {
+      fenced = Guarded([&]() -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(fences_, FencesOf(state_));
+        return {};
+      });
+    }
     TENSORMOUNT_RETURN_IF_ERROR(
         Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
 
-    Status local;  // What only this rank knows.
+    Status local = fenced;  // What only this rank knows.
     Status status;
     (void)Phase("plan", &report_.plan_seconds, [&](std::uint64_t*) {
       status = Plan(&local);
@@ -238,7 +248,7 @@ class SaveSession {
   }
 
   Status Plan(Status* local) {
-    if (!control_.read) *local = CheckHasData(state_);
+    if (!control_.read && local->ok()) *local = CheckHasData(state_);
     if (job_.unchanged) {
       if (!at_hand_ || at_hand_->job != job_.fingerprint) {
         *local = Status(Code::kInternal, "plan: that of another job is at hand");
@@ -297,12 +307,16 @@ class SaveSession {
     return Status();
   }
 
+  BlockRules Rules() const {
+    return {{fences_.get(), control_.cancel, PatienceOf(options_.timeouts)}, &control_.read};
+  }
+
   // This rank's data and manifest, durable.
   // The manifest is written last: it names only bytes that are already synced.
   Status Write() {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         WrittenData data, WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.page_hashes,
-                                    options_.progress, control_.cancel, control_.read));
+                                    options_.progress, Rules()));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
@@ -323,7 +337,7 @@ class SaveSession {
       written = Guarded([&]() -> Status {
         TENSORMOUNT_ASSIGN_OR_RETURN(
             hashes, HashReplicas(*plan_.task, options_.replicas, staging_.generation, state_,
-                                 hashed_bytes, control_.cancel, control_.read));
+                                 hashed_bytes, Rules()));
         return Status();
       });
     }
@@ -582,6 +596,7 @@ class SaveSession {
   std::shared_ptr<const KeptPlan> at_hand_;
   JobLayout job_;
   JobPlan plan_;
+  std::shared_ptr<const DeviceFences> fences_;
   Staging staging_;
   bool begun_ = false;  // staging_ is set.
   bool ending_ = false;
@@ -591,6 +606,15 @@ class SaveSession {
 };
 
 }  // namespace
+
+Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state) {
+  auto fences = std::make_shared<DeviceFences>();
+  for (const StateDict::TensorItem& item : state.tensors()) {
+    if (item.shard.metadata_only) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(fences->Add(item.shard.data).WithContext("tensor " + item.key));
+  }
+  return std::shared_ptr<const DeviceFences>(std::move(fences));
+}
 
 Status CheckHasData(const StateDict& state) {
   for (const StateDict::TensorItem& item : state.tensors()) {

@@ -25,6 +25,7 @@
 #include "collective/async/snapshot_pool.h"
 #include "collective/async/snapshot_state.h"
 #include "index/store/store.h"
+#include "tests/support/device_mode.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
@@ -37,7 +38,8 @@ using std::chrono::milliseconds;
 constexpr std::int64_t kStateRows = 64;
 constexpr std::int64_t kStateColumns = 1024;
 
-// One rank's rows of "w", all of one value, and its memory.
+// One rank's rows of "w", all of one value, and its memory: on a device (DeviceMode), a stream
+// writes there what `memory` was when the state was asked for.
 struct RowsState {
   RowsState(Communicator& comm, float value)
       : rows(kStateRows / comm.size()),
@@ -48,14 +50,34 @@ struct RowsState {
   }
   StateDict State() const {
     StateDict state;
-    EXPECT_OK(state.AddTensor("w", shard));
+    EXPECT_OK(state.AddTensor("w", DeviceMode() ? OnDevice() : shard));
     EXPECT_OK(state.AddObject("rng", "random", {}));
     EXPECT_OK(state.SetCommon("iteration", 7));
     return state;
   }
+  Shard OnDevice() const {
+    HostDevice& device = ModeDevices()[0];
+    static void* const stream = device.MakeStream();
+    if (there == nullptr) {
+      there.reset(device.Allocate(memory.size() * sizeof(float)).value(), [&](std::byte* data) {
+        device.Synchronize(stream);
+        device.Free(data);
+      });
+    }
+    device.Enqueue(stream, [there = there, memory = memory, revealed = device.Reveal(there.get())] {
+      std::memcpy(revealed, memory.data(), memory.size() * sizeof(float));
+    });
+    Shard moved = shard;
+    moved.data.data = there.get();
+    moved.data.device.kind = DeviceKind::kCuda;
+    moved.data.memory = MemoryKind::kDevice;
+    moved.data.stream = DeviceStream(StreamKind::kHandle, stream);
+    return moved;
+  }
   const std::int64_t rows;
   std::vector<float> memory;
   Shard shard;
+  mutable std::shared_ptr<std::byte> there;
 };
 
 // Whether every cell of "w" is `value`.
@@ -416,8 +438,8 @@ TEST(StagedStateTest, TakesTheLinesOfItsShardsAndNoMore) {
                                .data = BufferView::Host(DType::kF32, memory.data(), {cells})}));
   }
   const auto with = [&](std::uint64_t bound) {
-    return StageState(state, *std::make_shared<SnapshotPool>(bound), milliseconds(0), nullptr,
-                      nullptr)
+    return StageState(state, *std::make_shared<SnapshotPool>(bound), nullptr, milliseconds(0),
+                      nullptr, nullptr)
         .status;
   };
   EXPECT_OK(with(128));
@@ -438,7 +460,8 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
                                  .region = Box::Make({2, 0, 0}, {1, 6, 4}).value(),
                                  .data = BufferView::Host(DType::kF32, memory.data(), {6, 4})}));
   auto pool = std::make_shared<SnapshotPool>(0);
-  const SnapshotState staged = StageState(state, *pool, milliseconds(1000), nullptr, nullptr);
+  const SnapshotState staged =
+      StageState(state, *pool, nullptr, milliseconds(1000), nullptr, nullptr);
   ASSERT_OK(staged.status);
   ASSERT_EQ(staged.dict.tensors().size(), 2u);
   const auto* t = static_cast<const float*>(staged.dict.tensors()[0].shard.data.data);
@@ -556,6 +579,7 @@ TEST(ProgressFileTest, SaysHowFarEachRankIsAndLeavesNothing) {
 
 // The end of the process waits for what is under way.
 TEST(AsyncSaveExitTest, DrainsAtTheEndOfTheProcess) {
+  if (DeviceMode()) GTEST_SKIP() << "a forked process has no device";
   TempDir dir;
   const std::string path = dir.Join("store/step");
   EXPECT_EXIT(

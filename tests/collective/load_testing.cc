@@ -10,6 +10,7 @@
 #include "base/file_system.h"
 #include "collective/save_load.h"
 #include "tests/support/cells.h"
+#include "tests/support/device_mode.h"
 #include "tests/support/random.h"
 #include "tests/support/temp_dir.h"
 
@@ -94,7 +95,8 @@ Status SaveByRule(const std::string& path, const std::vector<GlobalTensor>& tens
           tensor.key,
           {tensor.shape, region, BufferView::Host(tensor.dtype, data, Extents(region))}));
     }
-    return Save(state, path, comm, options).status();
+    const OnDevices moved(state);
+    return Save(moved.dict(), path, comm, options).status();
   });
 }
 
@@ -131,8 +133,10 @@ std::vector<LoadedRank> LoadWishesWith(const std::string& path,
     if (setup.more) setup.more(comm.rank(), request);
     FileSystem& fs = setup.fs ? setup.fs(comm.rank()) : HostFileSystem();
     const LoadOptions options = setup.options ? setup.options(comm.rank()) : LoadOptions();
-    Result<LoadReport> result = setup.load ? setup.load(fs, request, comm, options)
-                                           : LoadOn(fs, request, path, comm, options);
+    OnDevices moved(request);
+    Result<LoadReport> result = setup.load ? setup.load(fs, moved.dict(), comm, options)
+                                           : LoadOn(fs, moved.dict(), path, comm, options);
+    moved.BringBack();
     mine.status = result.status();
     if (result.ok()) mine.report = std::move(result).value();
     return Status();

@@ -15,6 +15,7 @@
 #include "index/read/checkpoint.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
+#include "tests/support/device_mode.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -125,8 +126,9 @@ TEST_F(SaveErrorsTest, StateDictRefusesWhatCannotBe) {
   EXPECT_FALSE(dict.AddTensor("", {{8}, B({0}, {8}), view({8})}).ok());
   EXPECT_FALSE(dict.AddTensor(std::string(3000, 'k'), {{8}, B({0}, {8}), view({8})}).ok());
   BufferView device = view({8});
-  device.device = {DeviceKind::kCuda, 0};
-  EXPECT_THAT(dict.AddTensor("w", {{8}, B({0}, {8}), device}), HasCode(Code::kUnsupported));
+  device.device = {DeviceKind::kCuda, 7};
+  EXPECT_THAT(dict.AddTensor("w", {{8}, B({0}, {8}), device}),
+              HasCode(DeviceMode() ? Code::kUnavailable : Code::kUnsupported));
   BufferView null = view({8});
   null.data = nullptr;
   EXPECT_THAT(dict.AddTensor("w", {{8}, B({0}, {8}), null}),

@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "collective/layout/layout_exchange.h"
 #include "index/read/checkpoint.h"
+#include "tests/support/device_mode.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -46,7 +47,8 @@ std::vector<Result<SaveReport>> SaveOnThreads(const std::string& path, int ranks
   const Status ran = RunOnThreads(ranks, [&](Communicator& comm) {
     const auto r = static_cast<std::size_t>(comm.rank());
     FileSystem& fs = fs_of ? fs_of(comm.rank()) : HostFileSystem();
-    results[r] = SaveOn(fs, states[r].dict, path, comm, options, control);
+    const OnDevices state(states[r].dict);
+    results[r] = SaveOn(fs, state.dict(), path, comm, options, control);
     return Status();
   });
   EXPECT_OK(ran);

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 # A folder includes only these folders (docs/architecture.md).
-LAYERS = ["base", "shard", "index", "state", "collective"]
+LAYERS = ["base", "shard", "device", "index", "state", "collective"]
 MAY_INCLUDE = {layer: LAYERS[: i + 1] for i, layer in enumerate(LAYERS)}
 MAY_INCLUDE["gpu"] = LAYERS + ["gpu"]
 MAY_INCLUDE["fs"] = LAYERS + ["fs"]
@@ -83,7 +83,7 @@ THIRD_PARTY = [
 ]
 
 MAX_LINES = 1000
-PRODUCT = ("base", "shard", "index", "state", "collective", "gpu", "fs", "lib", "mount-tools")
+PRODUCT = ("base", "shard", "device", "index", "state", "collective", "gpu", "fs", "lib", "mount-tools")
 NAMES_HEADER = re.compile(r"\b\w+\.h\b")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # Spelled in pieces, so that this file passes its own check.

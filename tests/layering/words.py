@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 
-FOLDERS = ("base", "shard", "index", "state", "collective", "gpu", "fs", "lib", "mount-tools", "include")
+FOLDERS = ("base", "shard", "device", "index", "state", "collective", "gpu", "fs", "lib", "mount-tools", "include")
 # Words that named a dozen things each: what is it a piece of, which place, how do two differ?
 RETIRED = {"Piece", "Pieces", "Place", "Places", "Difference", "Differences", "Content", "Contents"}
 TYPE = re.compile(r"^\s*(?:class|struct|enum class|enum|union)\s+(?:TENSORMOUNT_EXPORT\s+)?(?:\[\[\w+\]\]\s+)?(\w+)\b(?!.*\boperator\b)|^\s*using\s+(\w+)\s*=")

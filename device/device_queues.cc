@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// Work on devices for saves and loads: everything goes through blocks of the pinned ring, each of
+// which is on its way in one direction until its mark is reached.
+#include "device/device_queues.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace tensormount {
+namespace {
+
+// How long the bytes of a block are waited for that nobody wants any more.
+constexpr std::chrono::milliseconds kGrace{250};
+// Boxes begin at multiples of this in a block: what vector loads and device copies like.
+constexpr std::uint64_t kAlign = 64;
+
+constexpr std::uint64_t RoundUp(std::uint64_t bytes) {
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+// The bytes of a box, side by side from `offset` on. A box without axes is one byte.
+PlacedBox Packed(const Box& box, std::uint64_t offset) {
+  return PlacePacked(Region(box), offset).front();
+}
+
+}  // namespace
+
+Status DeviceRules::Await(DeviceMark& mark, const OpenedDevice& device) const {
+  return AwaitMark(mark, Deadline::After(patience), cancel).WithContext(device.ops->name());
+}
+
+Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) const {
+  return device.ring->Take(Deadline::After(patience), cancel);
+}
+
+FlyingBlock::~FlyingBlock() {
+  if (landed_) return;
+  if (!mark_.ok() || !AwaitMark(*mark_.value(), Deadline::After(kGrace)).ok()) {
+    block_.GiveUp(mark_);
+  }
+}
+
+Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
+  // Also where it fails: a part of it may be under way.
+  landed_ = false;
+  const Status worked = work();
+  mark_ = queue.Mark();
+  const Status& failure = worked.ok() ? mark_.status() : worked;
+  return failure.WithContext(device_->ops->name());
+}
+
+Status FlyingBlock::Land(const DeviceRules& rules) {
+  if (landed_) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceMark> mark, mark_);
+  TENSORMOUNT_RETURN_IF_ERROR(rules.Await(*mark, *device_));
+  landed_ = true;
+  return {};
+}
+
+Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {
+  std::unique_ptr<DeviceQueue>& queue = queues_[device];
+  if (queue == nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> made, device->ops->MakeQueue());
+    if (rules_.fences != nullptr) {
+      TENSORMOUNT_RETURN_IF_ERROR(rules_.fences->Before(*made, *device));
+    }
+    queue = std::move(made);
+  }
+  return queue.get();
+}
+
+DeviceWriter::~DeviceWriter() {
+  const Deadline deadline = Deadline::After(kGrace);
+  for (const auto& [device, line] : lines_) {
+    if (line.last != nullptr) (void)AwaitMark(*line.last, deadline);
+  }
+}
+
+// The block goes back to the ring by itself, whatever this waits for meanwhile.
+Status DeviceWriter::Launch(const std::shared_ptr<const OpenedDevice>& device, Line& line) {
+  PinnedRing::Block block = std::move(*line.block);
+  line.block.reset();
+  const std::vector<DeviceCopy> copies = std::exchange(line.copies, {});
+  line.used = 0;
+  if (copies.empty()) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
+  TENSORMOUNT_RETURN_IF_ERROR(queue->CopyIn(copies).WithContext(device->ops->name()));
+  Result<std::shared_ptr<DeviceMark>> mark = queue->Mark();
+  block.GiveUp(mark);
+  if (!mark.ok()) return mark.status().WithContext(device->ops->name());
+  line.last = std::move(mark).value();
+  return {};
+}
+
+Status DeviceWriter::PushLocked() {
+  for (auto& [device, line] : lines_) {
+    if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(device, line));
+  }
+  return {};
+}
+
+// A block with room for so many bytes, which one can hold.
+Status DeviceWriter::Room(const std::shared_ptr<const OpenedDevice>& device, Line& line,
+                          std::uint64_t bytes) {
+  if (line.block && line.used + bytes <= line.block->size()) return {};
+  if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(device, line));
+  line.block = device->ring->TryTake();
+  if (line.block) return {};
+  // Others may wait for what is held here, and hold what is wanted here.
+  TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
+  TENSORMOUNT_ASSIGN_OR_RETURN(line.block, queues_.rules().TakeBlock(*device));
+  return {};
+}
+
+Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
+                           const PlacedBox& to, std::byte* base, const Fill& fill) {
+  std::lock_guard lock(mutex_);
+  Line& line = lines_[device];
+  Status status;
+  SplitBox(box, 1, device->ring->block_bytes(), [&](const Box& part) {
+    if (!status.ok()) return;
+    const auto bytes = static_cast<std::uint64_t>(part.volume());
+    status = Room(device, line, bytes);
+    if (!status.ok()) return;
+    const PlacedBox packed = Packed(part, line.used);
+    status = fill(packed, line.block->data());
+    if (!status.ok()) return;
+    line.copies.push_back({PlanCopy(part, packed, to), line.block->data(), base});
+    line.used = static_cast<std::size_t>(RoundUp(line.used + bytes));
+  });
+  return status;
+}
+
+Status DeviceWriter::Push() {
+  std::lock_guard lock(mutex_);
+  return PushLocked();
+}
+
+Status DeviceWriter::Finish() {
+  std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
+  for (auto& [device, line] : lines_) {
+    if (line.last == nullptr) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*line.last, *device));
+    line.last.reset();
+  }
+  return {};
+}
+
+Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules) {
+  DeviceQueues queues(rules);
+  std::map<std::shared_ptr<const OpenedDevice>, std::vector<const DigestWanted*>> by_device;
+  for (const DigestWanted& w : wanted) by_device[w.boxes.device].push_back(&w);
+  for (const auto& [device, all] : by_device) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues.Of(device));
+    const std::size_t at_once = device->ring->block_bytes() / sizeof(Crc64);
+    for (std::size_t from = 0; from < all.size(); from += at_once) {
+      const auto some = std::span(all).subspan(from, std::min(at_once, all.size() - from));
+      TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*device));
+      FlyingBlock block(std::move(taken), device);
+      auto* const results = reinterpret_cast<Crc64*>(block.data());
+      const auto digest = [&]() -> Status {
+        for (std::size_t i = 0; i < some.size(); ++i) {
+          const DeviceBoxes& boxes = some[i]->boxes;
+          TENSORMOUNT_RETURN_IF_ERROR(
+              queue->Digest(boxes.placed, boxes.base, some[i]->byte_shape, results + i));
+        }
+        return {};
+      };
+      TENSORMOUNT_RETURN_IF_ERROR(block.Launch(*queue, digest));
+      TENSORMOUNT_RETURN_IF_ERROR(block.Land(rules));
+      for (std::size_t i = 0; i < some.size(); ++i) *some[i]->out = results[i];
+    }
+  }
+  return {};
+}
+
+Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRules& rules,
+                                        std::vector<std::byte>& out) {
+  std::uint64_t bytes = 0;
+  std::vector<PlacedBox> packed;
+  for (const PlacedBox& from : boxes.placed) {
+    packed.push_back(Packed(from.box, bytes));
+    bytes += static_cast<std::uint64_t>(from.box.volume());
+  }
+  out.resize(static_cast<std::size_t>(bytes));
+  DeviceQueues queues(rules);
+  TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues.Of(boxes.device));
+  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*boxes.device));
+  FlyingBlock block(std::move(taken), boxes.device);
+  for (std::size_t i = 0; i < packed.size(); ++i) {
+    Status status;
+    SplitBox(packed[i].box, 1, block.size(), [&](const Box& part) {
+      if (!status.ok()) return;
+      const PlacedBox in_block = Packed(part, 0);
+      const DeviceCopy copy{PlanCopy(part, boxes.placed[i], in_block), boxes.base, block.data()};
+      status = block.Launch(*queue, [&] { return queue->CopyOut({&copy, 1}); });
+      if (status.ok()) status = block.Land(rules);
+      if (status.ok()) ExecuteCopy(PlanCopy(part, in_block, packed[i]), block.data(), out.data());
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+  }
+  return packed;
+}
+
+}  // namespace tensormount

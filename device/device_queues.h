@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_DEVICE_DEVICE_QUEUES_H_
+#define TENSORMOUNT_DEVICE_DEVICE_QUEUES_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "tensormount/box.h"
+#include "tensormount/status.h"
+
+#include "base/hash.h"
+#include "device/devices.h"
+#include "shard/tensor_meta.h"
+
+// What one save or load does on devices, whichever they are: a queue to each, behind the fences of
+// the call, and what is built on it.
+
+namespace tensormount {
+
+// How a save or load treats devices. What it names must outlive who is told.
+struct DeviceRules {
+  const DeviceFences* fences = nullptr;
+  const std::atomic<bool>* cancel = nullptr;
+  // For one block of pinned memory: until one is free, or what goes through it is done.
+  std::chrono::milliseconds patience{0};
+
+  // Awaits a mark of `device`, which is named where it fails.
+  Status Await(DeviceMark& mark, const OpenedDevice& device) const;
+  Result<PinnedRing::Block> TakeBlock(const OpenedDevice& device) const;
+};
+
+// A block of pinned memory whose bytes are on their way to or from a device. Goes back to the ring
+// once they have come, as far as that is known.
+class FlyingBlock {
+ public:
+  FlyingBlock(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
+      : block_(std::move(block)), device_(std::move(device)) {}
+  // Waits a little for bytes that nobody wants any more: they are the caller's memory.
+  ~FlyingBlock();
+  FlyingBlock(const FlyingBlock&) = delete;
+  FlyingBlock& operator=(const FlyingBlock&) = delete;
+
+  std::byte* data() const { return block_.data(); }
+  std::size_t size() const { return block_.size(); }
+  bool landed() const { return landed_; }
+
+  // Submits by `work` what moves its bytes; it must have landed before.
+  Status Launch(DeviceQueue& queue, const std::function<Status()>& work);
+  Status Land(const DeviceRules& rules);
+
+ private:
+  PinnedRing::Block block_;
+  std::shared_ptr<const OpenedDevice> device_;
+  Result<std::shared_ptr<DeviceMark>> mark_ = std::shared_ptr<DeviceMark>();
+  bool landed_ = true;
+};
+
+// Queues, one a device, made when they are first asked for. Of one thread at a time.
+class DeviceQueues {
+ public:
+  explicit DeviceQueues(const DeviceRules& rules) : rules_(rules) {}
+  Result<DeviceQueue*> Of(const std::shared_ptr<const OpenedDevice>& device);
+  const DeviceRules& rules() const { return rules_; }
+
+ private:
+  const DeviceRules rules_;
+  std::map<std::shared_ptr<const OpenedDevice>, std::unique_ptr<DeviceQueue>> queues_;
+};
+
+// Memory of a device: boxes of bytes relative to `base`.
+struct DeviceBoxes {
+  std::shared_ptr<const OpenedDevice> device;
+  std::span<const PlacedBox> placed;
+  std::byte* base = nullptr;
+};
+
+// Brings bytes into memory of devices, through pinned blocks that are filled one after the other:
+// while one is on its way the next is filled. Small boxes share a block. Thread-safe.
+// Holds nothing that others might wait for while it waits itself; who waits for others calls Push
+// before.
+class DeviceWriter {
+ public:
+  explicit DeviceWriter(const DeviceRules& rules) : queues_(rules) {}
+  // Waits a little for bytes that nobody wants any more: they go into the caller's memory.
+  ~DeviceWriter();
+
+  // Writes the packed bytes of a box to where it says, `base` added.
+  using Fill = std::function<Status(const PlacedBox& packed, std::byte* base)>;
+  // Puts the bytes of `box`, which lies within to.box, where `to` says in memory of a device at
+  // `base`. They come from `fill`, which is called here, once for each part that a block takes.
+  // They are there once Finish has returned.
+  Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
+               const PlacedBox& to, std::byte* base, const Fill& fill);
+  // Sends what waits for more of its block.
+  Status Push();
+  // Until all is there.
+  Status Finish();
+
+ private:
+  struct Line {                              // To one device.
+    std::optional<PinnedRing::Block> block;  // That is being filled.
+    std::size_t used = 0;
+    std::vector<DeviceCopy> copies;
+    std::shared_ptr<DeviceMark> last;  // Of what was sent.
+  };
+  Status Room(const std::shared_ptr<const OpenedDevice>& device, Line& line, std::uint64_t bytes);
+  Status Launch(const std::shared_ptr<const OpenedDevice>& device, Line& line);
+  Status PushLocked();
+
+  std::mutex mutex_;
+  DeviceQueues queues_;
+  std::map<std::shared_ptr<const OpenedDevice>, Line> lines_;
+};
+
+// The contributions of memory to the digests of tensors (shard/strided_digest.h), computed by the
+// devices.
+struct DigestWanted {
+  DeviceBoxes boxes;
+  Dims byte_shape;
+  Crc64* out = nullptr;
+};
+Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules);
+
+// The bytes of placed boxes of a device, packed one box after the other into `out`, and where they
+// stand there.
+Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRules& rules,
+                                        std::vector<std::byte>& out);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_DEVICE_DEVICE_QUEUES_H_

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which devices there are, opened once each. Who finds them is told from outside, so that all
+// folders but gpu/ compile and link without CUDA.
+#include "device/devices.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <unistd.h>
+
+#include "shard/host_memory.h"
+
+namespace tensormount {
+namespace {
+
+struct Known {
+  std::mutex mutex;
+  DeviceSource source;
+  struct Entry {
+    Device device;
+    std::shared_ptr<const OpenedDevice> opened;
+  };
+  std::vector<Entry> entries;
+};
+
+Known& Devices() {
+  static auto* const known = new Known;  // Saves that end with the process ask still.
+  return *known;
+}
+
+// The process that has opened a device, 0: none. Not behind the mutex, which a thread that a forked
+// child has not got may hold.
+std::atomic<pid_t> opened_by = 0;
+
+std::string NameOf(const Device& device) { return "cuda:" + std::to_string(device.ordinal); }
+
+}  // namespace
+
+void SetDeviceSource(DeviceSource source) {
+  Known& known = Devices();
+  std::lock_guard lock(known.mutex);
+  known.source = std::move(source);
+  known.entries.clear();
+  opened_by = 0;
+}
+
+Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
+  if (const pid_t process = opened_by; process != 0 && process != getpid()) {
+    return Status(Code::kUnavailable,
+                  NameOf(device) +
+                      ": this process was forked from one that had opened it; a device can only be "
+                      "used in a process that was spawned");
+  }
+  Known& known = Devices();
+  std::lock_guard lock(known.mutex);
+  for (const Known::Entry& entry : known.entries) {
+    if (entry.device == device) return entry.opened;
+  }
+  if (!known.source) {
+    return Status(Code::kUnsupported,
+                  "the buffer is in device memory, which this build cannot reach");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceOps> ops, known.source(device));
+  // One device may be described in two ways, with its UUID and without.
+  std::shared_ptr<const OpenedDevice> opened;
+  for (const Known::Entry& entry : known.entries) {
+    if (entry.opened->ops == ops) opened = entry.opened;
+  }
+  if (opened == nullptr) {
+    auto ring = std::make_shared<PinnedRing>(ops, ops->pinned());
+    opened = std::make_shared<const OpenedDevice>(OpenedDevice{std::move(ops), std::move(ring)});
+  }
+  opened_by = getpid();
+  known.entries.push_back({device, opened});
+  return opened;
+}
+
+Status CheckMemory(const BufferView& view) {
+  if (!OnDevice(view)) return CheckHostMemory(view);
+  TENSORMOUNT_RETURN_IF_ERROR(CheckDescription(view));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const OpenedDevice> device,
+                               OpenDevice(view.device));
+  // Where there is nothing, frameworks hand out any pointer.
+  const bool empty = std::find(view.shape.begin(), view.shape.end(), 0) != view.shape.end();
+  return empty ? Status() : device->ops->Check(view);
+}
+
+Status DeviceFences::Add(const BufferView& view) {
+  if (!OnDevice(view) || view.stream.kind == StreamKind::kNone) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const OpenedDevice> device, OpenDevice(view.device));
+  for (const Fence& fence : fences_) {
+    if (fence.device == device && fence.stream == view.stream) return {};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMark> mark,
+                               device->ops->MarkStream(view.stream));
+  fences_.push_back({std::move(device), view.stream, std::move(mark)});
+  return {};
+}
+
+Status DeviceFences::Before(DeviceQueue& queue, const OpenedDevice& device) const {
+  for (const Fence& fence : fences_) {
+    if (fence.device.get() == &device) TENSORMOUNT_RETURN_IF_ERROR(queue.After(fence.mark));
+  }
+  return {};
+}
+
+}  // namespace tensormount

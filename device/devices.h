@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_DEVICE_DEVICES_H_
+#define TENSORMOUNT_DEVICE_DEVICES_H_
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "tensormount/buffer.h"
+#include "tensormount/status.h"
+
+#include "device/device_ops.h"
+#include "device/pinned_ring.h"
+
+// Devices of this process, and what must be known of memory before it is touched.
+
+namespace tensormount {
+
+// A device that was asked for once, with the pinned memory that all saves and loads share.
+struct OpenedDevice {
+  std::shared_ptr<DeviceOps> ops;
+  std::shared_ptr<PinnedRing> ring;
+};
+
+// Finds a device: gpu/ where a form of it is built in, the tests' own. Thread-safe.
+using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Device&)>;
+// Replaces who finds devices, and forgets those that were opened. Without one there are none.
+void SetDeviceSource(DeviceSource source);
+
+// The device that a buffer's memory is on. kUnsupported where this build has no form of it,
+// kUnavailable where it is not there, or where this process was forked from one that had opened
+// it: no work of a device can be done in such a child. Thread-safe.
+Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
+
+// Whether saves and loads can work with what a view describes: memory of the host (CheckHostMemory)
+// or of a device that OpenDevice gives. Errors of both.
+Status CheckMemory(const BufferView& view);
+inline bool OnDevice(const BufferView& view) { return view.device.kind != DeviceKind::kHost; }
+
+// What the streams that order some buffers had been given when a call began. A save or load that
+// goes on in the background works in other threads later; what the streams are given after the call
+// is not its business. Immutable once it is shared.
+class DeviceFences {
+ public:
+  // Errors of OpenDevice and MarkStream.
+  Status Add(const BufferView& view);
+  // Work that is submitted to `queue`, of that device, from now on comes after all of them.
+  Status Before(DeviceQueue& queue, const OpenedDevice& device) const;
+
+ private:
+  struct Fence {
+    std::shared_ptr<const OpenedDevice> device;
+    DeviceStream stream;
+    std::shared_ptr<DeviceMark> mark;
+  };
+  std::vector<Fence> fences_;
+};
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_DEVICE_DEVICES_H_

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pinned memory in a few blocks that all saves and loads of a device share. To pin gigabytes costs
+// seconds and takes them from everybody else; some blocks, used in turn, are as fast.
+#include "device/pinned_ring.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+
+namespace tensormount {
+namespace {
+
+// How often a mark or a block is looked at: at first at once, since most are a few microseconds
+// away, then less and less.
+constexpr std::chrono::microseconds kFirstPause{20};
+constexpr std::chrono::microseconds kLongestPause{1000};
+constexpr std::chrono::milliseconds kLookAgain{20};
+
+constexpr std::size_t kPage = 4096;
+
+Status Cancelled() { return {Code::kCancelled, "it is being cancelled"}; }
+
+bool IsSet(const std::atomic<bool>* cancel) {
+  return cancel != nullptr && cancel->load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Status AwaitMark(DeviceMark& mark, const Deadline& deadline, const std::atomic<bool>* cancel) {
+  std::chrono::microseconds pause = kFirstPause;
+  for (;;) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool reached, mark.Reached());
+    if (reached) return {};
+    if (IsSet(cancel)) return Cancelled();
+    if (deadline.Passed()) {
+      return {Code::kDeadlineExceeded, "the device did not finish what it was given in time"};
+    }
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.Left()));
+    pause = std::min(pause * 2, kLongestPause);
+  }
+}
+
+PinnedRing::Block::Block(Block&& other) noexcept
+    : ring_(std::move(other.ring_)), data_(std::exchange(other.data_, nullptr)) {}
+
+PinnedRing::Block& PinnedRing::Block::operator=(Block&& other) noexcept {
+  if (this == &other) return *this;
+  Return();
+  ring_ = std::move(other.ring_);
+  data_ = std::exchange(other.data_, nullptr);
+  return *this;
+}
+
+PinnedRing::Block::~Block() { Return(); }
+
+std::size_t PinnedRing::Block::size() const { return ring_->block_bytes(); }
+
+void PinnedRing::Block::Return() {
+  if (data_ == nullptr) return;
+  {
+    std::lock_guard lock(ring_->mutex_);
+    ring_->free_.push_back(std::exchange(data_, nullptr));
+  }
+  ring_->returned_.notify_one();
+  ring_.reset();
+}
+
+void PinnedRing::Block::GiveUp(const Result<std::shared_ptr<DeviceMark>>& mark) {
+  if (data_ == nullptr) return;
+  std::lock_guard lock(ring_->mutex_);
+  ring_->lost_.push_back({std::exchange(data_, nullptr), mark});
+}
+
+PinnedRing::PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape)
+    : ops_(std::move(ops)), shape_(shape) {
+  made_.reserve(shape_.blocks);  // Giving back must not need memory.
+  free_.reserve(shape_.blocks);
+  lost_.reserve(shape_.blocks);
+}
+
+PinnedRing::~PinnedRing() {
+  CollectLost();
+  for (const Memory& memory : made_) {
+    // What the device may still write stays.
+    const bool lost = std::any_of(lost_.begin(), lost_.end(),
+                                  [&](const Lost& l) { return l.data == memory.data; });
+    if (lost) continue;
+    if (memory.pinned) {
+      ops_->FreePinned(memory.data);
+    } else {
+      std::free(memory.data);  // NOLINT(cppcoreguidelines-no-malloc)
+    }
+  }
+}
+
+void PinnedRing::CollectLost() {
+  std::erase_if(lost_, [&](Lost& lost) {
+    if (!lost.mark.ok()) return false;
+    const Result<bool> reached = lost.mark.value()->Reached();
+    if (!reached.ok()) lost.mark = reached.status();
+    if (!reached.ok() || !reached.value()) return false;
+    free_.push_back(lost.data);
+    return true;
+  });
+}
+
+Status PinnedRing::Make() {
+  const Result<std::byte*> pinned = ops_->AllocatePinned(shape_.block_bytes);
+  if (pinned.ok()) {
+    made_.push_back({pinned.value(), true});
+    free_.push_back(pinned.value());
+    return {};
+  }
+  void* data = nullptr;
+  if (posix_memalign(&data, kPage, shape_.block_bytes) != 0) {
+    return {Code::kResourceExhausted,
+            "no memory for a block of " + std::to_string(shape_.block_bytes) + " bytes"};
+  }
+  const bool first =
+      std::none_of(made_.begin(), made_.end(), [](const Memory& memory) { return !memory.pinned; });
+  made_.push_back({static_cast<std::byte*>(data), false});
+  free_.push_back(static_cast<std::byte*>(data));
+  if (first) {
+    Log(LogLevel::kWarning, ops_->name() +
+                                ": copies go through memory that is not pinned, which is "
+                                "slower: " +
+                                pinned.status().message());
+  }
+  return {};
+}
+
+Result<std::byte*> PinnedRing::TakeLocked() {
+  if (!lost_.empty()) CollectLost();
+  if (free_.empty() && made_.size() < shape_.blocks) TENSORMOUNT_RETURN_IF_ERROR(Make());
+  const bool all_failed =
+      lost_.size() == shape_.blocks &&
+      std::none_of(lost_.begin(), lost_.end(), [](const Lost& lost) { return lost.mark.ok(); });
+  if (all_failed) return lost_.front().mark.status().WithContext(ops_->name());
+  if (free_.empty()) return nullptr;
+  std::byte* const data = free_.back();
+  free_.pop_back();
+  return data;
+}
+
+Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
+                                           const std::atomic<bool>* cancel) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, TakeLocked());
+    if (data != nullptr) return Block(shared_from_this(), data);
+    if (IsSet(cancel)) return Cancelled();
+    if (deadline.Passed()) {
+      return Status(Code::kDeadlineExceeded,
+                    ops_->name() + ": all " + std::to_string(shape_.blocks) +
+                        " blocks of pinned memory are in use, " + std::to_string(lost_.size()) +
+                        " of them by copies that did not end");
+    }
+    // In slices: blocks that were given up come back without a word.
+    returned_.wait_for(lock, std::min<std::chrono::nanoseconds>(kLookAgain, deadline.Left()));
+  }
+}
+
+std::optional<PinnedRing::Block> PinnedRing::TryTake() {
+  std::lock_guard lock(mutex_);
+  const Result<std::byte*> data = TakeLocked();
+  if (!data.ok() || data.value() == nullptr) return std::nullopt;
+  return Block(shared_from_this(), data.value());
+}
+
+std::size_t PinnedRing::pinned_bytes() const {
+  std::lock_guard lock(mutex_);
+  return shape_.block_bytes *
+         static_cast<std::size_t>(
+             std::count_if(made_.begin(), made_.end(), [](const Memory& m) { return m.pinned; }));
+}
+
+std::size_t PinnedRing::pageable_bytes() const {
+  std::lock_guard lock(mutex_);
+  return shape_.block_bytes *
+         static_cast<std::size_t>(
+             std::count_if(made_.begin(), made_.end(), [](const Memory& m) { return !m.pinned; }));
+}
+
+}  // namespace tensormount

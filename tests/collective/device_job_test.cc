@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// Saves and loads of tensors on devices: what they promise of streams and memory, and everything
+// that a device can do wrong.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tensormount/async_load.h"
+#include "tensormount/async_save.h"
+#include "tensormount/load.h"
+#include "tensormount/save.h"
+
+#include "device/devices.h"
+#include "index/store/store.h"
+#include "tests/collective/save_testing.h"
+#include "tests/support/host_device.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr int kTwo = 2;
+constexpr std::int64_t kRowBytes =
+    100'000;  // Bytes of a rank's rows: more than a ring of 64 KiB holds.
+
+// What "work that never ends" waits for.
+class Gate {
+ public:
+  void Pass() { open_.wait(false); }
+  void Open() {
+    open_ = true;
+    open_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> open_ = false;
+};
+
+class DeviceJobTest : public testing::Test {
+ protected:
+  ~DeviceJobTest() override {
+    gate_.Open();
+    for (void* stream : streams_) device().Synchronize(stream);
+    device().Quiesce();  // What was given up is still read.
+    for (std::byte* data : memory_) device().Free(data);
+  }
+  HostDevice& device() { return devices_[0]; }
+  std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
+
+  // Memory of the device, all of it `value`.
+  std::byte* Make(char value) {
+    memory_.push_back(device().Allocate(kRowBytes).value());
+    std::memset(device().Reveal(memory_.back()), value, kRowBytes);
+    return memory_.back();
+  }
+  void* MakeStream() {
+    streams_.push_back(device().MakeStream());
+    return streams_.back();
+  }
+  // Rows `rank` of "w".
+  static StateDict Rows(int rank, std::byte* data, void* stream = nullptr) {
+    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), {1, kRowBytes});
+    view.device = {DeviceKind::kCuda, 0};
+    view.memory = MemoryKind::kDevice;
+    if (stream != nullptr) view.stream = {StreamKind::kHandle, stream};
+    StateDict state;
+    const Region row = Box::Make({rank, 0}, {1, kRowBytes}).value();
+    EXPECT_OK(state.AddTensor("w", {{kTwo, kRowBytes}, row, view}));
+    return state;
+  }
+  // Saves rows of 'a' and 'b' on two ranks; results by rank.
+  std::vector<Status> SaveRows(const std::string& name, const SaveOptions& options = {}) {
+    std::vector<std::byte*> rows = {Make('a'), Make('b')};
+    std::vector<Status> results(kTwo);
+    EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.rank());
+      results[r] = Save(Rows(comm.rank(), rows[r]), Path(name), comm, options).status();
+      return Status();
+    }));
+    return results;
+  }
+  std::vector<Status> LoadRows(const std::string& name, std::vector<std::byte*> rows,
+                               const LoadOptions& options = {}) {
+    std::vector<Status> results(kTwo);
+    EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.rank());
+      results[r] = Load(Rows(comm.rank(), rows[r]), Path(name), comm, options).status();
+      return Status();
+    }));
+    return results;
+  }
+  // Of all ranks, in the same words.
+  void ExpectOnAll(const std::vector<Status>& results, Code code, const std::string& words) {
+    for (const Status& status : results) {
+      EXPECT_THAT(status, HasCode(code));
+      EXPECT_THAT(status, HasMessage(words));
+    }
+  }
+  void ExpectNothingIn(const std::string& store) {
+    EXPECT_THAT(Inside(dir_.Join(store)), testing::IsEmpty());
+  }
+  static std::string Row(char value) { return std::string(kRowBytes, value); }
+
+  TempDir dir_;
+  HostDevices devices_{{HostDevice::Options{}}};
+  std::vector<std::byte*> memory_;
+  std::vector<void*> streams_;
+  Gate gate_;
+};
+
+// ---- What is promised ------------------------------------------------------------------------
+
+TEST_F(DeviceJobTest, EachByteLeavesTheDeviceOnceAndLittleIsPinned) {
+  for (const Status& status : SaveRows("step")) EXPECT_OK(status);
+  EXPECT_EQ(device().bytes_out(), static_cast<std::uint64_t>(kTwo * kRowBytes));
+  EXPECT_EQ(ReadAll(Path("step")).at("w"), Row('a') + Row('b'));
+  const auto opened = OpenDevice({DeviceKind::kCuda, 0}).value();
+  EXPECT_LE(opened->ring->pinned_bytes(), 4 * 64 * 1024u);
+  EXPECT_GT(opened->ring->pinned_bytes(), 0u);
+
+  std::vector<std::byte*> rows = {Make('x'), Make('x')};
+  for (const Status& status : LoadRows("step", rows)) EXPECT_OK(status);
+  EXPECT_EQ(std::memcmp(device().Reveal(rows[1]), Row('b').data(), kRowBytes), 0);
+  EXPECT_LE(opened->ring->pinned_bytes(), 4 * 64 * 1024u);
+}
+
+// A save is of what the stream had been given when it was called; what comes after the call waits
+// for nothing and is not seen once the bytes are staged.
+TEST_F(DeviceJobTest, ASaveIsOfTheMomentOfItsCall) {
+  std::byte* const data = Make('?');
+  std::byte* const revealed = device().Reveal(data);
+  void* const stream = MakeStream();
+  const auto fill = [&](char value) {
+    device().Enqueue(stream, [=] {
+      std::this_thread::sleep_for(milliseconds(30));
+      std::memset(revealed, value, kRowBytes);
+    });
+  };
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    StateDict state;
+    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), {kRowBytes});
+    view.device = {DeviceKind::kCuda, 0};
+    view.memory = MemoryKind::kDevice;
+    view.stream = {StreamKind::kHandle, stream};
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
+    fill('1');
+    TENSORMOUNT_RETURN_IF_ERROR(Save(state, Path("sync"), comm).status());
+    for (const bool background : {false, true}) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto saver,
+                                   AsyncSaver::Make(comm, {.stage_in_background = background}));
+      fill('2');
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          SaveHandle handle, saver->Save(state, Path(background ? "background" : "async"), {}));
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+      fill('3');
+      TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+    }
+    return {};
+  }));
+  EXPECT_EQ(ReadAll(Path("sync")).at("w"), Row('1'));
+  EXPECT_EQ(ReadAll(Path("async")).at("w"), Row('2'));
+  EXPECT_EQ(ReadAll(Path("background")).at("w"), Row('2'));
+}
+
+// Kernels that were given before a load and write where it loads have run before it.
+TEST_F(DeviceJobTest, ALoadComesAfterWhatItsStreamsWereGiven) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  for (const bool background : {false, true}) {
+    std::byte* const row = Make('?');
+    void* const stream = MakeStream();
+    device().Enqueue(stream, [revealed = device().Reveal(row)] {
+      std::this_thread::sleep_for(milliseconds(50));
+      std::memset(revealed, 'z', kRowBytes);
+    });
+    EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+      const StateDict request = Rows(1, row, stream);
+      if (!background) return Load(request, Path("step"), comm).status();
+      TENSORMOUNT_ASSIGN_OR_RETURN(LoadHandle handle, AsyncLoad(request, Path("step"), comm, {}));
+      return handle.Wait().status();
+    }));
+    device().Synchronize(stream);
+    EXPECT_EQ(std::memcmp(device().Reveal(row), Row('b').data(), kRowBytes), 0);
+  }
+}
+
+TEST_F(DeviceJobTest, AllocatesOnADevice) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    StateDict request;
+    Shard shard{.global_shape = {kTwo, kRowBytes}, .region = Box::Whole({kTwo, kRowBytes})};
+    shard.data.dtype = DType::kU8;
+    shard.data.shape = {kTwo, kRowBytes};
+    shard.metadata_only = true;
+    TENSORMOUNT_RETURN_IF_ERROR(request.AddTensor("w", shard));
+    TENSORMOUNT_RETURN_IF_ERROR(request.AllocateData({DeviceKind::kCuda, 0}, Fill::kZero));
+    const void* const data = request.tensors()[0].shard.data.data;
+    EXPECT_EQ(*device().Reveal(data), std::byte{0});
+    TENSORMOUNT_RETURN_IF_ERROR(Load(request, Path("step"), comm).status());
+    EXPECT_EQ(std::memcmp(device().Reveal(data), (Row('a') + Row('b')).data(), 2 * kRowBytes), 0);
+    return {};
+  }));
+  EXPECT_EQ(device().allocations(), memory_.size());
+  device().SetFault([](std::string_view what) {
+    return what == "allocate" ? Status(Code::kResourceExhausted, "cuda:0: out of memory")
+                              : Status();
+  });
+  StateDict request;
+  Shard shard{.global_shape = {4}, .region = Box::Whole({4})};
+  shard.data.dtype = DType::kU8;
+  shard.data.shape = {4};
+  shard.metadata_only = true;
+  ASSERT_OK(request.AddTensor("w", shard));
+  EXPECT_THAT(request.AllocateData({DeviceKind::kCuda, 0}, Fill::kZero),
+              HasMessage("out of memory"));
+}
+
+// ---- What goes wrong -------------------------------------------------------------------------
+
+Timeouts Short() { return {.arrival = milliseconds(400)}; }
+
+TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheSaveByItsDeadline) {
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-out") gate_.Pass();
+    return Status();
+  });
+  SaveOptions options;
+  options.timeouts = Short();
+  const auto begin = std::chrono::steady_clock::now();
+  const std::vector<Status> results = SaveRows("step", options);
+  ExpectOnAll(results, Code::kDeadlineExceeded,
+              "tensor w: cuda:0 (host device): the device did not finish");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  ExpectNothingIn("store");
+  // What hangs keeps its blocks, here all of them.
+  device().SetFault({});
+  ExpectOnAll(SaveRows("again", options), Code::kDeadlineExceeded,
+              "all 4 blocks of pinned memory are in use, 4 of them by copies that did not end");
+  gate_.Open();
+  for (const Status& status : SaveRows("again")) EXPECT_OK(status);
+}
+
+TEST_F(DeviceJobTest, ACopyThatNeverEndsIsCancelled) {
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-out") gate_.Pass();
+    return Status();
+  });
+  std::byte* const row = Make('a');
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto saver, AsyncSaver::Make(comm, {}));
+    StateDict state = Rows(0, row);
+    SaveOptions options;
+    options.validate = false;
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                 saver->SaveInPlace(state, Path("step"), options));
+    std::this_thread::sleep_for(milliseconds(50));
+    handle.Cancel();
+    EXPECT_THAT(handle.WaitCommitted(), HasCode(Code::kCancelled));
+    return {};
+  }));
+  ExpectNothingIn("store");
+}
+
+// At one moment of its work.
+class DeviceFaultTest : public DeviceJobTest, public testing::WithParamInterface<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Moments, DeviceFaultTest, testing::Values("run copy", "copy", "mark"));
+
+TEST_P(DeviceFaultTest, WhatTheDeviceSaysIsTheVerdictOfAllRanks) {
+  device().SetFault([&](std::string_view now) {
+    return now.starts_with(GetParam()) ? Status(Code::kUnavailable, "GPU has fallen off the bus")
+                                       : Status();
+  });
+  for (int i = 0; i < 3; ++i) {  // However often.
+    const std::vector<Status> results = SaveRows("step");
+    ExpectOnAll(results, Code::kUnavailable, "tensor w: cuda:0 (host device): ");
+    ExpectOnAll(results, Code::kUnavailable, "GPU has fallen off the bus");
+    ExpectNothingIn("store");
+  }
+}
+
+TEST_P(DeviceFaultTest, ALoadThatFailsOnOneRankFailsOnAll) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  std::atomic<int> times = 0;
+  device().SetFault([&](std::string_view now) {
+    return now.starts_with(GetParam()) && times++ == 0
+               ? Status(Code::kUnavailable, "GPU has fallen off the bus")
+               : Status();
+  });
+  ExpectOnAll(LoadRows("step", {Make('x'), Make('x')}), Code::kUnavailable,
+              "GPU has fallen off the bus");
+}
+
+TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheLoadByItsDeadline) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-in") gate_.Pass();
+    return Status();
+  });
+  LoadOptions options;
+  options.timeouts = Short();
+  ExpectOnAll(LoadRows("step", {Make('x'), Make('x')}, options), Code::kDeadlineExceeded,
+              "the device did not finish");
+}
+
+// The digest of what stands on the device is compared with that of the checkpoint.
+TEST_F(DeviceJobTest, WhatADigestDoesNotProveIsNoSuccess) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  LoadOptions options;
+  options.verify = LoadVerify::kAuto;
+  std::vector<std::byte*> rows = {Make('x'), Make('x')};
+  device().LieAboutHashes(true);
+  std::vector<Status> results(kTwo);
+  // Columns: no leaf is whole in what a rank wants.
+  EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
+    const auto r = static_cast<std::size_t>(comm.rank());
+    StateDict request;
+    BufferView view =
+        BufferView::Host(DType::kU8, static_cast<void*>(rows[r]), {kTwo, kRowBytes / 2});
+    view.device = {DeviceKind::kCuda, 0};
+    view.memory = MemoryKind::kDevice;
+    const Region half = Box::Make({0, comm.rank() * kRowBytes / 2}, {kTwo, kRowBytes / 2}).value();
+    EXPECT_OK(request.AddTensor("w", {{kTwo, kRowBytes}, half, view}));
+    results[r] = Load(request, Path("step"), comm, options).status();
+    return Status();
+  }));
+  ExpectOnAll(results, Code::kDataLoss, "tensor w: the digest of what was loaded differs");
+}
+
+TEST_F(DeviceJobTest, WithoutPinnedMemoryItIsSlowerThatIsAll) {
+  device().SetFault([](std::string_view what) {
+    return what == "pin" ? Status(Code::kResourceExhausted, "RLIMIT_MEMLOCK") : Status();
+  });
+  for (const Status& status : SaveRows("step")) EXPECT_OK(status);
+  EXPECT_EQ(ReadAll(Path("step")).at("w"), Row('a') + Row('b'));
+  EXPECT_EQ(OpenDevice({DeviceKind::kCuda, 0}).value()->ring->pinned_bytes(), 0u);
+}
+
+TEST_F(DeviceJobTest, AStreamThatRecordsAGraphIsRefusedOnAllRanks) {
+  std::vector<std::byte*> rows = {Make('a'), Make('b')};
+  void* const stream = MakeStream();
+  device().BeginCapture(stream);
+  std::vector<Status> saved(kTwo);
+  EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
+    const auto r = static_cast<std::size_t>(comm.rank());
+    const StateDict state = Rows(comm.rank(), rows[r], comm.rank() == 1 ? stream : nullptr);
+    saved[r] = Save(state, Path("step"), comm).status();
+    return Status();
+  }));
+  ExpectOnAll(saved, Code::kInvalidArgument,
+              "rank 1: tensor w: cuda:0 (host device): the stream records a graph");
+  ExpectNothingIn("store");
+}
+
+}  // namespace
+}  // namespace tensormount

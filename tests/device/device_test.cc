@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tensormount/log.h"
+
+#include "device/device_queues.h"
+#include "device/devices.h"
+#include "tests/device/device_ops_conformance.h"
+#include "tests/support/host_device.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+
+// ---- The device of the tests is one -----------------------------------------------------------
+
+TEST(HostDeviceTest, Conforms) {
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(HashesAreThoseOfTheHost(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(OrderIsKept(*device, TestSeed(), TestScale(20)));
+  EXPECT_EQ(device->allocations(), 0u);
+}
+
+// What is not waited for is not there: otherwise it would show nothing.
+TEST(HostDeviceTest, DoesThingsLater) {
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{.delay_us = 2000});
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(8));
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  int late = 0;
+  for (int i = 0; i < 50; ++i) {
+    const std::string value(8, static_cast<char>('0' + i));
+    StridedCopy all;
+    all.run = 8;
+    const DeviceCopy copy{all, reinterpret_cast<const std::byte*>(value.data()), there};
+    ASSERT_OK(queue->CopyIn({&copy, 1}));
+    ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+    ASSERT_OK_AND_ASSIGN(const bool at_once, mark->Reached());
+    late += at_once ? 0 : 1;
+    ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  }
+  EXPECT_GT(late, 25);
+  device->Free(there);
+}
+
+// ---- Which there are -------------------------------------------------------------------------
+
+BufferView DeviceView(const std::byte* data, int ordinal, const Dims& shape = {4}) {
+  BufferView view = BufferView::Host(DType::kU8, static_cast<const void*>(data), shape);
+  view.device = {DeviceKind::kCuda, ordinal};
+  view.memory = MemoryKind::kDevice;
+  return view;
+}
+
+TEST(DevicesTest, AreFoundOnceOrRefusedInWords) {
+  std::byte here[4] = {};
+  SetDeviceSource({});
+  EXPECT_THAT(CheckMemory(DeviceView(here, 0)), HasCode(Code::kUnsupported));
+  HostDevices devices({HostDevice::Options{}});
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice({DeviceKind::kCuda, 0}));
+  EXPECT_EQ(OpenDevice({DeviceKind::kCuda, 0}).value(), opened);
+  // The same one, said with its UUID.
+  Device named{DeviceKind::kCuda, 0};
+  named.uuid[3] = 7;
+  EXPECT_EQ(OpenDevice(named).value(), opened);
+  EXPECT_THAT(OpenDevice({DeviceKind::kCuda, 1}), HasCode(Code::kUnavailable));
+
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(4));
+  EXPECT_OK(CheckMemory(DeviceView(there, 0)));
+  EXPECT_THAT(CheckMemory(DeviceView(here, 0)), HasMessage("is no memory of cuda:0"));
+  EXPECT_OK(CheckMemory(DeviceView(here, 0, {0, 4})));  // No bytes, no matter where.
+  BufferView pinned = DeviceView(there, 0);
+  pinned.memory = MemoryKind::kPinned;
+  EXPECT_THAT(CheckMemory(pinned), HasCode(Code::kInvalidArgument));
+  devices[0].Free(there);
+}
+
+TEST(DevicesTest, AForkedChildHasNone) {
+  HostDevices devices({HostDevice::Options{}});
+  ASSERT_OK(OpenDevice({DeviceKind::kCuda, 0}));
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto opened = OpenDevice({DeviceKind::kCuda, 0});
+    const bool told = opened.status().code() == Code::kUnavailable &&
+                      opened.status().message().find("forked") != std::string::npos;
+    _exit(told ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+// ---- Pinned memory ---------------------------------------------------------------------------
+
+std::shared_ptr<PinnedRing> RingOf(const std::shared_ptr<HostDevice>& device, std::size_t blocks) {
+  return std::make_shared<PinnedRing>(device, PinnedShape{blocks, 4096});
+}
+Deadline Soon() { return Deadline::After(milliseconds(50)); }
+
+TEST(PinnedRingTest, IsBoundedAndGoesRound) {
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
+  const auto ring = RingOf(device, 2);
+  EXPECT_EQ(ring->pinned_bytes(), 0u);  // Nothing before it is needed.
+  ASSERT_OK_AND_ASSIGN(auto a, ring->Take(Soon()));
+  std::optional<PinnedRing::Block> b = ring->TryTake();
+  ASSERT_TRUE(b.has_value());
+  EXPECT_NE(a.data(), b->data());
+  EXPECT_FALSE(ring->TryTake().has_value());
+  EXPECT_THAT(ring->Take(Soon()),
+              HasMessage("all 2 blocks of pinned memory are in use, 0 of them"));
+  std::atomic<bool> cancel = true;
+  EXPECT_THAT(ring->Take(Deadline::After(std::chrono::seconds(60)), &cancel),
+              HasCode(Code::kCancelled));
+  std::thread later([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    b.reset();
+  });
+  EXPECT_OK(ring->Take(Deadline::After(std::chrono::seconds(60))));
+  later.join();
+  EXPECT_EQ(ring->pinned_bytes(), 2 * 4096u);
+}
+
+TEST(PinnedRingTest, WhatADeviceMayStillWriteComesBackWithItsMark) {
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
+  const auto ring = RingOf(device, 1);
+  void* const stream = device->MakeStream();
+  std::atomic<bool> go = false;
+  device->Enqueue(stream, [&] { go.wait(false); });
+  ASSERT_OK_AND_ASSIGN(auto mark, device->MarkStream({StreamKind::kHandle, stream}));
+  {
+    ASSERT_OK_AND_ASSIGN(auto block, ring->Take(Soon()));
+    block.GiveUp(mark);
+  }
+  EXPECT_THAT(ring->Take(Soon()), HasMessage("1 of them by copies that did not end"));
+  go = true;
+  go.notify_all();
+  EXPECT_OK(ring->Take(Deadline::After(std::chrono::seconds(10))));
+}
+
+TEST(PinnedRingTest, WherePinningIsRefusedItSaysSoOnce) {
+  std::vector<std::string> lines;
+  SetLogSink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
+  device->SetFault([](std::string_view what) {
+    return what == "pin" ? Status(Code::kResourceExhausted, "RLIMIT_MEMLOCK") : Status();
+  });
+  const auto ring = RingOf(device, 3);
+  {
+    ASSERT_OK_AND_ASSIGN(auto a, ring->Take(Soon()));
+    ASSERT_OK_AND_ASSIGN(auto b, ring->Take(Soon()));
+    EXPECT_EQ(ring->pinned_bytes(), 0u);
+    EXPECT_EQ(ring->pageable_bytes(), 2 * 4096u);
+  }
+  SetLogSink({});
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_NE(lines[0].find("RLIMIT_MEMLOCK"), std::string::npos) << lines[0];
+}
+
+// ---- Work ------------------------------------------------------------------------------------
+
+PlacedBox ByteRow(std::int64_t n) { return {Box::Make({0}, {n}).value(), 0, {1}}; }
+
+// Two that share one block get on: neither keeps it while it waits.
+TEST(DeviceWriterTest, HoldsNothingWhileItWaits) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(20);
+  DeviceWriter one(rules);
+  DeviceWriter two(rules);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(2000));
+  const auto write = [&](DeviceWriter& writer, std::int64_t from, char value) {
+    const PlacedBox to = ByteRow(1000);
+    return writer.Write(
+        device, to.box, to, there + from, [&](const PlacedBox& packed, std::byte* base) {
+          std::memset(base + packed.offset, value, static_cast<std::size_t>(packed.box.volume()));
+          return Status();
+        });
+  };
+  ASSERT_OK(write(one, 0, 'a'));  // Its last part is still in the block.
+  ASSERT_OK(one.Push());
+  ASSERT_OK(write(two, 1000, 'b'));
+  ASSERT_OK(two.Push());
+  ASSERT_OK(one.Finish());
+  ASSERT_OK(two.Finish());
+  const std::string all(reinterpret_cast<const char*>(devices[0].Reveal(there)), 2000);
+  EXPECT_EQ(all, std::string(1000, 'a') + std::string(1000, 'b'));
+  devices[0].Free(there);
+}
+
+TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
+  // Room for eight digests at a time.
+  HostDevices devices({HostDevice::Options{.pinned = {2, 64}}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(20);
+  const std::string text = Random(3).Bytes(300);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(text.size()));
+  std::memcpy(devices[0].Reveal(there), text.data(), text.size());
+  const PlacedBox whole = ByteRow(300);
+  std::vector<PlacedBox> tens;
+  for (std::int64_t i = 0; i < 30; ++i)
+    tens.push_back({Box::Make({10 * i}, {10}).value(), 10 * i, {1}});
+  std::vector<Crc64> digests(tens.size());
+  std::vector<DigestWanted> wanted;
+  for (std::size_t i = 0; i < tens.size(); ++i) {
+    wanted.push_back({{device, {&tens[i], 1}, there}, Dims{300}, &digests[i]});
+  }
+  ASSERT_OK(DigestsOnDevices(wanted, rules));
+  Crc64 sum = 0;
+  for (const Crc64 digest : digests) sum ^= digest;
+  EXPECT_EQ(sum, Crc64Extend(0, text.data(), text.size()));
+
+  std::vector<std::byte> back;
+  ASSERT_OK_AND_ASSIGN(const auto placed, ReadBack({device, {&whole, 1}, there}, rules, back));
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(back.data()), back.size()), text);
+  EXPECT_EQ(placed.size(), 1u);
+  devices[0].Free(there);
+}
+
+TEST(DeviceFencesTest, AStreamThatRecordsAGraphIsRefused) {
+  HostDevices devices({HostDevice::Options{}});
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(4));
+  BufferView view = DeviceView(there, 0);
+  void* const stream = devices[0].MakeStream();
+  view.stream = {StreamKind::kHandle, stream};
+  DeviceFences fences;
+  EXPECT_OK(fences.Add(view));
+  devices[0].BeginCapture(stream);
+  EXPECT_THAT(DeviceFences().Add(view), HasMessage("records a graph"));
+  devices[0].Free(there);
+}
+
+}  // namespace
+}  // namespace tensormount
