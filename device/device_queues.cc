@@ -10,8 +10,6 @@
 namespace tensormount {
 namespace {
 
-// How long the bytes of a block are waited for that nobody wants any more.
-constexpr std::chrono::milliseconds kGrace{250};
 // Boxes begin at multiples of this in a block: what vector loads and device copies like.
 constexpr std::uint64_t kAlign = 64;
 
@@ -36,7 +34,7 @@ Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) con
 
 FlyingBlock::~FlyingBlock() {
   if (landed_) return;
-  if (!mark_.ok() || !AwaitMark(*mark_.value(), Deadline::After(kGrace)).ok()) {
+  if (!mark_.ok() || !AwaitMark(*mark_.value(), Deadline::After(kDeviceGrace)).ok()) {
     block_.GiveUp(mark_);
   }
 }
@@ -71,7 +69,7 @@ Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>&
 }
 
 DeviceWriter::~DeviceWriter() {
-  const Deadline deadline = Deadline::After(kGrace);
+  const Deadline deadline = Deadline::After(kDeviceGrace);
   for (const auto& [device, line] : lines_) {
     if (line.last != nullptr) (void)AwaitMark(*line.last, deadline);
   }

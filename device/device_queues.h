@@ -38,6 +38,9 @@ struct DeviceRules {
   Result<PinnedRing::Block> TakeBlock(const OpenedDevice& device) const;
 };
 
+// How long a device is waited for whose work nobody wants any more: it is on memory of the caller.
+inline constexpr std::chrono::milliseconds kDeviceGrace{250};
+
 // A block of pinned memory whose bytes are on their way to or from a device. Goes back to the ring
 // once they have come, as far as that is known.
 class FlyingBlock {

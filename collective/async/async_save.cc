@@ -273,9 +273,8 @@ class Lane {
       // Memory is given out in the order of saves, on every rank. Otherwise the first save might
       // hold it on one rank and the second on another, and each wait for the other for ever.
       turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
-      task.staged.emplace(StageState(task.state, *pool_, task.fences.get(),
-                                     PatienceOf(task.options.timeouts), &job.bytes_staged,
-                                     &job.stalled));
+      const DeviceRules rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
+      task.staged.emplace(StageState(task.state, *pool_, rules, &job.bytes_staged, &job.stalled));
       turns_->Reach(task.number, Turns::Step::kStaged);
       job.Staged(task.staged->status);
     }
@@ -602,9 +601,8 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
     }
-    task.staged.emplace(StageState(state, *rep_->pool, task.fences.get(),
-                                   PatienceOf(options.timeouts), &job->bytes_staged,
-                                   &job->stalled));
+    const DeviceRules rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
+    task.staged.emplace(StageState(state, *rep_->pool, rules, &job->bytes_staged, &job->stalled));
     return {};
   });
   if (!prepared.ok()) {

@@ -38,9 +38,9 @@ Status CopyBytes(const PackedSource& source, std::byte* to) {
   return {};
 }
 
-Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceFences* fences,
-             std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
-             std::atomic<std::int64_t>* stalled, SnapshotState& out) {
+Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceRules& rules,
+             std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled,
+             SnapshotState& out) {
   TENSORMOUNT_RETURN_IF_ERROR(state.status());
   TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
   std::vector<PackedSource> sources;
@@ -60,13 +60,10 @@ Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceFences* fen
     sources.push_back(std::move(source));
   }
   if (total > 0) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, limit, stalled));
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, rules.patience, stalled));
   }
   // What is on devices is on its way while the rest is copied.
-  BlockRules rules;
-  rules.fences = fences;
-  rules.patience = limit;
-  BlockReader blocks(state, rules);
+  BlockReader blocks(state, BlockRules{rules});
   std::vector<BlockReader::Wanted> pieces;
   for (std::size_t i = 0; i < sources.size(); ++i) {
     if (sources[i].device() == nullptr || sources[i].bytes() == 0) continue;
@@ -143,11 +140,10 @@ StateDict ShareState(const StateDict& state) {
   return WithShards(state, [&](std::size_t i) { return state.tensors()[i].shard; });
 }
 
-SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceFences* fences,
-                         std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
-                         std::atomic<std::int64_t>* stalled) {
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceRules& rules,
+                         std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled) {
   SnapshotState out;
-  out.status = Guarded([&] { return Stage(state, pool, fences, limit, staged, stalled, out); });
+  out.status = Guarded([&] { return Stage(state, pool, rules, staged, stalled, out); });
   if (!out.status.ok()) {
     out.dict = StateDict();
     (void)out.dict.Fail(out.status);

@@ -13,7 +13,7 @@
 #include "tensormount/status.h"
 
 #include "collective/async/snapshot_pool.h"
-#include "device/devices.h"
+#include "device/device_queues.h"
 
 namespace tensormount {
 
@@ -32,16 +32,15 @@ StateDict ShareState(const StateDict& state);
 // its tensors, and the save reads the copy. Objects and common values are copied with it.
 //
 // A state whose shards are packed copies in memory of the pool, the host's. What cannot be staged
-// becomes the failure of `dict`, so that a save of it tells the other ranks. `fences`: what memory
-// of devices waits for. `limit`: for memory of the pool, and for a device.
+// becomes the failure of `dict`, so that a save of it tells the other ranks. `rules`: of devices;
+// its patience is for memory of the pool, too.
 struct SnapshotState {
   std::unique_ptr<SnapshotPool::Memory> memory;  // Null where there is nothing to hold.
   StateDict dict;
   Status status;  // Of staging.
 };
-SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceFences* fences,
-                         std::chrono::milliseconds limit, std::atomic<std::uint64_t>* staged,
-                         std::atomic<std::int64_t>* stalled);
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceRules& rules,
+                         std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled);
 
 }  // namespace tensormount
 

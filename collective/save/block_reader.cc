@@ -127,7 +127,9 @@ Status BlockReader::Fly(const std::shared_ptr<const OpenedDevice>& device,
     const Wanted& piece = pieces_[begun->piece];
     const auto n = static_cast<std::size_t>(
         std::min<std::uint64_t>(block->size() - used, piece.bytes - begun->submitted));
-    begun->source.AddCopies(piece.begin + begun->submitted, n, block->data() + used, copies);
+    for (const StridedCopy& plan : begun->source.Gather(piece.begin + begun->submitted, n)) {
+      copies.push_back({plan, begun->source.base(), block->data() + used});
+    }
     begun->parts.push_back({block, used, n});
     begun->submitted += n;
     used = RoundUp(used + n);

@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "device/device_hashes.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
 #include "shard/safetensors.h"
@@ -83,12 +84,13 @@ class DataWriter {
         page_hashes_(page_hashes),
         progress_(progress),
         cancel_(rules.cancel),
-        blocks_(state, rules) {
+        blocks_(state, rules),
+        at_begin_(rules) {
     out_.inventory.info.uuid = staging.uuid;
   }
 
   Result<WrittenData> Run() {
-    PlanBlocks();
+    TENSORMOUNT_RETURN_IF_ERROR(PlanBlocks());
     TENSORMOUNT_RETURN_IF_ERROR(WriteTensorFiles());
     TENSORMOUNT_RETURN_IF_ERROR(WriteSafetensors(Placement::kRankShard));
     TENSORMOUNT_RETURN_IF_ERROR(WriteSafetensors(Placement::kSafetensors));
@@ -135,17 +137,45 @@ class DataWriter {
     return chunks;
   }
 
-  // All chunks as Run comes to them.
-  void PlanBlocks() {
+  // All chunks as Run comes to them. What devices have of them they hash now, at the begin: other
+  // bytes that come later were written meanwhile.
+  Status PlanBlocks() {
     std::vector<BlockReader::Wanted> pieces;
     pieces.reserve(task_.chunks.size());
     for (const Placement placement : {Placement::kTensorFile, Placement::kRankShard,
                                       Placement::kSafetensors, Placement::kPack}) {
       for (const RankTask::Chunk& chunk : ChunksOf(placement)) {
         pieces.push_back({chunk.item, chunk.begin, chunk.bytes});
+        const StateDict::TensorItem& item = state_.tensors()[chunk.item];
+        if (!OnDevice(item.shard.data) || item.shard.metadata_only) continue;
+        const Status hashing = HashOnDevice(item.shard, chunk);
+        if (!hashing.ok()) return hashing.WithContext("tensor " + item.key);
       }
     }
     blocks_.Plan(std::move(pieces));
+    return Status();
+  }
+
+  Status HashOnDevice(const Shard& shard, const RankTask::Chunk& chunk) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource source, PackedSource::Make(shard));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::size_t job,
+        at_begin_.Add(source.device(), source.Gather(chunk.begin, chunk.bytes), source.base(),
+                      chunk.bytes, kLeafBytes));
+    at_begin_jobs_.push_back(job);
+    return Status();
+  }
+
+  // Whether the next chunk of a device is what it was at the begin.
+  Status CheckUnchanged(const RankTask::Chunk& chunk, std::span<const Hash128> leaves) {
+    const std::size_t job = at_begin_jobs_[next_on_device_++];
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> before, at_begin_.Get(job));
+    const auto [was, is] = std::ranges::mismatch(before, leaves);
+    if (was == before.end() && is == leaves.end()) return Status();
+    const auto leaf = static_cast<std::uint64_t>(was - before.begin());
+    return Status(Code::kBusy, "it changed during the save: " + chunk.region.ToString() +
+                                   ", from byte " + std::to_string(leaf * kLeafBytes) +
+                                   " of it on, is not what its device hashed at the begin");
   }
 
   // Naturally aligned without gaps: wide elements first.
@@ -216,6 +246,13 @@ class DataWriter {
       Written(file, block.size());
     }
     record.hash = TakeLeaves(hasher);
+    if (source->device() != nullptr) {
+      const Status unchanged = CheckUnchanged(chunk, hasher.leaves());
+      if (!unchanged.ok()) {
+        return unchanged.WithContext("tensor " + tensor.meta.key())
+            .With({.key = tensor.meta.key()});
+      }
+    }
     if (pages) {
       pages->Finish();
       AppendPageHashes(hasher.leaves(), record.hash, pages->leaves(), out_.leaves);
@@ -369,6 +406,9 @@ class DataWriter {
   std::atomic<std::uint64_t>* const progress_;
   const std::atomic<bool>* const cancel_;
   BlockReader blocks_;
+  DeviceHashes at_begin_;
+  std::vector<std::size_t> at_begin_jobs_;  // Of chunks on devices, in the order of writing.
+  std::size_t next_on_device_ = 0;
   WrittenData out_;
   std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.
   std::vector<OpenFile> open_;

@@ -42,7 +42,7 @@ Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
 // Both the wanted bytes and the memory are sets of boxes; what they have in common is copied box by
 // box, each byte once, so that what is wanted is filled whole.
 template <typename Fn>
-void PackedSource::ForEachCopy(std::uint64_t offset, std::size_t size, Fn fn) const {
+void PackedSource::ForEachCopy(std::uint64_t offset, std::uint64_t size, Fn fn) const {
   for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {
     for (const PlacedBox& have : placed_) {
       const Box part = Intersect(want.box, have.box);
@@ -51,16 +51,16 @@ void PackedSource::ForEachCopy(std::uint64_t offset, std::size_t size, Fn fn) co
   }
 }
 
-void PackedSource::AddCopies(std::uint64_t offset, std::size_t size, std::byte* to,
-                             std::vector<DeviceCopy>& copies) const {
+std::vector<StridedCopy> PackedSource::Gather(std::uint64_t offset, std::uint64_t size) const {
+  std::vector<StridedCopy> gather;
   if (packed_) {
-    StridedCopy all;
-    all.src_offset = static_cast<std::int64_t>(offset);
-    all.run = size;
-    copies.push_back({all, base_, to});
-    return;
+    gather.emplace_back();
+    gather.back().src_offset = static_cast<std::int64_t>(offset);
+    gather.back().run = size;
+  } else {
+    ForEachCopy(offset, size, [&](const StridedCopy& plan) { gather.push_back(plan); });
   }
-  ForEachCopy(offset, size, [&](const StridedCopy& plan) { copies.push_back({plan, base_, to}); });
+  return gather;
 }
 
 Result<const std::byte*> PackedSource::Fetch(std::uint64_t offset, std::size_t size,

@@ -45,10 +45,11 @@ class PackedSource {
   // Whether Fetch needs no scratch.
   bool in_place() const { return packed_; }
 
-  // Of a device: the copies that put bytes [offset, offset + size) of the packed order side by side
-  // at `to`, added to `copies`.
-  void AddCopies(std::uint64_t offset, std::size_t size, std::byte* to,
-                 std::vector<DeviceCopy>& copies) const;
+  // What puts bytes [offset, offset + size) of the packed order side by side from 0 on, relative to
+  // base().
+  std::vector<StridedCopy> Gather(std::uint64_t offset, std::uint64_t size) const;
+  // Of the memory, which only its device reads where it has one.
+  const std::byte* base() const { return base_; }
   // Not of a device: bytes [offset, offset + size), which must lie within bytes(): where they
   // already stand, or in `scratch` (of `size` bytes). Fails only where they are read.
   Result<const std::byte*> Fetch(std::uint64_t offset, std::size_t size, std::byte* scratch) const;
@@ -60,7 +61,7 @@ class PackedSource {
  private:
   PackedSource() = default;
   template <typename Fn>
-  void ForEachCopy(std::uint64_t offset, std::size_t size, Fn fn) const;
+  void ForEachCopy(std::uint64_t offset, std::uint64_t size, Fn fn) const;
   Region region_;  // In bytes.
   Dims byte_shape_;
   std::uint64_t bytes_ = 0;

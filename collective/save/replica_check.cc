@@ -4,8 +4,11 @@
 #include "collective/save/replica_check.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
+
+#include "device/device_hashes.h"
 
 namespace tensormount {
 namespace {
@@ -56,34 +59,61 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
                                                        const BlockRules& rules) {
   std::vector<std::vector<Hash128>> hashes(task.replicas.size());
   if (check == ReplicaCheck::kOff) return hashes;
-  std::vector<BlockReader::Wanted> pieces;
-  std::vector<std::size_t> owners;  // Of each piece.
+  // What is on devices their devices hash, while the host hashes the rest.
+  struct Asked {
+    std::size_t owner = 0;
+    std::uint64_t bytes = 0;
+    std::optional<std::size_t> job;  // Of a device.
+  };
+  std::vector<Asked> asked;
+  std::vector<BlockReader::Wanted> here;
+  DeviceHashes there(rules);
   for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
     for (const RankTask::Replica& replica : task.replicas[owner]) {
+      const StateDict::TensorItem& item = state.tensors()[replica.item];
+      std::optional<PackedSource> on_device;
+      if (OnDevice(item.shard.data) && !item.shard.metadata_only) {
+        Result<PackedSource> source = PackedSource::Make(item.shard);
+        if (!source.ok()) return source.status().WithContext("tensor " + item.key);
+        on_device = std::move(source).value();
+      }
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
         if (!block.Has(replica.position)) continue;
-        pieces.push_back({replica.item, block.begin, block.bytes});
-        owners.push_back(owner);
+        asked.push_back({owner, block.bytes, std::nullopt});
+        if (!on_device) {
+          here.push_back({replica.item, block.begin, block.bytes});
+          continue;
+        }
+        const Result<std::size_t> job =
+            there.Add(on_device->device(), on_device->Gather(block.begin, block.bytes),
+                      on_device->base(), block.bytes, block.bytes);
+        if (!job.ok()) return job.status().WithContext("tensor " + item.key);
+        asked.back().job = job.value();
       }
     }
   }
   BlockReader blocks(state, rules);
-  blocks.Plan(pieces);
-  for (std::size_t p = 0; p < pieces.size(); ++p) {
+  blocks.Plan(std::move(here));
+  for (const Asked& a : asked) {
     if (rules.cancel != nullptr && rules.cancel->load(std::memory_order_relaxed)) {
       return Status(Code::kCancelled, "the save is being cancelled");
     }
+    if (hashed != nullptr) *hashed += a.bytes;
+    if (a.job) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hash, there.Get(*a.job));
+      hashes[a.owner].push_back(hash.front());
+      continue;
+    }
     TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());
     Xxh3Stream stream;
-    for (std::uint64_t done = 0; done < pieces[p].bytes;) {
+    for (std::uint64_t done = 0; done < a.bytes;) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block,
                                    blocks.Take(BlockReader::kBlockBytes));
       stream.Update(block.data(), block.size());
       done += block.size();
     }
-    if (hashed != nullptr) *hashed += pieces[p].bytes;
-    hashes[owners[p]].push_back(stream.Value());
+    hashes[a.owner].push_back(stream.Value());
   }
   return hashes;
 }

@@ -268,6 +268,47 @@ TEST_F(DeviceJobTest, ACopyThatNeverEndsIsCancelled) {
   ExpectNothingIn("store");
 }
 
+// Whoever writes to a tensor that is being saved is found out: that is not what its device hashed.
+TEST_F(DeviceJobTest, ATensorThatChangesDuringTheSaveIsFoundOut) {
+  std::atomic<int> copies = 0;
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-out" && copies++ == 1) {
+      for (std::byte* data : memory_) *device().Reveal(data + kRowBytes - 1) = std::byte{'!'};
+    }
+    return Status();
+  });
+  const std::vector<Status> results = SaveRows("step");
+  ExpectOnAll(results, Code::kBusy, "tensor w: it changed during the save: [");
+  ExpectOnAll(results, Code::kBusy, "from byte 65536 of it on");
+  ExpectNothingIn("store");
+  device().SetFault({});
+  device().LieAboutHashes(true);
+  ExpectOnAll(SaveRows("step"), Code::kBusy, "tensor w: it changed during the save: [");
+}
+
+// Replicas are compared where they are.
+TEST_F(DeviceJobTest, ReplicasAreHashedByTheirDevice) {
+  std::vector<std::byte*> rows = {Make('a'), Make('a')};
+  const auto save = [&](const std::string& name) {
+    std::vector<Status> results(kTwo);
+    EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.rank());
+      BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(rows[r]), {kRowBytes});
+      view.device = {DeviceKind::kCuda, 0};
+      view.memory = MemoryKind::kDevice;
+      StateDict state;
+      EXPECT_OK(state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
+      results[r] = Save(state, Path(name), comm).status();
+      return Status();
+    }));
+    return results;
+  };
+  for (const Status& status : save("same")) EXPECT_OK(status);
+  EXPECT_EQ(device().bytes_out(), static_cast<std::uint64_t>(kRowBytes));
+  *device().Reveal(rows[1] + 7) = std::byte{'b'};
+  ExpectOnAll(save("other"), Code::kDataLoss, "differs between the replicas on rank 0 and rank 1");
+}
+
 // At one moment of its work.
 class DeviceFaultTest : public DeviceJobTest, public testing::WithParamInterface<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Moments, DeviceFaultTest, testing::Values("run copy", "copy", "mark"));
