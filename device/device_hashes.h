@@ -19,7 +19,8 @@ namespace tensormount {
 // nothing of that memory crosses, 16 bytes a leaf come back. Of one thread.
 class DeviceHashes {
  public:
-  explicit DeviceHashes(const DeviceRules& rules) : queues_(rules) {}
+  // What is submitted to `queues` later comes after the hashes. They must outlive this.
+  explicit DeviceHashes(DeviceQueues& queues) : queues_(queues) {}
   // What a device may still write stays with it.
   ~DeviceHashes();
   DeviceHashes(const DeviceHashes&) = delete;
@@ -41,7 +42,7 @@ class DeviceHashes {
     Result<std::shared_ptr<DeviceMark>> mark = std::shared_ptr<DeviceMark>();
     bool done = false;
   };
-  DeviceQueues queues_;
+  DeviceQueues& queues_;
   std::vector<Job> jobs_;
 };
 

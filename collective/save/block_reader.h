@@ -46,6 +46,9 @@ class BlockReader {
   BlockReader(const StateDict& state, const BlockRules& rules)
       : state_(state), rules_(rules), queues_(rules) {}
 
+  // Where its copies are submitted.
+  DeviceQueues& queues() { return queues_; }
+
   void Plan(std::vector<Wanted> pieces) { pieces_ = std::move(pieces); }
 
   // Begins the next piece; the one before must have been taken whole. The source lives until the

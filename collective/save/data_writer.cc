@@ -85,7 +85,7 @@ class DataWriter {
         progress_(progress),
         cancel_(rules.cancel),
         blocks_(state, rules),
-        at_begin_(rules) {
+        at_begin_(blocks_.queues()) {
     out_.inventory.info.uuid = staging.uuid;
   }
 
@@ -137,8 +137,8 @@ class DataWriter {
     return chunks;
   }
 
-  // All chunks as Run comes to them. What devices have of them they hash now, at the begin: other
-  // bytes that come later were written meanwhile.
+  // All chunks as Run comes to them. What devices have of them they hash first of all: other bytes
+  // that come later were written meanwhile.
   Status PlanBlocks() {
     std::vector<BlockReader::Wanted> pieces;
     pieces.reserve(task_.chunks.size());

@@ -67,7 +67,8 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
   };
   std::vector<Asked> asked;
   std::vector<BlockReader::Wanted> here;
-  DeviceHashes there(rules);
+  BlockReader blocks(state, rules);
+  DeviceHashes there(blocks.queues());
   for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
     for (const RankTask::Replica& replica : task.replicas[owner]) {
       const StateDict::TensorItem& item = state.tensors()[replica.item];
@@ -93,7 +94,6 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
       }
     }
   }
-  BlockReader blocks(state, rules);
   blocks.Plan(std::move(here));
   for (const Asked& a : asked) {
     if (rules.cancel != nullptr && rules.cancel->load(std::memory_order_relaxed)) {

@@ -51,7 +51,8 @@ bool DeviceMode() {
 }
 
 HostDevices& ModeDevices() {
-  static auto* const devices = new HostDevices({HostDevice::Options{}, HostDevice::Options{}});
+  const HostDevice::Options options{.pinned = {4, 256 * 1024}, .delay_us = 20};
+  static auto* const devices = new HostDevices({options, options});
   return *devices;
 }
 
