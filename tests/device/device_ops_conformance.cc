@@ -13,6 +13,7 @@
 #include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"
 #include "tests/support/random.h"
+#include "tests/support/random_strided.h"
 
 namespace tensormount {
 namespace {
@@ -67,47 +68,6 @@ class Twin {
   std::byte* there_ = nullptr;
 };
 
-// A box of bytes of a random tensor, and how it lies in memory: axes in any order, with gaps, some
-// of them backwards.
-struct Strided {
-  Dims byte_shape;
-  Box box;
-  PlacedBox placed;
-  std::size_t bytes = 0;  // Of the memory.
-};
-Strided MakeStrided(Random& random) {
-  Strided s;
-  const auto rank = static_cast<int>(random.Int(0, 4));
-  Dims begin;
-  Dims extent;
-  for (int a = 0; a < rank; ++a) {
-    const std::int64_t whole = random.OneIn(4) ? random.Int(1, 300) : random.Int(1, 9);
-    s.byte_shape.push_back(whole);
-    extent.push_back(random.Int(1, whole));
-    begin.push_back(random.Int(0, whole - extent[a]));
-  }
-  const std::int64_t element = std::int64_t{1} << random.Int(0, 4);
-  s.byte_shape.push_back(element);
-  extent.push_back(element);
-  begin.push_back(0);
-  s.box = Box::Make(begin, extent).value();
-  s.placed.box = s.box;
-  s.placed.strides = Dims::Filled(rank + 1, 1);
-  std::vector<int> order;
-  for (int a = rank - 1; a >= 0; --a) order.push_back(a);
-  if (random.OneIn(2)) random.Shuffle(order);
-  std::int64_t step = element;
-  for (const int a : order) {
-    if (random.OneIn(3)) step += random.Int(0, 3) * element;
-    const bool back = random.OneIn(4);
-    s.placed.strides[a] = back ? -step : step;
-    if (back) s.placed.offset += step * (extent[a] - 1);
-    step *= extent[a];
-  }
-  s.bytes = static_cast<std::size_t>(step);
-  return s;
-}
-
 PlacedBox PackedAt(const Box& box, std::uint64_t offset) {
   return PlacePacked(Region(box), offset).front();
 }
@@ -119,11 +79,11 @@ Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue());
   for (int number = 0; number < cases; ++number) {
     // Several boxes in one submission, packed side by side on the host.
-    std::vector<Strided> boxes;
+    std::vector<StridedBytes> boxes;
     std::vector<std::unique_ptr<Twin>> memory;
     std::uint64_t packed_bytes = 0;
     for (std::int64_t i = random.Int(1, 3); i > 0; --i) {
-      boxes.push_back(MakeStrided(random));
+      boxes.push_back(MakeStridedBytes(random));
       memory.push_back(std::make_unique<Twin>(ops, random.Bytes(boxes.back().bytes)));
       TENSORMOUNT_RETURN_IF_ERROR(memory.back()->Upload(*queue));
       packed_bytes += static_cast<std::uint64_t>(boxes.back().box.volume());
@@ -136,7 +96,7 @@ Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
     std::vector<std::string> after;
     std::uint64_t at = 0;
     for (std::size_t i = 0; i < boxes.size(); ++i) {
-      const Strided& s = boxes[i];
+      const StridedBytes& s = boxes[i];
       const PlacedBox packed = PackedAt(s.box, at);
       at += static_cast<std::uint64_t>(s.box.volume());
       const StridedCopy gather = PlanCopy(s.box, s.placed, packed);
@@ -174,7 +134,7 @@ Status HashesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases) {
   Random random(seed);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue());
   for (int number = 0; number < cases; ++number) {
-    const Strided s = MakeStrided(random);
+    const StridedBytes s = MakeStridedBytes(random);
     Twin memory(ops, random.Bytes(s.bytes));
     TENSORMOUNT_RETURN_IF_ERROR(memory.Upload(*queue));
     const auto bytes = static_cast<std::uint64_t>(s.box.volume());

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_KERNELS_CRC64_H_
+#define TENSORMOUNT_GPU_KERNELS_CRC64_H_
+
+#include <cstdint>
+
+#include "base/crc64_math.h"
+#include "gpu/kernels/lanes.h"
+#include "gpu/kernels/strided.h"
+
+// The contribution of a region to the digest of its tensor (shard/strided_digest.h), piece by
+// piece: the CRC-64/NVME of a piece that is one run of the tensor's row-major bytes, moved up by
+// the bytes of the tensor behind it. Contributions add up by exclusive or, in any order, so each
+// thread has some pieces and the sums meet in one word.
+
+namespace tensormount::kernels {
+
+// Bytes that one thread hashes at once: long enough that moving the CRC up costs little beside it.
+inline constexpr std::uint64_t kCrcPieceBytes = 1024;
+
+// What a device needs in memory. `bytes`: kTables of base/crc64_math.h, for eight bytes at a time.
+// `powers[d][n]`: moves a CRC up by n * 256^d bytes.
+struct CrcTables {
+  std::uint64_t bytes[8][256];
+  std::uint64_t powers[8][256];
+};
+inline void FillCrcTables(CrcTables& tables) {
+  for (std::size_t k = 0; k < 8; ++k) {
+    for (std::size_t b = 0; b < 256; ++b) tables.bytes[k][b] = crc64::kTables[k][b];
+    // Powers of 256^k: the first is that of one, the others products with it.
+    const std::uint64_t one = crc64::kBytePowers[8 * k];
+    tables.powers[k][0] = 0;  // Nobody asks for it.
+    tables.powers[k][1] = one;
+    for (std::size_t n = 2; n < 256; ++n) {
+      tables.powers[k][n] = crc64::MultiplyPortable(tables.powers[k][n - 1], one);
+    }
+  }
+}
+
+// crc64::MultiplyPortable, for a device.
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcProduct(std::uint64_t a, std::uint64_t b) {
+  constexpr std::uint64_t kReflected = crc64::kReflected;
+  std::uint64_t product = 0;
+  for (int i = 63; i >= 0; --i) {
+    product ^= b & (0 - ((a >> i) & 1));
+    b = (b >> 1) ^ (kReflected & (0 - (b & 1)));
+  }
+  return (product >> 1) ^ (kReflected & (0 - (product & 1)));
+}
+
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t MovedUp(const CrcTables& tables, std::uint64_t crc,
+                                                     std::uint64_t bytes) {
+  for (int digit = 0; bytes != 0; ++digit, bytes >>= 8) {
+    if ((bytes & 0xFF) != 0) crc = CrcProduct(crc, tables.powers[digit][bytes & 0xFF]);
+  }
+  return crc;
+}
+
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const CrcTables& tables,
+                                                   const std::uint8_t* data, std::uint64_t size) {
+  std::uint64_t state = ~std::uint64_t{0};
+  for (; size >= 8; data += 8, size -= 8) {
+    const std::uint64_t word = state ^ Load64(data);
+    state = 0;
+    for (int k = 0; k < 8; ++k) state ^= tables.bytes[7 - k][(word >> (8 * k)) & 0xFF];
+  }
+  for (; size > 0; ++data, --size) {
+    state = (state >> 8) ^ tables.bytes[0][(state ^ *data) & 0xFF];
+  }
+  return ~state;
+}
+
+// What piece `number` contributes. `s` goes from memory at `from` to places in the tensor's
+// row-major bytes, of which there are `tensor_bytes`.
+template <typename Index>
+TENSORMOUNT_HOST_DEVICE std::uint64_t CrcOfPiece(const CrcTables& tables, const Strided& s,
+                                                 std::uint64_t number, const std::uint8_t* from,
+                                                 std::uint64_t tensor_bytes) {
+  const RunPart p = PieceAt<Index>(s, number);
+  const std::uint64_t end = static_cast<std::uint64_t>(p.to) + p.bytes;
+  return MovedUp(tables, CrcOf(tables, from + p.from, p.bytes), tensor_bytes - end);
+}
+
+}  // namespace tensormount::kernels
+
+#endif  // TENSORMOUNT_GPU_KERNELS_CRC64_H_

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_KERNELS_LANES_H_
+#define TENSORMOUNT_GPU_KERNELS_LANES_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+// What a kernel is written against, so that the same template runs on a device and, lane by lane,
+// on the host: there it is compared with the host's own hashes and copies under the sanitizers, on
+// machines without a device.
+
+#if defined(__CUDACC__)
+#define TENSORMOUNT_HOST_DEVICE __host__ __device__
+#else
+#define TENSORMOUNT_HOST_DEVICE
+#endif
+
+namespace tensormount::kernels {
+
+inline constexpr int kLanes = 32;
+
+// Thirty-two lanes in step. `Of<T>` is a value that each lane has of its own. A kernel says in Map
+// what one lane does, and uses what Map gave only through Get and Exchange: on a device each thread
+// is a lane and `Of<T>` is its T.
+struct HostWarp {
+  template <typename T>
+  using Of = std::array<T, kLanes>;
+
+  template <typename Fn>
+  auto Map(Fn fn) const -> Of<decltype(fn(0))> {
+    Of<decltype(fn(0))> out{};
+    for (int lane = 0; lane < kLanes; ++lane) out[static_cast<std::size_t>(lane)] = fn(lane);
+    return out;
+  }
+  template <typename T>
+  static T Get(const std::array<T, kLanes>& value, int lane) {
+    return value[static_cast<std::size_t>(lane)];
+  }
+  // What the lane whose number differs in these bits has.
+  template <typename T>
+  static std::array<T, kLanes> Exchange(const std::array<T, kLanes>& value, int bits) {
+    std::array<T, kLanes> out{};
+    for (int lane = 0; lane < kLanes; ++lane) {
+      out[static_cast<std::size_t>(lane)] = value[static_cast<std::size_t>(lane ^ bits)];
+    }
+    return out;
+  }
+};
+
+#if defined(__CUDACC__)
+struct DeviceWarp {
+  template <typename T>
+  using Of = T;
+
+  template <typename Fn>
+  __device__ auto Map(Fn fn) const {
+    return fn(static_cast<int>(threadIdx.x % kLanes));
+  }
+  template <typename T>
+  __device__ static T Get(const T& value, int) {
+    return value;
+  }
+  template <typename T>
+  __device__ static T Exchange(const T& value, int bits) {
+    return __shfl_xor_sync(0xFFFFFFFFu, value, bits);
+  }
+};
+#endif
+
+// Little-endian, from anywhere. A device reads aligned words only: of those that hold some of the
+// bytes, none of which leaves the allocation that these are in.
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
+#if defined(__CUDA_ARCH__)
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const auto* const word = reinterpret_cast<const std::uint64_t*>(address & ~std::uintptr_t{7});
+  const unsigned shift = static_cast<unsigned>(address & 7) * 8;
+  if (shift == 0) return word[0];
+  return (word[0] >> shift) | (word[1] << (64 - shift));
+#else
+  std::uint64_t value = 0;
+  std::memcpy(&value, data, sizeof(value));
+  return value;
+#endif
+}
+TENSORMOUNT_HOST_DEVICE inline std::uint32_t Load32(const std::uint8_t* data) {
+  std::uint32_t value = 0;
+  for (int i = 3; i >= 0; --i) value = (value << 8) | data[i];
+  return value;
+}
+
+}  // namespace tensormount::kernels
+
+#endif  // TENSORMOUNT_GPU_KERNELS_LANES_H_

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_KERNELS_STRIDED_H_
+#define TENSORMOUNT_GPU_KERNELS_STRIDED_H_
+
+#include <cstdint>
+
+#include "gpu/kernels/lanes.h"
+#include "shard/copy_plan.h"
+
+// A strided copy (shard/copy_plan.h) as many pieces of one size, each found from its number alone:
+// what a thread of a kernel needs to know. A value that is handed to a kernel as it is.
+
+namespace tensormount::kernels {
+
+struct Strided {
+  std::int64_t from = 0;  // Of the first run.
+  std::int64_t to = 0;
+  std::uint64_t run = 0;    // Bytes of a run.
+  std::uint64_t piece = 0;  // Bytes of a piece; the last one of a run may be shorter.
+  std::uint64_t run_pieces = 0;
+  std::uint64_t pieces = 0;  // In all.
+  int axes = 0;              // The outermost first.
+  std::uint64_t count[kMaxAxes] = {};
+  std::int64_t from_step[kMaxAxes] = {};
+  std::int64_t to_step[kMaxAxes] = {};
+};
+
+struct RunPart {
+  std::int64_t from = 0;
+  std::int64_t to = 0;
+  std::uint64_t bytes = 0;
+};
+
+// Pieces of at most `piece` bytes.
+inline Strided CutIntoPieces(const StridedCopy& plan, std::uint64_t piece) {
+  Strided s;
+  if (plan.run == 0) return s;
+  s.from = plan.src_offset;
+  s.to = plan.dst_offset;
+  s.run = plan.run;
+  s.piece = piece;
+  s.run_pieces = (plan.run + piece - 1) / piece;
+  s.pieces = plan.runs() * s.run_pieces;
+  for (const StridedCopy::Axis& axis : plan.loops()) {
+    s.count[s.axes] = static_cast<std::uint64_t>(axis.count);
+    s.from_step[s.axes] = axis.src;
+    s.to_step[s.axes] = axis.dst;
+    ++s.axes;
+  }
+  return s;
+}
+
+// `Index` is 32 bits wide where `pieces` is below 2^32, since divisions of 64 bits take a device
+// several times as long.
+template <typename Index>
+TENSORMOUNT_HOST_DEVICE RunPart PieceAt(const Strided& s, std::uint64_t number) {
+  auto rest = static_cast<Index>(number);
+  const auto in_run = static_cast<Index>(rest % static_cast<Index>(s.run_pieces));
+  rest /= static_cast<Index>(s.run_pieces);
+  RunPart p;
+  p.from = s.from + static_cast<std::int64_t>(std::uint64_t{in_run} * s.piece);
+  p.to = s.to + static_cast<std::int64_t>(std::uint64_t{in_run} * s.piece);
+  const std::uint64_t left = s.run - std::uint64_t{in_run} * s.piece;
+  p.bytes = left < s.piece ? left : s.piece;
+  for (int a = s.axes - 1; a >= 0; --a) {
+    const auto count = static_cast<Index>(s.count[a]);
+    const auto at = static_cast<std::int64_t>(rest % count);
+    rest /= count;
+    p.from += at * s.from_step[a];
+    p.to += at * s.to_step[a];
+  }
+  return p;
+}
+
+// The largest word, 16 bytes at most, in which a copy can be made: runs, steps and places are
+// multiples of it. So elements of 1 to 16 bytes move whole, and rows by 16 bytes.
+inline std::uint64_t WordOf(const StridedCopy& plan, const void* from, const void* to) {
+  std::uint64_t all = plan.run | reinterpret_cast<std::uintptr_t>(from) |
+                      reinterpret_cast<std::uintptr_t>(to) |
+                      static_cast<std::uint64_t>(plan.src_offset) |
+                      static_cast<std::uint64_t>(plan.dst_offset) | 16;
+  for (const StridedCopy::Axis& axis : plan.loops()) {
+    all |= static_cast<std::uint64_t>(axis.src) | static_cast<std::uint64_t>(axis.dst);
+  }
+  return all & (~all + 1);
+}
+
+template <typename Word>
+TENSORMOUNT_HOST_DEVICE void CopyWord(const RunPart& p, const std::uint8_t* from,
+                                      std::uint8_t* to) {
+  *reinterpret_cast<Word*>(to + p.to) = *reinterpret_cast<const Word*>(from + p.from);
+}
+
+// The widest word: what a device loads in one instruction.
+struct alignas(16) Word16 {
+  std::uint64_t low;
+  std::uint64_t high;
+};
+
+// Piece `number` of a copy that was cut into pieces of WordOf bytes.
+template <typename Index>
+TENSORMOUNT_HOST_DEVICE void CopyPiece(const Strided& s, std::uint64_t number,
+                                       const std::uint8_t* from, std::uint8_t* to) {
+  const RunPart p = PieceAt<Index>(s, number);
+  switch (s.piece) {
+    case 16:
+      return CopyWord<Word16>(p, from, to);
+    case 8:
+      return CopyWord<std::uint64_t>(p, from, to);
+    case 4:
+      return CopyWord<std::uint32_t>(p, from, to);
+    case 2:
+      return CopyWord<std::uint16_t>(p, from, to);
+    default:
+      return CopyWord<std::uint8_t>(p, from, to);
+  }
+}
+
+}  // namespace tensormount::kernels
+
+#endif  // TENSORMOUNT_GPU_KERNELS_STRIDED_H_
