@@ -52,11 +52,16 @@ struct LoadControl {
 // tensor.
 Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 
-// How long a save or a load waits for what is neither a rank nor a file: memory that earlier ones
-// hold, a device.
+// How long a save or a load waits for memory that earlier ones hold.
 inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
   const bool limited = timeouts.total > std::chrono::milliseconds(0);
   return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
+}
+
+// The same for a device: less, so that this rank says what befell it before others say that it did
+// not come.
+inline std::chrono::milliseconds DevicePatienceOf(const Timeouts& timeouts) {
+  return PatienceOf(timeouts) * 3 / 4;
 }
 
 // kInvalidArgument names the first shard with cells that is there for the layout alone

@@ -9,7 +9,7 @@ DeviceHashes::~DeviceHashes() {
   for (Job& job : jobs_) {
     if (job.done) continue;
     const bool over = job.mark.ok() && AwaitMark(*job.mark.value(), deadline).ok();
-    if (!over) (void)job.leaves.release();
+    if (!over) LeaveToDevice(job.leaves.release());
   }
 }
 

@@ -32,11 +32,10 @@ Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) con
   return device.ring->Take(Deadline::After(patience), cancel);
 }
 
-FlyingBlock::~FlyingBlock() {
+void FlyingBlock::Settle(const Deadline& deadline) {
   if (landed_) return;
-  if (!mark_.ok() || !AwaitMark(*mark_.value(), Deadline::After(kDeviceGrace)).ok()) {
-    block_.GiveUp(mark_);
-  }
+  if (!mark_.ok() || !AwaitMark(*mark_.value(), deadline).ok()) block_.GiveUp(mark_);
+  landed_ = true;
 }
 
 Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
@@ -131,8 +130,22 @@ Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, co
 }
 
 Status DeviceWriter::Push() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  return lock.owns_lock() ? PushLocked() : Status();
+}
+
+void DeviceWriter::Drop() {
   std::lock_guard lock(mutex_);
-  return PushLocked();
+  for (auto& [device, line] : lines_) {
+    line.block.reset();
+    line.copies.clear();
+  }
+}
+
+void DeviceWriter::WaitOn(std::chrono::milliseconds patience) {
+  std::lock_guard lock(mutex_);
+  queues_.rules().cancel = nullptr;
+  queues_.rules().patience = patience;
 }
 
 Status DeviceWriter::Finish() {

@@ -48,7 +48,7 @@ class FlyingBlock {
   FlyingBlock(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
       : block_(std::move(block)), device_(std::move(device)) {}
   // Waits a little for bytes that nobody wants any more: they are the caller's memory.
-  ~FlyingBlock();
+  ~FlyingBlock() { Settle(Deadline::After(kDeviceGrace)); }
   FlyingBlock(const FlyingBlock&) = delete;
   FlyingBlock& operator=(const FlyingBlock&) = delete;
 
@@ -59,6 +59,9 @@ class FlyingBlock {
   // Submits by `work` what moves its bytes; it must have landed before.
   Status Launch(DeviceQueue& queue, const std::function<Status()>& work);
   Status Land(const DeviceRules& rules);
+  // The same for bytes that nobody wants any more; after `deadline` the block stays with the
+  // device.
+  void Settle(const Deadline& deadline);
 
  private:
   PinnedRing::Block block_;
@@ -72,10 +75,10 @@ class DeviceQueues {
  public:
   explicit DeviceQueues(const DeviceRules& rules) : rules_(rules) {}
   Result<DeviceQueue*> Of(const std::shared_ptr<const OpenedDevice>& device);
-  const DeviceRules& rules() const { return rules_; }
+  DeviceRules& rules() { return rules_; }
 
  private:
-  const DeviceRules rules_;
+  DeviceRules rules_;
   std::map<std::shared_ptr<const OpenedDevice>, std::unique_ptr<DeviceQueue>> queues_;
 };
 
@@ -103,8 +106,12 @@ class DeviceWriter {
   // They are there once Finish has returned.
   Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                const PlacedBox& to, std::byte* base, const Fill& fill);
-  // Sends what waits for more of its block.
+  // Sends what waits for more of its block, but for what another thread is writing just now.
   Status Push();
+  // Lets go of what was not sent.
+  void Drop();
+  // From now on waits go on where the call is cancelled, and take `patience`.
+  void WaitOn(std::chrono::milliseconds patience);
   // Until all is there.
   Status Finish();
 

@@ -61,7 +61,14 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     return Status(Code::kUnsupported,
                   "the buffer is in device memory, which this build cannot reach");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceOps> ops, known.source(device));
+  // Before it is opened: who is forked meanwhile has half a device and a lock that nobody returns.
+  opened_by = getpid();
+  Result<std::shared_ptr<DeviceOps>> found = known.source(device);
+  if (!found.ok()) {
+    if (known.entries.empty()) opened_by = 0;
+    return found.status();
+  }
+  std::shared_ptr<DeviceOps> ops = std::move(found).value();
   // One device may be described in two ways, with its UUID and without.
   std::shared_ptr<const OpenedDevice> opened;
   for (const Known::Entry& entry : known.entries) {
@@ -71,7 +78,6 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     auto ring = std::make_shared<PinnedRing>(ops, ops->pinned());
     opened = std::make_shared<const OpenedDevice>(OpenedDevice{std::move(ops), std::move(ring)});
   }
-  opened_by = getpid();
   known.entries.push_back({device, opened});
   return opened;
 }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/at_exit.h"
 #include "base/log.h"
 
 namespace tensormount {
@@ -18,6 +19,7 @@ namespace {
 // away, then less and less.
 constexpr std::chrono::microseconds kFirstPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
+// Of blocks that come back with a call: only to see a cancellation.
 constexpr std::chrono::milliseconds kLookAgain{20};
 
 constexpr std::size_t kPage = 4096;
@@ -44,6 +46,13 @@ Status AwaitMark(DeviceMark& mark, const Deadline& deadline, const std::atomic<b
   }
 }
 
+void LeaveToDevice(void* memory) {
+  static auto* const mutex = new std::mutex;
+  static auto* const left = new std::vector<void*>;
+  std::lock_guard lock(*mutex);
+  left->push_back(memory);
+}
+
 PinnedRing::Block::Block(Block&& other) noexcept
     : ring_(std::move(other.ring_)), data_(std::exchange(other.data_, nullptr)) {}
 
@@ -65,7 +74,7 @@ void PinnedRing::Block::Return() {
     std::lock_guard lock(ring_->mutex_);
     ring_->free_.push_back(std::exchange(data_, nullptr));
   }
-  ring_->returned_.notify_one();
+  ring_->returned_.notify_all();
   ring_.reset();
 }
 
@@ -85,11 +94,11 @@ PinnedRing::PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape)
 PinnedRing::~PinnedRing() {
   CollectLost();
   for (const Memory& memory : made_) {
-    // What the device may still write stays.
     const bool lost = std::any_of(lost_.begin(), lost_.end(),
                                   [&](const Lost& l) { return l.data == memory.data; });
-    if (lost) continue;
-    if (memory.pinned) {
+    if (lost) {
+      LeaveToDevice(memory.data);
+    } else if (memory.pinned) {
       ops_->FreePinned(memory.data);
     } else {
       std::free(memory.data);  // NOLINT(cppcoreguidelines-no-malloc)
@@ -135,9 +144,12 @@ Status PinnedRing::Make() {
 
 Result<std::byte*> PinnedRing::TakeLocked() {
   if (!lost_.empty()) CollectLost();
-  if (free_.empty() && made_.size() < shape_.blocks) TENSORMOUNT_RETURN_IF_ERROR(Make());
+  if (free_.empty() && made_.size() < shape_.blocks) {
+    const Status made = Make();
+    if (made_.empty()) return made;  // Otherwise it goes on with those that there are.
+  }
   const bool all_failed =
-      lost_.size() == shape_.blocks &&
+      lost_.size() == made_.size() &&
       std::none_of(lost_.begin(), lost_.end(), [](const Lost& lost) { return lost.mark.ok(); });
   if (all_failed) return lost_.front().mark.status().WithContext(ops_->name());
   if (free_.empty()) return nullptr;
@@ -149,23 +161,37 @@ Result<std::byte*> PinnedRing::TakeLocked() {
 Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
                                            const std::atomic<bool>* cancel) {
   std::unique_lock lock(mutex_);
+  const int self = 0;
+  waiting_.push_back(&self);
+  // Destroyed before the lock is.
+  const AtExit leave([&] {
+    std::erase(waiting_, &self);
+    returned_.notify_all();
+  });
+  std::chrono::microseconds pause = kFirstPause;
   for (;;) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, TakeLocked());
-    if (data != nullptr) return Block(shared_from_this(), data);
+    if (waiting_.front() == &self) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, TakeLocked());
+      if (data != nullptr) return Block(shared_from_this(), data);
+    }
     if (IsSet(cancel)) return Cancelled();
     if (deadline.Passed()) {
       return Status(Code::kDeadlineExceeded,
-                    ops_->name() + ": all " + std::to_string(shape_.blocks) +
+                    ops_->name() + ": all " + std::to_string(made_.size()) +
                         " blocks of pinned memory are in use, " + std::to_string(lost_.size()) +
                         " of them by copies that did not end");
     }
-    // In slices: blocks that were given up come back without a word.
-    returned_.wait_for(lock, std::min<std::chrono::nanoseconds>(kLookAgain, deadline.Left()));
+    // Blocks that were given up come back without a word.
+    const std::chrono::nanoseconds most =
+        lost_.empty() ? std::chrono::nanoseconds(kLookAgain) : std::chrono::nanoseconds(pause);
+    returned_.wait_for(lock, std::min(most, deadline.Left()));
+    pause = std::min(pause * 2, kLongestPause);
   }
 }
 
 std::optional<PinnedRing::Block> PinnedRing::TryTake() {
   std::lock_guard lock(mutex_);
+  if (!waiting_.empty()) return std::nullopt;
   const Result<std::byte*> data = TakeLocked();
   if (!data.ok() || data.value() == nullptr) return std::nullopt;
   return Block(shared_from_this(), data.value());

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,13 +24,17 @@ namespace tensormount {
 Status AwaitMark(DeviceMark& mark, const Deadline& deadline,
                  const std::atomic<bool>* cancel = nullptr);
 
+// Leaves memory to a device that may still write there: it is never freed.
+void LeaveToDevice(void* memory);
+
 // The pinned memory of one device: a few blocks of one size, between which and the device bytes
 // move while the host works on others. Blocks are made when they are first needed and kept, so that
 // what saves and loads pin is bounded whatever they move. Where the system pins none (RLIMIT), they
 // are ordinary memory: slower, and said once in the log. Thread-safe.
 //
 // Whoever holds a block and waits for another one must be able to go on without it (TryTake):
-// several saves and loads share the ring.
+// several saves and loads share the ring. Those who wait in Take are served in the order in which
+// they came, and before all TryTake.
 class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
  public:
   PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape);
@@ -62,7 +67,7 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   // kResourceExhausted where there is no memory for even one; what the device said where all are
   // with work that failed.
   Result<Block> Take(const Deadline& deadline, const std::atomic<bool>* cancel = nullptr);
-  // Nothing where none is free now.
+  // Nothing where none is free now, or somebody waits.
   std::optional<Block> TryTake();
 
   // Bytes that are pinned, and bytes of blocks in ordinary memory instead.
@@ -88,6 +93,7 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   const PinnedShape shape_;
   mutable std::mutex mutex_;
   std::condition_variable returned_;
+  std::deque<const void*> waiting_;  // In Take, the first of them first.
   std::vector<Memory> made_;
   std::vector<std::byte*> free_;
   std::vector<Lost> lost_;  // Given up, with the device.

@@ -3,8 +3,10 @@
 // it (plans), shared by its channels and subgroups.
 #include "tensormount/communicator.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -24,9 +26,7 @@ struct Communicator::Root {
 Communicator::Communicator(std::uint32_t channel, const Communicator* parent, std::string group)
     : channel_(channel),
       // Numbers of a group are places among its parent's ranks: only the whole way names its ranks.
-      group_(parent == nullptr ? std::move(group)
-             : group.empty()   ? parent->group_
-                               : parent->group_ + "> " + group),
+      group_(parent == nullptr ? std::move(group) : parent->group_ + "> " + group),
       root_(parent != nullptr ? parent->root_ : std::make_shared<Root>()) {}
 
 Communicator::Job Communicator::BeginJob() {
@@ -48,8 +48,17 @@ std::shared_ptr<void> Communicator::Kept(const std::string& name,
 
 std::shared_ptr<void> Communicator::KeptByRanks(
     const std::string& name, const std::function<std::shared_ptr<void>()>& make) {
+  // Without the steps of the way that kept all ranks.
+  static const std::string kSame = "> ";
+  std::string ranks;
+  for (std::size_t at = 0; at < group_.size();) {
+    const std::size_t next = std::min(group_.find(kSame, at + kSame.size()), group_.size());
+    const std::string step = group_.substr(at, next - at);
+    if (step != kSame) ranks += step;
+    at = next;
+  }
   std::lock_guard lock(root_->mutex);
-  std::shared_ptr<void>& kept = root_->kept_by_ranks[{group_, name}];
+  std::shared_ptr<void>& kept = root_->kept_by_ranks[{ranks, name}];
   if (kept == nullptr) kept = make();
   return kept;
 }

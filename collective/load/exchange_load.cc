@@ -419,7 +419,7 @@ class UnitStream final : public LocalWork {
 
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
-                      LoadVerify verify, LoadReport& report,
+                      const DeviceRules& devices, LoadVerify verify, LoadReport& report,
                       const std::function<void(std::uint64_t)>& progress) {
   ExchangeUnits units(checkpoint, plan, targets, collective.rank());
   UnitReader reader(checkpoint, verify);
@@ -427,8 +427,11 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
   for (;;) {
     bool more = false;
     const Status planned = Guarded([&]() -> Status {
-      TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());  // Before all agree that there is no more.
       TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
+      // Before all agree that there is no more.
+      TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
+      if (!more)
+        return verify == LoadVerify::kOff ? Status() : CheckArrived(targets, true, devices);
       return {};
     });
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));

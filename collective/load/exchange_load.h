@@ -35,7 +35,7 @@ namespace tensormount {
 // everywhere.
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
-                      LoadVerify verify, LoadReport& report,
+                      const DeviceRules& devices, LoadVerify verify, LoadReport& report,
                       const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount

@@ -110,7 +110,7 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
       ExecuteCopy(PlanCopy(piece.bytes, bytes_, packed), memory, memory + packed_at_[p]);
     }
     for (std::size_t m = 0; m < piece.mine.size(); ++m) {
-      const LoadTarget& target = *piece.mine[m];
+      LoadTarget& target = *piece.mine[m];
       if (!in_place_) {
         TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(bytes_, memory, piece.bytes, target));
       } else if (packed_at_[p] != kElsewhere) {
@@ -136,7 +136,7 @@ ReadVerify UnitReader::UnitVerify(const PlannedTensor& tensor) const {
   return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
 }
 
-Status UnitReader::CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to) {
+Status UnitReader::CopyBetween(const Box& part, const LoadTarget& from, LoadTarget& to) {
   for (const PlacedBox& placed : from.placed) {
     const Box common = Intersect(part, placed.box);
     if (common.empty()) continue;

@@ -105,7 +105,7 @@ class UnitReader {
   ReadVerify UnitVerify(const PlannedTensor& tensor) const;
 
   // A second buffer of this rank that has the same bytes.
-  static Status CopyBetween(const Box& part, const LoadTarget& from, const LoadTarget& to);
+  static Status CopyBetween(const Box& part, const LoadTarget& from, LoadTarget& to);
 
   // The runs of a unit and where each goes, in file order, in runs_: then one read both fetches
   // the unit and cuts it up. False where runs are too short for that, or wanted twice.

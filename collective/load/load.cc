@@ -95,7 +95,7 @@ class LoadJob {
         return {};
       });
     }
-    devices_ = {fences_.get(), control_.cancel, PatienceOf(options_.timeouts)};
+    devices_ = {fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)};
     writer_.emplace(devices_);
     double seconds = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
@@ -243,6 +243,8 @@ class LoadJob {
   // One round: whether all could, and what is not proved yet.
   Status Read() {
     const Status able = Guarded([&] { return ReadAll(); });
+    // Others may need what it holds before they come to the round in which they hear of this.
+    if (!able.ok()) writer_->Drop();
     std::string bits;
     if (able.ok() && options_.verify == LoadVerify::kAuto) {
       bits = Unproved(agreed_->plan, targets_);
@@ -280,6 +282,7 @@ class LoadJob {
       direct_bytes_ += target.bytes;
     }
     TENSORMOUNT_RETURN_IF_ERROR(writer_->Finish());
+    TENSORMOUNT_RETURN_IF_ERROR(CheckArrived(targets_, false, devices_));
     TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonState common, index.Common());
     report_.common_values = std::move(common.values);
@@ -312,9 +315,12 @@ class LoadJob {
     if (!any) return {};
     return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
       const std::uint64_t before = report_.bytes_read + report_.bytes_received;
+      // A rank that is cancelled sends until all are told, and one that waits for a device cannot
+      // answer others meanwhile.
+      writer_->WaitOn(std::min(devices_.patience, options_.timeouts.liveness));
       const Status status =
-          LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, options_.verify,
-                         report_, [&](std::uint64_t read) { CountRead(read); });
+          LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, devices_,
+                         options_.verify, report_, [&](std::uint64_t read) { CountRead(read); });
       *bytes = report_.bytes_read + report_.bytes_received - before;
       return status;
     });

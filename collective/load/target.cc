@@ -10,6 +10,7 @@
 
 #include "shard/convert.h"
 #include "shard/copy_plan.h"
+#include "shard/strided_digest.h"
 
 namespace tensormount {
 namespace {
@@ -186,6 +187,11 @@ Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte
 
 }  // namespace
 
+// Of an exchange: whether no digest proves it later, so that what it was given must be compared.
+static bool IsCheckedOnArrival(const LoadTarget& target) {
+  return target.tensor->exchange && !target.tensor->proof.possible;
+}
+
 Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
                                             const StateDict& request, int rank,
                                             DeviceWriter& writer) {
@@ -205,7 +211,9 @@ Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved
 }
 
 Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
-                  const LoadTarget& target) {
+                  LoadTarget& target) {
+  const TensorMeta& meta = target.tensor->entry().meta;
+  const bool check = target.device != nullptr && IsCheckedOnArrival(target);
   for (const PlacedBox& to : target.placed) {
     const Box common = Intersect(part, to.box);
     if (common.empty()) continue;
@@ -215,6 +223,8 @@ Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part
     }
     const auto fill = [&](const PlacedBox& packed, std::byte* base) -> Status {
       ExecuteCopy(PlanCopy(packed.box, from, packed), bytes, base);
+      if (check)
+        target.given ^= DigestOfPlaced(packed, base, ByteShape(meta.dtype(), meta.shape()));
       return {};
     };
     TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(target.device, common, to, target.base, fill));
@@ -228,12 +238,45 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target) {
     return checkpoint.ReadPlaced(entry, target.placed, target.base, target.verify, target.stats,
                                  nullptr);
   }
+  const bool check = target.verify != ReadVerify::kOff;
   for (const PlacedBox& to : target.placed) {
     TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(
         target.device, to.box, to, target.base, [&](const PlacedBox& packed, std::byte* base) {
-          return checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify, target.stats,
-                                       nullptr);
+          Crc64 digest = 0;
+          const Status status = checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify,
+                                                      target.stats, check ? &digest : nullptr);
+          target.given ^= digest;
+          return status;
         }));
+  }
+  return {};
+}
+
+Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const DeviceRules& rules) {
+  std::vector<const LoadTarget*> checked;
+  for (const LoadTarget& target : targets) {
+    if (target.device == nullptr || target.convert || target.tensor->exchange != exchanged)
+      continue;
+    const bool by_leaf = exchanged ? IsCheckedOnArrival(target)
+                                   : target.verify != ReadVerify::kOff &&
+                                         (!target.tensor->proof.possible ||
+                                          target.stats.bytes_by_leaf == target.bytes);
+    if (by_leaf) checked.push_back(&target);
+  }
+  std::vector<Crc64> there(checked.size());
+  std::vector<DigestWanted> wanted;
+  for (std::size_t i = 0; i < checked.size(); ++i) {
+    const TensorMeta& meta = checked[i]->tensor->entry().meta;
+    wanted.push_back({checked[i]->boxes(), ByteShape(meta.dtype(), meta.shape()), &there[i]});
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(DigestsOnDevices(wanted, rules));
+  for (std::size_t i = 0; i < checked.size(); ++i) {
+    if (there[i] == checked[i]->given) continue;
+    const std::string& key = checked[i]->tensor->entry().meta.key();
+    return Status(Code::kDataLoss, "tensor " + key + " " + checked[i]->wanted().region.ToString() +
+                                       ": bytes changed on the way to " +
+                                       checked[i]->device->ops->name())
+        .With({.key = key});
   }
   return {};
 }

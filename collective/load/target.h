@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "tensormount/state_dict.h"
@@ -26,6 +27,8 @@ struct LoadTarget {
   // The device that the buffer is on, and who writes there; null: the host does.
   std::shared_ptr<const OpenedDevice> device;
   DeviceWriter* writer = nullptr;
+  // What was given to the writer contributes so much to the tensor's digest: for CheckArrived.
+  Crc64 given = 0;
   std::vector<PlacedBox> placed;  // Bytes of the stored tensor, relative to `base`.
   std::uint64_t bytes = 0;        // As stored.
   ReadVerify verify = ReadVerify::kOff;
@@ -51,11 +54,16 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
 // Copies the bytes of a box, which stand as `from` says, to where a target wants them. On a device
 // they are once its writer has finished; `bytes` may go when this returns.
 Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
-                  const LoadTarget& target);
+                  LoadTarget& target);
 
 // Reads a target that is not converted, straight into its buffer or through the writer's blocks,
 // with its `verify`.
 Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target);
+
+// Whether what stands on devices is what was given to their writer, which has finished: leaves were
+// compared before that. Of those targets of `exchanged` kind that no digest proves later, and not
+// of converted ones. kDataLoss.
+Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const DeviceRules& rules);
 
 // What is read at once where elements are converted.
 inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;

@@ -22,6 +22,13 @@ constexpr std::size_t RoundUp(std::size_t bytes) {
 
 }  // namespace
 
+BlockReader::~BlockReader() {
+  const Deadline deadline = Deadline::After(kDeviceGrace);
+  for (const Begun& begun : begun_) {
+    for (const Part& part : begun.parts) part.block->Settle(deadline);
+  }
+}
+
 Status BlockReader::Failed(std::size_t piece, const Status& why) const {
   return why.WithContext("tensor " + state_.tensors()[pieces_[piece].item].key);
 }

@@ -45,6 +45,10 @@ class BlockReader {
   // `state` and what `rules` names must outlive it.
   BlockReader(const StateDict& state, const BlockRules& rules)
       : state_(state), rules_(rules), queues_(rules) {}
+  // Waits a little for copies that nobody wants any more: they read the caller's memory.
+  ~BlockReader();
+  BlockReader(const BlockReader&) = delete;
+  BlockReader& operator=(const BlockReader&) = delete;
 
   // Where its copies are submitted.
   DeviceQueues& queues() { return queues_; }

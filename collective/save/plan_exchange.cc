@@ -95,7 +95,8 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
 }
 
 std::shared_ptr<KeptPlans<KeptPlan>> SavePlansOf(Communicator& comm) {
-  return KeptPlans<KeptPlan>::Of(comm, "save plans", 2);
+  // Of the group and all its channels.
+  return KeptPlans<KeptPlan>::Of(comm, "save plans", 4);
 }
 
 }  // namespace tensormount

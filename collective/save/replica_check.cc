@@ -63,7 +63,12 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
   struct Asked {
     std::size_t owner = 0;
     std::uint64_t bytes = 0;
-    std::optional<std::size_t> job;  // Of a device.
+    std::optional<std::size_t> job = {};  // Of a device: blocks that follow each other are leaves.
+    Asked(std::size_t of, std::uint64_t size) : owner(of), bytes(size) {}
+  };
+  struct Span {  // Such blocks.
+    std::uint64_t begin = 0;
+    std::uint64_t bytes = 0;
   };
   std::vector<Asked> asked;
   std::vector<BlockReader::Wanted> here;
@@ -78,20 +83,29 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
         if (!source.ok()) return source.status().WithContext("tensor " + item.key);
         on_device = std::move(source).value();
       }
+      Span span;
+      const auto hash_there = [&]() -> Status {
+        if (span.bytes == 0) return {};
+        TENSORMOUNT_ASSIGN_OR_RETURN(
+            asked.emplace_back(owner, span.bytes).job,
+            there.Add(on_device->device(), on_device->Gather(span.begin, span.bytes),
+                      on_device->base(), span.bytes, kReplicaBlockBytes));
+        return {};
+      };
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
         if (!block.Has(replica.position)) continue;
-        asked.push_back({owner, block.bytes, std::nullopt});
         if (!on_device) {
           here.push_back({replica.item, block.begin, block.bytes});
-          continue;
+          asked.emplace_back(owner, block.bytes);
+        } else if (block.begin == span.begin + span.bytes && span.bytes % kReplicaBlockBytes == 0) {
+          span.bytes += block.bytes;
+        } else {
+          TENSORMOUNT_RETURN_IF_ERROR(hash_there().WithContext("tensor " + item.key));
+          span = {block.begin, block.bytes};
         }
-        const Result<std::size_t> job =
-            there.Add(on_device->device(), on_device->Gather(block.begin, block.bytes),
-                      on_device->base(), block.bytes, block.bytes);
-        if (!job.ok()) return job.status().WithContext("tensor " + item.key);
-        asked.back().job = job.value();
       }
+      TENSORMOUNT_RETURN_IF_ERROR(hash_there().WithContext("tensor " + item.key));
     }
   }
   blocks.Plan(std::move(here));
@@ -101,8 +115,8 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
     }
     if (hashed != nullptr) *hashed += a.bytes;
     if (a.job) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> hash, there.Get(*a.job));
-      hashes[a.owner].push_back(hash.front());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> of_blocks, there.Get(*a.job));
+      hashes[a.owner].insert(hashes[a.owner].end(), of_blocks.begin(), of_blocks.end());
       continue;
     }
     TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());

@@ -308,7 +308,7 @@ class SaveSession {
   }
 
   BlockRules Rules() const {
-    return {{fences_.get(), control_.cancel, PatienceOf(options_.timeouts)}, &control_.read};
+    return {{fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)}, &control_.read};
   }
 
   // This rank's data and manifest, durable.

@@ -112,8 +112,8 @@ class TENSORMOUNT_EXPORT Communicator {
   // what was kept for it before.
   std::shared_ptr<void> Kept(const std::string& name,
                              const std::function<std::shared_ptr<void>()>& make);
-  // The same, of these ranks whatever the channel: what is kept is used by jobs that run beside each
-  // other, so it must be thread-safe.
+  // The same, of these ranks whatever the channel: what is kept is used by jobs that run beside
+  // each other, so it must be thread-safe.
   std::shared_ptr<void> KeptByRanks(const std::string& name,
                                     const std::function<std::shared_ptr<void>()>& make);
 
@@ -121,9 +121,10 @@ class TENSORMOUNT_EXPORT Communicator {
   static constexpr std::uint32_t kChannels = 8;
 
  protected:
-  // `parent`: of which this is a channel, or a subgroup of the ranks that `group` names. They share
-  // what outlives each of them: the numbers of jobs (a channel that is made anew must not count
-  // from zero again: messages of its first life may still be under way) and what is kept.
+  // `parent`: of which this is a channel (`group` is empty), or a subgroup of the ranks that
+  // `group` names. They share what outlives each of them: the numbers of jobs (a channel that is
+  // made anew must not count from zero again: messages of its first life may still be under way)
+  // and what is kept.
   explicit Communicator(std::uint32_t channel = 0, const Communicator* parent = nullptr,
                         std::string group = {});
 

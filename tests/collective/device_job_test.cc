@@ -357,6 +357,22 @@ TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheLoadByItsDeadline) {
               "the device did not finish");
 }
 
+// Leaves prove what was read; the way to the device is proved by its own digest.
+TEST_F(DeviceJobTest, WhatDoesNotArriveIsNoSuccess) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  for (const LoadVerify verify : {LoadVerify::kAuto, LoadVerify::kLeaves}) {
+    LoadOptions options;
+    options.verify = verify;
+    for (const Status& status : LoadRows("step", {Make('x'), Make('x')}, options)) {
+      EXPECT_OK(status);
+    }
+    device().LieAboutHashes(true);
+    ExpectOnAll(LoadRows("step", {Make('x'), Make('x')}, options), Code::kDataLoss,
+                "[0:1, 0:100000]: bytes changed on the way to cuda:0 (host device)");
+    device().LieAboutHashes(false);
+  }
+}
+
 // The digest of what stands on the device is compared with that of the checkpoint.
 TEST_F(DeviceJobTest, WhatADigestDoesNotProveIsNoSuccess) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);

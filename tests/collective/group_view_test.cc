@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -85,6 +86,34 @@ TEST(GroupViewTest, JobNumbersOfDifferentChannelsDiffer) {
   std::sort(first.begin(), first.end());
   EXPECT_EQ(first.size(), 64u);
   EXPECT_EQ(std::unique(first.begin(), first.end()), first.end());
+}
+
+// What is of the ranks is shared by a group and all its channels, and by no other group; jobs are
+// not.
+TEST(GroupViewTest, WhatIsOfTheRanksIsSharedByTheirChannels) {
+  const auto group = MakeThreadGroup(3);
+  Communicator& all = *group[0];
+  ASSERT_OK_AND_ASSIGN(const auto channel, MakeChannel(all, 1));
+  ASSERT_OK_AND_ASSIGN(const auto other, MakeChannel(all, 2));
+  ASSERT_OK_AND_ASSIGN(const auto pair, MakeSubgroup(all, {0, 2}, 3));
+  ASSERT_OK_AND_ASSIGN(const auto channel_of_pair, MakeChannel(*pair, 1));
+  ASSERT_OK_AND_ASSIGN(const auto pair_of_channel, MakeSubgroup(*channel, {0, 2}, 3));
+  ASSERT_OK_AND_ASSIGN(const auto other_pair, MakeSubgroup(all, {0, 1}, 4));
+  const auto kept = [](Communicator& comm) {
+    return comm.KeptByRanks("test", [] { return std::make_shared<int>(); });
+  };
+  EXPECT_EQ(kept(all), kept(*channel));
+  EXPECT_EQ(kept(all), kept(*other));
+  EXPECT_EQ(kept(*pair), kept(*channel_of_pair));
+  EXPECT_EQ(kept(*pair), kept(*pair_of_channel));
+  EXPECT_NE(kept(*pair), kept(all));
+  EXPECT_NE(kept(*pair), kept(*other_pair));
+  std::set<std::uint64_t> groups;
+  for (Communicator* comm : {&all, channel.get(), other.get(), pair.get(), channel_of_pair.get(),
+                             pair_of_channel.get(), other_pair.get()}) {
+    groups.insert(comm->BeginJob().group);
+  }
+  EXPECT_EQ(groups.size(), 7u);
 }
 
 TEST(GroupViewTest, WhoIsGoneIsNamedAsTheSubgroupCounts) {

@@ -134,6 +134,26 @@ TEST(PinnedRingTest, IsBoundedAndGoesRound) {
   EXPECT_EQ(ring->pinned_bytes(), 2 * 4096u);
 }
 
+// Who comes and goes does not keep who waits from a block.
+TEST(PinnedRingTest, WhoWaitsIsServedFirst) {
+  const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
+  const auto ring = RingOf(device, 1);
+  ASSERT_OK_AND_ASSIGN(auto first, ring->Take(Soon()));
+  std::optional<PinnedRing::Block> held(std::move(first));
+  std::atomic<bool> served = false;
+  std::thread waiter([&] { served = ring->Take(Deadline::After(std::chrono::seconds(60))).ok(); });
+  std::this_thread::sleep_for(milliseconds(50));
+  held.reset();
+  int taken = 0;
+  while (!served) {  // As BlockReader does it.
+    held = ring->TryTake();
+    taken += held.has_value() && !served ? 1 : 0;
+    held.reset();
+  }
+  waiter.join();
+  EXPECT_EQ(taken, 0);
+}
+
 TEST(PinnedRingTest, WhatADeviceMayStillWriteComesBackWithItsMark) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
   const auto ring = RingOf(device, 1);
