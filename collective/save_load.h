@@ -52,6 +52,10 @@ struct LoadControl {
 // tensor.
 Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 
+// The same into `fences`, where a call has none of an earlier moment. Also what is thrown is a
+// failure.
+Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences);
+
 // How long a save or a load waits for memory that earlier ones hold.
 inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
   const bool limited = timeouts.total > std::chrono::milliseconds(0);

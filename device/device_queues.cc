@@ -4,18 +4,12 @@
 #include "device/device_queues.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
 namespace tensormount {
 namespace {
-
-// Boxes begin at multiples of this in a block: what vector loads and device copies like.
-constexpr std::uint64_t kAlign = 64;
-
-constexpr std::uint64_t RoundUp(std::uint64_t bytes) {
-  return (bytes + kAlign - 1) / kAlign * kAlign;
-}
 
 // The bytes of a box, side by side from `offset` on. A box without axes is one byte.
 PlacedBox Packed(const Box& box, std::uint64_t offset) {
@@ -124,9 +118,17 @@ Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, co
     status = fill(packed, line.block->data());
     if (!status.ok()) return;
     line.copies.push_back({PlanCopy(part, packed, to), line.block->data(), base});
-    line.used = static_cast<std::size_t>(RoundUp(line.used + bytes));
+    line.used = AlignedInBlock(line.used + static_cast<std::size_t>(bytes));
   });
   return status;
+}
+
+Status DeviceWriter::WriteZeros(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
+                                const PlacedBox& to, std::byte* base) {
+  return Write(device, box, to, base, [](const PlacedBox& packed, std::byte* block) {
+    std::memset(block + packed.offset, 0, static_cast<std::size_t>(packed.box.volume()));
+    return Status();
+  });
 }
 
 Status DeviceWriter::Push() {

@@ -41,6 +41,10 @@ struct DeviceRules {
 // How long a device is waited for whose work nobody wants any more: it is on memory of the caller.
 inline constexpr std::chrono::milliseconds kDeviceGrace{250};
 
+// Where the next bytes of a block of pinned memory may begin: at a cache line, which vector loads
+// and device copies like.
+constexpr std::size_t AlignedInBlock(std::size_t used) { return (used + 63) / 64 * 64; }
+
 // A block of pinned memory whose bytes are on their way to or from a device. Goes back to the ring
 // once they have come, as far as that is known.
 class FlyingBlock {
@@ -106,6 +110,9 @@ class DeviceWriter {
   // They are there once Finish has returned.
   Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                const PlacedBox& to, std::byte* base, const Fill& fill);
+  // Zeros instead.
+  Status WriteZeros(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
+                    const PlacedBox& to, std::byte* base);
   // Sends what waits for more of its block, but for what another thread is writing just now.
   Status Push();
   // Lets go of what was not sent.

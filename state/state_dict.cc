@@ -105,11 +105,7 @@ struct StateDict::Rep {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box all,
                                  Box::Make(Dims{0}, Dims{static_cast<std::int64_t>(bytes)}));
     const PlacedBox placed{all, 0, Dims{1}};
-    TENSORMOUNT_RETURN_IF_ERROR(
-        writer.Write(device, all, placed, memory, [](const PlacedBox& packed, std::byte* to) {
-          std::memset(to + packed.offset, 0, static_cast<std::size_t>(packed.box.volume()));
-          return Status();
-        }));
+    TENSORMOUNT_RETURN_IF_ERROR(writer.WriteZeros(device, all, placed, memory));
     TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
     return memory;
   }

@@ -89,12 +89,7 @@ class LoadJob {
     // At once: what the caller's streams are given later may use the tensors. What fails here is
     // told when the ranks meet.
     fences_ = control_.fences;
-    if (fences_ == nullptr) {
-      fenced_ = Guarded([&]() -> Status {
-        TENSORMOUNT_ASSIGN_OR_RETURN(fences_, FencesOf(request_));
-        return {};
-      });
-    }
+    fenced_ = FencesAtCall(request_, fences_);
     devices_ = {fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)};
     writer_.emplace(devices_);
     double seconds = 0;

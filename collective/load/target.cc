@@ -295,11 +295,7 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
       for (const PlacedBox& part : PartsIn(placed, bytes.Boxes())) {
         if (OnDevice(shard.data)) {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto device, OpenDevice(shard.data.device));
-          const auto clear = [](const PlacedBox& packed, std::byte* to) -> Status {
-            std::memset(to + packed.offset, 0, static_cast<std::size_t>(packed.box.volume()));
-            return {};
-          };
-          TENSORMOUNT_RETURN_IF_ERROR(writer.Write(device, part.box, part, base, clear));
+          TENSORMOUNT_RETURN_IF_ERROR(writer.WriteZeros(device, part.box, part, base));
           continue;
         }
         PlanCopy(part.box, part, part)

@@ -13,12 +13,6 @@ namespace {
 
 // Pieces that are begun before they are wanted, at most.
 constexpr std::size_t kPiecesAhead = 4096;
-// Pieces begin at multiples of this in a block: what vector loads and device copies like.
-constexpr std::size_t kPieceAlign = 64;
-
-constexpr std::size_t RoundUp(std::size_t bytes) {
-  return (bytes + kPieceAlign - 1) / kPieceAlign * kPieceAlign;
-}
 
 }  // namespace
 
@@ -139,7 +133,7 @@ Status BlockReader::Fly(const std::shared_ptr<const OpenedDevice>& device,
     }
     begun->parts.push_back({block, used, n});
     begun->submitted += n;
-    used = RoundUp(used + n);
+    used = AlignedInBlock(used + n);
   }
   return block->Launch(*queue, [&] { return queue->CopyOut(copies); });
 }

@@ -154,13 +154,7 @@ class SaveSession {
     // At once: what the caller's streams are given later may change the tensors. What fails here is
     // told in the next phase but one.
     fences_ = control_.fences;
-    Status fenced;
-    if (fences_ == nullptr) {
-      fenced = Guarded([&]() -> Status {
-        TENSORMOUNT_ASSIGN_OR_RETURN(fences_, FencesOf(state_));
-        return {};
-      });
-    }
+    const Status fenced = FencesAtCall(state_, fences_);
     TENSORMOUNT_RETURN_IF_ERROR(
         Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
 
@@ -614,6 +608,14 @@ Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state) {
     TENSORMOUNT_RETURN_IF_ERROR(fences->Add(item.shard.data).WithContext("tensor " + item.key));
   }
   return std::shared_ptr<const DeviceFences>(std::move(fences));
+}
+
+Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences) {
+  if (fences != nullptr) return {};
+  return Guarded([&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(fences, FencesOf(state));
+    return {};
+  });
 }
 
 Status CheckHasData(const StateDict& state) {

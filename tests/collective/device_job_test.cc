@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -65,37 +66,44 @@ class DeviceJobTest : public testing::Test {
     streams_.push_back(device().MakeStream());
     return streams_.back();
   }
-  // Rows `rank` of "w".
-  static StateDict Rows(int rank, std::byte* data, void* stream = nullptr) {
-    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), {1, kRowBytes});
+  static BufferView View(std::byte* data, const Dims& shape) {
+    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), shape);
     view.device = {DeviceKind::kCuda, 0};
     view.memory = MemoryKind::kDevice;
+    return view;
+  }
+  // Rows `rank` of "w".
+  static StateDict Rows(int rank, std::byte* data, void* stream = nullptr) {
+    BufferView view = View(data, {1, kRowBytes});
     if (stream != nullptr) view.stream = {StreamKind::kHandle, stream};
     StateDict state;
     const Region row = Box::Make({rank, 0}, {1, kRowBytes}).value();
     EXPECT_OK(state.AddTensor("w", {{kTwo, kRowBytes}, row, view}));
     return state;
   }
-  // Saves rows of 'a' and 'b' on two ranks; results by rank.
-  std::vector<Status> SaveRows(const std::string& name, const SaveOptions& options = {}) {
-    std::vector<std::byte*> rows = {Make('a'), Make('b')};
+  // Runs a job on two ranks; results by rank.
+  static std::vector<Status> OnTwoRanks(const std::function<Status(Communicator&)>& job) {
     std::vector<Status> results(kTwo);
     EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
-      const auto r = static_cast<std::size_t>(comm.rank());
-      results[r] = Save(Rows(comm.rank(), rows[r]), Path(name), comm, options).status();
+      results[static_cast<std::size_t>(comm.rank())] = job(comm);
       return Status();
     }));
     return results;
   }
-  std::vector<Status> LoadRows(const std::string& name, std::vector<std::byte*> rows,
+  // Saves rows of 'a' and 'b'.
+  std::vector<Status> SaveRows(const std::string& name, const SaveOptions& options = {}) {
+    const std::vector<std::byte*> rows = {Make('a'), Make('b')};
+    return OnTwoRanks([&](Communicator& comm) {
+      const StateDict state = Rows(comm.rank(), rows[static_cast<std::size_t>(comm.rank())]);
+      return Save(state, Path(name), comm, options).status();
+    });
+  }
+  std::vector<Status> LoadRows(const std::string& name, const std::vector<std::byte*>& rows,
                                const LoadOptions& options = {}) {
-    std::vector<Status> results(kTwo);
-    EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
-      const auto r = static_cast<std::size_t>(comm.rank());
-      results[r] = Load(Rows(comm.rank(), rows[r]), Path(name), comm, options).status();
-      return Status();
-    }));
-    return results;
+    return OnTwoRanks([&](Communicator& comm) {
+      const StateDict request = Rows(comm.rank(), rows[static_cast<std::size_t>(comm.rank())]);
+      return Load(request, Path(name), comm, options).status();
+    });
   }
   // Of all ranks, in the same words.
   void ExpectOnAll(const std::vector<Status>& results, Code code, const std::string& words) {
@@ -146,9 +154,7 @@ TEST_F(DeviceJobTest, ASaveIsOfTheMomentOfItsCall) {
   };
   EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
     StateDict state;
-    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), {kRowBytes});
-    view.device = {DeviceKind::kCuda, 0};
-    view.memory = MemoryKind::kDevice;
+    BufferView view = View(data, {kRowBytes});
     view.stream = {StreamKind::kHandle, stream};
     TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
     fill('1');
@@ -297,18 +303,12 @@ TEST_F(DeviceJobTest, ATensorThatChangesDuringTheSaveIsFoundOut) {
 TEST_F(DeviceJobTest, ReplicasAreHashedByTheirDevice) {
   std::vector<std::byte*> rows = {Make('a'), Make('a')};
   const auto save = [&](const std::string& name) {
-    std::vector<Status> results(kTwo);
-    EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
-      const auto r = static_cast<std::size_t>(comm.rank());
-      BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(rows[r]), {kRowBytes});
-      view.device = {DeviceKind::kCuda, 0};
-      view.memory = MemoryKind::kDevice;
+    return OnTwoRanks([&](Communicator& comm) {
+      const BufferView view = View(rows[static_cast<std::size_t>(comm.rank())], {kRowBytes});
       StateDict state;
       EXPECT_OK(state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
-      results[r] = Save(state, Path(name), comm).status();
-      return Status();
-    }));
-    return results;
+      return Save(state, Path(name), comm).status();
+    });
   };
   for (const Status& status : save("same")) EXPECT_OK(status);
   EXPECT_EQ(device().bytes_out(), static_cast<std::uint64_t>(kRowBytes));
@@ -380,20 +380,15 @@ TEST_F(DeviceJobTest, WhatADigestDoesNotProveIsNoSuccess) {
   options.verify = LoadVerify::kAuto;
   std::vector<std::byte*> rows = {Make('x'), Make('x')};
   device().LieAboutHashes(true);
-  std::vector<Status> results(kTwo);
   // Columns: no leaf is whole in what a rank wants.
-  EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
-    const auto r = static_cast<std::size_t>(comm.rank());
+  const std::vector<Status> results = OnTwoRanks([&](Communicator& comm) {
     StateDict request;
-    BufferView view =
-        BufferView::Host(DType::kU8, static_cast<void*>(rows[r]), {kTwo, kRowBytes / 2});
-    view.device = {DeviceKind::kCuda, 0};
-    view.memory = MemoryKind::kDevice;
+    const BufferView view =
+        View(rows[static_cast<std::size_t>(comm.rank())], {kTwo, kRowBytes / 2});
     const Region half = Box::Make({0, comm.rank() * kRowBytes / 2}, {kTwo, kRowBytes / 2}).value();
     EXPECT_OK(request.AddTensor("w", {{kTwo, kRowBytes}, half, view}));
-    results[r] = Load(request, Path("step"), comm, options).status();
-    return Status();
-  }));
+    return Load(request, Path("step"), comm, options).status();
+  });
   ExpectOnAll(results, Code::kDataLoss, "tensor w: the digest of what was loaded differs");
 }
 
@@ -410,13 +405,11 @@ TEST_F(DeviceJobTest, AStreamThatRecordsAGraphIsRefusedOnAllRanks) {
   std::vector<std::byte*> rows = {Make('a'), Make('b')};
   void* const stream = MakeStream();
   device().BeginCapture(stream);
-  std::vector<Status> saved(kTwo);
-  EXPECT_OK(RunOnThreads(kTwo, [&](Communicator& comm) {
-    const auto r = static_cast<std::size_t>(comm.rank());
-    const StateDict state = Rows(comm.rank(), rows[r], comm.rank() == 1 ? stream : nullptr);
-    saved[r] = Save(state, Path("step"), comm).status();
-    return Status();
-  }));
+  const std::vector<Status> saved = OnTwoRanks([&](Communicator& comm) {
+    const StateDict state = Rows(comm.rank(), rows[static_cast<std::size_t>(comm.rank())],
+                                 comm.rank() == 1 ? stream : nullptr);
+    return Save(state, Path("step"), comm).status();
+  });
   ExpectOnAll(saved, Code::kInvalidArgument,
               "rank 1: tensor w: cuda:0 (host device): the stream records a graph");
   ExpectNothingIn("store");
