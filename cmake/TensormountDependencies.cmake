@@ -106,8 +106,27 @@ if(TENSORMOUNT_HAVE_FUSE)
   tensormount_import(fuse3 fuse3 fuse3/fuse_lowlevel.h)
 endif()
 
-# There is no CUDA form yet: gpu/ is made of its *_none.cc files.
-tensormount_decide(GPU OFF "a CUDA form of gpu/")
+# Only nvcc: the driver is found at run time, and its functions are declared in gpu/cuda_api.h. That
+# of the system, or what scripts/setup --with cuda installs.
+set(TENSORMOUNT_CUDA_ARCHITECTURES 80 90 100 120 CACHE STRING
+  "Compute capabilities that the kernels are compiled for, times ten")
+set(TENSORMOUNT_FOUND_GPU OFF)
+if(NOT TENSORMOUNT_GPU STREQUAL "OFF")
+  file(GLOB tensormount_nvcc_of_setup
+    "${PROJECT_SOURCE_DIR}/.cache/venv-cuda/lib/python3*/site-packages/nvidia/cu13/bin")
+  find_program(TENSORMOUNT_NVCC nvcc
+    HINTS ENV CUDA_HOME PATHS /usr/local/cuda/bin ${tensormount_nvcc_of_setup} PATH_SUFFIXES bin)
+  mark_as_advanced(TENSORMOUNT_NVCC)
+  if(TENSORMOUNT_NVCC)
+    execute_process(COMMAND "${TENSORMOUNT_NVCC}" --version OUTPUT_VARIABLE tensormount_nvcc)
+    string(REGEX MATCH "release ([0-9]+)\\.[0-9]+" tensormount_nvcc "${tensormount_nvcc}")
+    # Older ones do not know all of these devices.
+    if(CMAKE_MATCH_1 GREATER_EQUAL 13)
+      set(TENSORMOUNT_FOUND_GPU ON)
+    endif()
+  endif()
+endif()
+tensormount_decide(GPU TENSORMOUNT_FOUND_GPU "nvcc of CUDA 13")
 
 function(tensormount_print_summary)
   message(STATUS "tensormount ${PROJECT_VERSION}, ${CMAKE_BUILD_TYPE}")

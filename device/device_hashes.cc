@@ -22,14 +22,11 @@ Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>&
   job.device = device;
   job.leaves = std::make_unique<Hash128[]>(count);
   job.count = count;
-  Status status = queue->HashLeaves(gather, base, bytes, leaf_bytes, job.leaves.get());
-  if (status.ok()) {
-    job.mark = queue->Mark();
-    status = job.mark.status();
-  } else {
-    job.done = true;  // It has not begun.
-  }
-  if (!status.ok()) return status.WithContext(device->ops->name());
+  const Status submitted = queue->HashLeaves(gather, base, bytes, leaf_bytes, job.leaves.get());
+  // Also where it failed: a part of it may be under way.
+  job.mark = queue->Mark();
+  const Status failure = submitted.ok() ? job.mark.status() : submitted;
+  if (!failure.ok()) return failure.WithContext(device->ops->name());
   return jobs_.size() - 1;
 }
 

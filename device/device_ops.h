@@ -43,8 +43,8 @@ struct DeviceCopy {
 
 // Work of one device in the order in which it was submitted. What is between two submissions is in
 // that order; the copies of one submission may be done in any. Of one thread at a time.
-// An error of a call says that nothing of it was submitted; an error of the work itself comes with
-// the next mark that is asked.
+// An error of a call may leave a part of it submitted: memory that it names is free again once a
+// later mark is reached. An error of the work itself comes with the next mark that is asked.
 class DeviceQueue {
  public:
   // What was submitted goes on: whoever must not outlive it awaits a mark.
@@ -53,14 +53,15 @@ class DeviceQueue {
   // What is submitted from now on begins after `mark`, of this device, is reached.
   virtual Status After(const std::shared_ptr<DeviceMark>& mark) = 0;
 
-  // From memory of this device to the host's, the other way, and from device to device.
+  // From memory of this device to the host's, the other way, and within the device. On the host the
+  // bytes of each copy lie side by side, in the order of its runs.
   virtual Status CopyOut(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyIn(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyWithin(std::span<const DeviceCopy> copies) = 0;
 
   // XXH3-128 of each `leaf_bytes` (shard/leaf_hash.h) of the `bytes` bytes that `gather` puts
-  // side by side from 0 on: where it reads, `base` is added. Into `out`, one a leaf, memory of the
-  // host that must live until a later mark is reached.
+  // side by side from 0 on, each of it in the order of its runs: where it reads, `base` is added.
+  // Into `out`, one a leaf, memory of the host that must live until a later mark is found reached.
   virtual Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base,
                             std::uint64_t bytes, std::uint64_t leaf_bytes, Hash128* out) = 0;
   // The contribution of placed boxes to the digest of their tensor (shard/strided_digest.h), into
@@ -85,6 +86,8 @@ class DeviceOps {
 
   // "cuda:0 (NVIDIA H100 80GB HBM3)": for messages.
   virtual std::string name() const = 0;
+  // Whether it must be opened anew, because somebody has reset it.
+  virtual bool gone() const { return false; }
   virtual PinnedShape pinned() const { return {}; }
 
   // Whether a buffer that says so is memory of this device, and the stream that orders it can be

@@ -76,10 +76,12 @@ Status DeviceWriter::Launch(const std::shared_ptr<const OpenedDevice>& device, L
   line.used = 0;
   if (copies.empty()) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
-  TENSORMOUNT_RETURN_IF_ERROR(queue->CopyIn(copies).WithContext(device->ops->name()));
+  const Status submitted = queue->CopyIn(copies);
+  // Also where it failed: a part of it may be under way.
   Result<std::shared_ptr<DeviceMark>> mark = queue->Mark();
   block.GiveUp(mark);
-  if (!mark.ok()) return mark.status().WithContext(device->ops->name());
+  const Status failure = submitted.ok() ? mark.status() : submitted;
+  if (!failure.ok()) return failure.WithContext(device->ops->name());
   line.last = std::move(mark).value();
   return {};
 }

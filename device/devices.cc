@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which devices there are, opened once each. Who finds them is told from outside, so that all
-// folders but gpu/ compile and link without CUDA.
+// Which devices there are, opened once each. Who finds them is a module that is opened at run time,
+// so that all folders but gpu/ compile and link without CUDA.
 #include "device/devices.h"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <string>
 #include <unistd.h>
 
+#include "device/device_module.h"
 #include "shard/host_memory.h"
 
 namespace tensormount {
@@ -33,6 +34,12 @@ Known& Devices() {
 // child has not got may hold.
 std::atomic<pid_t> opened_by = 0;
 
+Result<std::shared_ptr<DeviceOps>> OpenByModule(const Device& device) {
+  Result<const DeviceModule*> module = OpenDeviceModule();
+  if (!module.ok()) return module.status().WithContext("the buffer is in memory of a device");
+  return module.value()->open(device);
+}
+
 std::string NameOf(const Device& device) { return "cuda:" + std::to_string(device.ordinal); }
 
 }  // namespace
@@ -54,16 +61,15 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
   }
   Known& known = Devices();
   std::lock_guard lock(known.mutex);
+  // Of one that was reset nothing is left; whoever still has it is told so by it.
+  std::erase_if(known.entries, [](const Known::Entry& entry) { return entry.opened->ops->gone(); });
   for (const Known::Entry& entry : known.entries) {
     if (entry.device == device) return entry.opened;
   }
-  if (!known.source) {
-    return Status(Code::kUnsupported,
-                  "the buffer is in device memory, which this build cannot reach");
-  }
   // Before it is opened: who is forked meanwhile has half a device and a lock that nobody returns.
   opened_by = getpid();
-  Result<std::shared_ptr<DeviceOps>> found = known.source(device);
+  Result<std::shared_ptr<DeviceOps>> found =
+      known.source ? known.source(device) : OpenByModule(device);
   if (!found.ok()) {
     if (known.entries.empty()) opened_by = 0;
     return found.status();

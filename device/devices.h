@@ -22,13 +22,14 @@ struct OpenedDevice {
   std::shared_ptr<PinnedRing> ring;
 };
 
-// Finds a device: gpu/ where a form of it is built in, the tests' own. Thread-safe.
+// Finds a device. Thread-safe.
 using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Device&)>;
-// Replaces who finds devices, and forgets those that were opened. Without one there are none.
+// For tests: replaces who finds devices, and forgets those that were opened. Empty: the module for
+// CUDA again (device/device_module.h).
 void SetDeviceSource(DeviceSource source);
 
-// The device that a buffer's memory is on. kUnsupported where this build has no form of it,
-// kUnavailable where it is not there, or where this process was forked from one that had opened
+// The device that a buffer's memory is on. kUnsupported where the module for it is not installed,
+// kUnavailable where there is no such device, or where this process was forked from one that had opened
 // it: no work of a device can be done in such a child. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 

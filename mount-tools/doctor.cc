@@ -14,8 +14,8 @@
 
 #include "base/file_system.h"
 #include "base/hash.h"
+#include "device/device_module.h"
 #include "fs/mount/fuse_backing.h"
-#include "gpu/device.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/mpi_module.h"
 
@@ -189,9 +189,11 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
   findings.push_back(Passthrough());
   const auto mpi = FindMpi();
   findings.push_back({"mpi", mpi.ok(), mpi.ok() ? mpi.value() : mpi.status().message(), ""});
-  const Status device = gpu::DeviceStatus();
-  findings.push_back(
-      {"cuda", device.ok(), device.ok() ? "a device is there" : device.message(), ""});
+  const Result<int> devices = CountDevices();
+  findings.push_back({"cuda", devices.ok() && devices.value() > 0,
+                      devices.ok() ? fmt::format("{} devices", devices.value())
+                                   : devices.status().message(),
+                      ""});
   findings.push_back({"nccl", false, "not built into tensormount yet", ""});
   findings.push_back({"digest", true,
                       Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",

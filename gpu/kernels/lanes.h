@@ -13,8 +13,10 @@
 
 #if defined(__CUDACC__)
 #define TENSORMOUNT_HOST_DEVICE __host__ __device__
+#define TENSORMOUNT_UNROLL _Pragma("unroll")
 #else
 #define TENSORMOUNT_HOST_DEVICE
+#define TENSORMOUNT_UNROLL
 #endif
 
 namespace tensormount::kernels {

@@ -39,7 +39,7 @@ inline constexpr std::uint64_t kBlockBytes = std::uint64_t{kStripeBytes} * kBloc
 
 // The default secret, as little-endian words.
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t SecretWord(int i) {
-  constexpr std::uint64_t kWords[kSecretBytes / 8] = {
+  static constexpr std::uint64_t kWords[kSecretBytes / 8] = {
       0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
       0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
       0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
@@ -167,8 +167,8 @@ TENSORMOUNT_HOST_DEVICE inline Hash UpTo240(const std::uint8_t* data, std::uint6
 }
 
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t FirstSum(int i) {
-  constexpr std::uint64_t kFirst[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                       kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+  static constexpr std::uint64_t kFirst[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                              kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
   return kFirst[i];
 }
 
@@ -177,45 +177,43 @@ template <typename Warp>
 class LongHash {
  public:
   TENSORMOUNT_HOST_DEVICE explicit LongHash(const Warp& warp)
-      : warp_(warp), sums_(warp.Map([](int lane) { return FirstSum(lane % 8); })) {}
+      : warp_(warp),
+        sums_(warp.Map([](int lane) { return FirstSum(lane % 8); })),
+        scramble_key_(warp.Map(
+            [](int lane) { return Secret64(kSecretBytes - kStripeBytes + lane % 8 * 8); })) {
+    for (int step = 0; step < kBlockSteps; ++step) {
+      keys_[step] = warp.Map(
+          [&](int lane) { return Secret64((step * kStepStripes + lane / 8) * 8 + lane % 8 * 8); });
+    }
+  }
 
-  // `stripes` of them, at most kBlockStripes, the first with the secret from `secret` on, each
-  // further one 8 bytes behind.
-  TENSORMOUNT_HOST_DEVICE void Add(const std::uint8_t* data, int stripes, int secret) {
-    const auto words = warp_.Map([](int) { return std::uint64_t{0}; });
-    Sums products = words;
-    Sums plain = words;
-    for (int from = 0; from < stripes; from += kLanes / 8) {
-      // Lanes whose stripe is beyond the end add nothing.
-      const auto word = warp_.Map([&](int lane) {
-        const int stripe = from + lane / 8;
-        return stripe < stripes ? Load64(data + stripe * kStripeBytes + lane % 8 * 8)
-                                : std::uint64_t{0};
-      });
-      plain = warp_.Map([&](int lane) { return Warp::Get(plain, lane) + Warp::Get(word, lane); });
-      products = warp_.Map([&](int lane) {
-        const int stripe = from + lane / 8;
-        if (stripe >= stripes) return Warp::Get(products, lane);
-        const std::uint64_t keyed =
-            Warp::Get(word, lane) ^ Secret64(secret + stripe * 8 + lane % 8 * 8);
-        return Warp::Get(products, lane) + (keyed & 0xFFFFFFFF) * (keyed >> 32);
-      });
+  // A block, or the `stripes` at its begin that there are.
+  TENSORMOUNT_HOST_DEVICE void AddBlock(const std::uint8_t* data, int stripes) {
+    Sums products = Zeros();
+    Sums plain = Zeros();
+    TENSORMOUNT_UNROLL
+    for (int step = 0; step < kBlockSteps; ++step) {
+      AddStep(data + step * kStepStripes * kStripeBytes, stripes - step * kStepStripes, keys_[step],
+              products, plain);
     }
-    const Sums neighbours = Warp::Exchange(plain, 1);
-    Sums added = warp_.Map(
-        [&](int lane) { return Warp::Get(products, lane) + Warp::Get(neighbours, lane); });
-    for (int bits = 8; bits < kLanes; bits *= 2) {
-      const Sums other = Warp::Exchange(added, bits);
-      added = warp_.Map([&](int lane) { return Warp::Get(added, lane) + Warp::Get(other, lane); });
-    }
-    sums_ = warp_.Map([&](int lane) { return Warp::Get(sums_, lane) + Warp::Get(added, lane); });
+    TakeIn(products, plain);
+  }
+
+  // The last stripe of all.
+  TENSORMOUNT_HOST_DEVICE void AddLast(const std::uint8_t* data) {
+    Sums products = Zeros();
+    Sums plain = Zeros();
+    const Sums key = warp_.Map(
+        [](int lane) { return Secret64(kSecretBytes - kStripeBytes - 7 + lane % 8 * 8); });
+    AddStep(data, 1, key, products, plain);
+    TakeIn(products, plain);
   }
 
   TENSORMOUNT_HOST_DEVICE void Scramble() {
     sums_ = warp_.Map([&](int lane) {
       std::uint64_t sum = Warp::Get(sums_, lane);
       sum ^= sum >> 47;
-      sum ^= Secret64(kSecretBytes - kStripeBytes + lane % 8 * 8);
+      sum ^= Warp::Get(scramble_key_, lane);
       return sum * kPrime32_1;
     });
   }
@@ -227,6 +225,38 @@ class LongHash {
 
  private:
   using Sums = typename Warp::template Of<std::uint64_t>;
+  static constexpr int kStepStripes = kLanes / 8;
+  static constexpr int kBlockSteps = kBlockStripes / kStepStripes;
+
+  TENSORMOUNT_HOST_DEVICE Sums Zeros() const {
+    return warp_.Map([](int) { return std::uint64_t{0}; });
+  }
+
+  // Four stripes side by side, eight lanes each. Lanes whose stripe is not among the first
+  // `stripes` add nothing.
+  TENSORMOUNT_HOST_DEVICE void AddStep(const std::uint8_t* data, int stripes, const Sums& key,
+                                       Sums& products, Sums& plain) const {
+    const Sums word = warp_.Map(
+        [&](int lane) { return lane / 8 < stripes ? Load64(data + lane * 8) : std::uint64_t{0}; });
+    plain = warp_.Map([&](int lane) { return Warp::Get(plain, lane) + Warp::Get(word, lane); });
+    products = warp_.Map([&](int lane) {
+      if (lane / 8 >= stripes) return Warp::Get(products, lane);
+      const std::uint64_t keyed = Warp::Get(word, lane) ^ Warp::Get(key, lane);
+      return Warp::Get(products, lane) + (keyed & 0xFFFFFFFF) * (keyed >> 32);
+    });
+  }
+
+  // What all lanes of a sum have found, into the sum.
+  TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& products, const Sums& plain) {
+    const Sums neighbours = Warp::Exchange(plain, 1);
+    Sums added = warp_.Map(
+        [&](int lane) { return Warp::Get(products, lane) + Warp::Get(neighbours, lane); });
+    for (int bits = 8; bits < kLanes; bits *= 2) {
+      const Sums other = Warp::Exchange(added, bits);
+      added = warp_.Map([&](int lane) { return Warp::Get(added, lane) + Warp::Get(other, lane); });
+    }
+    sums_ = warp_.Map([&](int lane) { return Warp::Get(sums_, lane) + Warp::Get(added, lane); });
+  }
 
   TENSORMOUNT_HOST_DEVICE std::uint64_t Merged(int secret, std::uint64_t start) const {
     const Sums keyed = warp_.Map(
@@ -246,6 +276,9 @@ class LongHash {
 
   const Warp& warp_;
   Sums sums_;
+  // What of the secret a lane needs, looked up once: in registers of a device.
+  Sums scramble_key_;
+  Sums keys_[kBlockSteps];
 };
 
 }  // namespace xxh3
@@ -259,12 +292,12 @@ TENSORMOUNT_HOST_DEVICE Hash HashOfLeaf(const Warp& warp, const std::uint8_t* da
   xxh3::LongHash<Warp> hash(warp);
   const std::uint64_t blocks = (size - 1) / xxh3::kBlockBytes;
   for (std::uint64_t b = 0; b < blocks; ++b) {
-    hash.Add(data + b * xxh3::kBlockBytes, xxh3::kBlockStripes, 0);
+    hash.AddBlock(data + b * xxh3::kBlockBytes, xxh3::kBlockStripes);
     hash.Scramble();
   }
   const std::uint64_t done = blocks * xxh3::kBlockBytes;
-  hash.Add(data + done, static_cast<int>((size - 1 - done) / xxh3::kStripeBytes), 0);
-  hash.Add(data + size - xxh3::kStripeBytes, 1, xxh3::kSecretBytes - xxh3::kStripeBytes - 7);
+  hash.AddBlock(data + done, static_cast<int>((size - 1 - done) / xxh3::kStripeBytes));
+  hash.AddLast(data + size - xxh3::kStripeBytes);
   return hash.Value(size);
 }
 

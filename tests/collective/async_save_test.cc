@@ -56,12 +56,12 @@ struct RowsState {
     return state;
   }
   Shard OnDevice() const {
-    HostDevice& device = ModeDevices()[0];
+    TestDevice& device = ModeDevice(0);
     static void* const stream = device.MakeStream();
     if (there == nullptr) {
-      there.reset(device.Allocate(memory.size() * sizeof(float)).value(), [&](std::byte* data) {
+      there.reset(device.NewMemory(memory.size() * sizeof(float)), [&](std::byte* data) {
         device.Synchronize(stream);
-        device.Free(data);
+        device.FreeMemory(data);
       });
     }
     device.Enqueue(stream, [there = there, memory = memory, revealed = device.Reveal(there.get())] {

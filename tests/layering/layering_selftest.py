@@ -23,7 +23,7 @@ PLANTED = [
     ("index/read/planted.cc", PURPOSE + '#include "index/store/store.h"\n', "index/read must not include"),
     ("collective/load/planted.cc", PURPOSE + '#include "collective/save/data_writer.h"\n', "collective/load must not"),
     ("collective/planted.cc", PURPOSE + '#include "state/models/tree_walk.h"\n', "state/models has no users"),
-    ("fs/planted.cc", PURPOSE + '#include "gpu/device.h"\n', "fs must not include"),
+    ("fs/planted.cc", PURPOSE + '#include "gpu/cuda_device.h"\n', "fs must not include"),
     ("gpu/planted.cc", PURPOSE + '#include "fs/vfs.h"\n', "gpu must not include"),
     ("shard/planted.cc", PURPOSE + '#include "tensormount/communicator.h"\n', "which collective"),
     ("base/planted.cc", PURPOSE + '#include "tensormount/unheard_of.h"\n', "has no layer"),

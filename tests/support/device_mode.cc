@@ -6,8 +6,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "collective/async/snapshot_state.h"
+#include "tests/support/fake_cuda_devices.h"
+#include "tests/support/host_device.h"
 
 namespace tensormount {
 namespace {
@@ -36,7 +39,7 @@ void* StreamFor(std::size_t device, std::size_t item) {
   static const auto* const streams = [] {
     auto* made = new std::array<std::array<void*, 4>, 2>;
     for (std::size_t d = 0; d < made->size(); ++d) {
-      for (void*& stream : (*made)[d]) stream = ModeDevices()[d].MakeStream();
+      for (void*& stream : (*made)[d]) stream = ModeDevice(d).MakeStream();
     }
     return made;
   }();
@@ -50,10 +53,15 @@ bool DeviceMode() {
   return on;
 }
 
-HostDevices& ModeDevices() {
+TestDevice& ModeDevice(std::size_t number) {
+  static const bool cuda = std::string_view(std::getenv("TENSORMOUNT_TEST_DEVICE")) == "cuda";
+  if (cuda) {
+    static auto* const devices = new FakeCudaDevices;
+    return (*devices)[number];
+  }
   const HostDevice::Options options{.pinned = {4, 256 * 1024}, .delay_us = 20};
   static auto* const devices = new HostDevices({options, options});
-  return *devices;
+  return (*devices)[number];
 }
 
 OnDevices::OnDevices(const StateDict& state) : state_(state) {
@@ -63,11 +71,11 @@ OnDevices::OnDevices(const StateDict& state) : state_(state) {
 
 Shard OnDevices::Move(std::size_t item, const Shard& shard) {
   if (shard.metadata_only || OnDevice(shard.data) || item % 5 == 4) return shard;
-  HostDevices& devices = ModeDevices();
-  HostDevice& device = devices[item % devices.size()];
+  const std::size_t number = item % 2;
+  TestDevice& device = ModeDevice(number);
   Shard moved = shard;
   moved.data.device.kind = DeviceKind::kCuda;
-  moved.data.device.ordinal = static_cast<int>(item % devices.size());
+  moved.data.device.ordinal = static_cast<int>(number);
   moved.data.memory = MemoryKind::kDevice;
   const Span span = SpanOf(shard.data);
   if (shard.data.data == nullptr || span.high == span.low) return moved;
@@ -75,13 +83,13 @@ Shard OnDevices::Move(std::size_t item, const Shard& shard) {
   m.device = &device;
   m.bytes = static_cast<std::size_t>(span.high - span.low);
   m.here = static_cast<std::byte*>(shard.data.data) + span.low;
-  m.there = device.Allocate(m.bytes).value();
+  m.there = device.NewMemory(m.bytes);
   moved.data.data = m.there - span.low;
   std::byte* const revealed = device.Reveal(m.there);
   if (item % 3 == 0) {
     // What the tensor holds comes later: who does not wait for the stream gets this.
     std::memset(revealed, 0x5A, m.bytes);
-    m.stream = StreamFor(item % devices.size(), item / 3);
+    m.stream = StreamFor(number, item / 3);
     device.Enqueue(m.stream, [m, revealed] { std::memcpy(revealed, m.here, m.bytes); });
     moved.data.stream = DeviceStream(StreamKind::kHandle, m.stream);
   } else {
@@ -94,7 +102,7 @@ Shard OnDevices::Move(std::size_t item, const Shard& shard) {
 OnDevices::~OnDevices() {
   for (const Moved& m : memory_) {
     if (m.stream != nullptr) m.device->Synchronize(m.stream);
-    m.device->Free(m.there);
+    m.device->FreeMemory(m.there);
   }
 }
 

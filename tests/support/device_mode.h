@@ -8,17 +8,18 @@
 
 #include "tensormount/state_dict.h"
 
-#include "tests/support/host_device.h"
+#include "tests/support/test_device.h"
 
 // The tests of saves and loads once more, with their tensors on devices: with
-// TENSORMOUNT_TEST_DEVICE=1 what they hand to Save and Load is moved to two host devices first,
-// some of it behind streams that write it later, and some stays where it is.
+// TENSORMOUNT_TEST_DEVICE=host what they hand to Save and Load is moved to two host devices first,
+// with =cuda to two of gpu/ over the driver of the tests; some of it behind streams that write it
+// later, and some stays where it is.
 
 namespace tensormount {
 
 bool DeviceMode();
-// Those of the mode, for the whole process.
-HostDevices& ModeDevices();
+// Those of the mode, for the whole process: two.
+TestDevice& ModeDevice(std::size_t number);
 
 // A state whose tensors are on devices, or in DeviceMode() off the state itself.
 class OnDevices {
@@ -35,7 +36,7 @@ class OnDevices {
 
  private:
   struct Moved {
-    HostDevice* device = nullptr;
+    TestDevice* device = nullptr;
     std::byte* there = nullptr;  // Of `bytes`.
     std::byte* here = nullptr;
     std::size_t bytes = 0;

@@ -3,13 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
-#include <deque>
-#include <sys/mman.h>
 #include <thread>
-#include <unistd.h>
 #include <utility>
 
 #include "device/devices.h"
@@ -18,129 +13,12 @@
 #include "tests/support/random.h"
 
 namespace tensormount {
-namespace {
-
-[[noreturn]] void Abort(const std::string& why) {
-  std::fprintf(stderr, "host device: %s\n", why.c_str());
-  std::abort();
-}
-
-}  // namespace
-
-// One piece of memory, mapped twice: where the device says it is nobody may touch it.
-struct HostDevice::Memory {
-  explicit Memory(std::size_t bytes) : size(std::max<std::size_t>(bytes, 1)) {
-    const int fd = memfd_create("host device", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) Abort("memfd");
-    void* const here = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    void* const there = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (here == MAP_FAILED || there == MAP_FAILED) Abort("mmap");
-    close(fd);
-    bytes_here = static_cast<std::byte*>(here);
-    address = static_cast<std::byte*>(there);
-  }
-  ~Memory() {
-    munmap(bytes_here, size);
-    munmap(address, size);
-  }
-  const std::size_t size;
-  std::byte* address = nullptr;
-  std::byte* bytes_here = nullptr;
-};
-
-class HostDevice::Mark : public DeviceMark {
- public:
-  Result<bool> Reached() override {
-    std::lock_guard lock(mutex_);
-    if (!status_.ok()) return status_;
-    return reached_;
-  }
-  void Reach(const Status& status) {
-    {
-      std::lock_guard lock(mutex_);
-      reached_ = true;
-      status_ = status;
-    }
-    changed_.notify_all();
-  }
-  void Wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return reached_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool reached_ = false;
-  Status status_;
-};
-
-// A thread that does what it is given, in order, each after a while.
-class HostDevice::Worker {
- public:
-  Worker(std::uint64_t seed, int delay_us) : random_(seed), delay_us_(delay_us) {
-    thread_ = std::thread([this] { Work(); });
-  }
-  // Does all that is left.
-  ~Worker() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  void Add(std::function<Status()> work) {
-    {
-      std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(work));
-    }
-    changed_.notify_all();
-  }
-  std::shared_ptr<Mark> Here() {
-    auto mark = std::make_shared<Mark>();
-    Add([this, mark]() -> Status {
-      mark->Reach(failure_);
-      return {};
-    });
-    return mark;
-  }
-
- private:
-  void Work() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      const std::function<Status()> work = std::move(queue_.front());
-      queue_.pop_front();
-      lock.unlock();
-      if (delay_us_ > 0) {
-        std::this_thread::sleep_for(std::chrono::microseconds(random_.Int(0, delay_us_)));
-      }
-      const Status status = work();
-      // As on a device, what failed stays.
-      if (failure_.ok()) failure_ = status;
-      lock.lock();
-    }
-  }
-
-  Random random_;
-  const int delay_us_;
-  Status failure_;  // Of the thread.
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<Status()>> queue_;
-  bool stop_ = false;
-  std::thread thread_;
-};
-
 class HostDevice::Queue : public DeviceQueue {
  public:
   Queue(std::shared_ptr<HostDevice> device, std::uint64_t seed)
       : device_(std::move(device)),
         random_(seed),
-        worker_(std::make_shared<Worker>(seed, device_->options_.delay_us)) {}
+        worker_(std::make_shared<WorkThread>(seed, device_->options_.delay_us)) {}
   // What was submitted goes on: on a thread of its own, since that of a queue may hang.
   ~Queue() override {
     std::thread([worker = std::move(worker_)]() mutable { worker.reset(); }).detach();
@@ -148,7 +26,7 @@ class HostDevice::Queue : public DeviceQueue {
 
   Status After(const std::shared_ptr<DeviceMark>& mark) override {
     worker_->Add([mark]() -> Status {
-      auto& own = static_cast<HostDevice::Mark&>(*mark);
+      auto& own = static_cast<WorkMark&>(*mark);
       own.Wait();
       return own.Reached().status();
     });
@@ -230,26 +108,13 @@ class HostDevice::Queue : public DeviceQueue {
 
   const std::shared_ptr<HostDevice> device_;
   Random random_;
-  std::shared_ptr<Worker> worker_;
+  std::shared_ptr<WorkThread> worker_;
 };
 
 HostDevice::HostDevice(const Options& options) : options_(options) {}
 HostDevice::~HostDevice() = default;
 
-std::shared_ptr<HostDevice::Memory> HostDevice::Find(const void* data) {
-  std::lock_guard lock(mutex_);
-  const auto* const at = static_cast<const std::byte*>(data);
-  auto above = memory_.upper_bound(at);
-  if (above == memory_.begin()) return nullptr;
-  const std::shared_ptr<Memory>& memory = std::prev(above)->second;
-  return at < memory->address + memory->size ? memory : nullptr;
-}
-
-std::byte* HostDevice::Reveal(const void* data) {
-  const std::shared_ptr<Memory> memory = Find(data);
-  if (memory == nullptr) Abort("a pointer that is not of this device");
-  return memory->bytes_here + (static_cast<const std::byte*>(data) - memory->address);
-}
+std::byte* HostDevice::Reveal(const void* data) { return memory_.Reveal(data); }
 
 // The base of a plan in memory that can be read; all that the plan touches must be of one piece.
 std::byte* HostDevice::RevealPlan(const StridedCopy& plan, const std::byte* base,
@@ -262,16 +127,7 @@ std::byte* HostDevice::RevealPlan(const StridedCopy& plan, const std::byte* base
     const std::int64_t reach = (axis.count - 1) * (destination ? axis.dst : axis.src);
     (reach < 0 ? low : high) += reach;
   }
-  const std::shared_ptr<Memory> memory = Find(base + low);
-  if (memory == nullptr || base + high > memory->address + memory->size) {
-    Abort("an access outside of what was allocated");
-  }
-  return memory->bytes_here + (base - memory->address);
-}
-
-std::size_t HostDevice::allocations() {
-  std::lock_guard lock(mutex_);
-  return memory_.size();
+  return memory_.Reveal(base + low, static_cast<std::size_t>(high - low)) - low;
 }
 
 void HostDevice::SetFault(Fault fault) {
@@ -286,11 +142,11 @@ Status HostDevice::Faulted(std::string_view what) {
   return fault ? fault(what) : Status();
 }
 
-std::shared_ptr<HostDevice::Worker> HostDevice::StreamOf(void* handle) {
+std::shared_ptr<WorkThread> HostDevice::StreamOf(void* handle) {
   std::lock_guard lock(mutex_);
-  std::shared_ptr<Worker>& stream = streams_[handle];
+  std::shared_ptr<WorkThread>& stream = streams_[handle];
   if (stream == nullptr) {
-    stream = std::make_shared<Worker>(options_.seed + ++seeds_, options_.delay_us);
+    stream = std::make_shared<WorkThread>(options_.seed + ++seeds_, options_.delay_us);
   }
   return stream;
 }
@@ -326,14 +182,14 @@ std::string HostDevice::name() const {
 }
 
 Status HostDevice::Check(const BufferView& view) {
-  if (view.data == nullptr || Find(view.data) != nullptr) return {};
+  if (view.data == nullptr || memory_.Find(view.data) != nullptr) return {};
   return {Code::kInvalidArgument, "the buffer is no memory of " + name()};
 }
 
 Result<std::byte*> HostDevice::AllocatePinned(std::size_t bytes) {
   TENSORMOUNT_RETURN_IF_ERROR(Faulted("pin"));
   void* data = nullptr;
-  if (posix_memalign(&data, 4096, bytes) != 0) Abort("no memory");
+  if (posix_memalign(&data, 4096, bytes) != 0) AbortDevice("no memory");
   return static_cast<std::byte*>(data);
 }
 
@@ -341,16 +197,14 @@ void HostDevice::FreePinned(std::byte* data) { std::free(data); }
 
 Result<std::byte*> HostDevice::Allocate(std::size_t bytes) {
   TENSORMOUNT_RETURN_IF_ERROR(Faulted("allocate"));
-  auto memory = std::make_shared<Memory>(bytes);
-  std::lock_guard lock(mutex_);
-  memory_.emplace(memory->address, memory);
-  return memory->address;
+  return memory_.Add(bytes);
 }
 
 void HostDevice::Free(std::byte* data) {
-  std::lock_guard lock(mutex_);
-  if (memory_.erase(data) == 0) Abort("freed what was not allocated");
+  if (!memory_.Remove(data)) AbortDevice("freed what was not allocated");
 }
+
+std::byte* HostDevice::NewMemory(std::size_t bytes) { return Allocate(bytes).value(); }
 
 Result<std::shared_ptr<DeviceMark>> HostDevice::MarkStream(const DeviceStream& stream) {
   TENSORMOUNT_RETURN_IF_ERROR(Faulted("mark"));

@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "device/device_ops.h"
+#include "tests/support/test_device.h"
+#include "tests/support/twin_memory.h"
+#include "tests/support/work_thread.h"
 
 // A device for tests, made of host memory, that behaves as a real one where that matters: its
 // memory cannot be read through its pointers (who tries ends with SIGSEGV), and what it is given it
@@ -22,7 +25,9 @@
 
 namespace tensormount {
 
-class HostDevice : public DeviceOps, public std::enable_shared_from_this<HostDevice> {
+class HostDevice : public DeviceOps,
+                   public TestDevice,
+                   public std::enable_shared_from_this<HostDevice> {
  public:
   struct Options {
     int ordinal = 0;
@@ -37,14 +42,12 @@ class HostDevice : public DeviceOps, public std::enable_shared_from_this<HostDev
 
   // ---- What a test asks of it ----
 
-  // Memory that can be read: that behind a pointer of the device.
-  std::byte* Reveal(const void* data);
-  // A stream of the caller's, and work for it. `handle`: as MakeStream gave it, null for the legacy
-  // default stream.
-  void* MakeStream();
-  void Enqueue(void* handle, std::function<void()> kernel);
-  // Until a stream has done all that it was given.
-  void Synchronize(void* handle);
+  std::byte* NewMemory(std::size_t bytes) override;
+  void FreeMemory(std::byte* data) override { Free(data); }
+  std::byte* Reveal(const void* data) override;
+  void* MakeStream() override;
+  void Enqueue(void* handle, std::function<void()> kernel) override;
+  void Synchronize(void* handle) override;
   // Until what was submitted to queues is done, also to those that are gone.
   void Quiesce();
   // As if it recorded a graph.
@@ -60,7 +63,7 @@ class HostDevice : public DeviceOps, public std::enable_shared_from_this<HostDev
 
   std::uint64_t bytes_out() const { return bytes_out_; }
   std::uint64_t bytes_in() const { return bytes_in_; }
-  std::size_t allocations();  // That are not freed.
+  std::size_t allocations() { return memory_.count(); }  // That are not freed.
 
   // ---- DeviceOps ----
 
@@ -75,26 +78,22 @@ class HostDevice : public DeviceOps, public std::enable_shared_from_this<HostDev
   Result<std::unique_ptr<DeviceQueue>> MakeQueue() override;
 
  private:
-  class Worker;
-  class Mark;
   class Queue;
-  struct Memory;
 
-  std::shared_ptr<Memory> Find(const void* data);
   std::byte* RevealPlan(const StridedCopy& plan, const std::byte* base, bool destination);
   Status Faulted(std::string_view what);
-  std::shared_ptr<Worker> StreamOf(void* handle);
+  std::shared_ptr<WorkThread> StreamOf(void* handle);
 
   const Options options_;
   std::atomic<bool> lies_ = false;
   std::atomic<std::uint64_t> bytes_out_ = 0;
   std::atomic<std::uint64_t> bytes_in_ = 0;
   std::atomic<int> pending_ = 0;  // Submissions.
+  TwinMemories memory_;
   std::mutex mutex_;
   Fault fault_;
   std::uint64_t seeds_ = 0;
-  std::map<const std::byte*, std::shared_ptr<Memory>> memory_;  // By first byte.
-  std::map<void*, std::shared_ptr<Worker>> streams_;            // By handle; null: the default.
+  std::map<void*, std::shared_ptr<WorkThread>> streams_;  // By handle; null: the default.
   std::vector<void*> capturing_;
 };
 

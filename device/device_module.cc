@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds and opens the module for CUDA.
+#include "device/device_module.h"
+
+#include <cstring>
+#include <dlfcn.h>
+#include <filesystem>
+#include <mutex>
+#include <system_error>
+
+namespace tensormount {
+namespace {
+
+constexpr char kFileName[] = "libtensormount_cuda.so";
+
+Status NoModule(const std::string& why, const std::string& remedy) {
+  return {Code::kUnsupported, "no support for CUDA: " + why + ": " + remedy};
+}
+
+// The folder of the library, or program, that this code is in.
+std::filesystem::path OwnFolder() {
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<const void*>(&CountDevices), &info) == 0 ||
+      info.dli_fname == nullptr) {
+    return {};
+  }
+  std::error_code error;
+  // Of a program it may be the name by which it was called.
+  std::filesystem::path file = std::filesystem::canonical(info.dli_fname, error);
+  if (error) file = std::filesystem::read_symlink("/proc/self/exe", error);
+  return file.parent_path();
+}
+
+Result<const DeviceModule*> Open() {
+  const std::filesystem::path own = OwnFolder();
+  std::filesystem::path file;
+  // Beside a library, of a multi-architecture folder too; beside bin; of tests in a build folder.
+  for (const char* folder : {"tensormount", "../tensormount", "../lib/tensormount",
+                             "../../lib/tensormount"}) {
+    std::error_code error;
+    file = own / folder / kFileName;
+    if (std::filesystem::exists(file, error)) break;
+    file.clear();
+  }
+  if (file.empty()) {
+    return NoModule((own / "tensormount" / kFileName).string() + " is not there",
+                    "install the package tensormount-cuda, or build with nvcc "
+                    "(scripts/setup --with cuda) and install again");
+  }
+  void* const handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* const why = dlerror();
+    return NoModule(why == nullptr ? file.string() : why, "install tensormount again");
+  }
+  const auto entry = reinterpret_cast<DeviceModuleEntry>(dlsym(handle, kDeviceModuleEntry));
+  const DeviceModule* const module = entry == nullptr ? nullptr : entry();
+  if (module == nullptr || module->build != DeviceModuleBuild()) {
+    return NoModule(file.string() + " is of another build than this (" + DeviceModuleBuild() + ")",
+                    "install both of one build");
+  }
+  return module;
+}
+
+}  // namespace
+
+// The version, what the types that pass look like (a hash of the headers that declare them), and
+// who compiled them.
+std::string DeviceModuleBuild() {
+  return TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
+}
+
+Result<const DeviceModule*> OpenDeviceModule() {
+  static auto* const mutex = new std::mutex;
+  static const DeviceModule* opened = nullptr;
+  std::lock_guard lock(*mutex);
+  if (opened == nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(opened, Open());
+  }
+  return opened;
+}
+
+Result<int> CountDevices() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const DeviceModule* const module, OpenDeviceModule());
+  return module->count();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_CUDA_API_H_
+#define TENSORMOUNT_GPU_CUDA_API_H_
+
+#include <cstddef>
+#include <cstdint>
+
+// What we use of the CUDA driver API, declared here: so that this folder compiles where no toolkit
+// is, under every sanitizer, and its tests can be a driver themselves (tests/gpu/fake_cuda.cc).
+// Where a toolkit is there, tests/gpu/cuda_header_check.cc compares this with its header.
+// Source: CUDA Driver API reference, functions as of CUDA 12.0.
+
+namespace tensormount::gpu::cuda {
+
+using Result = int;  // 0: it worked.
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kInvalidValue = 1;
+inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNotInitialized = 3;
+inline constexpr Result kDeinitialized = 4;
+inline constexpr Result kNoDevice = 100;
+inline constexpr Result kInvalidDevice = 101;
+inline constexpr Result kInvalidContext = 201;
+inline constexpr Result kNoBinaryForGpu = 209;
+inline constexpr Result kEccUncorrectable = 214;
+inline constexpr Result kInvalidHandle = 400;
+inline constexpr Result kNotReady = 600;
+inline constexpr Result kIllegalAddress = 700;
+inline constexpr Result kLaunchTimeout = 702;
+inline constexpr Result kContextIsDestroyed = 709;
+inline constexpr Result kAssert = 710;
+inline constexpr Result kHardwareStackError = 714;
+inline constexpr Result kIllegalInstruction = 715;
+inline constexpr Result kMisalignedAddress = 716;
+inline constexpr Result kInvalidAddressSpace = 717;
+inline constexpr Result kInvalidPc = 718;
+inline constexpr Result kLaunchFailed = 719;
+inline constexpr Result kNotPermitted = 800;
+inline constexpr Result kCaptureUnsupported = 900;
+inline constexpr Result kCaptureImplicit = 906;
+
+using Device = int;
+using Address = std::uint64_t;  // Of memory of a device.
+struct ContextRep;
+using Context = ContextRep*;
+struct StreamRep;
+using Stream = StreamRep*;
+struct EventRep;
+using Event = EventRep*;
+struct ModuleRep;
+using Module = ModuleRep*;
+struct FunctionRep;
+using Function = FunctionRep*;
+struct Uuid {
+  std::uint8_t bytes[16];
+};
+
+// The default streams, which are handles that stand for themselves.
+inline constexpr std::uintptr_t kLegacyStream = 1;
+inline constexpr std::uintptr_t kPerThreadStream = 2;
+
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kRegisterPortable = 1;
+
+inline constexpr int kCaptureNone = 0;         // Of a stream.
+inline constexpr int kCaptureModeRelaxed = 2;  // Of a thread.
+
+inline constexpr int kPointerMemoryType = 2;
+inline constexpr int kPointerDeviceOrdinal = 9;
+inline constexpr unsigned kMemoryHost = 1;
+inline constexpr unsigned kMemoryDevice = 2;
+inline constexpr unsigned kMemoryUnified = 4;
+
+inline constexpr int kAttributeMajor = 75;
+inline constexpr int kAttributeMinor = 76;
+inline constexpr int kAttributeHostNumaId = 134;
+
+// Functions as they are asked for with this version: X(name, parameters).
+inline constexpr int kVersion = 12000;
+#define TENSORMOUNT_CUDA_FUNCTIONS(X)                                                             \
+  X(cuInit, (unsigned flags))                                                                     \
+  X(cuDriverGetVersion, (int* version))                                                           \
+  X(cuGetErrorName, (Result error, const char** name))                                            \
+  X(cuGetErrorString, (Result error, const char** words))                                         \
+  X(cuDeviceGetCount, (int* count))                                                               \
+  X(cuDeviceGet, (Device * device, int ordinal))                                                  \
+  X(cuDeviceGetName, (char* name, int bytes, Device device))                                      \
+  X(cuDeviceGetUuid, (Uuid * uuid, Device device))                                                \
+  X(cuDeviceGetAttribute, (int* value, int attribute, Device device))                             \
+  X(cuDevicePrimaryCtxRetain, (Context * context, Device device))                                 \
+  X(cuDevicePrimaryCtxRelease, (Device device))                                                   \
+  X(cuCtxPushCurrent, (Context context))                                                          \
+  X(cuCtxPopCurrent, (Context * context))                                                         \
+  X(cuCtxGetId, (Context context, std::uint64_t * id))                                            \
+  X(cuCtxGetStreamPriorityRange, (int* least, int* greatest))                                     \
+  X(cuThreadExchangeStreamCaptureMode, (int* mode))                                               \
+  X(cuModuleLoadData, (Module * module, const void* image))                                       \
+  X(cuModuleGetFunction, (Function * function, Module module, const char* name))                  \
+  X(cuModuleGetGlobal, (Address * address, std::size_t * bytes, Module module, const char* name)) \
+  X(cuLaunchKernel, (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,        \
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,       \
+                     Stream stream, void** parameters, void** extra))                             \
+  X(cuMemAlloc, (Address * address, std::size_t bytes))                                           \
+  X(cuMemFree, (Address address))                                                                 \
+  X(cuMemHostRegister, (void* data, std::size_t bytes, unsigned flags))                           \
+  X(cuMemHostUnregister, (void* data))                                                            \
+  X(cuPointerGetAttribute, (void* value, int attribute, Address address))                         \
+  X(cuStreamCreateWithPriority, (Stream * stream, unsigned flags, int priority))                  \
+  X(cuStreamDestroy, (Stream stream))                                                             \
+  X(cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                              \
+  X(cuStreamIsCapturing, (Stream stream, int* status))                                            \
+  X(cuEventCreate, (Event * event, unsigned flags))                                               \
+  X(cuEventDestroy, (Event event))                                                                \
+  X(cuEventRecord, (Event event, Stream stream))                                                  \
+  X(cuEventQuery, (Event event))                                                                  \
+  X(cuMemcpyHtoD, (Address to, const void* from, std::size_t bytes))                              \
+  X(cuMemcpyHtoDAsync, (Address to, const void* from, std::size_t bytes, Stream stream))          \
+  X(cuMemcpyDtoHAsync, (void* to, Address from, std::size_t bytes, Stream stream))                \
+  X(cuMemsetD8Async, (Address to, unsigned char value, std::size_t bytes, Stream stream))
+
+// Resolves a function of a version, from CUDA 12 on: the entry point by which the others are found.
+using GetProcAddress = Result (*)(const char* name, void** function, int version,
+                                  std::uint64_t flags, int* found);
+inline constexpr char kGetProcAddress[] = "cuGetProcAddress_v2";
+inline constexpr char kLibrary[] = "libcuda.so.1";
+
+// A driver: its functions.
+struct Driver {
+#define TENSORMOUNT_CUDA_MEMBER(name, parameters) Result(*name) parameters = nullptr;
+  TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_CUDA_MEMBER)
+#undef TENSORMOUNT_CUDA_MEMBER
+};
+
+}  // namespace tensormount::gpu::cuda
+
+#endif  // TENSORMOUNT_GPU_CUDA_API_H_

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contexts are the driver's state of a thread: whatever is asked of a device is asked in a scope
+// that makes its context the current one, and gives the caller's own back.
+#include "gpu/cuda_context.h"
+
+#include "gpu/cuda_driver.h"
+
+namespace tensormount::gpu {
+
+Result<std::shared_ptr<CudaContext>> CudaContext::Retain(std::shared_ptr<const cuda::Driver> driver,
+                                                         cuda::Device device, std::string name) {
+  // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): the constructor is private.
+  std::shared_ptr<CudaContext> context(new CudaContext(std::move(driver), device, std::move(name)));
+  const cuda::Result retained =
+      context->driver().cuDevicePrimaryCtxRetain(&context->context_, device);
+  if (retained != cuda::kSuccess) {
+    context->context_ = nullptr;
+    const Status status = CudaStatus(context->driver(), retained, "take its context");
+    // Whatever it says (another process has it alone, no memory for a context): it is not to be
+    // had.
+    return Status(Code::kUnavailable, status.message()).WithContext(context->name());
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(
+      CudaStatus(context->driver(), context->driver().cuCtxGetId(context->context_, &context->id_),
+                 "ask for the number of its context")
+          .WithContext(context->name()));
+  return context;
+}
+
+CudaContext::~CudaContext() {
+  if (context_ != nullptr && !gone()) (void)driver_->cuDevicePrimaryCtxRelease(device_);
+}
+
+Status CudaContext::Check(cuda::Result result, std::string_view doing) {
+  if (result == cuda::kSuccess) return {};
+  const Status status = CudaStatus(*driver_, result, doing).WithContext(name_);
+  if (result == cuda::kContextIsDestroyed || result == cuda::kInvalidContext ||
+      result == cuda::kDeinitialized) {
+    gone_ = true;
+    return status.WithMessage(status.message() +
+                              ": somebody has reset the device, or destroyed its context");
+  }
+  if (!IsSticky(result)) return status;
+  return status.WithMessage(
+      status.message() +
+      (under_way > 0 ? ": work of the program, or of tensormount, went wrong on it"
+                     : ": not by tensormount, no work of which was under way; other work of the "
+                       "program went wrong on it"));
+}
+
+CudaScope::CudaScope(CudaContext& context) : context_(context) {
+  const cuda::Driver& driver = context.driver();
+  const auto lost = [&](cuda::Result result) {
+    status_ = context.Check(result, "work in its context");
+  };
+  if (context.gone()) {
+    lost(cuda::kContextIsDestroyed);
+    return;
+  }
+  // A device that was reset may have a new context at the old address.
+  std::uint64_t id = 0;
+  cuda::Result result = driver.cuCtxGetId(context.context_, &id);
+  if (result == cuda::kSuccess && id != context.id_) result = cuda::kContextIsDestroyed;
+  if (result == cuda::kSuccess) result = driver.cuCtxPushCurrent(context.context_);
+  if (result != cuda::kSuccess) {
+    lost(result);
+    return;
+  }
+  pushed_ = true;
+  // Where it fails (never, by its description) captures of other threads are as strict as before.
+  if (driver.cuThreadExchangeStreamCaptureMode(&capture_mode_) != cuda::kSuccess) {
+    capture_mode_ = cuda::kCaptureModeRelaxed;
+  }
+}
+
+CudaScope::~CudaScope() {
+  if (!pushed_) return;
+  (void)context_.driver().cuThreadExchangeStreamCaptureMode(&capture_mode_);
+  cuda::Context popped = nullptr;
+  (void)context_.driver().cuCtxPopCurrent(&popped);
+}
+
+Result<std::shared_ptr<CudaMark>> CudaMark::Record(std::shared_ptr<CudaContext> context,
+                                                   cuda::Stream stream,
+                                                   std::function<void()> reached) {
+  const cuda::Driver& driver = context->driver();
+  cuda::Event event = nullptr;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context->Check(driver.cuEventCreate(&event, cuda::kEventDisableTiming), "make an event"));
+  const cuda::Result recorded = driver.cuEventRecord(event, stream);
+  if (recorded == cuda::kInvalidHandle) {
+    (void)driver.cuEventDestroy(event);
+    return Status(Code::kInvalidArgument, context->name() + ": the stream is none of this device");
+  }
+  if (recorded != cuda::kSuccess) {
+    (void)driver.cuEventDestroy(event);
+    return context->Check(recorded, "record an event");
+  }
+  // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): the constructor is private.
+  return std::shared_ptr<CudaMark>(new CudaMark(std::move(context), event, std::move(reached)));
+}
+
+CudaMark::~CudaMark() {
+  const CudaScope scope(*context_);
+  if (scope.status().ok()) (void)context_->driver().cuEventDestroy(event_);
+}
+
+Result<bool> CudaMark::Reached() {
+  std::lock_guard lock(mutex_);
+  if (reached_) return true;
+  TENSORMOUNT_RETURN_IF_ERROR(failure_);
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  const cuda::Result result = context_->driver().cuEventQuery(event_);
+  if (result == cuda::kNotReady) return false;
+  failure_ = context_->Check(result, "wait for its work");
+  TENSORMOUNT_RETURN_IF_ERROR(failure_);
+  reached_ = true;
+  if (reached_call_) reached_call_();
+  reached_call_ = {};
+  return true;
+}
+
+Status CudaMark::Precede(CudaContext& context, cuda::Stream stream) {
+  if (&context != context_.get()) {
+    return context_->Check(cuda::kContextIsDestroyed, "wait for an event");
+  }
+  return context_->Check(context_->driver().cuStreamWaitEvent(stream, event_, 0),
+                         "wait for an event");
+}
+
+}  // namespace tensormount::gpu

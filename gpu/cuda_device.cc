@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// Devices of CUDA by its driver API: what they are, whose memory a pointer is, and what is made of
+// them. Their work is in cuda_queue.cc.
+#include "gpu/cuda_device.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "gpu/cuda_driver.h"
+#include "gpu/cuda_queue.h"
+#include "gpu/kernels/crc64.h"
+
+namespace tensormount::gpu {
+namespace {
+
+// Bytes of memory from a view's data to its lowest byte and behind its highest one. Strides were
+// found to be sound before (PlaceBuffer).
+struct Reach {
+  std::int64_t low = 0;
+  std::int64_t high = 0;
+};
+Reach ReachOf(const BufferView& view) {
+  const auto bits = static_cast<std::int64_t>(InfoOf(view.dtype).bits);
+  if (view.IsPacked()) {
+    std::int64_t elements = 1;
+    for (const std::int64_t extent : view.shape) elements *= extent;
+    return {0, (elements * bits + 7) / 8};
+  }
+  Reach reach{0, bits / 8};  // Types under a byte are packed.
+  for (int a = 0; a < view.shape.rank(); ++a) {
+    const std::int64_t far = (view.shape[a] - 1) * view.strides[a] * (bits / 8);
+    (far < 0 ? reach.low : reach.high) += far;
+  }
+  return reach;
+}
+
+std::string Hexadecimal(const std::byte* data) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (auto rest = reinterpret_cast<std::uintptr_t>(data); rest != 0; rest /= 16) {
+    text.insert(text.begin(), kDigits[rest % 16]);
+  }
+  return "0x" + (text.empty() ? "0" : text);
+}
+
+std::string UuidText(const std::array<std::uint8_t, 16>& uuid) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text = "GPU-";
+  for (std::size_t i = 0; i < uuid.size(); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    text += kDigits[uuid[i] / 16];
+    text += kDigits[uuid[i] % 16];
+  }
+  return text;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<CudaDevice>> CudaDevice::Open(std::shared_ptr<const cuda::Driver> driver,
+                                                     int ordinal, std::span<const std::byte> image,
+                                                     const CudaOptions& options) {
+  std::string name = "cuda:" + std::to_string(ordinal);
+  cuda::Device device = 0;
+  const cuda::Result found = driver->cuDeviceGet(&device, ordinal);
+  if (found != cuda::kSuccess) {
+    return Status(Code::kUnavailable,
+                  CudaStatus(*driver, found, "look for it").WithContext(name).message());
+  }
+  char words[128] = {};
+  if (driver->cuDeviceGetName(words, sizeof(words) - 1, device) == cuda::kSuccess) {
+    name += " (" + std::string(words) + ")";
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<CudaContext> context,
+                               CudaContext::Retain(driver, device, name));
+  // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): the constructor is private.
+  std::shared_ptr<CudaDevice> made(new CudaDevice(std::move(context), ordinal, options));
+  TENSORMOUNT_RETURN_IF_ERROR(made->Load(image));
+  return made;
+}
+
+Status CudaDevice::Load(std::span<const std::byte> image) {
+  const cuda::Driver& driver = context_->driver();
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  cuda::Module module = nullptr;
+  const cuda::Result loaded = driver.cuModuleLoadData(&module, image.data());
+  if (loaded != cuda::kSuccess) {
+    int major = 0;
+    int minor = 0;
+    int version = 0;
+    (void)driver.cuDeviceGetAttribute(&major, cuda::kAttributeMajor, context_->device());
+    (void)driver.cuDeviceGetAttribute(&minor, cuda::kAttributeMinor, context_->device());
+    (void)driver.cuDriverGetVersion(&version);
+    const Status status = context_->Check(
+        loaded, "load tensormount's kernels for compute capability " + std::to_string(major) + "." +
+                    std::to_string(minor) + " with a driver of CUDA " +
+                    std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10));
+    return {Code::kUnavailable, status.message()};
+  }
+  const std::pair<const char*, cuda::Function*> wanted[] = {{"tensormount_copy", &kernels_.copy},
+                                                            {"tensormount_hash", &kernels_.hash},
+                                                            {"tensormount_crc", &kernels_.crc}};
+  for (const auto& [name, function] : wanted) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        context_->Check(driver.cuModuleGetFunction(function, module, name), name));
+  }
+  cuda::Address tables = 0;
+  std::size_t bytes = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      driver.cuModuleGetGlobal(&tables, &bytes, module, "tensormount_crc_tables"), "find tables"));
+  const auto filled = std::make_unique<kernels::CrcTables>();
+  if (bytes != sizeof(*filled)) {
+    return {Code::kInternal, name() + ": the kernels are of another version of tensormount"};
+  }
+  kernels::FillCrcTables(*filled);
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuMemcpyHtoD(tables, filled.get(), bytes), "fill tables"));
+  int greatest = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      driver.cuCtxGetStreamPriorityRange(&least_priority_, &greatest), "ask for priorities"));
+  // Older drivers do not know it.
+  if (driver.cuDeviceGetAttribute(&numa_node_, cuda::kAttributeHostNumaId, context_->device()) !=
+      cuda::kSuccess) {
+    numa_node_ = -1;
+  }
+  pinned_ = std::make_shared<PinnedMemory>(context_, numa_node_);
+  scratch_ = std::make_unique<ScratchPool>(context_, options_.scratch_bytes);
+  results_ = std::make_shared<ResultSlabs>(pinned_);
+  return {};
+}
+
+// Asked for each end of a buffer, not for the range that an address is of: memory whose parts were
+// mapped one by one (expandable segments of PyTorch) is one buffer all the same.
+Status CudaDevice::CheckAddress(const std::byte* data) const {
+  const cuda::Driver& driver = context_->driver();
+  const auto address = reinterpret_cast<cuda::Address>(data);
+  const auto no_memory = [&](const std::string& what) {
+    return Status(Code::kInvalidArgument,
+                  "the buffer is no memory of " + name() + ": " + Hexadecimal(data) + what);
+  };
+  unsigned type = 0;
+  const cuda::Result asked = driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address);
+  if (asked == cuda::kInvalidValue) return no_memory(" is not known to CUDA");
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for a buffer"));
+  if (type == cuda::kMemoryHost) return no_memory(" is memory of the host");
+  int ordinal = -1;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),
+                      "ask for a buffer"));
+  // Memory that host and device share may be on another one now.
+  if (type == cuda::kMemoryDevice && ordinal != ordinal_) {
+    return no_memory(" is memory of cuda:" + std::to_string(ordinal));
+  }
+  return {};
+}
+
+Status CudaDevice::Check(const BufferView& view) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  const Reach reach = ReachOf(view);
+  const auto* const data = static_cast<const std::byte*>(view.data);
+  TENSORMOUNT_RETURN_IF_ERROR(CheckAddress(data + reach.low));
+  return CheckAddress(data + reach.high - 1);
+}
+
+Result<std::byte*> CudaDevice::AllocatePinned(std::size_t bytes) {
+  return pinned_->Allocate(bytes);
+}
+
+void CudaDevice::FreePinned(std::byte* data) { pinned_->Free(data); }
+
+Result<std::byte*> CudaDevice::Allocate(std::size_t bytes) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  cuda::Address address = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(context_->driver().cuMemAlloc(&address, std::max<std::size_t>(bytes, 1)),
+                      "allocate " + std::to_string(bytes) + " bytes"));
+  return reinterpret_cast<std::byte*>(address);
+}
+
+void CudaDevice::Free(std::byte* data) {
+  const CudaScope scope(*context_);
+  if (scope.status().ok()) {
+    (void)context_->driver().cuMemFree(reinterpret_cast<cuda::Address>(data));
+  }
+}
+
+Result<std::shared_ptr<DeviceMark>> CudaDevice::MarkStream(const DeviceStream& stream) {
+  std::uintptr_t handle = reinterpret_cast<std::uintptr_t>(stream.handle);
+  if (stream.kind == StreamKind::kPerThreadDefault) handle = cuda::kPerThreadStream;
+  // The runtime says 0 for the legacy default stream, too.
+  if (stream.kind == StreamKind::kLegacyDefault || handle == 0) handle = cuda::kLegacyStream;
+  const auto native = reinterpret_cast<cuda::Stream>(handle);
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  int capture = cuda::kCaptureNone;
+  const cuda::Result asked = context_->driver().cuStreamIsCapturing(native, &capture);
+  // The legacy stream takes nothing while a stream that waits for it is recorded.
+  if (asked == cuda::kCaptureImplicit || (asked == cuda::kSuccess && capture != 0)) {
+    return Status(Code::kInvalidArgument,
+                  name() +
+                      ": the stream records a graph; save or load before or after, or on "
+                      "another stream");
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for the stream"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<CudaMark> mark, CudaMark::Record(context_, native));
+  return std::shared_ptr<DeviceMark>(std::move(mark));
+}
+
+Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue() {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  cuda::Stream stream = nullptr;
+  // Training goes first.
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(context_->driver().cuStreamCreateWithPriority(
+                          &stream, cuda::kStreamNonBlocking, least_priority_),
+                      "make a stream"));
+  return std::unique_ptr<DeviceQueue>(std::make_unique<CudaQueue>(shared_from_this(), stream));
+}
+
+// ---- CudaDevices -----------------------------------------------------------------------------
+
+Status CudaDevices::Begin() {
+  if (driver_ != nullptr) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(driver_, OpenDriver(library_.c_str()));
+  return {};
+}
+
+Result<int> CudaDevices::Count() {
+  std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  int count = 0;
+  const cuda::Result asked = driver_->cuDeviceGetCount(&count);
+  if (asked != cuda::kSuccess) {
+    return Status(Code::kUnavailable, CudaStatus(*driver_, asked, "count devices").message());
+  }
+  return count;
+}
+
+Result<int> CudaDevices::OrdinalOf(const Device& device) const {
+  if (device.uuid == std::array<std::uint8_t, 16>{}) return device.ordinal;
+  int count = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      CudaStatus(*driver_, driver_->cuDeviceGetCount(&count), "count devices"));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    cuda::Device there = 0;
+    cuda::Uuid uuid = {};
+    if (driver_->cuDeviceGet(&there, ordinal) == cuda::kSuccess &&
+        driver_->cuDeviceGetUuid(&uuid, there) == cuda::kSuccess &&
+        std::equal(device.uuid.begin(), device.uuid.end(), uuid.bytes)) {
+      return ordinal;
+    }
+  }
+  return Status(Code::kUnavailable, "no device is " + UuidText(device.uuid) + ", of the " +
+                                        std::to_string(count) +
+                                        " that CUDA_VISIBLE_DEVICES leaves to this process");
+}
+
+Result<std::shared_ptr<DeviceOps>> CudaDevices::Open(const Device& device) {
+  std::lock_guard lock(mutex_);
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const int ordinal, OrdinalOf(device));
+  std::shared_ptr<CudaDevice>& opened = opened_[ordinal];
+  if (opened == nullptr || opened->gone()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(opened, CudaDevice::Open(driver_, ordinal, image_, options_));
+  }
+  return std::shared_ptr<DeviceOps>(opened);
+}
+
+}  // namespace tensormount::gpu

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// What libtensormount_cuda.so says of itself, and the compiled kernels that it carries.
+#include <span>
+
+#include "device/device_module.h"
+#include "gpu/cuda_device.h"
+
+// The image of kernels.cu, as nvcc made it: put here by kernels_image.S.
+extern "C" {
+extern const std::byte tensormount_kernels_begin[];
+extern const std::byte tensormount_kernels_end[];
+}
+
+namespace tensormount::gpu {
+namespace {
+
+CudaDevices& TheDevices() {
+  // Threads that end with the process may ask still.
+  static auto* const devices = new CudaDevices(
+      cuda::kLibrary, std::span(tensormount_kernels_begin, tensormount_kernels_end));
+  return *devices;
+}
+
+}  // namespace
+}  // namespace tensormount::gpu
+
+extern "C" TENSORMOUNT_EXPORT const tensormount::DeviceModule* tensormount_device_module() {
+  static const std::string build = tensormount::DeviceModuleBuild();
+  static const tensormount::DeviceModule module = {
+      build.c_str(),
+      [](const tensormount::Device& device) { return tensormount::gpu::TheDevices().Open(device); },
+      [] { return tensormount::gpu::TheDevices().Count(); }};
+  return &module;
+}

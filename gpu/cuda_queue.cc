@@ -1,0 +1,461 @@
+// SPDX-License-Identifier: Apache-2.0
+// What saves and loads ask of a device, as launches and copies in one stream. Bytes that lie side
+// by side on both sides are copied as they are; all others go through scratch memory of the device,
+// where a kernel packs or unpacks them, many small ones in one launch: so what crosses the bus is
+// always long.
+#include "gpu/cuda_queue.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <utility>
+
+namespace tensormount::gpu {
+namespace {
+
+using kernels::kBatch;
+using kernels::kBlockThreads;
+
+// From here on a copy is worth a submission of its own.
+constexpr std::uint64_t kLong = std::uint64_t{64} << 10;
+// What is in scratch memory begins where it does on the host, up to so many bytes, so that words
+// that fit on the one side fit on the other.
+constexpr std::uint64_t kAlike = 256;
+// Blocks of one launch at most: threads go on with more.
+constexpr std::uint64_t kMostBlocks = 65'536;
+// Digests that wait for one launch at most.
+constexpr std::size_t kMostDigests = 4096;
+
+cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
+
+// One side of a plan: where it begins, and whether it is side by side in the order of its runs.
+struct Side {
+  std::int64_t offset = 0;
+  bool dense = true;
+};
+Side SideOf(const StridedCopy& plan, bool destination) {
+  Side side{destination ? plan.dst_offset : plan.src_offset};
+  auto expected = static_cast<std::int64_t>(plan.run);
+  for (int a = plan.axes - 1; a >= 0; --a) {
+    const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
+    side.dense = side.dense && (destination ? axis.dst : axis.src) == expected;
+    expected *= axis.count;
+  }
+  return side;
+}
+
+// Adds bytes [first, first + bytes) of a copy, counted along its dense side, to a batch. The word
+// must divide both.
+void AddMember(kernels::Batch& batch, const StridedCopy& plan, const std::byte* from,
+               std::uint64_t word, std::uint64_t first, std::uint64_t bytes) {
+  const auto m = static_cast<std::size_t>(batch.count++);
+  batch.strided[m] = kernels::CutIntoPieces(plan, word);
+  batch.first[m] = first / word;
+  batch.from[m] = reinterpret_cast<const std::uint8_t*>(from);
+  batch.begin[m + 1] = batch.begin[m] + bytes / word;
+}
+
+std::uint64_t WordThatDivides(std::uint64_t word, std::uint64_t a, std::uint64_t b) {
+  const std::uint64_t all = word | a | b;
+  return all & (~all + 1);
+}
+
+// Slabs that a device which never ended may still write: never freed, never used again.
+void LeaveSlab(std::shared_ptr<ResultSlabs::Slab> slab) {
+  static auto* const mutex = new std::mutex;
+  static auto* const left = new std::vector<std::shared_ptr<ResultSlabs::Slab>>;
+  std::lock_guard lock(*mutex);
+  left->push_back(std::move(slab));
+}
+
+}  // namespace
+
+// Results on their way: they come into pinned memory of ours, and go from there to who wants them
+// when a mark behind them is found reached. So the device never writes into memory of a caller that
+// is gone. Thread-safe.
+class CudaQueue::Results {
+ public:
+  Results(std::shared_ptr<CudaContext> context, std::shared_ptr<ResultSlabs> slabs)
+      : context_(std::move(context)), slabs_(std::move(slabs)) {}
+  ~Results() {
+    for (Expected& expected : expected_) LeaveSlab(std::move(expected.slab));
+  }
+  Results(const Results&) = delete;
+  Results& operator=(const Results&) = delete;
+
+  // Room for results that will be there after the next submission, at most a slab.
+  Result<std::byte*> Expect(std::span<const Wanted> wanted, std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    if (slab_ == nullptr || slab_->used + bytes > ResultSlabs::kSlabBytes) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(slab_, slabs_->Take());
+    }
+    std::byte* const at = slab_->data + slab_->used;
+    slab_->used += bytes;
+    const std::byte* from = at;
+    for (const Wanted& one : wanted) {
+      expected_.push_back({slab_, from, one.bytes, one.out, submitted_});
+      from += one.bytes;
+    }
+    return at;
+  }
+  // Work was submitted; the number of it.
+  void Submitted() {
+    std::lock_guard lock(mutex_);
+    ++submitted_;
+    ++context_->under_way;
+  }
+  std::uint64_t last() {
+    std::lock_guard lock(mutex_);
+    return submitted_;
+  }
+  // All up to that number is over.
+  void Over(std::uint64_t number) {
+    std::lock_guard lock(mutex_);
+    while (!expected_.empty() && expected_.front().number < number) {
+      const Expected& first = expected_.front();
+      std::memcpy(first.out, first.at, first.bytes);
+      expected_.pop_front();
+    }
+    if (number > over_) {
+      context_->under_way -= static_cast<std::int64_t>(number - over_);
+      over_ = number;
+    }
+  }
+
+ private:
+  struct Expected {
+    std::shared_ptr<ResultSlabs::Slab> slab;
+    const std::byte* at = nullptr;
+    std::size_t bytes = 0;
+    void* out = nullptr;
+    std::uint64_t number = 0;  // Of the submission that brings it, counted from 0.
+  };
+  const std::shared_ptr<CudaContext> context_;
+  const std::shared_ptr<ResultSlabs> slabs_;
+  std::mutex mutex_;
+  std::shared_ptr<ResultSlabs::Slab> slab_;
+  std::deque<Expected> expected_;
+  std::uint64_t submitted_ = 0;
+  std::uint64_t over_ = 0;
+};
+
+CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream)
+    : device_(std::move(device)),
+      context_(device_->context()),
+      stream_(stream),
+      results_(std::make_shared<Results>(context_, device_->results())) {}
+
+// The driver keeps the stream until it has done what it was given.
+CudaQueue::~CudaQueue() {
+  const CudaScope scope(*context_);
+  if (scope.status().ok()) (void)context_->driver().cuStreamDestroy(stream_);
+}
+
+Status CudaQueue::Begin() { return digests_.empty() ? Status() : FlushDigests(); }
+
+Status CudaQueue::After(const std::shared_ptr<DeviceMark>& mark) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  return static_cast<CudaMark&>(*mark).Precede(*context_, stream_);
+}
+
+Result<std::shared_ptr<DeviceMark>> CudaQueue::Mark() {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      std::shared_ptr<CudaMark> mark,
+      CudaMark::Record(context_, stream_,
+                       [results = results_, last = results_->last()] { results->Over(last); }));
+  return std::shared_ptr<DeviceMark>(std::move(mark));
+}
+
+Status CudaQueue::Launch(cuda::Function function, std::uint64_t threads, void* job,
+                         std::string_view name) {
+  const std::uint64_t blocks = (threads + kBlockThreads - 1) / kBlockThreads;
+  const auto grid = static_cast<unsigned>(std::min(blocks, kMostBlocks));
+  void* parameters[] = {job};
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(context_->driver().cuLaunchKernel(function, grid, 1, 1, kBlockThreads, 1, 1,
+                                                        0, stream_, parameters, nullptr),
+                      name));
+  results_->Submitted();
+  return {};
+}
+
+// ---- Copies ----------------------------------------------------------------------------------
+
+Status CudaQueue::CopyMembers(kernels::CopyJob& job) {
+  if (job.batch.count == 0) return {};
+  TENSORMOUNT_RETURN_IF_ERROR(Launch(device_->kernels().copy, job.batch.pieces(), &job, "copy"));
+  job.batch.count = 0;
+  return {};
+}
+
+Status CudaQueue::CrossBytes(std::byte* to, const std::byte* from, std::uint64_t bytes, Way way) {
+  const cuda::Driver& driver = context_->driver();
+  const auto size = static_cast<std::size_t>(bytes);
+  const cuda::Result result = way == Way::kOut
+                                  ? driver.cuMemcpyDtoHAsync(to, AddressOf(from), size, stream_)
+                                  : driver.cuMemcpyHtoDAsync(AddressOf(to), from, size, stream_);
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      result, (way == Way::kOut ? "copy out " : "copy in ") + std::to_string(bytes) + " bytes"));
+  results_->Submitted();
+  return {};
+}
+
+// Without memory on the device.
+Status CudaQueue::CrossByRuns(const DeviceCopy& copy, Way way) {
+  Status status;
+  copy.plan.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t bytes) {
+    if (status.ok()) status = CrossBytes(copy.to + to, copy.from + from, bytes, way);
+  });
+  return status;
+}
+
+Status CudaQueue::CopyOut(std::span<const DeviceCopy> copies) { return Cross(copies, Way::kOut); }
+Status CudaQueue::CopyIn(std::span<const DeviceCopy> copies) { return Cross(copies, Way::kIn); }
+
+Status CudaQueue::Cross(std::span<const DeviceCopy> copies, Way way) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  std::vector<DeviceCopy> strided;
+  for (const DeviceCopy& copy : copies) {
+    if (!SideOf(copy.plan, way == Way::kOut).dense) {
+      return {Code::kInternal, "a copy whose bytes do not lie side by side on the host"};
+    }
+  }
+  for (const DeviceCopy& copy : copies) {
+    const std::uint64_t bytes = copy.plan.bytes();
+    if (bytes == 0) continue;
+    if (copy.plan.axes == 0 && (bytes >= kLong || copies.size() == 1)) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          CrossBytes(copy.to + copy.plan.dst_offset, copy.from + copy.plan.src_offset, bytes, way));
+    } else {
+      strided.push_back(copy);
+    }
+  }
+  return CrossStrided(strided, way);
+}
+
+// A copy, or a part of one that scratch memory holds, at a time: bytes that follow each other on
+// the host and in scratch memory cross together.
+Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
+  if (copies.empty()) return {};
+  Result<ScratchPool::Lease> taken = device_->scratch().Take(stream_);
+  if (!taken.ok()) {
+    if (taken.status().code() != Code::kResourceExhausted) return taken.status();
+    for (const DeviceCopy& copy : copies) TENSORMOUNT_RETURN_IF_ERROR(CrossByRuns(copy, way));
+    return {};
+  }
+  const ScratchPool::Lease lease = std::move(taken).value();
+  auto* const scratch = reinterpret_cast<std::byte*>(lease.data());
+
+  struct Span {  // Bytes of the host, and where they stand in scratch memory.
+    std::byte* host = nullptr;
+    std::uint64_t at = 0;
+    std::uint64_t bytes = 0;
+  };
+  std::vector<Span> spans;
+  std::uint64_t used = 0;
+  kernels::CopyJob job;
+  // A load brings the bytes to scratch memory before kernels spread them, a save after they packed
+  // them. Then scratch memory is used again: the stream keeps the order.
+  const auto cross = [&]() -> Status {
+    if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+    for (const Span& span : spans) {
+      std::byte* const there = scratch + span.at;
+      TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? CrossBytes(span.host, there, span.bytes, way)
+                                                   : CrossBytes(there, span.host, span.bytes, way));
+    }
+    if (way == Way::kIn) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+    spans.clear();
+    used = 0;
+    return {};
+  };
+  for (const DeviceCopy& copy : copies) {
+    const Side dense = SideOf(copy.plan, way == Way::kOut);
+    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
+    std::byte* const host =
+        (way == Way::kOut ? copy.to : const_cast<std::byte*>(copy.from)) + dense.offset;
+    const std::uint64_t all = copy.plan.bytes();
+    for (std::uint64_t done = 0; done < all;) {
+      const bool follows = !spans.empty() && spans.back().host + spans.back().bytes == host + done;
+      std::uint64_t at = used;
+      if (!follows) at = (used + kAlike - 1) / kAlike * kAlike + AddressOf(host + done) % kAlike;
+      // The dense side of the plan, moved into scratch memory; offsets may well be before it.
+      const auto moved = reinterpret_cast<std::byte*>(AddressOf(scratch) + at - done -
+                                                      static_cast<std::uint64_t>(dense.offset));
+      const std::byte* const from = way == Way::kOut ? copy.from : moved;
+      std::byte* const to = way == Way::kOut ? moved : copy.to;
+      std::uint64_t word = kernels::WordOf(copy.plan, from, to);
+      const std::uint64_t room = at < lease.data_bytes() ? lease.data_bytes() - at : 0;
+      std::uint64_t bytes = all - done;
+      if (bytes > room) bytes = room / kAlike * kAlike;
+      word = WordThatDivides(word, done, bytes);
+      // In the same order all that went before: later ones must find the members of this batch.
+      if (bytes == 0 || job.batch.count == kBatch) {
+        TENSORMOUNT_RETURN_IF_ERROR(cross());
+        continue;
+      }
+      AddMember(job.batch, copy.plan, from, word, done, bytes);
+      job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
+      if (follows) {
+        spans.back().bytes += bytes;
+      } else {
+        spans.push_back({host + done, at, bytes});
+      }
+      used = at + bytes;
+      done += bytes;
+    }
+  }
+  return cross();
+}
+
+Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  kernels::CopyJob job;
+  for (const DeviceCopy& copy : copies) {
+    const std::uint64_t bytes = copy.plan.bytes();
+    if (bytes == 0) continue;
+    AddMember(job.batch, copy.plan, copy.from, kernels::WordOf(copy.plan, copy.from, copy.to), 0,
+              bytes);
+    job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(copy.to);
+    if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+  }
+  return CopyMembers(job);
+}
+
+// ---- Hashes ----------------------------------------------------------------------------------
+
+Status CudaQueue::Deliver(cuda::Address from, std::span<const Wanted> wanted) {
+  std::size_t bytes = 0;
+  for (const Wanted& one : wanted) bytes += one.bytes;
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const at, results_->Expect(wanted, bytes));
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      context_->driver().cuMemcpyDtoHAsync(at, from, bytes, stream_), "copy out hashes"));
+  results_->Submitted();
+  return {};
+}
+
+Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byte* base,
+                             std::uint64_t bytes, std::uint64_t leaf_bytes, Hash128* out) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  if (bytes == 0) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
+  const bool in_place = gather.size() == 1 && gather.front().run == bytes;
+  // What one slab of results takes, and, gathered, what scratch memory holds.
+  std::uint64_t leaves_at_once = ResultSlabs::kSlabBytes / sizeof(Hash128);
+  static_assert(ResultSlabs::kSlabBytes / sizeof(Hash128) <= ScratchPool::kResults);
+  if (!in_place) {
+    leaves_at_once = std::min<std::uint64_t>(leaves_at_once, lease.data_bytes() / leaf_bytes);
+    if (leaves_at_once == 0 && bytes <= lease.data_bytes()) leaves_at_once = 1;
+    if (leaves_at_once == 0) {
+      return {Code::kResourceExhausted, device_->name() + ": no memory to hash leaves of " +
+                                            std::to_string(leaf_bytes) + " bytes in"};
+    }
+  }
+  const auto window = leaf_bytes > bytes / leaves_at_once ? bytes : leaves_at_once * leaf_bytes;
+  kernels::CopyJob job;
+  for (std::uint64_t begin = 0; begin < bytes; begin += window) {
+    const std::uint64_t end = std::min(bytes, begin + window);
+    const std::byte* data = reinterpret_cast<const std::byte*>(lease.data());
+    if (in_place) {
+      data = base + gather.front().src_offset + begin;
+    } else {
+      auto* const to = reinterpret_cast<std::byte*>(lease.data() - begin);
+      for (const StridedCopy& plan : gather) {
+        const Side side = SideOf(plan, true);
+        if (!side.dense) return {Code::kInternal, "bytes to be hashed that are not side by side"};
+        const auto first = static_cast<std::uint64_t>(side.offset);
+        const std::uint64_t from = std::max(begin, first);
+        const std::uint64_t until = std::min(end, first + plan.bytes());
+        if (from >= until) continue;
+        const std::uint64_t word =
+            WordThatDivides(kernels::WordOf(plan, base, to), from - first, until - from);
+        AddMember(job.batch, plan, base, word, from - first, until - from);
+        job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
+        if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+    }
+    kernels::HashJob hashes;
+    hashes.data = reinterpret_cast<const std::uint8_t*>(data);
+    hashes.bytes = end - begin;
+    hashes.leaf_bytes = leaf_bytes;
+    hashes.out = reinterpret_cast<kernels::Hash*>(lease.results());
+    static_assert(sizeof(kernels::Hash) == sizeof(Hash128));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Launch(device_->kernels().hash, hashes.leaves() * kernels::kLanes, &hashes, "hash"));
+    const Wanted wanted{out + begin / leaf_bytes,
+                        static_cast<std::size_t>(hashes.leaves()) * sizeof(Hash128)};
+    TENSORMOUNT_RETURN_IF_ERROR(Deliver(lease.results(), {&wanted, 1}));
+  }
+  return {};
+}
+
+Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* base,
+                         const Dims& byte_shape, Crc64* out) {
+  if (digests_.size() == kMostDigests) {
+    const CudaScope scope(*context_);
+    TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+    TENSORMOUNT_RETURN_IF_ERROR(FlushDigests());
+  }
+  const Box whole = Box::Whole(byte_shape);
+  const PlacedBox tensor = PlacePacked(tensormount::Region(whole), 0).front();
+  WantedDigest wanted{regions_.size(), 0, out};
+  for (const PlacedBox& box : placed) {
+    const StridedCopy plan = PlanCopy(box.box, box, tensor);
+    if (plan.bytes() == 0) continue;
+    regions_.push_back({plan, base, static_cast<std::uint64_t>(whole.volume())});
+    ++wanted.count;
+  }
+  digests_.push_back(wanted);
+  return {};
+}
+
+Status CudaQueue::FlushDigests() {
+  const std::vector<WantedDigest> digests = std::exchange(digests_, {});
+  const std::vector<Region> regions = std::exchange(regions_, {});
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
+  static_assert(kMostDigests * sizeof(Crc64) <= ResultSlabs::kSlabBytes);
+  static_assert(sizeof(Crc64) == sizeof(std::uint64_t));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(context_->driver().cuMemsetD8Async(lease.results(), 0,
+                                                         digests.size() * sizeof(Crc64), stream_),
+                      "clear digests"));
+  auto* const sums = reinterpret_cast<std::uint64_t*>(lease.results());
+  kernels::CrcJob job;
+  const auto launch = [&]() -> Status {
+    if (job.batch.count == 0) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(Launch(device_->kernels().crc, job.batch.pieces(), &job, "digest"));
+    job.batch.count = 0;
+    return {};
+  };
+  for (std::size_t d = 0; d < digests.size(); ++d) {
+    for (std::size_t r = digests[d].first; r < digests[d].first + digests[d].count; ++r) {
+      const Region& region = regions[r];
+      const auto m = static_cast<std::size_t>(job.batch.count++);
+      job.batch.strided[m] = kernels::CutIntoPieces(region.plan, kernels::kCrcPieceBytes);
+      job.batch.first[m] = 0;
+      job.batch.from[m] = reinterpret_cast<const std::uint8_t*>(region.base);
+      job.batch.begin[m + 1] = job.batch.begin[m] + job.batch.strided[m].pieces;
+      job.tensor_bytes[m] = region.tensor_bytes;
+      job.sum[m] = sums + d;
+      if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(launch());
+    }
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(launch());
+  std::vector<Wanted> wanted;
+  for (const WantedDigest& digest : digests) wanted.push_back({digest.out, sizeof(Crc64)});
+  return Deliver(lease.results(), wanted);
+}
+
+}  // namespace tensormount::gpu

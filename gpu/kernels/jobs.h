@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_KERNELS_JOBS_H_
+#define TENSORMOUNT_GPU_KERNELS_JOBS_H_
+
+#include <cstdint>
+
+#include "gpu/kernels/crc64.h"
+#include "gpu/kernels/strided.h"
+#include "gpu/kernels/xxh3.h"
+
+// The kernels: what each is handed, by value, and what one thread (or warp) of it does. kernels.cu
+// makes them of these, the tests run them on the host.
+
+namespace tensormount::kernels {
+
+// How many copies, or regions of digests, go into one launch: what makes many small tensors cheap.
+// What they need is handed over with the launch.
+inline constexpr int kBatch = 32;
+// Threads of a block.
+inline constexpr unsigned kBlockThreads = 256;
+
+// Runs the threads of one launch over pieces of several copies, one after the other.
+struct Batch {
+  int count = 0;
+  std::uint64_t begin[kBatch + 1] = {};  // Of each one's pieces, and behind the last.
+  Strided strided[kBatch];
+  std::uint64_t first[kBatch] = {};  // The piece of each that is its first here.
+  const std::uint8_t* from[kBatch] = {};
+  std::uint64_t pieces() const { return begin[count]; }
+};
+// Whose piece `number` is.
+TENSORMOUNT_HOST_DEVICE inline int MemberAt(const Batch& batch, std::uint64_t number) {
+  int low = 0;
+  int high = batch.count;  // It is in [low, high).
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (number < batch.begin[middle] ? high : low) = middle;
+  }
+  return low;
+}
+
+// Strided copies, in pieces of WordOf bytes.
+struct CopyJob {
+  Batch batch;
+  std::uint8_t* to[kBatch] = {};
+};
+TENSORMOUNT_HOST_DEVICE inline void CopyThread(const CopyJob& job, std::uint64_t thread,
+                                               std::uint64_t threads) {
+  const std::uint64_t all = job.batch.begin[job.batch.count];
+  for (std::uint64_t n = thread; n < all; n += threads) {
+    const int m = MemberAt(job.batch, n);
+    const Strided& s = job.batch.strided[m];
+    const std::uint64_t number = n - job.batch.begin[m] + job.batch.first[m];
+    if (s.pieces >> 32 == 0) {
+      CopyPiece<std::uint32_t>(s, number, job.batch.from[m], job.to[m]);
+    } else {
+      CopyPiece<std::uint64_t>(s, number, job.batch.from[m], job.to[m]);
+    }
+  }
+}
+
+// Hashes of the leaves of packed bytes, a warp each.
+struct HashJob {
+  const std::uint8_t* data = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t leaf_bytes = 0;
+  Hash* out = nullptr;
+  std::uint64_t leaves() const { return (bytes + leaf_bytes - 1) / leaf_bytes; }
+};
+template <typename Warp>
+TENSORMOUNT_HOST_DEVICE void HashWarp(const HashJob& job, const Warp& warp, std::uint64_t number,
+                                      std::uint64_t warps) {
+  for (std::uint64_t from = number * job.leaf_bytes; from < job.bytes;
+       number += warps, from = number * job.leaf_bytes) {
+    const std::uint64_t left = job.bytes - from;
+    const Hash hash =
+        HashOfLeaf(warp, job.data + from, left < job.leaf_bytes ? left : job.leaf_bytes);
+    (void)warp.Map([&](int lane) {
+      if (lane == 0) job.out[number] = hash;
+      return 0;
+    });
+  }
+}
+
+// Contributions to digests, in pieces of kCrcPieceBytes: each is added to its region's sum.
+struct CrcJob {
+  Batch batch;
+  std::uint64_t tensor_bytes[kBatch] = {};
+  std::uint64_t* sum[kBatch] = {};
+};
+// `add(sum, value)`: by exclusive or, which other threads may do to the same sum meanwhile.
+template <typename Add>
+TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const CrcTables& tables,
+                                       std::uint64_t thread, std::uint64_t threads, Add add) {
+  const std::uint64_t all = job.batch.begin[job.batch.count];
+  for (std::uint64_t n = thread; n < all; n += threads) {
+    const int m = MemberAt(job.batch, n);
+    const Strided& s = job.batch.strided[m];
+    add(job.sum[m],
+        CrcOfPiece<std::uint64_t>(tables, s, n - job.batch.begin[m] + job.batch.first[m],
+                                  job.batch.from[m], job.tensor_bytes[m]));
+  }
+}
+
+}  // namespace tensormount::kernels
+
+#endif  // TENSORMOUNT_GPU_KERNELS_JOBS_H_

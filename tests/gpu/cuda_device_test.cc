@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+// Devices of CUDA over a driver of the tests: that they conform, and what a driver, a program or a
+// machine can do to them.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "device/devices.h"
+#include "device/pinned_ring.h"
+#include "gpu/cuda_driver.h"
+#include "tests/device/device_ops_conformance.h"
+#include "tests/support/fake_cuda_devices.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+
+namespace tensormount {
+namespace {
+
+namespace cuda = gpu::cuda;
+
+constexpr Device kFirst{DeviceKind::kCuda, 0};
+constexpr Device kSecond{DeviceKind::kCuda, 1};
+
+BufferView CudaView(const std::byte* data, const Dims& shape = {4}, int ordinal = 0) {
+  BufferView view = BufferView::Host(DType::kU8, static_cast<const void*>(data), shape);
+  view.device = {DeviceKind::kCuda, ordinal};
+  view.memory = MemoryKind::kDevice;
+  return view;
+}
+
+class CudaDeviceTest : public testing::Test {
+ protected:
+  CudaDeviceTest() { TheFakeCuda().set_delay(30); }
+  ~CudaDeviceTest() override {
+    TheFakeCuda().set_fault({});
+    TheFakeCuda().lie_about_hashes(false);
+    TheFakeCuda().set_memory_limit(std::size_t{1} << 40);
+    TheFakeCuda().quiesce();
+  }
+  std::shared_ptr<DeviceOps> First() { return devices_.cuda().Open(kFirst).value(); }
+  // Fails calls of one function, the first `skipped` of them not.
+  static void FailAt(const std::string& function, cuda::Result error, int skipped = 0) {
+    auto left = std::make_shared<std::atomic<int>>(skipped);
+    TheFakeCuda().set_fault([=](std::string_view what) {
+      return what == function && (*left)-- <= 0 ? error : cuda::kSuccess;
+    });
+  }
+  FakeCudaDevices devices_;
+};
+
+TEST_F(CudaDeviceTest, Conforms) {
+  const auto device = First();
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(HashesAreThoseOfTheHost(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(OrderIsKept(*device, TestSeed(), TestScale(20)));
+  EXPECT_EQ(TheFakeCuda().contexts_on_stack(), 0);
+  EXPECT_EQ(TheFakeCuda().capture_mode(), 0);
+}
+
+// Nearly every copy is cut.
+TEST_F(CudaDeviceTest, ConformsWithOneKilobyteOfScratchMemory) {
+  gpu::CudaDevices::Options options = FakeCudaDevices::Small();
+  options.scratch_bytes = 1024;
+  FakeCudaDevices little(options);
+  const auto device = little.cuda().Open(kFirst).value();
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(50)));
+}
+
+TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(4096));
+  std::memset(TheFakeCuda().reveal(there), 'x', 4096);
+  TheFakeCuda().set_memory_limit(0);
+  StridedCopy columns;
+  columns.run = 2;
+  columns.axes = 1;
+  columns.axis[0] = {100, 8, 2};
+  std::string out(200, '\0');
+  const DeviceCopy copy{columns, there, reinterpret_cast<std::byte*>(out.data())};
+  ASSERT_OK(queue->CopyOut({&copy, 1}));
+  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+  ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  EXPECT_EQ(out, std::string(200, 'x'));
+  // Hashes need memory; that is said.
+  Hash128 hash;
+  EXPECT_THAT(queue->HashLeaves({&columns, 1}, there, 200, 64, &hash),
+              HasCode(Code::kResourceExhausted));
+  device->Free(there);
+}
+
+// Many small tensors cross in few launches.
+TEST_F(CudaDeviceTest, SmallCopiesShareLaunches) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100'000));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(100'000));
+  Random random(TestSeed());
+  const std::string bytes = random.Bytes(100'000);
+  std::memcpy(TheFakeCuda().reveal(there), bytes.data(), bytes.size());
+  std::vector<DeviceCopy> copies;
+  for (std::size_t i = 0; i < 320; ++i) {
+    StridedCopy plan;
+    plan.run = 300;
+    copies.push_back({plan, there + (319 - i) * 300, here + i * 300});
+  }
+  const FakeCuda::Counts before = TheFakeCuda().counts();
+  ASSERT_OK(queue->CopyOut(copies));
+  const FakeCuda::Counts after = TheFakeCuda().counts();
+  EXPECT_LE(after.launches - before.launches, 12u);
+  EXPECT_LE(after.copies - before.copies, 12u);
+  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+  ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  for (std::size_t i = 0; i < 320; ++i) {
+    ASSERT_EQ(std::memcmp(here + i * 300, bytes.data() + (319 - i) * 300, 300), 0) << i;
+  }
+  device->FreePinned(here);
+  device->Free(there);
+}
+
+// What a copy does not name stays as it is, between its parts too.
+TEST_F(CudaDeviceTest, GapsOnTheHostAreNotWritten) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(200));
+  std::memset(TheFakeCuda().reveal(there), 'x', 200);
+  std::string out(300, '.');
+  StridedCopy plan;
+  plan.run = 100;
+  auto* const here = reinterpret_cast<std::byte*>(out.data());
+  const DeviceCopy copies[] = {{plan, there, here}, {plan, there + 100, here + 128}};
+  ASSERT_OK(queue->CopyOut(copies));
+  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+  ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  EXPECT_EQ(out, std::string(100, 'x') + std::string(28, '.') + std::string(100, 'x') +
+                     std::string(72, '.'));
+  device->Free(there);
+}
+
+// ---- Which device, whose memory --------------------------------------------------------------
+
+TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
+  Device named = kFirst;
+  named.uuid.fill(0xAB);
+  named.uuid[15] = 1;
+  EXPECT_EQ(devices_.cuda().Open(named).value(), devices_.cuda().Open(kSecond).value());
+  named.uuid[15] = 9;
+  EXPECT_THAT(devices_.cuda().Open(named),
+              HasMessage("no device is GPU-abababab-abab-abab-abab-ababababab09, of the 2 that "
+                         "CUDA_VISIBLE_DEVICES leaves"));
+  EXPECT_THAT(devices_.cuda().Open({DeviceKind::kCuda, 7}), HasCode(Code::kUnavailable));
+  EXPECT_THAT(First()->name(), testing::HasSubstr("cuda:0 (Fake H100)"));
+  EXPECT_EQ(devices_.cuda().Count().value(), 2);
+}
+
+TEST_F(CudaDeviceTest, PointersOfOthersAreRefusedByName) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100));
+  EXPECT_OK(CheckMemory(CudaView(there, {100})));
+  EXPECT_THAT(CheckMemory(CudaView(there, {101})), HasMessage("is not known to CUDA"));
+  EXPECT_THAT(CheckMemory(CudaView(there, {100}, 1)), HasMessage("is memory of cuda:0"));
+  BufferView strided = CudaView(there + 99, {10});
+  strided.strides = {-11};
+  EXPECT_OK(CheckMemory(strided));
+  strided.strides = {-12};
+  EXPECT_THAT(CheckMemory(strided), HasMessage("is not known to CUDA"));
+  ASSERT_OK_AND_ASSIGN(std::byte* const pinned, device->AllocatePinned(100));
+  EXPECT_THAT(CheckMemory(CudaView(pinned)), HasMessage("is memory of the host"));
+  device->FreePinned(pinned);
+  device->Free(there);
+}
+
+// Expandable segments of PyTorch, and managed memory.
+TEST_F(CudaDeviceTest, MemoryThatWasMappedInPartsIsOne) {
+  (void)First();
+  std::byte* const mapped = TheFakeCuda().make_mapped(0, 10'000);
+  EXPECT_OK(CheckMemory(CudaView(mapped, {10'000})));
+  EXPECT_OK(CheckMemory(CudaView(mapped + 3000, {4000})));
+  std::byte* const managed = TheFakeCuda().make_managed(100);
+  EXPECT_OK(CheckMemory(CudaView(managed, {100}, 1)));
+}
+
+// ---- Streams ---------------------------------------------------------------------------------
+
+TEST_F(CudaDeviceTest, EveryKindOfStreamIsWaitedFor) {
+  const auto device = First();
+  void* const own = devices_[0].MakeStream();
+  const std::pair<DeviceStream, void*> streams[] = {
+      {{StreamKind::kHandle, own}, own},
+      {{StreamKind::kLegacyDefault, nullptr}, nullptr},
+      {{StreamKind::kHandle, nullptr}, nullptr},  // As the runtime says it.
+      {{StreamKind::kPerThreadDefault, nullptr}, reinterpret_cast<void*>(cuda::kPerThreadStream)}};
+  for (const auto& [stream, handle] : streams) {
+    void* const there = handle == nullptr ? reinterpret_cast<void*>(cuda::kLegacyStream) : handle;
+    std::atomic<bool> go = false;
+    devices_[0].Enqueue(there, [&] { go.wait(false); });
+    ASSERT_OK_AND_ASSIGN(const auto mark, device->MarkStream(stream));
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    EXPECT_FALSE(mark->Reached().value());
+    go = true;
+    go.notify_all();
+    EXPECT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  }
+  EXPECT_THAT(devices_.cuda().Open(kSecond).value()->MarkStream({StreamKind::kHandle, own}),
+              HasMessage("the stream is none of this device"));
+}
+
+TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
+  const auto device = First();
+  void* const stream = devices_[0].MakeStream();
+  ASSERT_OK_AND_ASSIGN(const auto before, device->MarkStream({StreamKind::kHandle, stream}));
+  TheFakeCuda().begin_capture(stream);
+  EXPECT_THAT(device->MarkStream({StreamKind::kHandle, stream}), HasMessage("records a graph"));
+  EXPECT_THAT(device->MarkStream({StreamKind::kLegacyDefault, nullptr}),
+              HasMessage("records a graph"));
+  // What waits for earlier work does not disturb it: the driver would refuse a strict thread.
+  EXPECT_OK(AwaitMark(*before, Deadline::After(std::chrono::seconds(10))));
+  TheFakeCuda().end_capture(stream);
+  EXPECT_OK(device->MarkStream({StreamKind::kHandle, stream}));
+}
+
+// ---- What goes wrong --------------------------------------------------------------------------
+
+TEST_F(CudaDeviceTest, OthersErrorsAreNamedAsNotOurs) {
+  const auto device = First();
+  TheFakeCuda().break_context(0, cuda::kIllegalAddress);
+  const auto queue = device->MakeQueue();
+  EXPECT_THAT(queue, HasCode(Code::kUnavailable));
+  EXPECT_THAT(queue, HasMessage("CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access"));
+  EXPECT_THAT(queue, HasMessage("not by tensormount, no work of which was under way"));
+  TheFakeCuda().break_context(0, cuda::kSuccess);
+
+  // Under work of ours nobody can say.
+  ASSERT_OK_AND_ASSIGN(const auto own, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100'000));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(100'000));
+  TheFakeCuda().set_fault([](std::string_view what) {
+    return what == "run cuMemcpyDtoHAsync" ? cuda::kEccUncorrectable : cuda::kSuccess;
+  });
+  StridedCopy all;
+  all.run = 100'000;
+  const DeviceCopy copy{all, there, here};
+  ASSERT_OK(own->CopyOut({&copy, 1}));
+  ASSERT_OK_AND_ASSIGN(const auto mark, own->Mark());
+  const Status failed = AwaitMark(*mark, Deadline::After(std::chrono::seconds(10)));
+  EXPECT_THAT(failed, HasCode(Code::kUnavailable));
+  EXPECT_THAT(failed, HasMessage("CUDA_ERROR_ECC_UNCORRECTABLE"));
+  EXPECT_THAT(failed, HasMessage("work of the program, or of tensormount"));
+  TheFakeCuda().set_fault({});
+  TheFakeCuda().break_context(0, cuda::kSuccess);
+  device->FreePinned(here);
+  device->Free(there);
+}
+
+TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice(kFirst));
+  ASSERT_OK_AND_ASSIGN(const auto queue, opened->ops->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+  std::byte* pinned = nullptr;
+  {
+    ASSERT_OK_AND_ASSIGN(auto block, opened->ring->Take(Deadline::After(std::chrono::seconds(1))));
+    pinned = block.data();
+  }
+  TheFakeCuda().reset(0);
+  // Also where the program has a new context at once, at the old address.
+  ASSERT_OK_AND_ASSIGN(const auto driver, gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
+  cuda::Context fresh = nullptr;
+  ASSERT_EQ(driver->cuDevicePrimaryCtxRetain(&fresh, 100), cuda::kSuccess);
+  EXPECT_THAT(mark->Reached(), HasMessage("somebody has reset the device"));
+  EXPECT_THAT(queue->Mark(), HasCode(Code::kUnavailable));
+  EXPECT_THAT(opened->ops->MakeQueue(), HasCode(Code::kUnavailable));
+  *pinned = std::byte{1};  // Pages of the process: still there.
+  ASSERT_OK_AND_ASSIGN(const auto again, OpenDevice(kFirst));
+  EXPECT_NE(again, opened);
+  EXPECT_OK(OrderIsKept(*again->ops, TestSeed(), 2));
+  // Moments of the old one are not those of the new one.
+  ASSERT_OK_AND_ASSIGN(const auto other, again->ops->MakeQueue());
+  EXPECT_THAT(other->After(mark), HasCode(Code::kUnavailable));
+}
+
+// The program works on another device meanwhile.
+TEST_F(CudaDeviceTest, TheCallersContextIsLeftAlone) {
+  ASSERT_OK_AND_ASSIGN(const auto driver, gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
+  cuda::Context second = nullptr;
+  ASSERT_EQ(driver->cuDevicePrimaryCtxRetain(&second, 101), cuda::kSuccess);
+  ASSERT_EQ(driver->cuCtxPushCurrent(second), cuda::kSuccess);
+  EXPECT_OK(OrderIsKept(*First(), TestSeed(), 2));
+  cuda::Context popped = nullptr;
+  ASSERT_EQ(driver->cuCtxPopCurrent(&popped), cuda::kSuccess);
+  EXPECT_EQ(popped, second);
+  EXPECT_EQ(TheFakeCuda().contexts_on_stack(), 0);
+}
+
+TEST_F(CudaDeviceTest, DriversThatDoNotBegin) {
+  EXPECT_THAT(gpu::OpenDriver("libthere_is_none.so.1"), HasCode(Code::kUnavailable));
+  EXPECT_THAT(gpu::OpenDriver("libc.so.6"), HasMessage("is older than CUDA 12"));
+  const std::span<const std::byte> other = std::as_bytes(std::span("other"));
+  gpu::CudaDevices devices(TENSORMOUNT_FAKE_CUDA, other);
+  EXPECT_THAT(devices.Open(kFirst),
+              HasMessage("load tensormount's kernels for compute capability 9.0 with a driver of "
+                         "CUDA 13.0: CUDA_ERROR_NO_BINARY_FOR_GPU"));
+  EXPECT_THAT(devices.Open(kFirst), HasCode(Code::kUnavailable));
+  FailAt("cuDevicePrimaryCtxRetain", cuda::kOutOfMemory);
+  gpu::CudaDevices full(TENSORMOUNT_FAKE_CUDA, other);
+  EXPECT_THAT(full.Open(kFirst), HasMessage("take its context: CUDA_ERROR_OUT_OF_MEMORY"));
+}
+
+// The parent has used CUDA, tensormount has not.
+TEST_F(CudaDeviceTest, AForkedChildIsTold) {
+  ASSERT_OK(gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto opened = gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA);
+    const bool told = opened.status().code() == Code::kUnavailable &&
+                      opened.status().message().find("forked") != std::string::npos;
+    _exit(told ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+// Every function that may fail, at its first and at later calls: an error in words, and the next
+// try is right.
+TEST_F(CudaDeviceTest, EveryFunctionMayFail) {
+  const char* const functions[] = {"cuMemAlloc",
+                                   "cuMemHostRegister",
+                                   "cuLaunchKernel",
+                                   "cuMemcpyHtoDAsync",
+                                   "cuMemcpyDtoHAsync",
+                                   "cuMemsetD8Async",
+                                   "cuEventCreate",
+                                   "cuEventRecord",
+                                   "cuEventQuery",
+                                   "cuStreamWaitEvent",
+                                   "cuStreamCreateWithPriority"};
+  for (const char* function : functions) {
+    int failures = 0;
+    for (int skipped = 0; skipped < 4; ++skipped) {
+      const FakeCudaDevices fresh;
+      const auto device = devices_.cuda().Open(kFirst).value();
+      FailAt(function, cuda::kNotPermitted, skipped);
+      const Status copies = CopiesAreExact(*device, TestSeed(), 1);
+      const Status hashes = HashesAreThoseOfTheHost(*device, TestSeed(), 1);
+      TheFakeCuda().set_fault({});
+      for (const Status& status : {copies, hashes}) {
+        if (status.ok()) continue;
+        ++failures;
+        EXPECT_THAT(status, HasMessage("CUDA_ERROR_NOT_PERMITTED")) << function;
+        EXPECT_THAT(status, HasMessage("cuda:0")) << function;
+      }
+      TheFakeCuda().quiesce();
+      EXPECT_OK(CopiesAreExact(*device, TestSeed(), 1)) << "after " << function;
+      EXPECT_EQ(TheFakeCuda().contexts_on_stack(), 0);
+    }
+    // Results come through memory that is not pinned then.
+    if (std::string(function) != "cuMemHostRegister") {
+      EXPECT_GT(failures, 0) << function;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tensormount

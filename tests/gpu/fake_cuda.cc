@@ -1,0 +1,703 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/fake_cuda.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "tensormount/visibility.h"
+
+#include "gpu/kernels/jobs.h"
+#include "tests/gpu/grid.h"
+#include "tests/support/random.h"
+#include "tests/support/twin_memory.h"
+#include "tests/support/work_thread.h"
+
+namespace tensormount::gpu::cuda {
+
+struct ContextRep {
+  int ordinal = 0;
+  std::uint64_t id = 0;  // Of the present one at this address.
+  bool alive = false;
+  Result sticky = kSuccess;
+};
+struct StreamRep {
+  ContextRep* context = nullptr;
+  std::uint64_t context_id = 0;
+  std::shared_ptr<WorkThread> thread;
+  bool captures = false;
+};
+struct EventRep {
+  ContextRep* context = nullptr;
+  std::uint64_t context_id = 0;
+  std::shared_ptr<WorkMark> mark;  // Null: never recorded.
+};
+struct FunctionRep {
+  std::string name;
+};
+struct ModuleRep {
+  ContextRep* context = nullptr;
+  Address tables = 0;
+  std::array<FunctionRep, 3> functions = {
+      {{"tensormount_copy"}, {"tensormount_hash"}, {"tensormount_crc"}}};
+};
+
+}  // namespace tensormount::gpu::cuda
+
+namespace tensormount {
+namespace {
+
+namespace cuda = gpu::cuda;
+using cuda::Address;
+using Error = cuda::Result;
+
+constexpr int kMostDevices = 3;
+
+struct Allocation {
+  int ordinal = 0;
+  unsigned type = cuda::kMemoryDevice;
+  std::size_t bytes = 0;
+};
+
+struct Fake {
+  std::recursive_mutex mutex;
+  std::atomic<pid_t> begun_by = 0;
+  std::array<cuda::ContextRep, kMostDevices> contexts;
+  std::uint64_t ids = 0;
+  TwinMemories memory;
+  // By first byte. Several may be parts of one piece of memory.
+  std::map<const std::byte*, Allocation> allocations;
+  std::array<std::size_t, kMostDevices> used = {};
+  std::size_t limit = std::size_t{1} << 40;
+  std::map<const std::byte*, std::size_t> registered;
+  std::set<cuda::Stream> streams;
+  std::set<cuda::Event> events;
+  std::map<int, std::unique_ptr<cuda::StreamRep>> legacy;  // By ordinal.
+  std::function<Error(std::string_view)> fault;
+  std::atomic<bool> lies = false;
+  std::atomic<int> delay_us = 50;
+  std::atomic<int> pending = 0;
+  std::atomic<std::size_t> launches = 0;
+  std::atomic<std::size_t> copies = 0;
+  std::atomic<std::size_t> crossed = 0;
+  std::uint64_t seed = 1;
+};
+Fake& State() {
+  static auto* const fake = new Fake;
+  return *fake;
+}
+
+thread_local std::vector<cuda::Context> stack;
+thread_local int capture_mode_of_thread = 0;  // Global, as CUDA begins.
+thread_local std::map<int, std::unique_ptr<cuda::StreamRep>> per_thread;
+
+int DeviceCount() {
+  const char* const said = std::getenv("FAKE_CUDA_DEVICES");
+  return std::min(kMostDevices, said == nullptr ? 2 : std::atoi(said));
+}
+
+Error Faulted(const std::string& what) {
+  std::function<Error(std::string_view)> fault;
+  {
+    std::lock_guard lock(State().mutex);
+    fault = State().fault;
+  }
+  return fault ? fault(what) : cuda::kSuccess;
+}
+
+// Whether a function that needs a context may go on. Fails as the context does.
+Error Enter(const char* function) {
+  if (State().begun_by != getpid()) return cuda::kNotInitialized;
+  if (const Error faulted = Faulted(function); faulted != 0) return faulted;
+  if (stack.empty()) return cuda::kInvalidContext;
+  std::lock_guard lock(State().mutex);
+  if (!stack.back()->alive) return cuda::kContextIsDestroyed;
+  return stack.back()->sticky;
+}
+
+template <typename Rep>
+void MustBeAlive(const Rep* handle, const char* what) {
+  std::lock_guard lock(State().mutex);
+  if (!handle->context->alive || handle->context->id != handle->context_id) {
+    AbortDevice(std::string(what) + " of a context that is gone");
+  }
+}
+
+std::shared_ptr<WorkThread> NewThread() {
+  std::lock_guard lock(State().mutex);
+  return std::make_shared<WorkThread>(State().seed++, State().delay_us);
+}
+
+std::unique_ptr<cuda::StreamRep> NewStream(cuda::Context context) {
+  std::lock_guard lock(State().mutex);
+  return std::make_unique<cuda::StreamRep>(
+      cuda::StreamRep{context, context->id, NewThread(), false});
+}
+
+cuda::StreamRep& Resolve(cuda::Stream stream) {
+  std::lock_guard lock(State().mutex);
+  const auto number = reinterpret_cast<std::uintptr_t>(stream);
+  if (number > cuda::kPerThreadStream) {
+    if (State().streams.count(stream) == 0) AbortDevice("a stream that there is not");
+    MustBeAlive(stream, "a stream");
+    return *stream;
+  }
+  const cuda::Context context = stack.back();
+  auto& streams = number == cuda::kPerThreadStream ? per_thread : State().legacy;
+  std::unique_ptr<cuda::StreamRep>& own = streams[context->ordinal];
+  if (own == nullptr || own->context_id != context->id) own = NewStream(context);
+  return *own;
+}
+
+// Work of a function for a stream. Waits for it, too, where the driver would.
+Error Submit(const char* function, cuda::Stream stream, bool waits, std::function<void()> work) {
+  cuda::StreamRep& to = Resolve(stream);
+  if (to.captures) return cuda::kCaptureUnsupported;
+  ++State().pending;
+  to.thread->Add([work = std::move(work), what = "run " + std::string(function),
+                  context = to.context, id = to.context_id]() -> Status {
+    const Error faulted = Faulted(what);
+    bool go_on = faulted == 0;
+    {
+      std::lock_guard lock(State().mutex);
+      if (context->id != id || !context->alive || context->sticky != 0) go_on = false;
+      if (faulted != 0) context->sticky = faulted;
+    }
+    if (go_on) work();
+    --State().pending;
+    return {};
+  });
+  if (waits) to.thread->Here()->Wait();
+  return cuda::kSuccess;
+}
+
+bool IsPinned(const void* data, std::size_t bytes) {
+  std::lock_guard lock(State().mutex);
+  const auto* const at = static_cast<const std::byte*>(data);
+  const auto above = State().registered.upper_bound(at);
+  if (above == State().registered.begin()) return false;
+  const auto& [begin, size] = *std::prev(above);
+  return at + bytes <= begin + size;
+}
+
+const void* Pointer(Address address) { return reinterpret_cast<const void*>(address); }
+std::byte* Reveal(Address address, std::size_t bytes) {
+  return State().memory.Reveal(Pointer(address), bytes);
+}
+
+// ---- Kernels ---------------------------------------------------------------------------------
+
+struct Geometry {
+  std::uint64_t threads = 0;
+  std::uint64_t seed = 0;
+};
+
+// What is added to addresses of the device to read there. Checks all that the pieces touch.
+std::int64_t Revealing(const kernels::Batch& batch, int m, const std::uint8_t* base, bool to) {
+  const auto u = static_cast<std::size_t>(m);
+  const std::uint64_t count = batch.begin[u + 1] - batch.begin[u];
+  if (count == 0) return 0;
+  const auto at = [&](std::uint64_t i) {
+    const kernels::RunPart part =
+        kernels::PieceAt<std::uint64_t>(batch.strided[u], batch.first[u] + i);
+    return std::pair(reinterpret_cast<std::uintptr_t>(base) +
+                         static_cast<std::uintptr_t>(to ? part.to : part.from),
+                     part.bytes);
+  };
+  const std::shared_ptr<TwinMemory> memory = State().memory.Find(Pointer(at(0).first));
+  if (memory == nullptr) AbortDevice("a kernel outside of memory");
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory->address);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto [address, bytes] = at(i);
+    if (address < begin || address + bytes > begin + memory->size) {
+      AbortDevice("a kernel outside of memory");
+    }
+  }
+  return memory->bytes_here - memory->address;
+}
+
+void RunCopy(kernels::CopyJob job, const Geometry& geometry) {
+  for (int m = 0; m < job.batch.count; ++m) {
+    const auto u = static_cast<std::size_t>(m);
+    job.batch.from[u] += Revealing(job.batch, m, job.batch.from[u], false);
+    job.to[u] += Revealing(job.batch, m, job.to[u], true);
+  }
+  Random random(geometry.seed);
+  RunGrid(random, geometry.threads,
+          [&](std::uint64_t t) { kernels::CopyThread(job, t, geometry.threads); });
+}
+
+void RunHash(kernels::HashJob job, const Geometry& geometry) {
+  const auto bytes = static_cast<std::size_t>(job.bytes);
+  job.data = reinterpret_cast<const std::uint8_t*>(State().memory.Reveal(job.data, bytes));
+  job.out = reinterpret_cast<kernels::Hash*>(State().memory.Reveal(
+      job.out, static_cast<std::size_t>(job.leaves()) * sizeof(kernels::Hash)));
+  Random random(geometry.seed);
+  const std::uint64_t warps = geometry.threads / kernels::kLanes;
+  RunGrid(random, warps,
+          [&](std::uint64_t w) { kernels::HashWarp(job, kernels::HostWarp(), w, warps); });
+  if (State().lies) job.out->low ^= 1;
+}
+
+void RunCrc(kernels::CrcJob job, Address tables, const Geometry& geometry) {
+  for (int m = 0; m < job.batch.count; ++m) {
+    const auto u = static_cast<std::size_t>(m);
+    // Where a region goes to is no memory: its places in the tensor.
+    job.batch.from[u] += Revealing(job.batch, m, job.batch.from[u], false);
+    job.sum[u] = reinterpret_cast<std::uint64_t*>(State().memory.Reveal(job.sum[u], 8));
+  }
+  const auto& there =
+      *reinterpret_cast<const kernels::CrcTables*>(Reveal(tables, sizeof(kernels::CrcTables)));
+  Random random(geometry.seed);
+  RunGrid(random, geometry.threads, [&](std::uint64_t t) {
+    kernels::CrcThread(job, there, t, geometry.threads,
+                       [](std::uint64_t* sum, std::uint64_t value) { *sum ^= value; });
+  });
+  if (State().lies) *job.sum[0] ^= geometry.seed | 1;
+}
+
+Address tables_of_module = 0;
+
+// ---- The functions ---------------------------------------------------------------------------
+
+Error cuInit(unsigned) {
+  pid_t none = 0;
+  if (const Error faulted = Faulted("cuInit"); faulted != 0) return faulted;
+  if (State().begun_by.compare_exchange_strong(none, getpid())) return cuda::kSuccess;
+  return none == getpid() ? cuda::kSuccess : cuda::kNotInitialized;
+}
+Error cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return cuda::kSuccess;
+}
+Error cuGetErrorName(Error error, const char** name) {
+  static const std::map<Error, const char*> names = {
+      {cuda::kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+      {cuda::kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
+      {cuda::kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+      {cuda::kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+      {cuda::kNoBinaryForGpu, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
+      {cuda::kEccUncorrectable, "CUDA_ERROR_ECC_UNCORRECTABLE"},
+      {cuda::kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+      {cuda::kContextIsDestroyed, "CUDA_ERROR_CONTEXT_IS_DESTROYED"},
+      {cuda::kNotPermitted, "CUDA_ERROR_NOT_PERMITTED"}};
+  const auto found = names.find(error);
+  if (found == names.end()) return cuda::kInvalidValue;
+  *name = found->second;
+  return cuda::kSuccess;
+}
+Error cuGetErrorString(Error error, const char** words) {
+  *words = error == cuda::kIllegalAddress ? "an illegal memory access was encountered" : "in words";
+  return cuda::kSuccess;
+}
+Error cuDeviceGetCount(int* count) {
+  if (const Error faulted = Faulted("cuDeviceGetCount"); faulted != 0) return faulted;
+  *count = DeviceCount();
+  return cuda::kSuccess;
+}
+Error cuDeviceGet(cuda::Device* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= DeviceCount()) return cuda::kInvalidDevice;
+  *device = 100 + ordinal;  // Not the ordinal.
+  return cuda::kSuccess;
+}
+Error cuDeviceGetName(char* name, int bytes, cuda::Device) {
+  std::strncpy(name, "Fake H100", static_cast<std::size_t>(bytes));
+  return cuda::kSuccess;
+}
+Error cuDeviceGetUuid(cuda::Uuid* uuid, cuda::Device device) {
+  std::memset(uuid->bytes, 0xAB, sizeof(uuid->bytes));
+  uuid->bytes[15] = static_cast<std::uint8_t>(device - 100);
+  return cuda::kSuccess;
+}
+Error cuDeviceGetAttribute(int* value, int attribute, cuda::Device) {
+  if (attribute == cuda::kAttributeMajor) *value = 9;
+  if (attribute == cuda::kAttributeMinor) *value = 0;
+  if (attribute == cuda::kAttributeHostNumaId) *value = 0;
+  return cuda::kSuccess;
+}
+Error cuDevicePrimaryCtxRetain(cuda::Context* context, cuda::Device device) {
+  if (State().begun_by != getpid()) return cuda::kNotInitialized;
+  if (const Error faulted = Faulted("cuDevicePrimaryCtxRetain"); faulted != 0) return faulted;
+  std::lock_guard lock(State().mutex);
+  cuda::ContextRep& own = State().contexts[static_cast<std::size_t>(device - 100)];
+  if (!own.alive) own = {device - 100, ++State().ids, true, cuda::kSuccess};
+  *context = &own;
+  return cuda::kSuccess;
+}
+Error cuDevicePrimaryCtxRelease(cuda::Device) { return cuda::kSuccess; }
+Error cuCtxPushCurrent(cuda::Context context) {
+  if (State().begun_by != getpid()) return cuda::kNotInitialized;
+  std::lock_guard lock(State().mutex);
+  if (!context->alive) return cuda::kContextIsDestroyed;
+  stack.push_back(context);
+  return cuda::kSuccess;
+}
+Error cuCtxPopCurrent(cuda::Context* context) {
+  if (stack.empty()) return cuda::kInvalidContext;
+  *context = stack.back();
+  stack.pop_back();
+  return cuda::kSuccess;
+}
+Error cuCtxGetId(cuda::Context context, std::uint64_t* id) {
+  std::lock_guard lock(State().mutex);
+  if (!context->alive) return cuda::kContextIsDestroyed;
+  *id = context->id;
+  return cuda::kSuccess;
+}
+Error cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  if (const Error entered = Enter("cuCtxGetStreamPriorityRange"); entered != 0) return entered;
+  *least = 0;
+  *greatest = -5;
+  return cuda::kSuccess;
+}
+Error cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode_of_thread);
+  return cuda::kSuccess;
+}
+Error cuModuleLoadData(cuda::Module* module, const void* image) {
+  if (const Error entered = Enter("cuModuleLoadData"); entered != 0) return entered;
+  if (std::memcmp(image, "fake", 4) != 0) return cuda::kNoBinaryForGpu;
+  *module = new cuda::ModuleRep{stack.back()};
+  std::lock_guard lock(State().mutex);
+  (*module)->tables = reinterpret_cast<Address>(State().memory.Add(sizeof(kernels::CrcTables)));
+  tables_of_module = (*module)->tables;
+  return cuda::kSuccess;
+}
+Error cuModuleGetFunction(cuda::Function* function, cuda::Module module, const char* name) {
+  for (cuda::FunctionRep& own : module->functions) {
+    if (own.name == name) *function = &own;
+  }
+  return cuda::kSuccess;
+}
+Error cuModuleGetGlobal(Address* address, std::size_t* bytes, cuda::Module module, const char*) {
+  *address = module->tables;
+  *bytes = sizeof(kernels::CrcTables);
+  return cuda::kSuccess;
+}
+Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned,
+                     cuda::Stream stream, void** parameters, void**) {
+  if (const Error entered = Enter("cuLaunchKernel"); entered != 0) return entered;
+  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
+      block_x != kernels::kBlockThreads) {
+    return cuda::kInvalidValue;
+  }
+  ++State().launches;
+  Geometry geometry{std::uint64_t{grid_x} * block_x};
+  {
+    std::lock_guard lock(State().mutex);
+    geometry.seed = State().seed++;
+  }
+  // What a launch is handed is read at once.
+  std::function<void()> work;
+  if (function->name == "tensormount_copy") {
+    work = [=, job = *static_cast<kernels::CopyJob*>(parameters[0])] { RunCopy(job, geometry); };
+  } else if (function->name == "tensormount_hash") {
+    work = [=, job = *static_cast<kernels::HashJob*>(parameters[0])] { RunHash(job, geometry); };
+  } else {
+    work = [=, job = *static_cast<kernels::CrcJob*>(parameters[0])] {
+      RunCrc(job, tables_of_module, geometry);
+    };
+  }
+  return Submit("cuLaunchKernel", stream, false, std::move(work));
+}
+Error cuMemAlloc(Address* address, std::size_t bytes) {
+  if (const Error entered = Enter("cuMemAlloc"); entered != 0) return entered;
+  if (bytes == 0) return cuda::kInvalidValue;
+  std::lock_guard lock(State().mutex);
+  const int ordinal = stack.back()->ordinal;
+  std::size_t& used = State().used[static_cast<std::size_t>(ordinal)];
+  if (used + bytes > State().limit) return cuda::kOutOfMemory;
+  used += bytes;
+  std::byte* const data = State().memory.Add(bytes);
+  State().allocations[data] = {ordinal, cuda::kMemoryDevice, bytes};
+  *address = reinterpret_cast<Address>(data);
+  return cuda::kSuccess;
+}
+// As the real one it waits for the work of the device.
+Error cuMemFree(Address address) {
+  if (const Error entered = Enter("cuMemFree"); entered != 0) return entered;
+  while (State().pending > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  std::lock_guard lock(State().mutex);
+  auto* const data = reinterpret_cast<std::byte*>(address);
+  const auto found = State().allocations.find(data);
+  if (found == State().allocations.end()) return cuda::kInvalidValue;
+  State().used[static_cast<std::size_t>(found->second.ordinal)] -= found->second.bytes;
+  State().allocations.erase(found);
+  if (!State().memory.Remove(data)) AbortDevice("freed what was not allocated");
+  return cuda::kSuccess;
+}
+Error cuMemHostRegister(void* data, std::size_t bytes, unsigned) {
+  if (const Error entered = Enter("cuMemHostRegister"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  State().registered[static_cast<std::byte*>(data)] = bytes;
+  return cuda::kSuccess;
+}
+Error cuMemHostUnregister(void* data) {
+  if (const Error entered = Enter("cuMemHostUnregister"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  return State().registered.erase(static_cast<std::byte*>(data)) == 1 ? cuda::kSuccess
+                                                                      : cuda::kInvalidValue;
+}
+Error cuPointerGetAttribute(void* value, int attribute, Address address) {
+  if (const Error entered = Enter("cuPointerGetAttribute"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  const auto* const at = reinterpret_cast<const std::byte*>(address);
+  if (IsPinned(at, 1)) {
+    if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &cuda::kMemoryHost, 4);
+    return cuda::kSuccess;
+  }
+  const auto above = State().allocations.upper_bound(at);
+  if (above == State().allocations.begin()) return cuda::kInvalidValue;
+  const auto& [begin, allocation] = *std::prev(above);
+  if (at >= begin + allocation.bytes) return cuda::kInvalidValue;
+  if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &allocation.type, 4);
+  if (attribute == cuda::kPointerDeviceOrdinal) std::memcpy(value, &allocation.ordinal, 4);
+  return cuda::kSuccess;
+}
+Error cuStreamCreateWithPriority(cuda::Stream* stream, unsigned, int) {
+  if (const Error entered = Enter("cuStreamCreateWithPriority"); entered != 0) return entered;
+  *stream = NewStream(stack.back()).release();
+  std::lock_guard lock(State().mutex);
+  State().streams.insert(*stream);
+  return cuda::kSuccess;
+}
+Error cuStreamDestroy(cuda::Stream stream) {
+  if (const Error entered = Enter("cuStreamDestroy"); entered != 0) return entered;
+  (void)Resolve(stream);
+  std::lock_guard lock(State().mutex);
+  State().streams.erase(stream);
+  // What it was given goes on: on a thread of its own, since that of the stream may hang.
+  std::thread([thread = std::move(stream->thread)]() mutable { thread.reset(); }).detach();
+  delete stream;
+  return cuda::kSuccess;
+}
+Error cuStreamWaitEvent(cuda::Stream stream, cuda::Event event, unsigned) {
+  if (const Error entered = Enter("cuStreamWaitEvent"); entered != 0) return entered;
+  MustBeAlive(event, "an event");
+  const std::shared_ptr<WorkMark> mark = event->mark;
+  if (mark == nullptr) return cuda::kSuccess;
+  ++State().pending;
+  Resolve(stream).thread->Add([mark]() -> Status {
+    mark->Wait();
+    --State().pending;
+    return {};
+  });
+  return cuda::kSuccess;
+}
+Error cuStreamIsCapturing(cuda::Stream stream, int* status) {
+  if (const Error entered = Enter("cuStreamIsCapturing"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  *status = Resolve(stream).captures ? 1 : 0;
+  if (reinterpret_cast<std::uintptr_t>(stream) == cuda::kLegacyStream) {
+    for (const cuda::Stream other : State().streams) {
+      if (other->captures) return cuda::kCaptureImplicit;
+    }
+  }
+  return cuda::kSuccess;
+}
+// A thread that is not relaxed spoils the captures of others with what may wait.
+Error Unsafe() {
+  std::lock_guard lock(State().mutex);
+  if (capture_mode_of_thread == cuda::kCaptureModeRelaxed) return cuda::kSuccess;
+  for (const cuda::Stream stream : State().streams) {
+    if (stream->captures) return cuda::kCaptureUnsupported;
+  }
+  return cuda::kSuccess;
+}
+Error cuEventCreate(cuda::Event* event, unsigned) {
+  if (const Error entered = Enter("cuEventCreate"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  *event = new cuda::EventRep{stack.back(), stack.back()->id, nullptr};
+  State().events.insert(*event);
+  return cuda::kSuccess;
+}
+Error cuEventDestroy(cuda::Event event) {
+  if (const Error entered = Enter("cuEventDestroy"); entered != 0) return entered;
+  MustBeAlive(event, "an event");
+  std::lock_guard lock(State().mutex);
+  State().events.erase(event);
+  delete event;
+  return cuda::kSuccess;
+}
+Error cuEventRecord(cuda::Event event, cuda::Stream stream) {
+  if (const Error entered = Enter("cuEventRecord"); entered != 0) return entered;
+  MustBeAlive(event, "an event");
+  cuda::StreamRep& of = Resolve(stream);
+  if (of.context != event->context) return cuda::kInvalidHandle;
+  if (of.captures) return cuda::kCaptureUnsupported;
+  event->mark = of.thread->Here();
+  return cuda::kSuccess;
+}
+Error cuEventQuery(cuda::Event event) {
+  if (const Error entered = Enter("cuEventQuery"); entered != 0) return entered;
+  MustBeAlive(event, "an event");
+  if (const Error unsafe = Unsafe(); unsafe != 0) return unsafe;
+  if (event->mark == nullptr) return cuda::kSuccess;
+  if (!event->mark->Reached().value()) return cuda::kNotReady;
+  // What went wrong before it is known by now.
+  std::lock_guard lock(State().mutex);
+  return event->context->sticky;
+}
+Error cuMemcpyHtoD(Address to, const void* from, std::size_t bytes) {
+  if (const Error entered = Enter("cuMemcpyHtoD"); entered != 0) return entered;
+  std::memcpy(Reveal(to, bytes), from, bytes);
+  return cuda::kSuccess;
+}
+Error cuMemcpyHtoDAsync(Address to, const void* from, std::size_t bytes, cuda::Stream stream) {
+  if (const Error entered = Enter("cuMemcpyHtoDAsync"); entered != 0) return entered;
+  ++State().copies;
+  State().crossed += bytes;
+  if (IsPinned(from, bytes)) {
+    return Submit("cuMemcpyHtoDAsync", stream, false,
+                  [=] { std::memcpy(Reveal(to, bytes), from, bytes); });
+  }
+  // Memory that is not pinned has been read when it returns.
+  std::vector<std::byte> read(bytes);
+  std::memcpy(read.data(), from, bytes);
+  return Submit("cuMemcpyHtoDAsync", stream, false, [=, read = std::move(read)] {
+    std::memcpy(Reveal(to, bytes), read.data(), bytes);
+  });
+}
+Error cuMemcpyDtoHAsync(void* to, Address from, std::size_t bytes, cuda::Stream stream) {
+  if (const Error entered = Enter("cuMemcpyDtoHAsync"); entered != 0) return entered;
+  ++State().copies;
+  State().crossed += bytes;
+  // Memory that is not pinned is there when it returns.
+  return Submit("cuMemcpyDtoHAsync", stream, !IsPinned(to, bytes),
+                [=] { std::memcpy(to, Reveal(from, bytes), bytes); });
+}
+Error cuMemsetD8Async(Address to, unsigned char value, std::size_t bytes, cuda::Stream stream) {
+  if (const Error entered = Enter("cuMemsetD8Async"); entered != 0) return entered;
+  return Submit("cuMemsetD8Async", stream, false,
+                [=] { std::memset(Reveal(to, bytes), value, bytes); });
+}
+
+// By name, with their types: what is asked for is what is declared.
+Error Find(const std::string& name, void** function) {
+  static const auto* const functions = new std::map<std::string, void*>{
+#define TENSORMOUNT_FAKE_ENTRY(entry, parameters) \
+  {#entry,                                        \
+   reinterpret_cast<void*>(static_cast<decltype(cuda::Driver::entry)>(&tensormount::entry))},
+      TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_FAKE_ENTRY)
+#undef TENSORMOUNT_FAKE_ENTRY
+  };
+  const auto found = functions->find(name);
+  if (found == functions->end()) return cuda::kInvalidValue;
+  *function = found->second;
+  return cuda::kSuccess;
+}
+
+// ---- What tests ask --------------------------------------------------------------------------
+
+// The thread's context for a moment.
+class InContext {
+ public:
+  explicit InContext(int ordinal) {
+    cuda::Context context = nullptr;
+    (void)cuInit(0);
+    (void)cuDevicePrimaryCtxRetain(&context, 100 + ordinal);
+    stack.push_back(context);
+  }
+  ~InContext() { stack.pop_back(); }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+};
+
+std::byte* NewRange(int ordinal, std::size_t bytes, unsigned type, std::size_t parts) {
+  std::lock_guard lock(State().mutex);
+  std::byte* const data = State().memory.Add(bytes);
+  for (std::size_t i = 0; i < parts; ++i) {
+    const std::size_t begin = bytes * i / parts;
+    State().allocations[data + begin] = {ordinal, type, bytes * (i + 1) / parts - begin};
+  }
+  return data;
+}
+
+const FakeCuda control = {
+    [](int ordinal) {
+      const InContext in(ordinal);
+      cuda::Stream stream = nullptr;
+      if (cuStreamCreateWithPriority(&stream, 0, 0) != 0) AbortDevice("no stream");
+      return static_cast<void*>(stream);
+    },
+    [](int ordinal, void* stream, std::function<void()> work) {
+      const InContext in(ordinal);
+      Resolve(static_cast<cuda::Stream>(stream)).thread->Add([work = std::move(work)]() -> Status {
+        work();
+        return {};
+      });
+    },
+    [](int ordinal, void* stream) {
+      const InContext in(ordinal);
+      Resolve(static_cast<cuda::Stream>(stream)).thread->Here()->Wait();
+    },
+    [](void* stream) { static_cast<cuda::Stream>(stream)->captures = true; },
+    [](void* stream) { static_cast<cuda::Stream>(stream)->captures = false; },
+    [](const void* data) { return State().memory.Reveal(data); },
+    [](int ordinal, std::size_t bytes) { return NewRange(ordinal, bytes, cuda::kMemoryDevice, 2); },
+    [](std::size_t bytes) { return NewRange(0, bytes, cuda::kMemoryUnified, 1); },
+    [](int ordinal) {
+      std::lock_guard lock(State().mutex);
+      State().contexts[static_cast<std::size_t>(ordinal)].alive = false;
+      // What was made in it is gone with it: streams by themselves, memory by its owner.
+      State().registered.clear();
+    },
+    [](int ordinal, Error error) {
+      std::lock_guard lock(State().mutex);
+      State().contexts[static_cast<std::size_t>(ordinal)].sticky = error;
+    },
+    [](std::function<Error(std::string_view)> fault) {
+      std::lock_guard lock(State().mutex);
+      State().fault = std::move(fault);
+    },
+    [](bool lies) { State().lies = lies; },
+    [](std::size_t bytes) {
+      std::lock_guard lock(State().mutex);
+      State().limit = bytes;
+    },
+    [](int microseconds) { State().delay_us = microseconds; },
+    [] {
+      while (State().pending > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    },
+    [] {
+      std::lock_guard lock(State().mutex);
+      FakeCuda::Counts counts;
+      counts.allocations = State().allocations.size();
+      for (const auto& [data, bytes] : State().registered) counts.pinned_bytes += bytes;
+      counts.streams = State().streams.size();
+      counts.events = State().events.size();
+      counts.launches = State().launches;
+      counts.copies = State().copies;
+      counts.crossed_bytes = State().crossed;
+      return counts;
+    },
+    [] { return static_cast<int>(stack.size()); },
+    [] { return capture_mode_of_thread; },
+};
+
+}  // namespace
+}  // namespace tensormount
+
+extern "C" {
+
+TENSORMOUNT_EXPORT const tensormount::FakeCuda* fake_cuda_control() {
+  return &tensormount::control;
+}
+
+TENSORMOUNT_EXPORT int cuGetProcAddress_v2(const char* name, void** function, int /*version*/,
+                                           std::uint64_t /*flags*/, int* /*found*/) {
+  return tensormount::Find(name, function);
+}
+
+}  // extern "C"

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/fake_cuda_devices.h"
+
+#include <dlfcn.h>
+#include <span>
+#include <utility>
+
+#include "device/devices.h"
+#include "tests/support/twin_memory.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::byte kImage[] = {std::byte{'f'}, std::byte{'a'}, std::byte{'k'}, std::byte{'e'}};
+
+class FakeCudaDevice : public TestDevice {
+ public:
+  FakeCudaDevice(gpu::CudaDevices& cuda, int ordinal) : cuda_(cuda), ordinal_(ordinal) {}
+  std::byte* NewMemory(std::size_t bytes) override { return Ops()->Allocate(bytes).value(); }
+  void FreeMemory(std::byte* data) override { Ops()->Free(data); }
+  std::byte* Reveal(const void* data) override { return TheFakeCuda().reveal(data); }
+  void* MakeStream() override { return TheFakeCuda().make_stream(ordinal_); }
+  void Enqueue(void* handle, std::function<void()> kernel) override {
+    TheFakeCuda().enqueue(ordinal_, handle, std::move(kernel));
+  }
+  void Synchronize(void* handle) override { TheFakeCuda().synchronize(ordinal_, handle); }
+
+ private:
+  std::shared_ptr<DeviceOps> Ops() { return cuda_.Open({DeviceKind::kCuda, ordinal_}).value(); }
+  gpu::CudaDevices& cuda_;
+  const int ordinal_;
+};
+
+}  // namespace
+
+const FakeCuda& TheFakeCuda() {
+  static const FakeCuda* const control = [] {
+    void* const handle = dlopen(TENSORMOUNT_FAKE_CUDA, RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) AbortDevice(dlerror());
+    const auto entry = reinterpret_cast<const FakeCuda* (*)()>(dlsym(handle, kFakeCudaControl));
+    return entry();
+  }();
+  return *control;
+}
+
+gpu::CudaDevices::Options FakeCudaDevices::Small() {
+  return {.pinned = {4, std::size_t{256} << 10}, .scratch_bytes = std::size_t{64} << 10};
+}
+
+FakeCudaDevices::FakeCudaDevices(const gpu::CudaDevices::Options& options)
+    : cuda_(std::make_shared<gpu::CudaDevices>(TENSORMOUNT_FAKE_CUDA, std::span(kImage), options)) {
+  for (int ordinal = 0; ordinal < 2; ++ordinal) {
+    devices_.push_back(std::make_unique<FakeCudaDevice>(*cuda_, ordinal));
+  }
+  SetDeviceSource([cuda = cuda_](const Device& device) { return cuda->Open(device); });
+}
+
+FakeCudaDevices::~FakeCudaDevices() { SetDeviceSource({}); }
+
+}  // namespace tensormount
