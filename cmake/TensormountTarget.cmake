@@ -20,10 +20,11 @@ if(CMAKE_BUILD_TYPE STREQUAL "Debug" AND CMAKE_CXX_FLAGS_DEBUG MATCHES "-O0")
   set(TENSORMOUNT_HOT_FOLDERS base shard)
 endif()
 
-# tensormount_add_library(<folder> SOURCES file... [PUBLIC target...] [PRIVATE target...])
+# tensormount_add_library(<folder> SOURCES file... [PUBLIC target...] [PRIVATE target...] [SMALL])
 # A static, position-independent library tensormount_<folder> with the alias tensormount::<folder>.
+# SMALL: what it does is not done often enough for speed to count; the wheel has a limit.
 function(tensormount_add_library folder)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;PUBLIC;PRIVATE")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL" "" "SOURCES;PUBLIC;PRIVATE")
   add_library(tensormount_${folder} STATIC ${arg_SOURCES})
   add_library(tensormount::${folder} ALIAS tensormount_${folder})
   target_link_libraries(tensormount_${folder}
@@ -32,6 +33,8 @@ function(tensormount_add_library folder)
   if(folder IN_LIST TENSORMOUNT_HOT_FOLDERS)
     # Without the precompiled headers, which were made for -O0.
     target_compile_options(tensormount_${folder} PRIVATE -O1)
+  elseif(arg_SMALL AND CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
+    target_compile_options(tensormount_${folder} PRIVATE -Os)  # Nor for -O2.
   else()
     target_precompile_headers(tensormount_${folder} REUSE_FROM tensormount_pch)
   endif()

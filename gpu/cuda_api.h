@@ -124,12 +124,15 @@ using GetProcAddress = Result (*)(const char* name, void** function, int version
                                   std::uint64_t flags, int* found);
 inline constexpr char kGetProcAddress[] = "cuGetProcAddress_v2";
 inline constexpr char kLibrary[] = "libcuda.so.1";
+// Before this version cuDeviceGetUuid says of a part of a device (MIG) what the whole one is.
+inline constexpr int kPhysicalUuidVersion = 9020;
 
 // A driver: its functions.
 struct Driver {
 #define TENSORMOUNT_CUDA_MEMBER(name, parameters) Result(*name) parameters = nullptr;
   TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_CUDA_MEMBER)
 #undef TENSORMOUNT_CUDA_MEMBER
+  decltype(cuDeviceGetUuid) physical_uuid = nullptr;  // As of kPhysicalUuidVersion.
 };
 
 }  // namespace tensormount::gpu::cuda

@@ -244,14 +244,22 @@ Result<int> CudaDevices::OrdinalOf(const Device& device) const {
   int count = 0;
   TENSORMOUNT_RETURN_IF_ERROR(
       CudaStatus(*driver_, driver_->cuDeviceGetCount(&count), "count devices"));
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
+  // Of a part of a device (MIG) programs may say either: what they call the device comes first.
+  const auto is = [&](int ordinal) {
     cuda::Device there = 0;
-    cuda::Uuid uuid = {};
-    if (driver_->cuDeviceGet(&there, ordinal) == cuda::kSuccess &&
-        driver_->cuDeviceGetUuid(&uuid, there) == cuda::kSuccess &&
-        std::equal(device.uuid.begin(), device.uuid.end(), uuid.bytes)) {
-      return ordinal;
+    if (driver_->cuDeviceGet(&there, ordinal) != cuda::kSuccess) return false;
+    for (const auto uuid_of : {driver_->cuDeviceGetUuid, driver_->physical_uuid}) {
+      cuda::Uuid uuid = {};
+      if (uuid_of(&uuid, there) == cuda::kSuccess &&
+          std::equal(device.uuid.begin(), device.uuid.end(), uuid.bytes)) {
+        return true;
+      }
     }
+    return false;
+  };
+  if (device.ordinal >= 0 && device.ordinal < count && is(device.ordinal)) return device.ordinal;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    if (is(ordinal)) return ordinal;
   }
   return Status(Code::kUnavailable, "no device is " + UuidText(device.uuid) + ", of the " +
                                         std::to_string(count) +

@@ -23,10 +23,10 @@ Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library) {
   const auto find = reinterpret_cast<cuda::GetProcAddress>(dlsym(handle, cuda::kGetProcAddress));
   if (find == nullptr) return NoDriver(std::string(library) + " is older than CUDA 12");
   auto driver = std::make_shared<cuda::Driver>();
-  const auto resolve = [&](const char* name, auto& function) {
+  const auto resolve = [&](const char* name, auto& function, int version = cuda::kVersion) {
     void* found = nullptr;
     int how = 0;
-    const cuda::Result result = find(name, &found, cuda::kVersion, 0, &how);
+    const cuda::Result result = find(name, &found, version, 0, &how);
     if (result != cuda::kSuccess || found == nullptr) {
       return NoDriver(std::string(library) + " has no " + name);
     }
@@ -37,6 +37,8 @@ Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library) {
   TENSORMOUNT_RETURN_IF_ERROR(resolve(#name, driver->name));
   TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_CUDA_RESOLVE)
 #undef TENSORMOUNT_CUDA_RESOLVE
+  TENSORMOUNT_RETURN_IF_ERROR(
+      resolve("cuDeviceGetUuid", driver->physical_uuid, cuda::kPhysicalUuidVersion));
   const cuda::Result begun = driver->cuInit(0);
   if (begun == cuda::kNotInitialized) {
     return Status(Code::kUnavailable,

@@ -81,8 +81,8 @@ def bundle(parts, made, patchelf):
     shutil.copytree(parts, made, dirs_exist_ok=True)
     ours = [os.path.join(made, "bin", "tensormount"), os.path.join(folder, "libtensormount.so")]
     mpi = os.path.join(folder, "tensormount", "mpi.so")
-    if os.path.exists(mpi):
-        ours.append(mpi)
+    cuda = os.path.join(folder, "tensormount", "libtensormount_cuda.so")
+    ours += [part for part in (mpi, cuda) if os.path.exists(part)]
 
     found = where(os.path.join(parts, "lib", "libtensormount.so"))
     originals = {}  # Soname to path; by what is needed, breadth first.

@@ -41,6 +41,7 @@ inline void FillCrcTables(CrcTables& tables) {
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcProduct(std::uint64_t a, std::uint64_t b) {
   constexpr std::uint64_t kReflected = crc64::kReflected;
   std::uint64_t product = 0;
+  TENSORMOUNT_ROLLED
   for (int i = 63; i >= 0; --i) {
     product ^= b & (0 - ((a >> i) & 1));
     b = (b >> 1) ^ (kReflected & (0 - (b & 1)));
@@ -50,6 +51,7 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcProduct(std::uint64_t a, std::ui
 
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t MovedUp(const CrcTables& tables, std::uint64_t crc,
                                                      std::uint64_t bytes) {
+  TENSORMOUNT_ROLLED
   for (int digit = 0; bytes != 0; ++digit, bytes >>= 8) {
     if ((bytes & 0xFF) != 0) crc = CrcProduct(crc, tables.powers[digit][bytes & 0xFF]);
   }
@@ -64,6 +66,7 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const CrcTables& tables,
     state = 0;
     for (int k = 0; k < 8; ++k) state ^= tables.bytes[7 - k][(word >> (8 * k)) & 0xFF];
   }
+  TENSORMOUNT_ROLLED
   for (; size > 0; ++data, --size) {
     state = (state >> 8) ^ tables.bytes[0][(state ^ *data) & 0xFF];
   }

@@ -14,9 +14,15 @@
 #if defined(__CUDACC__)
 #define TENSORMOUNT_HOST_DEVICE __host__ __device__
 #define TENSORMOUNT_UNROLL _Pragma("unroll")
+// Loops and functions of which one copy is enough: what is unrolled and inlined without need is
+// most of the bytes of an image, of which there is one for each kind of device.
+#define TENSORMOUNT_ROLLED _Pragma("unroll 1")
+#define TENSORMOUNT_OUT_OF_LINE __noinline__
 #else
 #define TENSORMOUNT_HOST_DEVICE
 #define TENSORMOUNT_UNROLL
+#define TENSORMOUNT_ROLLED
+#define TENSORMOUNT_OUT_OF_LINE
 #endif
 
 namespace tensormount::kernels {

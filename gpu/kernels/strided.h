@@ -62,6 +62,7 @@ TENSORMOUNT_HOST_DEVICE RunPart PieceAt(const Strided& s, std::uint64_t number) 
   p.to = s.to + static_cast<std::int64_t>(std::uint64_t{in_run} * s.piece);
   const std::uint64_t left = s.run - std::uint64_t{in_run} * s.piece;
   p.bytes = left < s.piece ? left : s.piece;
+  TENSORMOUNT_ROLLED
   for (int a = s.axes - 1; a >= 0; --a) {
     const auto count = static_cast<Index>(s.count[a]);
     const auto at = static_cast<std::int64_t>(rest % count);

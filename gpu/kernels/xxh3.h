@@ -96,7 +96,8 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Swapped(std::uint64_t v) {
          Swapped(static_cast<std::uint32_t>(v >> 32));
 }
 
-TENSORMOUNT_HOST_DEVICE inline Hash UpTo16(const std::uint8_t* data, std::uint64_t size) {
+TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE inline Hash UpTo16(const std::uint8_t* data,
+                                                                   std::uint64_t size) {
   if (size > 8) {
     const std::uint64_t flip_low = Secret64(32) ^ Secret64(40);
     const std::uint64_t flip_high = Secret64(48) ^ Secret64(56);
@@ -135,7 +136,8 @@ TENSORMOUNT_HOST_DEVICE inline Hash UpTo16(const std::uint8_t* data, std::uint64
   return {Avalanche64(Secret64(64) ^ Secret64(72)), Avalanche64(Secret64(80) ^ Secret64(88))};
 }
 
-TENSORMOUNT_HOST_DEVICE inline std::uint64_t Mixed16(const std::uint8_t* data, int secret) {
+TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE inline std::uint64_t Mixed16(
+    const std::uint8_t* data, int secret) {
   return FoldedProduct(Load64(data) ^ Secret64(secret), Load64(data + 8) ^ Secret64(secret + 8));
 }
 TENSORMOUNT_HOST_DEVICE inline void Mix32(Hash& sum, const std::uint8_t* a, const std::uint8_t* b,
@@ -146,7 +148,8 @@ TENSORMOUNT_HOST_DEVICE inline void Mix32(Hash& sum, const std::uint8_t* a, cons
   sum.high ^= Load64(a) + Load64(a + 8);
 }
 
-TENSORMOUNT_HOST_DEVICE inline Hash UpTo240(const std::uint8_t* data, std::uint64_t size) {
+TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE inline Hash UpTo240(const std::uint8_t* data,
+                                                                    std::uint64_t size) {
   Hash sum{size * kPrime64_1, 0};
   if (size <= 128) {
     if (size > 96) Mix32(sum, data + 48, data + size - 64, 96);
@@ -155,6 +158,7 @@ TENSORMOUNT_HOST_DEVICE inline Hash UpTo240(const std::uint8_t* data, std::uint6
     Mix32(sum, data, data + size - 16, 0);
   } else {
     std::uint64_t at = 0;
+    TENSORMOUNT_ROLLED
     for (; at < 128; at += 32) Mix32(sum, data + at, data + at + 16, static_cast<int>(at));
     sum = {Avalanche(sum.low), Avalanche(sum.high)};
     for (; at + 32 <= size; at += 32) {
@@ -258,7 +262,8 @@ class LongHash {
     sums_ = warp_.Map([&](int lane) { return Warp::Get(sums_, lane) + Warp::Get(added, lane); });
   }
 
-  TENSORMOUNT_HOST_DEVICE std::uint64_t Merged(int secret, std::uint64_t start) const {
+  TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE std::uint64_t Merged(int secret,
+                                                                       std::uint64_t start) const {
     const Sums keyed = warp_.Map(
         [&](int lane) { return Warp::Get(sums_, lane) ^ Secret64(secret + lane % 8 * 8); });
     const Sums next = Warp::Exchange(keyed, 1);
@@ -290,13 +295,14 @@ TENSORMOUNT_HOST_DEVICE Hash HashOfLeaf(const Warp& warp, const std::uint8_t* da
   if (size <= 16) return xxh3::UpTo16(data, size);
   if (size <= 240) return xxh3::UpTo240(data, size);
   xxh3::LongHash<Warp> hash(warp);
+  // All blocks but the last one, which has fewer stripes or as many, are scrambled.
   const std::uint64_t blocks = (size - 1) / xxh3::kBlockBytes;
-  for (std::uint64_t b = 0; b < blocks; ++b) {
-    hash.AddBlock(data + b * xxh3::kBlockBytes, xxh3::kBlockStripes);
-    hash.Scramble();
+  const auto rest = static_cast<int>((size - 1 - blocks * xxh3::kBlockBytes) / xxh3::kStripeBytes);
+  TENSORMOUNT_ROLLED
+  for (std::uint64_t b = 0; b <= blocks; ++b) {
+    hash.AddBlock(data + b * xxh3::kBlockBytes, b < blocks ? xxh3::kBlockStripes : rest);
+    if (b < blocks) hash.Scramble();
   }
-  const std::uint64_t done = blocks * xxh3::kBlockBytes;
-  hash.AddBlock(data + done, static_cast<int>((size - 1 - done) / xxh3::kStripeBytes));
   hash.AddLast(data + size - xxh3::kStripeBytes);
   return hash.Value(size);
 }

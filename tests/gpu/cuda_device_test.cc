@@ -152,6 +152,10 @@ TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
   named.uuid.fill(0xAB);
   named.uuid[15] = 1;
   EXPECT_EQ(devices_.cuda().Open(named).value(), devices_.cuda().Open(kSecond).value());
+  // Of a part of a device, that of the whole: both are then, and the ordinal says which.
+  Device part = kSecond;
+  part.uuid.fill(0xCD);
+  EXPECT_EQ(devices_.cuda().Open(part).value(), devices_.cuda().Open(kSecond).value());
   named.uuid[15] = 9;
   EXPECT_THAT(devices_.cuda().Open(named),
               HasMessage("no device is GPU-abababab-abab-abab-abab-ababababab09, of the 2 that "

@@ -83,12 +83,15 @@ def contents(wheel):
         check("import tensormount as tm" in described, "METADATA does not describe it")
     check("tensormount/lib/tensormount/mpi.so" in files
           or "mpi" not in os.environ.get("TENSORMOUNT_REQUIRE", ""), "no part with MPI")
+    check("tensormount/lib/tensormount/libtensormount_cuda.so" in files
+          or "cuda" not in os.environ.get("TENSORMOUNT_REQUIRE", ""), "no part with CUDA")
     python = {os.path.relpath(path, os.path.join(ROOT, "python"))
               for path in glob.glob(os.path.join(ROOT, "python/tensormount/**/*.py"), recursive=True)}
     expected = python | {"tensormount/py.typed", "tensormount/bin/tensormount",
                          "tensormount/lib/libtensormount.so"}
     expected |= {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
-    optional = {"tensormount/lib/tensormount/mpi.so"}
+    optional = {"tensormount/lib/tensormount/mpi.so",
+                "tensormount/lib/tensormount/libtensormount_cuda.so"}
     libraries = {}
     for path, entry in files.items():
         bundled = re.fullmatch(r"tensormount/lib/lib(\w+)-[0-9a-f]{8}\.so[.\d]*", path)
