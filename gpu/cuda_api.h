@@ -96,6 +96,7 @@ inline constexpr int kVersion = 12000;
   X(cuCtxGetStreamPriorityRange, (int* least, int* greatest))                                     \
   X(cuThreadExchangeStreamCaptureMode, (int* mode))                                               \
   X(cuModuleLoadData, (Module * module, const void* image))                                       \
+  X(cuModuleUnload, (Module module))                                                              \
   X(cuModuleGetFunction, (Function * function, Module module, const char* name))                  \
   X(cuModuleGetGlobal, (Address * address, std::size_t * bytes, Module module, const char* name)) \
   X(cuLaunchKernel, (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,        \

@@ -78,12 +78,18 @@ Result<std::shared_ptr<CudaDevice>> CudaDevice::Open(std::shared_ptr<const cuda:
   return made;
 }
 
+CudaDevice::~CudaDevice() {
+  const CudaScope scope(*context_);
+  if (module_ != nullptr && scope.status().ok()) {
+    (void)context_->driver().cuModuleUnload(module_);
+  }
+}
+
 Status CudaDevice::Load(std::span<const std::byte> image) {
   const cuda::Driver& driver = context_->driver();
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  cuda::Module module = nullptr;
-  const cuda::Result loaded = driver.cuModuleLoadData(&module, image.data());
+  const cuda::Result loaded = driver.cuModuleLoadData(&module_, image.data());
   if (loaded != cuda::kSuccess) {
     int major = 0;
     int minor = 0;
@@ -102,12 +108,12 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
                                                             {"tensormount_crc", &kernels_.crc}};
   for (const auto& [name, function] : wanted) {
     TENSORMOUNT_RETURN_IF_ERROR(
-        context_->Check(driver.cuModuleGetFunction(function, module, name), name));
+        context_->Check(driver.cuModuleGetFunction(function, module_, name), name));
   }
   cuda::Address tables = 0;
   std::size_t bytes = 0;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuModuleGetGlobal(&tables, &bytes, module, "tensormount_crc_tables"), "find tables"));
+      driver.cuModuleGetGlobal(&tables, &bytes, module_, "tensormount_crc_tables"), "find tables"));
   const auto filled = std::make_unique<kernels::CrcTables>();
   if (bytes != sizeof(*filled)) {
     return {Code::kInternal, name() + ": the kernels are of another version of tensormount"};

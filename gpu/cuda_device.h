@@ -45,6 +45,10 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
                                                   int ordinal, std::span<const std::byte> image,
                                                   const CudaOptions& options = {});
 
+  ~CudaDevice() override;
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
   const std::shared_ptr<CudaContext>& context() const { return context_; }
   const CudaKernels& kernels() const { return kernels_; }
   ScratchPool& scratch() { return *scratch_; }
@@ -72,6 +76,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   const CudaOptions options_;
   int numa_node_ = -1;  // Of the host, next to the device; -1: not known.
   int least_priority_ = 0;
+  cuda::Module module_ = nullptr;
   CudaKernels kernels_;
   std::shared_ptr<PinnedMemory> pinned_;
   std::unique_ptr<ScratchPool> scratch_;

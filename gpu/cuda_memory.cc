@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Pinned memory is the process's own pages, registered: what a program does to a context (resetting
+// the device) then takes no memory away that somebody reads.
 #include "gpu/cuda_memory.h"
 
 #include <cerrno>
@@ -11,11 +13,11 @@
 namespace tensormount::gpu {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kHostPage = 4096;
 constexpr long kPreferred = 1;  // MPOL_PREFERRED, without libnuma's header.
 
 std::size_t WholePages(std::size_t bytes) {
-  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  return (bytes + kHostPage - 1) / kHostPage * kHostPage;
 }
 
 }  // namespace

@@ -1,11 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// What libtensormount_cuda.so says of itself, and the compiled kernels that it carries.
+// What libtensormount_cuda.so says of itself (device/device_module.h), and the compiled kernels
+// that it carries.
 #include <span>
 
 #include "device/device_module.h"
 #include "gpu/cuda_device.h"
 
-// The image of kernels.cu, as nvcc made it: put here by kernels_image.S.
+// The image of kernels.cu, which the assembler takes from the file that nvcc made.
+__asm__(
+    ".pushsection .rodata\n"
+    ".balign 64\n"
+    ".global tensormount_kernels_begin\n"
+    ".hidden tensormount_kernels_begin\n"
+    "tensormount_kernels_begin:\n"
+    ".incbin \"" TENSORMOUNT_KERNELS_FILE
+    "\"\n"
+    ".global tensormount_kernels_end\n"
+    ".hidden tensormount_kernels_end\n"
+    "tensormount_kernels_end:\n"
+    ".byte 0\n"
+    ".popsection\n");
 extern "C" {
 extern const std::byte tensormount_kernels_begin[];
 extern const std::byte tensormount_kernels_end[];

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <pthread.h>
 #include <set>
 #include <string>
 #include <unistd.h>
@@ -44,6 +45,7 @@ struct EventRep {
 };
 struct FunctionRep {
   std::string name;
+  ModuleRep* module = nullptr;
 };
 struct ModuleRep {
   ContextRep* context = nullptr;
@@ -80,6 +82,7 @@ struct Fake {
   std::array<std::size_t, kMostDevices> used = {};
   std::size_t limit = std::size_t{1} << 40;
   std::map<const std::byte*, std::size_t> registered;
+  std::set<cuda::Module> modules;  // Also of contexts that are gone.
   std::set<cuda::Stream> streams;
   std::set<cuda::Event> events;
   std::map<int, std::unique_ptr<cuda::StreamRep>> legacy;  // By ordinal.
@@ -97,9 +100,27 @@ Fake& State() {
   return *fake;
 }
 
-thread_local std::vector<cuda::Context> stack;
-thread_local int capture_mode_of_thread = 0;  // Global, as CUDA begins.
-thread_local std::map<int, std::unique_ptr<cuda::StreamRep>> per_thread;
+// Not thread_local: thread sanitizers do not know how libraries that were opened have that.
+struct OfThread {
+  std::vector<cuda::Context> stack;
+  int capture_mode = 0;  // Global, as CUDA begins.
+  std::map<int, std::unique_ptr<cuda::StreamRep>> per_thread;
+};
+OfThread& Mine() {
+  static const pthread_key_t key = [] {
+    pthread_key_t made = 0;
+    if (pthread_key_create(&made, [](void* own) { delete static_cast<OfThread*>(own); }) != 0) {
+      AbortDevice("no key");
+    }
+    return made;
+  }();
+  auto* own = static_cast<OfThread*>(pthread_getspecific(key));
+  if (own == nullptr) {
+    own = new OfThread;
+    (void)pthread_setspecific(key, own);
+  }
+  return *own;
+}
 
 int DeviceCount() {
   const char* const said = std::getenv("FAKE_CUDA_DEVICES");
@@ -119,10 +140,10 @@ Error Faulted(const std::string& what) {
 Error Enter(const char* function) {
   if (State().begun_by != getpid()) return cuda::kNotInitialized;
   if (const Error faulted = Faulted(function); faulted != 0) return faulted;
-  if (stack.empty()) return cuda::kInvalidContext;
+  if (Mine().stack.empty()) return cuda::kInvalidContext;
   std::lock_guard lock(State().mutex);
-  if (!stack.back()->alive) return cuda::kContextIsDestroyed;
-  return stack.back()->sticky;
+  if (!Mine().stack.back()->alive) return cuda::kContextIsDestroyed;
+  return Mine().stack.back()->sticky;
 }
 
 template <typename Rep>
@@ -152,8 +173,8 @@ cuda::StreamRep& Resolve(cuda::Stream stream) {
     MustBeAlive(stream, "a stream");
     return *stream;
   }
-  const cuda::Context context = stack.back();
-  auto& streams = number == cuda::kPerThreadStream ? per_thread : State().legacy;
+  const cuda::Context context = Mine().stack.back();
+  auto& streams = number == cuda::kPerThreadStream ? Mine().per_thread : State().legacy;
   std::unique_ptr<cuda::StreamRep>& own = streams[context->ordinal];
   if (own == nullptr || own->context_id != context->id) own = NewStream(context);
   return *own;
@@ -266,8 +287,6 @@ void RunCrc(kernels::CrcJob job, Address tables, const Geometry& geometry) {
   if (State().lies) *job.sum[0] ^= geometry.seed | 1;
 }
 
-Address tables_of_module = 0;
-
 // ---- The functions ---------------------------------------------------------------------------
 
 Error cuInit(unsigned) {
@@ -343,13 +362,13 @@ Error cuCtxPushCurrent(cuda::Context context) {
   if (State().begun_by != getpid()) return cuda::kNotInitialized;
   std::lock_guard lock(State().mutex);
   if (!context->alive) return cuda::kContextIsDestroyed;
-  stack.push_back(context);
+  Mine().stack.push_back(context);
   return cuda::kSuccess;
 }
 Error cuCtxPopCurrent(cuda::Context* context) {
-  if (stack.empty()) return cuda::kInvalidContext;
-  *context = stack.back();
-  stack.pop_back();
+  if (Mine().stack.empty()) return cuda::kInvalidContext;
+  *context = Mine().stack.back();
+  Mine().stack.pop_back();
   return cuda::kSuccess;
 }
 Error cuCtxGetId(cuda::Context context, std::uint64_t* id) {
@@ -365,7 +384,7 @@ Error cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   return cuda::kSuccess;
 }
 Error cuThreadExchangeStreamCaptureMode(int* mode) {
-  std::swap(*mode, capture_mode_of_thread);
+  std::swap(*mode, Mine().capture_mode);
   return cuda::kSuccess;
 }
 Error cuModuleLoadData(cuda::Module* module, const void* image) {
@@ -375,14 +394,25 @@ Error cuModuleLoadData(cuda::Module* module, const void* image) {
   if (std::memcmp(image, "fake", 4) != 0 && std::memcmp(image, &kFatBinary, 4) != 0) {
     return cuda::kNoBinaryForGpu;
   }
-  *module = new cuda::ModuleRep{stack.back()};
+  *module = new cuda::ModuleRep{Mine().stack.back()};
   std::lock_guard lock(State().mutex);
+  State().modules.insert(*module);
   (*module)->tables = reinterpret_cast<Address>(State().memory.Add(sizeof(kernels::CrcTables)));
-  tables_of_module = (*module)->tables;
+  return cuda::kSuccess;
+}
+Error cuModuleUnload(cuda::Module module) {
+  if (const Error entered = Enter("cuModuleUnload"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  if (State().modules.erase(module) != 1 ||
+      !State().memory.Remove(reinterpret_cast<const std::byte*>(module->tables))) {
+    AbortDevice("a module that there is not");
+  }
+  delete module;
   return cuda::kSuccess;
 }
 Error cuModuleGetFunction(cuda::Function* function, cuda::Module module, const char* name) {
   for (cuda::FunctionRep& own : module->functions) {
+    own.module = module;
     if (own.name == name) *function = &own;
   }
   return cuda::kSuccess;
@@ -413,9 +443,8 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
   } else if (function->name == "tensormount_hash") {
     work = [=, job = *static_cast<kernels::HashJob*>(parameters[0])] { RunHash(job, geometry); };
   } else {
-    work = [=, job = *static_cast<kernels::CrcJob*>(parameters[0])] {
-      RunCrc(job, tables_of_module, geometry);
-    };
+    work = [=, job = *static_cast<kernels::CrcJob*>(parameters[0]),
+            tables = function->module->tables] { RunCrc(job, tables, geometry); };
   }
   return Submit("cuLaunchKernel", stream, false, std::move(work));
 }
@@ -423,7 +452,7 @@ Error cuMemAlloc(Address* address, std::size_t bytes) {
   if (const Error entered = Enter("cuMemAlloc"); entered != 0) return entered;
   if (bytes == 0) return cuda::kInvalidValue;
   std::lock_guard lock(State().mutex);
-  const int ordinal = stack.back()->ordinal;
+  const int ordinal = Mine().stack.back()->ordinal;
   std::size_t& used = State().used[static_cast<std::size_t>(ordinal)];
   if (used + bytes > State().limit) return cuda::kOutOfMemory;
   used += bytes;
@@ -475,7 +504,7 @@ Error cuPointerGetAttribute(void* value, int attribute, Address address) {
 }
 Error cuStreamCreateWithPriority(cuda::Stream* stream, unsigned, int) {
   if (const Error entered = Enter("cuStreamCreateWithPriority"); entered != 0) return entered;
-  *stream = NewStream(stack.back()).release();
+  *stream = NewStream(Mine().stack.back()).release();
   std::lock_guard lock(State().mutex);
   State().streams.insert(*stream);
   return cuda::kSuccess;
@@ -517,7 +546,7 @@ Error cuStreamIsCapturing(cuda::Stream stream, int* status) {
 // A thread that is not relaxed spoils the captures of others with what may wait.
 Error Unsafe() {
   std::lock_guard lock(State().mutex);
-  if (capture_mode_of_thread == cuda::kCaptureModeRelaxed) return cuda::kSuccess;
+  if (Mine().capture_mode == cuda::kCaptureModeRelaxed) return cuda::kSuccess;
   for (const cuda::Stream stream : State().streams) {
     if (stream->captures) return cuda::kCaptureUnsupported;
   }
@@ -526,7 +555,7 @@ Error Unsafe() {
 Error cuEventCreate(cuda::Event* event, unsigned) {
   if (const Error entered = Enter("cuEventCreate"); entered != 0) return entered;
   std::lock_guard lock(State().mutex);
-  *event = new cuda::EventRep{stack.back(), stack.back()->id, nullptr};
+  *event = new cuda::EventRep{Mine().stack.back(), Mine().stack.back()->id, nullptr};
   State().events.insert(*event);
   return cuda::kSuccess;
 }
@@ -617,9 +646,9 @@ class InContext {
     cuda::Context context = nullptr;
     (void)cuInit(0);
     (void)cuDevicePrimaryCtxRetain(&context, 100 + ordinal);
-    stack.push_back(context);
+    Mine().stack.push_back(context);
   }
-  ~InContext() { stack.pop_back(); }
+  ~InContext() { Mine().stack.pop_back(); }
   InContext(const InContext&) = delete;
   InContext& operator=(const InContext&) = delete;
 };
@@ -692,8 +721,8 @@ const FakeCuda control = {
       counts.crossed_bytes = State().crossed;
       return counts;
     },
-    [] { return static_cast<int>(stack.size()); },
-    [] { return capture_mode_of_thread; },
+    [] { return static_cast<int>(Mine().stack.size()); },
+    [] { return Mine().capture_mode; },
 };
 
 }  // namespace
