@@ -291,17 +291,16 @@ Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
                                                       static_cast<std::uint64_t>(dense.offset));
       const std::byte* const from = way == Way::kOut ? copy.from : moved;
       std::byte* const to = way == Way::kOut ? moved : copy.to;
-      std::uint64_t word = kernels::WordOf(copy.plan, from, to);
       const std::uint64_t room = at < lease.data_bytes() ? lease.data_bytes() - at : 0;
       std::uint64_t bytes = all - done;
       if (bytes > room) bytes = room / kAlike * kAlike;
-      word = WordThatDivides(word, done, bytes);
       // In the same order all that went before: later ones must find the members of this batch.
       if (bytes == 0 || job.batch.count == kBatch) {
         TENSORMOUNT_RETURN_IF_ERROR(cross());
         continue;
       }
-      AddMember(job.batch, copy.plan, from, word, done, bytes);
+      // Parts begin and end at multiples of kAlike, which all words divide, or where the copy does.
+      AddMember(job.batch, copy.plan, from, kernels::WordOf(copy.plan, from, to), done, bytes);
       job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
       if (follows) {
         spans.back().bytes += bytes;

@@ -97,6 +97,40 @@ TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
   device->Free(there);
 }
 
+// More queues than there is scratch memory take turns with it, in the device's time.
+TEST_F(CudaDeviceTest, QueuesShareScratchMemory) {
+  const auto device = First();
+  constexpr std::size_t kQueues = 5;
+  constexpr std::int64_t kRows = 2000;
+  StridedCopy columns;
+  columns.run = 4;
+  columns.axes = 1;
+  columns.axis[0] = {kRows, 12, 4};
+  std::vector<std::unique_ptr<DeviceQueue>> queues;
+  std::vector<std::byte*> there;
+  std::vector<std::byte*> here;
+  for (std::size_t q = 0; q < kQueues; ++q) {
+    queues.push_back(device->MakeQueue().value());
+    there.push_back(device->Allocate(12 * kRows).value());
+    std::memset(TheFakeCuda().reveal(there[q]), static_cast<int>('a' + q), 12 * kRows);
+    here.push_back(device->AllocatePinned(10 * 4 * kRows).value());
+  }
+  for (std::size_t round = 0; round < 10; ++round) {
+    for (std::size_t q = 0; q < kQueues; ++q) {
+      const DeviceCopy copy{columns, there[q], here[q] + round * 4 * kRows};
+      ASSERT_OK(queues[q]->CopyOut({&copy, 1}));
+    }
+  }
+  for (std::size_t q = 0; q < kQueues; ++q) {
+    ASSERT_OK_AND_ASSIGN(const auto mark, queues[q]->Mark());
+    ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(20))));
+    const std::string all(reinterpret_cast<const char*>(here[q]), 10 * 4 * kRows);
+    EXPECT_EQ(all, std::string(all.size(), static_cast<char>('a' + q)));
+    device->FreePinned(here[q]);
+    device->Free(there[q]);
+  }
+}
+
 // Many small tensors cross in few launches.
 TEST_F(CudaDeviceTest, SmallCopiesShareLaunches) {
   const auto device = First();
