@@ -35,8 +35,8 @@ Result<const DeviceModule*> Open() {
   const std::filesystem::path own = OwnFolder();
   std::filesystem::path file;
   // Beside a library, of a multi-architecture folder too; beside bin; of tests in a build folder.
-  for (const char* folder : {"tensormount", "../tensormount", "../lib/tensormount",
-                             "../../lib/tensormount"}) {
+  for (const char* folder :
+       {"tensormount", "../tensormount", "../lib/tensormount", "../../lib/tensormount"}) {
     std::error_code error;
     file = own / folder / kFileName;
     if (std::filesystem::exists(file, error)) break;

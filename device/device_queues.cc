@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "shard/strided_digest.h"
+
 namespace tensormount {
 namespace {
 
@@ -163,6 +165,28 @@ Status DeviceWriter::Finish() {
   return {};
 }
 
+// Where the device has no memory to compute it with.
+Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
+  const DeviceBoxes& boxes = wanted.boxes;
+  Crc64 digest = 0;
+  Status status;
+  std::vector<std::byte> bytes;
+  for (const PlacedBox& placed : boxes.placed) {
+    SplitBox(placed.box, 1, boxes.device->ring->block_bytes(), [&](const Box& part) {
+      if (!status.ok()) return;
+      const StridedCopy all = PlanCopy(part, placed, Packed(part, 0));
+      const PlacedBox in_memory{part, all.src_offset, placed.strides};
+      const auto there = ReadBack({boxes.device, {&in_memory, 1}, boxes.base}, rules, bytes);
+      status = there.status();
+      if (!status.ok()) return;
+      digest ^= DigestOfPlaced(there.value().front(), bytes.data(), wanted.byte_shape);
+    });
+    TENSORMOUNT_RETURN_IF_ERROR(status);
+  }
+  *wanted.out = digest;
+  return {};
+}
+
 Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules) {
   DeviceQueues queues(rules);
   std::map<std::shared_ptr<const OpenedDevice>, std::vector<const DigestWanted*>> by_device;
@@ -183,7 +207,15 @@ Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules&
         }
         return {};
       };
-      TENSORMOUNT_RETURN_IF_ERROR(block.Launch(*queue, digest));
+      const Status launched = block.Launch(*queue, digest);
+      if (launched.code() == Code::kResourceExhausted) {
+        block.Settle(Deadline::After(rules.patience));
+        for (const DigestWanted* one : some) {
+          TENSORMOUNT_RETURN_IF_ERROR(DigestHere(*one, rules));
+        }
+        continue;
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(launched);
       TENSORMOUNT_RETURN_IF_ERROR(block.Land(rules));
       for (std::size_t i = 0; i < some.size(); ++i) *some[i]->out = results[i];
     }

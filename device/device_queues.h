@@ -139,7 +139,7 @@ class DeviceWriter {
 };
 
 // The contributions of memory to the digests of tensors (shard/strided_digest.h), computed by the
-// devices.
+// devices; by the host where a device has no memory for it.
 struct DigestWanted {
   DeviceBoxes boxes;
   Dims byte_shape;

@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/log.h"
 #include "device/device_hashes.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
@@ -148,7 +149,13 @@ class DataWriter {
         pieces.push_back({chunk.item, chunk.begin, chunk.bytes});
         const StateDict::TensorItem& item = state_.tensors()[chunk.item];
         if (!OnDevice(item.shard.data) || item.shard.metadata_only) continue;
-        const Status hashing = HashOnDevice(item.shard, chunk);
+        Status hashing = HashOnDevice(item.shard, chunk);
+        if (hashing.code() == Code::kResourceExhausted) {
+          // The device is full: the save goes on without this watch over it.
+          NotWatched(hashing);
+          hashing = Status();
+          at_begin_jobs_.emplace_back();
+        }
         if (!hashing.ok()) return hashing.WithContext("tensor " + item.key);
       }
     }
@@ -166,10 +173,18 @@ class DataWriter {
     return Status();
   }
 
+  void NotWatched(const Status& why) {
+    if (said_not_watched_) return;
+    said_not_watched_ = true;
+    Log(LogLevel::kWarning,
+        "tensors that change while they are saved would not be noticed: " + why.message());
+  }
+
   // Whether the next chunk of a device is what it was at the begin.
   Status CheckUnchanged(const RankTask::Chunk& chunk, std::span<const Hash128> leaves) {
-    const std::size_t job = at_begin_jobs_[next_on_device_++];
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> before, at_begin_.Get(job));
+    const std::optional<std::size_t> job = at_begin_jobs_[next_on_device_++];
+    if (!job) return {};
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> before, at_begin_.Get(*job));
     const auto [was, is] = std::ranges::mismatch(before, leaves);
     if (was == before.end() && is == leaves.end()) return Status();
     const auto leaf = static_cast<std::uint64_t>(was - before.begin());
@@ -407,7 +422,9 @@ class DataWriter {
   const std::atomic<bool>* const cancel_;
   BlockReader blocks_;
   DeviceHashes at_begin_;
-  std::vector<std::size_t> at_begin_jobs_;  // Of chunks on devices, in the order of writing.
+  // Of chunks on devices, in the order of writing; none where the device had no memory for it.
+  std::vector<std::optional<std::size_t>> at_begin_jobs_;
+  bool said_not_watched_ = false;
   std::size_t next_on_device_ = 0;
   WrittenData out_;
   std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.

@@ -84,20 +84,32 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
         on_device = std::move(source).value();
       }
       Span span;
+      const auto hash_here = [&](std::uint64_t begin, std::uint64_t bytes) {
+        here.push_back({replica.item, begin, bytes});
+        asked.emplace_back(owner, bytes);
+      };
       const auto hash_there = [&]() -> Status {
         if (span.bytes == 0) return {};
-        TENSORMOUNT_ASSIGN_OR_RETURN(
-            asked.emplace_back(owner, span.bytes).job,
+        const Result<std::size_t> job =
             there.Add(on_device->device(), on_device->Gather(span.begin, span.bytes),
-                      on_device->base(), span.bytes, kReplicaBlockBytes));
+                      on_device->base(), span.bytes, kReplicaBlockBytes);
+        if (job.ok()) {
+          asked.emplace_back(owner, span.bytes).job = job.value();
+        } else if (job.status().code() == Code::kResourceExhausted) {
+          // The device is full: its bytes come here.
+          for (std::uint64_t done = 0; done < span.bytes; done += kReplicaBlockBytes) {
+            hash_here(span.begin + done, std::min(kReplicaBlockBytes, span.bytes - done));
+          }
+        } else {
+          return job.status();
+        }
         return {};
       };
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
         if (!block.Has(replica.position)) continue;
         if (!on_device) {
-          here.push_back({replica.item, block.begin, block.bytes});
-          asked.emplace_back(owner, block.bytes);
+          hash_here(block.begin, block.bytes);
         } else if (block.begin == span.begin + span.bytes && span.bytes % kReplicaBlockBytes == 0) {
           span.bytes += block.bytes;
         } else {

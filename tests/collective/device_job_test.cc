@@ -14,6 +14,7 @@
 #include "tensormount/async_load.h"
 #include "tensormount/async_save.h"
 #include "tensormount/load.h"
+#include "tensormount/log.h"
 #include "tensormount/save.h"
 
 #include "device/devices.h"
@@ -297,6 +298,38 @@ TEST_F(DeviceJobTest, ATensorThatChangesDuringTheSaveIsFoundOut) {
   device().SetFault({});
   device().LieAboutHashes(true);
   ExpectOnAll(SaveRows("step"), Code::kBusy, "tensor w: it changed during the save: [");
+}
+
+// A device whose memory is full: its bytes are hashed by the host, and what cannot be watched is
+// said.
+TEST_F(DeviceJobTest, WithoutMemoryOnTheDeviceTheHostHashes) {
+  device().SetFault([](std::string_view what) {
+    return what == "hash" || what == "digest" ? Status(Code::kResourceExhausted, "it is full")
+                                              : Status();
+  });
+  std::vector<std::string> lines;
+  SetLogSink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
+  std::vector<std::byte*> replicas = {Make('a'), Make('a')};
+  const auto save = [&](const std::string& name) {
+    return OnTwoRanks([&](Communicator& comm) {
+      const BufferView view = View(replicas[static_cast<std::size_t>(comm.rank())], {kRowBytes});
+      StateDict state;
+      EXPECT_OK(state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
+      return Save(state, Path(name), comm).status();
+    });
+  };
+  for (const Status& status : save("same")) EXPECT_OK(status);
+  *device().Reveal(replicas[1] + 7) = std::byte{'b'};
+  ExpectOnAll(save("other"), Code::kDataLoss, "differs between the replicas on rank 0 and rank 1");
+  for (const Status& status : SaveRows("step")) EXPECT_OK(status);
+  std::vector<std::byte*> rows = {Make('?'), Make('?')};
+  for (const Status& status : LoadRows("step", rows)) EXPECT_OK(status);
+  SetLogSink({});
+  device().SetFault({});
+  EXPECT_EQ(std::memcmp(device().Reveal(rows[0]), Row('a').data(), kRowBytes), 0);
+  EXPECT_EQ(std::memcmp(device().Reveal(rows[1]), Row('b').data(), kRowBytes), 0);
+  ASSERT_FALSE(lines.empty());
+  EXPECT_NE(lines[0].find("would not be noticed"), std::string::npos) << lines[0];
 }
 
 // Replicas are compared where they are.
