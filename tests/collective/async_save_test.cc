@@ -64,12 +64,13 @@ struct RowsState {
         device.FreeMemory(data);
       });
     }
-    device.Enqueue(stream, [there = there, memory = memory, revealed = device.Reveal(there.get())] {
-      std::memcpy(revealed, memory.data(), memory.size() * sizeof(float));
-    });
+    const auto* const bytes = reinterpret_cast<const std::byte*>(memory.data());
+    device.PutLater(stream, there.get(),
+                    std::make_shared<const std::vector<std::byte>>(
+                        bytes, bytes + memory.size() * sizeof(float)));
     Shard moved = shard;
     moved.data.data = there.get();
-    moved.data.device.kind = DeviceKind::kCuda;
+    moved.data.device = device.device();
     moved.data.memory = MemoryKind::kDevice;
     moved.data.stream = DeviceStream(StreamKind::kHandle, stream);
     return moved;

@@ -239,7 +239,7 @@ TEST_F(CudaDeviceTest, EveryKindOfStreamIsWaitedFor) {
   for (const auto& [stream, handle] : streams) {
     void* const there = handle == nullptr ? reinterpret_cast<void*>(cuda::kLegacyStream) : handle;
     std::atomic<bool> go = false;
-    devices_[0].Enqueue(there, [&] { go.wait(false); });
+    TheFakeCuda().enqueue(0, there, [&] { go.wait(false); });
     ASSERT_OK_AND_ASSIGN(const auto mark, device->MarkStream(stream));
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     EXPECT_FALSE(mark->Reached().value());

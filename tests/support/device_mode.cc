@@ -5,7 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
+#include <memory>
 #include <string_view>
 
 #include "collective/async/snapshot_state.h"
@@ -54,10 +54,14 @@ bool DeviceMode() {
 }
 
 TestDevice& ModeDevice(std::size_t number) {
-  static const bool cuda = std::string_view(std::getenv("TENSORMOUNT_TEST_DEVICE")) == "cuda";
-  if (cuda) {
+  static const std::string_view mode = std::getenv("TENSORMOUNT_TEST_DEVICE");
+  if (mode == "cuda") {
     static auto* const devices = new FakeCudaDevices;
     return (*devices)[number];
+  }
+  if (mode == "real") {
+    static const auto* const devices = new auto(RealCudaDevices());
+    return *(*devices)[number];
   }
   const HostDevice::Options options{.pinned = {4, 256 * 1024}, .delay_us = 20};
   static auto* const devices = new HostDevices({options, options});
@@ -74,8 +78,7 @@ Shard OnDevices::Move(std::size_t item, const Shard& shard) {
   const std::size_t number = item % 2;
   TestDevice& device = ModeDevice(number);
   Shard moved = shard;
-  moved.data.device.kind = DeviceKind::kCuda;
-  moved.data.device.ordinal = static_cast<int>(number);
+  moved.data.device = device.device();
   moved.data.memory = MemoryKind::kDevice;
   const Span span = SpanOf(shard.data);
   if (shard.data.data == nullptr || span.high == span.low) return moved;
@@ -85,15 +88,16 @@ Shard OnDevices::Move(std::size_t item, const Shard& shard) {
   m.here = static_cast<std::byte*>(shard.data.data) + span.low;
   m.there = device.NewMemory(m.bytes);
   moved.data.data = m.there - span.low;
-  std::byte* const revealed = device.Reveal(m.there);
   if (item % 3 == 0) {
     // What the tensor holds comes later: who does not wait for the stream gets this.
-    std::memset(revealed, 0x5A, m.bytes);
+    const std::vector<std::byte> early(m.bytes, std::byte{0x5A});
+    device.Put(m.there, early.data(), m.bytes);
     m.stream = StreamFor(number, item / 3);
-    device.Enqueue(m.stream, [m, revealed] { std::memcpy(revealed, m.here, m.bytes); });
+    device.PutLater(m.stream, m.there,
+                    std::make_shared<const std::vector<std::byte>>(m.here, m.here + m.bytes));
     moved.data.stream = DeviceStream(StreamKind::kHandle, m.stream);
   } else {
-    std::memcpy(revealed, m.here, m.bytes);
+    device.Put(m.there, m.here, m.bytes);
   }
   memory_.push_back(m);
   return moved;
@@ -109,7 +113,7 @@ OnDevices::~OnDevices() {
 void OnDevices::BringBack() {
   for (const Moved& m : memory_) {
     if (m.stream != nullptr) m.device->Synchronize(m.stream);
-    std::memcpy(m.here, m.device->Reveal(m.there), m.bytes);
+    m.device->Get(m.here, m.there, m.bytes);
   }
 }
 

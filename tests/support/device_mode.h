@@ -12,8 +12,8 @@
 
 // The tests of saves and loads once more, with their tensors on devices: with
 // TENSORMOUNT_TEST_DEVICE=host what they hand to Save and Load is moved to two host devices first,
-// with =cuda to two of gpu/ over the driver of the tests; some of it behind streams that write it
-// later, and some stays where it is.
+// with =cuda to two of gpu/ over the driver of the tests, with =real to the machine's; some of it
+// behind streams that write it later, and some stays where it is.
 
 namespace tensormount {
 

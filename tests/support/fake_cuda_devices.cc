@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/fake_cuda_devices.h"
 
+#include <cstring>
 #include <dlfcn.h>
 #include <span>
 #include <utility>
@@ -18,10 +19,18 @@ class FakeCudaDevice : public TestDevice {
   FakeCudaDevice(gpu::CudaDevices& cuda, int ordinal) : cuda_(cuda), ordinal_(ordinal) {}
   std::byte* NewMemory(std::size_t bytes) override { return Ops()->Allocate(bytes).value(); }
   void FreeMemory(std::byte* data) override { Ops()->Free(data); }
-  std::byte* Reveal(const void* data) override { return TheFakeCuda().reveal(data); }
+  Device device() const override { return {DeviceKind::kCuda, ordinal_}; }
+  void Put(std::byte* there, const void* here, std::size_t bytes) override {
+    std::memcpy(TheFakeCuda().reveal(there), here, bytes);
+  }
+  void Get(void* here, const std::byte* there, std::size_t bytes) override {
+    std::memcpy(here, TheFakeCuda().reveal(there), bytes);
+  }
   void* MakeStream() override { return TheFakeCuda().make_stream(ordinal_); }
-  void Enqueue(void* handle, std::function<void()> kernel) override {
-    TheFakeCuda().enqueue(ordinal_, handle, std::move(kernel));
+  void PutLater(void* stream, std::byte* there,
+                std::shared_ptr<const std::vector<std::byte>> here) override {
+    TheFakeCuda().enqueue(ordinal_, stream,
+                          [this, there, here] { Put(there, here->data(), here->size()); });
   }
   void Synchronize(void* handle) override { TheFakeCuda().synchronize(ordinal_, handle); }
 

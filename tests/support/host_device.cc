@@ -114,8 +114,6 @@ class HostDevice::Queue : public DeviceQueue {
 HostDevice::HostDevice(const Options& options) : options_(options) {}
 HostDevice::~HostDevice() = default;
 
-std::byte* HostDevice::Reveal(const void* data) { return memory_.Reveal(data); }
-
 // The base of a plan in memory that can be read; all that the plan touches must be of one piece.
 std::byte* HostDevice::RevealPlan(const StridedCopy& plan, const std::byte* base,
                                   bool destination) {
@@ -203,8 +201,6 @@ Result<std::byte*> HostDevice::Allocate(std::size_t bytes) {
 void HostDevice::Free(std::byte* data) {
   if (!memory_.Remove(data)) AbortDevice("freed what was not allocated");
 }
-
-std::byte* HostDevice::NewMemory(std::size_t bytes) { return Allocate(bytes).value(); }
 
 Result<std::shared_ptr<DeviceMark>> HostDevice::MarkStream(const DeviceStream& stream) {
   TENSORMOUNT_RETURN_IF_ERROR(Faulted("mark"));

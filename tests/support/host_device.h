@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -42,11 +43,24 @@ class HostDevice : public DeviceOps,
 
   // ---- What a test asks of it ----
 
-  std::byte* NewMemory(std::size_t bytes) override;
-  void FreeMemory(std::byte* data) override { Free(data); }
-  std::byte* Reveal(const void* data) override;
+  // Memory that can be read: that behind a pointer of the device.
+  std::byte* Reveal(const void* data) { return memory_.Reveal(data); }
+  // Work for a stream. `handle`: as MakeStream gave it, null for the legacy default stream.
+  void Enqueue(void* handle, std::function<void()> kernel);
+  Device device() const override { return {DeviceKind::kCuda, options_.ordinal}; }
+  std::byte* NewMemory(std::size_t bytes) override { return Allocate(bytes).value(); }
+  void FreeMemory(std::byte* there) override { Free(there); }
+  void Put(std::byte* there, const void* here, std::size_t bytes) override {
+    std::memcpy(memory_.Reveal(there, bytes), here, bytes);
+  }
+  void Get(void* here, const std::byte* there, std::size_t bytes) override {
+    std::memcpy(here, memory_.Reveal(there, bytes), bytes);
+  }
   void* MakeStream() override;
-  void Enqueue(void* handle, std::function<void()> kernel) override;
+  void PutLater(void* stream, std::byte* there,
+                std::shared_ptr<const std::vector<std::byte>> here) override {
+    Enqueue(stream, [this, there, here] { Put(there, here->data(), here->size()); });
+  }
   void Synchronize(void* handle) override;
   // Until what was submitted to queues is done, also to those that are gone.
   void Quiesce();
