@@ -50,8 +50,8 @@ struct FunctionRep {
 struct ModuleRep {
   ContextRep* context = nullptr;
   Address tables = 0;
-  std::array<FunctionRep, 3> functions = {
-      {{"tensormount_copy"}, {"tensormount_hash"}, {"tensormount_crc"}}};
+  std::array<FunctionRep, 4> functions = {
+      {{"tensormount_copy"}, {"tensormount_hash"}, {"tensormount_crc"}, {"floor_read"}}};
 };
 
 }  // namespace tensormount::gpu::cuda
@@ -442,6 +442,8 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
     work = [=, job = *static_cast<kernels::CopyJob*>(parameters[0])] { RunCopy(job, geometry); };
   } else if (function->name == "tensormount_hash") {
     work = [=, job = *static_cast<kernels::HashJob*>(parameters[0])] { RunHash(job, geometry); };
+  } else if (function->name == "floor_read") {
+    work = [] {};  // Of bench/gpubench.cc: it only reads.
   } else {
     work = [=, job = *static_cast<kernels::CrcJob*>(parameters[0]),
             tables = function->module->tables] { RunCrc(job, tables, geometry); };
@@ -732,6 +734,14 @@ extern "C" {
 
 TENSORMOUNT_EXPORT const tensormount::FakeCuda* fake_cuda_control() {
   return &tensormount::control;
+}
+
+// For bench/gpubench.cc.
+TENSORMOUNT_EXPORT int cuMemcpyDtoDAsync_v2(std::uint64_t to, std::uint64_t from, std::size_t bytes,
+                                            tensormount::gpu::cuda::Stream stream) {
+  return tensormount::Submit("cuMemcpyDtoDAsync", stream, false, [=] {
+    std::memcpy(tensormount::Reveal(to, bytes), tensormount::Reveal(from, bytes), bytes);
+  });
 }
 
 TENSORMOUNT_EXPORT int cuGetProcAddress_v2(const char* name, void** function, int version,

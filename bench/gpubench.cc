@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+// What saves and loads of memory of a GPU reach, each figure beside its floor in the same run: the
+// same bytes by plain calls of the driver, or by the same save and load of host memory.
+#include <algorithm>
+#include <cstdio>
+#include <dlfcn.h>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+#include "tensormount/load.h"
+#include "tensormount/save.h"
+
+#include "base/deadline.h"
+#include "bench/ckptbench.h"
+#include "device/devices.h"
+#include "gpu/cuda_driver.h"
+#include "shard/leaf_hash.h"
+
+namespace tensormount::bench {
+namespace {
+
+namespace cuda = gpu::cuda;
+
+constexpr Device kDevice{DeviceKind::kCuda, 0};
+constexpr std::chrono::seconds kPatience{60};
+constexpr std::uint64_t kLeaf = kLeafBytes;
+
+cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
+
+// The device by the driver alone.
+class Plain {
+ public:
+  static Result<std::unique_ptr<Plain>> Make() {
+    auto made = std::make_unique<Plain>();
+    TENSORMOUNT_ASSIGN_OR_RETURN(made->driver_, gpu::OpenDriver());
+    const cuda::Driver& driver = *made->driver_;
+    cuda::Device device = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(made->Check(driver.cuDeviceGet(&device, 0)));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        made->Check(driver.cuDevicePrimaryCtxRetain(&made->context_, device)));
+    // For as long as the program runs.
+    TENSORMOUNT_RETURN_IF_ERROR(made->Check(driver.cuCtxPushCurrent(made->context_)));
+    TENSORMOUNT_RETURN_IF_ERROR(made->Check(
+        driver.cuStreamCreateWithPriority(&made->stream_, cuda::kStreamNonBlocking, 0)));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        made->Check(driver.cuEventCreate(&made->event_, cuda::kEventDisableTiming)));
+    TENSORMOUNT_RETURN_IF_ERROR(made->Check(driver.cuMemAlloc(&made->word_, 16)));
+    return made;
+  }
+
+  // Seconds until the stream has done what `submit` gives it.
+  template <typename Fn>
+  Result<double> Time(Fn submit) {
+    const Clock::time_point start = Clock::now();
+    TENSORMOUNT_RETURN_IF_ERROR(submit());
+    TENSORMOUNT_RETURN_IF_ERROR(Check(driver_->cuEventRecord(event_, stream_)));
+    cuda::Result reached = cuda::kNotReady;
+    while (reached == cuda::kNotReady) reached = driver_->cuEventQuery(event_);
+    TENSORMOUNT_RETURN_IF_ERROR(Check(reached));
+    return SecondsSince(start);
+  }
+  Result<double> Copy(const std::byte* from, std::byte* to, std::size_t bytes) {
+    return Time([&] { return Check(copy_(AddressOf(to), AddressOf(from), bytes, stream_)); });
+  }
+  Result<double> Read(const std::byte* data, std::size_t bytes) {
+    return Time([&]() -> Status {
+      cuda::Address from = AddressOf(data);
+      std::uint64_t words = bytes / 16;
+      void* parameters[] = {&from, &words, &word_};
+      return Check(
+          driver_->cuLaunchKernel(read_, 2048, 1, 1, 256, 1, 1, 0, stream_, parameters, nullptr));
+    });
+  }
+  // The same block again and again.
+  Result<double> Out(const std::byte* from, std::byte* block, std::size_t block_bytes,
+                     std::size_t bytes) {
+    return Time([&]() -> Status {
+      for (std::size_t done = 0; done < bytes; done += block_bytes) {
+        TENSORMOUNT_RETURN_IF_ERROR(Check(driver_->cuMemcpyDtoHAsync(
+            block, AddressOf(from + done), std::min(block_bytes, bytes - done), stream_)));
+      }
+      return {};
+    });
+  }
+  Result<double> In(const std::byte* block, std::byte* to, std::size_t block_bytes,
+                    std::size_t bytes) {
+    return Time([&]() -> Status {
+      for (std::size_t done = 0; done < bytes; done += block_bytes) {
+        TENSORMOUNT_RETURN_IF_ERROR(Check(driver_->cuMemcpyHtoDAsync(
+            AddressOf(to + done), block, std::min(block_bytes, bytes - done), stream_)));
+      }
+      return {};
+    });
+  }
+  // Fills memory of the device with numbers that differ.
+  Status Fill(std::byte* there, std::size_t bytes) {
+    std::vector<std::uint64_t> some(std::size_t{1} << 17);
+    std::uint64_t next = 88172645463325252ULL;
+    for (std::size_t done = 0; done < bytes;) {
+      for (std::uint64_t& word : some) {
+        next ^= next << 13;
+        next ^= next >> 7;
+        next ^= next << 17;
+        word = next;
+      }
+      const std::size_t part = std::min(bytes - done, some.size() * 8);
+      TENSORMOUNT_RETURN_IF_ERROR(
+          Check(driver_->cuMemcpyHtoD(AddressOf(there + done), some.data(), part)));
+      done += part;
+    }
+    return {};
+  }
+
+  // Needs the compiled kernel that reads, beside this program.
+  Status LoadFloors() {
+    std::error_code error;
+    const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
+    const std::string path = (self.parent_path() / "gpu_floor.fatbin").string();
+    std::ifstream file(path, std::ios::binary);
+    image_.assign(std::istreambuf_iterator<char>(file), {});
+    if (image_.empty()) return {Code::kNotFound, path};
+    cuda::Module module = nullptr;
+    TENSORMOUNT_RETURN_IF_ERROR(Check(driver_->cuModuleLoadData(&module, image_.data())));
+    TENSORMOUNT_RETURN_IF_ERROR(Check(driver_->cuModuleGetFunction(&read_, module, "floor_read")));
+    void* const library = dlopen(cuda::kLibrary, RTLD_NOW | RTLD_LOCAL);
+    copy_ = reinterpret_cast<decltype(copy_)>(dlsym(library, "cuMemcpyDtoDAsync_v2"));
+    return copy_ == nullptr ? Status(Code::kUnsupported, "no cuMemcpyDtoDAsync") : Status();
+  }
+
+ private:
+  Status Check(cuda::Result result) const { return gpu::CudaStatus(*driver_, result, "floor"); }
+
+  std::shared_ptr<const cuda::Driver> driver_;
+  cuda::Context context_ = nullptr;
+  cuda::Stream stream_ = nullptr;
+  cuda::Event event_ = nullptr;
+  cuda::Address word_ = 0;
+  std::string image_;
+  cuda::Function read_ = nullptr;
+  cuda::Result (*copy_)(cuda::Address, cuda::Address, std::size_t, cuda::Stream) = nullptr;
+};
+
+// Seconds until a queue of ours has done what `submit` gives it.
+template <typename Fn>
+Result<double> TimeQueue(DeviceQueue& queue, Fn submit) {
+  const Clock::time_point start = Clock::now();
+  TENSORMOUNT_RETURN_IF_ERROR(submit());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceMark> mark, queue.Mark());
+  const Deadline deadline = Deadline::After(kPatience);
+  for (;;) {  // Without pauses, as the floor waits.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool reached, mark->Reached());
+    if (reached) return SecondsSince(start);
+    if (deadline.Passed()) return Status(Code::kDeadlineExceeded, "the device");
+  }
+}
+
+StridedCopy Contiguous(std::uint64_t bytes) {
+  StridedCopy all;
+  all.run = bytes;
+  return all;
+}
+
+class GpuBench {
+ public:
+  explicit GpuBench(const Options& options)
+      : options_(options),
+        bytes_(std::max<std::uint64_t>(
+            std::uint64_t{1} << 22,
+            static_cast<std::uint64_t>(options.gib * (1 << 30)) / kSquare * kSquare)) {}
+
+  Status Run() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(plain_, Plain::Make());
+    TENSORMOUNT_RETURN_IF_ERROR(plain_->LoadFloors());
+    TENSORMOUNT_ASSIGN_OR_RETURN(device_, OpenDevice(kDevice));
+    std::fprintf(stderr, "gpubench: %s, %.2f GiB\n", device_->ops->name().c_str(),
+                 static_cast<double>(bytes_) / (1 << 30));
+    TENSORMOUNT_ASSIGN_OR_RETURN(queue_, device_->ops->MakeQueue());
+    TENSORMOUNT_ASSIGN_OR_RETURN(a_, device_->ops->Allocate(bytes_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(b_, device_->ops->Allocate(bytes_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(block_, device_->ops->AllocatePinned(block_bytes_));
+    TENSORMOUNT_RETURN_IF_ERROR(plain_->Fill(a_, bytes_));
+    TENSORMOUNT_RETURN_IF_ERROR(Kernels());
+    TENSORMOUNT_RETURN_IF_ERROR(Crossings());
+    return Jobs();
+  }
+
+ private:
+  static constexpr std::uint64_t kSquare = std::uint64_t{1} << 22;  // What cases divide evenly.
+
+  Status Kernels() {
+    std::vector<Hash128> leaves(bytes_ / kLeaf);
+    const StridedCopy all = Contiguous(bytes_);
+    const Round read = [this] { return plain_->Read(a_, bytes_); };
+    TENSORMOUNT_RETURN_IF_ERROR(RunCase(
+        options_, {"kernel",
+                   "leaf hashes",
+                   bytes_,
+                   "read the same memory",
+                   [&] {
+                     return TimeQueue(*queue_, [&] {
+                       return queue_->HashLeaves({&all, 1}, a_, bytes_, kLeaf, leaves.data());
+                     });
+                   },
+                   read,
+                   {},
+                   {}}));
+    const Dims shape{static_cast<std::int64_t>(bytes_)};
+    const PlacedBox whole{Box::Whole(shape), 0, {1}};
+    Crc64 digest = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        RunCase(options_, {"kernel",
+                           "digest",
+                           bytes_,
+                           "read the same memory",
+                           [&] {
+                             return TimeQueue(*queue_, [&] {
+                               return queue_->Digest({&whole, 1}, a_, shape, &digest);
+                             });
+                           },
+                           read,
+                           {},
+                           {}}));
+    const Round copy = [this] { return plain_->Copy(a_, b_, bytes_); };
+    // Rows of 4 KiB into blocks of columns; rows of 2 bytes become columns.
+    const auto rows = static_cast<std::int64_t>(bytes_ / 4096);
+    StridedCopy gather;
+    gather.run = 512;
+    gather.axes = 2;
+    gather.axis[0] = {8, 512, static_cast<std::int64_t>(bytes_ / 8)};
+    gather.axis[1] = {rows, 4096, 512};
+    StridedCopy transposed;
+    transposed.run = 2;
+    transposed.axes = 2;
+    transposed.axis[0] = {2048, 2, static_cast<std::int64_t>(bytes_ / 2048)};
+    transposed.axis[1] = {rows, 4096, 2};
+    StridedCopy back = gather;
+    for (StridedCopy::Axis& axis : back.loops()) std::swap(axis.src, axis.dst);
+    const std::pair<const char*, StridedCopy> plans[] = {
+        {"pack columns of 512 bytes", gather},
+        {"unpack columns of 512 bytes", back},
+        {"transpose elements of 2 bytes", transposed}};
+    for (const auto& [name, plan] : plans) {
+      const DeviceCopy one{plan, a_, b_};
+      TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"kernel",
+                                                     name,
+                                                     bytes_,
+                                                     "copy as much within the device",
+                                                     [&] {
+                                                       return TimeQueue(*queue_, [&] {
+                                                         return queue_->CopyWithin({&one, 1});
+                                                       });
+                                                     },
+                                                     copy,
+                                                     {},
+                                                     {}}));
+    }
+    return {};
+  }
+
+  // `plan` goes from the device to the host; the other way where it does not leave.
+  static DeviceCopy Crossing(StridedCopy plan, std::byte* there, std::byte* here, bool leaves) {
+    if (leaves) return {plan, there, here};
+    std::swap(plan.src_offset, plan.dst_offset);
+    for (StridedCopy::Axis& axis : plan.loops()) std::swap(axis.src, axis.dst);
+    return {plan, here, there};
+  }
+
+  Status Crossings() {
+    const Round out = [this] { return plain_->Out(a_, block_, block_bytes_, bytes_); };
+    const Round in = [this] { return plain_->In(block_, b_, block_bytes_, bytes_); };
+    // A block at a time, as saves and loads do: whole, of rows, of small tensors.
+    const auto blocks = [this](bool leaves, std::uint64_t run, std::uint64_t pitch) {
+      return TimeQueue(*queue_, [&, this]() -> Status {
+        for (std::uint64_t done = 0; done + block_bytes_ <= bytes_; done += block_bytes_) {
+          std::vector<DeviceCopy> copies;
+          if (run == 0) {
+            copies.push_back(Crossing(Contiguous(block_bytes_), a_ + done, block_, leaves));
+          } else if (pitch == 0) {
+            for (std::uint64_t at = 0; at < block_bytes_; at += run) {
+              copies.push_back(Crossing(Contiguous(run), a_ + done + at, block_ + at, leaves));
+            }
+          } else {  // One strided copy, of memory of twice the bytes.
+            StridedCopy plan = Contiguous(run);
+            plan.axes = 1;
+            plan.axis[0] = {static_cast<std::int64_t>(block_bytes_ / run),
+                            static_cast<std::int64_t>(pitch), static_cast<std::int64_t>(run)};
+            copies.push_back(
+                Crossing(plan, a_ + done * 2 % (bytes_ - 2 * block_bytes_), block_, leaves));
+          }
+          TENSORMOUNT_RETURN_IF_ERROR(leaves ? queue_->CopyOut(copies) : queue_->CopyIn(copies));
+        }
+        return {};
+      });
+    };
+    struct Kind {
+      const char* name;
+      std::uint64_t run;
+      std::uint64_t pitch;
+    };
+    for (const bool leaves : {true, false}) {
+      for (const Kind& kind : {Kind{"whole blocks", 0, 0}, Kind{"every other kilobyte", 1024, 2048},
+                               Kind{"every other element of 2 bytes", 2, 4},
+                               Kind{"small tensors of 8 KiB", 8192, 0}}) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            RunCase(options_, {leaves ? "out" : "in",
+                               kind.name,
+                               bytes_ / block_bytes_ * block_bytes_,
+                               "pinned blocks by the driver",
+                               [&] { return blocks(leaves, kind.run, kind.pitch); },
+                               leaves ? out : in,
+                               {},
+                               {}}));
+      }
+    }
+    return {};
+  }
+
+  BufferView ViewOf(std::byte* data, bool there, std::int64_t bytes) const {
+    BufferView view = BufferView::Host(DType::kU8, static_cast<void*>(data), {bytes});
+    if (!there) return view;
+    view.device = kDevice;
+    view.memory = MemoryKind::kDevice;
+    return view;
+  }
+
+  // `tensors` of one size over all bytes, at `data`.
+  StateDict StateOf(std::byte* data, bool there, std::int64_t tensors) const {
+    StateDict state;
+    const std::int64_t each = static_cast<std::int64_t>(bytes_) / tensors;
+    for (std::int64_t i = 0; i < tensors; ++i) {
+      (void)state.AddTensor("w" + std::to_string(i),
+                            {{each}, Box::Whole({each}), ViewOf(data + i * each, there, each)});
+    }
+    return state;
+  }
+
+  Status Jobs() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, WorkFolder::Make(options_));
+    const std::unique_ptr<Communicator> alone = MakeSelfCommunicator();
+    PageBuffer host(bytes_);
+    for (const std::int64_t tensors : {16, 16'384}) {
+      const std::string count = std::to_string(tensors) + " tensors";
+      const StateDict there = StateOf(a_, true, tensors);
+      const StateDict here = StateOf(host.data(), false, tensors);
+      const auto save = [&](const StateDict& state, const std::string& name) -> Result<double> {
+        SaveOptions options;
+        options.if_exists = IfExists::kReplace;
+        const Clock::time_point start = Clock::now();
+        TENSORMOUNT_RETURN_IF_ERROR(Save(state, folder->Join(name), *alone, options).status());
+        return SecondsSince(start);
+      };
+      const auto load = [&](const StateDict& state) -> Result<double> {
+        const Clock::time_point start = Clock::now();
+        TENSORMOUNT_RETURN_IF_ERROR(Load(state, folder->Join("store/there"), *alone).status());
+        return SecondsSince(start);
+      };
+      TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"save",
+                                                     count,
+                                                     bytes_,
+                                                     "the same save of host memory",
+                                                     [&] { return save(there, "store/there"); },
+                                                     [&] { return save(here, "store/here"); },
+                                                     {},
+                                                     {}}));
+      TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"load",
+                                                     count,
+                                                     bytes_,
+                                                     "the same load into host memory",
+                                                     [&] { return load(there); },
+                                                     [&] { return load(here); },
+                                                     {},
+                                                     {}}));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          RunCase(options_, {"load",
+                             count + " beside the bus",
+                             bytes_,
+                             "pinned blocks by the driver",
+                             [&] { return load(there); },
+                             [this] { return plain_->In(block_, b_, block_bytes_, bytes_); },
+                             {},
+                             {}}));
+    }
+    return {};
+  }
+
+  const Options options_;
+  const std::uint64_t bytes_;
+  const std::size_t block_bytes_ = std::min<std::size_t>(std::size_t{16} << 20, bytes_ / 4);
+  std::unique_ptr<Plain> plain_;
+  std::shared_ptr<const OpenedDevice> device_;
+  std::unique_ptr<DeviceQueue> queue_;
+  std::byte* a_ = nullptr;
+  std::byte* b_ = nullptr;
+  std::byte* block_ = nullptr;
+};
+
+}  // namespace
+}  // namespace tensormount::bench
+
+int main(int argc, char** argv) {
+  namespace bench = tensormount::bench;
+  bench::Options options;
+  options.dir = "/tmp";
+  CLI::App app(
+      "Figures of saves and loads of memory of a GPU, each beside its floor in the same run.\n"
+      "One line a case; medians of interleaved rounds.\n"
+      "Example: gpubench --gib 4 --dir /dev/shm --json");
+  app.add_option("--gib", options.gib, "GiB of the device that a case moves")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--rounds", options.rounds, "rounds that count, of each")
+      ->check(CLI::Range(1, 1000));
+  app.add_option("--dir", options.dir, "where files are made")->check(CLI::ExistingDirectory);
+  app.add_option("--case", options.only, "only cases whose name contains this");
+  app.add_flag("--json", options.json, "one JSON object a line");
+  CLI11_PARSE(app, argc, argv);
+  const tensormount::Status status = bench::GpuBench(options).Run();
+  if (!status.ok()) std::fprintf(stderr, "gpubench: %s\n", status.ToString().c_str());
+  return status.ok() ? 0 : 2;
+}
