@@ -1,16 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// Leaf hashes by devices, each job with a mark of its own.
+// Leaf hashes by devices, with a mark for many: marks cost as much as hashes of small tensors.
 #include "device/device_hashes.h"
 
 namespace tensormount {
+namespace {
+
+constexpr std::size_t kHashesOfMark = 256;
+
+}  // namespace
 
 DeviceHashes::~DeviceHashes() {
   const Deadline deadline = Deadline::After(kDeviceGrace);
-  for (Job& job : jobs_) {
-    if (job.done) continue;
-    const bool over = job.mark.ok() && AwaitMark(*job.mark.value(), deadline).ok();
-    if (!over) LeaveToDevice(job.leaves.release());
+  for (Batch& batch : batches_) {
+    if (batch.done) continue;
+    const bool marked = Mark(batch).ok();
+    if (marked && AwaitMark(*batch.mark->value(), deadline).ok()) continue;
+    for (std::unique_ptr<Hash128[]>& leaves : batch.leaves) LeaveToDevice(leaves.release());
   }
+}
+
+Status DeviceHashes::Mark(Batch& batch) {
+  if (!batch.mark) {
+    Result<DeviceQueue*> queue = queues_.Of(batch.device);
+    if (!queue.ok()) return queue.status();
+    batch.mark = queue.value()->Mark();
+    open_.erase(batch.device);
+  }
+  return batch.mark->status().WithContext(batch.device->ops->name());
 }
 
 Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>& device,
@@ -18,25 +34,32 @@ Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>&
                                       std::uint64_t bytes, std::uint64_t leaf_bytes) {
   const auto count = static_cast<std::size_t>((bytes + leaf_bytes - 1) / leaf_bytes);
   TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
-  Job& job = jobs_.emplace_back();
-  job.device = device;
-  job.leaves = std::make_unique<Hash128[]>(count);
-  job.count = count;
-  const Status submitted = queue->HashLeaves(gather, base, bytes, leaf_bytes, job.leaves.get());
-  // Also where it failed: a part of it may be under way.
-  job.mark = queue->Mark();
-  const Status failure = submitted.ok() ? job.mark.status() : submitted;
-  if (!failure.ok()) return failure.WithContext(device->ops->name());
+  auto open = open_.find(device);
+  if (open == open_.end()) {
+    open = open_.emplace(device, batches_.size()).first;
+    batches_.emplace_back().device = device;
+  }
+  const std::size_t number = open->second;
+  Batch& batch = batches_[number];
+  batch.leaves.push_back(std::make_unique<Hash128[]>(count));
+  jobs_.push_back({number, batch.leaves.size() - 1, count});
+  const Status submitted =
+      queue->HashLeaves(gather, base, bytes, leaf_bytes, batch.leaves.back().get());
+  if (!submitted.ok()) return submitted.WithContext(device->ops->name());
+  // What was submitted first is asked for first, while the device is at the rest.
+  if (batch.leaves.size() == kHashesOfMark) TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
   return jobs_.size() - 1;
 }
 
 Result<std::span<const Hash128>> DeviceHashes::Get(std::size_t number) {
-  Job& job = jobs_[number];
-  if (!job.done) {
-    TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*job.mark.value(), *job.device));
-    job.done = true;
+  const Job& job = jobs_[number];
+  Batch& batch = batches_[job.batch];
+  if (!batch.done) {
+    TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
+    TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*batch.mark->value(), *batch.device));
+    batch.done = true;
   }
-  return std::span<const Hash128>(job.leaves.get(), job.count);
+  return std::span<const Hash128>(batch.leaves[job.number].get(), job.count);
 }
 
 }  // namespace tensormount

@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -35,14 +37,23 @@ class DeviceHashes {
   Result<std::span<const Hash128>> Get(std::size_t number);
 
  private:
-  struct Job {
+  // Some that were submitted to one device, one after the other, and the mark behind them.
+  struct Batch {
     std::shared_ptr<const OpenedDevice> device;
-    std::unique_ptr<Hash128[]> leaves;
-    std::size_t count = 0;
-    Result<std::shared_ptr<DeviceMark>> mark = std::shared_ptr<DeviceMark>();
+    std::vector<std::unique_ptr<Hash128[]>> leaves;
+    std::optional<Result<std::shared_ptr<DeviceMark>>> mark;
     bool done = false;
   };
+  struct Job {
+    std::size_t batch = 0;
+    std::size_t number = 0;
+    std::size_t count = 0;
+  };
+  Status Mark(Batch& batch);
+
   DeviceQueues& queues_;
+  std::vector<Batch> batches_;
+  std::map<std::shared_ptr<const OpenedDevice>, std::size_t> open_;  // Those without a mark.
   std::vector<Job> jobs_;
 };
 

@@ -11,8 +11,8 @@
 
 #include "device/device_ops.h"
 
-// The part of tensormount that knows CUDA (gpu/), in a file of its own that is opened when memory of
-// a device is first met: so everything else is built, starts and works without it, and without a
+// The part of tensormount that knows CUDA (gpu/), in a file of its own that is opened when memory
+// of a device is first met: so everything else is built, starts and works without it, and without a
 // driver.
 
 namespace tensormount {
@@ -33,9 +33,9 @@ using DeviceModuleEntry = const DeviceModule* (*)();
 // Of this side.
 std::string DeviceModuleBuild();
 
-// Opens the module, which stays open. Looked for in the folder `tensormount` beside the library that
-// this is a part of, and of lib beside the folder of a program. kUnsupported, with what to do, where
-// it is not there or of another build. Thread-safe.
+// Opens the module, which stays open. Looked for in the folder `tensormount` beside the library
+// that this is a part of, and of lib beside the folder of a program. kUnsupported, with what to do,
+// where it is not there or of another build. Thread-safe.
 Result<const DeviceModule*> OpenDeviceModule();
 
 // The devices that saves and loads could use: how many. Errors of OpenDeviceModule and of `count`.

@@ -29,8 +29,8 @@ using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Devi
 void SetDeviceSource(DeviceSource source);
 
 // The device that a buffer's memory is on. kUnsupported where the module for it is not installed,
-// kUnavailable where there is no such device, or where this process was forked from one that had opened
-// it: no work of a device can be done in such a child. Thread-safe.
+// kUnavailable where there is no such device, or where this process was forked from one that had
+// opened it: no work of a device can be done in such a child. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 
 // Whether saves and loads can work with what a view describes: memory of the host (CheckHostMemory)

@@ -99,6 +99,7 @@ Status ScratchPool::Make(Slot& slot) {
   Status status;
   for (int halvings = 0; halvings <= kHalvings; ++halvings) {
     const std::size_t bytes = bytes_ >> halvings;
+    if (bytes < room_) break;
     cuda::Address data = 0;
     const cuda::Result result = driver.cuMemAlloc(&data, bytes + kResults * sizeof(Hash128));
     status = context_->Check(result, "allocate a buffer of " + std::to_string(bytes) + " bytes");
@@ -112,9 +113,20 @@ Status ScratchPool::Make(Slot& slot) {
     }
     slot.data = data;
     slot.data_bytes = bytes;
+    std::size_t none = 0;
+    room_.compare_exchange_strong(none, bytes);
     return {};
   }
-  return status;
+  return status.ok() ? Status(Code::kResourceExhausted, context_->name() + ": no buffer") : status;
+}
+
+Result<std::size_t> ScratchPool::Room() {
+  if (room_ == 0) {
+    Slot& first = slots_.front();
+    std::lock_guard lock(first.mutex);
+    if (first.data == 0) TENSORMOUNT_RETURN_IF_ERROR(Make(first));
+  }
+  return room_.load();
 }
 
 Result<ScratchPool::Lease> ScratchPool::Take(cuda::Stream stream) {

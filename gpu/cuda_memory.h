@@ -69,6 +69,10 @@ class ScratchPool {
   };
 
  public:
+  // Bytes of data that each has at least. kResourceExhausted where the device has not even the
+  // least; otherwise Take always finds one. In a CudaScope.
+  Result<std::size_t> Room();
+
   // One that the caller has alone until it is destroyed: what it submits to `stream` meanwhile
   // comes after what others submitted for it, and before what others will. In a CudaScope.
   class Lease {
@@ -96,6 +100,7 @@ class ScratchPool {
   Status Make(Slot& slot);
   const std::shared_ptr<CudaContext> context_;
   const std::size_t bytes_;
+  std::atomic<std::size_t> room_ = 0;  // Of the first that was made; no later one has less.
   std::array<Slot, kCount> slots_;
   std::atomic<unsigned> turn_ = 0;
 };

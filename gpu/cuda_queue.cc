@@ -24,8 +24,11 @@ constexpr std::uint64_t kLong = std::uint64_t{64} << 10;
 constexpr std::uint64_t kAlike = 256;
 // Blocks of one launch at most: threads go on with more.
 constexpr std::uint64_t kMostBlocks = 65'536;
-// Digests that wait for one launch at most.
+// Digests, and leaves of hashes, that wait for one launch at most: what a slab of results takes.
 constexpr std::size_t kMostDigests = 4096;
+constexpr std::uint64_t kMostLeaves = ResultSlabs::kSlabBytes / sizeof(Hash128);
+static_assert(kMostDigests * sizeof(Crc64) <= ResultSlabs::kSlabBytes);
+static_assert(ResultSlabs::kSlabBytes <= ScratchPool::kResults * sizeof(Hash128));
 
 cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
 
@@ -152,7 +155,10 @@ CudaQueue::~CudaQueue() {
   if (scope.status().ok()) (void)context_->driver().cuStreamDestroy(stream_);
 }
 
-Status CudaQueue::Begin() { return digests_.empty() ? Status() : FlushDigests(); }
+Status CudaQueue::Begin() {
+  if (!hashes_.empty()) TENSORMOUNT_RETURN_IF_ERROR(FlushHashes());
+  return digests_.empty() ? Status() : FlushDigests();
+}
 
 Status CudaQueue::After(const std::shared_ptr<DeviceMark>& mark) {
   const CudaScope scope(*context_);
@@ -346,58 +352,110 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
                              std::uint64_t bytes, std::uint64_t leaf_bytes, Hash128* out) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(Begin());
   if (bytes == 0) return {};
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
+  // Now, though it is used later: who has no memory is told so here.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t room, device_->scratch().Room());
   const bool in_place = gather.size() == 1 && gather.front().run == bytes;
-  // What one slab of results takes, and, gathered, what scratch memory holds.
-  std::uint64_t leaves_at_once = ResultSlabs::kSlabBytes / sizeof(Hash128);
-  static_assert(ResultSlabs::kSlabBytes / sizeof(Hash128) <= ScratchPool::kResults);
+  // A window at a time: what one launch hashes, and scratch memory takes.
+  std::uint64_t window = kMostLeaves * leaf_bytes;
+  if (leaf_bytes > bytes / kMostLeaves) window = bytes;
   if (!in_place) {
-    leaves_at_once = std::min<std::uint64_t>(leaves_at_once, lease.data_bytes() / leaf_bytes);
-    if (leaves_at_once == 0 && bytes <= lease.data_bytes()) leaves_at_once = 1;
-    if (leaves_at_once == 0) {
+    if (std::min(leaf_bytes, bytes) > room) {
       return {Code::kResourceExhausted, device_->name() + ": no memory to hash leaves of " +
                                             std::to_string(leaf_bytes) + " bytes in"};
     }
+    if (leaf_bytes <= room) window = std::min(window, room / leaf_bytes * leaf_bytes);
   }
-  const auto window = leaf_bytes > bytes / leaves_at_once ? bytes : leaves_at_once * leaf_bytes;
-  kernels::CopyJob job;
   for (std::uint64_t begin = 0; begin < bytes; begin += window) {
-    const std::uint64_t end = std::min(bytes, begin + window);
-    const std::byte* data = reinterpret_cast<const std::byte*>(lease.data());
+    WantedHashes wanted;
+    wanted.base = base;
+    wanted.begin = begin;
+    wanted.end = std::min(bytes, begin + window);
+    wanted.leaf_bytes = leaf_bytes;
+    wanted.out = out + begin / leaf_bytes;
     if (in_place) {
-      data = base + gather.front().src_offset + begin;
+      wanted.in_place = base + gather.front().src_offset + begin;
     } else {
-      auto* const to = reinterpret_cast<std::byte*>(lease.data() - begin);
-      for (const StridedCopy& plan : gather) {
-        const Side side = SideOf(plan, true);
-        if (!side.dense) return {Code::kInternal, "bytes to be hashed that are not side by side"};
-        const auto first = static_cast<std::uint64_t>(side.offset);
-        const std::uint64_t from = std::max(begin, first);
-        const std::uint64_t until = std::min(end, first + plan.bytes());
-        if (from >= until) continue;
-        const std::uint64_t word =
-            WordThatDivides(kernels::WordOf(plan, base, to), from - first, until - from);
-        AddMember(job.batch, plan, base, word, from - first, until - from);
-        job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
-        if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
-      }
-      TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+      wanted.gather.assign(gather.begin(), gather.end());
     }
-    kernels::HashJob hashes;
-    hashes.data = reinterpret_cast<const std::uint8_t*>(data);
-    hashes.bytes = end - begin;
-    hashes.leaf_bytes = leaf_bytes;
-    hashes.out = reinterpret_cast<kernels::Hash*>(lease.results());
-    static_assert(sizeof(kernels::Hash) == sizeof(Hash128));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Launch(device_->kernels().hash, hashes.leaves() * kernels::kLanes, &hashes, "hash"));
-    const Wanted wanted{out + begin / leaf_bytes,
-                        static_cast<std::size_t>(hashes.leaves()) * sizeof(Hash128)};
-    TENSORMOUNT_RETURN_IF_ERROR(Deliver(lease.results(), {&wanted, 1}));
+    TENSORMOUNT_RETURN_IF_ERROR(Wait(std::move(wanted), room));
   }
   return {};
+}
+
+// Until there is enough for a launch.
+Status CudaQueue::Wait(WantedHashes wanted, std::uint64_t room) {
+  const std::uint64_t leaves = wanted.leaves();
+  const std::uint64_t gathered = wanted.in_place != nullptr ? 0 : wanted.end - wanted.begin;
+  const bool fits = hashes_leaves_ + leaves <= kMostLeaves &&
+                    hashes_.size() < kernels::kHashBatch && hashes_gathered_ + gathered <= room;
+  if (!hashes_.empty() && (!fits || hashes_.front().leaf_bytes != wanted.leaf_bytes)) {
+    TENSORMOUNT_RETURN_IF_ERROR(FlushHashes());
+  }
+  hashes_leaves_ += leaves;
+  hashes_gathered_ += (gathered + kAlike - 1) / kAlike * kAlike;
+  hashes_.push_back(std::move(wanted));
+  return {};
+}
+
+Status CudaQueue::FlushHashes() {
+  const std::vector<WantedHashes> hashes = std::exchange(hashes_, {});
+  hashes_leaves_ = 0;
+  hashes_gathered_ = 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
+  kernels::HashJob job;
+  job.leaf_bytes = hashes.front().leaf_bytes;
+  job.out = reinterpret_cast<kernels::Hash*>(lease.results());
+  static_assert(sizeof(kernels::Hash) == sizeof(Hash128));
+  std::vector<Wanted> wanted;
+  std::uint64_t used = 0;
+  // What waits in scratch memory is hashed before others come there.
+  const auto launch = [&]() -> Status {
+    if (job.count == 0) return {};
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Launch(device_->kernels().hash, job.leaves() * kernels::kLanes, &job, "hash"));
+    job.out += job.leaves();
+    job.count = 0;
+    used = 0;
+    return {};
+  };
+  for (const WantedHashes& one : hashes) {
+    const std::byte* data = one.in_place;
+    if (data == nullptr) {
+      const std::uint64_t bytes = one.end - one.begin;
+      if (used + bytes > lease.data_bytes()) TENSORMOUNT_RETURN_IF_ERROR(launch());
+      const cuda::Address at = lease.data() + used;
+      used += (bytes + kAlike - 1) / kAlike * kAlike;
+      TENSORMOUNT_RETURN_IF_ERROR(Gather(one, at));
+      data = reinterpret_cast<const std::byte*>(at);
+    }
+    const auto m = static_cast<std::size_t>(job.count++);
+    job.data[m] = reinterpret_cast<const std::uint8_t*>(data);
+    job.bytes[m] = one.end - one.begin;
+    job.begin[m + 1] = job.begin[m] + one.leaves();
+    wanted.push_back({one.out, static_cast<std::size_t>(one.leaves()) * sizeof(Hash128)});
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(launch());
+  return Deliver(lease.results(), wanted);
+}
+
+Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
+  auto* const to = reinterpret_cast<std::byte*>(at - wanted.begin);
+  kernels::CopyJob job;
+  for (const StridedCopy& plan : wanted.gather) {
+    const Side side = SideOf(plan, true);
+    if (!side.dense) return {Code::kInternal, "bytes to be hashed that are not side by side"};
+    const auto first = static_cast<std::uint64_t>(side.offset);
+    const std::uint64_t from = std::max(wanted.begin, first);
+    const std::uint64_t until = std::min(wanted.end, first + plan.bytes());
+    if (from >= until) continue;
+    const std::uint64_t word =
+        WordThatDivides(kernels::WordOf(plan, wanted.base, to), from - first, until - from);
+    AddMember(job.batch, plan, wanted.base, word, from - first, until - from);
+    job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
+    if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+  }
+  return CopyMembers(job);
 }
 
 Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* base,
@@ -424,7 +482,6 @@ Status CudaQueue::FlushDigests() {
   const std::vector<WantedDigest> digests = std::exchange(digests_, {});
   const std::vector<Region> regions = std::exchange(regions_, {});
   TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
-  static_assert(kMostDigests * sizeof(Crc64) <= ResultSlabs::kSlabBytes);
   static_assert(sizeof(Crc64) == sizeof(std::uint64_t));
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(context_->driver().cuMemsetD8Async(lease.results(), 0,

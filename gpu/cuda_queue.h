@@ -41,9 +41,19 @@ class CudaQueue : public DeviceQueue {
 
  private:
   class Results;
-  // Strided copies that wait for one launch, and how far each has come.
-  struct Pending;
-  // Digests are computed many at a time.
+  // Hashes and digests are computed many at a time: they wait for others, or for what is submitted
+  // after them.
+  struct WantedHashes {  // Of the bytes [begin, end) that plans put side by side.
+    std::vector<StridedCopy> gather;
+    const std::byte* base = nullptr;
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::uint64_t leaf_bytes = 0;
+    Hash128* out = nullptr;
+    // Where they lie side by side on the device, if they do.
+    const std::byte* in_place = nullptr;
+    std::uint64_t leaves() const { return (end - begin + leaf_bytes - 1) / leaf_bytes; }
+  };
   struct WantedDigest {
     std::size_t first = 0;  // Of its regions.
     std::size_t count = 0;
@@ -72,12 +82,19 @@ class CudaQueue : public DeviceQueue {
     std::size_t bytes = 0;
   };
   Status Deliver(cuda::Address from, std::span<const Wanted> results);
+  Status Wait(WantedHashes wanted, std::uint64_t room);
+  Status FlushHashes();
+  // Puts them side by side from `at` on.
+  Status Gather(const WantedHashes& wanted, cuda::Address at);
   Status FlushDigests();
 
   const std::shared_ptr<CudaDevice> device_;
   const std::shared_ptr<CudaContext> context_;
   const cuda::Stream stream_;
   const std::shared_ptr<Results> results_;
+  std::vector<WantedHashes> hashes_;
+  std::uint64_t hashes_leaves_ = 0;    // Of them.
+  std::uint64_t hashes_gathered_ = 0;  // Bytes of them that do not lie side by side.
   std::vector<WantedDigest> digests_;
   std::vector<Region> regions_;  // Of them.
 };

@@ -19,6 +19,18 @@ inline constexpr int kBatch = 32;
 // Threads of a block.
 inline constexpr unsigned kBlockThreads = 256;
 
+// Of `count` members, `begin` of which rise, the one that has `number`.
+TENSORMOUNT_HOST_DEVICE inline int MemberAt(const std::uint64_t* begin, int count,
+                                            std::uint64_t number) {
+  int low = 0;
+  int high = count;  // It is in [low, high).
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (number < begin[middle] ? high : low) = middle;
+  }
+  return low;
+}
+
 // Runs the threads of one launch over pieces of several copies, one after the other.
 struct Batch {
   int count = 0;
@@ -28,17 +40,6 @@ struct Batch {
   const std::uint8_t* from[kBatch] = {};
   std::uint64_t pieces() const { return begin[count]; }
 };
-// Whose piece `number` is.
-TENSORMOUNT_HOST_DEVICE inline int MemberAt(const Batch& batch, std::uint64_t number) {
-  int low = 0;
-  int high = batch.count;  // It is in [low, high).
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (number < batch.begin[middle] ? high : low) = middle;
-  }
-  return low;
-}
-
 // Strided copies, in pieces of WordOf bytes.
 struct CopyJob {
   Batch batch;
@@ -48,7 +49,7 @@ TENSORMOUNT_HOST_DEVICE inline void CopyThread(const CopyJob& job, std::uint64_t
                                                std::uint64_t threads) {
   const std::uint64_t all = job.batch.begin[job.batch.count];
   for (std::uint64_t n = thread; n < all; n += threads) {
-    const int m = MemberAt(job.batch, n);
+    const int m = MemberAt(job.batch.begin, job.batch.count, n);
     const Strided& s = job.batch.strided[m];
     const std::uint64_t number = n - job.batch.begin[m] + job.batch.first[m];
     if (s.pieces >> 32 == 0) {
@@ -59,22 +60,26 @@ TENSORMOUNT_HOST_DEVICE inline void CopyThread(const CopyJob& job, std::uint64_t
   }
 }
 
-// Hashes of the leaves of packed bytes, a warp each.
+// Hashes of the leaves of packed bytes, of one piece of memory after the other, a warp each.
+inline constexpr int kHashBatch = 128;
 struct HashJob {
-  const std::uint8_t* data = nullptr;
-  std::uint64_t bytes = 0;
+  int count = 0;
+  std::uint64_t begin[kHashBatch + 1] = {};  // Of each one's leaves, and behind the last.
+  const std::uint8_t* data[kHashBatch] = {};
+  std::uint64_t bytes[kHashBatch] = {};
   std::uint64_t leaf_bytes = 0;
   Hash* out = nullptr;
-  std::uint64_t leaves() const { return (bytes + leaf_bytes - 1) / leaf_bytes; }
+  std::uint64_t leaves() const { return begin[count]; }
 };
 template <typename Warp>
 TENSORMOUNT_HOST_DEVICE void HashWarp(const HashJob& job, const Warp& warp, std::uint64_t number,
                                       std::uint64_t warps) {
-  for (std::uint64_t from = number * job.leaf_bytes; from < job.bytes;
-       number += warps, from = number * job.leaf_bytes) {
-    const std::uint64_t left = job.bytes - from;
+  for (; number < job.begin[job.count]; number += warps) {
+    const int m = MemberAt(job.begin, job.count, number);
+    const std::uint64_t from = (number - job.begin[m]) * job.leaf_bytes;
+    const std::uint64_t left = job.bytes[m] - from;
     const Hash hash =
-        HashOfLeaf(warp, job.data + from, left < job.leaf_bytes ? left : job.leaf_bytes);
+        HashOfLeaf(warp, job.data[m] + from, left < job.leaf_bytes ? left : job.leaf_bytes);
     (void)warp.Map([&](int lane) {
       if (lane == 0) job.out[number] = hash;
       return 0;
@@ -94,7 +99,7 @@ TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const CrcTables& table
                                        std::uint64_t thread, std::uint64_t threads, Add add) {
   const std::uint64_t all = job.batch.begin[job.batch.count];
   for (std::uint64_t n = thread; n < all; n += threads) {
-    const int m = MemberAt(job.batch, n);
+    const int m = MemberAt(job.batch.begin, job.batch.count, n);
     const Strided& s = job.batch.strided[m];
     add(job.sum[m],
         CrcOfPiece<std::uint64_t>(tables, s, n - job.batch.begin[m] + job.batch.first[m],

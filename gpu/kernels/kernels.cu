@@ -13,7 +13,7 @@ using tensormount::kernels::kLanes;
 
 // As much as a launch takes from compute capability 7.0 and CUDA 12.1 on.
 // Source: CUDA C++ Programming Guide, kernel parameters.
-static_assert(sizeof(CopyJob) <= 32'764 && sizeof(CrcJob) <= 32'764);
+static_assert(sizeof(CopyJob) <= 32'764 && sizeof(CrcJob) <= 32'764 && sizeof(HashJob) <= 32'764);
 
 namespace {
 

@@ -259,8 +259,10 @@ void RunCopy(kernels::CopyJob job, const Geometry& geometry) {
 }
 
 void RunHash(kernels::HashJob job, const Geometry& geometry) {
-  const auto bytes = static_cast<std::size_t>(job.bytes);
-  job.data = reinterpret_cast<const std::uint8_t*>(State().memory.Reveal(job.data, bytes));
+  for (std::size_t m = 0; m < static_cast<std::size_t>(job.count); ++m) {
+    job.data[m] = reinterpret_cast<const std::uint8_t*>(
+        State().memory.Reveal(job.data[m], static_cast<std::size_t>(job.bytes[m])));
+  }
   job.out = reinterpret_cast<kernels::Hash*>(State().memory.Reveal(
       job.out, static_cast<std::size_t>(job.leaves()) * sizeof(kernels::Hash)));
   Random random(geometry.seed);
