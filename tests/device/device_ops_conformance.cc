@@ -133,29 +133,47 @@ Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
 Status HashesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases) {
   Random random(seed);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue());
-  for (int number = 0; number < cases; ++number) {
-    const StridedBytes s = MakeStridedBytes(random);
-    Twin memory(ops, random.Bytes(s.bytes));
-    TENSORMOUNT_RETURN_IF_ERROR(memory.Upload(*queue));
-    const auto bytes = static_cast<std::uint64_t>(s.box.volume());
-    const StridedCopy gather = PlanCopy(s.box, s.placed, PackedAt(s.box, 0));
-    std::string packed(bytes, '\0');
-    ExecuteCopy(gather, memory.here(), reinterpret_cast<std::byte*>(packed.data()));
-    // Of every class of length that XXH3 treats apart, and several leaves.
-    const std::uint64_t leaf = std::uint64_t{1} << random.Int(2, 16);
-    LeafHasher hasher(leaf);
-    hasher.Update(packed.data(), packed.size());
-    hasher.Finish();
-    std::vector<Hash128> leaves(hasher.leaves().size());
+  struct Asked {
+    StridedBytes s;
+    std::unique_ptr<Twin> memory;
+    std::vector<Hash128> expected;
+    std::vector<Hash128> leaves;
     Crc64 digest = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(
-        queue->HashLeaves({&gather, 1}, memory.there(), bytes, leaf, leaves.data()));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        queue->Digest({&s.placed, 1}, memory.there(), s.byte_shape, &digest));
+  };
+  for (int number = 0; number < cases;) {
+    // Several before one mark.
+    std::vector<Asked> asked;
+    // Of every class of length that XXH3 treats apart, and several leaves.
+    std::uint64_t leaf = std::uint64_t{1} << random.Int(2, 16);
+    for (std::int64_t left = random.Int(1, 30); left > 0 && number < cases; --left, ++number) {
+      Asked a;
+      a.s = MakeStridedBytes(random);
+      a.memory = std::make_unique<Twin>(ops, random.Bytes(a.s.bytes));
+      TENSORMOUNT_RETURN_IF_ERROR(a.memory->Upload(*queue));
+      asked.push_back(std::move(a));
+    }
+    for (Asked& a : asked) {
+      if (random.OneIn(8)) leaf = std::uint64_t{1} << random.Int(2, 16);
+      const auto bytes = static_cast<std::uint64_t>(a.s.box.volume());
+      const StridedCopy gather = PlanCopy(a.s.box, a.s.placed, PackedAt(a.s.box, 0));
+      std::string packed(bytes, '\0');
+      ExecuteCopy(gather, a.memory->here(), reinterpret_cast<std::byte*>(packed.data()));
+      LeafHasher hasher(leaf);
+      hasher.Update(packed.data(), packed.size());
+      hasher.Finish();
+      a.expected = hasher.leaves();
+      a.leaves.resize(a.expected.size());
+      TENSORMOUNT_RETURN_IF_ERROR(
+          queue->HashLeaves({&gather, 1}, a.memory->there(), bytes, leaf, a.leaves.data()));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          queue->Digest({&a.s.placed, 1}, a.memory->there(), a.s.byte_shape, &a.digest));
+    }
     TENSORMOUNT_RETURN_IF_ERROR(Twin::Settle(*queue));
-    if (leaves != hasher.leaves()) return Wrong("leaf hashes differ", seed, number);
-    if (digest != DigestOfPlaced(s.placed, memory.here(), s.byte_shape)) {
-      return Wrong("digests differ", seed, number);
+    for (Asked& a : asked) {
+      if (a.leaves != a.expected) return Wrong("leaf hashes differ", seed, number);
+      if (a.digest != DigestOfPlaced(a.s.placed, a.memory->here(), a.s.byte_shape)) {
+        return Wrong("digests differ", seed, number);
+      }
     }
   }
   return {};

@@ -69,7 +69,8 @@ BufferView DeviceView(const std::byte* data, int ordinal, const Dims& shape = {4
 TEST(DevicesTest, AreFoundOnceOrRefusedInWords) {
   std::byte here[4] = {};
   SetDeviceSource({});
-  EXPECT_FALSE(CheckMemory(DeviceView(here, 0)).ok());  // A real one, if there is any, knows better.
+  EXPECT_FALSE(
+      CheckMemory(DeviceView(here, 0)).ok());  // A real one, if there is any, knows better.
   HostDevices devices({HostDevice::Options{}});
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice({DeviceKind::kCuda, 0}));
   EXPECT_EQ(OpenDevice({DeviceKind::kCuda, 0}).value(), opened);
