@@ -168,8 +168,10 @@ StridedCopy Contiguous(std::uint64_t bytes) {
 
 class GpuBench {
  public:
-  explicit GpuBench(const Options& options)
+  // `part`: kernels, crossings or jobs; empty: all.
+  GpuBench(const Options& options, std::string part)
       : options_(options),
+        part_(std::move(part)),
         bytes_(std::max<std::uint64_t>(
             std::uint64_t{1} << 22,
             static_cast<std::uint64_t>(options.gib * (1 << 30)) / kSquare * kSquare)) {}
@@ -185,12 +187,13 @@ class GpuBench {
     TENSORMOUNT_ASSIGN_OR_RETURN(b_, device_->ops->Allocate(bytes_));
     TENSORMOUNT_ASSIGN_OR_RETURN(block_, device_->ops->AllocatePinned(block_bytes_));
     TENSORMOUNT_RETURN_IF_ERROR(plain_->Fill(a_, bytes_));
-    TENSORMOUNT_RETURN_IF_ERROR(Kernels());
-    TENSORMOUNT_RETURN_IF_ERROR(Crossings());
-    return Jobs();
+    if (Wanted("kernels")) TENSORMOUNT_RETURN_IF_ERROR(Kernels());
+    if (Wanted("crossings")) TENSORMOUNT_RETURN_IF_ERROR(Crossings());
+    return Wanted("jobs") ? Jobs() : Status();
   }
 
  private:
+  bool Wanted(std::string_view part) const { return part_.empty() || part_ == part; }
   static constexpr std::uint64_t kSquare = std::uint64_t{1} << 22;  // What cases divide evenly.
 
   Status Kernels() {
@@ -390,6 +393,7 @@ class GpuBench {
   }
 
   const Options options_;
+  const std::string part_;
   const std::uint64_t bytes_;
   const std::size_t block_bytes_ = std::min<std::size_t>(std::size_t{16} << 20, bytes_ / 4);
   std::unique_ptr<Plain> plain_;
@@ -411,6 +415,9 @@ int main(int argc, char** argv) {
       "Figures of saves and loads of memory of a GPU, each beside its floor in the same run.\n"
       "One line a case; medians of interleaved rounds.\n"
       "Example: gpubench --gib 4 --dir /dev/shm --json");
+  std::string part;
+  app.add_option("part", part, "kernels, crossings or jobs; all where none is given")
+      ->check(CLI::IsMember({"kernels", "crossings", "jobs"}));
   app.add_option("--gib", options.gib, "GiB of the device that a case moves")
       ->check(CLI::PositiveNumber);
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
@@ -419,7 +426,7 @@ int main(int argc, char** argv) {
   app.add_option("--case", options.only, "only cases whose name contains this");
   app.add_flag("--json", options.json, "one JSON object a line");
   CLI11_PARSE(app, argc, argv);
-  const tensormount::Status status = bench::GpuBench(options).Run();
+  const tensormount::Status status = bench::GpuBench(options, part).Run();
   if (!status.ok()) std::fprintf(stderr, "gpubench: %s\n", status.ToString().c_str());
   return status.ok() ? 0 : 2;
 }

@@ -14,8 +14,8 @@ namespace {
 
 namespace cuda = gpu::cuda;
 
-// What a stream is busy with before a copy, so that who does not wait for it is too early: some
-// milliseconds.
+// What a stream is busy with before a copy, so that who does not wait for it is too early: about half
+// a millisecond.
 constexpr std::size_t kBusyBytes = std::size_t{64} << 20;
 constexpr int kBusyTimes = 20;
 
