@@ -24,7 +24,7 @@ enum class NcclResult : int {
   kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
-  kTimeout = 8,  // From 2.30 or so on.
+  kTimeout = 8,  // 2.32 has it; 2.14 did not.
 };
 
 enum class NcclDataType : int { kUint8 = 1 };

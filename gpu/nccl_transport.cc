@@ -15,6 +15,7 @@
 #include <optional>
 #include <set>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -36,26 +37,31 @@ class NcclEnding {
 
   NcclEnding(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<NcclStream> stream,
              NcclComm* comm, How how, bool revoke, std::chrono::milliseconds patience)
-      : over_(std::make_shared<std::atomic<bool>>(false)),
-        thread_([over = over_, library = std::move(library), stream = std::move(stream), comm, how,
-                 revoke, patience] {
-          // Without it the calls fail, and say so; a thread has nobody to tell.
-          (void)stream->Enter();
-          if (how == How::kFinish) {
-            Finish(*library, comm);
-          } else {
-            Abort(*library, comm, revoke, patience);
-          }
-          over->store(true);
-        }) {}
+      : over_(std::make_shared<std::atomic<bool>>(false)) {
+    try {
+      thread_ = std::thread([over = over_, library = std::move(library), stream = std::move(stream),
+                             comm, how, revoke, patience] {
+        // Without it the calls fail, and say so; a thread has nobody to tell.
+        (void)stream->Enter();
+        if (how == How::kFinish) {
+          Finish(*library, comm);
+        } else {
+          Abort(*library, comm, revoke, patience);
+        }
+        over->store(true);
+      });
+    } catch (const std::system_error&) {
+      // Then it never is over, which is what Settle says: better than to wait here for ever.
+    }
+  }
   // What is not over by then goes on without an owner.
   ~NcclEnding() {
     if (Over()) {
       thread_.join();
-    } else {
-      Log(LogLevel::kWarning, "NCCL: a communicator does not end; its thread is left behind");
-      thread_.detach();
+      return;
     }
+    Log(LogLevel::kWarning, "NCCL: a communicator does not end; its thread is left behind");
+    if (thread_.joinable()) thread_.detach();
   }
   NcclEnding(const NcclEnding&) = delete;
   NcclEnding& operator=(const NcclEnding&) = delete;
@@ -97,7 +103,7 @@ class NcclEnding {
   }
 
   const std::shared_ptr<std::atomic<bool>> over_;
-  std::thread thread_;
+  std::thread thread_;  // None where there was none to be had.
 };
 
 class NcclMover final : public BulkMover {

@@ -120,6 +120,8 @@ SAME_NUMBER(NCCL_REVOKE_DEFAULT, 0);
 SAME_CALL(ncclCommSuspend, comm_suspend);
 SAME_CALL(ncclCommResume, comm_resume);
 SAME_NUMBER(NCCL_SUSPEND_MEM, kNcclSuspendMemory);
+#endif
+#if NCCL_VERSION_CODE >= 23203
 SAME_NUMBER(ncclTimeout, NcclResult::kTimeout);
 #endif
 
