@@ -103,6 +103,10 @@ class ShimState {
     std::lock_guard lock(mutex_);
     faults_.push_back({fault.call, fault.rank, fault.at, fault.action, fault.value});
   }
+  void ClearFaults() {
+    std::lock_guard lock(mutex_);
+    faults_.clear();
+  }
   void Reset() {
     std::lock_guard lock(mutex_);
     faults_.clear();
@@ -594,6 +598,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommResume(NcclComm* handle) {
 NCCL_SHIM_EXPORT void nccl_shim_add_fault(const NcclShimFault* fault) {
   ShimState::Get().Add(*fault);
 }
+NCCL_SHIM_EXPORT void nccl_shim_clear_faults(void) { ShimState::Get().ClearFaults(); }
 NCCL_SHIM_EXPORT void nccl_shim_reset(void) { ShimState::Get().Reset(); }
 NCCL_SHIM_EXPORT int nccl_shim_calls(const char* call) { return ShimState::Get().Calls(call); }
 NCCL_SHIM_EXPORT int nccl_shim_live(void) { return ShimState::Get().live; }

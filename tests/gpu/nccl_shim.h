@@ -26,6 +26,7 @@ struct NcclShimFault {
 };
 
 void nccl_shim_add_fault(const NcclShimFault* fault);
+void nccl_shim_clear_faults(void);
 // No faults, counters at 0; what hangs goes on.
 void nccl_shim_reset(void);
 int nccl_shim_calls(const char* call);

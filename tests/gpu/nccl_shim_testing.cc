@@ -62,6 +62,7 @@ std::string NcclShim::PathOf(Version version) {
 NcclShim::NcclShim(Version version) : library_(NcclLibrary::Open(PathOf(version))) {
   void* const handle = ::dlopen(PathOf(version).c_str(), RTLD_NOW | RTLD_LOCAL);
   FindInShim(handle, "nccl_shim_add_fault", add_fault);
+  FindInShim(handle, "nccl_shim_clear_faults", clear_faults);
   FindInShim(handle, "nccl_shim_reset", reset);
   FindInShim(handle, "nccl_shim_calls", calls);
   FindInShim(handle, "nccl_shim_live", live);

@@ -37,6 +37,7 @@ class NcclShim {
     Fault(call, rank, at, kNcclShimError, static_cast<int>(result));
   }
 
+  void (*clear_faults)() = nullptr;
   void (*reset)() = nullptr;
   int (*calls)(const char* call) = nullptr;
   int (*live)() = nullptr;
