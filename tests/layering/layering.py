@@ -74,7 +74,7 @@ THIRD_PARTY = [
     (r"mpi\.h", ["collective/comm/mpi_communicator.cc", "tests/mpi/*.cc"]),
     (r"xxh", ["base/hash.cc"]),
     (r"zlib", ["base/crc32.cc"]),
-    (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cu", "tests/gpu/cuda_header_check.cc"]),
+    (r"(cuda|nccl|cufile|nvml)", ["gpu/*.cu", "tests/gpu/cuda_header_check.cc", "tests/gpu/nccl_header_check.cc"]),
     (r"nlohmann/(?!json_fwd\.hpp)", ["*.cc"]),
     (r"fmt/", ["*.cc"]),
     (r"CLI/", ["mount-tools/*.cc", "bench/*.cc"]),

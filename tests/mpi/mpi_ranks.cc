@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one process of an MPI job does in mpi_test:
-//   mpi_ranks conformance | cancel | collective | views
+//   mpi_ranks conformance | cancel | collective | views | bulk
 //   mpi_ranks victim | victim-of-subgroup OPERATION RANK SIGNAL
 //   mpi_ranks between RANK SIGNAL
 //   mpi_ranks worlds
@@ -18,6 +18,7 @@
 #include "tensormount/mpi.h"
 
 #include "collective/comm/collective.h"
+#include "tests/collective/bulk_transport_conformance.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/collective/group_view_cases.h"
@@ -157,6 +158,10 @@ int Main(int argc, char** argv) {
   }
   Communicator& world = *comm.value();
   if (mode == "conformance") return Say(world, mode, Conform(world, /*cancels=*/false));
+  if (mode == "bulk") {
+    BulkRank rank{.comm = world, .make = [&] { return MakeMessageTransport(world, kPatient); }};
+    return Say(world, mode, ConformBulk(rank));
+  }
   if (mode == "views") {
     Status status = ExerciseChannels(world);
     if (status.ok()) status = ExerciseSubgroups(world);

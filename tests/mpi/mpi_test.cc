@@ -82,6 +82,8 @@ TEST_F(MpiTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
   ExpectAllGood(4, RunRanks(4, {"views"}));
 }
 
+TEST_F(MpiTest, BulkTransportsConform) { ExpectAllGood(3, RunRanks(3, {"bulk"})); }
+
 TEST_F(MpiTest, WorldsAreUsedAgain) { ExpectAllGood(3, RunRanks(3, {"worlds"})); }
 
 // It was missed after half an hour (arrival) where it died outside of a call.

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds NCCL at run time, and what its results mean.
+#include "gpu/nccl_library.h"
+
+#include <dlfcn.h>
+
+namespace tensormount::gpu {
+namespace {
+
+// By its soname, which is how a process that has it knows it, whatever its path.
+constexpr const char* kNcclName = "libnccl.so.2";
+
+std::string LoaderError() {
+  const char* const why = ::dlerror();
+  return why == nullptr ? "the loader does not say why" : why;
+}
+
+template <typename Function>
+void Find(void* handle, const char* name, Function*& out) {
+  out = reinterpret_cast<Function*>(::dlsym(handle, name));
+}
+
+Code CodeOf(NcclResult result) {
+  switch (result) {
+    case NcclResult::kSuccess:
+    case NcclResult::kInProgress:
+      return Code::kOk;
+    case NcclResult::kUnhandledCudaError:
+    case NcclResult::kSystemError:
+    case NcclResult::kRemoteError:
+      return Code::kUnavailable;
+    case NcclResult::kTimeout:
+      return Code::kDeadlineExceeded;
+    case NcclResult::kInvalidArgument:
+    case NcclResult::kInvalidUsage:
+      return Code::kInvalidArgument;
+    case NcclResult::kInternalError:
+      break;
+  }
+  return Code::kInternal;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::Open(const std::string& path) {
+  void* handle = nullptr;
+  if (path.empty()) {
+    handle = ::dlopen(kNcclName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (handle == nullptr) handle = ::dlopen(kNcclName, RTLD_NOW | RTLD_LOCAL);
+  } else {
+    handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  }
+  if (handle == nullptr) return Status(Code::kUnsupported, "NCCL: " + LoaderError());
+
+  std::shared_ptr<NcclLibrary> library(new NcclLibrary());
+  NcclApi& api = library->api_;
+  const std::string name = path.empty() ? kNcclName : path;
+  const auto need = [&](const char* symbol, auto*& out) -> Status {
+    Find(handle, symbol, out);
+    if (out != nullptr) return {};
+    return {Code::kUnsupported, "NCCL: " + name + " has no " + symbol + ": it is older than 2.14"};
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclGetVersion", api.get_version));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclGetErrorString", api.get_error_string));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclGetUniqueId", api.get_unique_id));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclCommInitRankConfig", api.comm_init_rank_config));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclCommGetAsyncError", api.comm_get_async_error));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclCommFinalize", api.comm_finalize));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclCommDestroy", api.comm_destroy));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclCommAbort", api.comm_abort));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclGroupStart", api.group_start));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclGroupEnd", api.group_end));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclSend", api.send));
+  TENSORMOUNT_RETURN_IF_ERROR(need("ncclRecv", api.recv));
+  Find(handle, "ncclGetLastError", api.get_last_error);
+  Find(handle, "ncclCommRevoke", api.comm_revoke);
+  Find(handle, "ncclCommSuspend", api.comm_suspend);
+  Find(handle, "ncclCommResume", api.comm_resume);
+
+  const NcclResult result = api.get_version(&library->version_);
+  if (result != NcclResult::kSuccess || library->version_ < kFirstNcclVersion) {
+    return Status(Code::kUnsupported, "NCCL: " + name + " is version " + library->VersionText() +
+                                          ": 2.14 is the first that can be asked without waiting");
+  }
+  return std::shared_ptr<const NcclLibrary>(std::move(library));
+}
+
+std::string NcclLibrary::VersionText() const {
+  return std::to_string(version_ / 10000) + "." + std::to_string(version_ / 100 % 100) + "." +
+         std::to_string(version_ % 100);
+}
+
+Status NcclLibrary::ToStatus(NcclResult result, std::string_view action, NcclComm* comm) const {
+  const Code code = CodeOf(result);
+  if (code == Code::kOk) return {};
+  std::string message(action);
+  message.append(": ").append(api_.get_error_string(result));
+  if (api_.get_last_error != nullptr) {
+    const char* const last = api_.get_last_error(comm);
+    if (last != nullptr && *last != '\0') message.append(": ").append(last);
+  }
+  // NCCL's own words for it, since 2.3.
+  if (message.find("Duplicate GPU") != std::string::npos) {
+    return {Code::kUnsupported, "NCCL takes one rank a GPU: " + message};
+  }
+  return {code, std::move(message)};
+}
+
+}  // namespace tensormount::gpu

@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+// The mover over NCCL: a state machine that is asked, and never waits.
+//
+//   kNone -- id, ncclCommInitRankConfig --> kConnecting -- no longer in progress --> kReady
+//   kReady -- Release, ncclCommSuspend --> kSuspending --> kSuspended
+//   kSuspended -- Prepare, ncclCommResume --> kResuming --> kReady
+//   kReady -- Release, no suspend --> kEnding (a thread: finalize, destroy) --> kNone
+//   any -- Stop --> kEnding (a thread: revoke, abort) --> kDead
+#include "gpu/nccl_transport.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/deadline.h"
+#include "base/log.h"
+#include "collective/comm/collective.h"
+
+namespace tensormount::gpu {
+namespace {
+
+constexpr std::chrono::milliseconds kEndPause{1};
+// For ncclCommFinalize, which may wait for ranks that are still at their exchange.
+constexpr std::chrono::seconds kFinishLimit{30};
+
+// Ends a communicator on a thread of its own: these calls wait, for the device and for other ranks.
+class NcclEnding {
+ public:
+  enum class How { kFinish, kAbort };
+
+  NcclEnding(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<NcclStream> stream,
+             NcclComm* comm, How how, bool revoke, std::chrono::milliseconds patience)
+      : over_(std::make_shared<std::atomic<bool>>(false)) {
+    try {
+      thread_ = std::thread([over = over_, library = std::move(library), stream = std::move(stream),
+                             comm, how, revoke, patience] {
+        // Without it the calls fail, and say so; a thread has nobody to tell.
+        (void)stream->Enter();
+        if (how == How::kFinish) {
+          Finish(*library, comm);
+        } else {
+          Abort(*library, comm, revoke, patience);
+        }
+        over->store(true);
+      });
+    } catch (const std::system_error&) {
+      // Then it never is over, which is what Settle says: better than to wait here for ever.
+    }
+  }
+  // What is not over by then goes on without an owner.
+  ~NcclEnding() {
+    if (Over()) {
+      thread_.join();
+      return;
+    }
+    Log(LogLevel::kWarning, "NCCL: a communicator does not end; its thread is left behind");
+    if (thread_.joinable()) thread_.detach();
+  }
+  NcclEnding(const NcclEnding&) = delete;
+  NcclEnding& operator=(const NcclEnding&) = delete;
+
+  bool Over() const { return over_->load(); }
+  void Await(const Deadline& deadline) const {
+    while (!Over() && !deadline.Passed()) std::this_thread::sleep_for(kEndPause);
+  }
+
+ private:
+  // Until the communicator is no longer in progress. False where it is, at the deadline, or failed.
+  static bool Quiet(const NcclLibrary& library, NcclComm* comm, const Deadline& deadline) {
+    while (true) {
+      NcclResult state = NcclResult::kInProgress;
+      const NcclResult asked = library.api().comm_get_async_error(comm, &state);
+      if (asked != NcclResult::kSuccess) return false;
+      if (state != NcclResult::kInProgress) return state == NcclResult::kSuccess;
+      if (deadline.Passed()) return false;
+      std::this_thread::sleep_for(kEndPause);
+    }
+  }
+  static bool Began(NcclResult result) {
+    return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
+  }
+  static void Finish(const NcclLibrary& library, NcclComm* comm) {
+    if (Began(library.api().comm_finalize(comm)) &&
+        Quiet(library, comm, Deadline::After(kFinishLimit))) {
+      (void)library.api().comm_destroy(comm);  // All of it that can fail was finalize.
+    } else {
+      (void)library.api().comm_abort(comm);
+    }
+  }
+  static void Abort(const NcclLibrary& library, NcclComm* comm, bool revoke,
+                    std::chrono::milliseconds patience) {
+    if (revoke && Began(library.api().comm_revoke(comm, 0))) {
+      (void)Quiet(library, comm, Deadline::After(patience));  // Aborted in any case.
+    }
+    (void)library.api().comm_abort(comm);  // There is nothing beyond it.
+  }
+
+  const std::shared_ptr<std::atomic<bool>> over_;
+  std::thread thread_;  // None where there was none to be had.
+};
+
+class NcclMover final : public BulkMover {
+ public:
+  NcclMover(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<NcclStream> stream,
+            int rank, int ranks, const NcclOptions& options)
+      : library_(std::move(library)),
+        stream_(std::move(stream)),
+        rank_(rank),
+        ranks_(ranks),
+        options_(options) {}
+
+  ~NcclMover() override {
+    // One that is suspended must not be used, which finalizing would be.
+    if (comm_ != nullptr) {
+      End(state_ == State::kReady ? NcclEnding::How::kFinish : NcclEnding::How::kAbort);
+    }
+    if (ending_) ending_->Await(Deadline::After(options_.patience));
+  }
+
+  std::string kind() const override { return "nccl"; }
+  Status Check(const BulkRange& range) override {
+    if (range.device.kind == DeviceKind::kCuda) return {};
+    return {Code::kUnsupported, "NCCL moves memory of devices, not the host's"};
+  }
+
+  Result<bool> Prepare(const Tell& tell) override {
+    switch (state_) {
+      case State::kNone:
+        return Connect(tell);
+      case State::kConnecting:
+        return Became(State::kReady, "ncclCommInitRankConfig");
+      case State::kSuspended:
+        TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().comm_resume(comm_), "ncclCommResume"));
+        state_ = State::kResuming;
+        return false;
+      case State::kResuming:
+        return Became(State::kReady, "ncclCommResume");
+      case State::kReady:
+        return true;
+      case State::kSuspending:
+      case State::kEnding:
+        break;
+    }
+    return Status(Code::kInternal, "NCCL: an exchange begins while its communicator ends");
+  }
+  void OnWord(std::string_view word) override {
+    NcclUniqueId id;
+    if (word.size() != sizeof(id.internal)) return;
+    std::memcpy(id.internal, word.data(), word.size());
+    ids_.push_back(id);
+  }
+
+  void Begin(BulkExchange& exchange) override {
+    exchange_ = &exchange;
+    groups_ = NcclGroups(exchange.plan, ranks_, options_);
+    group_ = 0;
+    first_ = 0;
+    phase_ = Phase::kIdle;
+  }
+  // A group goes when all of it was put, which Move sees.
+  void OnPut(const std::vector<std::size_t>& /*transfers*/) override {}
+
+  Result<bool> Move() override {
+    while (true) {
+      if (phase_ == Phase::kIdle) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool launched, LaunchNext());
+        if (!launched) return first_ == exchange_->mine.size();
+      }
+      const Result<bool> ended = GroupEnded();
+      if (!ended.ok()) return ended.status().WithContext(GroupInWords());
+      if (!ended.value()) return false;
+      for (std::size_t i = first_; i < last_; ++i) exchange_->mine[i].done = true;
+      first_ = last_;
+      phase_ = Phase::kIdle;
+    }
+  }
+
+  std::string Suspects(const BulkMove& /*late*/) const override {
+    if (phase_ == Phase::kIdle) return {};
+    std::set<int> peers;
+    for (std::size_t i = first_; i < last_; ++i) peers.insert(exchange_->mine[i].peer);
+    if (peers.size() < 2) return {};
+    std::string words;
+    for (const int peer : peers) words += (words.empty() ? " " : ", ") + std::to_string(peer);
+    return ", or another of its group (" + GroupInWords() + ", with ranks" + words +
+           "): NCCL does not say which";
+  }
+
+  void Stop() override {
+    phase_ = Phase::kIdle;
+    marked_ = false;
+    if (comm_ != nullptr) End(NcclEnding::How::kAbort);
+  }
+  Result<bool> Settled() override {
+    if (ending_ != nullptr && !ending_->Over()) return false;
+    // What was on the stream ends with the communicator, a little later perhaps.
+    if (!marked_) TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
+    marked_ = true;
+    return stream_->Done();
+  }
+  Result<bool> Release() override {
+    switch (state_) {
+      case State::kNone:
+      case State::kSuspended:
+        return true;
+      case State::kReady:
+        return Suspend();
+      case State::kSuspending:
+        return Became(State::kSuspended, "ncclCommSuspend");
+      case State::kEnding:
+        if (!ending_->Over()) return false;
+        ending_.reset();
+        state_ = State::kNone;
+        return true;
+      case State::kConnecting:
+      case State::kResuming:
+        break;
+    }
+    // Begun and never used.
+    TENSORMOUNT_RETURN_IF_ERROR(Became(State::kReady, "connect").status());
+    return false;
+  }
+
+ private:
+  enum class State { kNone, kConnecting, kReady, kSuspending, kSuspended, kResuming, kEnding };
+  // Of a group: handed to NCCL, which gives it to the stream later; on the stream.
+  enum class Phase { kIdle, kLaunching, kRunning };
+
+  Status Checked(NcclResult result, std::string_view action) const {
+    return library_->ToStatus(result, action, comm_);
+  }
+
+  // What NCCL says of the communicator: false while it is in progress.
+  Result<bool> Quiet(std::string_view action) const {
+    NcclResult state = NcclResult::kInProgress;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Checked(library_->api().comm_get_async_error(comm_, &state), "ncclCommGetAsyncError"));
+    TENSORMOUNT_RETURN_IF_ERROR(Checked(state, action));
+    return state == NcclResult::kSuccess;
+  }
+  Result<bool> Became(State next, std::string_view action) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, Quiet(action));
+    if (quiet) state_ = next;
+    return quiet;
+  }
+
+  Result<bool> Connect(const Tell& tell) {
+    TENSORMOUNT_RETURN_IF_ERROR(stream_->Enter());
+    if (rank_ == 0) {
+      NcclUniqueId id;
+      TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().get_unique_id(&id), "ncclGetUniqueId"));
+      tell(std::string_view(id.internal, sizeof(id.internal)));
+      ids_.push_back(id);
+    }
+    if (ids_.empty()) return false;
+    const NcclUniqueId id = ids_.front();
+    ids_.pop_front();
+    NcclConfig config;
+    config.blocking = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Checked(library_->api().comm_init_rank_config(&comm_, ranks_, id, rank_, &config),
+                "ncclCommInitRankConfig"));
+    state_ = State::kConnecting;
+    return false;
+  }
+
+  Result<bool> Suspend() {
+    const NcclApi& api = library_->api();
+    if (api.comm_suspend == nullptr || api.comm_resume == nullptr) {
+      End(NcclEnding::How::kFinish);
+      return false;
+    }
+    // One that cannot keeps its memory. Others may have suspended theirs, so it must stay.
+    if (!Checked(api.comm_suspend(comm_, kNcclSuspendMemory), "ncclCommSuspend").ok()) return true;
+    state_ = State::kSuspending;
+    return false;
+  }
+
+  // Hands the communicator to a thread that ends it.
+  void End(NcclEnding::How how) {
+    // Of one that never was ready there is nothing to revoke.
+    const bool revoke = state_ == State::kReady && library_->api().comm_revoke != nullptr;
+    ending_ = std::make_unique<NcclEnding>(library_, stream_, std::exchange(comm_, nullptr), how,
+                                           revoke, options_.patience);
+    state_ = State::kEnding;
+  }
+
+  // Goes on to the next group in which this rank has units. False where it has not put all of them,
+  // or none is left.
+  Result<bool> LaunchNext() {
+    std::vector<BulkMove>& mine = exchange_->mine;
+    if (first_ == mine.size()) return false;
+    while (group_ + 1 < groups_.size() && groups_[group_ + 1] <= mine[first_].unit) ++group_;
+    const std::uint64_t end =
+        group_ + 1 < groups_.size() ? groups_[group_ + 1] : exchange_->plan.size();
+    for (last_ = first_; last_ < mine.size() && mine[last_].unit < end; ++last_) {
+      if (!mine[last_].put) return false;
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(stream_->Enter());
+    TENSORMOUNT_RETURN_IF_ERROR(Launch().WithContext(GroupInWords()));
+    phase_ = Phase::kLaunching;
+    return true;
+  }
+
+  Status Launch() {
+    const NcclApi& api = library_->api();
+    TENSORMOUNT_RETURN_IF_ERROR(Checked(api.group_start(), "ncclGroupStart"));
+    Status said;
+    for (std::size_t i = first_; i < last_ && said.ok(); ++i) {
+      const BulkMove& mine = exchange_->mine[i];
+      if (mine.sends) {
+        said = Checked(api.send(mine.from, mine.bytes, NcclDataType::kUint8, mine.peer, comm_,
+                                stream_->handle()),
+                       "ncclSend");
+      }
+      if (mine.receives && said.ok()) {
+        said = Checked(api.recv(mine.to, mine.bytes, NcclDataType::kUint8, mine.peer, comm_,
+                                stream_->handle()),
+                       "ncclRecv");
+      }
+    }
+    // In any case: the group is the thread's, and would take in whatever it calls next.
+    const Status ended = Checked(api.group_end(), "ncclGroupEnd");
+    return said.ok() ? ended : said;
+  }
+
+  Result<bool> GroupEnded() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, Quiet("NCCL"));
+    if (phase_ == Phase::kLaunching) {
+      // Only now is all of it on the stream: a mark before would be reached too early.
+      if (!quiet) return false;
+      TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
+      phase_ = Phase::kRunning;
+    }
+    return stream_->Done();
+  }
+
+  std::string GroupInWords() const {
+    const BulkMove& first = exchange_->mine[first_];
+    const BulkMove& last = exchange_->mine[last_ - 1];
+    std::string words = "unit " + std::to_string(first.unit);
+    if (first.unit != last.unit) words += " to " + std::to_string(last.unit);
+    return words;
+  }
+
+  const std::shared_ptr<const NcclLibrary> library_;
+  const std::shared_ptr<NcclStream> stream_;
+  const int rank_;
+  const int ranks_;
+  const NcclOptions options_;
+
+  State state_ = State::kNone;
+  NcclComm* comm_ = nullptr;
+  std::deque<NcclUniqueId> ids_;  // That rank 0 told, of the next communicators.
+  std::unique_ptr<NcclEnding> ending_;
+  bool marked_ = false;  // The stream, since Stop.
+
+  BulkExchange* exchange_ = nullptr;
+  std::vector<std::uint64_t> groups_;
+  std::size_t group_ = 0;
+  Phase phase_ = Phase::kIdle;
+  std::size_t first_ = 0;  // Of this rank's transfers: before it all are done.
+  std::size_t last_ = 0;   // The end of the group that is under way.
+};
+
+// What each rank must have in common, or must not.
+Status CompareNccl(const std::vector<std::string>& versions,
+                   const std::vector<std::string>& devices) {
+  for (std::size_t r = 0; r < versions.size(); ++r) {
+    if (versions[r] != versions[0]) {
+      return Status(Code::kUnsupported, "rank " + std::to_string(r) + " has NCCL " + versions[r] +
+                                            ", rank 0 has " + versions[0])
+          .With({.rank = static_cast<int>(r)});
+    }
+    for (std::size_t other = 0; other < r && !devices[r].empty(); ++other) {
+      if (devices[other] != devices[r]) continue;
+      return Status(Code::kUnsupported, "NCCL takes one rank a GPU: ranks " +
+                                            std::to_string(other) + " and " + std::to_string(r) +
+                                            " are both on " + devices[r])
+          .With({.rank = static_cast<int>(r)});
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<std::uint64_t> NcclGroups(const std::vector<BulkUnit>& plan, int ranks,
+                                      const NcclOptions& options) {
+  struct Load {
+    std::uint64_t group = 0;  // Of which the rest is; groups count from 1 here.
+    std::size_t units = 0;
+    std::uint64_t bytes = 0;
+  };
+  std::vector<Load> loads(static_cast<std::size_t>(ranks));
+  std::vector<std::uint64_t> groups = {0};
+  const auto load_of = [&](int rank) -> Load& {
+    Load& load = loads[static_cast<std::size_t>(rank)];
+    if (load.group != groups.size()) load = {.group = groups.size()};
+    return load;
+  };
+  const auto full = [&](const Load& load, std::uint64_t bytes) {
+    return load.units >= options.group_units ||
+           (load.units > 0 &&
+            (bytes > options.group_bytes || load.bytes > options.group_bytes - bytes));
+  };
+  for (std::size_t u = 0; u < plan.size(); ++u) {
+    const BulkUnit& unit = plan[u];
+    if (unit.bytes == 0) continue;
+    if (full(load_of(unit.from), unit.bytes) || full(load_of(unit.to), unit.bytes)) {
+      groups.push_back(u);
+    }
+    for (const int rank : {unit.from, unit.to}) {
+      Load& load = load_of(rank);
+      ++load.units;
+      load.bytes += unit.bytes;
+      if (unit.from == unit.to) break;
+    }
+  }
+  return groups;
+}
+
+Result<std::unique_ptr<BulkTransport>> MakeNcclTransport(
+    Communicator& control, const Timeouts& timeouts,
+    const Result<std::shared_ptr<const NcclLibrary>>& library, std::shared_ptr<NcclStream> stream,
+    const NcclOptions& options) {
+  {
+    Collective collective(control, timeouts);
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(library.status(), "find NCCL"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto versions, collective.AllGather(library.value()->VersionText(), "compare NCCL"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
+                                 collective.AllGather(stream->device(), "compare devices"));
+    TENSORMOUNT_RETURN_IF_ERROR(CompareNccl(versions, devices));
+  }
+  return BulkTransport::Make(
+      control, timeouts, [&](std::uint64_t /*group*/) -> Result<std::unique_ptr<BulkMover>> {
+        return std::unique_ptr<BulkMover>(std::make_unique<NcclMover>(
+            library.value(), std::move(stream), control.rank(), control.size(), options));
+      });
+}
+
+}  // namespace tensormount::gpu
