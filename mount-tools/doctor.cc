@@ -194,7 +194,7 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
                       devices.ok() ? fmt::format("{} devices", devices.value())
                                    : devices.status().message(),
                       ""});
-  findings.push_back({"nccl", false, "not built into tensormount yet", ""});
+  findings.push_back({"nccl", false, "not used yet: ranks pass bytes on through the host", ""});
   findings.push_back({"digest", true,
                       Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",
                       ""});
