@@ -1,9 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs the build into a scratch folder and uses it from outside as a stranger would:
-# install_test.sh SOURCE BUILD COMPILER HAVE_MPI
+# install_test.sh SOURCE BUILD COMPILER HAVE_MPI HAVE_GPU
 set -euo pipefail
-source=$1 build=$2 compiler=$3 have_mpi=$4
+source=$1 build=$2 compiler=$3 have_mpi=$4 have_gpu=$5
 scratch=$(mktemp -d "${TENSORMOUNT_TEST_TMPDIR:-${TMPDIR:-/tmp}}/tensormount-install.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
 fail() { echo "install_test: $*" >&2; exit 1; }
@@ -106,6 +106,27 @@ if [ "$have_mpi" = ON ]; then
     > "$scratch/log" || { cat "$scratch/log"; fail "mpirun -n 2 tensormount import"; }
   grep -q '2 ranks' "$scratch/log" || fail "mpirun -n 2 did not save by 2 ranks"
 fi
+
+echo "-- the part with CUDA, over the driver of the tests"
+cuda=$prefix/lib/tensormount/libtensormount_cuda.so
+# says WORDS: what the command finds of CUDA.
+says() {
+  local said
+  said=$(LD_LIBRARY_PATH=$build/fake_driver "$command" doctor --dir "$scratch" | grep ' cuda: ')
+  grep -q "$1" <<< "$said" || fail "doctor says '$said', not '$1'"
+}
+if [ "$have_gpu" = ON ]; then
+  [ -f "$cuda" ] || fail "no $cuda"
+  says "^yes cuda: 2 devices$"
+  if readelf -dW "$cuda" | grep -E 'NEEDED.*(cuda|nvidia|rocksdb)'; then fail "it is linked to that"; fi
+  mv "$cuda" "$scratch/cuda.so"
+fi
+says "libtensormount_cuda.so is not there: install the package tensormount-cuda"
+echo 'const void* tensormount_device_module(void) { static const void* m[] = {"another"}; return m; }' |
+  cc -shared -fPIC -x c - -o "$cuda"
+says "is of another build than this"
+rm "$cuda"
+[ "$have_gpu" != ON ] || mv "$scratch/cuda.so" "$cuda"
 
 echo "-- find_package"
 cmake -S "$source/examples" -B "$scratch/examples" -DCMAKE_PREFIX_PATH="$prefix" \

@@ -1,9 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes the Debian packages of the build and looks at what is in them; what they do when they are
-# installed is for scripts/fresh --packages. package_test.sh BUILD HAVE_MPI
+# installed is for scripts/fresh --packages. package_test.sh BUILD HAVE_MPI HAVE_GPU
 set -euo pipefail
-build=$1 have_mpi=$2
+build=$1 have_mpi=$2 have_gpu=$3
 for program in cpack dpkg-deb dpkg-shlibdeps bash; do
   command -v $program > /dev/null || { echo "there is no $program"; exit 77; }
 done
@@ -93,6 +93,13 @@ if [ "$have_mpi" = ON ]; then
     fail "tensormount-mpi has no mpi.so"
   mpi=$(dpkg-deb -f "$scratch"/tensormount-mpi_*.deb Depends)
   grep -qE 'libopenmpi|libmpich' <<< "$mpi" || fail "tensormount-mpi depends on $mpi"
+fi
+if [ "$have_gpu" = ON ]; then
+  dpkg-deb -c "$scratch"/tensormount-cuda_*.deb > "$scratch/list"
+  grep -q ' ./usr/lib/tensormount/libtensormount_cuda.so$' "$scratch/list" ||
+    fail "tensormount-cuda has no libtensormount_cuda.so"
+  cuda=$(dpkg-deb -f "$scratch"/tensormount-cuda_*.deb Depends)
+  ! grep -qE 'cuda|nvidia|rocksdb' <<< "$cuda" || fail "tensormount-cuda depends on $cuda"
 fi
 dpkg-deb -c "$scratch"/tensormount-dev_*.deb > "$scratch/list"
 for path in include/tensormount/save.h cmake/tensormount/tensormountConfig.cmake 'libtensormount.so ->'; do
