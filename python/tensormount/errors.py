@@ -129,7 +129,7 @@ class DataLossError(Error, OSError):
 
 
 class PeerLost(Error, ConnectionError):
-    """A rank, or a file system, is gone and may come back (UNAVAILABLE)."""
+    """A rank is gone; or, with rank None, a device, its driver or a file system (UNAVAILABLE)."""
 
     code = "UNAVAILABLE"
 

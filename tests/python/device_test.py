@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors whose memory is a GPU's: PyTorch's part is played by hand, the driver's by that of the tests
+(tests/gpu/fake_cuda.cc); what lies between is the package, the library and its part with CUDA.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import unittest
+
+from support import Folder, needs
+
+import tensormount as tm
+from tensormount import _shards
+
+BUILD = os.path.dirname(os.path.dirname(os.path.realpath(os.environ.get("TENSORMOUNT_LIBRARY", "/none/none/none"))))
+DRIVER = os.path.join(BUILD, "fake_driver", "libcuda.so.1")
+PART = os.path.join(BUILD, "lib", "tensormount", "libtensormount_cuda.so")
+
+
+class FakeDevice:
+    """What tests/gpu/fake_cuda.h offers, by position."""
+
+    def __init__(self):
+        driver = ctypes.CDLL(DRIVER)
+        driver.fake_cuda_control.restype = ctypes.POINTER(ctypes.c_void_p)
+        table = driver.fake_cuda_control()
+        self._reveal = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(table[5])
+        self._make = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(table[6])
+
+    def tensor(self, values):
+        """A tensor like `values` with the same bytes, in memory that only the device can reach."""
+        import torch
+
+        size = values.untyped_storage().nbytes()
+        address = self._make(0, size)
+        ctypes.memmove(self._reveal(address), values.untyped_storage().data_ptr(), size)
+        there = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=values.dtype)
+        moved = there.as_strided(values.shape, values.stride(), values.storage_offset())
+        moved.on_device = True
+        return moved
+
+    def bytes(self, t):
+        size = t.untyped_storage().nbytes()
+        return ctypes.string_at(self._reveal(t.untyped_storage().data_ptr()), size)
+
+
+def on_device(key, t):
+    words = (_shards._DEVICE_CUDA, 0, 0, 0, _shards._MEMORY_DEVICE, _shards._STREAM_LEGACY_DEFAULT, 0)
+    return words if getattr(t, "on_device", False) else None
+
+
+def child():
+    """In a process of its own, whose driver is that of the tests."""
+    import torch
+
+    device = FakeDevice()
+    _shards._device_words = on_device
+    base = torch.randn(40, 30)
+    state = {"w": base, "t": base.t(), "columns": base[:, 3:20:2], "b": torch.arange(100, dtype=torch.uint8)[10:90],
+             "host": torch.ones(5)}
+    moved = {key: value if key == "host" else device.tensor(value) for key, value in state.items()}
+    store = sys.argv[2]
+    report = tm.save(moved, f"{store}/step")
+    assert report["tensors"] == 5, report
+    read = {key: torch.zeros_like(value, memory_format=torch.contiguous_format) for key, value in state.items()}
+    tm.load(read, f"{store}/step")
+    for key, value in state.items():
+        assert torch.equal(read[key], value), key
+    # Back to the device, by other strides; in the background, too.
+    blank = {key: value if key == "host" else device.tensor(torch.zeros(value.t().shape, dtype=value.dtype).t() if value.dim() == 2 else torch.zeros_like(value)) for key, value in state.items()}
+    tm.async_load(blank, f"{store}/step").wait()
+    for key, value in state.items():
+        if key != "host":
+            got = torch.frombuffer(bytearray(device.bytes(blank[key])), dtype=value.dtype).as_strided(value.shape, blank[key].stride())
+            assert torch.equal(got, value), key
+    job = tm.async_save(moved, f"{store}/background")
+    job.wait()
+    tm.load(read, f"{store}/background")
+    assert all(torch.equal(read[key], value) for key, value in state.items())
+    # What is no memory of the device is refused by its name.
+    stray = torch.ones(4)
+    stray.on_device = True
+    try:
+        tm.save({"stray": stray}, f"{store}/stray")
+        raise AssertionError("memory of the host was taken for the device's")
+    except tm.InvalidArgumentError as e:
+        assert "stray" in str(e) and "is not known to CUDA" in str(e), e
+    print("fine")
+
+
+@needs("torch")
+class DeviceTensors(Folder):
+    def setUp(self):
+        super().setUp()
+        if not os.path.exists(PART):
+            self.skipTest("this build has no part with CUDA")
+
+    def test_saved_and_loaded_by_the_part_with_cuda(self):
+        if not os.path.exists(DRIVER):
+            self.skipTest("this build has no driver for tests")
+        done = subprocess.run([sys.executable, os.path.realpath(__file__), "child", "device_store"], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (0, "fine\n"), done.stderr)
+
+    def test_without_a_driver_it_is_said(self):
+        import torch
+
+        if os.path.exists("/dev/nvidiactl"):
+            self.skipTest("this machine has one")
+        t = torch.ones(4)
+        t.on_device = True
+        words, _shards._device_words = _shards._device_words, on_device
+        try:
+            with self.assertRaisesRegex(tm.PeerLost, "tensor w: .*no CUDA driver: libcuda.so.1") as caught:
+                tm.save({"w": t}, "store/step")
+            self.assertIsNone(caught.exception.rank)
+            self.assertEqual(caught.exception.code, "UNAVAILABLE")
+        finally:
+            _shards._device_words = words
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        child()
+    else:
+        unittest.main()
