@@ -212,6 +212,7 @@ tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* op
                                  tensormount::c_api::ReadStruct(options, "tm_saver_options"));
     tensormount::AsyncOptions how;
     how.staging_bytes = given.staging_bytes;
+    how.device_staging_bytes = given.device_staging_bytes;
     how.stage_in_background = given.stage_in_background != 0;
     if (given.cancel_on_free != 0) how.on_drop = tensormount::AsyncOptions::OnDrop::kCancel;
     TENSORMOUNT_ASSIGN_OR_RETURN(auto made,

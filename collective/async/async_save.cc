@@ -179,8 +179,11 @@ struct Task {
 class Lane {
  public:
   Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<SnapshotPool> pool,
-       std::shared_ptr<Turns> turns)
-      : channel_(std::move(channel)), pool_(std::move(pool)), turns_(std::move(turns)) {}
+       std::shared_ptr<DeviceSnapshots> on_devices, std::shared_ptr<Turns> turns)
+      : channel_(std::move(channel)),
+        pool_(std::move(pool)),
+        on_devices_(std::move(on_devices)),
+        turns_(std::move(turns)) {}
 
   // Waits for what is in the queue.
   ~Lane() {
@@ -256,6 +259,9 @@ class Lane {
     const std::uint64_t number = task->number;
     const bool in_place = task->in_place;
     Result<SaveReport> verdict = Save(*task);
+    if (!verdict.ok() && task->staged.has_value()) {
+      for (const auto& memory : task->staged->on_devices) memory->Doubt();
+    }
     // The memory goes back before anybody hears of the end, who may want it for the next save.
     task.reset();
     turns_->Leave(number);
@@ -274,7 +280,8 @@ class Lane {
       // hold it on one rank and the second on another, and each wait for the other for ever.
       turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
       const DeviceRules rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
-      task.staged.emplace(StageState(task.state, *pool_, rules, &job.bytes_staged, &job.stalled));
+      task.staged.emplace(
+          StageState(task.state, *pool_, *on_devices_, rules, &job.bytes_staged, &job.stalled));
       turns_->Reach(task.number, Turns::Step::kStaged);
       job.Staged(task.staged->status);
     }
@@ -328,6 +335,7 @@ class Lane {
 
   const std::unique_ptr<Communicator> channel_;
   const std::shared_ptr<SnapshotPool> pool_;
+  const std::shared_ptr<DeviceSnapshots> on_devices_;
   const std::shared_ptr<Turns> turns_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -344,6 +352,7 @@ struct AsyncSaver::Rep {
       : options(opts),
         places(PlacesOf(comm)),
         pool(std::make_shared<SnapshotPool>(opts.staging_bytes)),
+        on_devices(std::make_shared<DeviceSnapshots>(opts.device_staging_bytes)),
         turns(std::make_shared<Turns>()) {}
   ~Rep() {
     for (auto& lane : lanes) lane.reset();
@@ -359,7 +368,7 @@ struct AsyncSaver::Rep {
     for (std::uint32_t i = 0; i < kLanes; ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
                                    MakeChannel(comm, 1 + *place * kLanes + i));
-      lanes[i] = std::make_unique<Lane>(std::move(channel), pool, turns);
+      lanes[i] = std::make_unique<Lane>(std::move(channel), pool, on_devices, turns);
     }
     return {};
   }
@@ -369,6 +378,7 @@ struct AsyncSaver::Rep {
   std::shared_ptr<SaverSlots> places;
   std::optional<std::uint32_t> place;
   std::shared_ptr<SnapshotPool> pool;
+  std::shared_ptr<DeviceSnapshots> on_devices;
   std::shared_ptr<Turns> turns;
   std::array<std::unique_ptr<Lane>, kLanes> lanes;
 };
@@ -602,7 +612,8 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
               "save " + task.path + ": an earlier save is still under way"};
     }
     const DeviceRules rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
-    task.staged.emplace(StageState(state, *rep_->pool, rules, &job->bytes_staged, &job->stalled));
+    task.staged.emplace(StageState(state, *rep_->pool, *rep_->on_devices, rules, &job->bytes_staged,
+                                   &job->stalled));
     return {};
   });
   if (!prepared.ok()) {

@@ -6,6 +6,8 @@
 
 #include <cstring>
 #include <functional>
+#include <map>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -38,26 +40,112 @@ Status CopyBytes(const PackedSource& source, std::byte* to) {
   return {};
 }
 
-Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceRules& rules,
-             std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled,
-             SnapshotState& out) {
-  TENSORMOUNT_RETURN_IF_ERROR(state.status());
-  TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
+// Where the copies of a state stand: each shard at an offset of one memory.
+struct Copies {
   std::vector<PackedSource> sources;
   std::vector<std::uint64_t> offsets;
-  sources.reserve(state.tensors().size());
-  std::uint64_t total = 0;
+  std::vector<std::byte*> bases;  // Of each; null: it has no bytes.
+  std::vector<bool> there;        // Of each: on its device.
+};
+
+Status AddTo(std::uint64_t& total, std::uint64_t bytes, std::uint64_t& offset) {
+  offset = total;
+  const auto end = CheckedAdd(total, bytes);
+  if (!end || *end > ~std::uint64_t{0} - kAlign) {
+    return {Code::kInvalidArgument, "the shards have more than 2^64 bytes in all"};
+  }
+  total = (*end + kAlign - 1) / kAlign * kAlign;
+  return {};
+}
+
+// The device's work on copies within it, which nobody may forget: it is on the caller's memory.
+class CopiesWithin {
+ public:
+  explicit CopiesWithin(const DeviceRules& rules) : queues_(rules) {}
+  ~CopiesWithin() {
+    const Deadline deadline = Deadline::After(kDeviceGrace);
+    for (const auto& [device, mark] : marks_) {
+      if (mark.ok()) (void)AwaitMark(*mark.value(), deadline);
+    }
+  }
+  CopiesWithin(const CopiesWithin&) = delete;
+  CopiesWithin& operator=(const CopiesWithin&) = delete;
+
+  Status Begin(const std::shared_ptr<const OpenedDevice>& device,
+               std::span<const DeviceCopy> copies) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
+    const Status submitted = queue->CopyWithin(copies);
+    marks_.emplace_back(device, queue->Mark());  // Also where it failed: a part may be under way.
+    const Status failure = submitted.ok() ? marks_.back().second.status() : submitted;
+    return failure.WithContext(device->ops->name());
+  }
+  Status Finish() {
+    for (const auto& [device, mark] : marks_) {
+      TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*mark.value(), *device));
+    }
+    marks_.clear();
+    return {};
+  }
+
+ private:
+  DeviceQueues queues_;
+  std::vector<std::pair<std::shared_ptr<const OpenedDevice>, Result<std::shared_ptr<DeviceMark>>>>
+      marks_;
+};
+
+// Begins the copies of all devices that have room for theirs, and notes where they go.
+Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin& within,
+                         SnapshotState& out) {
+  std::map<std::shared_ptr<const OpenedDevice>, std::vector<std::size_t>> by_device;
+  for (std::size_t i = 0; i < copies.sources.size(); ++i) {
+    const PackedSource& source = copies.sources[i];
+    if (source.device() != nullptr && source.bytes() > 0) by_device[source.device()].push_back(i);
+  }
+  for (const auto& [device, all] : by_device) {
+    std::uint64_t total = 0;
+    for (const std::size_t i : all) {
+      TENSORMOUNT_RETURN_IF_ERROR(AddTo(total, copies.sources[i].bytes(), copies.offsets[i]));
+    }
+    std::unique_ptr<DeviceSnapshots::Memory> memory = devices.Take(device, total);
+    if (memory == nullptr) continue;
+    std::vector<DeviceCopy> wanted;
+    for (const std::size_t i : all) {
+      const PackedSource& source = copies.sources[i];
+      copies.there[i] = true;
+      copies.bases[i] = memory->data();
+      for (const StridedCopy& plan : source.Gather(0, source.bytes())) {
+        wanted.push_back({plan, source.base(), memory->data() + copies.offsets[i]});
+      }
+    }
+    out.on_devices.push_back(std::move(memory));
+    TENSORMOUNT_RETURN_IF_ERROR(within.Begin(device, wanted));
+  }
+  return {};
+}
+
+Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
+             const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
+             std::atomic<std::int64_t>* stalled, SnapshotState& out) {
+  TENSORMOUNT_RETURN_IF_ERROR(state.status());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
+  const std::size_t count = state.tensors().size();
+  Copies copies;
+  copies.sources.reserve(count);
   for (const StateDict::TensorItem& item : state.tensors()) {
     Result<PackedSource> made = PackedSource::Make(item.shard);
     if (!made.ok()) return made.status().WithContext("tensor " + item.key);
-    PackedSource source = std::move(made).value();
-    offsets.push_back(total);
-    const auto end = CheckedAdd(total, source.bytes());
-    if (!end || *end > ~std::uint64_t{0} - kAlign) {
-      return Status(Code::kInvalidArgument, "the shards have more than 2^64 bytes in all");
-    }
-    total = (*end + kAlign - 1) / kAlign * kAlign;
-    sources.push_back(std::move(source));
+    copies.sources.push_back(std::move(made).value());
+  }
+  copies.offsets.resize(count);
+  copies.bases.resize(count);
+  copies.there.resize(count);
+  // First what is nobody's wait: it goes on beside all that follows.
+  CopiesWithin within(rules);
+  TENSORMOUNT_RETURN_IF_ERROR(CopyWithinDevices(devices, copies, within, out));
+  std::uint64_t total = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (copies.there[i]) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(AddTo(total, copies.sources[i].bytes(), copies.offsets[i]));
   }
   if (total > 0) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, rules.patience, stalled));
@@ -65,17 +153,22 @@ Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceRules& rule
   // What is on devices is on its way while the rest is copied.
   BlockReader blocks(state, BlockRules{rules});
   std::vector<BlockReader::Wanted> pieces;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    if (sources[i].device() == nullptr || sources[i].bytes() == 0) continue;
-    pieces.push_back({static_cast<std::uint32_t>(i), 0, sources[i].bytes()});
+  for (std::size_t i = 0; i < count; ++i) {
+    const PackedSource& source = copies.sources[i];
+    if (copies.there[i] || source.bytes() == 0) continue;
+    copies.bases[i] = out.memory->data();
+    if (source.device() != nullptr) {
+      pieces.push_back({static_cast<std::uint32_t>(i), 0, source.bytes()});
+    }
   }
   blocks.Plan(std::move(pieces));
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    const auto size = static_cast<std::size_t>(sources[i].bytes());
-    if (size == 0) continue;
-    std::byte* to = out.memory->data() + offsets[i];
-    if (sources[i].device() == nullptr) {
-      TENSORMOUNT_RETURN_IF_ERROR(CopyBytes(sources[i], to));
+  for (std::size_t i = 0; i < count; ++i) {
+    const PackedSource& source = copies.sources[i];
+    const auto size = static_cast<std::size_t>(source.bytes());
+    if (size == 0 || copies.there[i]) continue;
+    std::byte* to = copies.bases[i] + copies.offsets[i];
+    if (source.device() == nullptr) {
+      TENSORMOUNT_RETURN_IF_ERROR(CopyBytes(source, to));
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());
       for (std::size_t done = 0; done < size;) {
@@ -88,14 +181,24 @@ Status Stage(const StateDict& state, SnapshotPool& pool, const DeviceRules& rule
     if (staged != nullptr) staged->fetch_add(size, std::memory_order_relaxed);
   }
   EndStream();
+  TENSORMOUNT_RETURN_IF_ERROR(within.Finish());
   out.dict = WithShards(state, [&](std::size_t i) {
     Shard shard = state.tensors()[i].shard;
-    Dims shape = shard.region.is_flat() ? Dims{shard.region.volume()} : shard.region.box().extent();
-    void* data = sources[i].bytes() == 0 ? nullptr : out.memory->data() + offsets[i];
-    shard.data = BufferView::Host(shard.data.dtype, data, shape);
+    const Dims shape =
+        shard.region.is_flat() ? Dims{shard.region.volume()} : shard.region.box().extent();
+    void* data = copies.bases[i] == nullptr ? nullptr : copies.bases[i] + copies.offsets[i];
+    BufferView view = BufferView::Host(shard.data.dtype, data, shape);
+    if (copies.there[i]) {
+      view.device = shard.data.device;
+      view.memory = MemoryKind::kDevice;
+    }
+    shard.data = view;
     return shard;
   });
   if (staged != nullptr) {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (copies.there[i]) staged->fetch_add(copies.sources[i].bytes(), std::memory_order_relaxed);
+    }
     for (const StateDict::ObjectItem& object : state.objects()) {
       staged->fetch_add(object.bytes.size(), std::memory_order_relaxed);
     }
@@ -140,14 +243,17 @@ StateDict ShareState(const StateDict& state) {
   return WithShards(state, [&](std::size_t i) { return state.tensors()[i].shard; });
 }
 
-SnapshotState StageState(const StateDict& state, SnapshotPool& pool, const DeviceRules& rules,
-                         std::atomic<std::uint64_t>* staged, std::atomic<std::int64_t>* stalled) {
+SnapshotState StageState(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
+                         const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
+                         std::atomic<std::int64_t>* stalled) {
   SnapshotState out;
-  out.status = Guarded([&] { return Stage(state, pool, rules, staged, stalled, out); });
+  out.status = Guarded([&] { return Stage(state, pool, devices, rules, staged, stalled, out); });
   if (!out.status.ok()) {
     out.dict = StateDict();
     (void)out.dict.Fail(out.status);
     out.memory.reset();
+    for (const auto& memory : out.on_devices) memory->Doubt();
+    out.on_devices.clear();
   }
   return out;
 }

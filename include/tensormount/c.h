@@ -598,6 +598,8 @@ typedef struct tm_saver_options {
   uint64_t staging_bytes;       // For copies, on this rank, of all saves under way; 0: no bound.
   int32_t cancel_on_free;       // 1: freeing a job cancels it, and waits for "staged" alone.
   int32_t reserved;
+  // For copies within each device, which are staged sooner; 0: none, they go to the host.
+  uint64_t device_staging_bytes;
 } tm_saver_options;
 // Every rank makes the same ones, in the same order; a communicator has at most two at a time
 // besides its own. `communicator` must outlive it. `options` may be NULL.

@@ -386,6 +386,7 @@ class SaverOptions(Structure):
         ("staging_bytes", c_uint64),
         ("cancel_on_free", c_int32),
         ("reserved", c_int32),
+        ("device_staging_bytes", c_uint64),
     ]
 
 

@@ -439,7 +439,9 @@ TEST(StagedStateTest, TakesTheLinesOfItsShardsAndNoMore) {
                                .data = BufferView::Host(DType::kF32, memory.data(), {cells})}));
   }
   const auto with = [&](std::uint64_t bound) {
-    return StageState(state, *std::make_shared<SnapshotPool>(bound), {}, nullptr, nullptr).status;
+    return StageState(state, *std::make_shared<SnapshotPool>(bound),
+                      *std::make_shared<DeviceSnapshots>(0), {}, nullptr, nullptr)
+        .status;
   };
   EXPECT_OK(with(128));
   EXPECT_THAT(with(127), HasMessage("staging needs 128 bytes"));
@@ -459,8 +461,8 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
                                  .region = Box::Make({2, 0, 0}, {1, 6, 4}).value(),
                                  .data = BufferView::Host(DType::kF32, memory.data(), {6, 4})}));
   auto pool = std::make_shared<SnapshotPool>(0);
-  const SnapshotState staged =
-      StageState(state, *pool, {.patience = milliseconds(1000)}, nullptr, nullptr);
+  const SnapshotState staged = StageState(state, *pool, *std::make_shared<DeviceSnapshots>(0),
+                                          {.patience = milliseconds(1000)}, nullptr, nullptr);
   ASSERT_OK(staged.status);
   ASSERT_EQ(staged.dict.tensors().size(), 2u);
   const auto* t = static_cast<const float*>(staged.dict.tensors()[0].shard.data.data);

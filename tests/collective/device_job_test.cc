@@ -177,6 +177,57 @@ TEST_F(DeviceJobTest, ASaveIsOfTheMomentOfItsCall) {
   EXPECT_EQ(ReadAll(Path("background")).at("w"), Row('2'));
 }
 
+// With memory of the device for copies, what is staged has not crossed to the host; where it does
+// not suffice the host's is taken.
+TEST_F(DeviceJobTest, CopiesWithinTheDeviceWhereItHasRoom) {
+  std::byte* const data = Make('1');
+  std::byte* const strided = Make('2');
+  const auto fill = [&](char value) {
+    std::memset(device().Reveal(data), value, kRowBytes);
+    std::memset(device().Reveal(strided), value + 1, kRowBytes);
+  };
+  for (const std::uint64_t bytes : {std::uint64_t{1} << 20, std::uint64_t{1000}}) {
+    const bool there = bytes > kRowBytes;
+    Gate crossing;
+    std::atomic<bool> crossed = false;
+    device().SetFault([&](std::string_view what) {
+      if (what == "run copy-out") {
+        crossed = true;
+        if (there) crossing.Pass();
+      }
+      return Status();
+    });
+    EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto saver,
+                                   AsyncSaver::Make(comm, {.device_staging_bytes = bytes}));
+      for (int i = 0; i < 2; ++i) {  // The memory is used again.
+        fill('1');
+        StateDict state;
+        TENSORMOUNT_RETURN_IF_ERROR(
+            state.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), View(data, {kRowBytes})}));
+        BufferView columns = View(strided, {100, 3});
+        columns.strides = {10, 2};
+        TENSORMOUNT_RETURN_IF_ERROR(
+            state.AddTensor("c", {{100, 3}, Box::Whole({100, 3}), columns}));
+        const std::string name = "copy" + std::to_string(bytes) + std::to_string(i);
+        TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path(name), {}));
+        TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+        EXPECT_EQ(handle.progress().bytes_staged, kRowBytes + 300u);
+        fill('8');
+        crossing.Open();
+        TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+        EXPECT_EQ(ReadAll(Path(name)).at("w"), Row('1'));
+        EXPECT_EQ(ReadAll(Path(name)).at("c"), std::string(300, '2'));
+      }
+      return {};
+    }));
+    EXPECT_TRUE(crossed);
+    device().SetFault({});
+  }
+  device().Quiesce();
+  EXPECT_EQ(device().allocations(), 2u);  // Those of the test.
+}
+
 // Kernels that were given before a load and write where it loads have run before it.
 TEST_F(DeviceJobTest, ALoadComesAfterWhatItsStreamsWereGiven) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of a state within its devices, where they have room: what a save in the background holds
+// of the caller's time is then a copy at the speed of the device's memory.
+#include "collective/async/device_snapshots.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace tensormount {
+
+DeviceSnapshots::~DeviceSnapshots() {
+  for (Block& block : blocks_) {
+    if (!block.doubtful) Free(block);
+  }
+}
+
+DeviceSnapshots::Memory::~Memory() {
+  std::lock_guard lock(pool_->mutex_);
+  Block& block = pool_->blocks_[piece_];
+  block.taken = false;
+  block.doubtful = block.doubtful || doubtful_;
+}
+
+void DeviceSnapshots::Free(Block& block) {
+  if (block.data == nullptr) return;
+  if (!block.device->ops->gone()) block.device->ops->Free(block.data);
+  block.data = nullptr;
+  block.size = 0;
+}
+
+std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
+    const std::shared_ptr<const OpenedDevice>& device, std::uint64_t bytes) {
+  if (bytes > bound_) return nullptr;
+  std::lock_guard lock(mutex_);
+  std::uint64_t held = 0;
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    Block& block = blocks_[i];
+    if (block.device != device || block.data == nullptr) continue;
+    if (!block.taken && block.size >= bytes) {
+      block.taken = true;
+      return std::unique_ptr<Memory>(new Memory(shared_from_this(), i, block.data));
+    }
+    held += block.size;
+  }
+  // Not a larger one beside a smaller one that nobody uses.
+  for (Block& block : blocks_) {
+    if (block.device != device || block.taken || block.doubtful) continue;
+    held -= block.size;
+    Free(block);
+  }
+  if (held > bound_ - bytes) return nullptr;
+  const Result<std::byte*> data = device->ops->Allocate(static_cast<std::size_t>(bytes));
+  if (!data.ok()) return nullptr;
+  const auto unused = std::find_if(blocks_.begin(), blocks_.end(), [](const Block& block) {
+    return block.data == nullptr && !block.taken;
+  });
+  const auto number = static_cast<std::size_t>(unused - blocks_.begin());
+  if (unused == blocks_.end()) blocks_.emplace_back();
+  blocks_[number] = {device, data.value(), bytes, true, false};
+  return std::unique_ptr<Memory>(new Memory(shared_from_this(), number, data.value()));
+}
+
+}  // namespace tensormount
