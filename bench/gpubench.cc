@@ -110,8 +110,10 @@ class Plain {
         word = next;
       }
       const std::size_t part = std::min(bytes - done, some.size() * 8);
-      TENSORMOUNT_RETURN_IF_ERROR(
-          Check(driver_->cuMemcpyHtoD(AddressOf(there + done), some.data(), part)));
+      TENSORMOUNT_RETURN_IF_ERROR(Time([&] {
+                                    return Check(driver_->cuMemcpyHtoDAsync(
+                                        AddressOf(there + done), some.data(), part, stream_));
+                                  }).status());
       done += part;
     }
     return {};
@@ -182,7 +184,7 @@ class GpuBench {
     TENSORMOUNT_ASSIGN_OR_RETURN(device_, OpenDevice(kDevice));
     std::fprintf(stderr, "gpubench: %s, %.2f GiB\n", device_->ops->name().c_str(),
                  static_cast<double>(bytes_) / (1 << 30));
-    TENSORMOUNT_ASSIGN_OR_RETURN(queue_, device_->ops->MakeQueue());
+    TENSORMOUNT_ASSIGN_OR_RETURN(queue_, device_->ops->MakeQueue({}));
     TENSORMOUNT_ASSIGN_OR_RETURN(a_, device_->ops->Allocate(bytes_));
     TENSORMOUNT_ASSIGN_OR_RETURN(b_, device_->ops->Allocate(bytes_));
     TENSORMOUNT_ASSIGN_OR_RETURN(block_, device_->ops->AllocatePinned(block_bytes_));

@@ -64,9 +64,23 @@ Result<const DeviceModule*> Open() {
 }  // namespace
 
 // The version, what the types that pass look like (a hash of the headers that declare them), and
-// who compiled them.
+// who compiled them how: the standard library's types pass, too.
 std::string DeviceModuleBuild() {
-  return TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
+  std::string build = TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
+#if defined(_GLIBCXX_RELEASE)
+  build += " libstdc++ " + std::to_string(_GLIBCXX_RELEASE) +
+           (_GLIBCXX_USE_CXX11_ABI != 0 ? "" : " old strings");
+#endif
+#if defined(_LIBCPP_VERSION)
+  build += " libc++ " + std::to_string(_LIBCPP_VERSION);
+#endif
+#if defined(_GLIBCXX_DEBUG)
+  build += " debug";
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  build += " sanitized";
+#endif
+  return build;
 }
 
 Result<const DeviceModule*> OpenDeviceModule() {

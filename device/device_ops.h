@@ -2,6 +2,8 @@
 #ifndef TENSORMOUNT_DEVICE_DEVICE_OPS_H_
 #define TENSORMOUNT_DEVICE_DEVICE_OPS_H_
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -20,7 +22,8 @@
 // memory behind queues of its own (tests/support/host_device.h). docs/devices.md has the picture.
 //
 // All of it is *submit and complete*: a queue takes work at once and does it later, in order; a
-// mark stands for what was submitted before it. Nothing here waits but AwaitMark, with a deadline.
+// mark stands for what was submitted before it. Nothing here waits but AwaitMark, with a deadline,
+// and a queue where QueueRules says so.
 
 namespace tensormount {
 
@@ -54,7 +57,9 @@ class DeviceQueue {
   virtual Status After(const std::shared_ptr<DeviceMark>& mark) = 0;
 
   // From memory of this device to the host's, the other way, and within the device. On the host the
-  // bytes of each copy lie side by side, in the order of its runs.
+  // bytes of each copy lie side by side, in the order of its runs. Where the next copy of a
+  // submission begins with the cache line (64 bytes) behind that in which one ends, CopyOut may
+  // write what is between them.
   virtual Status CopyOut(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyIn(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyWithin(std::span<const DeviceCopy> copies) = 0;
@@ -69,8 +74,17 @@ class DeviceQueue {
   virtual Status Digest(std::span<const PlacedBox> placed, const std::byte* base,
                         const Dims& byte_shape, Crc64* out) = 0;
 
-  // Stands for all that was submitted so far.
+  // Stands for all that was submitted so far. An error may be that of work that was submitted
+  // before and only now handed to the device: it is told once, and the next mark stands for what
+  // the device got.
   virtual Result<std::shared_ptr<DeviceMark>> Mark() = 0;
+};
+
+// How long a queue may wait where it must: where so much is under way that the device takes no
+// more, and where host memory is not pinned. `cancel`, if not null, must outlive it.
+struct QueueRules {
+  std::chrono::milliseconds patience{60'000};
+  const std::atomic<bool>* cancel = nullptr;
 };
 
 // Pinned memory that a device is given: blocks of one size.
@@ -105,7 +119,7 @@ class DeviceOps {
   // the thread's default one. kInvalidArgument for a stream that records a graph.
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
-  virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue() = 0;
+  virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) = 0;
 };
 
 }  // namespace tensormount

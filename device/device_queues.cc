@@ -39,7 +39,9 @@ Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& wo
   landed_ = false;
   const Status worked = work();
   mark_ = queue.Mark();
-  const Status& failure = worked.ok() ? mark_.status() : worked;
+  const Status failure = worked.ok() ? mark_.status() : worked;
+  // Of what was submitted before: the block need not be lost with it.
+  if (!mark_.ok()) mark_ = queue.Mark();
   return failure.WithContext(device_->ops->name());
 }
 
@@ -54,7 +56,8 @@ Status FlyingBlock::Land(const DeviceRules& rules) {
 Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {
   std::unique_ptr<DeviceQueue>& queue = queues_[device];
   if (queue == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> made, device->ops->MakeQueue());
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> made,
+                                 device->ops->MakeQueue({rules_.patience, rules_.cancel}));
     if (rules_.fences != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(rules_.fences->Before(*made, *device));
     }

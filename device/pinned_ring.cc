@@ -98,6 +98,8 @@ PinnedRing::~PinnedRing() {
                                   [&](const Lost& l) { return l.data == memory.data; });
     if (lost) {
       LeaveToDevice(memory.data);
+      // With whoever would take it back.
+      LeaveToDevice(new std::shared_ptr<DeviceOps>(ops_));
     } else if (memory.pinned) {
       ops_->FreePinned(memory.data);
     } else {
@@ -124,6 +126,7 @@ Status PinnedRing::Make() {
     free_.push_back(pinned.value());
     return {};
   }
+  if (pinned.status().code() != Code::kResourceExhausted) return pinned.status();
   void* data = nullptr;
   if (posix_memalign(&data, kPage, shape_.block_bytes) != 0) {
     return {Code::kResourceExhausted,

@@ -18,11 +18,14 @@ inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kNotInitialized = 3;
 inline constexpr Result kDeinitialized = 4;
+inline constexpr Result kDeviceUnavailable = 46;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidContext = 201;
 inline constexpr Result kNoBinaryForGpu = 209;
 inline constexpr Result kEccUncorrectable = 214;
+inline constexpr Result kNvlinkUncorrectable = 220;
+inline constexpr Result kContained = 226;
 inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotReady = 600;
 inline constexpr Result kIllegalAddress = 700;
@@ -35,9 +38,14 @@ inline constexpr Result kMisalignedAddress = 716;
 inline constexpr Result kInvalidAddressSpace = 717;
 inline constexpr Result kInvalidPc = 718;
 inline constexpr Result kLaunchFailed = 719;
+inline constexpr Result kTensorMemoryLeak = 721;
 inline constexpr Result kNotPermitted = 800;
+inline constexpr Result kMpsRpcFailure = 806;
+inline constexpr Result kMpsClientTerminated = 810;
 inline constexpr Result kCaptureUnsupported = 900;
 inline constexpr Result kCaptureImplicit = 906;
+inline constexpr Result kExternalDevice = 911;
+inline constexpr Result kUnknown = 999;
 
 using Device = int;
 using Address = std::uint64_t;  // Of memory of a device.
@@ -67,10 +75,10 @@ inline constexpr int kCaptureNone = 0;         // Of a stream.
 inline constexpr int kCaptureModeRelaxed = 2;  // Of a thread.
 
 inline constexpr int kPointerMemoryType = 2;
+inline constexpr int kPointerIsManaged = 8;
 inline constexpr int kPointerDeviceOrdinal = 9;
 inline constexpr unsigned kMemoryHost = 1;
 inline constexpr unsigned kMemoryDevice = 2;
-inline constexpr unsigned kMemoryUnified = 4;
 
 inline constexpr int kAttributeMajor = 75;
 inline constexpr int kAttributeMinor = 76;
@@ -115,7 +123,6 @@ inline constexpr int kVersion = 12000;
   X(cuEventDestroy, (Event event))                                                                \
   X(cuEventRecord, (Event event, Stream stream))                                                  \
   X(cuEventQuery, (Event event))                                                                  \
-  X(cuMemcpyHtoD, (Address to, const void* from, std::size_t bytes))                              \
   X(cuMemcpyHtoDAsync, (Address to, const void* from, std::size_t bytes, Stream stream))          \
   X(cuMemcpyDtoHAsync, (void* to, Address from, std::size_t bytes, Stream stream))                \
   X(cuMemsetD8Async, (Address to, unsigned char value, std::size_t bytes, Stream stream))

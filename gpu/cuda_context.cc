@@ -34,8 +34,9 @@ CudaContext::~CudaContext() {
 Status CudaContext::Check(cuda::Result result, std::string_view doing) {
   if (result == cuda::kSuccess) return {};
   const Status status = CudaStatus(*driver_, result, doing).WithContext(name_);
-  if (result == cuda::kContextIsDestroyed || result == cuda::kInvalidContext ||
-      result == cuda::kDeinitialized) {
+  // An invalid context may also be one that somebody names with a stream of another.
+  if (result == cuda::kContextIsDestroyed || result == cuda::kDeinitialized ||
+      (result == cuda::kInvalidContext && WasReset())) {
     gone_ = true;
     return status.WithMessage(status.message() +
                               ": somebody has reset the device, or destroyed its context");
@@ -48,6 +49,11 @@ Status CudaContext::Check(cuda::Result result, std::string_view doing) {
                        "program went wrong on it"));
 }
 
+bool CudaContext::WasReset() const {
+  std::uint64_t id = 0;
+  return driver_->cuCtxGetId(context_, &id) != cuda::kSuccess || id != id_;
+}
+
 CudaScope::CudaScope(CudaContext& context) : context_(context) {
   const cuda::Driver& driver = context.driver();
   const auto lost = [&](cuda::Result result) {
@@ -58,10 +64,8 @@ CudaScope::CudaScope(CudaContext& context) : context_(context) {
     return;
   }
   // A device that was reset may have a new context at the old address.
-  std::uint64_t id = 0;
-  cuda::Result result = driver.cuCtxGetId(context.context_, &id);
-  if (result == cuda::kSuccess && id != context.id_) result = cuda::kContextIsDestroyed;
-  if (result == cuda::kSuccess) result = driver.cuCtxPushCurrent(context.context_);
+  const cuda::Result result =
+      context.WasReset() ? cuda::kContextIsDestroyed : driver.cuCtxPushCurrent(context.context_);
   if (result != cuda::kSuccess) {
     lost(result);
     return;

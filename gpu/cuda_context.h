@@ -48,6 +48,8 @@ class CudaContext {
 
  private:
   friend class CudaScope;
+  // Whether the context that was retained is no more.
+  bool WasReset() const;
   CudaContext(std::shared_ptr<const cuda::Driver> driver, cuda::Device device, std::string name)
       : driver_(std::move(driver)), device_(device), name_(std::move(name)) {}
 

@@ -4,8 +4,12 @@
 #include "gpu/cuda_device.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
+#include "base/at_exit.h"
+#include "base/deadline.h"
+#include "device/pinned_ring.h"
 #include "gpu/cuda_driver.h"
 #include "gpu/cuda_queue.h"
 #include "gpu/kernels/crc64.h"
@@ -114,13 +118,10 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
   std::size_t bytes = 0;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       driver.cuModuleGetGlobal(&tables, &bytes, module_, "tensormount_crc_tables"), "find tables"));
-  const auto filled = std::make_unique<kernels::CrcTables>();
-  if (bytes != sizeof(*filled)) {
+  if (bytes != sizeof(kernels::CrcTables)) {
     return {Code::kInternal, name() + ": the kernels are of another version of tensormount"};
   }
-  kernels::FillCrcTables(*filled);
-  TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(driver.cuMemcpyHtoD(tables, filled.get(), bytes), "fill tables"));
+  TENSORMOUNT_RETURN_IF_ERROR(FillTables(tables));
   int greatest = 0;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       driver.cuCtxGetStreamPriorityRange(&least_priority_, &greatest), "ask for priorities"));
@@ -130,9 +131,26 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
     numa_node_ = -1;
   }
   pinned_ = std::make_shared<PinnedMemory>(context_, numa_node_);
-  scratch_ = std::make_unique<ScratchPool>(context_, options_.scratch_bytes);
+  scratch_ = std::make_shared<ScratchPool>(context_, options_.scratch_bytes);
   results_ = std::make_shared<ResultSlabs>(pinned_);
   return {};
+}
+
+// By a stream of its own: neither the default stream is waited for nor a graph disturbed, and it is
+// over when this returns, so that no queue need wait for it.
+Status CudaDevice::FillTables(cuda::Address tables) {
+  constexpr std::chrono::seconds kPatience{30};
+  const cuda::Driver& driver = context_->driver();
+  const auto filled = std::make_unique<kernels::CrcTables>();
+  kernels::FillCrcTables(*filled);
+  cuda::Stream stream = nullptr;
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      driver.cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, 0), "make a stream"));
+  const AtExit destroy([&] { (void)driver.cuStreamDestroy(stream); });
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      driver.cuMemcpyHtoDAsync(tables, filled.get(), sizeof(*filled), stream), "fill tables"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto mark, CudaMark::Record(context_, stream));
+  return AwaitMark(*mark, Deadline::After(kPatience)).WithContext(name());
 }
 
 // Asked for each end of a buffer, not for the range that an address is of: memory whose parts were
@@ -149,12 +167,17 @@ Status CudaDevice::CheckAddress(const std::byte* data) const {
   if (asked == cuda::kInvalidValue) return no_memory(" is not known to CUDA");
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for a buffer"));
   if (type == cuda::kMemoryHost) return no_memory(" is memory of the host");
+  // Memory that host and devices share may be on another one now.
+  unsigned managed = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address),
+                      "ask for a buffer"));
+  if (managed != 0) return {};
   int ordinal = -1;
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),
                       "ask for a buffer"));
-  // Memory that host and device share may be on another one now.
-  if (type == cuda::kMemoryDevice && ordinal != ordinal_) {
+  if (ordinal != ordinal_) {
     return no_memory(" is memory of cuda:" + std::to_string(ordinal));
   }
   return {};
@@ -180,7 +203,9 @@ Result<std::byte*> CudaDevice::Allocate(std::size_t bytes) {
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   cuda::Address address = 0;
   TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(context_->driver().cuMemAlloc(&address, std::max<std::size_t>(bytes, 1)),
+      // Whole words, of which kernels read all where they want a part.
+      context_->Check(context_->driver().cuMemAlloc(
+                          &address, std::max<std::size_t>((bytes + 15) / 16 * 16, 16)),
                       "allocate " + std::to_string(bytes) + " bytes"));
   return reinterpret_cast<std::byte*>(address);
 }
@@ -214,7 +239,7 @@ Result<std::shared_ptr<DeviceMark>> CudaDevice::MarkStream(const DeviceStream& s
   return std::shared_ptr<DeviceMark>(std::move(mark));
 }
 
-Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue() {
+Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueRules& rules) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   cuda::Stream stream = nullptr;
@@ -223,7 +248,8 @@ Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue() {
       context_->Check(context_->driver().cuStreamCreateWithPriority(
                           &stream, cuda::kStreamNonBlocking, least_priority_),
                       "make a stream"));
-  return std::unique_ptr<DeviceQueue>(std::make_unique<CudaQueue>(shared_from_this(), stream));
+  return std::unique_ptr<DeviceQueue>(
+      std::make_unique<CudaQueue>(shared_from_this(), stream, rules));
 }
 
 // ---- CudaDevices -----------------------------------------------------------------------------

@@ -51,8 +51,9 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
 
   const std::shared_ptr<CudaContext>& context() const { return context_; }
   const CudaKernels& kernels() const { return kernels_; }
-  ScratchPool& scratch() { return *scratch_; }
+  const std::shared_ptr<ScratchPool>& scratch() const { return scratch_; }
   const std::shared_ptr<ResultSlabs>& results() const { return results_; }
+  PinnedMemory& pinned_memory() { return *pinned_; }
 
   std::string name() const override { return context_->name(); }
   PinnedShape pinned() const override { return options_.pinned; }
@@ -63,12 +64,13 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   Result<std::byte*> Allocate(std::size_t bytes) override;
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
-  Result<std::unique_ptr<DeviceQueue>> MakeQueue() override;
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override;
 
  private:
   CudaDevice(std::shared_ptr<CudaContext> context, int ordinal, const CudaOptions& options)
       : context_(std::move(context)), ordinal_(ordinal), options_(options) {}
   Status Load(std::span<const std::byte> image);
+  Status FillTables(cuda::Address tables);
   Status CheckAddress(const std::byte* data) const;
 
   const std::shared_ptr<CudaContext> context_;
@@ -79,7 +81,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   cuda::Module module_ = nullptr;
   CudaKernels kernels_;
   std::shared_ptr<PinnedMemory> pinned_;
-  std::unique_ptr<ScratchPool> scratch_;
+  std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<ResultSlabs> results_;
 };
 

@@ -55,7 +55,15 @@ bool IsSticky(cuda::Result result) {
   switch (result) {
     case cuda::kDeinitialized:
     case cuda::kInvalidContext:
+    case cuda::kDeviceUnavailable:
     case cuda::kEccUncorrectable:
+    case cuda::kNvlinkUncorrectable:
+    case cuda::kContained:
+    case cuda::kTensorMemoryLeak:
+    case cuda::kMpsRpcFailure:
+    case cuda::kMpsClientTerminated:
+    case cuda::kExternalDevice:
+    case cuda::kUnknown:  // Also of a device that fell off its bus.
     case cuda::kIllegalAddress:
     case cuda::kLaunchTimeout:
     case cuda::kContextIsDestroyed:

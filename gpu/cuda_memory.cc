@@ -3,7 +3,10 @@
 // the device) then takes no memory away that somebody reads.
 #include "gpu/cuda_memory.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <iterator>
 #include <string>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -14,7 +17,8 @@ namespace tensormount::gpu {
 namespace {
 
 constexpr std::size_t kHostPage = 4096;
-constexpr long kPreferred = 1;  // MPOL_PREFERRED, without libnuma's header.
+constexpr std::size_t kLeastBytes = 1024;  // Less holds no part of a copy.
+constexpr long kPreferred = 1;             // MPOL_PREFERRED, without libnuma's header.
 
 std::size_t WholePages(std::size_t bytes) {
   return (bytes + kHostPage - 1) / kHostPage * kHostPage;
@@ -56,6 +60,7 @@ Result<std::byte*> PinnedMemory::Allocate(std::size_t bytes) {
   }
   if (!status.ok()) {
     (void)munmap(mapped, bytes);
+    if (status.code() == Code::kUnavailable) return status;
     // Whatever the driver calls it: RLIMIT_MEMLOCK, a sandbox without it, no memory.
     return Status(Code::kResourceExhausted, status.message());
   }
@@ -74,12 +79,21 @@ void PinnedMemory::Free(std::byte* data) {
   Release(data, bytes);
 }
 
+bool PinnedMemory::Has(const std::byte* data, std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only to look it up.
+  const auto above = all_.upper_bound(const_cast<std::byte*>(data));
+  if (above == all_.begin()) return false;
+  const auto& [begin, size] = *std::prev(above);
+  return data + bytes <= begin + size;
+}
+
+// Pages that are still registered must stay where they are: a device may write there.
 void PinnedMemory::Release(std::byte* data, std::size_t bytes) {
-  {
-    const CudaScope scope(*context_);
-    if (scope.status().ok()) (void)context_->driver().cuMemHostUnregister(data);
+  const CudaScope scope(*context_);
+  if (scope.status().ok() && context_->driver().cuMemHostUnregister(data) == cuda::kSuccess) {
+    (void)munmap(data, bytes);
   }
-  (void)munmap(data, bytes);
 }
 
 // ---- ScratchPool -----------------------------------------------------------------------------
@@ -87,97 +101,106 @@ void PinnedMemory::Release(std::byte* data, std::size_t bytes) {
 ScratchPool::~ScratchPool() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
-  for (const Slot& slot : slots_) {
-    if (slot.data == 0) continue;
-    (void)context_->driver().cuEventDestroy(slot.last);
-    (void)context_->driver().cuMemFree(slot.data);
+  for (const Returned& returned : returned_) {
+    (void)context_->driver().cuEventDestroy(returned.free);
+    (void)context_->driver().cuMemFree(returned.scratch.data);
   }
 }
 
-Status ScratchPool::Make(Slot& slot) {
-  const cuda::Driver& driver = context_->driver();
+Result<Scratch> ScratchPool::Make() {
+  constexpr std::chrono::seconds kAskAgain{1};
+  if (!why_refused_.ok() && std::chrono::steady_clock::now() < refused_ + kAskAgain) {
+    return why_refused_;
+  }
   Status status;
   for (int halvings = 0; halvings <= kHalvings; ++halvings) {
-    const std::size_t bytes = bytes_ >> halvings;
-    if (bytes < room_) break;
+    const std::size_t bytes =
+        std::max((made_ < kLarge ? bytes_ : bytes_ / 16) >> halvings, kLeastBytes);
     cuda::Address data = 0;
-    const cuda::Result result = driver.cuMemAlloc(&data, bytes + kResults * sizeof(Hash128));
+    const cuda::Result result = context_->driver().cuMemAlloc(&data, bytes + kResultBytes);
     status = context_->Check(result, "allocate a buffer of " + std::to_string(bytes) + " bytes");
-    if (result == cuda::kOutOfMemory) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(status);
-    status = context_->Check(driver.cuEventCreate(&slot.last, cuda::kEventDisableTiming),
-                             "make an event");
-    if (!status.ok()) {
-      (void)driver.cuMemFree(data);
-      return status;
-    }
-    slot.data = data;
-    slot.data_bytes = bytes;
-    std::size_t none = 0;
-    room_.compare_exchange_strong(none, bytes);
-    return {};
+    if (status.ok()) return Scratch{data, bytes};
+    if (result != cuda::kOutOfMemory) break;
   }
-  return status.ok() ? Status(Code::kResourceExhausted, context_->name() + ": no buffer") : status;
+  if (status.code() == Code::kResourceExhausted) {
+    refused_ = std::chrono::steady_clock::now();
+    why_refused_ = status;
+  }
+  return status;
 }
 
-Result<std::size_t> ScratchPool::Room() {
-  if (room_ == 0) {
-    Slot& first = slots_.front();
-    std::lock_guard lock(first.mutex);
-    if (first.data == 0) TENSORMOUNT_RETURN_IF_ERROR(Make(first));
+Result<Scratch> ScratchPool::Take() {
+  std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < returned_.size(); ++i) {
+    const Returned found = returned_[i];
+    const cuda::Result over = context_->driver().cuEventQuery(found.free);
+    if (over == cuda::kNotReady) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(context_->Check(over, "ask for a buffer"));
+    returned_.erase(returned_.begin() + static_cast<std::ptrdiff_t>(i));
+    (void)context_->driver().cuEventDestroy(found.free);
+    return found.scratch;
   }
-  return room_.load();
+  if (made_ == kMost) {
+    return Status(Code::kResourceExhausted, context_->name() + ": all " + std::to_string(kMost) +
+                                                " buffers are in use by other saves and loads");
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Scratch scratch, Make());
+  ++made_;
+  return scratch;
 }
 
-Result<ScratchPool::Lease> ScratchPool::Take(cuda::Stream stream) {
-  const unsigned turn = turn_++;
-  Status why;
-  for (unsigned i = 0; i < kCount; ++i) {
-    Slot& slot = slots_[(turn + i) % kCount];
-    std::unique_lock lock(slot.mutex);
-    const bool fresh = slot.data == 0;
-    if (fresh) {
-      why = Make(slot);
-      if (why.code() == Code::kResourceExhausted) continue;  // Another one may be there.
-      TENSORMOUNT_RETURN_IF_ERROR(why);
-    } else {
-      TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-          context_->driver().cuStreamWaitEvent(stream, slot.last, 0), "wait for an event"));
-    }
-    return Lease(this, &slot, stream, std::move(lock));
+void ScratchPool::Give(const Scratch& scratch, cuda::Stream stream) {
+  const cuda::Driver& driver = context_->driver();
+  std::lock_guard lock(mutex_);
+  Returned returned{scratch};
+  // Without knowing when it is free it is nobody's any more.
+  if (driver.cuEventCreate(&returned.free, cuda::kEventDisableTiming) != cuda::kSuccess) return;
+  if (driver.cuEventRecord(returned.free, stream) != cuda::kSuccess) {
+    (void)driver.cuEventDestroy(returned.free);
+    return;
   }
-  return why;
-}
-
-ScratchPool::Lease::~Lease() {
-  if (!lock_.owns_lock()) return;
-  // Where it fails the context is broken, which the mark of that work will tell.
-  (void)pool_->context_->driver().cuEventRecord(slot_->last, stream_);
+  returned_.push_back(returned);
 }
 
 // ---- ResultSlabs -----------------------------------------------------------------------------
 
 ResultSlabs::~ResultSlabs() {
-  for (std::byte* const data : free_) pinned_->Free(data);
+  for (const Memory& memory : free_) {
+    if (memory.pinned) {
+      pinned_->Free(memory.data);
+    } else {
+      std::free(memory.data);  // NOLINT(cppcoreguidelines-no-malloc)
+    }
+  }
 }
 
 Result<std::shared_ptr<ResultSlabs::Slab>> ResultSlabs::Take() {
-  std::byte* data = nullptr;
+  Memory memory;
   {
     std::lock_guard lock(mutex_);
     if (!free_.empty()) {
-      data = free_.back();
+      memory = free_.back();
       free_.pop_back();
     }
   }
-  if (data == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(data, pinned_->Allocate(kSlabBytes));
+  if (memory.data == nullptr) {
+    const Result<std::byte*> pinned = pinned_->Allocate(kSlabBytes);
+    if (pinned.ok()) {
+      memory = {pinned.value(), true};
+    } else if (pinned.status().code() != Code::kResourceExhausted) {
+      return pinned.status();
+    } else {
+      void* data = nullptr;
+      if (posix_memalign(&data, kHostPage, kSlabBytes) != 0) return pinned.status();
+      memory.data = static_cast<std::byte*>(data);
+    }
   }
-  return std::shared_ptr<Slab>(new Slab{data}, [pool = shared_from_this()](Slab* slab) {
-    std::lock_guard lock(pool->mutex_);
-    pool->free_.push_back(slab->data);
-    delete slab;
-  });
+  return std::shared_ptr<Slab>(new Slab{memory.data, memory.pinned},
+                               [pool = shared_from_this()](Slab* slab) {
+                                 std::lock_guard lock(pool->mutex_);
+                                 pool->free_.push_back({slab->data, slab->pinned});
+                                 delete slab;
+                               });
 }
 
 }  // namespace tensormount::gpu

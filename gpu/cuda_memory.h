@@ -2,8 +2,7 @@
 #ifndef TENSORMOUNT_GPU_CUDA_MEMORY_H_
 #define TENSORMOUNT_GPU_CUDA_MEMORY_H_
 
-#include <array>
-#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -13,7 +12,6 @@
 
 #include "tensormount/status.h"
 
-#include "base/hash.h"
 #include "gpu/cuda_api.h"
 #include "gpu/cuda_context.h"
 
@@ -32,9 +30,11 @@ class PinnedMemory {
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
 
-  // kResourceExhausted where the system gives or pins no more.
+  // kResourceExhausted where the system gives or pins no more; errors of a broken context.
   Result<std::byte*> Allocate(std::size_t bytes);
   void Free(std::byte* data);
+  // Whether these bytes are all in such memory.
+  bool Has(const std::byte* data, std::size_t bytes);
 
  private:
   void Release(std::byte* data, std::size_t bytes);
@@ -44,72 +44,57 @@ class PinnedMemory {
   std::map<std::byte*, std::size_t> all_;
 };
 
-// Memory of the device through which strided bytes go, and into which kernels write hashes. A few
-// for all queues of a device, which take turns in the device's time: nobody waits on the host.
+// Memory of the device through which strided bytes go, and into which kernels write hashes.
+struct Scratch {
+  cuda::Address data = 0;
+  std::size_t data_bytes = 0;
+  cuda::Address results() const { return data + data_bytes; }
+};
+
+// Some of it, for queues, each of which keeps what it took: so what one queue waits for (a stream
+// of the program that hangs, say) no other one does. Thread-safe.
 class ScratchPool {
  public:
-  static constexpr std::size_t kCount = 2;
-  // Where the device has not so much, halves of it are tried, so many times.
-  static constexpr int kHalvings = 4;
-  static constexpr std::size_t kResults = std::size_t{64} << 10;  // Words of 16 bytes.
+  // So many for as many saves and loads at a time; further ones get a sixteenth of it.
+  static constexpr std::size_t kLarge = 8;
+  static constexpr std::size_t kMost = 64;
+  static constexpr std::size_t kResultBytes = std::size_t{256} << 10;
 
-  // `bytes` of data each.
+  // `bytes` of data each. Where the device has not so much, halves of it are tried, so many times.
+  static constexpr int kHalvings = 4;
   ScratchPool(std::shared_ptr<CudaContext> context, std::size_t bytes)
       : context_(std::move(context)), bytes_(bytes) {}
   ~ScratchPool();
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
- private:
-  struct Slot {
-    std::mutex mutex;
-    cuda::Address data = 0;
-    std::size_t data_bytes = 0;
-    cuda::Event last = nullptr;  // Recorded behind the work of whoever had it.
-  };
-
- public:
-  // Bytes of data that each has at least. kResourceExhausted where the device has not even the
-  // least; otherwise Take always finds one. In a CudaScope.
-  Result<std::size_t> Room();
-
-  // One that the caller has alone until it is destroyed: what it submits to `stream` meanwhile
-  // comes after what others submitted for it, and before what others will. In a CudaScope.
-  class Lease {
-   public:
-    Lease(Lease&& other) noexcept = default;
-    Lease& operator=(Lease&&) = delete;
-    ~Lease();
-    cuda::Address data() const { return slot_->data; }
-    std::size_t data_bytes() const { return slot_->data_bytes; }
-    cuda::Address results() const { return slot_->data + slot_->data_bytes; }
-
-   private:
-    friend class ScratchPool;
-    Lease(ScratchPool* pool, Slot* slot, cuda::Stream stream, std::unique_lock<std::mutex> lock)
-        : pool_(pool), slot_(slot), stream_(stream), lock_(std::move(lock)) {}
-    ScratchPool* pool_;
-    Slot* slot_;
-    cuda::Stream stream_;
-    std::unique_lock<std::mutex> lock_;
-  };
-  // kResourceExhausted where the device has not even the least.
-  Result<Lease> Take(cuda::Stream stream);
+  // In a CudaScope. kResourceExhausted where the device has not even the least, or so many queues
+  // have what there may be.
+  Result<Scratch> Take();
+  // Once `stream` has done what it was given so far. In a CudaScope.
+  void Give(const Scratch& scratch, cuda::Stream stream);
 
  private:
-  Status Make(Slot& slot);
+  struct Returned {
+    Scratch scratch;
+    cuda::Event free = nullptr;
+  };
+  Result<Scratch> Make();
   const std::shared_ptr<CudaContext> context_;
   const std::size_t bytes_;
-  std::atomic<std::size_t> room_ = 0;  // Of the first that was made; no later one has less.
-  std::array<Slot, kCount> slots_;
-  std::atomic<unsigned> turn_ = 0;
+  std::mutex mutex_;
+  std::size_t made_ = 0;
+  std::vector<Returned> returned_;
+  // Devices that are full are not asked by each submission.
+  std::chrono::steady_clock::time_point refused_{};
+  Status why_refused_;
 };
 
-// Pinned memory of the host into which results of kernels come before they go to who wants them.
-// Made as it is needed, kept, and used again.
+// Memory of the host, pinned where it can be, into which results of kernels come before they go to
+// who wants them. Made as it is needed, kept, and used again. Thread-safe.
 class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
  public:
-  static constexpr std::size_t kSlabBytes = std::size_t{256} << 10;
+  static constexpr std::size_t kSlabBytes = std::size_t{1} << 20;
 
   explicit ResultSlabs(std::shared_ptr<PinnedMemory> pinned) : pinned_(std::move(pinned)) {}
   ~ResultSlabs();
@@ -117,14 +102,20 @@ class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
   // Goes back when nobody has it any more. Not before all that was to be written there has been.
   struct Slab {
     std::byte* data = nullptr;
+    bool pinned = false;
     std::size_t used = 0;
   };
+  // kResourceExhausted where the host has no memory.
   Result<std::shared_ptr<Slab>> Take();
 
  private:
+  struct Memory {
+    std::byte* data = nullptr;
+    bool pinned = false;
+  };
   const std::shared_ptr<PinnedMemory> pinned_;
   std::mutex mutex_;
-  std::vector<std::byte*> free_;
+  std::vector<Memory> free_;
 };
 
 }  // namespace tensormount::gpu

@@ -11,6 +11,9 @@
 #include <string>
 #include <utility>
 
+#include "base/deadline.h"
+#include "device/pinned_ring.h"
+
 namespace tensormount::gpu {
 namespace {
 
@@ -22,13 +25,18 @@ constexpr std::uint64_t kLong = std::uint64_t{64} << 10;
 // What is in scratch memory begins where it does on the host, up to so many bytes, so that words
 // that fit on the one side fit on the other.
 constexpr std::uint64_t kAlike = 256;
+// Of the host. What is between two copies of one submission within it may cross, too.
+constexpr std::uintptr_t kLine = 64;
 // Blocks of one launch at most: threads go on with more.
 constexpr std::uint64_t kMostBlocks = 65'536;
-// Digests, and leaves of hashes, that wait for one launch at most: what a slab of results takes.
+// Digests, and leaves of hashes, that wait for one launch at most.
 constexpr std::size_t kMostDigests = 4096;
-constexpr std::uint64_t kMostLeaves = ResultSlabs::kSlabBytes / sizeof(Hash128);
-static_assert(kMostDigests * sizeof(Crc64) <= ResultSlabs::kSlabBytes);
-static_assert(ResultSlabs::kSlabBytes <= ScratchPool::kResults * sizeof(Hash128));
+constexpr std::uint64_t kMostLeaves = ScratchPool::kResultBytes / sizeof(Hash128);
+static_assert(kMostDigests * sizeof(Crc64) <= ScratchPool::kResultBytes);
+static_assert(ScratchPool::kResultBytes <= ResultSlabs::kSlabBytes);
+// A stream takes about a thousand launches and copies before the driver makes who submits wait.
+constexpr int kOfOneMark = 128;
+constexpr std::size_t kMarksUnderWay = 4;
 
 cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
 
@@ -74,35 +82,28 @@ void LeaveSlab(std::shared_ptr<ResultSlabs::Slab> slab) {
 
 }  // namespace
 
-// Results on their way: they come into pinned memory of ours, and go from there to who wants them
-// when a mark behind them is found reached. So the device never writes into memory of a caller that
-// is gone. Thread-safe.
+// Results on their way: they come into memory of ours, and go from there to who wants them when a
+// mark behind them is found reached. So the device never writes into memory of a caller that is
+// gone. Thread-safe.
 class CudaQueue::Results {
  public:
-  Results(std::shared_ptr<CudaContext> context, std::shared_ptr<ResultSlabs> slabs)
-      : context_(std::move(context)), slabs_(std::move(slabs)) {}
+  explicit Results(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
   ~Results() {
     for (Expected& expected : expected_) LeaveSlab(std::move(expected.slab));
+    context_->under_way -= static_cast<std::int64_t>(submitted_ - over_);
   }
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
 
-  // Room for results that will be there after the next submission, at most a slab.
-  Result<std::byte*> Expect(std::span<const Wanted> wanted, std::size_t bytes) {
+  // The last submission brings `wanted` to `at` of a slab.
+  void Expect(const std::shared_ptr<ResultSlabs::Slab>& slab, const std::byte* at,
+              std::span<const Wanted> wanted) {
     std::lock_guard lock(mutex_);
-    if (slab_ == nullptr || slab_->used + bytes > ResultSlabs::kSlabBytes) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(slab_, slabs_->Take());
-    }
-    std::byte* const at = slab_->data + slab_->used;
-    slab_->used += bytes;
-    const std::byte* from = at;
     for (const Wanted& one : wanted) {
-      expected_.push_back({slab_, from, one.bytes, one.out, submitted_});
-      from += one.bytes;
+      expected_.push_back({slab, at, one.bytes, one.out, submitted_});
+      at += one.bytes;
     }
-    return at;
   }
-  // Work was submitted; the number of it.
   void Submitted() {
     std::lock_guard lock(mutex_);
     ++submitted_;
@@ -112,10 +113,10 @@ class CudaQueue::Results {
     std::lock_guard lock(mutex_);
     return submitted_;
   }
-  // All up to that number is over.
+  // All submissions up to that number are over.
   void Over(std::uint64_t number) {
     std::lock_guard lock(mutex_);
-    while (!expected_.empty() && expected_.front().number < number) {
+    while (!expected_.empty() && expected_.front().number <= number) {
       const Expected& first = expected_.front();
       std::memcpy(first.out, first.at, first.bytes);
       expected_.pop_front();
@@ -126,51 +127,97 @@ class CudaQueue::Results {
     }
   }
 
+  // That is being filled; of the thread of the queue.
+  std::shared_ptr<ResultSlabs::Slab> current;
+
  private:
   struct Expected {
     std::shared_ptr<ResultSlabs::Slab> slab;
     const std::byte* at = nullptr;
     std::size_t bytes = 0;
     void* out = nullptr;
-    std::uint64_t number = 0;  // Of the submission that brings it, counted from 0.
+    std::uint64_t number = 0;  // Of the submission that brings it, counted from 1.
   };
   const std::shared_ptr<CudaContext> context_;
-  const std::shared_ptr<ResultSlabs> slabs_;
   std::mutex mutex_;
-  std::shared_ptr<ResultSlabs::Slab> slab_;
   std::deque<Expected> expected_;
   std::uint64_t submitted_ = 0;
   std::uint64_t over_ = 0;
 };
 
-CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream)
+CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream,
+                     const QueueRules& rules)
     : device_(std::move(device)),
       context_(device_->context()),
+      pool_(device_->scratch()),
       stream_(stream),
-      results_(std::make_shared<Results>(context_, device_->results())) {}
+      rules_(rules),
+      results_(std::make_shared<Results>(context_)) {}
 
 // The driver keeps the stream until it has done what it was given.
 CudaQueue::~CudaQueue() {
   const CudaScope scope(*context_);
-  if (scope.status().ok()) (void)context_->driver().cuStreamDestroy(stream_);
+  if (!scope.status().ok()) return;
+  if (scratch_) pool_->Give(*scratch_, stream_);
+  (void)context_->driver().cuStreamDestroy(stream_);
 }
 
-Status CudaQueue::Begin() {
-  if (!hashes_.empty()) TENSORMOUNT_RETURN_IF_ERROR(FlushHashes());
-  return digests_.empty() ? Status() : FlushDigests();
+// What waits was accepted: that it cannot be done after all is no fault of what is submitted now,
+// and nothing that its caller could do without.
+Status CudaQueue::Flush() {
+  Status status;
+  if (!hashes_.empty()) status = FlushHashes();
+  if (!digests_.empty()) {
+    const Status digests = FlushDigests();
+    if (status.ok()) status = digests;
+  }
+  if (status.code() != Code::kResourceExhausted) return status;
+  return {Code::kUnavailable, status.message()};
+}
+
+Status CudaQueue::NeedScratch() {
+  if (scratch_) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(scratch_, pool_->Take());
+  return {};
+}
+
+Status CudaQueue::Submitted() {
+  results_->Submitted();
+  if (++since_mark_ < kOfOneMark) return {};
+  since_mark_ = 0;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      std::shared_ptr<CudaMark> mark,
+      CudaMark::Record(context_, stream_,
+                       [results = results_, last = results_->last()] { results->Over(last); }));
+  under_way_.push_back(std::move(mark));
+  if (under_way_.size() < kMarksUnderWay) return {};
+  const std::shared_ptr<CudaMark> oldest = std::move(under_way_.front());
+  under_way_.pop_front();
+  return AwaitMark(*oldest, Deadline::After(rules_.patience), rules_.cancel)
+      .WithContext(device_->name());
+}
+
+Status CudaQueue::AwaitAll() {
+  if (results_->last() == 0) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const std::shared_ptr<CudaMark> mark,
+      CudaMark::Record(context_, stream_,
+                       [results = results_, last = results_->last()] { results->Over(last); }));
+  return AwaitMark(*mark, Deadline::After(rules_.patience), rules_.cancel)
+      .WithContext(device_->name());
 }
 
 Status CudaQueue::After(const std::shared_ptr<DeviceMark>& mark) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_RETURN_IF_ERROR(Flush());
   return static_cast<CudaMark&>(*mark).Precede(*context_, stream_);
 }
 
 Result<std::shared_ptr<DeviceMark>> CudaQueue::Mark() {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_RETURN_IF_ERROR(Flush());
   TENSORMOUNT_ASSIGN_OR_RETURN(
       std::shared_ptr<CudaMark> mark,
       CudaMark::Record(context_, stream_,
@@ -187,8 +234,7 @@ Status CudaQueue::Launch(cuda::Function function, std::uint64_t threads, void* j
       context_->Check(context_->driver().cuLaunchKernel(function, grid, 1, 1, kBlockThreads, 1, 1,
                                                         0, stream_, parameters, nullptr),
                       name));
-  results_->Submitted();
-  return {};
+  return Submitted();
 }
 
 // ---- Copies ----------------------------------------------------------------------------------
@@ -200,23 +246,45 @@ Status CudaQueue::CopyMembers(kernels::CopyJob& job) {
   return {};
 }
 
-Status CudaQueue::CrossBytes(std::byte* to, const std::byte* from, std::uint64_t bytes, Way way) {
+Status CudaQueue::CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes,
+                             Way way) {
   const cuda::Driver& driver = context_->driver();
   const auto size = static_cast<std::size_t>(bytes);
+  // What the driver would wait for without a deadline is waited for with one.
+  if (!device_->pinned_memory().Has(host, size)) TENSORMOUNT_RETURN_IF_ERROR(AwaitAll());
   const cuda::Result result = way == Way::kOut
-                                  ? driver.cuMemcpyDtoHAsync(to, AddressOf(from), size, stream_)
-                                  : driver.cuMemcpyHtoDAsync(AddressOf(to), from, size, stream_);
+                                  ? driver.cuMemcpyDtoHAsync(host, AddressOf(there), size, stream_)
+                                  : driver.cuMemcpyHtoDAsync(AddressOf(there), host, size, stream_);
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       result, (way == Way::kOut ? "copy out " : "copy in ") + std::to_string(bytes) + " bytes"));
-  results_->Submitted();
-  return {};
+  return Submitted();
 }
+
+namespace {
+
+// The two ends of a copy that crosses, each with its offset in the plan.
+struct Ends {
+  std::byte* host = nullptr;
+  const std::byte* there = nullptr;
+};
+Ends EndsOf(const DeviceCopy& copy, bool out) {
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
+  auto* const from = const_cast<std::byte*>(copy.from) + copy.plan.src_offset;
+  std::byte* const to = copy.to + copy.plan.dst_offset;
+  return out ? Ends{to, from} : Ends{from, to};
+}
+
+}  // namespace
 
 // Without memory on the device.
 Status CudaQueue::CrossByRuns(const DeviceCopy& copy, Way way) {
   Status status;
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
+  auto* const source = const_cast<std::byte*>(copy.from);
   copy.plan.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t bytes) {
-    if (status.ok()) status = CrossBytes(copy.to + to, copy.from + from, bytes, way);
+    if (!status.ok()) return;
+    status = way == Way::kOut ? CrossBytes(copy.to + to, source + from, bytes, way)
+                              : CrossBytes(source + from, copy.to + to, bytes, way);
   });
   return status;
 }
@@ -227,7 +295,7 @@ Status CudaQueue::CopyIn(std::span<const DeviceCopy> copies) { return Cross(copi
 Status CudaQueue::Cross(std::span<const DeviceCopy> copies, Way way) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_RETURN_IF_ERROR(Flush());
   std::vector<DeviceCopy> strided;
   for (const DeviceCopy& copy : copies) {
     if (!SideOf(copy.plan, way == Way::kOut).dense) {
@@ -238,78 +306,74 @@ Status CudaQueue::Cross(std::span<const DeviceCopy> copies, Way way) {
     const std::uint64_t bytes = copy.plan.bytes();
     if (bytes == 0) continue;
     if (copy.plan.axes == 0 && (bytes >= kLong || copies.size() == 1)) {
-      TENSORMOUNT_RETURN_IF_ERROR(
-          CrossBytes(copy.to + copy.plan.dst_offset, copy.from + copy.plan.src_offset, bytes, way));
+      const Ends ends = EndsOf(copy, way == Way::kOut);
+      TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(ends.host, ends.there, bytes, way));
     } else {
       strided.push_back(copy);
     }
   }
-  return CrossStrided(strided, way);
+  return strided.empty() ? Status() : CrossStrided(strided, way);
+}
+
+// A load brings the bytes to scratch memory before kernels spread them, a save after they packed
+// them. Then scratch memory is used again: the stream keeps the order.
+Status CudaQueue::CrossSpans(std::vector<Span>& spans, kernels::CopyJob& job, Way way) {
+  const auto* const scratch = reinterpret_cast<const std::byte*>(scratch_->data);
+  if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+  for (const Span& span : spans) {
+    TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(span.host, scratch + span.at, span.bytes, way));
+  }
+  if (way == Way::kIn) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+  spans.clear();
+  return {};
 }
 
 // A copy, or a part of one that scratch memory holds, at a time: bytes that follow each other on
 // the host and in scratch memory cross together.
 Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
-  if (copies.empty()) return {};
-  Result<ScratchPool::Lease> taken = device_->scratch().Take(stream_);
-  if (!taken.ok()) {
-    if (taken.status().code() != Code::kResourceExhausted) return taken.status();
+  const Status enough = NeedScratch();
+  if (enough.code() == Code::kResourceExhausted) {
     for (const DeviceCopy& copy : copies) TENSORMOUNT_RETURN_IF_ERROR(CrossByRuns(copy, way));
     return {};
   }
-  const ScratchPool::Lease lease = std::move(taken).value();
-  auto* const scratch = reinterpret_cast<std::byte*>(lease.data());
-
-  struct Span {  // Bytes of the host, and where they stand in scratch memory.
-    std::byte* host = nullptr;
-    std::uint64_t at = 0;
-    std::uint64_t bytes = 0;
-  };
+  TENSORMOUNT_RETURN_IF_ERROR(enough);
   std::vector<Span> spans;
   std::uint64_t used = 0;
   kernels::CopyJob job;
-  // A load brings the bytes to scratch memory before kernels spread them, a save after they packed
-  // them. Then scratch memory is used again: the stream keeps the order.
-  const auto cross = [&]() -> Status {
-    if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
-    for (const Span& span : spans) {
-      std::byte* const there = scratch + span.at;
-      TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? CrossBytes(span.host, there, span.bytes, way)
-                                                   : CrossBytes(there, span.host, span.bytes, way));
-    }
-    if (way == Way::kIn) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
-    spans.clear();
-    used = 0;
-    return {};
-  };
   for (const DeviceCopy& copy : copies) {
     const Side dense = SideOf(copy.plan, way == Way::kOut);
-    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
-    std::byte* const host =
-        (way == Way::kOut ? copy.to : const_cast<std::byte*>(copy.from)) + dense.offset;
+    std::byte* const host = EndsOf(copy, way == Way::kOut).host;
     const std::uint64_t all = copy.plan.bytes();
     for (std::uint64_t done = 0; done < all;) {
-      const bool follows = !spans.empty() && spans.back().host + spans.back().bytes == host + done;
-      std::uint64_t at = used;
-      if (!follows) at = (used + kAlike - 1) / kAlike * kAlike + AddressOf(host + done) % kAlike;
-      // The dense side of the plan, moved into scratch memory; offsets may well be before it.
-      const auto moved = reinterpret_cast<std::byte*>(AddressOf(scratch) + at - done -
-                                                      static_cast<std::uint64_t>(dense.offset));
-      const std::byte* const from = way == Way::kOut ? copy.from : moved;
-      std::byte* const to = way == Way::kOut ? moved : copy.to;
-      const std::uint64_t room = at < lease.data_bytes() ? lease.data_bytes() - at : 0;
+      // How far behind the last span this begins, if within its line.
+      std::uint64_t gap = kLine;
+      if (!spans.empty()) {
+        const auto end = reinterpret_cast<std::uintptr_t>(spans.back().host) + spans.back().bytes;
+        const auto next = reinterpret_cast<std::uintptr_t>(host + done);
+        if (next == end || next == (end + kLine - 1) / kLine * kLine) gap = next - end;
+      }
+      const bool follows = gap < kLine;
+      const std::uint64_t at =
+          follows ? used + gap
+                  : (used + kAlike - 1) / kAlike * kAlike + AddressOf(host + done) % kAlike;
+      const std::uint64_t room = at < scratch_->data_bytes ? scratch_->data_bytes - at : 0;
       std::uint64_t bytes = all - done;
       if (bytes > room) bytes = room / kAlike * kAlike;
-      // In the same order all that went before: later ones must find the members of this batch.
       if (bytes == 0 || job.batch.count == kBatch) {
-        TENSORMOUNT_RETURN_IF_ERROR(cross());
+        TENSORMOUNT_RETURN_IF_ERROR(CrossSpans(spans, job, way));
+        used = 0;
         continue;
       }
+      // The dense side of the plan, moved into scratch memory; offsets may well be before it.
+      auto* const moved = reinterpret_cast<std::byte*>(scratch_->data + at - done -
+                                                       static_cast<std::uint64_t>(dense.offset));
+      const std::byte* const from = way == Way::kOut ? copy.from : moved;
+      std::byte* const to = way == Way::kOut ? moved : copy.to;
       // Parts begin and end at multiples of kAlike, which all words divide, or where the copy does.
       AddMember(job.batch, copy.plan, from, kernels::WordOf(copy.plan, from, to), done, bytes);
       job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
       if (follows) {
-        spans.back().bytes += bytes;
+        spans.back().bytes += gap + bytes;
       } else {
         spans.push_back({host + done, at, bytes});
       }
@@ -317,13 +381,13 @@ Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
       done += bytes;
     }
   }
-  return cross();
+  return CrossSpans(spans, job, way);
 }
 
 Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(Begin());
+  TENSORMOUNT_RETURN_IF_ERROR(Flush());
   kernels::CopyJob job;
   for (const DeviceCopy& copy : copies) {
     const std::uint64_t bytes = copy.plan.bytes();
@@ -341,11 +405,19 @@ Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
 Status CudaQueue::Deliver(cuda::Address from, std::span<const Wanted> wanted) {
   std::size_t bytes = 0;
   for (const Wanted& one : wanted) bytes += one.bytes;
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const at, results_->Expect(wanted, bytes));
+  std::shared_ptr<ResultSlabs::Slab>& slab = results_->current;
+  if (slab == nullptr || slab->used + bytes > ResultSlabs::kSlabBytes) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(slab, device_->results()->Take());
+  }
+  if (!slab->pinned) TENSORMOUNT_RETURN_IF_ERROR(AwaitAll());
+  std::byte* const at = slab->data + slab->used;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       context_->driver().cuMemcpyDtoHAsync(at, from, bytes, stream_), "copy out hashes"));
-  results_->Submitted();
-  return {};
+  slab->used += bytes;
+  const std::shared_ptr<ResultSlabs::Slab> of = slab;
+  const Status submitted = Submitted();
+  results_->Expect(of, at, wanted);
+  return submitted;
 }
 
 Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byte* base,
@@ -354,18 +426,16 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   if (bytes == 0) return {};
   // Now, though it is used later: who has no memory is told so here.
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t room, device_->scratch().Room());
+  TENSORMOUNT_RETURN_IF_ERROR(NeedScratch());
+  const std::uint64_t room = scratch_->data_bytes;
   const bool in_place = gather.size() == 1 && gather.front().run == bytes;
-  // A window at a time: what one launch hashes, and scratch memory takes.
-  std::uint64_t window = kMostLeaves * leaf_bytes;
-  if (leaf_bytes > bytes / kMostLeaves) window = bytes;
-  if (!in_place) {
-    if (std::min(leaf_bytes, bytes) > room) {
-      return {Code::kResourceExhausted, device_->name() + ": no memory to hash leaves of " +
-                                            std::to_string(leaf_bytes) + " bytes in"};
-    }
-    if (leaf_bytes <= room) window = std::min(window, room / leaf_bytes * leaf_bytes);
+  if (!in_place && std::min(leaf_bytes, bytes) > room) {
+    return {Code::kResourceExhausted, device_->name() + ": no memory to hash leaves of " +
+                                          std::to_string(leaf_bytes) + " bytes in"};
   }
+  // A window at a time: what one launch hashes, and scratch memory takes.
+  std::uint64_t window = leaf_bytes > bytes / kMostLeaves ? bytes : kMostLeaves * leaf_bytes;
+  if (!in_place && leaf_bytes <= room) window = std::min(window, room / leaf_bytes * leaf_bytes);
   for (std::uint64_t begin = 0; begin < bytes; begin += window) {
     WantedHashes wanted;
     wanted.base = base;
@@ -378,19 +448,20 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
     } else {
       wanted.gather.assign(gather.begin(), gather.end());
     }
-    TENSORMOUNT_RETURN_IF_ERROR(Wait(std::move(wanted), room));
+    TENSORMOUNT_RETURN_IF_ERROR(AddHashes(std::move(wanted)));
   }
   return {};
 }
 
-// Until there is enough for a launch.
-Status CudaQueue::Wait(WantedHashes wanted, std::uint64_t room) {
+// They wait until there is enough for a launch.
+Status CudaQueue::AddHashes(WantedHashes wanted) {
   const std::uint64_t leaves = wanted.leaves();
   const std::uint64_t gathered = wanted.in_place != nullptr ? 0 : wanted.end - wanted.begin;
   const bool fits = hashes_leaves_ + leaves <= kMostLeaves &&
-                    hashes_.size() < kernels::kHashBatch && hashes_gathered_ + gathered <= room;
+                    hashes_.size() < kernels::kHashBatch &&
+                    hashes_gathered_ + gathered <= scratch_->data_bytes;
   if (!hashes_.empty() && (!fits || hashes_.front().leaf_bytes != wanted.leaf_bytes)) {
-    TENSORMOUNT_RETURN_IF_ERROR(FlushHashes());
+    TENSORMOUNT_RETURN_IF_ERROR(Flush());
   }
   hashes_leaves_ += leaves;
   hashes_gathered_ += (gathered + kAlike - 1) / kAlike * kAlike;
@@ -402,29 +473,20 @@ Status CudaQueue::FlushHashes() {
   const std::vector<WantedHashes> hashes = std::exchange(hashes_, {});
   hashes_leaves_ = 0;
   hashes_gathered_ = 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
   kernels::HashJob job;
   job.leaf_bytes = hashes.front().leaf_bytes;
-  job.out = reinterpret_cast<kernels::Hash*>(lease.results());
+  job.out = reinterpret_cast<kernels::Hash*>(scratch_->results());
   static_assert(sizeof(kernels::Hash) == sizeof(Hash128));
   std::vector<Wanted> wanted;
   std::uint64_t used = 0;
-  // What waits in scratch memory is hashed before others come there.
-  const auto launch = [&]() -> Status {
-    if (job.count == 0) return {};
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Launch(device_->kernels().hash, job.leaves() * kernels::kLanes, &job, "hash"));
-    job.out += job.leaves();
-    job.count = 0;
-    used = 0;
-    return {};
-  };
   for (const WantedHashes& one : hashes) {
     const std::byte* data = one.in_place;
     if (data == nullptr) {
       const std::uint64_t bytes = one.end - one.begin;
-      if (used + bytes > lease.data_bytes()) TENSORMOUNT_RETURN_IF_ERROR(launch());
-      const cuda::Address at = lease.data() + used;
+      if (used + bytes > scratch_->data_bytes) {
+        return {Code::kInternal, "more bytes to hash than there is room for"};
+      }
+      const cuda::Address at = scratch_->data + used;
       used += (bytes + kAlike - 1) / kAlike * kAlike;
       TENSORMOUNT_RETURN_IF_ERROR(Gather(one, at));
       data = reinterpret_cast<const std::byte*>(at);
@@ -435,8 +497,9 @@ Status CudaQueue::FlushHashes() {
     job.begin[m + 1] = job.begin[m] + one.leaves();
     wanted.push_back({one.out, static_cast<std::size_t>(one.leaves()) * sizeof(Hash128)});
   }
-  TENSORMOUNT_RETURN_IF_ERROR(launch());
-  return Deliver(lease.results(), wanted);
+  TENSORMOUNT_RETURN_IF_ERROR(
+      Launch(device_->kernels().hash, job.leaves() * kernels::kLanes, &job, "hash"));
+  return Deliver(scratch_->results(), wanted);
 }
 
 Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
@@ -460,11 +523,10 @@ Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
 
 Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* base,
                          const Dims& byte_shape, Crc64* out) {
-  if (digests_.size() == kMostDigests) {
-    const CudaScope scope(*context_);
-    TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-    TENSORMOUNT_RETURN_IF_ERROR(FlushDigests());
-  }
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_RETURN_IF_ERROR(NeedScratch());
+  if (digests_.size() == kMostDigests) TENSORMOUNT_RETURN_IF_ERROR(Flush());
   const Box whole = Box::Whole(byte_shape);
   const PlacedBox tensor = PlacePacked(tensormount::Region(whole), 0).front();
   WantedDigest wanted{regions_.size(), 0, out};
@@ -481,13 +543,13 @@ Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* bas
 Status CudaQueue::FlushDigests() {
   const std::vector<WantedDigest> digests = std::exchange(digests_, {});
   const std::vector<Region> regions = std::exchange(regions_, {});
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ScratchPool::Lease lease, device_->scratch().Take(stream_));
   static_assert(sizeof(Crc64) == sizeof(std::uint64_t));
   TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(context_->driver().cuMemsetD8Async(lease.results(), 0,
+      context_->Check(context_->driver().cuMemsetD8Async(scratch_->results(), 0,
                                                          digests.size() * sizeof(Crc64), stream_),
                       "clear digests"));
-  auto* const sums = reinterpret_cast<std::uint64_t*>(lease.results());
+  TENSORMOUNT_RETURN_IF_ERROR(Submitted());
+  auto* const sums = reinterpret_cast<std::uint64_t*>(scratch_->results());
   kernels::CrcJob job;
   const auto launch = [&]() -> Status {
     if (job.batch.count == 0) return {};
@@ -511,7 +573,7 @@ Status CudaQueue::FlushDigests() {
   TENSORMOUNT_RETURN_IF_ERROR(launch());
   std::vector<Wanted> wanted;
   for (const WantedDigest& digest : digests) wanted.push_back({digest.out, sizeof(Crc64)});
-  return Deliver(lease.results(), wanted);
+  return Deliver(scratch_->results(), wanted);
 }
 
 }  // namespace tensormount::gpu

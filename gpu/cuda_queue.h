@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -19,12 +21,13 @@
 namespace tensormount::gpu {
 
 // A stream of the least priority, and what it was given. As DeviceQueue says: of one thread at a
-// time, and nothing here waits for the device, but where host memory is not pinned: the driver then
-// returns from a copy when it is over.
+// time, and nothing here waits for the device but where its rules let it: at some hundreds of
+// launches and copies that are under way, beyond which the driver would wait without a deadline,
+// and before copies from or to memory that is not pinned, which it ends before it returns.
 class CudaQueue : public DeviceQueue {
  public:
   // Takes the stream.
-  CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream);
+  CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream, const QueueRules& rules);
   ~CudaQueue() override;
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;
@@ -33,6 +36,7 @@ class CudaQueue : public DeviceQueue {
   Status CopyOut(std::span<const DeviceCopy> copies) override;
   Status CopyIn(std::span<const DeviceCopy> copies) override;
   Status CopyWithin(std::span<const DeviceCopy> copies) override;
+  // kResourceExhausted where the device has no memory for it.
   Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base, std::uint64_t bytes,
                     std::uint64_t leaf_bytes, Hash128* out) override;
   Status Digest(std::span<const PlacedBox> placed, const std::byte* base, const Dims& byte_shape,
@@ -64,25 +68,35 @@ class CudaQueue : public DeviceQueue {
     const std::byte* base = nullptr;
     std::uint64_t tensor_bytes = 0;
   };
-
-  // Begins to submit: what waits to be submitted goes before.
-  Status Begin();
-  Status Launch(cuda::Function function, std::uint64_t threads, void* job, std::string_view name);
-  // Copies between host and device through scratch memory.
-  enum class Way { kOut, kIn };
-  Status Cross(std::span<const DeviceCopy> copies, Way way);
-  Status CrossStrided(std::span<const DeviceCopy> copies, Way way);
-  Status CrossByRuns(const DeviceCopy& copy, Way way);
-  Status CrossBytes(std::byte* to, const std::byte* from, std::uint64_t bytes, Way way);
-  Status CopyMembers(kernels::CopyJob& job);
-  // Results that kernels put side by side from `from` on, each to whom it is for, once a mark is
-  // reached.
+  // Bytes of the host, and where they stand in scratch memory.
+  struct Span {
+    std::byte* host = nullptr;
+    std::uint64_t at = 0;
+    std::uint64_t bytes = 0;
+  };
+  // Results that kernels put side by side, each to whom it is for, once a mark is reached.
   struct Wanted {
     void* out = nullptr;
     std::size_t bytes = 0;
   };
-  Status Deliver(cuda::Address from, std::span<const Wanted> results);
-  Status Wait(WantedHashes wanted, std::uint64_t room);
+  enum class Way { kOut, kIn };
+
+  // Hands over what waits to be submitted.
+  Status Flush();
+  Status NeedScratch();
+  // One launch or copy more is under way.
+  Status Submitted();
+  Status AwaitAll();
+  Status Launch(cuda::Function function, std::uint64_t threads, void* job, std::string_view name);
+  // Copies between host and device, through scratch memory where bytes do not lie side by side.
+  Status Cross(std::span<const DeviceCopy> copies, Way way);
+  Status CrossStrided(std::span<const DeviceCopy> copies, Way way);
+  Status CrossSpans(std::vector<Span>& spans, kernels::CopyJob& job, Way way);
+  Status CrossByRuns(const DeviceCopy& copy, Way way);
+  Status CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes, Way way);
+  Status CopyMembers(kernels::CopyJob& job);
+  Status Deliver(cuda::Address from, std::span<const Wanted> wanted);
+  Status AddHashes(WantedHashes wanted);
   Status FlushHashes();
   // Puts them side by side from `at` on.
   Status Gather(const WantedHashes& wanted, cuda::Address at);
@@ -90,13 +104,18 @@ class CudaQueue : public DeviceQueue {
 
   const std::shared_ptr<CudaDevice> device_;
   const std::shared_ptr<CudaContext> context_;
+  const std::shared_ptr<ScratchPool> pool_;
   const cuda::Stream stream_;
+  const QueueRules rules_;
   const std::shared_ptr<Results> results_;
+  std::optional<Scratch> scratch_;  // Once it was needed.
   std::vector<WantedHashes> hashes_;
   std::uint64_t hashes_leaves_ = 0;    // Of them.
   std::uint64_t hashes_gathered_ = 0;  // Bytes of them that do not lie side by side.
   std::vector<WantedDigest> digests_;
   std::vector<Region> regions_;  // Of them.
+  int since_mark_ = 0;           // Launches and copies.
+  std::deque<std::shared_ptr<CudaMark>> under_way_;
 };
 
 }  // namespace tensormount::gpu

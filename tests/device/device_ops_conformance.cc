@@ -76,7 +76,7 @@ PlacedBox PackedAt(const Box& box, std::uint64_t offset) {
 
 Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
   Random random(seed);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue({}));
   for (int number = 0; number < cases; ++number) {
     // Several boxes in one submission, packed side by side on the host.
     std::vector<StridedBytes> boxes;
@@ -132,7 +132,7 @@ Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
 
 Status HashesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases) {
   Random random(seed);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue, ops.MakeQueue({}));
   struct Asked {
     StridedBytes s;
     std::unique_ptr<Twin> memory;
@@ -182,8 +182,8 @@ Status HashesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases) {
 Status OrderIsKept(DeviceOps& ops, std::uint64_t seed, int cases) {
   Random random(seed);
   for (int number = 0; number < cases; ++number) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> first, ops.MakeQueue());
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> second, ops.MakeQueue());
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> first, ops.MakeQueue({}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> second, ops.MakeQueue({}));
     Twin memory(ops, std::string(4096, 'a'));
     TENSORMOUNT_RETURN_IF_ERROR(memory.Upload(*first));
     const std::string b(4096, 'b');

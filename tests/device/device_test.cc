@@ -40,7 +40,7 @@ TEST(HostDeviceTest, Conforms) {
 TEST(HostDeviceTest, DoesThingsLater) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{.delay_us = 2000});
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(8));
-  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   int late = 0;
   for (int i = 0; i < 50; ++i) {
     const std::string value(8, static_cast<char>('0' + i));

@@ -76,7 +76,7 @@ TEST_F(CudaDeviceTest, ConformsWithOneKilobyteOfScratchMemory) {
 
 TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
   const auto device = First();
-  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(4096));
   std::memset(TheFakeCuda().reveal(there), 'x', 4096);
   TheFakeCuda().set_memory_limit(0);
@@ -90,10 +90,17 @@ TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
   ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
   ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
   EXPECT_EQ(out, std::string(200, 'x'));
-  // Hashes need memory; that is said.
+  // Hashes and digests need memory; that is said, and what follows is none the worse.
   Hash128 hash;
-  EXPECT_THAT(queue->HashLeaves({&columns, 1}, there, 200, 64, &hash),
-              HasCode(Code::kResourceExhausted));
+  Crc64 digest = 0;
+  const PlacedBox whole{Box::Whole({200}), 0, {1}};
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_THAT(queue->HashLeaves({&columns, 1}, there, 200, 64, &hash),
+                HasCode(Code::kResourceExhausted));
+    EXPECT_THAT(queue->Digest({&whole, 1}, there, {200}, &digest),
+                HasCode(Code::kResourceExhausted));
+    EXPECT_OK(queue->Mark());
+  }
   device->Free(there);
 }
 
@@ -110,7 +117,7 @@ TEST_F(CudaDeviceTest, QueuesShareScratchMemory) {
   std::vector<std::byte*> there;
   std::vector<std::byte*> here;
   for (std::size_t q = 0; q < kQueues; ++q) {
-    queues.push_back(device->MakeQueue().value());
+    queues.push_back(device->MakeQueue({}).value());
     there.push_back(device->Allocate(12 * kRows).value());
     std::memset(TheFakeCuda().reveal(there[q]), static_cast<int>('a' + q), 12 * kRows);
     here.push_back(device->AllocatePinned(10 * 4 * kRows).value());
@@ -134,7 +141,7 @@ TEST_F(CudaDeviceTest, QueuesShareScratchMemory) {
 // Many small tensors cross in few launches.
 TEST_F(CudaDeviceTest, SmallCopiesShareLaunches) {
   const auto device = First();
-  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100'000));
   ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(100'000));
   Random random(TestSeed());
@@ -160,22 +167,122 @@ TEST_F(CudaDeviceTest, SmallCopiesShareLaunches) {
   device->Free(there);
 }
 
-// What a copy does not name stays as it is, between its parts too.
+// What copies do not name stays as it is, but for the rest of a cache line between two of them.
 TEST_F(CudaDeviceTest, GapsOnTheHostAreNotWritten) {
   const auto device = First();
-  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(200));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(400));
   std::memset(TheFakeCuda().reveal(there), 'x', 200);
-  std::string out(300, '.');
   StridedCopy plan;
   plan.run = 100;
-  auto* const here = reinterpret_cast<std::byte*>(out.data());
-  const DeviceCopy copies[] = {{plan, there, here}, {plan, there + 100, here + 128}};
-  ASSERT_OK(queue->CopyOut(copies));
-  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
-  ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
-  EXPECT_EQ(out, std::string(100, 'x') + std::string(28, '.') + std::string(100, 'x') +
-                     std::string(72, '.'));
+  for (const std::size_t next : {120u, 130u, 192u, 300u}) {
+    std::memset(here, '.', 400);
+    const DeviceCopy copies[] = {{plan, there, here}, {plan, there + 100, here + next}};
+    ASSERT_OK(queue->CopyOut(copies));
+    ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+    ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(here), 400),
+              std::string(100, 'x') + std::string(next - 100, '.') + std::string(100, 'x') +
+                  std::string(300 - next, '.'));
+  }
+  device->FreePinned(here);
+  device->Free(there);
+}
+
+// As saves and loads lay out small tensors: each begins a cache line of the block.
+TEST_F(CudaDeviceTest, SmallTensorsCrossTogether) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(64'000));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(64'000));
+  Random random(TestSeed());
+  std::string bytes = random.Bytes(64'000);
+  std::memcpy(TheFakeCuda().reveal(there), bytes.data(), bytes.size());
+  for (const bool out : {true, false}) {
+    std::vector<DeviceCopy> copies;
+    std::vector<std::size_t> sizes;
+    for (std::size_t i = 0; i < 500; ++i) {
+      sizes.push_back(static_cast<std::size_t>(random.Int(65, 128)));
+      StridedCopy plan;
+      plan.run = sizes.back();
+      std::byte* const a = there + (499 - i) * 128;
+      std::byte* const b = here + i * 128;
+      copies.push_back(out ? DeviceCopy{plan, a, b} : DeviceCopy{plan, b, a});
+    }
+    const FakeCuda::Counts before = TheFakeCuda().counts();
+    ASSERT_OK(out ? queue->CopyOut(copies) : queue->CopyIn(copies));
+    EXPECT_LE(TheFakeCuda().counts().copies - before.copies, 20u);
+    ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+    ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+    for (std::size_t i = 0; i < 500; ++i) {
+      ASSERT_EQ(
+          std::memcmp(here + i * 128, TheFakeCuda().reveal(there + (499 - i) * 128), sizes[i]), 0)
+          << i;
+    }
+    bytes = random.Bytes(64'000);
+    std::memcpy(here, bytes.data(), bytes.size());
+  }
+  device->FreePinned(here);
+  device->Free(there);
+}
+
+// Memory that cannot be pinned: the results of kernels, and blocks of the ring, are ordinary
+// memory.
+TEST_F(CudaDeviceTest, WhereNothingCanBePinnedAllIsRight) {
+  FailAt("cuMemHostRegister", cuda::kNotPermitted);
+  FakeCudaDevices fresh;
+  const auto device = fresh.cuda().Open(kFirst).value();
+  EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(20)));
+  EXPECT_OK(HashesAreThoseOfTheHost(*device, TestSeed(), TestScale(40)));
+  EXPECT_THAT(device->AllocatePinned(4096), HasCode(Code::kResourceExhausted));
+  // What is wrong with the device is not said to be that.
+  TheFakeCuda().set_fault({});
+  TheFakeCuda().break_context(0, cuda::kIllegalAddress);
+  EXPECT_THAT(device->AllocatePinned(4096), HasCode(Code::kUnavailable));
+  TheFakeCuda().break_context(0, cuda::kSuccess);
+}
+
+// A stream of the program that hangs holds up who waits for it, and nobody else.
+TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
+  const auto device = First();
+  void* const stream = devices_[0].MakeStream();
+  std::atomic<bool> go = false;
+  TheFakeCuda().enqueue(0, stream, [&] { go.wait(false); });
+  ASSERT_OK_AND_ASSIGN(const auto fence, device->MarkStream({StreamKind::kHandle, stream}));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(4096));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(4096));
+  StridedCopy columns;
+  columns.run = 2;
+  columns.axes = 1;
+  columns.axis[0] = {100, 8, 2};
+  const DeviceCopy copy{columns, there, here};
+  {
+    // Queues that came and went while it hung, too.
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_OK_AND_ASSIGN(const auto behind, device->MakeQueue({}));
+      ASSERT_OK(behind->After(fence));
+      ASSERT_OK(behind->CopyOut({&copy, 1}));
+      ASSERT_OK(behind->Mark());
+    }
+    ASSERT_OK_AND_ASSIGN(const auto other, device->MakeQueue({}));
+    ASSERT_OK(other->CopyOut({&copy, 1}));
+    ASSERT_OK_AND_ASSIGN(const auto mark, other->Mark());
+    EXPECT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  }
+  // A queue takes only so much that is not done, and says so by its deadline.
+  ASSERT_OK_AND_ASSIGN(const auto full,
+                       device->MakeQueue({.patience = std::chrono::milliseconds(50)}));
+  ASSERT_OK(full->After(fence));
+  Status status;
+  int copies = 0;
+  for (; status.ok() && copies < 2000; ++copies) status = full->CopyOut({&copy, 1});
+  EXPECT_THAT(status, HasCode(Code::kDeadlineExceeded));
+  EXPECT_GT(copies, 100);
+  go = true;
+  go.notify_all();
+  TheFakeCuda().quiesce();
+  device->FreePinned(here);
   device->Free(there);
 }
 
@@ -201,14 +308,14 @@ TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
 
 TEST_F(CudaDeviceTest, PointersOfOthersAreRefusedByName) {
   const auto device = First();
-  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100));
-  EXPECT_OK(CheckMemory(CudaView(there, {100})));
-  EXPECT_THAT(CheckMemory(CudaView(there, {101})), HasMessage("is not known to CUDA"));
-  EXPECT_THAT(CheckMemory(CudaView(there, {100}, 1)), HasMessage("is memory of cuda:0"));
-  BufferView strided = CudaView(there + 99, {10});
-  strided.strides = {-11};
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(96));
+  EXPECT_OK(CheckMemory(CudaView(there, {96})));
+  EXPECT_THAT(CheckMemory(CudaView(there, {97})), HasMessage("is not known to CUDA"));
+  EXPECT_THAT(CheckMemory(CudaView(there, {96}, 1)), HasMessage("is memory of cuda:0"));
+  BufferView strided = CudaView(there + 95, {10});
+  strided.strides = {-10};
   EXPECT_OK(CheckMemory(strided));
-  strided.strides = {-12};
+  strided.strides = {-11};
   EXPECT_THAT(CheckMemory(strided), HasMessage("is not known to CUDA"));
   ASSERT_OK_AND_ASSIGN(std::byte* const pinned, device->AllocatePinned(100));
   EXPECT_THAT(CheckMemory(CudaView(pinned)), HasMessage("is memory of the host"));
@@ -270,14 +377,14 @@ TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
 TEST_F(CudaDeviceTest, OthersErrorsAreNamedAsNotOurs) {
   const auto device = First();
   TheFakeCuda().break_context(0, cuda::kIllegalAddress);
-  const auto queue = device->MakeQueue();
+  const auto queue = device->MakeQueue({});
   EXPECT_THAT(queue, HasCode(Code::kUnavailable));
   EXPECT_THAT(queue, HasMessage("CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access"));
   EXPECT_THAT(queue, HasMessage("not by tensormount, no work of which was under way"));
   TheFakeCuda().break_context(0, cuda::kSuccess);
 
   // Under work of ours nobody can say.
-  ASSERT_OK_AND_ASSIGN(const auto own, device->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto own, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(100'000));
   ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(100'000));
   TheFakeCuda().set_fault([](std::string_view what) {
@@ -300,7 +407,7 @@ TEST_F(CudaDeviceTest, OthersErrorsAreNamedAsNotOurs) {
 
 TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice(kFirst));
-  ASSERT_OK_AND_ASSIGN(const auto queue, opened->ops->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto queue, opened->ops->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
   std::byte* pinned = nullptr;
   {
@@ -314,13 +421,13 @@ TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
   ASSERT_EQ(driver->cuDevicePrimaryCtxRetain(&fresh, 100), cuda::kSuccess);
   EXPECT_THAT(mark->Reached(), HasMessage("somebody has reset the device"));
   EXPECT_THAT(queue->Mark(), HasCode(Code::kUnavailable));
-  EXPECT_THAT(opened->ops->MakeQueue(), HasCode(Code::kUnavailable));
+  EXPECT_THAT(opened->ops->MakeQueue({}), HasCode(Code::kUnavailable));
   *pinned = std::byte{1};  // Pages of the process: still there.
   ASSERT_OK_AND_ASSIGN(const auto again, OpenDevice(kFirst));
   EXPECT_NE(again, opened);
   EXPECT_OK(OrderIsKept(*again->ops, TestSeed(), 2));
   // Moments of the old one are not those of the new one.
-  ASSERT_OK_AND_ASSIGN(const auto other, again->ops->MakeQueue());
+  ASSERT_OK_AND_ASSIGN(const auto other, again->ops->MakeQueue({}));
   EXPECT_THAT(other->After(mark), HasCode(Code::kUnavailable));
 }
 
@@ -388,8 +495,9 @@ TEST_F(CudaDeviceTest, EveryFunctionMayFail) {
       FailAt(function, cuda::kNotPermitted, skipped);
       const Status copies = CopiesAreExact(*device, TestSeed(), 1);
       const Status hashes = HashesAreThoseOfTheHost(*device, TestSeed(), 1);
+      const Status order = OrderIsKept(*device, TestSeed(), 1);
       TheFakeCuda().set_fault({});
-      for (const Status& status : {copies, hashes}) {
+      for (const Status& status : {copies, hashes, order}) {
         if (status.ok()) continue;
         ++failures;
         EXPECT_THAT(status, HasMessage("CUDA_ERROR_NOT_PERMITTED")) << function;

@@ -67,7 +67,7 @@ constexpr int kMostDevices = 3;
 
 struct Allocation {
   int ordinal = 0;
-  unsigned type = cuda::kMemoryDevice;
+  bool managed = false;
   std::size_t bytes = 0;
 };
 
@@ -461,7 +461,7 @@ Error cuMemAlloc(Address* address, std::size_t bytes) {
   if (used + bytes > State().limit) return cuda::kOutOfMemory;
   used += bytes;
   std::byte* const data = State().memory.Add(bytes);
-  State().allocations[data] = {ordinal, cuda::kMemoryDevice, bytes};
+  State().allocations[data] = {ordinal, false, bytes};
   *address = reinterpret_cast<Address>(data);
   return cuda::kSuccess;
 }
@@ -502,7 +502,9 @@ Error cuPointerGetAttribute(void* value, int attribute, Address address) {
   if (above == State().allocations.begin()) return cuda::kInvalidValue;
   const auto& [begin, allocation] = *std::prev(above);
   if (at >= begin + allocation.bytes) return cuda::kInvalidValue;
-  if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &allocation.type, 4);
+  const unsigned managed = allocation.managed ? 1 : 0;
+  if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &cuda::kMemoryDevice, 4);
+  if (attribute == cuda::kPointerIsManaged) std::memcpy(value, &managed, 4);
   if (attribute == cuda::kPointerDeviceOrdinal) std::memcpy(value, &allocation.ordinal, 4);
   return cuda::kSuccess;
 }
@@ -590,11 +592,6 @@ Error cuEventQuery(cuda::Event event) {
   std::lock_guard lock(State().mutex);
   return event->context->sticky;
 }
-Error cuMemcpyHtoD(Address to, const void* from, std::size_t bytes) {
-  if (const Error entered = Enter("cuMemcpyHtoD"); entered != 0) return entered;
-  std::memcpy(Reveal(to, bytes), from, bytes);
-  return cuda::kSuccess;
-}
 Error cuMemcpyHtoDAsync(Address to, const void* from, std::size_t bytes, cuda::Stream stream) {
   if (const Error entered = Enter("cuMemcpyHtoDAsync"); entered != 0) return entered;
   ++State().copies;
@@ -657,12 +654,12 @@ class InContext {
   InContext& operator=(const InContext&) = delete;
 };
 
-std::byte* NewRange(int ordinal, std::size_t bytes, unsigned type, std::size_t parts) {
+std::byte* NewRange(int ordinal, std::size_t bytes, bool managed, std::size_t parts) {
   std::lock_guard lock(State().mutex);
   std::byte* const data = State().memory.Add(bytes);
   for (std::size_t i = 0; i < parts; ++i) {
     const std::size_t begin = bytes * i / parts;
-    State().allocations[data + begin] = {ordinal, type, bytes * (i + 1) / parts - begin};
+    State().allocations[data + begin] = {ordinal, managed, bytes * (i + 1) / parts - begin};
   }
   return data;
 }
@@ -688,8 +685,8 @@ const FakeCuda control = {
     [](void* stream) { static_cast<cuda::Stream>(stream)->captures = true; },
     [](void* stream) { static_cast<cuda::Stream>(stream)->captures = false; },
     [](const void* data) { return State().memory.Reveal(data); },
-    [](int ordinal, std::size_t bytes) { return NewRange(ordinal, bytes, cuda::kMemoryDevice, 2); },
-    [](std::size_t bytes) { return NewRange(0, bytes, cuda::kMemoryUnified, 1); },
+    [](int ordinal, std::size_t bytes) { return NewRange(ordinal, bytes, false, 2); },
+    [](std::size_t bytes) { return NewRange(0, bytes, true, 1); },
     [](int ordinal) {
       std::lock_guard lock(State().mutex);
       State().contexts[static_cast<std::size_t>(ordinal)].alive = false;

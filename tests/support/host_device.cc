@@ -213,7 +213,7 @@ Result<std::shared_ptr<DeviceMark>> HostDevice::MarkStream(const DeviceStream& s
   return std::shared_ptr<DeviceMark>(StreamOf(stream.handle)->Here());
 }
 
-Result<std::unique_ptr<DeviceQueue>> HostDevice::MakeQueue() {
+Result<std::unique_ptr<DeviceQueue>> HostDevice::MakeQueue(const QueueRules& /*rules*/) {
   std::unique_lock lock(mutex_);
   const std::uint64_t seed = options_.seed + ++seeds_;
   lock.unlock();

@@ -89,7 +89,7 @@ class HostDevice : public DeviceOps,
   Result<std::byte*> Allocate(std::size_t bytes) override;
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
-  Result<std::unique_ptr<DeviceQueue>> MakeQueue() override;
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules = {}) override;
 
  private:
   class Queue;

@@ -14,8 +14,8 @@ namespace {
 
 namespace cuda = gpu::cuda;
 
-// What a stream is busy with before a copy, so that who does not wait for it is too early: about half
-// a millisecond.
+// What a stream is busy with before a copy, so that who does not wait for it is too early: about
+// half a millisecond.
 constexpr std::size_t kBusyBytes = std::size_t{64} << 20;
 constexpr int kBusyTimes = 20;
 
@@ -40,9 +40,11 @@ class RealCudaDevice : public TestDevice {
   }
   void Put(std::byte* there, const void* here, std::size_t bytes) override {
     In([&] {
-      Must(driver_->cuMemcpyHtoD(reinterpret_cast<cuda::Address>(there), here, bytes),
-           "cuMemcpyHtoD");
+      Must(driver_->cuMemcpyHtoDAsync(reinterpret_cast<cuda::Address>(there), here, bytes,
+                                      static_cast<cuda::Stream>(own_)),
+           "cuMemcpyHtoDAsync");
     });
+    Synchronize(own_);
   }
   void Get(void* here, const std::byte* there, std::size_t bytes) override {
     In([&] {
