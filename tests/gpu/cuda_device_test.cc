@@ -256,16 +256,18 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
   columns.run = 2;
   columns.axes = 1;
   columns.axis[0] = {100, 8, 2};
-  const DeviceCopy copy{columns, there, here};
+  DeviceCopy copy{columns, there, here};
   {
     // Queues that came and went while it hung, too.
     for (int i = 0; i < 3; ++i) {
       ASSERT_OK_AND_ASSIGN(const auto behind, device->MakeQueue({}));
       ASSERT_OK(behind->After(fence));
+      copy.to += 256;
       ASSERT_OK(behind->CopyOut({&copy, 1}));
       ASSERT_OK(behind->Mark());
     }
     ASSERT_OK_AND_ASSIGN(const auto other, device->MakeQueue({}));
+    copy.to += 256;
     ASSERT_OK(other->CopyOut({&copy, 1}));
     ASSERT_OK_AND_ASSIGN(const auto mark, other->Mark());
     EXPECT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
@@ -274,6 +276,7 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
   ASSERT_OK_AND_ASSIGN(const auto full,
                        device->MakeQueue({.patience = std::chrono::milliseconds(50)}));
   ASSERT_OK(full->After(fence));
+  copy.to += 256;
   Status status;
   int copies = 0;
   for (; status.ok() && copies < 2000; ++copies) status = full->CopyOut({&copy, 1});
