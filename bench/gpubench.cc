@@ -349,7 +349,7 @@ class GpuBench {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, WorkFolder::Make(options_));
     const std::unique_ptr<Communicator> alone = MakeSelfCommunicator();
     PageBuffer host(bytes_);
-    for (const std::int64_t tensors : {16, 16'384}) {
+    for (const std::int64_t tensors : {std::int64_t{16}, std::int64_t{options_.tensors}}) {
       const std::string count = std::to_string(tensors) + " tensors";
       const StateDict there = StateOf(a_, true, tensors);
       const StateDict here = StateOf(host.data(), false, tensors);
@@ -422,6 +422,8 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"kernels", "crossings", "jobs"}));
   app.add_option("--gib", options.gib, "GiB of the device that a case moves")
       ->check(CLI::PositiveNumber);
+  options.tensors = 16'384;
+  app.add_option("--tensors", options.tensors, "how many are many")->check(CLI::Range(1, 1 << 20));
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
       ->check(CLI::Range(1, 1000));
   app.add_option("--dir", options.dir, "where files are made")->check(CLI::ExistingDirectory);

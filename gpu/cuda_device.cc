@@ -162,17 +162,17 @@ Status CudaDevice::CheckAddress(const std::byte* data) const {
     return Status(Code::kInvalidArgument,
                   "the buffer is no memory of " + name() + ": " + Hexadecimal(data) + what);
   };
-  unsigned type = 0;
-  const cuda::Result asked = driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address);
+  // Memory that host and devices share may be anywhere now.
+  unsigned managed = 0;
+  const cuda::Result asked =
+      driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address);
   if (asked == cuda::kInvalidValue) return no_memory(" is not known to CUDA");
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for a buffer"));
-  if (type == cuda::kMemoryHost) return no_memory(" is memory of the host");
-  // Memory that host and devices share may be on another one now.
-  unsigned managed = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address),
-                      "ask for a buffer"));
   if (managed != 0) return {};
+  unsigned type = 0;
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address), "ask for a buffer"));
+  if (type == cuda::kMemoryHost) return no_memory(" is memory of the host");
   int ordinal = -1;
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),

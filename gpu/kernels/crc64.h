@@ -18,15 +18,18 @@ namespace tensormount::kernels {
 // Bytes that one thread hashes at once: long enough that moving the CRC up costs little beside it.
 inline constexpr std::uint64_t kCrcPieceBytes = 1024;
 
-// What a device needs in memory. `bytes`: kTables of base/crc64_math.h, for eight bytes at a time.
-// `powers[d][n]`: moves a CRC up by n * 256^d bytes.
+// What a device needs in memory. ByteTables: kTables of base/crc64_math.h, for eight bytes at a
+// time, which is looked up for every byte. `powers[d][n]`: moves a CRC up by n * 256^d bytes.
+struct ByteTables {
+  std::uint64_t of[8][256];
+};
 struct CrcTables {
-  std::uint64_t bytes[8][256];
+  ByteTables bytes;
   std::uint64_t powers[8][256];
 };
 inline void FillCrcTables(CrcTables& tables) {
   for (std::size_t k = 0; k < 8; ++k) {
-    for (std::size_t b = 0; b < 256; ++b) tables.bytes[k][b] = crc64::kTables[k][b];
+    for (std::size_t b = 0; b < 256; ++b) tables.bytes.of[k][b] = crc64::kTables[k][b];
     // Powers of 256^k: the first is that of one, the others products with it.
     const std::uint64_t one = crc64::kBytePowers[8 * k];
     tables.powers[k][0] = 0;  // Nobody asks for it.
@@ -58,17 +61,17 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t MovedUp(const CrcTables& tables, st
   return crc;
 }
 
-TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const CrcTables& tables,
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const ByteTables& tables,
                                                    const std::uint8_t* data, std::uint64_t size) {
   std::uint64_t state = ~std::uint64_t{0};
   for (; size >= 8; data += 8, size -= 8) {
     const std::uint64_t word = state ^ Load64(data);
     state = 0;
-    for (int k = 0; k < 8; ++k) state ^= tables.bytes[7 - k][(word >> (8 * k)) & 0xFF];
+    for (int k = 0; k < 8; ++k) state ^= tables.of[7 - k][(word >> (8 * k)) & 0xFF];
   }
   TENSORMOUNT_ROLLED
   for (; size > 0; ++data, --size) {
-    state = (state >> 8) ^ tables.bytes[0][(state ^ *data) & 0xFF];
+    state = (state >> 8) ^ tables.of[0][(state ^ *data) & 0xFF];
   }
   return ~state;
 }
@@ -76,12 +79,13 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const CrcTables& tables,
 // What piece `number` contributes. `s` goes from memory at `from` to places in the tensor's
 // row-major bytes, of which there are `tensor_bytes`.
 template <typename Index>
-TENSORMOUNT_HOST_DEVICE std::uint64_t CrcOfPiece(const CrcTables& tables, const Strided& s,
-                                                 std::uint64_t number, const std::uint8_t* from,
+TENSORMOUNT_HOST_DEVICE std::uint64_t CrcOfPiece(const ByteTables& bytes, const CrcTables& tables,
+                                                 const Strided& s, std::uint64_t number,
+                                                 const std::uint8_t* from,
                                                  std::uint64_t tensor_bytes) {
   const RunPart p = PieceAt<Index>(s, number);
   const std::uint64_t end = static_cast<std::uint64_t>(p.to) + p.bytes;
-  return MovedUp(tables, CrcOf(tables, from + p.from, p.bytes), tensor_bytes - end);
+  return MovedUp(tables, CrcOf(bytes, from + p.from, p.bytes), tensor_bytes - end);
 }
 
 }  // namespace tensormount::kernels

@@ -93,16 +93,18 @@ struct CrcJob {
   std::uint64_t tensor_bytes[kBatch] = {};
   std::uint64_t* sum[kBatch] = {};
 };
-// `add(sum, value)`: by exclusive or, which other threads may do to the same sum meanwhile.
+// `bytes`: tables.bytes, or a nearer copy of it. `add(sum, value)`: by exclusive or, which other
+// threads may do to the same sum meanwhile.
 template <typename Add>
-TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const CrcTables& tables,
-                                       std::uint64_t thread, std::uint64_t threads, Add add) {
+TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const ByteTables& bytes,
+                                       const CrcTables& tables, std::uint64_t thread,
+                                       std::uint64_t threads, Add add) {
   const std::uint64_t all = job.batch.begin[job.batch.count];
   for (std::uint64_t n = thread; n < all; n += threads) {
     const int m = MemberAt(job.batch.begin, job.batch.count, n);
     const Strided& s = job.batch.strided[m];
     add(job.sum[m],
-        CrcOfPiece<std::uint64_t>(tables, s, n - job.batch.begin[m] + job.batch.first[m],
+        CrcOfPiece<std::uint64_t>(bytes, tables, s, n - job.batch.begin[m] + job.batch.first[m],
                                   job.batch.from[m], job.tensor_bytes[m]));
   }
 }

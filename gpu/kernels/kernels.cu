@@ -3,6 +3,7 @@
 // libtensormount_cuda carries.
 #include "gpu/kernels/jobs.h"
 
+using tensormount::kernels::ByteTables;
 using tensormount::kernels::CopyJob;
 using tensormount::kernels::CrcJob;
 using tensormount::kernels::CrcTables;
@@ -41,7 +42,14 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 __global__ void __launch_bounds__(kBlockThreads)
     tensormount_crc(const __grid_constant__ CrcJob job) {
-  CrcThread(job, tensormount_crc_tables, ThisThread(), AllThreads(),
+  // Lookups of a warp are all over the table: in shared memory they meet in banks, not in lines.
+  __shared__ ByteTables bytes;
+  constexpr int kWords = sizeof(ByteTables) / sizeof(std::uint64_t);
+  for (int i = threadIdx.x; i < kWords; i += kBlockThreads) {
+    (&bytes.of[0][0])[i] = (&tensormount_crc_tables.bytes.of[0][0])[i];
+  }
+  __syncthreads();
+  CrcThread(job, bytes, tensormount_crc_tables, ThisThread(), AllThreads(),
             [](std::uint64_t* sum, std::uint64_t value) {
               atomicXor(reinterpret_cast<unsigned long long*>(sum),
                         static_cast<unsigned long long>(value));

@@ -329,13 +329,15 @@ Status BulkRankThatVanishesIsNamed(BulkRank& rank) {
     TENSORMOUNT_RETURN_IF_ERROR(transport->Begin(plan));
     if (me == victim) {
       transport.reset();
-      continue;
+    } else {
+      (void)transport->Put(arena.Blocks());  // May know already.
+      Status gone;
+      TENSORMOUNT_RETURN_IF_ERROR(AwaitBulkFailure(*transport, gone));
+      CONFORM_FAILED(gone, Code::kUnavailable, "rank " + std::to_string(victim) + " is gone");
+      CONFORM(gone.fields().rank == victim);
     }
-    (void)transport->Put(arena.Blocks());  // May know already.
-    Status gone;
-    TENSORMOUNT_RETURN_IF_ERROR(AwaitBulkFailure(*transport, gone));
-    CONFORM_FAILED(gone, Code::kUnavailable, "rank " + std::to_string(victim) + " is gone");
-    CONFORM(gone.fields().rank == victim);
+    // Who has heard of it must not leave before the others have: they would hear of that.
+    TENSORMOUNT_RETURN_IF_ERROR(Collective(rank.comm, kPatient).Agree({}, "vanished"));
   }
   return {};
 }

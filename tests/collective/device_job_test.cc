@@ -21,6 +21,7 @@
 #include "index/store/store.h"
 #include "tests/collective/save_testing.h"
 #include "tests/support/host_device.h"
+#include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -381,6 +382,53 @@ TEST_F(DeviceJobTest, WithoutMemoryOnTheDeviceTheHostHashes) {
   EXPECT_EQ(std::memcmp(device().Reveal(rows[1]), Row('b').data(), kRowBytes), 0);
   ASSERT_FALSE(lines.empty());
   EXPECT_NE(lines[0].find("would not be noticed"), std::string::npos) << lines[0];
+}
+
+// A program that does as it may: its streams write right before each save and right after it. Of
+// ten thousand (TENSORMOUNT_TEST_SCALE=500) none is accused of writing meanwhile.
+TEST_F(DeviceJobTest, NoFalseAlarm) {
+  Random random(TestSeed());
+  std::byte* const data = Make('?');
+  void* const stream = MakeStream();
+  const auto fill = [&](char value) {
+    device().Enqueue(
+        stream, [=, revealed = device().Reveal(data)] { std::memset(revealed, value, kRowBytes); });
+  };
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto saver, AsyncSaver::Make(comm, {.device_staging_bytes = std::uint64_t{1} << 20}));
+    for (int i = 0; i < TestScale(20); ++i) {
+      const char value = static_cast<char>('a' + i % 26);
+      fill(value);
+      StateDict state;
+      // Whole, by rows, by columns.
+      const std::int64_t columns = random.Int(1, 300);
+      const std::int64_t rows = std::min<std::int64_t>(kRowBytes / columns, random.Int(1, 500));
+      BufferView view = View(data, {rows, columns});
+      const std::int64_t step = random.Int(1, 2);
+      if (rows * columns * step <= kRowBytes) view.strides = {columns * step, step};
+      if (random.OneIn(3)) view = View(data, {kRowBytes});
+      view.stream = {StreamKind::kHandle, stream};
+      const Dims shape = view.shape;
+      TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor("w", {shape, Box::Whole(shape), view}));
+      SaveOptions options;
+      options.if_exists = IfExists::kReplace;
+      if (random.OneIn(2)) {
+        TENSORMOUNT_RETURN_IF_ERROR(Save(state, Path("step"), comm, options).status());
+      } else {
+        TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path("step"), options));
+        TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+        fill('!');
+        TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+      }
+      fill('?');
+      const std::string saved = ReadAll(Path("step")).at("w");
+      if (saved != std::string(saved.size(), value)) {
+        return {Code::kInternal, "other bytes than at the call, save " + std::to_string(i)};
+      }
+    }
+    return {};
+  }));
 }
 
 // Replicas are compared where they are.

@@ -283,7 +283,7 @@ void RunCrc(kernels::CrcJob job, Address tables, const Geometry& geometry) {
       *reinterpret_cast<const kernels::CrcTables*>(Reveal(tables, sizeof(kernels::CrcTables)));
   Random random(geometry.seed);
   RunGrid(random, geometry.threads, [&](std::uint64_t t) {
-    kernels::CrcThread(job, there, t, geometry.threads,
+    kernels::CrcThread(job, there.bytes, there, t, geometry.threads,
                        [](std::uint64_t* sum, std::uint64_t value) { *sum ^= value; });
   });
   if (State().lies) *job.sum[0] ^= geometry.seed | 1;
@@ -495,7 +495,9 @@ Error cuPointerGetAttribute(void* value, int attribute, Address address) {
   std::lock_guard lock(State().mutex);
   const auto* const at = reinterpret_cast<const std::byte*>(address);
   if (IsPinned(at, 1)) {
+    const unsigned none = 0;
     if (attribute == cuda::kPointerMemoryType) std::memcpy(value, &cuda::kMemoryHost, 4);
+    if (attribute == cuda::kPointerIsManaged) std::memcpy(value, &none, 4);
     return cuda::kSuccess;
   }
   const auto above = State().allocations.upper_bound(at);

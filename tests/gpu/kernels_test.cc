@@ -132,7 +132,8 @@ TEST(KernelsTest, DigestsOfEveryShape) {
     std::uint64_t digest = 0;
     WithExactMemory(memory, [&](const std::uint8_t* data) {
       RunGrid(random, cut.pieces, [&](std::uint64_t t) {
-        digest ^= kernels::CrcOfPiece<std::uint64_t>(*tables, cut, t, data, tensor_bytes);
+        digest ^=
+            kernels::CrcOfPiece<std::uint64_t>(tables->bytes, *tables, cut, t, data, tensor_bytes);
       });
       return 0;
     });

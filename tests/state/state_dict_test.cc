@@ -5,6 +5,7 @@
 #include <string>
 
 #include "tests/shard/boxes.h"
+#include "tests/support/no_devices.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -45,7 +46,10 @@ TEST(StateDictTest, BuffersAreChecked) {
   EXPECT_OK(state.AddTensor("w", bad));
   bad = good;
   bad.data.device.kind = DeviceKind::kCuda;
-  EXPECT_THAT(state.AddTensor("w", bad), HasCode(Code::kUnsupported));
+  {
+    const NoDevices none_here;
+    EXPECT_THAT(state.AddTensor("w", bad), HasCode(Code::kUnsupported));
+  }
   bad = good;
   bad.region = B({1}, {4});
   EXPECT_THAT(state.AddTensor("w", bad), HasMessage("lies outside of shape [4]"));
@@ -57,6 +61,7 @@ TEST(StateDictTest, BuffersAreChecked) {
 // Which memory the host reaches, and what is said of the others: never read, never waited for in
 // vain.
 TEST(StateDictTest, TakesMemoryThatTheHostReaches) {
+  const NoDevices none_here;
   float memory[4] = {};
   const auto add = [&](DeviceKind device, MemoryKind kind, const DeviceStream& stream) {
     StateDict state;
@@ -121,7 +126,10 @@ TEST(StateDictTest, AllocatesWhatHasNoData) {
   Shard odd = Described({3});
   odd.data.shape = {77};
   EXPECT_OK(state.AddTensor("odd", odd));
-  EXPECT_THAT(state.AllocateData({.kind = DeviceKind::kCuda}), HasCode(Code::kUnsupported));
+  {
+    const NoDevices none_here;
+    EXPECT_THAT(state.AllocateData({.kind = DeviceKind::kCuda}), HasCode(Code::kUnsupported));
+  }
   StateDict host = std::move(state);
   ASSERT_OK(host.AllocateData({}, Fill::kZero));
   for (const StateDict::TensorItem& item : host.tensors()) {
