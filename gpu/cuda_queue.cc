@@ -72,14 +72,6 @@ std::uint64_t WordThatDivides(std::uint64_t word, std::uint64_t a, std::uint64_t
   return all & (~all + 1);
 }
 
-// Slabs that a device which never ended may still write: never freed, never used again.
-void LeaveSlab(std::shared_ptr<ResultSlabs::Slab> slab) {
-  static auto* const mutex = new std::mutex;
-  static auto* const left = new std::vector<std::shared_ptr<ResultSlabs::Slab>>;
-  std::lock_guard lock(*mutex);
-  left->push_back(std::move(slab));
-}
-
 }  // namespace
 
 // Results on their way: they come into memory of ours, and go from there to who wants them when a
@@ -89,7 +81,10 @@ class CudaQueue::Results {
  public:
   explicit Results(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
   ~Results() {
-    for (Expected& expected : expected_) LeaveSlab(std::move(expected.slab));
+    // A device that never came so far may still write there: no slab of them is used again.
+    for (Expected& expected : expected_) {
+      LeaveToDevice(new std::shared_ptr<ResultSlabs::Slab>(std::move(expected.slab)));
+    }
     context_->under_way -= static_cast<std::int64_t>(submitted_ - over_);
   }
   Results(const Results&) = delete;
@@ -181,29 +176,31 @@ Status CudaQueue::NeedScratch() {
   return {};
 }
 
+Result<std::shared_ptr<CudaMark>> CudaQueue::Record() {
+  return CudaMark::Record(context_, stream_,
+                          [results = results_, last = results_->last()] { results->Over(last); });
+}
+
+Status CudaQueue::Await(CudaMark& mark) const {
+  return AwaitMark(mark, Deadline::After(rules_.patience), rules_.cancel)
+      .WithContext(device_->name());
+}
+
 Status CudaQueue::Submitted() {
   results_->Submitted();
   if (++since_mark_ < kOfOneMark) return {};
   since_mark_ = 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      std::shared_ptr<CudaMark> mark,
-      CudaMark::Record(context_, stream_,
-                       [results = results_, last = results_->last()] { results->Over(last); }));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<CudaMark> mark, Record());
   under_way_.push_back(std::move(mark));
   if (under_way_.size() < kMarksUnderWay) return {};
   const std::shared_ptr<CudaMark> oldest = std::move(under_way_.front());
   under_way_.pop_front();
-  return AwaitMark(*oldest, Deadline::After(rules_.patience), rules_.cancel)
-      .WithContext(device_->name());
+  return Await(*oldest);
 }
 
 Status CudaQueue::AwaitAll() {
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const std::shared_ptr<CudaMark> mark,
-      CudaMark::Record(context_, stream_,
-                       [results = results_, last = results_->last()] { results->Over(last); }));
-  return AwaitMark(*mark, Deadline::After(rules_.patience), rules_.cancel)
-      .WithContext(device_->name());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMark> mark, Record());
+  return Await(*mark);
 }
 
 Status CudaQueue::After(const std::shared_ptr<DeviceMark>& mark) {
@@ -217,10 +214,7 @@ Result<std::shared_ptr<DeviceMark>> CudaQueue::Mark() {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   TENSORMOUNT_RETURN_IF_ERROR(Flush());
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      std::shared_ptr<CudaMark> mark,
-      CudaMark::Record(context_, stream_,
-                       [results = results_, last = results_->last()] { results->Over(last); }));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<CudaMark> mark, Record());
   return std::shared_ptr<DeviceMark>(std::move(mark));
 }
 

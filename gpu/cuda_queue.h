@@ -84,6 +84,10 @@ class CudaQueue : public DeviceQueue {
   // Hands over what waits to be submitted.
   Status Flush();
   Status NeedScratch();
+  // The moment of what was submitted, with which its results go to who wants them; and a wait for
+  // one, as the rules let it.
+  Result<std::shared_ptr<CudaMark>> Record();
+  Status Await(CudaMark& mark) const;
   // One launch or copy more is under way.
   Status Submitted();
   Status AwaitAll();
