@@ -12,15 +12,8 @@
 
 #include "collective/comm/collective.h"
 #include "tests/collective/collective_cases.h"
+#include "tests/collective/conform.h"
 #include "tests/support/random.h"
-
-#define CONFORM(condition)                                                                     \
-  do {                                                                                         \
-    if (!(condition)) {                                                                        \
-      return Status(Code::kInternal,                                                           \
-                    std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
-    }                                                                                          \
-  } while (false)
 
 // A failure with this code that says `words`.
 #define CONFORM_FAILED(status, expected, words)                                               \

@@ -12,14 +12,7 @@
 #include <vector>
 
 #include "tests/collective/bulk_exchange.h"
-
-#define CHECK_THAT(condition)                                                                  \
-  do {                                                                                         \
-    if (!(condition)) {                                                                        \
-      return Status(Code::kInternal,                                                           \
-                    std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
-    }                                                                                          \
-  } while (false)
+#include "tests/collective/conform.h"
 
 namespace tensormount {
 namespace {
@@ -40,12 +33,12 @@ Status Gathers(Collective& c) {
     const auto size_of = [&](int r) { return base + static_cast<std::size_t>(r) * (base / 3); };
     const std::string mine = Text(c.rank(), size_of(c.rank()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, c.AllGather(mine, "gather to all"));
-    CHECK_THAT(all.size() == static_cast<std::size_t>(c.size()));
+    CONFORM(all.size() == static_cast<std::size_t>(c.size()));
     for (int r = 0; r < c.size(); ++r) {
-      CHECK_THAT(all[static_cast<std::size_t>(r)] == Text(r, size_of(r)));
+      CONFORM(all[static_cast<std::size_t>(r)] == Text(r, size_of(r)));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto here, c.Gather(mine, "gather"));
-    CHECK_THAT(here == (c.rank() == 0 ? all : std::vector<std::string>()));
+    CONFORM(here == (c.rank() == 0 ? all : std::vector<std::string>()));
   }
   return {};
 }
@@ -55,14 +48,14 @@ Status Broadcasts(Collective& c) {
        {std::size_t{0}, std::size_t{160}, std::size_t{161}, std::size_t{1'500'000}}) {
     const std::string mine = c.rank() == 0 ? Text(9, size) : "not mine to say";
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string got, c.Broadcast(mine, "broadcast"));
-    CHECK_THAT(got == Text(9, size));
+    CONFORM(got == Text(9, size));
   }
   Result<std::string> failed = std::string();
   if (c.rank() == 0) failed = Status::FromErrno(ENOSPC, "write", "plan");
   const Result<std::string> got = c.Broadcast(failed, "broadcast a failure");
-  CHECK_THAT(got.status().code() == Code::kResourceExhausted);
-  CHECK_THAT(got.status().ToErrno() == ENOSPC);
-  CHECK_THAT(got.status().message() == Status::FromErrno(ENOSPC, "write", "plan").message());
+  CONFORM(got.status().code() == Code::kResourceExhausted);
+  CONFORM(got.status().ToErrno() == ENOSPC);
+  CONFORM(got.status().message() == Status::FromErrno(ENOSPC, "write", "plan").message());
   return {};
 }
 
@@ -74,15 +67,15 @@ Status Reductions(Collective& c) {
     for (int r = 0; r < c.size(); ++r) expected[i] ^= i * 0x9E3779B97F4A7C15u << r;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto got, c.AllReduceXor(mine, "xor"));
-  CHECK_THAT(got == expected);
+  CONFORM(got == expected);
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto none, c.AllReduceXor({}, "xor of nothing"));
-  CHECK_THAT(none.empty());
+  CONFORM(none.empty());
   if (c.size() == 1) return {};
   // Lengths differ: an error, and the object goes on working.
   mine.resize(c.rank() == 1 ? 3 : 2);
   const auto unequal = c.AllReduceXor(mine, "xor of unequal lengths");
-  CHECK_THAT(unequal.status().code() == Code::kInternal);
-  CHECK_THAT(unequal.status().message().find("rank 1 has 3") != std::string::npos);
+  CONFORM(unequal.status().code() == Code::kInternal);
+  CONFORM(unequal.status().message().find("rank 1 has 3") != std::string::npos);
   return {};
 }
 
@@ -93,25 +86,25 @@ Status Agreements(Collective& c) {
     Status mine;
     if (c.rank() == bad) mine = Status::FromErrno(EDQUOT, "write", "rank-" + std::to_string(bad));
     const Status one = c.Agree(mine, "one fails");
-    CHECK_THAT(one.code() == Status::FromErrno(EDQUOT, "", "").code());
-    CHECK_THAT(one.ToErrno() == EDQUOT);
-    CHECK_THAT(one.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
-    CHECK_THAT(one.message().find("other rank") == std::string::npos);
+    CONFORM(one.code() == Status::FromErrno(EDQUOT, "", "").code());
+    CONFORM(one.ToErrno() == EDQUOT);
+    CONFORM(one.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
+    CONFORM(one.message().find("other rank") == std::string::npos);
     if (c.rank() > bad) mine = Status(Code::kBusy, "also");
     const Status many = c.Agree(mine, "many fail");
-    CHECK_THAT(many.code() == one.code());
-    CHECK_THAT(many.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
+    CONFORM(many.code() == one.code());
+    CONFORM(many.message().rfind("rank " + std::to_string(bad) + ": write rank-", 0) == 0);
     const int others = c.size() - bad - 1;
     const bool said =
         many.message().find("(" + std::to_string(others) + " other rank") != std::string::npos;
-    CHECK_THAT(said == (others > 0));
+    CONFORM(said == (others > 0));
   }
   // A long message is cut, not lost.
   const Status mine =
       c.rank() == c.size() - 1 ? Status(Code::kStale, std::string(90'000, 'm')) : Status();
   const Status cut = c.Agree(mine, "long message");
-  CHECK_THAT(cut.code() == Code::kStale);
-  CHECK_THAT(cut.message().size() > 1000 && cut.message().size() < 10'000);
+  CONFORM(cut.code() == Code::kStale);
+  CONFORM(cut.message().size() > 1000 && cut.message().size() < 10'000);
   return {};
 }
 
@@ -141,8 +134,8 @@ Status Exchanges(Collective& c) {
     }
     TENSORMOUNT_RETURN_IF_ERROR(ExchangeBulk(c, sends, receives, "exchange"));
     for (std::size_t p = 0; p < n; ++p) {
-      CHECK_THAT(in[p] == Text(static_cast<int>(p) * 100 + c.rank() + turn,
-                               SizeOf(static_cast<int>(p), c.rank())));
+      CONFORM(in[p] == Text(static_cast<int>(p) * 100 + c.rank() + turn,
+                            SizeOf(static_cast<int>(p), c.rank())));
     }
   }
   return ExchangeBulk(c, {}, {}, "nothing to exchange");
@@ -160,8 +153,8 @@ Status Decisions(Collective& c) {
                                }));
   std::string expected = std::to_string(c.size());
   for (int r = 0; r < c.size(); ++r) expected += Text(r, 200);
-  CHECK_THAT(told == expected);
-  CHECK_THAT(asked == (c.rank() == 0 ? 1 : 0));
+  CONFORM(told == expected);
+  CONFORM(asked == (c.rank() == 0 ? 1 : 0));
   // A failure, an exception: all get it, and go on.
   for (const bool throws : {false, true}) {
     const Result<std::string> failed =
@@ -169,9 +162,9 @@ Status Decisions(Collective& c) {
           if (throws) throw std::runtime_error("out of luck");
           return Status(Code::kBusy, "not today");
         });
-    CHECK_THAT(failed.status().code() == (throws ? Code::kInternal : Code::kBusy));
-    CHECK_THAT(failed.status().message().find(throws ? "out of luck" : "not today") !=
-               std::string::npos);
+    CONFORM(failed.status().code() == (throws ? Code::kInternal : Code::kBusy));
+    CONFORM(failed.status().message().find(throws ? "out of luck" : "not today") !=
+            std::string::npos);
   }
   return c.Agree({}, "after decisions");
 }
@@ -185,15 +178,15 @@ Status Letters(Collective& c) {
       out[p] = Text(c.rank() * 100 + peer + turn, SizeOf(c.rank() + turn, peer));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto in, AllToAll(c, out, "letters"));
-    CHECK_THAT(in.size() == n);
+    CONFORM(in.size() == n);
     for (std::size_t p = 0; p < n; ++p) {
       const int peer = static_cast<int>(p);
-      CHECK_THAT(in[p] == Text(peer * 100 + c.rank() + turn, SizeOf(peer + turn, c.rank())));
+      CONFORM(in[p] == Text(peer * 100 + c.rank() + turn, SizeOf(peer + turn, c.rank())));
     }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto nothing,
                                AllToAll(c, std::vector<std::string>(n), "no letters"));
-  CHECK_THAT(nothing == std::vector<std::string>(n));
+  CONFORM(nothing == std::vector<std::string>(n));
   // Between neighbours in a ring, the next one of each: pairs that nobody names cost nothing.
   const int next = (c.rank() + 1) % c.size();
   const int before = (c.rank() + c.size() - 1) % c.size();
@@ -201,24 +194,24 @@ Status Letters(Collective& c) {
     const Collective::Letter letter{next, Text(c.rank(), SizeOf(turn, c.rank()))};
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto in, c.NeighborAllToAll({&letter, 1}, {&before, 1}, "letters in a ring"));
-    CHECK_THAT(in == std::vector<std::string>{Text(before, SizeOf(turn, before))});
+    CONFORM(in == std::vector<std::string>{Text(before, SizeOf(turn, before))});
   }
   // What one rank gets wrong is an error on all, and the object goes on working.
   const bool last = c.rank() == c.size() - 1;
   const Collective::Letter letters[] = {{last ? c.size() : 0, "x"}, {0, "x"}};
   const auto outside = c.NeighborAllToAll({letters, last ? 1u : 0u}, {}, "to nobody");
-  CHECK_THAT(outside.status().code() == Code::kInvalidArgument);
-  CHECK_THAT(outside.status().message().find("rank " + std::to_string(c.size() - 1)) == 0);
+  CONFORM(outside.status().code() == Code::kInvalidArgument);
+  CONFORM(outside.status().message().find("rank " + std::to_string(c.size() - 1)) == 0);
   const Collective::Letter again[] = {{0, "x"}, {0, "y"}};
   const auto twice = c.NeighborAllToAll({again, last ? 2u : 0u}, {}, "to one twice");
-  CHECK_THAT(twice.status().code() == Code::kInvalidArgument);
-  CHECK_THAT(twice.status().message().find("named twice") != std::string::npos);
+  CONFORM(twice.status().code() == Code::kInvalidArgument);
+  CONFORM(twice.status().message().find("named twice") != std::string::npos);
   // A message that its receiver does not expect, and one that nobody sends.
-  CHECK_THAT(c.NeighborAllToAll({again, last ? 1u : 0u}, {}, "not expected").status().code() ==
-             Code::kInternal);
+  CONFORM(c.NeighborAllToAll({again, last ? 1u : 0u}, {}, "not expected").status().code() ==
+          Code::kInternal);
   const int from = 0;
-  CHECK_THAT(c.NeighborAllToAll({}, {&from, last ? 1u : 0u}, "not sent").status().code() ==
-             Code::kInternal);
+  CONFORM(c.NeighborAllToAll({}, {&from, last ? 1u : 0u}, "not sent").status().code() ==
+          Code::kInternal);
   return c.Agree({}, "after letters");
 }
 
@@ -239,7 +232,7 @@ Status ExerciseCollective(Communicator& comm) {
   // Two jobs after each other on one communicator.
   for (int job = 0; job < 2; ++job) {
     Collective c(comm, kPatient);
-    CHECK_THAT(c.rank() == comm.rank() && c.size() == comm.size());
+    CONFORM(c.rank() == comm.rank() && c.size() == comm.size());
     TENSORMOUNT_RETURN_IF_ERROR(Gathers(c));
     TENSORMOUNT_RETURN_IF_ERROR(Broadcasts(c));
     TENSORMOUNT_RETURN_IF_ERROR(Reductions(c));
@@ -256,9 +249,9 @@ Status ExerciseLargePayload(Communicator& comm, std::size_t bytes) {
   std::string mine(comm.rank() == comm.size() - 1 ? bytes : 3, static_cast<char>(comm.rank()));
   if (mine.size() > 1000) mine[bytes / 2] = 'x';
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto all, c.AllGather(mine, "large"));
-  CHECK_THAT(all.back().size() == bytes);
-  CHECK_THAT(all.back()[bytes / 2] == 'x');
-  CHECK_THAT(all.back().back() == static_cast<char>(comm.size() - 1));
+  CONFORM(all.back().size() == bytes);
+  CONFORM(all.back()[bytes / 2] == 'x');
+  CONFORM(all.back().back() == static_cast<char>(comm.size() - 1));
   return {};
 }
 
@@ -284,11 +277,11 @@ Status ExerciseJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t n
   if (rank_zero_fails && comm.rank() == 0) sends[0].peer = n;
   TENSORMOUNT_RETURN_IF_ERROR(ExchangeBulk(c, sends, receives, "bulk"));
   for (int r = 0; r < n; ++r) {
-    CHECK_THAT(in[static_cast<std::size_t>(r)] == said(r, comm.rank()));
+    CONFORM(in[static_cast<std::size_t>(r)] == said(r, comm.rank()));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto letters, AllToAll(c, out, "letters"));
   for (int r = 0; r < n; ++r) {
-    CHECK_THAT(letters[static_cast<std::size_t>(r)] == said(r, comm.rank()));
+    CONFORM(letters[static_cast<std::size_t>(r)] == said(r, comm.rank()));
   }
   return {};
 }
@@ -306,7 +299,7 @@ Status ExerciseFailures(Communicator& comm, int jobs) {
     return {};
   };
   // What the others said is on its way when rank 0 fails.
-  CHECK_THAT(ExerciseJob(comm, kPatient, number++, true).code() == Code::kInvalidArgument);
+  CONFORM(ExerciseJob(comm, kPatient, number++, true).code() == Code::kInvalidArgument);
   TENSORMOUNT_RETURN_IF_ERROR(good_jobs());
   for (const int late : {comm.size() - 1, 0}) {
     if (comm.size() == 1) break;
@@ -314,7 +307,7 @@ Status ExerciseFailures(Communicator& comm, int jobs) {
     if (comm.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(500));
     // On a loaded machine nobody may be late.
     const Status hurried = ExerciseJob(comm, hasty, number++, false);
-    CHECK_THAT(hurried.ok() || hurried.code() == Code::kDeadlineExceeded);
+    CONFORM(hurried.ok() || hurried.code() == Code::kDeadlineExceeded);
     TENSORMOUNT_RETURN_IF_ERROR(good_jobs());
   }
   return {};

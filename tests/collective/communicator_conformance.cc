@@ -9,13 +9,7 @@
 #include <thread>
 #include <vector>
 
-#define CONFORM(condition)                                                                     \
-  do {                                                                                         \
-    if (!(condition)) {                                                                        \
-      return Status(Code::kInternal,                                                           \
-                    std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #condition); \
-    }                                                                                          \
-  } while (false)
+#include "tests/collective/conform.h"
 
 namespace tensormount {
 namespace {
