@@ -161,7 +161,7 @@ def main():
     say(case="torch", version=torch.__version__, device=torch.cuda.get_device_name(0))
     equality(tm, torch, device, folder)
     streams(tm, torch, device, folder)
-    figures(tm, torch, device, folder, min(arguments.gib, 2), arguments.rounds)
+    figures(tm, torch, device, folder, min(arguments.gib, 1), arguments.rounds)
 
 
 main()
