@@ -66,7 +66,7 @@ double Rounded(double v) {
 }  // namespace
 
 Status RunCase(const Options& options, const Case& c) {
-  if (c.name.find(options.only) == std::string::npos) return {};
+  if ((c.workload + " " + c.name).find(options.only) == std::string::npos) return {};
   std::vector<double> ours;
   std::vector<double> floor;
   std::vector<double> ours_cpu;

@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
   app.add_option("--row-bytes", options.row_bytes, "bytes of a row of a tensor")
       ->check(CLI::Range(64, 1 << 24));
   app.add_option("--dir", options.dir, "where files are made")->check(CLI::ExistingDirectory);
-  app.add_option("--case", options.only, "only cases whose name contains this");
+  app.add_option("--case", options.only, "only cases whose workload and name contain this");
   app.add_flag("--cold", options.cold, "drop cached pages before each reading round");
   app.add_flag("--sockets", options.sockets, "ranks are forked processes, not threads");
   app.add_flag("--json", options.json, "one JSON object a line");

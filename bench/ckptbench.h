@@ -31,7 +31,7 @@ struct Options {
   int world = 16'384;             // validate: ranks of the jobs that are judged.
   std::int64_t row_bytes = 8192;  // Of a tensor: what a column cut divides.
   std::string dir;                // Where files are made; a folder of its own is made below.
-  std::string only;               // Cases whose name contains this.
+  std::string only;               // Cases whose "workload name" contains this.
   bool cold = false;              // Drops cached pages of data files before each reading round.
   bool sockets = false;           // Ranks as forked processes instead of threads.
   bool json = false;

@@ -13,11 +13,13 @@
 
 #include <CLI/CLI.hpp>
 
+#include "tensormount/async_save.h"
 #include "tensormount/load.h"
 #include "tensormount/save.h"
 
 #include "base/deadline.h"
 #include "bench/ckptbench.h"
+#include "device/device_module.h"
 #include "device/devices.h"
 #include "gpu/cuda_driver.h"
 #include "shard/leaf_hash.h"
@@ -32,6 +34,31 @@ constexpr std::chrono::seconds kPatience{60};
 constexpr std::uint64_t kLeaf = kLeafBytes;
 
 cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
+
+// The device of the module with other pinned memory than its own.
+class ShapedDevice final : public DeviceOps {
+ public:
+  ShapedDevice(std::shared_ptr<DeviceOps> ops, PinnedShape shape)
+      : ops_(std::move(ops)), shape_(shape) {}
+  std::string name() const override { return ops_->name(); }
+  bool gone() const override { return ops_->gone(); }
+  PinnedShape pinned() const override { return shape_; }
+  Status Check(const BufferView& view) override { return ops_->Check(view); }
+  Result<std::byte*> AllocatePinned(std::size_t n) override { return ops_->AllocatePinned(n); }
+  void FreePinned(std::byte* data) override { ops_->FreePinned(data); }
+  Result<std::byte*> Allocate(std::size_t n) override { return ops_->Allocate(n); }
+  void Free(std::byte* data) override { ops_->Free(data); }
+  Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override {
+    return ops_->MarkStream(stream);
+  }
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override {
+    return ops_->MakeQueue(rules);
+  }
+
+ private:
+  const std::shared_ptr<DeviceOps> ops_;
+  const PinnedShape shape_;
+};
 
 // The device by the driver alone.
 class Plain {
@@ -170,10 +197,11 @@ StridedCopy Contiguous(std::uint64_t bytes) {
 
 class GpuBench {
  public:
-  // `part`: kernels, crossings or jobs; empty: all.
-  GpuBench(const Options& options, std::string part)
+  // `part`: kernels, crossings, held or jobs; empty: all. `threads`: of loads.
+  GpuBench(const Options& options, std::string part, int threads)
       : options_(options),
         part_(std::move(part)),
+        threads_(threads),
         bytes_(std::max<std::uint64_t>(
             std::uint64_t{1} << 22,
             static_cast<std::uint64_t>(options.gib * (1 << 30)) / kSquare * kSquare)) {}
@@ -191,6 +219,7 @@ class GpuBench {
     TENSORMOUNT_RETURN_IF_ERROR(plain_->Fill(a_, bytes_));
     if (Wanted("kernels")) TENSORMOUNT_RETURN_IF_ERROR(Kernels());
     if (Wanted("crossings")) TENSORMOUNT_RETURN_IF_ERROR(Crossings());
+    if (Wanted("held")) TENSORMOUNT_RETURN_IF_ERROR(Held());
     return Wanted("jobs") ? Jobs() : Status();
   }
 
@@ -345,6 +374,46 @@ class GpuBench {
     return state;
   }
 
+  // What a save in the background holds of the caller's time, with memory for copies in the host
+  // or on the device.
+  Status Held() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, WorkFolder::Make(options_));
+    const std::unique_ptr<Communicator> alone = MakeSelfCommunicator();
+    for (const bool within : {false, true}) {
+      AsyncOptions async;
+      async.device_staging_bytes = within ? 2 * bytes_ : 0;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver,
+                                   AsyncSaver::Make(*alone, async));
+      for (const std::int64_t tensors : {std::int64_t{16}, std::int64_t{options_.tensors}}) {
+        const StateDict there = StateOf(a_, true, tensors);
+        const auto held = [&]() -> Result<double> {
+          SaveOptions options;
+          options.if_exists = IfExists::kReplace;
+          const Clock::time_point start = Clock::now();
+          TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                       saver->Save(there, folder->Join("store/held"), options));
+          TENSORMOUNT_RETURN_IF_ERROR(handle.WaitStaged());
+          const double seconds = SecondsSince(start);
+          TENSORMOUNT_RETURN_IF_ERROR(handle.WaitCommitted().status());
+          return seconds;
+        };
+        TENSORMOUNT_RETURN_IF_ERROR(RunCase(
+            options_, {within ? "held, copy within the device" : "held, copy to the host",
+                       std::to_string(tensors) + " tensors",
+                       bytes_,
+                       within ? "copy as much within the device" : "pinned blocks by the driver",
+                       held,
+                       [&]() -> Result<double> {
+                         return within ? plain_->Copy(a_, b_, bytes_)
+                                       : plain_->Out(a_, block_, block_bytes_, bytes_);
+                       },
+                       {},
+                       {}}));
+      }
+    }
+    return {};
+  }
+
   Status Jobs() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, WorkFolder::Make(options_));
     const std::unique_ptr<Communicator> alone = MakeSelfCommunicator();
@@ -361,8 +430,11 @@ class GpuBench {
         return SecondsSince(start);
       };
       const auto load = [&](const StateDict& state) -> Result<double> {
+        LoadOptions options;
+        options.threads = threads_;
         const Clock::time_point start = Clock::now();
-        TENSORMOUNT_RETURN_IF_ERROR(Load(state, folder->Join("store/there"), *alone).status());
+        TENSORMOUNT_RETURN_IF_ERROR(
+            Load(state, folder->Join("store/there"), *alone, options).status());
         return SecondsSince(start);
       };
       TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"save",
@@ -373,6 +445,8 @@ class GpuBench {
                                                      [&] { return save(here, "store/here"); },
                                                      {},
                                                      {}}));
+      // Also where saves were not asked for.
+      TENSORMOUNT_RETURN_IF_ERROR(save(there, "store/there").status());
       TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"load",
                                                      count,
                                                      bytes_,
@@ -396,6 +470,7 @@ class GpuBench {
 
   const Options options_;
   const std::string part_;
+  const int threads_;
   const std::uint64_t bytes_;
   const std::size_t block_bytes_ = std::min<std::size_t>(std::size_t{16} << 20, bytes_ / 4);
   std::unique_ptr<Plain> plain_;
@@ -418,8 +493,14 @@ int main(int argc, char** argv) {
       "One line a case; medians of interleaved rounds.\n"
       "Example: gpubench --gib 4 --dir /dev/shm --json");
   std::string part;
-  app.add_option("part", part, "kernels, crossings or jobs; all where none is given")
-      ->check(CLI::IsMember({"kernels", "crossings", "jobs"}));
+  app.add_option("part", part, "kernels, crossings, held or jobs; all where none is given")
+      ->check(CLI::IsMember({"kernels", "crossings", "held", "jobs"}));
+  int threads = 0;
+  app.add_option("--threads", threads, "that read in a load; 0: as many as are usual");
+  std::size_t blocks = 0;
+  app.add_option("--pinned-blocks", blocks, "of pinned memory; 0: what is usual");
+  double block_mib = 16;
+  app.add_option("--block-mib", block_mib, "MiB of each of them");
   app.add_option("--gib", options.gib, "GiB of the device that a case moves")
       ->check(CLI::PositiveNumber);
   options.tensors = 16'384;
@@ -427,10 +508,22 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "rounds that count, of each")
       ->check(CLI::Range(1, 1000));
   app.add_option("--dir", options.dir, "where files are made")->check(CLI::ExistingDirectory);
-  app.add_option("--case", options.only, "only cases whose name contains this");
+  app.add_option("--case", options.only, "only cases whose workload and name contain this");
   app.add_flag("--json", options.json, "one JSON object a line");
   CLI11_PARSE(app, argc, argv);
-  const tensormount::Status status = bench::GpuBench(options, part).Run();
+  if (blocks > 0) {
+    const tensormount::PinnedShape shape{blocks, static_cast<std::size_t>(block_mib * (1 << 20))};
+    tensormount::SetDeviceSource(
+        [shape](const tensormount::Device& device)
+            -> tensormount::Result<std::shared_ptr<tensormount::DeviceOps>> {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DeviceModule* const module,
+                                       tensormount::OpenDeviceModule());
+          TENSORMOUNT_ASSIGN_OR_RETURN(auto ops, module->open(device));
+          return std::shared_ptr<tensormount::DeviceOps>(
+              std::make_shared<bench::ShapedDevice>(std::move(ops), shape));
+        });
+  }
+  const tensormount::Status status = bench::GpuBench(options, part, threads).Run();
   if (!status.ok()) std::fprintf(stderr, "gpubench: %s\n", status.ToString().c_str());
   return status.ok() ? 0 : 2;
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/at_exit.h"
 #include "shard/strided_digest.h"
 
 namespace tensormount {
@@ -53,73 +54,109 @@ Status FlyingBlock::Land(const DeviceRules& rules) {
   return {};
 }
 
+Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
+                                                     const DeviceRules& rules) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue,
+                               device.ops->MakeQueue({rules.patience, rules.cancel}));
+  if (rules.fences != nullptr) TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
+  return queue;
+}
+
 Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {
   std::unique_ptr<DeviceQueue>& queue = queues_[device];
   if (queue == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> made,
-                                 device->ops->MakeQueue({rules_.patience, rules_.cancel}));
-    if (rules_.fences != nullptr) {
-      TENSORMOUNT_RETURN_IF_ERROR(rules_.fences->Before(*made, *device));
-    }
-    queue = std::move(made);
+    TENSORMOUNT_ASSIGN_OR_RETURN(queue, MakeFencedQueue(*device, rules_));
   }
   return queue.get();
 }
 
 DeviceWriter::~DeviceWriter() {
   const Deadline deadline = Deadline::After(kDeviceGrace);
-  for (const auto& [device, line] : lines_) {
-    if (line.last != nullptr) (void)AwaitMark(*line.last, deadline);
+  for (const std::unique_ptr<Line>& line : lines_) {
+    if (line->last != nullptr) (void)AwaitMark(*line->last, deadline);
   }
 }
 
 // The block goes back to the ring by itself, whatever this waits for meanwhile.
-Status DeviceWriter::Launch(const std::shared_ptr<const OpenedDevice>& device, Line& line) {
+Status DeviceWriter::Launch(Line& line) {
   PinnedRing::Block block = std::move(*line.block);
   line.block.reset();
   const std::vector<DeviceCopy> copies = std::exchange(line.copies, {});
   line.used = 0;
   if (copies.empty()) return {};
-  TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
-  const Status submitted = queue->CopyIn(copies);
+  const Status submitted = line.queue->CopyIn(copies);
   // Also where it failed: a part of it may be under way.
-  Result<std::shared_ptr<DeviceMark>> mark = queue->Mark();
+  Result<std::shared_ptr<DeviceMark>> mark = line.queue->Mark();
   block.GiveUp(mark);
   const Status failure = submitted.ok() ? mark.status() : submitted;
-  if (!failure.ok()) return failure.WithContext(device->ops->name());
+  if (!failure.ok()) return failure.WithContext(line.device->ops->name());
   line.last = std::move(mark).value();
   return {};
 }
 
 Status DeviceWriter::PushLocked() {
-  for (auto& [device, line] : lines_) {
-    if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(device, line));
+  for (const std::unique_ptr<Line>& line : lines_) {
+    if (line->block) TENSORMOUNT_RETURN_IF_ERROR(Launch(*line));
   }
   return {};
 }
 
+// The one that was used last: what is small goes into one block.
+Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
+    const std::shared_ptr<const OpenedDevice>& device) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto at = lines_.rbegin(); at != lines_.rend(); ++at) {
+      if ((*at)->device != device) continue;
+      std::unique_ptr<Line> line = std::move(*at);
+      lines_.erase(std::next(at).base());
+      return line;
+    }
+  }
+  auto line = std::make_unique<Line>();
+  line->device = device;
+  TENSORMOUNT_ASSIGN_OR_RETURN(line->queue, MakeFencedQueue(*device, rules_));
+  return line;
+}
+
+// Nobody holds back what another thread waits for.
+void DeviceWriter::GiveBack(std::unique_ptr<Line> line, Status& status) {
+  std::lock_guard lock(mutex_);
+  if (waiting_ > 0 && line->block) {
+    const Status launched = Launch(*line);
+    if (status.ok()) status = launched;
+  }
+  lines_.push_back(std::move(line));
+}
+
 // A block with room for so many bytes, which one can hold.
-Status DeviceWriter::Room(const std::shared_ptr<const OpenedDevice>& device, Line& line,
-                          std::uint64_t bytes) {
+Status DeviceWriter::Room(Line& line, std::uint64_t bytes) {
   if (line.block && line.used + bytes <= line.block->size()) return {};
-  if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(device, line));
-  line.block = device->ring->TryTake();
+  if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(line));
+  line.block = line.device->ring->TryTake();
   if (line.block) return {};
   // Others may wait for what is held here, and hold what is wanted here.
-  TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
-  TENSORMOUNT_ASSIGN_OR_RETURN(line.block, queues_.rules().TakeBlock(*device));
+  {
+    std::lock_guard lock(mutex_);
+    TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
+    ++waiting_;
+  }
+  Result<PinnedRing::Block> block = rules_.TakeBlock(*line.device);
+  {
+    std::lock_guard lock(mutex_);
+    --waiting_;
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(line.block, std::move(block));
   return {};
 }
 
-Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
-                           const PlacedBox& to, std::byte* base, const Fill& fill) {
-  std::lock_guard lock(mutex_);
-  Line& line = lines_[device];
+Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base,
+                             const Fill& fill) {
   Status status;
-  SplitBox(box, 1, device->ring->block_bytes(), [&](const Box& part) {
+  SplitBox(box, 1, line.device->ring->block_bytes(), [&](const Box& part) {
     if (!status.ok()) return;
     const auto bytes = static_cast<std::uint64_t>(part.volume());
-    status = Room(device, line, bytes);
+    status = Room(line, bytes);
     if (!status.ok()) return;
     const PlacedBox packed = Packed(part, line.used);
     status = fill(packed, line.block->data());
@@ -127,6 +164,18 @@ Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, co
     line.copies.push_back({PlanCopy(part, packed, to), line.block->data(), base});
     line.used = AlignedInBlock(line.used + static_cast<std::size_t>(bytes));
   });
+  return status;
+}
+
+Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
+                           const PlacedBox& to, std::byte* base, const Fill& fill) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Line> line, TakeLine(device));
+  Status status;
+  {
+    // Also where `fill` throws: what it has sent is waited for.
+    const AtExit back([&] { GiveBack(std::move(line), status); });
+    status = WriteBy(*line, box, to, base, fill);
+  }
   return status;
 }
 
@@ -139,31 +188,32 @@ Status DeviceWriter::WriteZeros(const std::shared_ptr<const OpenedDevice>& devic
 }
 
 Status DeviceWriter::Push() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  return lock.owns_lock() ? PushLocked() : Status();
+  std::lock_guard lock(mutex_);
+  return PushLocked();
 }
 
 void DeviceWriter::Drop() {
   std::lock_guard lock(mutex_);
-  for (auto& [device, line] : lines_) {
-    line.block.reset();
-    line.copies.clear();
+  for (const std::unique_ptr<Line>& line : lines_) {
+    line->block.reset();
+    line->copies.clear();
+    line->used = 0;
   }
 }
 
 void DeviceWriter::WaitOn(std::chrono::milliseconds patience) {
   std::lock_guard lock(mutex_);
-  queues_.rules().cancel = nullptr;
-  queues_.rules().patience = patience;
+  rules_.cancel = nullptr;
+  rules_.patience = patience;
 }
 
 Status DeviceWriter::Finish() {
   std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
-  for (auto& [device, line] : lines_) {
-    if (line.last == nullptr) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*line.last, *device));
-    line.last.reset();
+  for (const std::unique_ptr<Line>& line : lines_) {
+    if (line->last == nullptr) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(rules_.Await(*line->last, *line->device));
+    line->last.reset();
   }
   return {};
 }

@@ -74,6 +74,10 @@ class FlyingBlock {
   bool landed_ = true;
 };
 
+// A queue to a device, behind the fences of the call.
+Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
+                                                     const DeviceRules& rules);
+
 // Queues, one a device, made when they are first asked for. Of one thread at a time.
 class DeviceQueues {
  public:
@@ -93,13 +97,14 @@ struct DeviceBoxes {
   std::byte* base = nullptr;
 };
 
-// Brings bytes into memory of devices, through pinned blocks that are filled one after the other:
-// while one is on its way the next is filled. Small boxes share a block. Thread-safe.
-// Holds nothing that others might wait for while it waits itself; who waits for others calls Push
-// before.
+// Brings bytes into memory of devices, through pinned blocks: while some are on their way the next
+// are filled. Small boxes share a block. Thread-safe, and threads that write at the same time fill
+// blocks of their own, which go in queues of their own.
+// Who waits for a block holds none, and has sent those that nobody was filling; who waits for
+// others calls Push before.
 class DeviceWriter {
  public:
-  explicit DeviceWriter(const DeviceRules& rules) : queues_(rules) {}
+  explicit DeviceWriter(const DeviceRules& rules) : rules_(rules) {}
   // Waits a little for bytes that nobody wants any more: they go into the caller's memory.
   ~DeviceWriter();
 
@@ -117,25 +122,33 @@ class DeviceWriter {
   Status Push();
   // Lets go of what was not sent.
   void Drop();
-  // From now on waits go on where the call is cancelled, and take `patience`.
+  // From now on waits go on where the call is cancelled, and take `patience`. Of no use while
+  // another thread writes, as Drop and Finish.
   void WaitOn(std::chrono::milliseconds patience);
   // Until all is there.
   Status Finish();
 
  private:
-  struct Line {                              // To one device.
+  struct Line {  // To one device. Of one thread at a time.
+    std::shared_ptr<const OpenedDevice> device;
+    std::unique_ptr<DeviceQueue> queue;
     std::optional<PinnedRing::Block> block;  // That is being filled.
     std::size_t used = 0;
     std::vector<DeviceCopy> copies;
     std::shared_ptr<DeviceMark> last;  // Of what was sent.
   };
-  Status Room(const std::shared_ptr<const OpenedDevice>& device, Line& line, std::uint64_t bytes);
-  Status Launch(const std::shared_ptr<const OpenedDevice>& device, Line& line);
+  Result<std::unique_ptr<Line>> TakeLine(const std::shared_ptr<const OpenedDevice>& device);
+  void GiveBack(std::unique_ptr<Line> line, Status& status);
+  Status WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base,
+                 const Fill& fill);
+  Status Room(Line& line, std::uint64_t bytes);
+  static Status Launch(Line& line);
   Status PushLocked();
 
   std::mutex mutex_;
-  DeviceQueues queues_;
-  std::map<std::shared_ptr<const OpenedDevice>, Line> lines_;
+  DeviceRules rules_;
+  std::vector<std::unique_ptr<Line>> lines_;  // Those that no thread writes by.
+  int waiting_ = 0;                           // Threads, for a block.
 };
 
 // The contributions of memory to the digests of tensors (shard/strided_digest.h), computed by the

@@ -96,6 +96,11 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   out.validate = given.validate != 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   out.exchange_group = given.exchange_group;
+  if (given.threads < 0) {
+    return Status(Code::kInvalidArgument,
+                  "tm_load_options.threads: " + std::to_string(given.threads) + " is negative");
+  }
+  out.threads = given.threads;
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);

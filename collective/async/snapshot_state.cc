@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A StateDict of the same shards over memory of a snapshot. Copies are cut into even pieces for
-// several threads, and large ones go past the caches, which hold nothing of them when the save
-// reads them.
+// A StateDict of the same shards over memory of a snapshot. Copies are shared out between threads:
+// one moves a fifth of what the bus to a device does. Large ones go past the caches, which hold
+// nothing of them when the save reads them.
 #include "collective/async/snapshot_state.h"
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "base/checked.h"
+#include "base/parallel.h"
 #include "base/stream_copy.h"
 #include "collective/guarded.h"
 #include "collective/save/block_reader.h"
@@ -27,9 +29,10 @@ constexpr std::uint64_t kAlign = 64;
 constexpr std::size_t kStreamBytes = 256 * 1024;
 
 // What stands in host memory, in one copy.
-Status CopyBytes(const PackedSource& source, std::byte* to) {
-  const auto size = static_cast<std::size_t>(source.bytes());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* from, source.Fetch(0, size, to));
+Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t bytes,
+                 std::byte* to) {
+  const auto size = static_cast<std::size_t>(bytes);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* from, source.Fetch(begin, size, to));
   if (from == to) return {};
   // memcpy goes past the caches for a whole state, but not for its tensors one by one.
   if (size >= kStreamBytes) {
@@ -39,6 +42,10 @@ Status CopyBytes(const PackedSource& source, std::byte* to) {
   }
   return {};
 }
+
+// One moves so many bytes in a few milliseconds.
+constexpr std::uint64_t kBytesOfAStager = std::uint64_t{16} << 20;
+constexpr std::uint64_t kMostStagers = 8;
 
 // Where the copies of a state stand: each shard at an offset of one memory.
 struct Copies {
@@ -123,6 +130,62 @@ Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin&
   return {};
 }
 
+// The bytes of what is to be staged in host memory, in even parts that each are a thread's.
+Status CopyToHost(const StateDict& state, const DeviceRules& rules, const Copies& copies,
+                  std::uint64_t total, std::atomic<std::uint64_t>* staged) {
+  const std::uint64_t threads = std::clamp<std::uint64_t>(
+      total / kBytesOfAStager, 1, std::min<std::uint64_t>(HostCores(), kMostStagers));
+  const std::uint64_t even = (total + threads - 1) / threads;
+  std::vector<std::vector<BlockReader::Wanted>> parts(1);
+  std::uint64_t room = even;
+  for (std::size_t i = 0; i < copies.sources.size(); ++i) {
+    if (copies.there[i]) continue;
+    const std::uint64_t bytes = copies.sources[i].bytes();
+    for (std::uint64_t begin = 0; begin < bytes;) {
+      if (room == 0) {
+        parts.emplace_back();
+        room = even;
+      }
+      // What is gathered from host memory stays whole.
+      const bool whole = copies.sources[i].device() == nullptr && !copies.sources[i].in_place();
+      const std::uint64_t n = whole ? bytes : std::min(room, bytes - begin);
+      parts.back().push_back({static_cast<std::uint32_t>(i), begin, n});
+      begin += n;
+      room -= std::min(room, n);
+    }
+  }
+  struct Nothing {};
+  return ForEachParallel<Nothing>(
+      parts.size(), static_cast<int>(threads), [&](std::size_t p, Nothing&) -> Status {
+        // What is on devices is on its way while the rest is copied.
+        std::vector<BlockReader::Wanted> flown;
+        for (const BlockReader::Wanted& part : parts[p]) {
+          if (copies.sources[part.item].device() != nullptr) flown.push_back(part);
+        }
+        BlockReader blocks(state, BlockRules{rules});
+        blocks.Plan(std::move(flown));
+        for (const BlockReader::Wanted& part : parts[p]) {
+          const PackedSource& source = copies.sources[part.item];
+          std::byte* const to = copies.bases[part.item] + copies.offsets[part.item] + part.begin;
+          if (source.device() == nullptr) {
+            TENSORMOUNT_RETURN_IF_ERROR(CopyBytes(source, part.begin, part.bytes, to));
+          } else {
+            TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());
+            for (std::uint64_t done = 0; done < part.bytes;) {
+              TENSORMOUNT_ASSIGN_OR_RETURN(
+                  const std::span<const std::byte> block,
+                  blocks.Take(static_cast<std::size_t>(part.bytes - done)));
+              StreamBytes(block.data(), to + done, block.size());
+              done += block.size();
+            }
+          }
+          if (staged != nullptr) staged->fetch_add(part.bytes, std::memory_order_relaxed);
+        }
+        EndStream();
+        return {};
+      });
+}
+
 Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
              const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
              std::atomic<std::int64_t>* stalled, SnapshotState& out) {
@@ -150,37 +213,10 @@ Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& device
   if (total > 0) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, rules.patience, stalled));
   }
-  // What is on devices is on its way while the rest is copied.
-  BlockReader blocks(state, BlockRules{rules});
-  std::vector<BlockReader::Wanted> pieces;
   for (std::size_t i = 0; i < count; ++i) {
-    const PackedSource& source = copies.sources[i];
-    if (copies.there[i] || source.bytes() == 0) continue;
-    copies.bases[i] = out.memory->data();
-    if (source.device() != nullptr) {
-      pieces.push_back({static_cast<std::uint32_t>(i), 0, source.bytes()});
-    }
+    if (!copies.there[i] && copies.sources[i].bytes() > 0) copies.bases[i] = out.memory->data();
   }
-  blocks.Plan(std::move(pieces));
-  for (std::size_t i = 0; i < count; ++i) {
-    const PackedSource& source = copies.sources[i];
-    const auto size = static_cast<std::size_t>(source.bytes());
-    if (size == 0 || copies.there[i]) continue;
-    std::byte* to = copies.bases[i] + copies.offsets[i];
-    if (source.device() == nullptr) {
-      TENSORMOUNT_RETURN_IF_ERROR(CopyBytes(source, to));
-    } else {
-      TENSORMOUNT_RETURN_IF_ERROR(blocks.Next().status());
-      for (std::size_t done = 0; done < size;) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block,
-                                     blocks.Take(size - done));
-        StreamBytes(block.data(), to + done, block.size());
-        done += block.size();
-      }
-    }
-    if (staged != nullptr) staged->fetch_add(size, std::memory_order_relaxed);
-  }
-  EndStream();
+  TENSORMOUNT_RETURN_IF_ERROR(CopyToHost(state, rules, copies, total, staged));
   TENSORMOUNT_RETURN_IF_ERROR(within.Finish());
   out.dict = WithShards(state, [&](std::size_t i) {
     Shard shard = state.tensors()[i].shard;

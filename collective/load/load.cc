@@ -16,6 +16,7 @@
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 #include "collective/layout/layout_exchange.h"
+#include "collective/load/direct_read.h"
 #include "collective/load/exchange_load.h"
 #include "collective/load/meeting.h"
 #include "collective/load/prove.h"
@@ -257,25 +258,13 @@ class LoadJob {
     TENSORMOUNT_ASSIGN_OR_RETURN(targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_,
                                                        collective_.rank(), *writer_));
     TENSORMOUNT_RETURN_IF_ERROR(ZeroUncovered(*agreed_->resolved, request_, *writer_));
-    std::vector<std::byte> staging;
-    const std::shared_ptr<const void> in_order = checkpoint_->ReadInOrder();  // So targets stand.
-    for (LoadTarget& target : targets_) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
-      if (target.tensor->exchange && !target.convert) continue;
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          target.verify,
-          ChooseReadVerify(index, *target.tensor, target.wanted().region, options_.verify));
-      if (target.convert) {
-        TENSORMOUNT_RETURN_IF_ERROR(ReadConverted(*checkpoint_, target, staging,
-                                                  [&](std::uint64_t bytes) { CountRead(bytes); }));
-        const std::uint64_t held = staging.capacity();
-        report_.peak_buffer_bytes = std::max(report_.peak_buffer_bytes, held);
-      } else {
-        TENSORMOUNT_RETURN_IF_ERROR(ReadTarget(*checkpoint_, target));
-        CountRead(target.stats.bytes_read);
-      }
-      direct_bytes_ += target.bytes;
-    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const DirectReadReport read,
+        ReadDirectly(*checkpoint_, targets_,
+                     {options_.verify, ReadThreads(options_.threads, agreed_->ranks_here),
+                      control_.cancel, [this](std::uint64_t bytes) { CountRead(bytes); }}));
+    direct_bytes_ = read.bytes;
+    report_.peak_buffer_bytes = read.peak_buffer_bytes;
     TENSORMOUNT_RETURN_IF_ERROR(writer_->Finish());
     TENSORMOUNT_RETURN_IF_ERROR(CheckArrived(targets_, false, devices_));
     TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());

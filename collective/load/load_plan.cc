@@ -158,9 +158,11 @@ Result<LoadPlan> LoadPlanner::Finish(int ranks, bool all_known, std::vector<int>
 }
 
 Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedTensor& tensor,
-                                    const Region& region, LoadVerify verify) {
+                                    const Region& region, LoadVerify verify, bool on_device) {
   if (verify == LoadVerify::kOff) return ReadVerify::kOff;
   if (verify == LoadVerify::kLeaves || !tensor.proof.possible) return ReadVerify::kExtendLeaves;
+  // A device takes the digest of what it has faster than the host hashes what it hands over.
+  if (on_device && tensor.proof.completed.empty()) return ReadVerify::kOff;
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, tensor.entry(), region));
   return cheap ? ReadVerify::kExtendLeaves : ReadVerify::kWholeLeaves;
 }

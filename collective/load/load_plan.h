@@ -66,9 +66,10 @@ class LoadPlanner {
 };
 
 // How to read a region of a tensor so that its bytes end up verified as `verify` says: by whole
-// leaves where widening costs little, or where the tensor cannot be proved by digest.
+// leaves where widening costs little, or where the tensor cannot be proved by digest; into memory
+// of a device not at all, where its digest will be taken there.
 Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedTensor& tensor,
-                                    const Region& region, LoadVerify verify);
+                                    const Region& region, LoadVerify verify, bool on_device);
 
 }  // namespace tensormount
 

@@ -80,14 +80,15 @@ struct Opening {
   Agreement agreed;
   bool whole = false;  // Everybody needs everybody's request.
   bool several_machines = false;
+  int ranks_here = 1;       // Of the machine that has most.
   RankClasses speakers;     // Of equal requests. Where they are wanted; else empty, as is
   std::vector<int> groups;  // by rank.
 };
 
 Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPath path) {
   std::vector<Card> cards;
+  std::map<std::uint64_t, std::uint32_t> of_machine;  // Ranks.
   AgreementMaker maker(kLoadDomain);
-  bool several = false;
   std::uint32_t flags = 0;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Card card, DecodeCard(parts[rank], rank));
@@ -97,19 +98,23 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
                     "rank " + std::to_string(rank) +
                         ": load was called with another path or other options than on rank 0");
     }
-    several = several || card.machine != cards[0].machine;
+    ++of_machine[card.machine];
     flags |= card.flags;
     const Hash128 mine = BroughtBy(card.request, card.call, card.machine, card.group);
     const std::uint64_t words[] = {mine.low, mine.high};
     maker.Add(words, card.kept.low);
   }
   const Agreement agreed = maker.Finish();
+  const bool several = of_machine.size() > 1;
+  std::uint32_t fullest = 0;
+  for (const auto& [machine, ranks] : of_machine) fullest = std::max(fullest, ranks);
   const bool whole = path == LoadPath::kExchange || (flags & kNeedsProof) != 0 ||
                      (several && (flags & kShortRuns) != 0);
   ByteWriter out;
   WriteAgreement(out, agreed);
   out.U8(whole ? 1 : 0);
   out.U8(several ? 1 : 0);
+  out.U32(fullest);
   if (whole && !agreed.unchanged) {
     WriteClasses(out, ClassesOf(cards.size(), [&](std::size_t r) { return cards[r].request; }));
     for (const Card& card : cards) out.U32(static_cast<std::uint32_t>(card.group));
@@ -123,6 +128,7 @@ Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
   opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
   opening.several_machines = in.U8() != 0;
+  opening.ranks_here = static_cast<int>(in.U32());
   if (opening.whole && !opening.agreed.unchanged) {
     TENSORMOUNT_RETURN_IF_ERROR(
         ReadClasses(in, static_cast<std::uint32_t>(ranks), opening.speakers));
@@ -302,6 +308,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   agreed->job = opening.agreed.job;
   agreed->resolved = part.resolved;
   agreed->needs = part.needs;
+  agreed->ranks_here = opening.ranks_here;
   TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, *index, options, *agreed));
   std::vector<std::string> said;  // By rank: its request, where it speaks.
   const int me = collective.rank();

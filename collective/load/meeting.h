@@ -35,6 +35,7 @@ struct AgreedPlan {
   Hash128 job;   // Everybody's.
   std::shared_ptr<const Resolved> resolved;  // What this rank asks for.
   LoadNeeds needs;                           // Of this rank.
+  int ranks_here = 1;  // On the machine that has most: on this one so many or fewer.
   LoadPlan plan;
   std::vector<std::string> not_stored;     // Of all ranks; sorted.
   std::vector<std::string> not_requested;  // Likewise.

@@ -4,6 +4,7 @@
 // written through their rings.
 #include "collective/load/target.h"
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -29,15 +30,6 @@ Result<PlacedBox> PlacedInStack(const PlacedBox& placed, std::int64_t layer) {
     out.strides.push_back(placed.strides[a]);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(out.box, Box::Make(begin, extent));
-  return out;
-}
-
-PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
-  PlacedBox out = placed;
-  out.box = part;
-  for (int a = 0; a < part.rank(); ++a) {
-    out.offset += (part.begin(a) - placed.box.begin(a)) * placed.strides[a];
-  }
   return out;
 }
 
@@ -187,6 +179,20 @@ Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte
 
 }  // namespace
 
+PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
+  PlacedBox out = placed;
+  out.box = part;
+  for (int a = 0; a < part.rank(); ++a) {
+    out.offset += (part.begin(a) - placed.box.begin(a)) * placed.strides[a];
+  }
+  return out;
+}
+
+// From any thread.
+static void Give(LoadTarget& target, Crc64 digest) {
+  std::atomic_ref(target.given).fetch_xor(digest, std::memory_order_relaxed);
+}
+
 // Of an exchange: whether no digest proves it later, so that what it was given must be compared.
 static bool IsCheckedOnArrival(const LoadTarget& target) {
   return target.tensor->exchange && !target.tensor->proof.possible;
@@ -223,8 +229,9 @@ Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part
     }
     const auto fill = [&](const PlacedBox& packed, std::byte* base) -> Status {
       ExecuteCopy(PlanCopy(packed.box, from, packed), bytes, base);
-      if (check)
-        target.given ^= DigestOfPlaced(packed, base, ByteShape(meta.dtype(), meta.shape()));
+      if (check) {
+        Give(target, DigestOfPlaced(packed, base, ByteShape(meta.dtype(), meta.shape())));
+      }
       return {};
     };
     TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(target.device, common, to, target.base, fill));
@@ -232,20 +239,22 @@ Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part
   return {};
 }
 
-Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target) {
+Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const PlacedBox* part,
+                  ReadStats& stats) {
   const TensorEntry& entry = target.tensor->entry();
+  const std::span<const PlacedBox> wanted =
+      part != nullptr ? std::span(part, 1) : std::span<const PlacedBox>(target.placed);
   if (target.device == nullptr) {
-    return checkpoint.ReadPlaced(entry, target.placed, target.base, target.verify, target.stats,
-                                 nullptr);
+    return checkpoint.ReadPlaced(entry, wanted, target.base, target.verify, stats, nullptr);
   }
   const bool check = target.verify != ReadVerify::kOff;
-  for (const PlacedBox& to : target.placed) {
+  for (const PlacedBox& to : wanted) {
     TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(
         target.device, to.box, to, target.base, [&](const PlacedBox& packed, std::byte* base) {
           Crc64 digest = 0;
           const Status status = checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify,
-                                                      target.stats, check ? &digest : nullptr);
-          target.given ^= digest;
+                                                      stats, check ? &digest : nullptr);
+          if (check) Give(target, digest);
           return status;
         }));
   }
@@ -309,7 +318,7 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
 }
 
 Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
-                     std::vector<std::byte>& staging,
+                     std::vector<std::byte>& staging, ReadStats& stats,
                      const std::function<void(std::uint64_t)>& read) {
   const TensorEntry& entry = target.tensor->entry();
   const TensorMeta& meta = entry.meta;
@@ -319,9 +328,9 @@ Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
       if (!status.ok()) return;
       staging.resize(static_cast<std::size_t>(block.volume()) * (meta.bits() / 8));
       const BufferView view = BufferView::Host(meta.dtype(), staging.data(), block.extent());
-      const std::uint64_t before = target.stats.bytes_read;
-      status = checkpoint.Read(entry, block, view, target.verify, &target.stats, nullptr);
-      read(target.stats.bytes_read - before);
+      const std::uint64_t before = stats.bytes_read;
+      status = checkpoint.Read(entry, block, view, target.verify, &stats, nullptr);
+      read(stats.bytes_read - before);
       for (const PlacedBox& to : target.elements) {
         if (!status.ok()) break;
         status = target.device == nullptr

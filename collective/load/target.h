@@ -56,9 +56,13 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
 Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
                   LoadTarget& target);
 
-// Reads a target that is not converted, straight into its buffer or through the writer's blocks,
-// with its `verify`.
-Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target);
+// That part of a box, which lies within it.
+PlacedBox PartOf(const PlacedBox& placed, const Box& part);
+
+// Reads a target that is not converted, or where `part` is not null that of it, straight into its
+// buffer or through the writer's blocks, with its `verify`. Several threads may read parts of one.
+Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const PlacedBox* part,
+                  ReadStats& stats);
 
 // Whether what stands on devices is what was given to their writer, which has finished: leaves were
 // compared before that. Of those targets of `exchanged` kind that no digest proves later, and not
@@ -71,7 +75,7 @@ inline constexpr std::uint64_t kConvertBlockBytes = 4u << 20;
 // the target), then converted into place. kInvalidArgument "tensor w [3, 5]: 300 is no value of
 // i8". `staging` is memory that is kept between calls. `read` is called with what each block read.
 Status ReadConverted(const OpenedCheckpoint& checkpoint, LoadTarget& target,
-                     std::vector<std::byte>& staging,
+                     std::vector<std::byte>& staging, ReadStats& stats,
                      const std::function<void(std::uint64_t)>& read);
 
 }  // namespace tensormount

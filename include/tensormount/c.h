@@ -693,6 +693,8 @@ typedef struct tm_load_options {
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
   int64_t total_ms;  // The whole call; 0: no limit.
+  int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 8.
+  int32_t reserved;  // 0.
 } tm_load_options;
 
 // What a load found out besides the bytes, which are in the caller's buffers.

@@ -228,6 +228,8 @@ class LoadOptions(Structure):
         ("on_event", c_void_p),
         ("on_event_context", c_void_p),
         ("total_ms", c_int64),
+        ("threads", c_int32),
+        ("reserved", c_int32),
     ]
 
 

@@ -82,6 +82,7 @@ class LoadOptions(TypedDict, total=False):
     verify: str
     method: str
     exchange_group: int
+    threads: int
     liveness: Optional[float]
     arrival: Optional[float]
     total: Optional[float]
@@ -187,7 +188,7 @@ def load(
     progress  called with the bytes that this rank has read and wants, while the call waits (others
               may read some for it); True: a bar, where tqdm is installed.
 
-    Options, which are the same on all ranks but for on_event and exchange_group:
+    Options, which are the same on all ranks but for on_event, exchange_group and threads:
 
     not_stored, not_requested   "raise", "log", "return" or "ignore" keys that are asked for and
               absent, and tensors that nobody asks for. strict_exempt: globs of keys that count as
@@ -196,6 +197,8 @@ def load(
     validate  requests must cover every tensor exactly, as on a save.
     verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
               with equal numbers exchange what they read. docs/semantics.md.
+    threads   that read what this rank reads for itself; 0: as many as have a core each, with the
+              other ranks of the machine, at most 8.
     liveness, arrival, total, on_event   as of `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
@@ -267,6 +270,7 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
     given.verify = _choice("verify", options.get("verify", "auto"), _VERIFY)
     given.path = _choice("method", options.get("method", "auto"), _PATHS)
     given.exchange_group = options.get("exchange_group", 0)
+    given.threads = options.get("threads", 0)
     rules = options.get("rules", ())
     if rules:
         table = (_abi.LoadRule * len(rules))()

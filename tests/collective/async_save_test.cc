@@ -24,6 +24,7 @@
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
 #include "collective/async/snapshot_state.h"
+#include "collective/save_load.h"
 #include "index/store/store.h"
 #include "tests/support/device_mode.h"
 #include "tests/support/status_matchers.h"
@@ -472,6 +473,51 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
   EXPECT_EQ(std::memcmp(staged.dict.tensors()[1].shard.data.data, memory.data(),
                         memory.size() * sizeof(float)),
             0);
+}
+
+// What is large is copied by several threads, each its part: of packed memory any bytes, of strided
+// memory whole tensors.
+TEST(StagedStateTest, ThreadsShareWhatIsLarge) {
+  constexpr std::int64_t kLarge = 9'000'001;
+  constexpr std::int64_t kSide = 1500;
+  std::vector<float> large(kLarge);
+  std::vector<float> square(kSide * kSide);
+  for (std::size_t i = 0; i < large.size(); ++i) large[i] = static_cast<float>(i * 7 % 100'003);
+  for (std::size_t i = 0; i < square.size(); ++i) square[i] = static_cast<float>(i);
+  StateDict state;
+  EXPECT_OK(
+      state.AddTensor("large", {.global_shape = {kLarge},
+                                .region = Box::Whole({kLarge}),
+                                .data = BufferView::Host(DType::kF32, large.data(), {kLarge})}));
+  EXPECT_OK(state.AddTensor(
+      "turned",
+      {.global_shape = {kSide, kSide},
+       .region = Box::Whole({kSide, kSide}),
+       .data = BufferView::HostStrided(DType::kF32, square.data(), {kSide, kSide}, {1, kSide})}));
+  EXPECT_OK(
+      state.AddTensor("again", {.global_shape = {kLarge},
+                                .region = Box::Whole({kLarge}),
+                                .data = BufferView::Host(DType::kF32, large.data(), {kLarge})}));
+  const OnDevices moved(state);
+  auto pool = std::make_shared<SnapshotPool>(0);
+  std::atomic<std::uint64_t> counted{0};
+  std::shared_ptr<const DeviceFences> fences;
+  ASSERT_OK(FencesAtCall(moved.dict(), fences));
+  const SnapshotState staged =
+      StageState(moved.dict(), *pool, *std::make_shared<DeviceSnapshots>(0),
+                 {.fences = fences.get(), .patience = milliseconds(20'000)}, &counted, nullptr);
+  ASSERT_OK(staged.status);
+  EXPECT_EQ(counted, 4u * (2 * kLarge + kSide * kSide));
+  const auto floats = [&](std::size_t i) {
+    return static_cast<const float*>(staged.dict.tensors()[i].shard.data.data);
+  };
+  EXPECT_EQ(std::memcmp(floats(0), large.data(), 4 * large.size()), 0);
+  EXPECT_EQ(std::memcmp(floats(2), large.data(), 4 * large.size()), 0);
+  for (std::int64_t r = 0; r < kSide; r += 7) {
+    for (std::int64_t c = 0; c < kSide; ++c) {
+      ASSERT_EQ(floats(1)[r * kSide + c], square[static_cast<std::size_t>(c * kSide + r)]);
+    }
+  }
 }
 
 // Each place of a communicator is taken many times; what a cancelled save left on the way there

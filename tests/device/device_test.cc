@@ -223,6 +223,73 @@ TEST(DeviceWriterTest, HoldsNothingWhileItWaits) {
   devices[0].Free(there);
 }
 
+// Threads that write by one writer get on with fewer blocks than they are: nobody keeps one that
+// another waits for, also when it has nothing more to write.
+TEST(DeviceWriterTest, ThreadsShareARingOfOneBlock) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 20}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(20);
+  DeviceWriter writer(rules);
+  constexpr std::size_t kBoxes = 60;
+  constexpr std::int64_t kBoxBytes = 100;
+  constexpr std::size_t kBytes = 4 * kBoxes * kBoxBytes;
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(kBytes));
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      // Some end long before others.
+      for (std::size_t i = t; i < kBoxes * (t + 1); i += 4) {
+        const PlacedBox to = ByteRow(kBoxBytes);
+        EXPECT_OK(writer.Write(device, to.box, to,
+                               there + (t * kBoxes + i % kBoxes) * std::size_t{kBoxBytes},
+                               [&](const PlacedBox& packed, std::byte* base) {
+                                 std::memset(base + packed.offset, static_cast<int>('a' + t),
+                                             static_cast<std::size_t>(packed.box.volume()));
+                                 return Status();
+                               }));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ASSERT_OK(writer.Finish());
+  for (std::size_t t = 0; t < 4; ++t) {
+    for (std::size_t i = t; i < kBoxes * (t + 1); i += 4) {
+      const std::size_t at = (t * kBoxes + i % kBoxes) * std::size_t{kBoxBytes};
+      const std::string box(reinterpret_cast<const char*>(devices[0].Reveal(there + at)),
+                            std::size_t{kBoxBytes});
+      ASSERT_EQ(box, std::string(std::size_t{kBoxBytes}, static_cast<char>('a' + t)));
+    }
+  }
+  devices[0].Free(there);
+}
+
+// What a thread has begun to write is waited for also where what it reads from throws.
+TEST(DeviceWriterTest, AFillThatThrowsLeavesNothingUnderWay) {
+  HostDevices devices({HostDevice::Options{.pinned = {4, 256}, .delay_us = 2000}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(20);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(1024));
+  std::memset(devices[0].Reveal(there), 'x', 1024);
+  {
+    DeviceWriter writer(rules);
+    const PlacedBox to = ByteRow(1024);
+    int part = 0;
+    EXPECT_THROW((void)writer.Write(device, to.box, to, there,
+                                    [&](const PlacedBox& packed, std::byte* base) -> Status {
+                                      if (++part == 4) throw std::bad_alloc();
+                                      std::memset(base + packed.offset, 'y', 256);
+                                      return {};
+                                    }),
+                 std::bad_alloc);
+  }
+  // Its end waited for the copies: what the device does later would be seen here.
+  const std::string before(reinterpret_cast<const char*>(devices[0].Reveal(there)), 1024);
+  EXPECT_EQ(before, std::string(768, 'y') + std::string(256, 'x'));
+  devices[0].Free(there);
+}
+
 TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
   // Room for eight digests at a time.
   HostDevices devices({HostDevice::Options{.pinned = {2, 64}}});

@@ -114,7 +114,7 @@ def figures(tm, torch, device, folder, gib, rounds):
     total = each * 16
 
     def ours():
-        tm.save(state, f"{folder}/store/figures", if_exists="replace")
+        tm.save(state, f"{folder}/store/figures", replace=True)
 
     saves = [("tensormount", ours), ("torch.save", lambda: torch.save(state, f"{folder}/torch.pt"))]
     loads = [("tensormount", lambda: tm.load(request, f"{folder}/store/figures")),

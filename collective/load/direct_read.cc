@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a rank reads for itself alone, by several threads: one copies out of the page cache at a
+// fifth of what a bus to a device takes, and waits for storage that serves many. The unit of work
+// is a target, or a part of one where it goes to a device, whose bytes are proved there; small ones
+// that follow each other are one.
+#include "collective/load/direct_read.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/parallel.h"
+#include "shard/copy_plan.h"
+
+namespace tensormount {
+namespace {
+
+// Small targets are read together up to this: what a thread does in a millisecond.
+constexpr std::uint64_t kTogetherBytes = std::uint64_t{4} << 20;
+constexpr int kMostReadThreads = 8;
+
+// A target, or one box of it.
+struct Share {
+  LoadTarget* target = nullptr;
+  bool whole = true;
+  PlacedBox part;
+};
+// What one thread does at once.
+struct Turn {
+  std::size_t first = 0;  // Of the shares.
+  std::size_t count = 0;
+};
+
+class DirectReader {
+ public:
+  DirectReader(const OpenedCheckpoint& checkpoint, const DirectReadRules& rules)
+      : checkpoint_(checkpoint), rules_(rules) {}
+
+  Result<DirectReadReport> Run(std::span<LoadTarget> targets) {
+    for (LoadTarget& target : targets) {
+      if (target.tensor->exchange && !target.convert) continue;
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          target.verify,
+          ChooseReadVerify(checkpoint_.index(), *target.tensor, target.wanted().region,
+                           rules_.verify, target.device != nullptr));
+      AddShares(target);
+      report_.bytes += target.bytes;
+    }
+    // So targets stand.
+    const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
+        turns_.size(), rules_.threads,
+        [this](std::size_t i, Staging& staging) { return Read(turns_[i], staging); }));
+    return report_;
+  }
+
+ private:
+  // Of one thread.
+  struct Staging {
+    std::vector<std::byte> bytes;
+    std::size_t counted = 0;  // Of them, in the report.
+  };
+
+  void AddShares(LoadTarget& target) {
+    if (target.device == nullptr || target.convert) return Add({&target, true, {}}, target.bytes);
+    for (const PlacedBox& to : target.placed) {
+      SplitBox(to.box, 1, target.device->ring->block_bytes(), [&](const Box& box) {
+        Add({&target, false, PartOf(to, box)}, static_cast<std::uint64_t>(box.volume()));
+      });
+    }
+  }
+  void Add(Share share, std::uint64_t bytes) {
+    if (turns_.empty() || in_turn_ + bytes > kTogetherBytes) {
+      turns_.push_back({shares_.size(), 0});
+      in_turn_ = 0;
+    }
+    ++turns_.back().count;
+    in_turn_ += bytes;
+    shares_.push_back(std::move(share));
+  }
+
+  Status Read(const Turn& turn, Staging& staging) {
+    for (const Share& share : std::span(shares_).subspan(turn.first, turn.count)) {
+      if (rules_.cancel != nullptr && rules_.cancel->load()) {
+        return {Code::kCancelled, "the load was cancelled"};
+      }
+      ReadStats stats;
+      LoadTarget& target = *share.target;
+      if (target.convert) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            ReadConverted(checkpoint_, target, staging.bytes, stats, rules_.read));
+      } else {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            ReadTarget(checkpoint_, target, share.whole ? nullptr : &share.part, stats));
+        rules_.read(stats.bytes_read);
+      }
+      std::lock_guard lock(mutex_);
+      target.stats.Add(stats);
+      report_.peak_buffer_bytes += staging.bytes.capacity() - staging.counted;
+      staging.counted = staging.bytes.capacity();
+    }
+    return {};
+  }
+
+  const OpenedCheckpoint& checkpoint_;
+  const DirectReadRules& rules_;
+  std::vector<Share> shares_;
+  std::vector<Turn> turns_;
+  std::uint64_t in_turn_ = 0;  // Bytes of the last one.
+  std::mutex mutex_;
+  DirectReadReport report_;
+};
+
+}  // namespace
+
+Result<DirectReadReport> ReadDirectly(const OpenedCheckpoint& checkpoint,
+                                      std::span<LoadTarget> targets, const DirectReadRules& rules) {
+  return DirectReader(checkpoint, rules).Run(targets);
+}
+
+int ReadThreads(int asked, int ranks_here) {
+  if (asked > 0) return asked;
+  return std::clamp(static_cast<int>(HostCores()) / std::max(ranks_here, 1), 1, kMostReadThreads);
+}
+
+}  // namespace tensormount
