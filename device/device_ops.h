@@ -14,6 +14,7 @@
 #include "tensormount/status.h"
 
 #include "base/hash.h"
+#include "device/bulk_mover.h"
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
 
@@ -120,6 +121,12 @@ class DeviceOps {
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
   virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) = 0;
+
+  // Its end of a way to the devices of other ranks; no two transports share one. kUnsupported: this
+  // kind has none, or one that is too old. kUnavailable: what it needs is not on this machine.
+  virtual Result<std::unique_ptr<DeviceLink>> OpenLink() {
+    return Status(Code::kUnsupported, name() + ": it has no way to other devices");
+  }
 };
 
 }  // namespace tensormount

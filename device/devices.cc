@@ -88,6 +88,12 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
   return opened;
 }
 
+Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const OpenedDevice> opened,
+                               OpenDevice(device));
+  return opened->ops->OpenLink();
+}
+
 Status CheckMemory(const BufferView& view) {
   if (!OnDevice(view)) return CheckHostMemory(view);
   TENSORMOUNT_RETURN_IF_ERROR(CheckDescription(view));

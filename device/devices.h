@@ -33,6 +33,10 @@ void SetDeviceSource(DeviceSource source);
 // opened it: no work of a device can be done in such a child. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 
+// Its end of a way to devices of other ranks (DeviceOps::OpenLink). Errors of OpenDevice and of
+// that. Thread-safe.
+Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device);
+
 // Whether saves and loads can work with what a view describes: memory of the host (CheckHostMemory)
 // or of a device that OpenDevice gives. Errors of both.
 Status CheckMemory(const BufferView& view);

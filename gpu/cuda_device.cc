@@ -11,8 +11,10 @@
 #include "base/deadline.h"
 #include "device/pinned_ring.h"
 #include "gpu/cuda_driver.h"
+#include "gpu/cuda_nccl_stream.h"
 #include "gpu/cuda_queue.h"
 #include "gpu/kernels/crc64.h"
+#include "gpu/nccl_library.h"
 
 namespace tensormount::gpu {
 namespace {
@@ -250,6 +252,19 @@ Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueRules& rul
                       "make a stream"));
   return std::unique_ptr<DeviceQueue>(
       std::make_unique<CudaQueue>(shared_from_this(), stream, rules));
+}
+
+Result<std::unique_ptr<DeviceLink>> CudaDevice::OpenLink() {
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const NcclLibrary> library,
+                               NcclLibrary::Open(options_.nccl.library));
+  // Of a part of a device (MIG) its own: two ranks on two parts are NCCL's to take or refuse.
+  cuda::Uuid uuid = {};
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      context_->driver().cuDeviceGetUuid(&uuid, context_->device()), "ask for its UUID"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      std::shared_ptr<CudaNcclStream> stream,
+      CudaNcclStream::Make(context_, least_priority_, UuidText(std::to_array(uuid.bytes))));
+  return MakeNcclLink(std::move(library), std::move(stream), options_.nccl);
 }
 
 // ---- CudaDevices -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@
 #include "gpu/cuda_api.h"
 #include "gpu/cuda_context.h"
 #include "gpu/cuda_memory.h"
+#include "gpu/nccl_link.h"
 
 namespace tensormount::gpu {
 
@@ -26,6 +27,7 @@ namespace tensormount::gpu {
 struct CudaOptions {
   PinnedShape pinned;
   std::size_t scratch_bytes = std::size_t{16} << 20;  // Of a ScratchPool's buffers.
+  NcclOptions nccl;
 };
 
 // The kernels of an image, loaded for one context.
@@ -65,6 +67,8 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
   Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override;
+  // Over NCCL.
+  Result<std::unique_ptr<DeviceLink>> OpenLink() override;
 
  private:
   CudaDevice(std::shared_ptr<CudaContext> context, int ordinal, const CudaOptions& options)

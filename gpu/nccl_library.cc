@@ -2,6 +2,7 @@
 // Finds NCCL at run time, and what its results mean.
 #include "gpu/nccl_library.h"
 
+#include <cstdlib>
 #include <dlfcn.h>
 
 namespace tensormount::gpu {
@@ -43,18 +44,22 @@ Code CodeOf(NcclResult result) {
 }  // namespace
 
 Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::Open(const std::string& path) {
+  std::string name = path;
   void* handle = nullptr;
-  if (path.empty()) {
+  if (name.empty()) {
+    // Before all others: two of them in one process are two sets of threads and of memory.
     handle = ::dlopen(kNcclName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (handle == nullptr) handle = ::dlopen(kNcclName, RTLD_NOW | RTLD_LOCAL);
-  } else {
-    handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    const char* const said = std::getenv("TENSORMOUNT_NCCL");
+    name = handle != nullptr || said == nullptr || *said == '\0' ? kNcclName : said;
   }
-  if (handle == nullptr) return Status(Code::kUnsupported, "NCCL: " + LoaderError());
+  if (handle == nullptr) handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    return Status(Code::kUnavailable, "NCCL: " + LoaderError() +
+                                          ": install it, or say in TENSORMOUNT_NCCL where it is");
+  }
 
   std::shared_ptr<NcclLibrary> library(new NcclLibrary());
   NcclApi& api = library->api_;
-  const std::string name = path.empty() ? kNcclName : path;
   const auto need = [&](const char* symbol, auto*& out) -> Status {
     Find(handle, symbol, out);
     if (out != nullptr) return {};

@@ -15,8 +15,9 @@ namespace tensormount::gpu {
 // NCCL as the process has it. Never closed: its threads may outlive whoever opened it. Thread-safe.
 class NcclLibrary {
  public:
-  // libnccl.so.2 that the process has loaded already (torch's), else the one that the loader finds;
-  // with a path, that file. kUnsupported in words: there is none, it is older than 2.14, or it
+  // libnccl.so.2 that the process has loaded already (torch's), else the file that the
+  // environment's TENSORMOUNT_NCCL names, else the one that the loader finds; with a path, that
+  // file. In words: kUnavailable where there is none, kUnsupported where it is older than 2.14 or
   // lacks an entry point.
   static Result<std::shared_ptr<const NcclLibrary>> Open(const std::string& path = {});
 

@@ -10,6 +10,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "base/keyed_hash.h"
+#include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
@@ -83,16 +84,16 @@ BulkTransport::BulkTransport(Communicator& control, std::uint64_t group,
 BulkTransport::~BulkTransport() {
   if (!Failure().ok()) {
     if (!stopped_) mover_->Stop();
-    return;
-  }
-  if (idle_) {
+  } else if (idle_) {
     notes_.Tell({.kind = BulkNote::kLeft, .exchange = exchange_.number});
-    return;
+  } else {
+    (void)Fail(Status(Code::kUnavailable, "rank " + std::to_string(rank()) +
+                                              " is gone: it left in the middle of an exchange")
+                   .With({.rank = rank()}));  // For the others.
+    mover_->Stop();
   }
-  (void)Fail(Status(Code::kUnavailable, "rank " + std::to_string(rank()) +
-                                            " is gone: it left in the middle of an exchange")
-                 .With({.rank = rank()}));  // For the others.
-  mover_->Stop();
+  const std::string left = mover_->Close();
+  if (!left.empty()) Log(LogLevel::kWarning, left);
 }
 
 Status BulkTransport::Register(const BulkRange& range) {

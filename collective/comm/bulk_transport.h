@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,10 +17,13 @@
 #include "tensormount/status.h"
 
 #include "base/deadline.h"
-#include "collective/comm/bulk_mover.h"
 #include "collective/comm/bulk_notes.h"
+#include "device/bulk_mover.h"
 
 namespace tensormount {
+
+// Makes the mover of one rank. `group` is the same on all of them, and another one each time.
+using MakeBulkMover = std::function<Result<std::unique_ptr<BulkMover>>(std::uint64_t group)>;
 
 // Memory of one rank for one unit.
 struct BulkBlock {
@@ -65,7 +69,7 @@ class BulkTransport {
                                                      const Timeouts& timeouts,
                                                      const MakeBulkMover& make);
   // In the middle of an exchange, which it ends for all others with kUnavailable. What Settle did
-  // not see end goes on touching memory.
+  // not see end goes on touching memory; the log says so where it is left behind.
   ~BulkTransport();
   BulkTransport(const BulkTransport&) = delete;
   BulkTransport& operator=(const BulkTransport&) = delete;
@@ -158,6 +162,13 @@ Result<std::unique_ptr<BulkTransport>> MakeMemoryTransport(Communicator& control
 // By messages of `control` itself, of whatever kind. Host memory.
 Result<std::unique_ptr<BulkTransport>> MakeMessageTransport(Communicator& control,
                                                             const Timeouts& timeouts);
+// From device to device, by the way that they have for it (NCCL): memory of devices. All ranks
+// together, also those that have no device or no way: `link` is OpenDeviceLink (device/devices.h)
+// of this rank's device, or why there is none, which then is what all fail with. So no rank waits
+// for one that cannot, longer than `timeouts`. The transport keeps what it needs of the device.
+// kUnsupported also where versions differ, and where two ranks are on one device.
+Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
+    Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link);
 
 }  // namespace tensormount
 

@@ -79,6 +79,9 @@ TEST(DevicesTest, AreFoundOnceOrRefusedInWords) {
   named.uuid[3] = 7;
   EXPECT_EQ(OpenDevice(named).value(), opened);
   EXPECT_THAT(OpenDevice({DeviceKind::kCuda, 1}), HasCode(Code::kUnavailable));
+  // To other devices there is a way only where a kind of device has one.
+  EXPECT_THAT(OpenDeviceLink({DeviceKind::kCuda, 0}), HasCode(Code::kUnsupported));
+  EXPECT_THAT(OpenDeviceLink({DeviceKind::kCuda, 1}), HasCode(Code::kUnavailable));
 
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(4));
   EXPECT_OK(CheckMemory(DeviceView(there, 0)));

@@ -726,6 +726,7 @@ const FakeCuda control = {
     },
     [] { return static_cast<int>(Mine().stack.size()); },
     [] { return Mine().capture_mode; },
+    [] { return Mine().stack.empty() ? -1 : Mine().stack.back()->ordinal; },
 };
 
 }  // namespace

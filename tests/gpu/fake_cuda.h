@@ -56,6 +56,7 @@ struct FakeCuda {
   // Of the calling thread.
   int (*contexts_on_stack)();
   int (*capture_mode)();
+  int (*current_device)();  // Its ordinal; -1: none.
 };
 
 // The name of `const FakeCuda* fake_cuda_control()` in the library.

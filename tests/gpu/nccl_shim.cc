@@ -37,6 +37,12 @@
 //                         That both are asked for with ncclCommGetAsyncError is assumed.
 // ncclGetErrorString, ncclGetLastError   texts. [API, same names]
 //
+// current device          of each call that of the communicator, which is that of its init. [Usage,
+//                         "Creating a communicator"; that the others need it is assumed]
+//
+// Streams are the shim's own, or those of the driver of the tests (fake_cuda.h) where the process
+// has that: data is then memory of its devices, and current is what it calls so.
+//
 // Left out: collectives, windows and one-sided calls, split, shrink and grow, which we do not call.
 // With NCCL_SHIM_OLD it is a version without revoke, suspend and resume.
 #include "tests/gpu/nccl_shim.h"
@@ -48,16 +54,19 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <dlfcn.h>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "gpu/nccl_api.h"
+#include "tests/gpu/fake_cuda.h"
 
 #if defined(NCCL_SHIM_OLD)
 #define NCCL_SHIM_VERSION 21403
@@ -85,6 +94,24 @@ namespace {
 constexpr int kOwnDevice = -1;
 // A wait of the shim ends by being told; this is only for sleeps of its faults.
 constexpr auto kLongSleep = std::chrono::milliseconds(20);
+
+// The driver of the tests; null where the process has none.
+const tensormount::FakeCuda* Fake() {
+  static std::atomic<const tensormount::FakeCuda*> found{nullptr};
+  if (found == nullptr) {
+    void* const driver =
+        ::dlopen(tensormount::gpu::cuda::kLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (driver == nullptr) return nullptr;
+    const auto entry = reinterpret_cast<const tensormount::FakeCuda* (*)()>(
+        ::dlsym(driver, tensormount::kFakeCudaControl));
+    if (entry != nullptr) found = entry();
+  }
+  return found;
+}
+int CurrentOfDriver() {
+  const tensormount::FakeCuda* const fake = Fake();
+  return fake == nullptr ? kOwnDevice : fake->current_device();
+}
 
 // Faults and counts, of all communicators of the process.
 class ShimState {
@@ -237,6 +264,31 @@ class ShimQueue {
   std::thread thread_;
 };
 
+// Streams of ShimQueue; all others are the driver's.
+class OwnStreams {
+ public:
+  static OwnStreams& Get() {
+    static auto* const streams = new OwnStreams;
+    return *streams;
+  }
+  void Add(void* stream) {
+    std::lock_guard lock(mutex_);
+    streams_.insert(stream);
+  }
+  void Remove(void* stream) {
+    std::lock_guard lock(mutex_);
+    streams_.erase(stream);
+  }
+  bool Has(void* stream) {
+    std::lock_guard lock(mutex_);
+    return streams_.count(stream) != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<void*> streams_;
+};
+
 struct ShimOp {
   bool sends = false;
   int peer = 0;
@@ -285,11 +337,17 @@ std::shared_ptr<ShimClique> CliqueOf(const NcclUniqueId& id, int ranks) {
 // What outlives the handle: work on streams may still hold it.
 class ShimComm {
  public:
-  ShimComm(std::shared_ptr<ShimClique> clique, int ranks, int rank, int device)
-      : clique_(std::move(clique)), ranks_(ranks), rank_(rank), device_(device) {}
+  // `device`: which it is of; `current`: of the driver, where that has one.
+  ShimComm(std::shared_ptr<ShimClique> clique, int ranks, int rank, int device, int current)
+      : clique_(std::move(clique)),
+        ranks_(ranks),
+        rank_(rank),
+        device_(device),
+        current_(current) {}
 
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
+  int current() const { return current_; }
   bool suspended = false;  // Of the caller's thread.
   bool finalized = false;
 
@@ -376,6 +434,7 @@ class ShimComm {
   const int ranks_;
   const int rank_;
   const int device_;
+  const int current_;
   // Under the clique's lock.
   NcclResult error_ = NcclResult::kSuccess;
   std::string last_error_;
@@ -392,6 +451,14 @@ struct ShimHandle final : NcclComm {
 };
 
 std::shared_ptr<ShimComm> Of(NcclComm* comm) { return static_cast<ShimHandle*>(comm)->comm; }
+
+// Whose device must be current.
+ShimState::Outcome CalledOf(const char* call, ShimComm& comm) {
+  if (comm.current() != kOwnDevice && comm.current() != CurrentOfDriver()) {
+    ShimState::Get().Misuse(std::string(call) + " with another current device");
+  }
+  return ShimState::Get().Called(call, comm.rank());
+}
 
 // Begins what a call goes on with after it returned, on the communicator's own thread.
 NcclResult GoOn(const std::shared_ptr<ShimComm>& comm, const ShimState::Outcome& outcome,
@@ -412,7 +479,7 @@ NcclResult GoOn(const std::shared_ptr<ShimComm>& comm, const ShimState::Outcome&
 struct ShimGroup {
   int depth = 0;
   std::shared_ptr<ShimComm> comm;
-  ShimQueue* stream = nullptr;
+  void* stream = nullptr;
   std::vector<ShimOp> ops;
 };
 thread_local ShimGroup shim_group;
@@ -422,7 +489,7 @@ NcclResult Transfer(const char* call, bool sends, void* data, std::size_t count,
                     int peer, NcclComm* handle, void* stream) {
   const auto comm = Of(handle);
   ShimState& shim = ShimState::Get();
-  const auto outcome = shim.Called(call, comm->rank());
+  const auto outcome = CalledOf(call, *comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   if (type != NcclDataType::kUint8 || peer < 0 || peer >= comm->ranks() || data == nullptr ||
       stream == nullptr) {
@@ -435,10 +502,11 @@ NcclResult Transfer(const char* call, bool sends, void* data, std::size_t count,
   }
   if (sends) shim.Sent(count);
   shim_group.comm = comm;
-  shim_group.stream = static_cast<ShimQueue*>(stream);
+  shim_group.stream = stream;
+  const bool own = OwnStreams::Get().Has(stream);
   shim_group.ops.push_back({.sends = sends,
                             .peer = peer,
-                            .data = static_cast<std::byte*>(data),
+                            .data = own ? static_cast<std::byte*>(data) : Fake()->reveal(data),
                             .count = count,
                             .hangs = outcome.action == kNcclShimHang});
   if (outcome.action == kNcclShimAsyncError) {
@@ -490,13 +558,15 @@ NCCL_SHIM_EXPORT NcclResult ncclCommInitRankConfig(NcclComm** out, int ranks, Nc
       config->size < sizeof(NcclConfig) || config->blocking != 0 || rank < 0 || rank >= ranks) {
     return NcclResult::kInvalidArgument;  // The shim has no blocking form.
   }
-  auto comm = std::make_shared<ShimComm>(CliqueOf(id, ranks), ranks, rank, shim_device);
+  const int current = CurrentOfDriver();
+  auto comm = std::make_shared<ShimComm>(
+      CliqueOf(id, ranks), ranks, rank, shim_device == kOwnDevice ? current : shim_device, current);
   *out = new ShimHandle(comm);
   return GoOn(comm, outcome, [comm] { comm->Join(); });
 }
 
 NCCL_SHIM_EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* error) {
-  const auto outcome = ShimState::Get().Called("ncclCommGetAsyncError", Of(comm)->rank());
+  const auto outcome = CalledOf("ncclCommGetAsyncError", *Of(comm));
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   *error = Of(comm)->State();
   return NcclResult::kSuccess;
@@ -505,7 +575,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* er
 NCCL_SHIM_EXPORT NcclResult ncclCommFinalize(NcclComm* handle) {
   const auto comm = Of(handle);
   ShimState& shim = ShimState::Get();
-  const auto outcome = shim.Called("ncclCommFinalize", comm->rank());
+  const auto outcome = CalledOf("ncclCommFinalize", *comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   if (comm->State() != NcclResult::kSuccess) shim.Misuse("ncclCommFinalize after an error");
   if (comm->Gone()) shim.Misuse("ncclCommFinalize after ncclCommRevoke");
@@ -517,7 +587,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommFinalize(NcclComm* handle) {
 NCCL_SHIM_EXPORT NcclResult ncclCommDestroy(NcclComm* handle) {
   const auto comm = Of(handle);
   ShimState& shim = ShimState::Get();
-  shim.Called("ncclCommDestroy", comm->rank());
+  CalledOf("ncclCommDestroy", *comm);
   if (!comm->finalized || comm->State() != NcclResult::kSuccess) {
     shim.Misuse("ncclCommDestroy of a communicator that is not finalized");
   }
@@ -529,7 +599,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommDestroy(NcclComm* handle) {
 
 NCCL_SHIM_EXPORT NcclResult ncclCommAbort(NcclComm* handle) {
   const auto comm = Of(handle);
-  const auto outcome = ShimState::Get().Called("ncclCommAbort", comm->rank());
+  const auto outcome = CalledOf("ncclCommAbort", *comm);
   if (outcome.action == kNcclShimHang) ShimState::Get().Hang();
   comm->StopAll();
   comm->EndHost();
@@ -543,14 +613,18 @@ NCCL_SHIM_EXPORT NcclResult ncclGroupStart() {
 }
 
 NCCL_SHIM_EXPORT NcclResult ncclGroupEnd() {
-  ShimState& shim = ShimState::Get();
   if (--shim_group.depth > 0) return NcclResult::kSuccess;
   const ShimGroup group = std::exchange(shim_group, {});
   if (group.comm == nullptr) return NcclResult::kSuccess;
-  const auto outcome = shim.Called("ncclGroupEnd", group.comm->rank());
+  const auto outcome = CalledOf("ncclGroupEnd", *group.comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   return GoOn(group.comm, outcome, [comm = group.comm, stream = group.stream, ops = group.ops] {
-    stream->Give([comm, ops]() mutable { comm->RunGroup(ops); });
+    const auto work = [comm, ops]() mutable { comm->RunGroup(ops); };
+    if (OwnStreams::Get().Has(stream)) {
+      static_cast<ShimQueue*>(stream)->Give(work);
+    } else {
+      Fake()->enqueue(comm->current(), stream, work);
+    }
   });
 }
 
@@ -567,7 +641,7 @@ NCCL_SHIM_EXPORT NcclResult ncclRecv(void* data, std::size_t count, NcclDataType
 #if !defined(NCCL_SHIM_OLD)
 NCCL_SHIM_EXPORT NcclResult ncclCommRevoke(NcclComm* handle, int flags) {
   const auto comm = Of(handle);
-  const auto outcome = ShimState::Get().Called("ncclCommRevoke", comm->rank());
+  const auto outcome = CalledOf("ncclCommRevoke", *comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   if (flags != 0) return NcclResult::kInvalidArgument;
   return GoOn(comm, outcome, [comm] { comm->StopAll(); });
@@ -575,7 +649,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommRevoke(NcclComm* handle, int flags) {
 
 NCCL_SHIM_EXPORT NcclResult ncclCommSuspend(NcclComm* handle, int flags) {
   const auto comm = Of(handle);
-  const auto outcome = ShimState::Get().Called("ncclCommSuspend", comm->rank());
+  const auto outcome = CalledOf("ncclCommSuspend", *comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   if (flags != tensormount::gpu::kNcclSuspendMemory) return NcclResult::kInvalidArgument;
   if (comm->suspended) ShimState::Get().Misuse("ncclCommSuspend twice");
@@ -585,7 +659,7 @@ NCCL_SHIM_EXPORT NcclResult ncclCommSuspend(NcclComm* handle, int flags) {
 
 NCCL_SHIM_EXPORT NcclResult ncclCommResume(NcclComm* handle) {
   const auto comm = Of(handle);
-  const auto outcome = ShimState::Get().Called("ncclCommResume", comm->rank());
+  const auto outcome = CalledOf("ncclCommResume", *comm);
   if (outcome.action == kNcclShimError) return static_cast<NcclResult>(outcome.value);
   if (!comm->suspended || comm->State() != NcclResult::kSuccess) {
     ShimState::Get().Misuse("ncclCommResume of what is not suspended yet");
@@ -605,8 +679,13 @@ NCCL_SHIM_EXPORT int nccl_shim_live(void) { return ShimState::Get().live; }
 NCCL_SHIM_EXPORT const char* nccl_shim_misuse(void) { return ShimState::Get().misuse(); }
 NCCL_SHIM_EXPORT std::uint64_t nccl_shim_largest(void) { return ShimState::Get().largest(); }
 NCCL_SHIM_EXPORT void nccl_shim_set_device(int device) { shim_device = device; }
-NCCL_SHIM_EXPORT void* nccl_shim_stream_create(void) { return new ShimQueue; }
+NCCL_SHIM_EXPORT void* nccl_shim_stream_create(void) {
+  auto* const stream = new ShimQueue;
+  OwnStreams::Get().Add(stream);
+  return stream;
+}
 NCCL_SHIM_EXPORT void nccl_shim_stream_destroy(void* stream) {
+  OwnStreams::Get().Remove(stream);
   delete static_cast<ShimQueue*>(stream);
 }
 NCCL_SHIM_EXPORT std::uint64_t nccl_shim_stream_mark(void* stream) {

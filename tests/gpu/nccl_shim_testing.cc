@@ -34,9 +34,11 @@ class ShimStream final : public NcclStream {
 
   void* handle() const override { return stream_; }
   std::string device() const override { return name_; }
-  Status Enter() override {
+  Status Within(const std::function<Status()>& calls) override {
     set_device_(device_);
-    return {};
+    const Status said = calls();
+    set_device_(-1);
+    return said;
   }
   Status Mark() override {
     marked_ = mark_(stream_);
@@ -78,6 +80,13 @@ NcclShim::NcclShim(Version version) : library_(NcclLibrary::Open(PathOf(version)
 
 std::shared_ptr<NcclStream> NcclShim::MakeStream(int device, std::string name) const {
   return std::make_shared<ShimStream>(*this, device, std::move(name));
+}
+
+Result<std::unique_ptr<DeviceLink>> NcclShim::MakeLink(const NcclOptions& options,
+                                                       std::shared_ptr<NcclStream> stream) const {
+  TENSORMOUNT_RETURN_IF_ERROR(library_.status());
+  return MakeNcclLink(library_.value(), stream == nullptr ? MakeStream() : std::move(stream),
+                      options);
 }
 
 }  // namespace tensormount::gpu

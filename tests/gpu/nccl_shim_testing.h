@@ -9,7 +9,7 @@
 #include "tensormount/status.h"
 
 #include "gpu/nccl_library.h"
-#include "gpu/nccl_transport.h"
+#include "gpu/nccl_link.h"
 #include "tests/gpu/nccl_shim.h"
 
 namespace tensormount::gpu {
@@ -28,6 +28,9 @@ class NcclShim {
   const Result<std::shared_ptr<const NcclLibrary>>& library() const { return library_; }
   // `device`: as the shim numbers them; `name`: as the transport compares them.
   std::shared_ptr<NcclStream> MakeStream(int device = -1, std::string name = {}) const;
+  // Over a stream of its own where none is given.
+  Result<std::unique_ptr<DeviceLink>> MakeLink(const NcclOptions& options = {},
+                                               std::shared_ptr<NcclStream> stream = nullptr) const;
 
   void Fault(const char* call, int rank, int at, NcclShimAction action, int value = 0) const {
     const NcclShimFault fault{call, rank, at, action, value};

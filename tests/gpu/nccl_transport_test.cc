@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu/nccl_transport.h"
-
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -12,6 +10,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tensormount/log.h"
+
+#include "base/at_exit.h"
+#include "gpu/nccl_link.h"
 #include "tests/collective/bulk_transport_conformance.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/gpu/nccl_shim_testing.h"
@@ -49,8 +51,9 @@ TEST_P(NcclConformanceTest, Holds) {
     BulkRank rank{.comm = comm,
                   .make =
                       [&] {
-                        return MakeNcclTransport(comm, kPatient, shim.library(), shim.MakeStream(),
-                                                 {.group_units = 7, .group_bytes = 300'000});
+                        return MakeDeviceTransport(
+                            comm, kPatient,
+                            shim.MakeLink({.group_units = 7, .group_bytes = 300'000}));
                       },
                   .device = kNcclDevice,
                   .seed = TestSeed(),
@@ -83,8 +86,8 @@ struct NcclRing {
 
   Result<std::unique_ptr<BulkTransport>> Make(const NcclShim& shim,
                                               const Timeouts& timeouts = kPatient) {
-    return MakeNcclTransport(comm, timeouts, shim.library(), shim.MakeStream(),
-                             {.group_units = 2, .patience = milliseconds(100)});
+    return MakeDeviceTransport(comm, timeouts,
+                               shim.MakeLink({.group_units = 2, .patience = milliseconds(100)}));
   }
   Status Put(BulkTransport& transport) {
     const int n = comm.size();
@@ -292,14 +295,15 @@ TEST(NcclTransportTest, SeveralRanksOnOneGpuAreNamed) {
   const NcclShim shim;
   OnNcclRanks(3, [&](Communicator& comm) {
     const std::string name = comm.rank() == 1 ? "GPU-b" : "GPU-a";
-    const auto made = MakeNcclTransport(comm, kPatient, shim.library(), shim.MakeStream(-1, name));
+    const auto made =
+        MakeDeviceTransport(comm, kPatient, shim.MakeLink({}, shim.MakeStream(-1, name)));
     EXPECT_THAT(made, HasCode(Code::kUnsupported));
     EXPECT_THAT(made, HasMessage("ranks 0 and 2 are both on GPU-a"));
   });
   // Where nobody knows what the GPUs are called, NCCL finds out.
   OnNcclRanks(3, [&](Communicator& comm) {
-    const auto made = MakeNcclTransport(comm, kPatient, shim.library(),
-                                        shim.MakeStream(comm.rank() == 1 ? 1 : 0));
+    const auto made = MakeDeviceTransport(
+        comm, kPatient, shim.MakeLink({}, shim.MakeStream(comm.rank() == 1 ? 1 : 0)));
     EXPECT_THAT(made, HasCode(Code::kUnsupported));
     EXPECT_THAT(made, HasMessage("rank 0 and rank 2 both on CUDA device 0"));
   });
@@ -309,10 +313,12 @@ TEST(NcclTransportTest, SeveralRanksOnOneGpuAreNamed) {
 // A call that waits for other ranks for ever keeps neither a wait nor the destructor.
 TEST(NcclTransportTest, AnAbortThatHangsIsLeftBehind) {
   const NcclShim shim;
+  std::vector<std::string> log;
+  SetLogSink([&](LogLevel, std::string_view line) { log.emplace_back(line); });
+  const AtExit own_sink([] { SetLogSink({}); });
   OnNcclRanks(2, [&](Communicator& comm) {
     NcclRing ring(comm);
-    auto made = MakeNcclTransport(comm, kPatient, shim.library(), shim.MakeStream(),
-                                  {.patience = milliseconds(50)});
+    auto made = MakeDeviceTransport(comm, kPatient, shim.MakeLink({.patience = milliseconds(50)}));
     ASSERT_OK(made);
     auto transport = std::move(made).value();
     ASSERT_OK(ring.Register(*transport));
@@ -330,6 +336,7 @@ TEST(NcclTransportTest, AnAbortThatHangsIsLeftBehind) {
     transport.reset();
     EXPECT_LT(std::chrono::steady_clock::now() - begin, kMargin);
   });
+  EXPECT_THAT(log, testing::ElementsAre(testing::HasSubstr("a communicator does not end")));
   EXPECT_EQ(shim.live(), 1);
   shim.reset();
   for (const Deadline end = NcclPatience(); shim.live() != 0 && !end.Passed();) {
@@ -392,11 +399,9 @@ TEST(NcclTransportTest, MemoryOfTheHostIsRefused) {
 TEST(NcclTransportTest, CountsHaveMoreThan32Bits) {
   const NcclShim shim;
   OnNcclRanks(2, [&](Communicator& comm) {
-    BulkRank rank{
-        .comm = comm,
-        .make =
-            [&] { return MakeNcclTransport(comm, kPatient, shim.library(), shim.MakeStream()); },
-        .device = kNcclDevice};
+    BulkRank rank{.comm = comm,
+                  .make = [&] { return MakeDeviceTransport(comm, kPatient, shim.MakeLink()); },
+                  .device = kNcclDevice};
     for (const BulkCase& c : BulkCases()) {
       if (std::strcmp(c.name, "LargeUnitsAreCountedRight") != 0) continue;
       EXPECT_OK(c.body(rank));
@@ -406,8 +411,9 @@ TEST(NcclTransportTest, CountsHaveMoreThan32Bits) {
 }
 
 TEST(NcclLibraryTest, SaysWhatIsMissing) {
-  EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasCode(Code::kUnsupported));
+  EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasCode(Code::kUnavailable));
   EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasMessage("/no/such/libnccl.so.2"));
+  EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasMessage("TENSORMOUNT_NCCL"));
   EXPECT_THAT(NcclLibrary::Open("libm.so.6"), HasCode(Code::kUnsupported));
   EXPECT_THAT(NcclLibrary::Open("libm.so.6"), HasMessage("libm.so.6 has no ncclGetVersion"));
   const NcclShim old(NcclVersion::kOld);
@@ -423,16 +429,17 @@ TEST(NcclLibraryTest, ARankWithoutOrWithAnotherIsNamed) {
   const NcclShim newer;
   const NcclShim old(NcclVersion::kOld);
   OnNcclRanks(3, [&](Communicator& comm) {
-    const auto library = comm.rank() == 2 ? NcclLibrary::Open("/no/such/library") : newer.library();
-    const auto made = MakeNcclTransport(comm, kPatient, library, newer.MakeStream());
-    EXPECT_THAT(made, HasCode(Code::kUnsupported));
+    auto link = newer.MakeLink();
+    if (comm.rank() == 2) link = NcclLibrary::Open("/no/such/library").status();
+    const auto made = MakeDeviceTransport(comm, kPatient, std::move(link));
+    EXPECT_THAT(made, HasCode(Code::kUnavailable));
     EXPECT_THAT(made, HasMessage("rank 2"));
   });
   OnNcclRanks(3, [&](Communicator& comm) {
     const NcclShim& mine = comm.rank() == 1 ? old : newer;
-    const auto made = MakeNcclTransport(comm, kPatient, mine.library(), mine.MakeStream());
+    const auto made = MakeDeviceTransport(comm, kPatient, mine.MakeLink());
     EXPECT_THAT(made, HasCode(Code::kUnsupported));
-    EXPECT_THAT(made, HasMessage("rank 1 has NCCL 2.14.3, rank 0 has 2.32.3"));
+    EXPECT_THAT(made, HasMessage("rank 1 has NCCL 2.14.3, rank 0 has NCCL 2.32.3"));
   });
 }
 

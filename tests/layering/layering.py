@@ -14,7 +14,7 @@ import sys
 # A folder includes only these folders (docs/architecture.md).
 LAYERS = ["base", "shard", "device", "index", "state", "collective"]
 MAY_INCLUDE = {layer: LAYERS[: i + 1] for i, layer in enumerate(LAYERS)}
-MAY_INCLUDE["gpu"] = LAYERS + ["gpu"]
+MAY_INCLUDE["gpu"] = ["base", "shard", "device", "gpu"]
 MAY_INCLUDE["fs"] = LAYERS + ["fs"]
 MAY_INCLUDE["lib"] = LAYERS + ["fs", "lib"]
 MAY_INCLUDE["mount-tools"] = LAYERS + ["fs", "mount-tools"]

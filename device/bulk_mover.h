@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_COLLECTIVE_COMM_BULK_MOVER_H_
-#define TENSORMOUNT_COLLECTIVE_COMM_BULK_MOVER_H_
+#ifndef TENSORMOUNT_DEVICE_BULK_MOVER_H_
+#define TENSORMOUNT_DEVICE_BULK_MOVER_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -13,9 +13,11 @@
 #include "tensormount/buffer.h"
 #include "tensormount/status.h"
 
-// The seam below BulkTransport: what moves the bytes. Instances move through memory
-// (bulk_memory.cc), messages (bulk_messages.cc) and NCCL (gpu/nccl_transport.cc). Arguments,
-// failures of other ranks and deadlines are BulkTransport's; a mover only moves.
+// The seam below BulkTransport (collective/comm/bulk_transport.h): what moves the bytes. Instances
+// move through memory and messages (collective/comm/) and NCCL (gpu/nccl_link.cc). Arguments,
+// failures of other ranks and deadlines are BulkTransport's; a mover only moves. So a device needs
+// nothing of ranks to have a way to others, and nothing of it but this passes to the module that
+// has it.
 
 namespace tensormount {
 
@@ -61,7 +63,7 @@ class BulkMover {
   // Says something to the movers of all other ranks (rank 0's) in OnWord; in order.
   using Tell = std::function<void(std::string_view word)>;
 
-  // After Settled, or where that never came, with whatever is left behind.
+  // After Close.
   virtual ~BulkMover() = default;
 
   // "memory", "messages", "nccl".
@@ -90,10 +92,26 @@ class BulkMover {
   virtual Result<bool> Settled() = 0;
   // Gives memory back that is needed again only by the next exchange. True once done.
   virtual Result<bool> Release() = 0;
+  // The last call, after Settled or where that never came: the only one that may wait, a little.
+  // What goes on all the same and is left behind, in words for the log; empty: nothing.
+  virtual std::string Close() { return {}; }
 };
 
-using MakeBulkMover = std::function<Result<std::unique_ptr<BulkMover>>(std::uint64_t group)>;
+// One device's end of a way to other devices by which ranks move bytes without the host (NCCL).
+// DeviceOps::OpenLink gives it; MakeDeviceTransport makes a transport of those of all ranks. Of one
+// thread at a time.
+class DeviceLink {
+ public:
+  virtual ~DeviceLink() = default;
+  // What must be the same on all ranks: "NCCL 2.32.3".
+  virtual std::string version() const = 0;
+  // The device that only one rank may be on: the same text for all that are on it (its UUID).
+  // Empty: not known.
+  virtual std::string device() const = 0;
+  // Once. Waits for nothing.
+  virtual Result<std::unique_ptr<BulkMover>> MakeMover(int rank, int ranks) = 0;
+};
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_COLLECTIVE_COMM_BULK_MOVER_H_
+#endif  // TENSORMOUNT_DEVICE_BULK_MOVER_H_

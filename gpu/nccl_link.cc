@@ -5,8 +5,8 @@
 //   kReady -- Release, ncclCommSuspend --> kSuspending --> kSuspended
 //   kSuspended -- Prepare, ncclCommResume --> kResuming --> kReady
 //   kReady -- Release, no suspend --> kEnding (a thread: finalize, destroy) --> kNone
-//   any -- Stop --> kEnding (a thread: revoke, abort) --> kDead
-#include "gpu/nccl_transport.h"
+//   any -- Stop --> kEnding (a thread: revoke, abort)
+#include "gpu/nccl_link.h"
 
 #include <algorithm>
 #include <atomic>
@@ -20,8 +20,6 @@
 #include <utility>
 
 #include "base/deadline.h"
-#include "base/log.h"
-#include "collective/comm/collective.h"
 
 namespace tensormount::gpu {
 namespace {
@@ -41,13 +39,19 @@ class NcclEnding {
     try {
       thread_ = std::thread([over = over_, library = std::move(library), stream = std::move(stream),
                              comm, how, revoke, patience] {
-        // Without it the calls fail, and say so; a thread has nobody to tell.
-        (void)stream->Enter();
-        if (how == How::kFinish) {
-          Finish(*library, comm);
-        } else {
-          Abort(*library, comm, revoke, patience);
-        }
+        bool ended = false;
+        const auto end = [&]() -> Status {
+          ended = true;
+          if (how == How::kFinish) {
+            Finish(*library, comm);
+          } else {
+            Abort(*library, comm, revoke, patience);
+          }
+          return {};
+        };
+        // Of a device that is gone NCCL says so itself; a thread has nobody to tell.
+        (void)stream->Within(end);
+        if (!ended) (void)end();
         over->store(true);
       });
     } catch (const std::system_error&) {
@@ -58,10 +62,9 @@ class NcclEnding {
   ~NcclEnding() {
     if (Over()) {
       thread_.join();
-      return;
+    } else if (thread_.joinable()) {
+      thread_.detach();
     }
-    Log(LogLevel::kWarning, "NCCL: a communicator does not end; its thread is left behind");
-    if (thread_.joinable()) thread_.detach();
   }
   NcclEnding(const NcclEnding&) = delete;
   NcclEnding& operator=(const NcclEnding&) = delete;
@@ -116,12 +119,15 @@ class NcclMover final : public BulkMover {
         ranks_(ranks),
         options_(options) {}
 
-  ~NcclMover() override {
+  std::string Close() override {
     // One that is suspended must not be used, which finalizing would be.
     if (comm_ != nullptr) {
       End(state_ == State::kReady ? NcclEnding::How::kFinish : NcclEnding::How::kAbort);
     }
-    if (ending_) ending_->Await(Deadline::After(options_.patience));
+    if (ending_ == nullptr) return {};
+    ending_->Await(Deadline::After(options_.patience));
+    if (ending_->Over()) return {};
+    return "NCCL: a communicator does not end; its thread is left behind";
   }
 
   std::string kind() const override { return "nccl"; }
@@ -131,24 +137,7 @@ class NcclMover final : public BulkMover {
   }
 
   Result<bool> Prepare(const Tell& tell) override {
-    switch (state_) {
-      case State::kNone:
-        return Connect(tell);
-      case State::kConnecting:
-        return Became(State::kReady, "ncclCommInitRankConfig");
-      case State::kSuspended:
-        TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().comm_resume(comm_), "ncclCommResume"));
-        state_ = State::kResuming;
-        return false;
-      case State::kResuming:
-        return Became(State::kReady, "ncclCommResume");
-      case State::kReady:
-        return true;
-      case State::kSuspending:
-      case State::kEnding:
-        break;
-    }
-    return Status(Code::kInternal, "NCCL: an exchange begins while its communicator ends");
+    return Within([&] { return PrepareWithin(tell); });
   }
   void OnWord(std::string_view word) override {
     NcclUniqueId id;
@@ -168,18 +157,7 @@ class NcclMover final : public BulkMover {
   void OnPut(const std::vector<std::size_t>& /*transfers*/) override {}
 
   Result<bool> Move() override {
-    while (true) {
-      if (phase_ == Phase::kIdle) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const bool launched, LaunchNext());
-        if (!launched) return first_ == exchange_->mine.size();
-      }
-      const Result<bool> ended = GroupEnded();
-      if (!ended.ok()) return ended.status().WithContext(GroupInWords());
-      if (!ended.value()) return false;
-      for (std::size_t i = first_; i < last_; ++i) exchange_->mine[i].done = true;
-      first_ = last_;
-      phase_ = Phase::kIdle;
-    }
+    return Within([&] { return MoveWithin(); });
   }
 
   std::string Suspects(const BulkMove& /*late*/) const override {
@@ -206,6 +184,62 @@ class NcclMover final : public BulkMover {
     return stream_->Done();
   }
   Result<bool> Release() override {
+    return Within([&] { return ReleaseWithin(); });
+  }
+
+ private:
+  enum class State { kNone, kConnecting, kReady, kSuspending, kSuspended, kResuming, kEnding };
+  // Of a group: handed to NCCL, which gives it to the stream later; on the stream.
+  enum class Phase { kIdle, kLaunching, kRunning };
+
+  // Whatever NCCL is asked, it is asked with the device as the current one.
+  template <typename Calls>
+  Result<bool> Within(Calls calls) {
+    Result<bool> result = false;
+    TENSORMOUNT_RETURN_IF_ERROR(stream_->Within([&] {
+      result = calls();
+      return result.status();
+    }));
+    return result;
+  }
+
+  Result<bool> PrepareWithin(const Tell& tell) {
+    switch (state_) {
+      case State::kNone:
+        return Connect(tell);
+      case State::kConnecting:
+        return Became(State::kReady, "ncclCommInitRankConfig");
+      case State::kSuspended:
+        TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().comm_resume(comm_), "ncclCommResume"));
+        state_ = State::kResuming;
+        return false;
+      case State::kResuming:
+        return Became(State::kReady, "ncclCommResume");
+      case State::kReady:
+        return true;
+      case State::kSuspending:
+      case State::kEnding:
+        break;
+    }
+    return Status(Code::kInternal, "NCCL: an exchange begins while its communicator ends");
+  }
+
+  Result<bool> MoveWithin() {
+    while (true) {
+      if (phase_ == Phase::kIdle) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool launched, LaunchNext());
+        if (!launched) return first_ == exchange_->mine.size();
+      }
+      const Result<bool> ended = GroupEnded();
+      if (!ended.ok()) return ended.status().WithContext(GroupInWords());
+      if (!ended.value()) return false;
+      for (std::size_t i = first_; i < last_; ++i) exchange_->mine[i].done = true;
+      first_ = last_;
+      phase_ = Phase::kIdle;
+    }
+  }
+
+  Result<bool> ReleaseWithin() {
     switch (state_) {
       case State::kNone:
       case State::kSuspended:
@@ -228,11 +262,6 @@ class NcclMover final : public BulkMover {
     return false;
   }
 
- private:
-  enum class State { kNone, kConnecting, kReady, kSuspending, kSuspended, kResuming, kEnding };
-  // Of a group: handed to NCCL, which gives it to the stream later; on the stream.
-  enum class Phase { kIdle, kLaunching, kRunning };
-
   Status Checked(NcclResult result, std::string_view action) const {
     return library_->ToStatus(result, action, comm_);
   }
@@ -252,7 +281,6 @@ class NcclMover final : public BulkMover {
   }
 
   Result<bool> Connect(const Tell& tell) {
-    TENSORMOUNT_RETURN_IF_ERROR(stream_->Enter());
     if (rank_ == 0) {
       NcclUniqueId id;
       TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().get_unique_id(&id), "ncclGetUniqueId"));
@@ -303,7 +331,6 @@ class NcclMover final : public BulkMover {
     for (last_ = first_; last_ < mine.size() && mine[last_].unit < end; ++last_) {
       if (!mine[last_].put) return false;
     }
-    TENSORMOUNT_RETURN_IF_ERROR(stream_->Enter());
     TENSORMOUNT_RETURN_IF_ERROR(Launch().WithContext(GroupInWords()));
     phase_ = Phase::kLaunching;
     return true;
@@ -370,25 +397,23 @@ class NcclMover final : public BulkMover {
   std::size_t last_ = 0;   // The end of the group that is under way.
 };
 
-// What each rank must have in common, or must not.
-Status CompareNccl(const std::vector<std::string>& versions,
-                   const std::vector<std::string>& devices) {
-  for (std::size_t r = 0; r < versions.size(); ++r) {
-    if (versions[r] != versions[0]) {
-      return Status(Code::kUnsupported, "rank " + std::to_string(r) + " has NCCL " + versions[r] +
-                                            ", rank 0 has " + versions[0])
-          .With({.rank = static_cast<int>(r)});
-    }
-    for (std::size_t other = 0; other < r && !devices[r].empty(); ++other) {
-      if (devices[other] != devices[r]) continue;
-      return Status(Code::kUnsupported, "NCCL takes one rank a GPU: ranks " +
-                                            std::to_string(other) + " and " + std::to_string(r) +
-                                            " are both on " + devices[r])
-          .With({.rank = static_cast<int>(r)});
-    }
+class NcclLink final : public DeviceLink {
+ public:
+  NcclLink(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<NcclStream> stream,
+           const NcclOptions& options)
+      : library_(std::move(library)), stream_(std::move(stream)), options_(options) {}
+  std::string version() const override { return "NCCL " + library_->VersionText(); }
+  std::string device() const override { return stream_->device(); }
+  Result<std::unique_ptr<BulkMover>> MakeMover(int rank, int ranks) override {
+    return std::unique_ptr<BulkMover>(
+        std::make_unique<NcclMover>(library_, stream_, rank, ranks, options_));
   }
-  return {};
-}
+
+ private:
+  const std::shared_ptr<const NcclLibrary> library_;
+  const std::shared_ptr<NcclStream> stream_;
+  const NcclOptions options_;
+};
 
 }  // namespace
 
@@ -427,24 +452,10 @@ std::vector<std::uint64_t> NcclGroups(const std::vector<BulkUnit>& plan, int ran
   return groups;
 }
 
-Result<std::unique_ptr<BulkTransport>> MakeNcclTransport(
-    Communicator& control, const Timeouts& timeouts,
-    const Result<std::shared_ptr<const NcclLibrary>>& library, std::shared_ptr<NcclStream> stream,
-    const NcclOptions& options) {
-  {
-    Collective collective(control, timeouts);
-    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(library.status(), "find NCCL"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto versions, collective.AllGather(library.value()->VersionText(), "compare NCCL"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
-                                 collective.AllGather(stream->device(), "compare devices"));
-    TENSORMOUNT_RETURN_IF_ERROR(CompareNccl(versions, devices));
-  }
-  return BulkTransport::Make(
-      control, timeouts, [&](std::uint64_t /*group*/) -> Result<std::unique_ptr<BulkMover>> {
-        return std::unique_ptr<BulkMover>(std::make_unique<NcclMover>(
-            library.value(), std::move(stream), control.rank(), control.size(), options));
-      });
+std::unique_ptr<DeviceLink> MakeNcclLink(std::shared_ptr<const NcclLibrary> library,
+                                         std::shared_ptr<NcclStream> stream,
+                                         const NcclOptions& options) {
+  return std::make_unique<NcclLink>(std::move(library), std::move(stream), options);
 }
 
 }  // namespace tensormount::gpu

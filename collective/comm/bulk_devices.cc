@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// MakeDeviceTransport of bulk_transport.h: what ranks must have in common before each makes its
+// mover, whatever kind of device that is of.
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collective/comm/bulk_transport.h"
+#include "collective/comm/collective.h"
+
+namespace tensormount {
+namespace {
+
+Status CompareLinks(const std::vector<std::string>& versions,
+                    const std::vector<std::string>& devices) {
+  for (std::size_t r = 0; r < versions.size(); ++r) {
+    if (versions[r] != versions[0]) {
+      return Status(Code::kUnsupported, "rank " + std::to_string(r) + " has " + versions[r] +
+                                            ", rank 0 has " + versions[0])
+          .With({.rank = static_cast<int>(r)});
+    }
+    for (std::size_t other = 0; other < r && !devices[r].empty(); ++other) {
+      if (devices[other] != devices[r]) continue;
+      return Status(Code::kUnsupported, versions[r] + " takes one rank a device: ranks " +
+                                            std::to_string(other) + " and " + std::to_string(r) +
+                                            " are both on " + devices[r])
+          .With({.rank = static_cast<int>(r)});
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
+    Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link) {
+  {
+    Collective collective(control, timeouts);
+    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "find a way between devices"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto versions,
+        collective.AllGather(link.value()->version(), "compare ways between devices"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
+                                 collective.AllGather(link.value()->device(), "compare devices"));
+    TENSORMOUNT_RETURN_IF_ERROR(CompareLinks(versions, devices));
+  }
+  return BulkTransport::Make(control, timeouts, [&](std::uint64_t /*group*/) {
+    return link.value()->MakeMover(control.rank(), control.size());
+  });
+}
+
+}  // namespace tensormount
