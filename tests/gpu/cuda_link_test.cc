@@ -284,6 +284,28 @@ TEST_F(CudaLinkTest, AnErrorOfTheDriverIsToldToAll) {
   }
 }
 
+// An error that comes with somebody's work: an exchange is ours while it is under way, no longer.
+TEST_F(CudaLinkTest, WhoseWorkWentWrongIsSaid) {
+  ExpectFailure(
+      [&] {
+        TheFakeCuda().break_context(1, gpu::cuda::kIllegalAddress);
+        EXPECT_THAT(devices_.cuda().Open(DeviceOf(1)).value()->MakeQueue({}),
+                    HasMessage("not by tensormount"));
+        TheFakeCuda().break_context(1, gpu::cuda::kSuccess);
+        TheFakeCuda().set_fault([](std::string_view what) {
+          return what == "cuEventQuery" && TheFakeCuda().current_device() == 1
+                     ? gpu::cuda::kIllegalAddress
+                     : gpu::cuda::kSuccess;
+        });
+      },
+      [](int /*rank*/, const Status& status) {
+        EXPECT_THAT(status, HasMessage("work of the program, or of tensormount, went wrong on it"));
+      },
+      [](int rank, BulkTransport& transport) {
+        EXPECT_EQ(transport.Settle(LinkPatience()).ok(), rank != 1);
+      });
+}
+
 TEST_F(CudaLinkTest, ADeviceThatWasResetIsToldToAllAndOpenedAnew) {
   ExpectFailure([] { TheFakeCuda().reset(1); },
                 [](int rank, const Status& status) {
