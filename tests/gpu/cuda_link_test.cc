@@ -37,7 +37,7 @@ Device DeviceOf(int ordinal) { return {DeviceKind::kCuda, ordinal}; }
 
 gpu::CudaOptions LinkOptions(const std::string& library) {
   gpu::CudaOptions options = FakeCudaDevices::Small();
-  options.nccl = {.library = library, .group_units = 2, .patience = milliseconds(100)};
+  options.nccl = {.library = library, .group_units = 2, .patience = std::chrono::seconds(30)};
   return options;
 }
 
@@ -113,7 +113,8 @@ class CudaLinkTest : public testing::Test {
   // One good exchange, then what befalls rank 1 in the next.
   void ExpectFailure(const std::function<void()>& plant,
                      const std::function<void(int rank, const Status&)>& expect,
-                     const std::function<void(int rank, BulkTransport&)>& after) {
+                     const std::function<void(int rank, BulkTransport&)>& after,
+                     milliseconds patience = std::chrono::seconds(60)) {
     OnRanks([&](Communicator& comm) {
       LinkRank rank(comm, devices_);
       ASSERT_OK_AND_ASSIGN(auto transport, rank.Make());
@@ -121,8 +122,8 @@ class CudaLinkTest : public testing::Test {
       ASSERT_OK(rank.Meet("the first exchange"));
       if (comm.rank() == 1) plant();
       ASSERT_OK(rank.Meet("planted"));
-      Status status = rank.Go(
-          *transport, comm.rank() == 1 ? Deadline::After(milliseconds(200)) : LinkPatience());
+      Status status =
+          rank.Go(*transport, comm.rank() == 1 ? Deadline::After(patience) : LinkPatience());
       // Whose units were moved is told of the failure all the same.
       for (const Deadline end = LinkPatience(); status.ok() && !end.Passed();) {
         status = transport->Poll().status();
@@ -332,7 +333,8 @@ TEST_F(CudaLinkTest, AHungTransferIsNamedByItsDeadline) {
         EXPECT_THAT(status, HasMessage(rank == 1 ? "nccl: unit 0 (10000 bytes)"
                                                  : "rank 1: nccl: unit 0 (10000 bytes)"));
       },
-      [](int /*rank*/, BulkTransport& transport) { EXPECT_OK(transport.Settle(LinkPatience())); });
+      [](int /*rank*/, BulkTransport& transport) { EXPECT_OK(transport.Settle(LinkPatience())); },
+      milliseconds(200));
   EXPECT_STREQ(shim_.misuse(), "");
   EXPECT_EQ(shim_.live(), 0);
 }
@@ -362,7 +364,8 @@ TEST_F(CudaLinkTest, AHungStreamIsNamedByItsDeadline) {
         EXPECT_THAT(settled, HasMessage("may still be written"));
         TheFakeCuda().set_fault({});
         EXPECT_OK(transport.Settle(LinkPatience()));
-      });
+      },
+      milliseconds(200));
   EXPECT_STREQ(shim_.misuse(), "");
   EXPECT_EQ(shim_.live(), 0);
 }
