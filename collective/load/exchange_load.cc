@@ -18,9 +18,11 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
 #include "collective/comm/collective_frame.h"
 #include "collective/comm/collective_round.h"
 #include "collective/guarded.h"
+#include "collective/load/device_exchange.h"
 #include "collective/load/exchange_reader.h"
 #include "collective/load/exchange_units.h"
 #include "shard/copy_plan.h"
@@ -415,40 +417,100 @@ class UnitStream final : public LocalWork {
   std::thread thread_;  // Last: uses all others.
 };
 
+// Below this the way between devices is not worth making: NCCL takes a second or two for it.
+constexpr std::uint64_t kWorthAWay = std::uint64_t{2} << 30;
+
+// What stands on devices in the end is proved there or not at all: its bytes need not be looked at
+// on their way.
+bool GoesBetweenDevices(const PlannedTensor& tensor, LoadVerify verify) {
+  return verify == LoadVerify::kOff || tensor.proof.possible;
+}
+
+// The way between devices, where this load takes it: all ranks or none. Null: it does not.
+Result<std::unique_ptr<DeviceWay>> FindWay(Collective& collective, const LoadPlan& plan,
+                                           const ExchangeRules& rules) {
+  std::unique_ptr<DeviceWay> none;
+  if (rules.via == ExchangeVia::kHost) return none;
+  const bool asked = rules.via == ExchangeVia::kDevices;
+  std::uint64_t bytes = 0;
+  for (const PlannedTensor& tensor : plan.tensors) {
+    if (tensor.exchange && GoesBetweenDevices(tensor, rules.verify)) {
+      bytes += tensor.entry().meta.bytes();
+    }
+  }
+  const bool one_group = std::all_of(plan.groups.begin(), plan.groups.end(),
+                                     [&](int group) { return group == plan.groups[0]; });
+  if (!rules.device || !one_group) {
+    if (!asked) return none;
+    return Status(Code::kUnsupported,
+                  one_group ? "an exchange between devices: on some rank there is a tensor that is "
+                              "not on its one device"
+                            : "an exchange between devices has one group of ranks");
+  }
+  if (bytes == 0 || (!asked && bytes < kWorthAWay)) return none;
+  Result<std::unique_ptr<DeviceWay>> way =
+      DeviceWay::Open(collective, rules.timeouts, *rules.device);
+  const Code code = way.status().code();
+  const bool can_do_without =
+      code == Code::kUnsupported || code == Code::kUnavailable || code == Code::kResourceExhausted;
+  if (asked || !can_do_without) return way;
+  if (collective.rank() == 0) {
+    Log(LogLevel::kWarning,
+        "load: what ranks exchange goes through the host: " + way.status().message());
+  }
+  return none;
+}
+
 }  // namespace
 
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
-                      const DeviceRules& devices, LoadVerify verify, LoadReport& report,
+                      const ExchangeRules& rules, LoadReport& report,
                       const std::function<void(std::uint64_t)>& progress) {
-  ExchangeUnits units(checkpoint, plan, targets, collective.rank());
-  UnitReader reader(checkpoint, verify);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceWay> way,
+                               FindWay(collective, plan, rules));
+  UnitReader reader(checkpoint, rules.verify);
   Pool pool;
-  for (;;) {
-    bool more = false;
-    const Status planned = Guarded([&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
-      // Before all agree that there is no more.
-      TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
-      if (!more)
-        return verify == LoadVerify::kOff ? Status() : CheckArrived(targets, true, devices);
-      return {};
-    });
-    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));
-    if (!more) break;
-    std::uint64_t bytes = 0;
-    for (const ExchangeUnit& unit : units.units()) {
-      bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
+  // First what goes between devices, then the rest.
+  for (const bool between : {true, false}) {
+    if (between && way == nullptr) continue;
+    ExchangeUnits units(
+        checkpoint, plan, targets, collective.rank(), [&](const PlannedTensor& tensor) {
+          return (way != nullptr && GoesBetweenDevices(tensor, rules.verify)) == between;
+        });
+    for (;;) {
+      bool more = false;
+      const Status planned = Guarded([&]() -> Status {
+        TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
+        // Before all agree that there is no more.
+        TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
+        if (!more && !between && rules.verify != LoadVerify::kOff) {
+          return CheckArrived(targets, true, rules.devices);
+        }
+        return {};
+      });
+      TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));
+      if (!more) break;
+      if (between) {
+        TENSORMOUNT_RETURN_IF_ERROR(
+            ExchangeOnDevices(collective, units, *way,
+                              {&checkpoint, rules.devices, rules.threads, progress}, report));
+        continue;
+      }
+      std::uint64_t bytes = 0;
+      for (const ExchangeUnit& unit : units.units()) {
+        bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
+      }
+      UnitStream stream(collective, units, reader, pool, writer, report, progress);
+      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
     }
-    UnitStream stream(collective, units, reader, pool, writer, report, progress);
-    TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
   }
   report.bytes_read += reader.bytes_read();
   report.peak_buffer_bytes = std::max(report.peak_buffer_bytes, pool.peak());
   for (LoadTarget& target : targets) {
     if (!target.tensor->exchange || target.convert) continue;
     target.stats.bytes_wanted = target.bytes;
-    const bool by_leaf = verify != LoadVerify::kOff && !target.tensor->proof.possible &&
+    const bool by_leaf = rules.verify != LoadVerify::kOff && !target.tensor->proof.possible &&
                          target.tensor->entry().has_digest;
     if (by_leaf) target.stats.bytes_by_leaf = target.bytes;
   }

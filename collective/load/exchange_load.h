@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 
 #include "base/file_system.h"
@@ -25,17 +26,31 @@ namespace tensormount {
 // arrives is what was read, and in the order in which every rank worked out the units. Memory: 8
 // MiB and one unit, however large the checkpoint is.
 //
+// Where all ranks want their parts in memory of devices, and there is a way between these, bytes go
+// by that instead (device_exchange.h).
+
+// How a load exchanges. What it names must outlive the call.
+struct ExchangeRules {
+  LoadVerify verify = LoadVerify::kAuto;
+  ExchangeVia via = ExchangeVia::kAuto;
+  // That all tensors of this rank are on, where that is so on every rank: there or nowhere.
+  std::optional<Device> device;
+  Timeouts timeouts;
+  int threads = 1;  // That read what goes between devices.
+  DeviceRules devices;
+};
+
 // Loads the tensors marked `exchange`, in groups of ranks: one of those who want a block of rows of
 // a chunk reads it, cuts it up and sends the others their parts. What is short on disk is then
 // never read alone, what several ranks want is read once, and what one rank wants is not sent at
 // all. Reading goes on in a thread of its own while pieces are on their way; there are no rounds,
 // and what is on its way at a time is bounded. Adds to stats of the targets (bytes_wanted,
 // bytes_by_leaf) and to the report (bytes read and received, messages, peak of memory). `progress`
-// is called, on the reading thread, with what each block read. Collective; the verdict is the same
-// everywhere.
+// is called, on the threads that read, with what each block read. Collective; the verdict is the
+// same everywhere.
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
-                      const DeviceRules& devices, LoadVerify verify, LoadReport& report,
+                      const ExchangeRules& rules, LoadReport& report,
                       const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tensormount

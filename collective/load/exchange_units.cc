@@ -23,8 +23,8 @@ constexpr std::size_t kBatchChunks = 8192;
 }  // namespace
 
 ExchangeUnits::ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
-                             std::span<LoadTarget> targets, int rank)
-    : checkpoint_(checkpoint), plan_(plan), rank_(rank) {
+                             std::span<LoadTarget> targets, int rank, Wanted wanted)
+    : checkpoint_(checkpoint), plan_(plan), rank_(rank), wanted_(std::move(wanted)) {
   mine_.resize(plan.tensors.size());
   for (LoadTarget& target : targets) {
     mine_[static_cast<std::size_t>(target.tensor - plan.tensors.data())].push_back(&target);
@@ -93,7 +93,7 @@ Result<bool> ExchangeUnits::Next() {
   std::size_t chunks = 0;
   for (; next_tensor_ < plan_.tensors.size(); ++next_tensor_, next_chunk_ = 0) {
     const PlannedTensor& tensor = plan_.tensors[next_tensor_];
-    if (!tensor.exchange) continue;
+    if (!tensor.exchange || !wanted_(tensor)) continue;
     // A batch may have ended before this tensor's first chunk.
     if (!prepared_.contains(next_tensor_)) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
     const std::vector<ExchangeUnit>& stored = prepared_[next_tensor_].chunks;

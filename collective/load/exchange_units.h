@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <vector>
@@ -48,9 +49,11 @@ struct ExchangeBox {
 // what this rank does with the bytes.
 class ExchangeUnits {
  public:
-  // `targets` are this rank's, in the order of the plan.
+  // `targets` are this rank's, in the order of the plan. Of the tensors that the plan exchanges
+  // only those that are `wanted`: the same on all ranks.
+  using Wanted = std::function<bool(const PlannedTensor& tensor)>;
   ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
-                std::span<LoadTarget> targets, int rank);
+                std::span<LoadTarget> targets, int rank, Wanted wanted);
 
   // Units for the next few GiB that the plan exchanges, wanted by this group or not: all groups
   // make as many steps. False where nothing was left. Every cell that this rank wants of them
@@ -84,6 +87,7 @@ class ExchangeUnits {
   const OpenedCheckpoint& checkpoint_;
   const LoadPlan& plan_;
   const int rank_;
+  const Wanted wanted_;
   std::vector<std::vector<LoadTarget*>> mine_;  // By position in the plan.
   std::uint64_t group_size_ = 1;
   std::vector<bool> in_group_;       // By rank.

@@ -185,7 +185,8 @@ class LoadJob {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         agreed_, Meet(
                      comm_, collective_, opened_.ok() ? &checkpoint_->index() : nullptr,
-                     std::move(part), options_, [&] { return Validate(); }, &report_.plan_reused));
+                     std::move(part), options_, [&] { return Validate(); }, met_));
+    report_.plan_reused = met_.plan_reused;
     TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_stored, agreed_->not_stored, Code::kNotFound,
                                       "asked for, but not stored: ", report_.not_stored));
     return ActOn(options_.not_requested, agreed_->not_requested, Code::kInvalidArgument,
@@ -301,10 +302,18 @@ class LoadJob {
       const std::uint64_t before = report_.bytes_read + report_.bytes_received;
       // A rank that is cancelled sends until all are told, and one that waits for a device cannot
       // answer others meanwhile.
+      DeviceRules waits = devices_;
+      waits.cancel = nullptr;
+      const ExchangeRules rules{.verify = options_.verify,
+                                .via = options_.exchange_via,
+                                .device = met_.on_devices ? TheDevice(request_) : std::nullopt,
+                                .timeouts = options_.timeouts,
+                                .threads = ReadThreads(options_.threads, agreed_->ranks_here),
+                                .devices = waits};
       writer_->WaitOn(std::min(devices_.patience, options_.timeouts.liveness));
       const Status status =
-          LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, devices_,
-                         options_.verify, report_, [&](std::uint64_t read) { CountRead(read); });
+          LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, rules, report_,
+                         [&](std::uint64_t read) { CountRead(read); });
       *bytes = report_.bytes_read + report_.bytes_received - before;
       return status;
     });
@@ -367,6 +376,7 @@ class LoadJob {
   std::optional<DeviceWriter> writer_;
   Hash128 identity_;
   std::shared_ptr<const AgreedPlan> agreed_;
+  Met met_;
   std::vector<LoadTarget> targets_;  // In file order; not the empty ones.
   std::string unproved_;             // UnprovedByAny.
   std::vector<bool> proved_;         // By position in the plan: proved by digest.

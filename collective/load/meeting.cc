@@ -25,6 +25,7 @@ std::shared_ptr<KeptPlans<AgreedPlan>> PlansOf(Communicator& comm) {
 constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
+constexpr std::uint32_t kOnDevice = 4;
 constexpr std::uint32_t kCardVersion = 1u << 24;  // In the upper byte of the flags.
 struct Card {
   Hash128 request;
@@ -43,7 +44,7 @@ std::string EncodeCard(const MeetingPart& part) {
   out.U64(part.machine);
   out.U32(static_cast<std::uint32_t>(part.group));
   out.U32(kCardVersion | (part.needs.proof ? kNeedsProof : 0) |
-          (part.needs.short_runs ? kShortRuns : 0));
+          (part.needs.short_runs ? kShortRuns : 0) | (part.on_device ? kOnDevice : 0));
   return std::move(out.bytes());
 }
 
@@ -57,7 +58,7 @@ Result<Card> DecodeCard(std::string_view bytes, std::size_t rank) {
   card.machine = in.U64();
   card.group = static_cast<std::int32_t>(in.U32());
   card.flags = in.U32();
-  if ((card.flags & ~(kNeedsProof | kShortRuns)) != kCardVersion) {
+  if ((card.flags & ~(kNeedsProof | kShortRuns | kOnDevice)) != kCardVersion) {
     return Status(Code::kInvalidArgument,
                   "rank " + std::to_string(rank) + " runs another version of tensormount");
   }
@@ -80,6 +81,7 @@ struct Opening {
   Agreement agreed;
   bool whole = false;  // Everybody needs everybody's request.
   bool several_machines = false;
+  bool on_devices = false;  // Every rank.
   int ranks_here = 1;       // Of the machine that has most.
   RankClasses speakers;     // Of equal requests. Where they are wanted; else empty, as is
   std::vector<int> groups;  // by rank.
@@ -90,6 +92,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
   std::map<std::uint64_t, std::uint32_t> of_machine;  // Ranks.
   AgreementMaker maker(kLoadDomain);
   std::uint32_t flags = 0;
+  bool on_devices = true;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Card card, DecodeCard(parts[rank], rank));
     cards.push_back(card);
@@ -100,6 +103,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
     }
     ++of_machine[card.machine];
     flags |= card.flags;
+    on_devices = on_devices && (card.flags & kOnDevice) != 0;
     const Hash128 mine = BroughtBy(card.request, card.call, card.machine, card.group);
     const std::uint64_t words[] = {mine.low, mine.high};
     maker.Add(words, card.kept.low);
@@ -114,6 +118,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
   WriteAgreement(out, agreed);
   out.U8(whole ? 1 : 0);
   out.U8(several ? 1 : 0);
+  out.U8(on_devices ? 1 : 0);
   out.U32(fullest);
   if (whole && !agreed.unchanged) {
     WriteClasses(out, ClassesOf(cards.size(), [&](std::size_t r) { return cards[r].request; }));
@@ -128,6 +133,7 @@ Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
   opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
   opening.several_machines = in.U8() != 0;
+  opening.on_devices = in.U8() != 0;
   opening.ranks_here = static_cast<int>(in.U32());
   if (opening.whole && !opening.agreed.unchanged) {
     TENSORMOUNT_RETURN_IF_ERROR(
@@ -240,6 +246,16 @@ Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
 
 }  // namespace
 
+std::optional<Device> TheDevice(const StateDict& request) {
+  std::optional<Device> device;
+  for (const StateDict::TensorItem& item : request.tensors()) {
+    const BufferView& data = item.shard.data;
+    if (!OnDevice(data) || (device && !(*device == data.device))) return std::nullopt;
+    device = data.device;
+  }
+  return device;
+}
+
 std::uint64_t ThisMachine() {
   static const std::uint64_t machine = [] {
     std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -258,6 +274,7 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
   part.request_hash = Xxh3(part.request);
   part.machine = ThisMachine();
   part.group = options.exchange_group;
+  part.on_device = TheDevice(request).has_value();
   ByteWriter call;
   call.Hash(CallFingerprint(path, options));
   call.Hash(identity);
@@ -286,8 +303,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
                                                const CheckpointIndex* index,
                                                Result<MeetingPart> prepared,
                                                const LoadOptions& options,
-                                               const std::function<Status()>& validate,
-                                               bool* reused) {
+                                               const std::function<Status()>& validate, Met& met) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
       collective.Decide(
@@ -296,7 +312,8 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
           prepared.status()));
   const MeetingPart part = std::move(prepared).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(Opening opening, ReadOpening(told, collective.size()));
-  *reused = opening.agreed.unchanged;
+  met.plan_reused = opening.agreed.unchanged;
+  met.on_devices = opening.on_devices;
   if (opening.agreed.unchanged) {
     if (part.at_hand != nullptr && part.at_hand->job == opening.agreed.job) return part.at_hand;
     return Status(Code::kInternal, "load: the plan of another job is at hand");

@@ -49,6 +49,7 @@ struct MeetingPart {
   Hash128 mine;
   std::uint64_t machine = 0;
   int group = 0;
+  bool on_device = false;                     // TheDevice.
   std::shared_ptr<const AgreedPlan> at_hand;  // Null: none.
   std::shared_ptr<const Resolved> resolved;
   LoadNeeds needs;
@@ -59,6 +60,12 @@ struct MeetingPart {
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,
                                    const StateDict& request, std::string_view path,
                                    const Hash128& identity, const LoadOptions& options);
+
+// What ranks tell each other and no plan keeps.
+struct Met {
+  bool plan_reused = false;
+  bool on_devices = false;  // Every rank has a device that all its tensors are on.
+};
 
 // Collective; the verdict is the same on every rank, also where one could make no part of its own:
 // `prepared` is then why. `index` is null only there.
@@ -74,8 +81,10 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
                                                const CheckpointIndex* index,
                                                Result<MeetingPart> prepared,
                                                const LoadOptions& options,
-                                               const std::function<Status()>& validate,
-                                               bool* reused);
+                                               const std::function<Status()>& validate, Met& met);
+
+// The one that all tensors of a request are on; nothing where there is none, or no tensor.
+std::optional<Device> TheDevice(const StateDict& request);
 
 // A number for this machine since it was started.
 std::uint64_t ThisMachine();

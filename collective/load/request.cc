@@ -158,6 +158,7 @@ Hash128 CallFingerprint(std::string_view path, const LoadOptions& options) {
   out.U8(options.validate ? 1 : 0);
   out.U8(static_cast<std::uint8_t>(options.verify));
   out.U8(static_cast<std::uint8_t>(options.path));
+  out.U8(static_cast<std::uint8_t>(options.exchange_via));
   out.U8(options.reuse_plan ? 1 : 0);
   return Xxh3(out.bytes());
 }

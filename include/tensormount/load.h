@@ -52,6 +52,12 @@ enum class LoadVerify {
 // run on several machines, so that they share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
+// How bytes that ranks pass on go. kDevices: from device to device (NCCL), which needs every tensor
+// that a rank asks for in memory of one device, of its own, and a proof by digest, or none; other
+// tensors go through the host. kUnsupported or kUnavailable say why it cannot be. kAuto: so where it
+// can be and more than 2 GiB are exchanged, otherwise through the host.
+enum class ExchangeVia { kAuto, kHost, kDevices };
+
 // What a load does where the stored tensor or object differs from the one that is asked for.
 // Whoever asks for nothing special gets an error.
 struct LoadRule {
@@ -86,6 +92,7 @@ struct LoadOptions {
   bool validate = false;
   LoadVerify verify = LoadVerify::kAuto;
   LoadPath path = LoadPath::kAuto;
+  ExchangeVia exchange_via = ExchangeVia::kAuto;
   // Ranks with equal numbers form a group that exchanges; others read for themselves. May differ
   // between ranks, as the only option.
   int exchange_group = 0;
@@ -112,6 +119,7 @@ class TENSORMOUNT_EXPORT LoadReport {
   std::uint64_t bytes_wanted = 0;  // Of this rank.
   std::uint64_t bytes_read = 0;
   std::uint64_t bytes_received = 0;  // From other ranks.
+  std::uint64_t bytes_between_devices = 0;  // Of them: that came without the host.
   // Verified how; the three add up to bytes_wanted. What another rank read was compared with its
   // leaves by that rank, and with that rank's checksum by this one.
   std::uint64_t bytes_by_leaf = 0;

@@ -63,7 +63,7 @@ namespace cuda = gpu::cuda;
 using cuda::Address;
 using Error = cuda::Result;
 
-constexpr int kMostDevices = 3;
+constexpr int kMostDevices = 4;
 
 struct Allocation {
   int ordinal = 0;

@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads by exchange whose bytes go from device to device: gpu/ over the driver of the tests, NCCL
+// by the shim, each rank a thread with a device of its own.
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tensormount/load.h"
+
+#include "collective/save_load.h"
+#include "tests/collective/load_testing.h"
+#include "tests/gpu/nccl_shim_testing.h"
+#include "tests/support/fake_cuda_devices.h"
+#include "tests/support/random.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace tensormount {
+namespace {
+
+using gpu::NcclShim;
+using std::chrono::milliseconds;
+using testing::Each;
+
+constexpr int kExchangeRanks = 4;
+
+gpu::CudaOptions ExchangeDevices() {
+  gpu::CudaOptions options = FakeCudaDevices::Small();
+  options.nccl = {.library = NcclShim::PathOf(NcclShim::Version::kNew),
+                  .group_units = 8,
+                  .patience = milliseconds(100)};
+  return options;
+}
+
+// A request whose buffers are moved to one device, and back.
+class OnItsDevice {
+ public:
+  OnItsDevice(const StateDict& request, DeviceOps& ops, int ordinal) : ops_(ops) {
+    for (const StateDict::TensorItem& item : request.tensors()) {
+      Shard shard = item.shard;
+      const std::uint64_t bytes =
+          RegionBytes(shard.data.dtype, shard.global_shape, shard.region).value();
+      auto* const here = static_cast<std::byte*>(shard.data.data);
+      // Not at the begin of what was allocated.
+      std::byte* const memory = ops.Allocate(static_cast<std::size_t>(bytes) + 64).value();
+      std::byte* const there = memory + 24;
+      std::memcpy(TheFakeCuda().reveal(there), here, static_cast<std::size_t>(bytes));
+      moved_.push_back({memory, there, here, static_cast<std::size_t>(bytes)});
+      shard.data.data = there;
+      shard.data.device = {DeviceKind::kCuda, ordinal};
+      shard.data.memory = MemoryKind::kDevice;
+      EXPECT_OK(dict.AddTensor(item.key, shard));
+    }
+  }
+  ~OnItsDevice() {
+    for (const Moved& one : moved_) {
+      std::memcpy(one.here, TheFakeCuda().reveal(one.there), one.bytes);
+      ops_.Free(one.memory);
+    }
+  }
+  OnItsDevice(const OnItsDevice&) = delete;
+  OnItsDevice& operator=(const OnItsDevice&) = delete;
+  StateDict dict;
+
+ private:
+  struct Moved {
+    std::byte* memory = nullptr;
+    std::byte* there = nullptr;
+    std::byte* here = nullptr;
+    std::size_t bytes = 0;
+  };
+  DeviceOps& ops_;
+  std::vector<Moved> moved_;
+};
+
+class DeviceExchangeTest : public testing::Test {
+ protected:
+  DeviceExchangeTest() : devices_(ExchangeDevices()) { TheFakeCuda().set_delay(0); }
+  ~DeviceExchangeTest() override {
+    TheFakeCuda().set_fault({});
+    TheFakeCuda().set_memory_limit(~std::size_t{0});
+    TheFakeCuda().quiesce();
+    unsetenv("FAKE_CUDA_DEVICES");
+  }
+
+  static LoadOptions Between(LoadVerify verify = LoadVerify::kAuto) {
+    LoadOptions options;
+    options.path = LoadPath::kExchange;
+    options.exchange_via = ExchangeVia::kDevices;
+    options.verify = verify;
+    options.threads = 2;
+    options.timeouts.arrival = std::chrono::seconds(40);
+    return options;
+  }
+  // `ordinal`: which device each rank has.
+  std::vector<LoadedRank> Load(const std::string& path, const std::vector<GlobalTensor>& tensors,
+                               const std::vector<std::vector<Wish>>& wishes,
+                               const LoadOptions& options,
+                               const std::function<int(int rank)>& ordinal = {},
+                               const std::atomic<bool>* cancel = nullptr) {
+    LoadSetup setup;
+    setup.options = [&](int) { return options; };
+    setup.load = [&](FileSystem& fs, const StateDict& request, Communicator& comm,
+                     const LoadOptions& of_rank) {
+      const int device = ordinal ? ordinal(comm.rank()) : comm.rank();
+      if (device < 0) return LoadOn(fs, request, path, comm, of_rank);
+      const auto ops = devices_.cuda().Open({DeviceKind::kCuda, device}).value();
+      const OnItsDevice moved(request, *ops, device);
+      LoadControl control;
+      control.cancel = cancel;
+      return LoadOn(fs, moved.dict, path, comm, of_rank, control);
+    };
+    return LoadWishesWith(path, tensors, wishes, setup);
+  }
+
+  const int set_ = setenv("FAKE_CUDA_DEVICES", "4", 1);  // Before devices are opened.
+  NcclShim shim_;
+  FakeCudaDevices devices_;
+  TempDir dir_;
+};
+
+std::vector<GlobalTensor> Several() {
+  return {MakeGlobal("w", DType::kF32, {96, 200}), MakeGlobal("odd", DType::kU8, {37, 13, 11}),
+          MakeGlobal("bf", DType::kBF16, {64, 65}), MakeGlobal("one", DType::kF64, {1}),
+          MakeGlobal("row", DType::kF32, {5000})};
+}
+
+TEST_F(DeviceExchangeTest, AnyShardingFromAnyOtherAndEachByteCrossesOnce) {
+  const std::vector<GlobalTensor> tensors = Several();
+  for (int d = 0; d < kExchangeRanks; ++d) {  // Which brings them their tables.
+    ASSERT_OK(devices_.cuda().Open({DeviceKind::kCuda, d}));
+  }
+  for (const char* const saved : {"rows", "cols", "flat"}) {
+    const std::string path = dir_.Join(std::string("store/") + saved);
+    ASSERT_OK(SaveByRule(path, tensors, saved, 3));
+    for (const char* const rule : {"rows", "cols", "grid:2x2", "flat", "replicate"}) {
+      const auto wishes = WishesByRule(tensors, rule, kExchangeRanks);
+      const std::size_t crossed = TheFakeCuda().counts().crossed_bytes;
+      const auto loaded = Load(path, tensors, wishes, Between());
+      ASSERT_EQ(WhatIsWrong(tensors, wishes, loaded), "") << saved << " to " << rule;
+      std::uint64_t read = 0;
+      std::uint64_t between = 0;
+      std::uint64_t proved = 0;
+      std::uint64_t wanted = 0;
+      for (const LoadedRank& rank : loaded) {
+        read += rank.report.bytes_read;
+        between += rank.report.bytes_between_devices;
+        EXPECT_EQ(rank.report.bytes_between_devices, rank.report.bytes_received);
+        proved += rank.report.bytes_by_digest;
+        wanted += rank.report.bytes_wanted;
+      }
+      EXPECT_GT(between, 0u);
+      EXPECT_EQ(proved, wanted);
+      // What was read, and digests on the way back.
+      EXPECT_LE(TheFakeCuda().counts().crossed_bytes - crossed, read + 4096)
+          << saved << " to " << rule << " between " << between;
+    }
+  }
+}
+
+TEST_F(DeviceExchangeTest, ManyWindowsInLittleMemory) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {1500, 1100}),
+                                             MakeGlobal("v", DType::kU16, {900'001})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  // The tensors, and areas of 1 MiB: six.
+  TheFakeCuda().set_memory_limit(std::size_t{18} << 20);
+  for (const char* const rule : {"cols", "replicate"}) {
+    const auto wishes = WishesByRule(tensors, rule, kExchangeRanks);
+    const auto loaded = Load(path, tensors, wishes, Between());
+    EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "") << rule;
+    for (const LoadedRank& rank : loaded) EXPECT_GT(rank.report.bytes_between_devices, 0u);
+  }
+}
+
+// Columns that overlap cannot be proved by digest; unproved they go between devices all the same,
+// and a unit that more ranks want parts of than an area holds is read again.
+TEST_F(DeviceExchangeTest, RegionsThatOverlap) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {700, 900})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  Random random(TestSeed());
+  std::vector<std::vector<Wish>> wishes(kExchangeRanks);
+  for (auto& of_rank : wishes) {
+    for (int i = 0; i < 6; ++i) {
+      const std::int64_t begin = random.Int(0, 200);
+      const std::int64_t row = random.Int(0, 100);
+      of_rank.push_back({0, Box::Make({row, begin}, {700 - row - i, 690}).value()});
+    }
+  }
+  TheFakeCuda().set_memory_limit(std::size_t{22} << 20);
+  const auto unproved = Load(path, tensors, wishes, Between(LoadVerify::kOff));
+  EXPECT_EQ(WhatIsWrong(tensors, wishes, unproved), "");
+  for (const LoadedRank& rank : unproved) EXPECT_GT(rank.report.bytes_between_devices, 0u);
+  // By leaf, through the host.
+  const auto proved = Load(path, tensors, wishes, Between());
+  EXPECT_EQ(WhatIsWrong(tensors, wishes, proved), "");
+  for (const LoadedRank& rank : proved) {
+    EXPECT_EQ(rank.report.bytes_between_devices, 0u);
+    EXPECT_EQ(rank.report.bytes_unverified, 0u);
+  }
+}
+
+TEST_F(DeviceExchangeTest, SaysWhyItCannotBe) {
+  const std::vector<GlobalTensor> tensors = Several();
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  const auto expect = [&](const std::function<int(int)>& ordinal, Code code, const char* words) {
+    for (const LoadedRank& rank : Load(path, tensors, wishes, Between(), ordinal)) {
+      EXPECT_THAT(rank.status, HasCode(code));
+      EXPECT_THAT(rank.status, HasMessage(words));
+    }
+    // Whoever leaves it to us gets the bytes.
+    LoadOptions any = Between();
+    any.exchange_via = ExchangeVia::kAuto;
+    const auto loaded = Load(path, tensors, wishes, any, ordinal);
+    EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "");
+  };
+  expect([](int rank) { return rank == 2 ? -1 : rank; }, Code::kUnsupported,
+         "on some rank there is a tensor that is not on its one device");
+  expect([](int rank) { return rank / 2; }, Code::kUnsupported, "are both on");
+  LoadOptions groups = Between();
+  LoadSetup setup;
+  setup.options = [&](int rank) {
+    LoadOptions options = groups;
+    options.exchange_group = rank % 2;
+    return options;
+  };
+  setup.load = [&](FileSystem& fs, const StateDict& request, Communicator& comm,
+                   const LoadOptions& options) {
+    const auto ops = devices_.cuda().Open({DeviceKind::kCuda, comm.rank()}).value();
+    const OnItsDevice moved(request, *ops, comm.rank());
+    return LoadOn(fs, moved.dict, path, comm, options);
+  };
+  for (const LoadedRank& rank : LoadWishesWith(path, tensors, wishes, setup)) {
+    EXPECT_THAT(rank.status, HasCode(Code::kUnsupported));
+    EXPECT_THAT(rank.status, HasMessage("one group of ranks"));
+  }
+}
+
+TEST_F(DeviceExchangeTest, DamageIsFoundByTheDigestOfWhatArrived) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  FlipByte(DataFiles(path).front(), 70'000);
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  for (const LoadedRank& rank : Load(path, tensors, wishes, Between())) {
+    EXPECT_THAT(rank.status, HasCode(Code::kDataLoss));
+    EXPECT_THAT(rank.status, HasMessage("tensor w"));
+  }
+}
+
+// Each kind of failure on one rank is the verdict of all, by the deadline, and the next load over
+// the same devices is good.
+TEST_F(DeviceExchangeTest, AFailureOfOneIsTheVerdictOfAll) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  struct Fault {
+    const char* what;
+    std::function<void()> plant;
+    std::vector<Code> codes;
+  };
+  const std::vector<Fault> faults = {
+      {"a send that never ends",
+       [&] { shim_.Fault("ncclSend", 1, 1, kNcclShimHang); },
+       {Code::kDeadlineExceeded}},
+      {"a receive that fails",
+       [&] { shim_.Fail("ncclRecv", 2, 0, gpu::NcclResult::kInternalError); },
+       {Code::kInternal, Code::kUnavailable}},
+      {"a kernel that fails",
+       [] {
+         static std::atomic<int> left;
+         left = 5;
+         TheFakeCuda().set_fault([](std::string_view what) {
+           return what == "cuLaunchKernel" && --left == 0 ? gpu::cuda::Result{719}
+                                                          : gpu::cuda::Result{0};
+         });
+       },
+       {Code::kUnavailable, Code::kInternal}}};
+  for (const Fault& fault : faults) {
+    fault.plant();
+    LoadOptions options = Between();
+    options.timeouts.arrival = std::chrono::seconds(4);
+    const auto begin = std::chrono::steady_clock::now();
+    for (const LoadedRank& rank : Load(path, tensors, wishes, options)) {
+      EXPECT_FALSE(rank.status.ok()) << fault.what;
+      EXPECT_THAT(fault.codes, testing::Contains(rank.status.code()))
+          << fault.what << ": " << rank.status.ToString();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30)) << fault.what;
+    shim_.reset();
+    TheFakeCuda().set_fault({});
+    const auto loaded = Load(path, tensors, wishes, Between());
+    ASSERT_EQ(WhatIsWrong(tensors, wishes, loaded), "") << "after " << fault.what;
+  }
+}
+
+}  // namespace
+}  // namespace tensormount
