@@ -110,6 +110,8 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
     return {Code::kUnavailable, status.message()};
   }
   const std::pair<const char*, cuda::Function*> wanted[] = {{"tensormount_copy", &kernels_.copy},
+                                                            {"tensormount_runs", &kernels_.runs},
+                                                            {"tensormount_tiles", &kernels_.tiles},
                                                             {"tensormount_hash", &kernels_.hash},
                                                             {"tensormount_crc", &kernels_.crc}};
   for (const auto& [name, function] : wanted) {

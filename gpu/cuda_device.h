@@ -33,6 +33,8 @@ struct CudaOptions {
 // The kernels of an image, loaded for one context.
 struct CudaKernels {
   cuda::Function copy = nullptr;
+  cuda::Function runs = nullptr;
+  cuda::Function tiles = nullptr;
   cuda::Function hash = nullptr;
   cuda::Function crc = nullptr;
 };

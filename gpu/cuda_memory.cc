@@ -119,7 +119,7 @@ Result<Scratch> ScratchPool::Make() {
     cuda::Address data = 0;
     const cuda::Result result = context_->driver().cuMemAlloc(&data, bytes + kResultBytes);
     status = context_->Check(result, "allocate a buffer of " + std::to_string(bytes) + " bytes");
-    if (status.ok()) return Scratch{data, bytes};
+    if (status.ok()) return Scratch{data, bytes, true};
     if (result != cuda::kOutOfMemory) break;
   }
   if (status.code() == Code::kResourceExhausted) {

@@ -48,6 +48,9 @@ class PinnedMemory {
 struct Scratch {
   cuda::Address data = 0;
   std::size_t data_bytes = 0;
+  // Never written so far: what is between bytes that cross may cross with them, and kernels read
+  // all of a word of which they want a part.
+  bool fresh = true;
   cuda::Address results() const { return data + data_bytes; }
 };
 

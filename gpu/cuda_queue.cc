@@ -67,6 +67,37 @@ void AddMember(kernels::Batch& batch, const StridedCopy& plan, const std::byte* 
   batch.begin[m + 1] = batch.begin[m] + bytes / word;
 }
 
+// The largest box of a copy that begins with its byte `first`, counted along its dense side, and
+// has `bytes` at most: less than all where that begins within rows, or ends there. Where it is no
+// box of runs, all of them without a plan.
+struct BoxOfPlan {
+  StridedCopy plan;
+  std::uint64_t bytes = 0;
+};
+BoxOfPlan BoxAt(const StridedCopy& plan, std::uint64_t first, std::uint64_t bytes) {
+  BoxOfPlan box{plan, bytes};
+  box.plan.axes = 0;
+  if (first % plan.run != 0 || bytes < plan.run) return box;
+  std::uint64_t each = plan.bytes();  // Of one step along the axis.
+  for (const StridedCopy::Axis& axis : plan.loops()) {
+    each /= static_cast<std::uint64_t>(axis.count);
+    const auto at = static_cast<std::int64_t>(first / each) % axis.count;
+    box.plan.src_offset += at * axis.src;
+    box.plan.dst_offset += at * axis.dst;
+    StridedCopy::Axis& own = box.plan.axis[static_cast<std::size_t>(box.plan.axes)];
+    if (box.plan.axes > 0) {
+      own = axis;
+      ++box.plan.axes;
+    } else if (first % each == 0 && each <= bytes) {
+      const auto steps = std::min(static_cast<std::int64_t>(bytes / each), axis.count - at);
+      own = {steps, axis.src, axis.dst};
+      ++box.plan.axes;
+      box.bytes = static_cast<std::uint64_t>(steps) * each;
+    }
+  }
+  return box;
+}
+
 std::uint64_t WordThatDivides(std::uint64_t word, std::uint64_t a, std::uint64_t b) {
   const std::uint64_t all = word | a | b;
   return all & (~all + 1);
@@ -147,7 +178,8 @@ CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream,
       pool_(device_->scratch()),
       stream_(stream),
       rules_(rules),
-      results_(std::make_shared<Results>(context_)) {}
+      results_(std::make_shared<Results>(context_)),
+      copies_(std::make_unique<Copies>()) {}
 
 // The driver keeps the stream until it has done what it was given.
 CudaQueue::~CudaQueue() {
@@ -171,9 +203,16 @@ Status CudaQueue::Flush() {
 }
 
 Status CudaQueue::NeedScratch() {
-  if (scratch_) return {};
-  TENSORMOUNT_ASSIGN_OR_RETURN(scratch_, pool_->Take());
-  return {};
+  if (!scratch_) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(scratch_, pool_->Take());
+  }
+  if (!scratch_->fresh) return {};
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
+      context_->driver().cuMemsetD8Async(scratch_->data, 0,
+                                         scratch_->data_bytes + ScratchPool::kResultBytes, stream_),
+      "clear a buffer"));
+  scratch_->fresh = false;
+  return Submitted();
 }
 
 Result<std::shared_ptr<CudaMark>> CudaQueue::Record() {
@@ -218,25 +257,84 @@ Result<std::shared_ptr<DeviceMark>> CudaQueue::Mark() {
   return std::shared_ptr<DeviceMark>(std::move(mark));
 }
 
-Status CudaQueue::Launch(cuda::Function function, std::uint64_t threads, void* job,
+Status CudaQueue::Launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void* job,
                          std::string_view name) {
-  const std::uint64_t blocks = (threads + kBlockThreads - 1) / kBlockThreads;
   const auto grid = static_cast<unsigned>(std::min(blocks, kMostBlocks));
   void* parameters[] = {job};
   TENSORMOUNT_RETURN_IF_ERROR(
-      context_->Check(context_->driver().cuLaunchKernel(function, grid, 1, 1, kBlockThreads, 1, 1,
-                                                        0, stream_, parameters, nullptr),
+      context_->Check(context_->driver().cuLaunchKernel(function, grid, 1, 1, threads, 1, 1, 0,
+                                                        stream_, parameters, nullptr),
                       name));
   return Submitted();
 }
 
 // ---- Copies ----------------------------------------------------------------------------------
 
-Status CudaQueue::CopyMembers(kernels::CopyJob& job) {
-  if (job.batch.count == 0) return {};
-  TENSORMOUNT_RETURN_IF_ERROR(Launch(device_->kernels().copy, job.batch.pieces(), &job, "copy"));
-  job.batch.count = 0;
-  return {};
+bool CudaQueue::CopiesAreFull() const {
+  const kernels::RunJob& runs = copies_->runs;
+  return runs.count == kernels::kRunBatch || runs.begin[runs.count] >> 31 != 0 ||
+         copies_->strided.batch.count == kBatch || copies_->tiles.count == kBatch;
+}
+
+std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from, std::byte* to,
+                                 std::uint64_t first, std::uint64_t bytes) {
+  const auto* const source = reinterpret_cast<const std::uint8_t*>(from);
+  auto* const target = reinterpret_cast<std::uint8_t*>(to);
+  if (plan.axes == 0) {
+    // Numbers of parts have 32 bits, half of which are left.
+    bytes = std::min(bytes, std::uint64_t{1} << 40);
+    kernels::RunJob& job = copies_->runs;
+    const auto parts =
+        static_cast<std::uint32_t>((bytes + kernels::kRunPart - 1) / kernels::kRunPart);
+    const auto m = static_cast<std::size_t>(job.count++);
+    job.from[m] = source + plan.src_offset + first;
+    job.to[m] = target + plan.dst_offset + first;
+    job.bytes[m] = bytes;
+    job.begin[m + 1] = job.begin[m] + parts;
+    return bytes;
+  }
+  // Tiles are of boxes.
+  if (kernels::CutIntoTiles(plan, from, to).tiles != 0) {
+    const BoxOfPlan box = BoxAt(plan, first, bytes);
+    bytes = box.bytes;
+    const kernels::Tiled tiled = kernels::CutIntoTiles(box.plan, from, to);
+    if (tiled.tiles != 0) {
+      kernels::TileJob& job = copies_->tiles;
+      const auto m = static_cast<std::size_t>(job.count++);
+      job.tiled[m] = tiled;
+      job.from[m] = source;
+      job.to[m] = target;
+      job.begin[m + 1] = job.begin[m] + tiled.tiles;
+      return bytes;
+    }
+  }
+  const std::uint64_t word = WordThatDivides(kernels::WordOf(plan, from, to), first, bytes);
+  kernels::CopyJob& job = copies_->strided;
+  job.to[job.batch.count] = target;
+  AddMember(job.batch, plan, from, word, first, bytes);
+  return bytes;
+}
+
+Status CudaQueue::LaunchCopies() {
+  kernels::RunJob& runs = copies_->runs;
+  kernels::CopyJob& strided = copies_->strided;
+  kernels::TileJob& tiles = copies_->tiles;
+  Status status;
+  constexpr unsigned kWarps = kBlockThreads / kernels::kLanes;
+  if (runs.count > 0) {
+    status = Launch(device_->kernels().runs, (runs.parts() + kWarps - 1) / kWarps, kBlockThreads,
+                    &runs, "copy");
+  }
+  if (status.ok() && strided.batch.count > 0) {
+    status = Launch(device_->kernels().copy,
+                    (strided.batch.pieces() + kBlockThreads - 1) / kBlockThreads, kBlockThreads,
+                    &strided, "copy");
+  }
+  if (status.ok() && tiles.count > 0) {
+    status = Launch(device_->kernels().tiles, tiles.tiles(), kBlockThreads, &tiles, "copy");
+  }
+  copies_->Clear();
+  return status;
 }
 
 Status CudaQueue::CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes,
@@ -267,6 +365,11 @@ Ends EndsOf(const DeviceCopy& copy, bool out) {
   return out ? Ends{to, from} : Ends{from, to};
 }
 
+// Whether bytes are worth a submission of their own: one run of so many.
+bool CrossesAlone(const StridedCopy& plan, std::uint64_t least) {
+  return plan.axes == 0 && plan.run >= least;
+}
+
 }  // namespace
 
 // Without memory on the device.
@@ -289,51 +392,53 @@ Status CudaQueue::Cross(std::span<const DeviceCopy> copies, Way way) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   TENSORMOUNT_RETURN_IF_ERROR(Flush());
-  std::vector<DeviceCopy> strided;
   for (const DeviceCopy& copy : copies) {
     if (!SideOf(copy.plan, way == Way::kOut).dense) {
       return {Code::kInternal, "a copy whose bytes do not lie side by side on the host"};
     }
   }
+  const std::uint64_t alone = copies.size() == 1 ? 1 : kLong;
+  bool others = false;
   for (const DeviceCopy& copy : copies) {
-    const std::uint64_t bytes = copy.plan.bytes();
-    if (bytes == 0) continue;
-    if (copy.plan.axes == 0 && (bytes >= kLong || copies.size() == 1)) {
-      const Ends ends = EndsOf(copy, way == Way::kOut);
-      TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(ends.host, ends.there, bytes, way));
-    } else {
-      strided.push_back(copy);
+    if (!CrossesAlone(copy.plan, alone)) {
+      others = others || copy.plan.run != 0;
+      continue;
     }
+    const Ends ends = EndsOf(copy, way == Way::kOut);
+    TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(ends.host, ends.there, copy.plan.run, way));
   }
-  return strided.empty() ? Status() : CrossStrided(strided, way);
+  return others ? CrossThroughScratch(copies, alone, way) : Status();
 }
 
 // A load brings the bytes to scratch memory before kernels spread them, a save after they packed
-// them. Then scratch memory is used again: the stream keeps the order.
-Status CudaQueue::CrossSpans(std::vector<Span>& spans, kernels::CopyJob& job, Way way) {
+// them. Then scratch memory may be used again: the stream keeps the order.
+Status CudaQueue::CrossSpans(std::vector<Span>& spans, Way way) {
   const auto* const scratch = reinterpret_cast<const std::byte*>(scratch_->data);
-  if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+  if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(LaunchCopies());
   for (const Span& span : spans) {
     TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(span.host, scratch + span.at, span.bytes, way));
   }
-  if (way == Way::kIn) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
   spans.clear();
-  return {};
+  return way == Way::kIn ? LaunchCopies() : Status();
 }
 
 // A copy, or a part of one that scratch memory holds, at a time: bytes that follow each other on
 // the host and in scratch memory cross together.
-Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
+Status CudaQueue::CrossThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone,
+                                      Way way) {
   const Status enough = NeedScratch();
   if (enough.code() == Code::kResourceExhausted) {
-    for (const DeviceCopy& copy : copies) TENSORMOUNT_RETURN_IF_ERROR(CrossByRuns(copy, way));
+    for (const DeviceCopy& copy : copies) {
+      if (!CrossesAlone(copy.plan, alone)) TENSORMOUNT_RETURN_IF_ERROR(CrossByRuns(copy, way));
+    }
     return {};
   }
   TENSORMOUNT_RETURN_IF_ERROR(enough);
+  copies_->Clear();  // A call before this one may have failed.
   std::vector<Span> spans;
   std::uint64_t used = 0;
-  kernels::CopyJob job;
   for (const DeviceCopy& copy : copies) {
+    if (CrossesAlone(copy.plan, alone)) continue;
     const Side dense = SideOf(copy.plan, way == Way::kOut);
     std::byte* const host = EndsOf(copy, way == Way::kOut).host;
     const std::uint64_t all = copy.plan.bytes();
@@ -352,9 +457,14 @@ Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
       const std::uint64_t room = at < scratch_->data_bytes ? scratch_->data_bytes - at : 0;
       std::uint64_t bytes = all - done;
       if (bytes > room) bytes = room / kAlike * kAlike;
-      if (bytes == 0 || job.batch.count == kBatch) {
-        TENSORMOUNT_RETURN_IF_ERROR(CrossSpans(spans, job, way));
+      if (bytes == 0) {
+        TENSORMOUNT_RETURN_IF_ERROR(CrossSpans(spans, way));
         used = 0;
+        continue;
+      }
+      // Where kernels have enough to do, but scratch memory has room, a save goes on filling that.
+      if (CopiesAreFull()) {
+        TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? LaunchCopies() : CrossSpans(spans, way));
         continue;
       }
       // The dense side of the plan, moved into scratch memory; offsets may well be before it.
@@ -362,9 +472,7 @@ Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
                                                        static_cast<std::uint64_t>(dense.offset));
       const std::byte* const from = way == Way::kOut ? copy.from : moved;
       std::byte* const to = way == Way::kOut ? moved : copy.to;
-      // Parts begin and end at multiples of kAlike, which all words divide, or where the copy does.
-      AddMember(job.batch, copy.plan, from, kernels::WordOf(copy.plan, from, to), done, bytes);
-      job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
+      bytes = AddCopy(copy.plan, from, to, done, bytes);
       if (follows) {
         spans.back().bytes += gap + bytes;
       } else {
@@ -374,23 +482,30 @@ Status CudaQueue::CrossStrided(std::span<const DeviceCopy> copies, Way way) {
       done += bytes;
     }
   }
-  return CrossSpans(spans, job, way);
+  return CrossSpans(spans, way);
 }
 
 Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   TENSORMOUNT_RETURN_IF_ERROR(Flush());
-  kernels::CopyJob job;
+  copies_->Clear();
   for (const DeviceCopy& copy : copies) {
-    const std::uint64_t bytes = copy.plan.bytes();
-    if (bytes == 0) continue;
-    AddMember(job.batch, copy.plan, copy.from, kernels::WordOf(copy.plan, copy.from, copy.to), 0,
-              bytes);
-    job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(copy.to);
-    if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+    TENSORMOUNT_RETURN_IF_ERROR(CopyPart(copy.plan, copy.from, copy.to, 0, copy.plan.bytes()));
   }
-  return CopyMembers(job);
+  return LaunchCopies();
+}
+
+// Launched when there are enough of them, or by who calls.
+Status CudaQueue::CopyPart(const StridedCopy& plan, const std::byte* from, std::byte* to,
+                           std::uint64_t first, std::uint64_t bytes) {
+  while (bytes > 0) {
+    if (CopiesAreFull()) TENSORMOUNT_RETURN_IF_ERROR(LaunchCopies());
+    const std::uint64_t added = AddCopy(plan, from, to, first, bytes);
+    first += added;
+    bytes -= added;
+  }
+  return {};
 }
 
 // ---- Hashes ----------------------------------------------------------------------------------
@@ -466,6 +581,7 @@ Status CudaQueue::FlushHashes() {
   const std::vector<WantedHashes> hashes = std::exchange(hashes_, {});
   hashes_leaves_ = 0;
   hashes_gathered_ = 0;
+  copies_->Clear();
   kernels::HashJob job;
   job.leaf_bytes = hashes.front().leaf_bytes;
   job.out = reinterpret_cast<kernels::Hash*>(scratch_->results());
@@ -490,14 +606,14 @@ Status CudaQueue::FlushHashes() {
     job.begin[m + 1] = job.begin[m] + one.leaves();
     wanted.push_back({one.out, static_cast<std::size_t>(one.leaves()) * sizeof(Hash128)});
   }
+  TENSORMOUNT_RETURN_IF_ERROR(LaunchCopies());
   TENSORMOUNT_RETURN_IF_ERROR(
-      Launch(device_->kernels().hash, job.leaves() * kernels::kLanes, &job, "hash"));
+      Launch(device_->kernels().hash, job.leaves(), kernels::kHashThreads, &job, "hash"));
   return Deliver(scratch_->results(), wanted);
 }
 
 Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
   auto* const to = reinterpret_cast<std::byte*>(at - wanted.begin);
-  kernels::CopyJob job;
   for (const StridedCopy& plan : wanted.gather) {
     const Side side = SideOf(plan, true);
     if (!side.dense) return {Code::kInternal, "bytes to be hashed that are not side by side"};
@@ -505,13 +621,9 @@ Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
     const std::uint64_t from = std::max(wanted.begin, first);
     const std::uint64_t until = std::min(wanted.end, first + plan.bytes());
     if (from >= until) continue;
-    const std::uint64_t word =
-        WordThatDivides(kernels::WordOf(plan, wanted.base, to), from - first, until - from);
-    AddMember(job.batch, plan, wanted.base, word, from - first, until - from);
-    job.to[job.batch.count - 1] = reinterpret_cast<std::uint8_t*>(to);
-    if (job.batch.count == kBatch) TENSORMOUNT_RETURN_IF_ERROR(CopyMembers(job));
+    TENSORMOUNT_RETURN_IF_ERROR(CopyPart(plan, wanted.base, to, from - first, until - from));
   }
-  return CopyMembers(job);
+  return {};
 }
 
 Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* base,
@@ -546,7 +658,9 @@ Status CudaQueue::FlushDigests() {
   kernels::CrcJob job;
   const auto launch = [&]() -> Status {
     if (job.batch.count == 0) return {};
-    TENSORMOUNT_RETURN_IF_ERROR(Launch(device_->kernels().crc, job.batch.pieces(), &job, "digest"));
+    TENSORMOUNT_RETURN_IF_ERROR(Launch(device_->kernels().crc,
+                                       (job.batch.pieces() + kBlockThreads - 1) / kBlockThreads,
+                                       kBlockThreads, &job, "digest"));
     job.batch.count = 0;
     return {};
   };

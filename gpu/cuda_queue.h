@@ -45,6 +45,13 @@ class CudaQueue : public DeviceQueue {
 
  private:
   class Results;
+  // Copies within the device that wait for a launch, by the kernel that does them.
+  struct Copies {
+    kernels::RunJob runs;
+    kernels::CopyJob strided;
+    kernels::TileJob tiles;
+    void Clear() { runs.count = strided.batch.count = tiles.count = 0; }
+  };
   // Hashes and digests are computed many at a time: they wait for others, or for what is submitted
   // after them.
   struct WantedHashes {  // Of the bytes [begin, end) that plans put side by side.
@@ -91,14 +98,23 @@ class CudaQueue : public DeviceQueue {
   // One launch or copy more is under way.
   Status Submitted();
   Status AwaitAll();
-  Status Launch(cuda::Function function, std::uint64_t threads, void* job, std::string_view name);
+  Status Launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void* job,
+                std::string_view name);
   // Copies between host and device, through scratch memory where bytes do not lie side by side.
   Status Cross(std::span<const DeviceCopy> copies, Way way);
-  Status CrossStrided(std::span<const DeviceCopy> copies, Way way);
-  Status CrossSpans(std::vector<Span>& spans, kernels::CopyJob& job, Way way);
+  // But those that are one run of `alone` bytes or more.
+  Status CrossThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone, Way way);
+  Status CrossSpans(std::vector<Span>& spans, Way way);
   Status CrossByRuns(const DeviceCopy& copy, Way way);
   Status CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes, Way way);
-  Status CopyMembers(kernels::CopyJob& job);
+  // Adds bytes [first, first + bytes) of a copy within the device, counted along its dense side, or
+  // as many of them as go together, and says how many. There must be room: CopiesAreFull.
+  std::uint64_t AddCopy(const StridedCopy& plan, const std::byte* from, std::byte* to,
+                        std::uint64_t first, std::uint64_t bytes);
+  bool CopiesAreFull() const;
+  Status CopyPart(const StridedCopy& plan, const std::byte* from, std::byte* to,
+                  std::uint64_t first, std::uint64_t bytes);
+  Status LaunchCopies();
   Status Deliver(cuda::Address from, std::span<const Wanted> wanted);
   Status AddHashes(WantedHashes wanted);
   Status FlushHashes();
@@ -112,7 +128,8 @@ class CudaQueue : public DeviceQueue {
   const cuda::Stream stream_;
   const QueueRules rules_;
   const std::shared_ptr<Results> results_;
-  std::optional<Scratch> scratch_;  // Once it was needed.
+  const std::unique_ptr<Copies> copies_;  // Of one call.
+  std::optional<Scratch> scratch_;        // Once it was needed.
   std::vector<WantedHashes> hashes_;
   std::uint64_t hashes_leaves_ = 0;    // Of them.
   std::uint64_t hashes_gathered_ = 0;  // Bytes of them that do not lie side by side.

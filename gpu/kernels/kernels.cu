@@ -7,21 +7,33 @@ using tensormount::kernels::ByteTables;
 using tensormount::kernels::CopyJob;
 using tensormount::kernels::CrcJob;
 using tensormount::kernels::CrcTables;
+using tensormount::kernels::DeviceBlock;
 using tensormount::kernels::DeviceWarp;
 using tensormount::kernels::HashJob;
 using tensormount::kernels::kBlockThreads;
+using tensormount::kernels::kHashThreads;
 using tensormount::kernels::kLanes;
-
-// As much as a launch takes from compute capability 7.0 and CUDA 12.1 on.
-// Source: CUDA C++ Programming Guide, kernel parameters.
-static_assert(sizeof(CopyJob) <= 32'764 && sizeof(CrcJob) <= 32'764 && sizeof(HashJob) <= 32'764);
+using tensormount::kernels::RunJob;
+using tensormount::kernels::TileJob;
+using tensormount::kernels::TileMemory;
 
 namespace {
 
 __device__ std::uint64_t ThisThread() {
-  return std::uint64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  return std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }
-__device__ std::uint64_t AllThreads() { return std::uint64_t{gridDim.x} * kBlockThreads; }
+__device__ std::uint64_t AllThreads() { return std::uint64_t{gridDim.x} * blockDim.x; }
+
+// Of one warp each, that a multiprocessor takes at a time; at least.
+// Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100))
+constexpr unsigned kMostBlocks = 32;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr unsigned kMostBlocks = 24;
+#else
+constexpr unsigned kMostBlocks = 16;
+#endif
 
 }  // namespace
 
@@ -36,8 +48,21 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
+    tensormount_runs(const __grid_constant__ RunJob job) {
+  RunWarp(job, DeviceWarp(), static_cast<std::uint32_t>(ThisThread() / kLanes),
+          static_cast<std::uint32_t>(AllThreads() / kLanes));
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 6)
+    tensormount_tiles(const __grid_constant__ TileJob job) {
+  __shared__ TileMemory memory;
+  TileBlock(job, DeviceBlock<kBlockThreads>(), memory, blockIdx.x, gridDim.x);
+}
+
+// As many at a time as a multiprocessor takes.
+__global__ void __launch_bounds__(kHashThreads, kMostBlocks)
     tensormount_hash(const __grid_constant__ HashJob job) {
-  HashWarp(job, DeviceWarp(), ThisThread() / kLanes, AllThreads() / kLanes);
+  HashWarp(job, DeviceWarp(), blockIdx.x, gridDim.x);
 }
 
 __global__ void __launch_bounds__(kBlockThreads)

@@ -29,6 +29,12 @@ namespace tensormount::kernels {
 
 inline constexpr int kLanes = 32;
 
+// The widest word: what a device loads in one instruction.
+struct alignas(16) Word16 {
+  std::uint64_t low;
+  std::uint64_t high;
+};
+
 // Thirty-two lanes in step. `Of<T>` is a value that each lane has of its own. A kernel says in Map
 // what one lane does, and uses what Map gave only through Get and Exchange: on a device each thread
 // is a lane and `Of<T>` is its T.
@@ -57,6 +63,17 @@ struct HostWarp {
   }
 };
 
+// The threads of a block, which have memory in common. A kernel says in Each what one of them does;
+// all have done it before any goes on.
+template <unsigned kCount>
+struct HostBlock {
+  static constexpr unsigned kThreads = kCount;
+  template <typename Fn>
+  void Each(Fn fn) const {
+    for (unsigned thread = 0; thread < kThreads; ++thread) fn(thread);
+  }
+};
+
 #if defined(__CUDACC__)
 struct DeviceWarp {
   template <typename T>
@@ -75,6 +92,16 @@ struct DeviceWarp {
     return __shfl_xor_sync(0xFFFFFFFFu, value, bits);
   }
 };
+
+template <unsigned kCount>
+struct DeviceBlock {
+  static constexpr unsigned kThreads = kCount;
+  template <typename Fn>
+  __device__ void Each(Fn fn) const {
+    fn(threadIdx.x);
+    __syncthreads();
+  }
+};
 #endif
 
 // Little-endian, from anywhere. A device reads aligned words only: of those that hold some of the
@@ -90,6 +117,19 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
   std::uint64_t value = 0;
   std::memcpy(&value, data, sizeof(value));
   return value;
+#endif
+}
+// Two words side by side.
+TENSORMOUNT_HOST_DEVICE inline Word16 LoadAny(const std::uint8_t* data) {
+  return {Load64(data), Load64(data + 8)};
+}
+// From an aligned address, of what is read once: it need not stay in caches.
+TENSORMOUNT_HOST_DEVICE inline Word16 LoadOnce(const std::uint8_t* data) {
+#if defined(__CUDA_ARCH__)
+  const ulonglong2 words = __ldcs(reinterpret_cast<const ulonglong2*>(data));
+  return {words.x, words.y};
+#else
+  return *reinterpret_cast<const Word16*>(data);
 #endif
 }
 TENSORMOUNT_HOST_DEVICE inline std::uint32_t Load32(const std::uint8_t* data) {

@@ -92,12 +92,6 @@ TENSORMOUNT_HOST_DEVICE void CopyWord(const RunPart& p, const std::uint8_t* from
   *reinterpret_cast<Word*>(to + p.to) = *reinterpret_cast<const Word*>(from + p.from);
 }
 
-// The widest word: what a device loads in one instruction.
-struct alignas(16) Word16 {
-  std::uint64_t low;
-  std::uint64_t high;
-};
-
 // Piece `number` of a copy that was cut into pieces of WordOf bytes.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE void CopyPiece(const Strided& s, std::uint64_t number,

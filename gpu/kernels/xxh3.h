@@ -9,10 +9,10 @@
 // XXH3-128 with seed 0 (base/hash.h) of one leaf by one warp, bit for bit.
 //
 // Of an input over 240 bytes, XXH3 has eight sums of 64 bits. A stripe of 64 bytes adds to each of
-// them, in no particular order, and after sixteen stripes all are scrambled, which is in order. So
-// a warp takes four stripes at a time, eight lanes each, and adds up between scrambles: a leaf of
-// 64 KiB is 64 such steps, of 1 KiB that is read side by side.
-// Source: the specification of XXH3 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
+// them, in no particular order, and after a block of sixteen stripes all are scrambled, which is in
+// order. So a warp takes eight stripes at a time, four lanes each, and adds up between scrambles;
+// the blocks that come next are read meanwhile. Source: the specification of XXH3
+// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
 
 namespace tensormount::kernels {
 
@@ -176,41 +176,180 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t FirstSum(int i) {
   return kFirst[i];
 }
 
-// Lane i has sum i % 8.
+// A lane has two words of a stripe, side by side: those of sums 2q and 2q + 1, of which each goes
+// into the other one's sum as it is. So four lanes have a stripe, and a step is eight of them. Of
+// what has been added up, lanes 0 to 3 have sums 0, 2, 4, 6 and lanes 4 to 7 sums 1, 3, 5, 7;
+// further ones the same.
 template <typename Warp>
 class LongHash {
  public:
-  TENSORMOUNT_HOST_DEVICE explicit LongHash(const Warp& warp)
-      : warp_(warp),
-        sums_(warp.Map([](int lane) { return FirstSum(lane % 8); })),
-        scramble_key_(warp.Map(
-            [](int lane) { return Secret64(kSecretBytes - kStripeBytes + lane % 8 * 8); })) {
-    for (int step = 0; step < kBlockSteps; ++step) {
-      keys_[step] = warp.Map(
-          [&](int lane) { return Secret64((step * kStepStripes + lane / 8) * 8 + lane % 8 * 8); });
-    }
-  }
+  // Blocks that are on their way from memory while one is added up: what keeps enough of a device's
+  // memory busy, in registers. So many go together, and divide those of a leaf of 64 KiB.
+  static constexpr unsigned kAhead = 3;
 
-  // A block, or the `stripes` at its begin that there are.
-  TENSORMOUNT_HOST_DEVICE void AddBlock(const std::uint8_t* data, int stripes) {
-    Sums products = Zeros();
-    Sums plain = Zeros();
+  TENSORMOUNT_HOST_DEVICE explicit LongHash(const Warp& warp)
+      : warp_(warp), sums_(warp.Map([](int lane) { return FirstSum(SumOf(lane)); })) {
+    scramble_key_ = KeyOf([](int lane) { return kSecretBytes - kStripeBytes + SumOf(lane) * 8; });
     TENSORMOUNT_UNROLL
     for (int step = 0; step < kBlockSteps; ++step) {
-      AddStep(data + step * kStepStripes * kStripeBytes, stripes - step * kStepStripes, keys_[step],
-              products, plain);
+      keys_.of[step] = KeysOf((step * kStepStripes) * 8, 8);
     }
-    TakeIn(products, plain);
   }
 
-  // The last stripe of all.
-  TENSORMOUNT_HOST_DEVICE void AddLast(const std::uint8_t* data) {
-    Sums products = Zeros();
-    Sums plain = Zeros();
-    const Sums key = warp_.Map(
-        [](int lane) { return Secret64(kSecretBytes - kStripeBytes - 7 + lane % 8 * 8); });
-    AddStep(data, 1, key, products, plain);
-    TakeIn(products, plain);
+  // kAhead whole blocks so many times, from an address that words of sixteen bytes have.
+  TENSORMOUNT_HOST_DEVICE void AddAligned(const std::uint8_t* data, unsigned times) {
+    if (times == 0) return;
+    Places at = warp_.Map([&](int lane) { return data + lane * 16; });
+    Block ahead[kAhead];
+    TENSORMOUNT_UNROLL
+    for (unsigned k = 0; k < kAhead; ++k) LoadWhole(at, k, ahead[k]);
+    TENSORMOUNT_ROLLED
+    for (; times > 1; --times) {
+      at = warp_.Map([&](int lane) { return Warp::Get(at, lane) + kAhead * kBlockBytes; });
+      AddGroup<true>(ahead, at);
+    }
+    AddGroup<false>(ahead, at);
+  }
+
+  // The rest, from anywhere: `blocks` whole ones, `stripes` of one more, and the last one of all.
+  TENSORMOUNT_HOST_DEVICE void AddRest(const std::uint8_t* data, unsigned blocks, int stripes,
+                                       const std::uint8_t* last) {
+    Block block;
+    TENSORMOUNT_ROLLED
+    for (; blocks > 0; --blocks, data += kBlockBytes) {
+      Load(data, kBlockStripes, block);
+      TakeIn(Added(block, keys_));
+      Scramble();
+    }
+    Load(data, stripes, block);
+    Block keys;
+    TENSORMOUNT_UNROLL
+    for (int step = 0; step < kBlockSteps; ++step) {
+      keys.of[step] = Begin(keys_.of[step], stripes - step * kStepStripes);
+    }
+    TakeIn(Added(block, keys));
+    Load(last, 1, block);
+    keys = Block{};
+    keys.of[0] = Begin(KeysOf(kSecretBytes - kStripeBytes - 7, 0), 1);
+    TakeIn(Added(block, keys));
+  }
+
+  TENSORMOUNT_HOST_DEVICE Hash Value(std::uint64_t size) const {
+    return {Merged(warp_, sums_, 11, size * kPrime64_1),
+            Merged(warp_, sums_, kSecretBytes - kStripeBytes - 11, ~(size * kPrime64_2))};
+  }
+
+ private:
+  using Words = typename Warp::template Of<Word16>;
+  using Places = typename Warp::template Of<const std::uint8_t*>;
+  using Sum = typename Warp::template Of<std::uint64_t>;
+  static constexpr int kStripeLanes = kStripeBytes / 16;
+  static constexpr int kStepStripes = kLanes / kStripeLanes;
+  static constexpr int kBlockSteps = kBlockStripes / kStepStripes;
+  struct Block {
+    Words of[kBlockSteps] = {};
+  };
+  struct Sums {
+    Sum even;
+    Sum odd;
+  };
+
+  // Which of the eight sums a lane has when all have been added up.
+  TENSORMOUNT_HOST_DEVICE static int SumOf(int lane) {
+    return lane % kStripeLanes * 2 + lane / kStripeLanes % 2;
+  }
+  template <typename Fn>
+  TENSORMOUNT_HOST_DEVICE Sum KeyOf(Fn offset) const {
+    return warp_.Map([&](int lane) { return Secret64(offset(lane)); });
+  }
+  // Of a step whose first stripe has the secret from `offset` on, each further one `next` bytes
+  // behind.
+  TENSORMOUNT_HOST_DEVICE Words KeysOf(int offset, int next) const {
+    return warp_.Map([&](int lane) {
+      const int at = offset + lane / kStripeLanes * next + lane % kStripeLanes * 16;
+      return Word16{Secret64(at), Secret64(at + 8)};
+    });
+  }
+  // Of the first stripes of a step; of others nothing, which adds nothing where words are so, too.
+  TENSORMOUNT_HOST_DEVICE Words Begin(const Words& words, int stripes) const {
+    return warp_.Map([&](int lane) {
+      return lane / kStripeLanes < stripes ? Warp::Get(words, lane) : Word16{0, 0};
+    });
+  }
+
+  // The block that is so many behind.
+  TENSORMOUNT_HOST_DEVICE void LoadWhole(const Places& at, unsigned behind, Block& block) const {
+    TENSORMOUNT_UNROLL
+    for (unsigned step = 0; step < kBlockSteps; ++step) {
+      block.of[step] = warp_.Map([&](int lane) {
+        return LoadOnce(Warp::Get(at, lane) + (behind * kBlockSteps + step) * kLanes * 16);
+      });
+    }
+  }
+  // No stripe but the first ones is read.
+  TENSORMOUNT_HOST_DEVICE void Load(const std::uint8_t* data, int stripes, Block& block) const {
+    TENSORMOUNT_UNROLL
+    for (int step = 0; step < kBlockSteps; ++step) {
+      block.of[step] = warp_.Map([&](int lane) {
+        return step * kStepStripes + lane / kStripeLanes < stripes
+                   ? LoadAny(data + step * kStepStripes * kStripeBytes + lane * 16)
+                   : Word16{0, 0};
+      });
+    }
+  }
+
+  // The blocks that have been read. Into the registers of each the one from `next` on is read that
+  // takes its place, without conditions: a device would move what it had read on a condition, and
+  // wait for that.
+  template <bool kMore>
+  TENSORMOUNT_HOST_DEVICE void AddGroup(Block (&ahead)[kAhead], const Places& next) {
+    TENSORMOUNT_UNROLL
+    for (unsigned k = 0; k < kAhead; ++k) {
+      const Sums sums = Added(ahead[k], keys_);
+      if constexpr (kMore) LoadWhole(next, k, ahead[k]);
+      TakeIn(sums);
+      Scramble();
+    }
+  }
+
+  TENSORMOUNT_HOST_DEVICE static std::uint64_t HalvesProduct(std::uint64_t keyed) {
+    return (keyed & 0xFFFFFFFF) * (keyed >> 32);
+  }
+  TENSORMOUNT_HOST_DEVICE Sums Added(const Block& words, const Block& keys) const {
+    Sums sums{warp_.Map([](int) { return std::uint64_t{0}; }),
+              warp_.Map([](int) { return std::uint64_t{0}; })};
+    TENSORMOUNT_UNROLL
+    for (int step = 0; step < kBlockSteps; ++step) {
+      const auto word = [&](int lane) { return Warp::Get(words.of[step], lane); };
+      const auto key = [&](int lane) { return Warp::Get(keys.of[step], lane); };
+      sums.even = warp_.Map([&](int lane) {
+        return Warp::Get(sums.even, lane) + word(lane).high +
+               HalvesProduct(word(lane).low ^ key(lane).low);
+      });
+      sums.odd = warp_.Map([&](int lane) {
+        return Warp::Get(sums.odd, lane) + word(lane).low +
+               HalvesProduct(word(lane).high ^ key(lane).high);
+      });
+    }
+    return sums;
+  }
+
+  // What all lanes have found, into the sums. Of two lanes in the first exchange one goes on with
+  // the even sum and one with the odd one.
+  TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& sums) {
+    const auto is_odd = [](int lane) { return SumOf(lane) % 2 != 0; };
+    const Sum given =
+        warp_.Map([&](int lane) { return Warp::Get(is_odd(lane) ? sums.even : sums.odd, lane); });
+    const Sum got = Warp::Exchange(given, kStripeLanes);
+    Sum added = warp_.Map([&](int lane) {
+      return Warp::Get(is_odd(lane) ? sums.odd : sums.even, lane) + Warp::Get(got, lane);
+    });
+    TENSORMOUNT_UNROLL
+    for (int bits = 2 * kStripeLanes; bits < kLanes; bits *= 2) {
+      const Sum other = Warp::Exchange(added, bits);
+      added = warp_.Map([&](int lane) { return Warp::Get(added, lane) + Warp::Get(other, lane); });
+    }
+    sums_ = warp_.Map([&](int lane) { return Warp::Get(sums_, lane) + Warp::Get(added, lane); });
   }
 
   TENSORMOUNT_HOST_DEVICE void Scramble() {
@@ -222,68 +361,28 @@ class LongHash {
     });
   }
 
-  TENSORMOUNT_HOST_DEVICE Hash Value(std::uint64_t size) const {
-    return {Merged(11, size * kPrime64_1),
-            Merged(kSecretBytes - kStripeBytes - 11, ~(size * kPrime64_2))};
-  }
-
- private:
-  using Sums = typename Warp::template Of<std::uint64_t>;
-  static constexpr int kStepStripes = kLanes / 8;
-  static constexpr int kBlockSteps = kBlockStripes / kStepStripes;
-
-  TENSORMOUNT_HOST_DEVICE Sums Zeros() const {
-    return warp_.Map([](int) { return std::uint64_t{0}; });
-  }
-
-  // Four stripes side by side, eight lanes each. Lanes whose stripe is not among the first
-  // `stripes` add nothing.
-  TENSORMOUNT_HOST_DEVICE void AddStep(const std::uint8_t* data, int stripes, const Sums& key,
-                                       Sums& products, Sums& plain) const {
-    const Sums word = warp_.Map(
-        [&](int lane) { return lane / 8 < stripes ? Load64(data + lane * 8) : std::uint64_t{0}; });
-    plain = warp_.Map([&](int lane) { return Warp::Get(plain, lane) + Warp::Get(word, lane); });
-    products = warp_.Map([&](int lane) {
-      if (lane / 8 >= stripes) return Warp::Get(products, lane);
-      const std::uint64_t keyed = Warp::Get(word, lane) ^ Warp::Get(key, lane);
-      return Warp::Get(products, lane) + (keyed & 0xFFFFFFFF) * (keyed >> 32);
-    });
-  }
-
-  // What all lanes of a sum have found, into the sum.
-  TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& products, const Sums& plain) {
-    const Sums neighbours = Warp::Exchange(plain, 1);
-    Sums added = warp_.Map(
-        [&](int lane) { return Warp::Get(products, lane) + Warp::Get(neighbours, lane); });
-    for (int bits = 8; bits < kLanes; bits *= 2) {
-      const Sums other = Warp::Exchange(added, bits);
-      added = warp_.Map([&](int lane) { return Warp::Get(added, lane) + Warp::Get(other, lane); });
-    }
-    sums_ = warp_.Map([&](int lane) { return Warp::Get(sums_, lane) + Warp::Get(added, lane); });
-  }
-
-  TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE std::uint64_t Merged(int secret,
-                                                                       std::uint64_t start) const {
-    const Sums keyed = warp_.Map(
-        [&](int lane) { return Warp::Get(sums_, lane) ^ Secret64(secret + lane % 8 * 8); });
-    const Sums next = Warp::Exchange(keyed, 1);
-    Sums folded = warp_.Map([&](int lane) {
-      return lane % 2 == 0 ? FoldedProduct(Warp::Get(keyed, lane), Warp::Get(next, lane))
-                           : std::uint64_t{0};
-    });
-    for (int bits = 1; bits < 8; bits *= 2) {
-      const Sums other = Warp::Exchange(folded, bits);
-      folded =
-          warp_.Map([&](int lane) { return Warp::Get(folded, lane) + Warp::Get(other, lane); });
+  TENSORMOUNT_HOST_DEVICE TENSORMOUNT_OUT_OF_LINE static std::uint64_t Merged(const Warp& warp,
+                                                                              const Sum& sums,
+                                                                              int secret,
+                                                                              std::uint64_t start) {
+    const Sum keyed = warp.Map(
+        [&](int lane) { return Warp::Get(sums, lane) ^ Secret64(secret + SumOf(lane) * 8); });
+    // Both lanes of a pair have its product.
+    const Sum other = Warp::Exchange(keyed, kStripeLanes);
+    Sum folded = warp.Map(
+        [&](int lane) { return FoldedProduct(Warp::Get(keyed, lane), Warp::Get(other, lane)); });
+    for (int bits = 1; bits < kStripeLanes; bits *= 2) {
+      const Sum next = Warp::Exchange(folded, bits);
+      folded = warp.Map([&](int lane) { return Warp::Get(folded, lane) + Warp::Get(next, lane); });
     }
     return Avalanche(start + Warp::Get(folded, 0));
   }
 
   const Warp& warp_;
-  Sums sums_;
+  Sum sums_;
   // What of the secret a lane needs, looked up once: in registers of a device.
-  Sums scramble_key_;
-  Sums keys_[kBlockSteps];
+  Sum scramble_key_;
+  Block keys_;
 };
 
 }  // namespace xxh3
@@ -296,14 +395,16 @@ TENSORMOUNT_HOST_DEVICE Hash HashOfLeaf(const Warp& warp, const std::uint8_t* da
   if (size <= 240) return xxh3::UpTo240(data, size);
   xxh3::LongHash<Warp> hash(warp);
   // All blocks but the last one, which has fewer stripes or as many, are scrambled.
-  const std::uint64_t blocks = (size - 1) / xxh3::kBlockBytes;
+  auto blocks = static_cast<unsigned>((size - 1) / xxh3::kBlockBytes);
   const auto rest = static_cast<int>((size - 1 - blocks * xxh3::kBlockBytes) / xxh3::kStripeBytes);
-  TENSORMOUNT_ROLLED
-  for (std::uint64_t b = 0; b <= blocks; ++b) {
-    hash.AddBlock(data + b * xxh3::kBlockBytes, b < blocks ? xxh3::kBlockStripes : rest);
-    if (b < blocks) hash.Scramble();
+  const std::uint8_t* at = data;
+  if (reinterpret_cast<std::uintptr_t>(data) % sizeof(Word16) == 0) {
+    const unsigned times = blocks / hash.kAhead;
+    hash.AddAligned(at, times);
+    at += times * hash.kAhead * xxh3::kBlockBytes;
+    blocks -= times * hash.kAhead;
   }
-  hash.AddLast(data + size - xxh3::kStripeBytes);
+  hash.AddRest(at, blocks, rest, data + size - xxh3::kStripeBytes);
   return hash.Value(size);
 }
 

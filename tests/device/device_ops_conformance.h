@@ -13,6 +13,13 @@ namespace tensormount {
 
 // Strided copies out, in and within, of any rank, with negative steps, several in one submission.
 Status CopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases);
+// Transposes of words of every size, of odd numbers of rows and columns, out, in, within and
+// hashed.
+Status TransposesAreExact(DeviceOps& ops, std::uint64_t seed, int cases);
+// Many small copies that begin anywhere, in one submission.
+Status SmallCopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases);
+// Of long runs that begin anywhere.
+Status LeavesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases);
 // Leaf hashes of gathered bytes, and contributions to digests.
 Status HashesAreThoseOfTheHost(DeviceOps& ops, std::uint64_t seed, int cases);
 // Submissions in order, also over two queues with a mark between them; marks that are reached once

@@ -31,7 +31,10 @@ using std::chrono::milliseconds;
 TEST(HostDeviceTest, Conforms) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
   EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(TransposesAreExact(*device, TestSeed(), TestScale(40)));
+  EXPECT_OK(SmallCopiesAreExact(*device, TestSeed(), TestScale(20)));
   EXPECT_OK(HashesAreThoseOfTheHost(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(LeavesAreThoseOfTheHost(*device, TestSeed(), TestScale(40)));
   EXPECT_OK(OrderIsKept(*device, TestSeed(), TestScale(20)));
   EXPECT_EQ(device->allocations(), 0u);
 }

@@ -59,7 +59,10 @@ class CudaDeviceTest : public testing::Test {
 TEST_F(CudaDeviceTest, Conforms) {
   const auto device = First();
   EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(TransposesAreExact(*device, TestSeed(), TestScale(8)));
+  EXPECT_OK(SmallCopiesAreExact(*device, TestSeed(), TestScale(6)));
   EXPECT_OK(HashesAreThoseOfTheHost(*device, TestSeed(), TestScale(100)));
+  EXPECT_OK(LeavesAreThoseOfTheHost(*device, TestSeed(), TestScale(10)));
   EXPECT_OK(OrderIsKept(*device, TestSeed(), TestScale(20)));
   EXPECT_EQ(TheFakeCuda().contexts_on_stack(), 0);
   EXPECT_EQ(TheFakeCuda().capture_mode(), 0);
@@ -72,6 +75,8 @@ TEST_F(CudaDeviceTest, ConformsWithOneKilobyteOfScratchMemory) {
   FakeCudaDevices little(options);
   const auto device = little.cuda().Open(kFirst).value();
   EXPECT_OK(CopiesAreExact(*device, TestSeed(), TestScale(50)));
+  EXPECT_OK(TransposesAreExact(*device, TestSeed(), TestScale(2)));
+  EXPECT_OK(SmallCopiesAreExact(*device, TestSeed(), TestScale(5)));
 }
 
 TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
@@ -163,6 +168,38 @@ TEST_F(CudaDeviceTest, SmallCopiesShareLaunches) {
   for (std::size_t i = 0; i < 320; ++i) {
     ASSERT_EQ(std::memcmp(here + i * 300, bytes.data() + (319 - i) * 300, 300), 0) << i;
   }
+  device->FreePinned(here);
+  device->Free(there);
+}
+
+// As many as a launch is told of, whatever they need of scratch memory: a block of small tensors
+// crosses in one piece out, and in two in, since kernels spread what has come.
+TEST_F(CudaDeviceTest, ThousandsOfSmallCopiesShareALaunch) {
+  gpu::CudaDevices::Options options = FakeCudaDevices::Small();
+  options.scratch_bytes = std::size_t{1} << 20;
+  FakeCudaDevices large(options);
+  const auto device = large.cuda().Open(kFirst).value();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(2000 * 128));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(2000 * 64));
+  std::memset(TheFakeCuda().reveal(there), 0, 2000 * 128);
+  StridedCopy plan;
+  plan.run = 64;
+  std::vector<DeviceCopy> out;
+  std::vector<DeviceCopy> in;
+  for (std::size_t i = 0; i < 2000; ++i) {
+    out.push_back({plan, there + i * 128, here + i * 64});
+    in.push_back({plan, here + i * 64, there + i * 128});
+  }
+  for (const bool leaves : {true, false}) {
+    const FakeCuda::Counts before = TheFakeCuda().counts();
+    ASSERT_OK(leaves ? queue->CopyOut(out) : queue->CopyIn(in));
+    const FakeCuda::Counts after = TheFakeCuda().counts();
+    EXPECT_EQ(after.launches - before.launches, 2u);
+    EXPECT_EQ(after.copies - before.copies, leaves ? 1u : 2u);
+  }
+  ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+  ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
   device->FreePinned(here);
   device->Free(there);
 }

@@ -45,13 +45,18 @@ struct EventRep {
 };
 struct FunctionRep {
   std::string name;
+  unsigned threads = kernels::kBlockThreads;  // Of a block.
   ModuleRep* module = nullptr;
 };
 struct ModuleRep {
   ContextRep* context = nullptr;
   Address tables = 0;
-  std::array<FunctionRep, 4> functions = {
-      {{"tensormount_copy"}, {"tensormount_hash"}, {"tensormount_crc"}, {"floor_read"}}};
+  std::array<FunctionRep, 6> functions = {{{"tensormount_copy"},
+                                           {"tensormount_runs"},
+                                           {"tensormount_tiles"},
+                                           {"tensormount_hash", kernels::kHashThreads},
+                                           {"tensormount_crc"},
+                                           {"floor_read"}}};
 };
 
 }  // namespace tensormount::gpu::cuda
@@ -219,7 +224,8 @@ std::byte* Reveal(Address address, std::size_t bytes) {
 // ---- Kernels ---------------------------------------------------------------------------------
 
 struct Geometry {
-  std::uint64_t threads = 0;
+  std::uint64_t blocks = 0;
+  std::uint64_t threads = 0;  // In all.
   std::uint64_t seed = 0;
 };
 
@@ -256,6 +262,50 @@ void RunCopy(kernels::CopyJob job, const Geometry& geometry) {
   Random random(geometry.seed);
   RunGrid(random, geometry.threads,
           [&](std::uint64_t t) { kernels::CopyThread(job, t, geometry.threads); });
+}
+
+void RunRuns(kernels::RunJob job, const Geometry& geometry) {
+  for (std::size_t m = 0; m < static_cast<std::size_t>(job.count); ++m) {
+    const auto bytes = static_cast<std::size_t>(job.bytes[m]);
+    job.from[m] = reinterpret_cast<const std::uint8_t*>(State().memory.Reveal(job.from[m], bytes));
+    job.to[m] = reinterpret_cast<std::uint8_t*>(State().memory.Reveal(job.to[m], bytes));
+  }
+  Random random(geometry.seed);
+  const std::uint64_t warps = geometry.threads / kernels::kLanes;
+  RunGrid(random, warps, [&](std::uint64_t w) {
+    kernels::RunWarp(job, kernels::HostWarp(), static_cast<std::uint32_t>(w),
+                     static_cast<std::uint32_t>(warps));
+  });
+}
+
+// As Revealing above; a box of words.
+std::int64_t RevealingBox(const kernels::Tiled& t, const std::uint8_t* base, bool to) {
+  std::int64_t first = to ? t.to : t.from;
+  std::int64_t last = first + t.word;
+  const auto reach = [&](std::uint32_t count, std::int64_t step) {
+    const std::int64_t way = (std::int64_t{count} - 1) * step;
+    (way < 0 ? first : last) += way;
+  };
+  reach(t.read.count, to ? t.read.to : t.read.from);
+  reach(t.written.count, to ? t.written.to : t.written.from);
+  for (int a = 0; a < t.axes; ++a) reach(t.count[a], to ? t.to_step[a] : t.from_step[a]);
+  const auto begin = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first);
+  const auto* const here = reinterpret_cast<const std::uint8_t*>(
+      State().memory.Reveal(Pointer(begin), static_cast<std::size_t>(last - first)));
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(here) - begin);
+}
+
+void RunTiles(kernels::TileJob job, const Geometry& geometry) {
+  for (std::size_t m = 0; m < static_cast<std::size_t>(job.count); ++m) {
+    job.from[m] += RevealingBox(job.tiled[m], job.from[m], false);
+    job.to[m] += RevealingBox(job.tiled[m], job.to[m], true);
+  }
+  Random random(geometry.seed);
+  const auto memory = std::make_unique<kernels::TileMemory>();
+  RunGrid(random, geometry.blocks, [&](std::uint64_t b) {
+    kernels::TileBlock(job, kernels::HostBlock<kernels::kBlockThreads>(), *memory, b,
+                       geometry.blocks);
+  });
 }
 
 void RunHash(kernels::HashJob job, const Geometry& geometry) {
@@ -429,11 +479,11 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
                      cuda::Stream stream, void** parameters, void**) {
   if (const Error entered = Enter("cuLaunchKernel"); entered != 0) return entered;
   if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
-      block_x != kernels::kBlockThreads) {
+      block_x != function->threads) {
     return cuda::kInvalidValue;
   }
   ++State().launches;
-  Geometry geometry{std::uint64_t{grid_x} * block_x};
+  Geometry geometry{grid_x, std::uint64_t{grid_x} * block_x};
   {
     std::lock_guard lock(State().mutex);
     geometry.seed = State().seed++;
@@ -442,6 +492,10 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
   std::function<void()> work;
   if (function->name == "tensormount_copy") {
     work = [=, job = *static_cast<kernels::CopyJob*>(parameters[0])] { RunCopy(job, geometry); };
+  } else if (function->name == "tensormount_runs") {
+    work = [=, job = *static_cast<kernels::RunJob*>(parameters[0])] { RunRuns(job, geometry); };
+  } else if (function->name == "tensormount_tiles") {
+    work = [=, job = *static_cast<kernels::TileJob*>(parameters[0])] { RunTiles(job, geometry); };
   } else if (function->name == "tensormount_hash") {
     work = [=, job = *static_cast<kernels::HashJob*>(parameters[0])] { RunHash(job, geometry); };
   } else if (function->name == "floor_read") {

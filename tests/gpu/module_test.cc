@@ -28,7 +28,10 @@ TEST(DeviceModuleTest, IsFoundAndWorks) {
   ASSERT_GT(count.value(), 0);
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
   EXPECT_OK(CopiesAreExact(*device->ops, TestSeed(), TestScale(100)));
+  EXPECT_OK(TransposesAreExact(*device->ops, TestSeed(), TestScale(40)));
+  EXPECT_OK(SmallCopiesAreExact(*device->ops, TestSeed(), TestScale(20)));
   EXPECT_OK(HashesAreThoseOfTheHost(*device->ops, TestSeed(), TestScale(100)));
+  EXPECT_OK(LeavesAreThoseOfTheHost(*device->ops, TestSeed(), TestScale(40)));
   EXPECT_OK(OrderIsKept(*device->ops, TestSeed(), TestScale(20)));
   EXPECT_THAT(OpenDevice({DeviceKind::kCuda, count.value()}), HasCode(Code::kUnavailable));
 }

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_GPU_KERNELS_TILES_H_
+#define TENSORMOUNT_GPU_KERNELS_TILES_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <type_traits>
+
+#include "gpu/kernels/lanes.h"
+#include "gpu/kernels/strided.h"
+#include "shard/copy_plan.h"
+
+// A copy of single words whose neighbours in the source are not neighbours in the destination: a
+// transpose, of any rank. Word by word one side of it would be read or written at a fraction of the
+// memory's speed. So a block of threads reads a tile along the one axis into its own memory, and
+// writes it along the other.
+
+namespace tensormount::kernels {
+
+struct Tiled {
+  struct Axis {
+    std::uint32_t count = 1;
+    std::uint32_t tiles = 1;
+    std::int64_t from = 0;  // Steps.
+    std::int64_t to = 0;
+  };
+  std::int64_t from = 0;  // Of the first word.
+  std::int64_t to = 0;
+  int word = 0;            // Bytes.
+  bool wide_from = false;  // Whether words side by side can be read together, or written.
+  bool wide_to = false;
+  Axis read;                // The fastest one of the source.
+  Axis written;             // That of the destination.
+  std::uint32_t tiles = 0;  // In all; 0: this is no copy for tiles.
+  int axes = 0;             // All others, the outermost first.
+  std::uint32_t count[kMaxAxes - 2] = {};
+  std::int64_t from_step[kMaxAxes - 2] = {};
+  std::int64_t to_step[kMaxAxes - 2] = {};
+};
+
+// A tile has 32 units in each direction, of as many words as four bytes have: then what a warp
+// reads or writes at a time is lines of memory. In the block's memory rows are one unit longer, so
+// that columns are in different banks of it.
+inline constexpr unsigned kUnits = 32;
+inline constexpr unsigned kPitch = kUnits + 1;
+TENSORMOUNT_HOST_DEVICE constexpr unsigned WordsOfUnit(int word) {
+  return word < 4 ? 4 / static_cast<unsigned>(word) : 1;
+}
+struct alignas(16) TileMemory {
+  std::uint8_t bytes[4 * kUnits * kPitch * 4];  // What words of one byte need.
+};
+// Tiles that follow each other go so many along the source, then on along the destination: both are
+// then near to what other blocks read and write meanwhile.
+inline constexpr std::uint32_t kStrip = 32;
+
+// Below this an axis leaves most of a tile empty.
+inline constexpr std::int64_t kLeastSide = 8;
+// Words further apart share no line with their neighbours, whatever reads them.
+inline constexpr std::int64_t kNear = 32;
+
+// With no tiles where it would not pay.
+inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void* to) {
+  Tiled t;
+  if (plan.axes < 2 || plan.run > 8 || WordOf(plan, from, to) != plan.run) return t;
+  const auto word = static_cast<std::int64_t>(plan.run);
+  int read = -1;
+  int written = -1;
+  for (int a = 0; a < plan.axes; ++a) {
+    const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
+    const auto nearer = [&](std::int64_t step, int other, bool source) {
+      if (other < 0) return true;
+      const StridedCopy::Axis& best = plan.axis[static_cast<std::size_t>(other)];
+      return std::abs(step) < std::abs(source ? best.src : best.dst);
+    };
+    if (axis.count == 1) continue;
+    if (axis.src != 0 && nearer(axis.src, read, true)) read = a;
+    if (axis.dst != 0 && nearer(axis.dst, written, false)) written = a;
+  }
+  if (read < 0 || written < 0 || read == written) return t;
+  const auto side = static_cast<std::int64_t>(kUnits * WordsOfUnit(static_cast<int>(word)));
+  const auto taken = [&](int a) {
+    const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
+    return Tiled::Axis{static_cast<std::uint32_t>(axis.count),
+                       static_cast<std::uint32_t>((axis.count + side - 1) / side), axis.src,
+                       axis.dst};
+  };
+  std::uint64_t tiles = 1;
+  std::int64_t others_from = plan.src_offset | reinterpret_cast<std::intptr_t>(from);
+  std::int64_t others_to = plan.dst_offset | reinterpret_cast<std::intptr_t>(to);
+  for (int a = 0; a < plan.axes; ++a) {
+    const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
+    const bool inner = a == read || a == written;
+    const std::int64_t times = inner ? (axis.count + side - 1) / side : axis.count;
+    // Numbers of tiles have 32 bits.
+    if (axis.count >> 32 != 0 || (tiles *= static_cast<std::uint64_t>(times)) >> 32 != 0) return t;
+    if (a != read) others_from |= axis.src;
+    if (a != written) others_to |= axis.dst;
+    if (inner) continue;
+    t.count[t.axes] = static_cast<std::uint32_t>(axis.count);
+    t.from_step[t.axes] = axis.src;
+    t.to_step[t.axes] = axis.dst;
+    ++t.axes;
+  }
+  t.read = taken(read);
+  t.written = taken(written);
+  // Where the source does not move along the destination's axis, all that is read is near anyway.
+  if (t.read.count < kLeastSide || t.written.count < kLeastSide || t.written.from == 0 ||
+      std::abs(t.read.from) >= kNear || std::abs(t.written.to) >= kNear) {
+    return t;
+  }
+  t.from = plan.src_offset;
+  t.to = plan.dst_offset;
+  t.word = static_cast<int>(word);
+  t.wide_from = word >= 4 || (t.read.from == word && others_from % 4 == 0);
+  t.wide_to = word >= 4 || (t.written.to == word && others_to % 4 == 0);
+  t.tiles = static_cast<std::uint32_t>(tiles);
+  return t;
+}
+
+// Makes columns of rows: of P units of P words, P in all in four bytes.
+template <typename Word>
+TENSORMOUNT_HOST_DEVICE inline void Turn(std::uint32_t (&unit)[4 / sizeof(Word)]) {
+  constexpr unsigned kBits = 8 * sizeof(Word);
+  constexpr unsigned kWords = 4 / sizeof(Word);
+  constexpr std::uint32_t kMask = (1U << kBits) - 1;
+  std::uint32_t turned[kWords] = {};
+  TENSORMOUNT_UNROLL
+  for (unsigned row = 0; row < kWords; ++row) {
+    TENSORMOUNT_UNROLL
+    for (unsigned column = 0; column < kWords; ++column) {
+      turned[column] |= (unit[row] >> (kBits * column) & kMask) << (kBits * row);
+    }
+  }
+  TENSORMOUNT_UNROLL
+  for (unsigned k = 0; k < kWords; ++k) unit[k] = turned[k];
+}
+
+// One tile, by the threads of a block.
+template <typename Word, typename Block>
+class TileMove {
+ public:
+  TENSORMOUNT_HOST_DEVICE TileMove(const Tiled& t, std::uint32_t number, const std::uint8_t* from,
+                                   std::uint8_t* to, const Block& block, TileMemory& memory)
+      : t_(t), block_(block), memory_(reinterpret_cast<Unit*>(memory.bytes)) {
+    const std::uint32_t each = t.read.tiles * t.written.tiles;
+    std::uint32_t rest = number / each;
+    const std::uint32_t in_plane = number - rest * each;
+    const std::uint32_t strip = in_plane / (kStrip * t.written.tiles);
+    const std::uint32_t in_strip = in_plane - strip * kStrip * t.written.tiles;
+    const std::uint32_t after = t.read.tiles - strip * kStrip;
+    const std::uint32_t width = after < kStrip ? after : kStrip;
+    const std::uint32_t w = in_strip / width * kSide;
+    const std::uint32_t r = (strip * kStrip + in_strip % width) * kSide;
+    read_ = t.read.count - r < kSide ? t.read.count - r : kSide;
+    written_ = t.written.count - w < kSide ? t.written.count - w : kSide;
+    from_ = from + t.from + r * t.read.from + w * t.written.from;
+    to_ = to + t.to + r * t.read.to + w * t.written.to;
+    TENSORMOUNT_ROLLED
+    for (int a = t.axes - 1; a >= 0; --a) {
+      const std::uint32_t at = rest % t.count[a];
+      rest /= t.count[a];
+      from_ += at * t.from_step[a];
+      to_ += at * t.to_step[a];
+    }
+  }
+
+  TENSORMOUNT_HOST_DEVICE void Run() const {
+    const bool whole = read_ == kSide && written_ == kSide;
+    if (whole && t_.wide_from) {
+      block_.Each([&](unsigned thread) { Read<true>(thread); });
+    } else {
+      block_.Each([&](unsigned thread) { Read<false>(thread); });
+    }
+    if (whole && t_.wide_to) {
+      block_.Each([&](unsigned thread) { Write<true>(thread); });
+    } else {
+      block_.Each([&](unsigned thread) { Write<false>(thread); });
+    }
+  }
+
+ private:
+  using Unit = std::conditional_t<sizeof(Word) == 8, std::uint64_t, std::uint32_t>;
+  static constexpr unsigned kWords = WordsOfUnit(sizeof(Word));  // Of a unit.
+  static constexpr std::uint32_t kSide = kUnits * kWords;        // In words.
+  static constexpr unsigned kRows = Block::kThreads / kUnits;    // Of units, at a time.
+  static constexpr unsigned kTimes = kUnits / kRows;
+
+  // `words` of a unit, or less than none.
+  TENSORMOUNT_HOST_DEVICE static Unit Partly(const std::uint8_t* at, std::int64_t step,
+                                             std::int64_t words) {
+    Unit unit = 0;
+    TENSORMOUNT_UNROLL
+    for (unsigned k = 0; k < kWords; ++k) {
+      if (k < words) {
+        unit |= Unit{*reinterpret_cast<const Word*>(at + k * step)} << (8 * sizeof(Word) * k);
+      }
+    }
+    return unit;
+  }
+
+  TENSORMOUNT_HOST_DEVICE static void Partly(std::uint8_t* at, std::int64_t step,
+                                             std::int64_t words, Unit unit) {
+    TENSORMOUNT_UNROLL
+    for (unsigned k = 0; k < kWords; ++k) {
+      if (k < words) {
+        *reinterpret_cast<Word*>(at + k * step) = static_cast<Word>(unit >> (8 * sizeof(Word) * k));
+      }
+    }
+  }
+
+  // A thread reads squares of words and leaves their columns in memory, as units of rows of what is
+  // written: word k of its units becomes a row of group k. Steps from one place to the next are
+  // added up: products of 64 bits take a device longer than all else here.
+  template <bool kWhole>
+  TENSORMOUNT_HOST_DEVICE void Read(unsigned thread) const {
+    // Of a whole tile all is read before any of it is waited for.
+    constexpr unsigned kAtOnce = kWhole ? kTimes : kWords == 2 ? 2 : 1;
+    const unsigned i = thread % kUnits;
+    unsigned row = thread / kUnits;
+    const std::int64_t step = t_.written.from;
+    const std::int64_t further = step * (kRows * kWords);
+    const std::uint8_t* from = from_ + i * kWords * t_.read.from + row * kWords * step;
+    Unit* to = memory_ + i * kPitch + row;
+    TENSORMOUNT_ROLLED
+    for (unsigned done = 0; done < kTimes; done += kAtOnce) {
+      Unit units[kAtOnce][kWords];
+      TENSORMOUNT_UNROLL
+      for (unsigned n = 0; n < kAtOnce; ++n, from += further) {
+        const std::uint8_t* at = from;
+        TENSORMOUNT_UNROLL
+        for (unsigned k = 0; k < kWords; ++k, at += step) {
+          if constexpr (kWhole) {
+            units[n][k] = *reinterpret_cast<const Unit*>(at);
+          } else {
+            units[n][k] = (row + n * kRows) * kWords + k < written_
+                              ? Partly(at, t_.read.from, std::int64_t{read_} - i * kWords)
+                              : 0;
+          }
+        }
+      }
+      TENSORMOUNT_UNROLL
+      for (unsigned n = 0; n < kAtOnce; ++n) {
+        if constexpr (kWords > 1) Turn<Word>(units[n]);
+        TENSORMOUNT_UNROLL
+        for (unsigned k = 0; k < kWords; ++k) to[k * kUnits * kPitch + n * kRows] = units[n][k];
+      }
+      row += kAtOnce * kRows;
+      to += kAtOnce * kRows;
+    }
+  }
+
+  template <bool kWhole>
+  TENSORMOUNT_HOST_DEVICE void Write(unsigned thread) const {
+    constexpr unsigned kAtOnce = kWhole ? kTimes : 1;
+    const unsigned i = thread % kUnits;
+    unsigned row = thread / kUnits;
+    const std::int64_t step = t_.read.to;
+    const std::int64_t further = step * (kRows * kWords);
+    std::uint8_t* to = to_ + i * kWords * t_.written.to + row * kWords * step;
+    const Unit* from = memory_ + row * kPitch + i;
+    TENSORMOUNT_ROLLED
+    for (unsigned done = 0; done < kTimes; done += kAtOnce) {
+      TENSORMOUNT_UNROLL
+      for (unsigned n = 0; n < kAtOnce; ++n, to += further) {
+        std::uint8_t* at = to;
+        TENSORMOUNT_UNROLL
+        for (unsigned k = 0; k < kWords; ++k, at += step) {
+          const Unit unit = from[(k * kUnits + n * kRows) * kPitch];
+          if constexpr (kWhole) {
+            *reinterpret_cast<Unit*>(at) = unit;
+          } else if ((row + n * kRows) * kWords + k < read_) {
+            Partly(at, t_.written.to, std::int64_t{written_} - i * kWords, unit);
+          }
+        }
+      }
+      row += kAtOnce * kRows;
+      from += kAtOnce * kRows * kPitch;
+    }
+  }
+
+  const Tiled& t_;
+  const Block& block_;
+  Unit* const memory_;
+  std::uint32_t read_ = 0;  // Words of the tile, along each axis.
+  std::uint32_t written_ = 0;
+  const std::uint8_t* from_ = nullptr;
+  std::uint8_t* to_ = nullptr;
+};
+
+// Tile `number` of a copy.
+template <typename Block>
+TENSORMOUNT_HOST_DEVICE void MoveTile(const Tiled& t, std::uint32_t number,
+                                      const std::uint8_t* from, std::uint8_t* to,
+                                      const Block& block, TileMemory& memory) {
+  switch (t.word) {
+    case 8:
+      return TileMove<std::uint64_t, Block>(t, number, from, to, block, memory).Run();
+    case 4:
+      return TileMove<std::uint32_t, Block>(t, number, from, to, block, memory).Run();
+    case 2:
+      return TileMove<std::uint16_t, Block>(t, number, from, to, block, memory).Run();
+    default:
+      return TileMove<std::uint8_t, Block>(t, number, from, to, block, memory).Run();
+  }
+}
+
+}  // namespace tensormount::kernels
+
+#endif  // TENSORMOUNT_GPU_KERNELS_TILES_H_
