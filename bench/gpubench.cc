@@ -273,12 +273,23 @@ class GpuBench {
     transposed.axes = 2;
     transposed.axis[0] = {2048, 2, static_cast<std::int64_t>(bytes_ / 2048)};
     transposed.axis[1] = {rows, 4096, 2};
+    StridedCopy wider = transposed;
+    wider.run = 4;
+    wider.axis[0] = {1024, 4, static_cast<std::int64_t>(bytes_ / 1024)};
+    wider.axis[1] = {rows, 4096, 4};
+    // Of 2,049 elements: no two of them are aligned alike.
+    const auto odd_rows = static_cast<std::int64_t>(bytes_ / 4098);
+    StridedCopy odd = transposed;
+    odd.axis[0] = {2049, 2, odd_rows * 2};
+    odd.axis[1] = {odd_rows, 4098, 2};
     StridedCopy back = gather;
     for (StridedCopy::Axis& axis : back.loops()) std::swap(axis.src, axis.dst);
     const std::pair<const char*, StridedCopy> plans[] = {
         {"pack columns of 512 bytes", gather},
         {"unpack columns of 512 bytes", back},
-        {"transpose elements of 2 bytes", transposed}};
+        {"transpose elements of 2 bytes", transposed},
+        {"transpose elements of 4 bytes", wider},
+        {"transpose elements of 2 bytes, odd rows", odd}};
     for (const auto& [name, plan] : plans) {
       const DeviceCopy one{plan, a_, b_};
       TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"kernel",
@@ -311,8 +322,9 @@ class GpuBench {
     // A block at a time, as saves and loads do: whole, of rows, of small tensors.
     const auto blocks = [this](bool leaves, std::uint64_t run, std::uint64_t pitch) {
       return TimeQueue(*queue_, [&, this]() -> Status {
+        std::vector<DeviceCopy> copies;
         for (std::uint64_t done = 0; done + block_bytes_ <= bytes_; done += block_bytes_) {
-          std::vector<DeviceCopy> copies;
+          copies.clear();
           if (run == 0) {
             copies.push_back(Crossing(Contiguous(block_bytes_), a_ + done, block_, leaves));
           } else if (pitch == 0) {

@@ -81,10 +81,10 @@ DeviceWriter::~DeviceWriter() {
 Status DeviceWriter::Launch(Line& line) {
   PinnedRing::Block block = std::move(*line.block);
   line.block.reset();
-  const std::vector<DeviceCopy> copies = std::exchange(line.copies, {});
   line.used = 0;
-  if (copies.empty()) return {};
-  const Status submitted = line.queue->CopyIn(copies);
+  if (line.copies.empty()) return {};
+  const Status submitted = line.queue->CopyIn(line.copies);
+  line.copies.clear();  // Not its memory: there may be thousands for each block.
   // Also where it failed: a part of it may be under way.
   Result<std::shared_ptr<DeviceMark>> mark = line.queue->Mark();
   block.GiveUp(mark);

@@ -120,7 +120,7 @@ Status BlockReader::Fly(const std::shared_ptr<const OpenedDevice>& device,
                         PinnedRing::Block taken) {
   TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
   const auto block = std::make_shared<FlyingBlock>(std::move(taken), device);
-  std::vector<DeviceCopy> copies;
+  copies_.clear();
   std::size_t used = 0;
   while (used < block->size()) {
     Begun* const begun = Grounded();
@@ -129,13 +129,13 @@ Status BlockReader::Fly(const std::shared_ptr<const OpenedDevice>& device,
     const auto n = static_cast<std::size_t>(
         std::min<std::uint64_t>(block->size() - used, piece.bytes - begun->submitted));
     for (const StridedCopy& plan : begun->source.Gather(piece.begin + begun->submitted, n)) {
-      copies.push_back({plan, begun->source.base(), block->data() + used});
+      copies_.push_back({plan, begun->source.base(), block->data() + used});
     }
     begun->parts.push_back({block, used, n});
     begun->submitted += n;
     used = AlignedInBlock(used + n);
   }
-  return block->Launch(*queue, [&] { return queue->CopyOut(copies); });
+  return block->Launch(*queue, [&] { return queue->CopyOut(copies_); });
 }
 
 }  // namespace tensormount

@@ -100,6 +100,7 @@ class BlockReader {
   std::size_t grounded_ = 0;  // Of begun_: all before it are under way, or the host's.
   std::uint64_t taken_ = 0;   // Of the current piece.
   DeviceQueues queues_;
+  std::vector<DeviceCopy> copies_;  // Of a block; kept, since there may be thousands in each.
   std::unique_ptr<std::byte[]> scratch_;
 };
 

@@ -191,15 +191,51 @@ TEST_F(CudaDeviceTest, ThousandsOfSmallCopiesShareALaunch) {
     out.push_back({plan, there + i * 128, here + i * 64});
     in.push_back({plan, here + i * 64, there + i * 128});
   }
+  // And one that crosses alone.
+  ASSERT_OK_AND_ASSIGN(std::byte* const long_there, device->Allocate(65'536));
+  ASSERT_OK_AND_ASSIGN(std::byte* const long_here, device->AllocatePinned(65'536));
+  plan.run = 65'536;
+  out.push_back({plan, long_there, long_here});
+  in.push_back({plan, long_here, long_there});
   for (const bool leaves : {true, false}) {
     const FakeCuda::Counts before = TheFakeCuda().counts();
     ASSERT_OK(leaves ? queue->CopyOut(out) : queue->CopyIn(in));
     const FakeCuda::Counts after = TheFakeCuda().counts();
     EXPECT_EQ(after.launches - before.launches, 2u);
-    EXPECT_EQ(after.copies - before.copies, leaves ? 1u : 2u);
+    EXPECT_EQ(after.copies - before.copies, leaves ? 2u : 3u);
+    EXPECT_EQ(after.crossed_bytes - before.crossed_bytes, 2000u * 64 + 65'536);
   }
   ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
   ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+  device->FreePinned(long_here);
+  device->FreePinned(here);
+  device->Free(long_there);
+  device->Free(there);
+}
+
+// What a call that failed had collected is not done by the next one.
+TEST_F(CudaDeviceTest, CopiesOfACallThatFailedAreForgotten) {
+  const auto device = First();
+  ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(400));
+  ASSERT_OK_AND_ASSIGN(std::byte* const here, device->AllocatePinned(400));
+  std::memset(TheFakeCuda().reveal(there), 'x', 400);
+  StridedCopy plan;
+  plan.run = 100;
+  const DeviceCopy in[] = {{plan, here, there}, {plan, here + 100, there + 100}};
+  const DeviceCopy within{plan, there + 200, there + 300};
+  const DeviceCopy out[] = {{plan, there, here}, {plan, there + 100, here + 100}};
+  for (const bool crosses : {true, false}) {
+    FailAt("cuMemcpyHtoDAsync", cuda::kInvalidValue);
+    EXPECT_FALSE(queue->CopyIn(in).ok());
+    TheFakeCuda().set_fault({});
+    ASSERT_OK(crosses ? queue->CopyOut(out) : queue->CopyWithin({&within, 1}));
+    ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
+    ASSERT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(TheFakeCuda().reveal(there)), 400),
+              std::string(400, 'x'));
+    std::memset(here, '.', 400);
+  }
   device->FreePinned(here);
   device->Free(there);
 }
