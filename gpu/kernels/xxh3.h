@@ -199,7 +199,7 @@ class LongHash {
   // kAhead whole blocks so many times, from an address that words of sixteen bytes have.
   TENSORMOUNT_HOST_DEVICE void AddAligned(const std::uint8_t* data, unsigned times) {
     if (times == 0) return;
-    Places at = warp_.Map([&](int lane) { return data + lane * 16; });
+    Addresses at = warp_.Map([&](int lane) { return data + lane * 16; });
     Block ahead[kAhead];
     TENSORMOUNT_UNROLL
     for (unsigned k = 0; k < kAhead; ++k) LoadWhole(at, k, ahead[k]);
@@ -241,7 +241,7 @@ class LongHash {
 
  private:
   using Words = typename Warp::template Of<Word16>;
-  using Places = typename Warp::template Of<const std::uint8_t*>;
+  using Addresses = typename Warp::template Of<const std::uint8_t*>;
   using Sum = typename Warp::template Of<std::uint64_t>;
   static constexpr int kStripeLanes = kStripeBytes / 16;
   static constexpr int kStepStripes = kLanes / kStripeLanes;
@@ -278,7 +278,7 @@ class LongHash {
   }
 
   // The block that is so many behind.
-  TENSORMOUNT_HOST_DEVICE void LoadWhole(const Places& at, unsigned behind, Block& block) const {
+  TENSORMOUNT_HOST_DEVICE void LoadWhole(const Addresses& at, unsigned behind, Block& block) const {
     TENSORMOUNT_UNROLL
     for (unsigned step = 0; step < kBlockSteps; ++step) {
       block.of[step] = warp_.Map([&](int lane) {
@@ -302,7 +302,7 @@ class LongHash {
   // takes its place, without conditions: a device would move what it had read on a condition, and
   // wait for that.
   template <bool kMore>
-  TENSORMOUNT_HOST_DEVICE void AddGroup(Block (&ahead)[kAhead], const Places& next) {
+  TENSORMOUNT_HOST_DEVICE void AddGroup(Block (&ahead)[kAhead], const Addresses& next) {
     TENSORMOUNT_UNROLL
     for (unsigned k = 0; k < kAhead; ++k) {
       const Sums sums = Added(ahead[k], keys_);

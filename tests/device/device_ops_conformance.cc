@@ -74,7 +74,7 @@ class Twin {
   std::byte* there_ = nullptr;
 };
 
-std::byte* BytesOf(std::string& text) { return reinterpret_cast<std::byte*>(text.data()); }
+std::byte* Raw(std::string& text) { return reinterpret_cast<std::byte*>(text.data()); }
 
 std::vector<Hash128> LeavesOf(const std::string& bytes, std::uint64_t leaf) {
   LeafHasher hasher(leaf);
@@ -196,7 +196,7 @@ Status TransposesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
     TENSORMOUNT_RETURN_IF_ERROR(memory.Upload(*queue));
     TENSORMOUNT_RETURN_IF_ERROR(packed.Upload(*queue));
     std::string expected(packed_bytes, '\0');
-    ExecuteCopy(plan, memory.here(), BytesOf(expected));
+    ExecuteCopy(plan, memory.here(), Raw(expected));
 
     const std::uint64_t leaf = std::uint64_t{1} << random.Int(6, 10);
     const std::vector<Hash128> hashes = LeavesOf(expected, leaf);
@@ -205,7 +205,7 @@ Status TransposesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
         queue->HashLeaves({&plan, 1}, memory.there(), packed_bytes, leaf, got_hashes.data()));
     std::string got(packed_bytes + 3, '\0');
     const auto shift = static_cast<std::size_t>(random.Int(0, 3));  // The host's is not aligned.
-    const DeviceCopy out{plan, memory.there(), BytesOf(got) + shift};
+    const DeviceCopy out{plan, memory.there(), Raw(got) + shift};
     TENSORMOUNT_RETURN_IF_ERROR(queue->CopyOut({&out, 1}));
     TENSORMOUNT_RETURN_IF_ERROR(Twin::Settle(*queue));
     if (got.substr(shift, packed_bytes) != expected) {
@@ -220,8 +220,8 @@ Status TransposesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
 
     std::string changed = random.Bytes(packed_bytes);
     std::string after = memory.bytes();
-    ExecuteCopy(Back(plan), BytesOf(changed), BytesOf(after));
-    const DeviceCopy in{Back(plan), BytesOf(changed), memory.there()};
+    ExecuteCopy(Back(plan), Raw(changed), Raw(after));
+    const DeviceCopy in{Back(plan), Raw(changed), memory.there()};
     TENSORMOUNT_RETURN_IF_ERROR(queue->CopyIn({&in, 1}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string there, memory.Download(*queue));
     if (there != after) return Wrong("transposed copies in differ", seed, number);
@@ -267,8 +267,8 @@ Status SmallCopiesAreExact(DeviceOps& ops, std::uint64_t seed, int cases) {
     for (const Placed& one : all) {
       StridedCopy plan;
       plan.run = one.bytes;
-      out.push_back({plan, memory.there() + one.there, BytesOf(got) + got_at + one.here});
-      in.push_back({plan, BytesOf(changed) + changed_at + one.here, memory.there() + one.there});
+      out.push_back({plan, memory.there() + one.there, Raw(got) + got_at + one.here});
+      in.push_back({plan, Raw(changed) + changed_at + one.here, memory.there() + one.there});
       after.replace(one.there, one.bytes, changed, changed_at + one.here, one.bytes);
     }
     TENSORMOUNT_RETURN_IF_ERROR(queue->CopyOut(out));
