@@ -2,6 +2,7 @@
 // What saves and loads of memory of a GPU reach, each figure beside its floor in the same run: the
 // same bytes by plain calls of the driver, or by the same save and load of host memory.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <dlfcn.h>
 #include <filesystem>
@@ -18,7 +19,10 @@
 #include "tensormount/save.h"
 
 #include "base/deadline.h"
+#include "base/file_system.h"
+#include "base/parallel.h"
 #include "bench/ckptbench.h"
+#include "collective/load/direct_read.h"
 #include "device/device_module.h"
 #include "device/devices.h"
 #include "gpu/cuda_driver.h"
@@ -197,11 +201,11 @@ StridedCopy Contiguous(std::uint64_t bytes) {
 
 class GpuBench {
  public:
-  // `part`: kernels, crossings, held or jobs; empty: all. `threads`: of loads.
-  GpuBench(const Options& options, std::string part, int threads)
+  // `part`: kernels, crossings, held or jobs; empty: all. `threads`: of loads, in turn.
+  GpuBench(const Options& options, std::string part, std::vector<int> threads)
       : options_(options),
         part_(std::move(part)),
-        threads_(threads),
+        threads_(std::move(threads)),
         bytes_(std::max<std::uint64_t>(
             std::uint64_t{1} << 22,
             static_cast<std::uint64_t>(options.gib * (1 << 30)) / kSquare * kSquare)) {}
@@ -426,6 +430,48 @@ class GpuBench {
     return {};
   }
 
+  // Seconds that `threads` need to read all files of a folder into pinned memory.
+  Result<double> ReadFiles(const std::string& folder, int threads) {
+    struct Stretch {
+      std::shared_ptr<File> file;
+      std::uint64_t offset = 0;
+      std::size_t bytes = 0;
+    };
+    constexpr std::size_t each = std::size_t{4} << 20;
+    constexpr std::size_t kBlocks = 32;
+    if (reads_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(reads_, device_->ops->AllocatePinned(kBlocks * each));
+    }
+    std::vector<Stretch> stretches;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> list,
+                                 HostFileSystem().List(folder));
+    for (const DirectoryEntry& entry : list) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto opened,
+                                   HostFileSystem().OpenRead(folder + "/" + entry.name));
+      const std::shared_ptr<File> file = std::move(opened);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+      for (std::uint64_t at = 0; at < info.size; at += each) {
+        stretches.push_back(
+            {file, at, static_cast<std::size_t>(std::min<std::uint64_t>(each, info.size - at))});
+      }
+    }
+    struct Block {
+      std::byte* data = nullptr;
+    };
+    std::atomic<std::size_t> next{0};
+    const Clock::time_point start = Clock::now();
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Block>(
+        stretches.size(), ReadThreads(threads, 1), [&](std::size_t i, Block& block) -> Status {
+          if (block.data == nullptr) {
+            block.data = reads_ + next++ % kBlocks * each;
+          }
+          return stretches[i]
+              .file->ReadAt(stretches[i].offset, block.data, stretches[i].bytes)
+              .status();
+        }));
+    return SecondsSince(start);
+  }
+
   Status Jobs() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, WorkFolder::Make(options_));
     const std::unique_ptr<Communicator> alone = MakeSelfCommunicator();
@@ -441,9 +487,9 @@ class GpuBench {
         TENSORMOUNT_RETURN_IF_ERROR(Save(state, folder->Join(name), *alone, options).status());
         return SecondsSince(start);
       };
-      const auto load = [&](const StateDict& state) -> Result<double> {
+      const auto load = [&](const StateDict& state, int n) -> Result<double> {
         LoadOptions options;
-        options.threads = threads_;
+        options.threads = n;
         const Clock::time_point start = Clock::now();
         TENSORMOUNT_RETURN_IF_ERROR(
             Load(state, folder->Join("store/there"), *alone, options).status());
@@ -459,30 +505,43 @@ class GpuBench {
                                                      {}}));
       // Also where saves were not asked for.
       TENSORMOUNT_RETURN_IF_ERROR(save(there, "store/there").status());
-      TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"load",
-                                                     count,
-                                                     bytes_,
-                                                     "the same load into host memory",
-                                                     [&] { return load(there); },
-                                                     [&] { return load(here); },
-                                                     {},
-                                                     {}}));
-      TENSORMOUNT_RETURN_IF_ERROR(
-          RunCase(options_, {"load",
-                             count + " beside the bus",
-                             bytes_,
-                             "pinned blocks by the driver",
-                             [&] { return load(there); },
-                             [this] { return plain_->In(block_, b_, block_bytes_, bytes_); },
-                             {},
-                             {}}));
+      for (const int n : threads_) {
+        const std::string by = n == 0 ? count : count + " by " + std::to_string(n);
+        const auto ours = [&] { return load(there, n); };
+        TENSORMOUNT_RETURN_IF_ERROR(RunCase(options_, {"load",
+                                                       by,
+                                                       bytes_,
+                                                       "the same load into host memory",
+                                                       ours,
+                                                       [&] { return load(here, n); },
+                                                       {},
+                                                       {}}));
+        TENSORMOUNT_RETURN_IF_ERROR(
+            RunCase(options_, {"load",
+                               by + " beside the bus",
+                               bytes_,
+                               "pinned blocks by the driver",
+                               ours,
+                               [this] { return plain_->In(block_, b_, block_bytes_, bytes_); },
+                               {},
+                               {}}));
+        TENSORMOUNT_RETURN_IF_ERROR(
+            RunCase(options_, {"load",
+                               by + " beside reads",
+                               bytes_,
+                               "read(2) into pinned blocks by as many threads",
+                               ours,
+                               [&] { return ReadFiles(folder->Join("store/there/data"), n); },
+                               {},
+                               {}}));
+      }
     }
     return {};
   }
 
   const Options options_;
   const std::string part_;
-  const int threads_;
+  const std::vector<int> threads_;
   const std::uint64_t bytes_;
   const std::size_t block_bytes_ = std::min<std::size_t>(std::size_t{16} << 20, bytes_ / 4);
   std::unique_ptr<Plain> plain_;
@@ -491,6 +550,7 @@ class GpuBench {
   std::byte* a_ = nullptr;
   std::byte* b_ = nullptr;
   std::byte* block_ = nullptr;
+  std::byte* reads_ = nullptr;
 };
 
 }  // namespace
@@ -507,8 +567,10 @@ int main(int argc, char** argv) {
   std::string part;
   app.add_option("part", part, "kernels, crossings, held or jobs; all where none is given")
       ->check(CLI::IsMember({"kernels", "crossings", "held", "jobs"}));
-  int threads = 0;
-  app.add_option("--threads", threads, "that read in a load; 0: as many as are usual");
+  std::vector<int> threads = {0};
+  app.add_option("--threads", threads, "that read in a load, in turn; 0: as many as are usual")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 256));
   std::size_t blocks = 0;
   app.add_option("--pinned-blocks", blocks, "of pinned memory; 0: what is usual");
   double block_mib = 16;
@@ -535,7 +597,7 @@ int main(int argc, char** argv) {
               std::make_shared<bench::ShapedDevice>(std::move(ops), shape));
         });
   }
-  const tensormount::Status status = bench::GpuBench(options, part, threads).Run();
+  const tensormount::Status status = bench::GpuBench(options, part, std::move(threads)).Run();
   if (!status.ok()) std::fprintf(stderr, "gpubench: %s\n", status.ToString().c_str());
   return status.ok() ? 0 : 2;
 }

@@ -88,10 +88,12 @@ struct QueueRules {
   const std::atomic<bool>* cancel = nullptr;
 };
 
-// Pinned memory that a device is given: blocks of one size.
+// Pinned memory that a device is given: blocks of one size. As many as there are threads that fill
+// some while others are on their way; a copy of one takes the bus for long enough to begin the
+// next.
 struct PinnedShape {
-  std::size_t blocks = 8;
-  std::size_t block_bytes = std::size_t{16} << 20;
+  std::size_t blocks = 32;
+  std::size_t block_bytes = std::size_t{4} << 20;
 };
 
 // One device. Thread-safe.

@@ -4,6 +4,7 @@
 #include "device/device_queues.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -73,8 +74,29 @@ Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>&
 DeviceWriter::~DeviceWriter() {
   const Deadline deadline = Deadline::After(kDeviceGrace);
   for (const std::unique_ptr<Line>& line : lines_) {
-    if (line->last != nullptr) (void)AwaitMark(*line->last, deadline);
+    if (line->last == nullptr || AwaitMark(*line->last, deadline).ok()) continue;
+    // Its digests come when somebody finds a mark of it reached.
+    LeaveToDevice(new std::shared_ptr<std::deque<Line::Taken>>(line->taken));
   }
+}
+
+// Behind the copies of a block.
+Status DeviceWriter::TakeDigests(Line& line) {
+  Status status;
+  for (const Line::Landing& landing : line.landings) {
+    Line::Taken& taken = line.taken->emplace_back();
+    taken.arrived = landing.arrived;
+    if (status.ok()) {
+      status = line.queue->Digest({&landing.placed, 1}, landing.base, landing.arrived->byte_shape,
+                                  &taken.digest);
+    }
+    // Nobody else writes this, and who reads it comes after Finish.
+    if (status.code() == Code::kResourceExhausted) {
+      std::atomic_ref(landing.arrived->unknown).store(true, std::memory_order_relaxed);
+    }
+  }
+  line.landings.clear();
+  return status.code() == Code::kResourceExhausted ? Status() : status;
 }
 
 // The block goes back to the ring by itself, whatever this waits for meanwhile.
@@ -83,8 +105,9 @@ Status DeviceWriter::Launch(Line& line) {
   line.block.reset();
   line.used = 0;
   if (line.copies.empty()) return {};
-  const Status submitted = line.queue->CopyIn(line.copies);
+  Status submitted = line.queue->CopyIn(line.copies);
   line.copies.clear();  // Not its memory: there may be thousands for each block.
+  if (submitted.ok()) submitted = TakeDigests(line);
   // Also where it failed: a part of it may be under way.
   Result<std::shared_ptr<DeviceMark>> mark = line.queue->Mark();
   block.GiveUp(mark);
@@ -119,13 +142,16 @@ Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
   return line;
 }
 
-// Nobody holds back what another thread waits for.
+// Nobody holds back what another thread waits for, nor what is worth a copy: who comes next may
+// take another line.
 void DeviceWriter::GiveBack(std::unique_ptr<Line> line, Status& status) {
-  std::lock_guard lock(mutex_);
-  if (waiting_ > 0 && line->block) {
+  const auto launch = [&] {
     const Status launched = Launch(*line);
     if (status.ok()) status = launched;
-  }
+  };
+  if (line->block && line->used >= line->block->size() / 2) launch();
+  std::lock_guard lock(mutex_);
+  if (waiting_ > 0 && line->block) launch();
   lines_.push_back(std::move(line));
 }
 
@@ -151,7 +177,7 @@ Status DeviceWriter::Room(Line& line, std::uint64_t bytes) {
 }
 
 Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base,
-                             const Fill& fill) {
+                             const Fill& fill, Arrived* arrived) {
   Status status;
   SplitBox(box, 1, line.device->ring->block_bytes(), [&](const Box& part) {
     if (!status.ok()) return;
@@ -162,19 +188,21 @@ Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, st
     status = fill(packed, line.block->data());
     if (!status.ok()) return;
     line.copies.push_back({PlanCopy(part, packed, to), line.block->data(), base});
+    if (arrived != nullptr) line.landings.push_back({PartOf(to, part), base, arrived});
     line.used = AlignedInBlock(line.used + static_cast<std::size_t>(bytes));
   });
   return status;
 }
 
 Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
-                           const PlacedBox& to, std::byte* base, const Fill& fill) {
+                           const PlacedBox& to, std::byte* base, const Fill& fill,
+                           Arrived* arrived) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Line> line, TakeLine(device));
   Status status;
   {
     // Also where `fill` throws: what it has sent is waited for.
     const AtExit back([&] { GiveBack(std::move(line), status); });
-    status = WriteBy(*line, box, to, base, fill);
+    status = WriteBy(*line, box, to, base, fill, arrived);
   }
   return status;
 }
@@ -197,6 +225,7 @@ void DeviceWriter::Drop() {
   for (const std::unique_ptr<Line>& line : lines_) {
     line->block.reset();
     line->copies.clear();
+    line->landings.clear();
     line->used = 0;
   }
 }
@@ -214,6 +243,8 @@ Status DeviceWriter::Finish() {
     if (line->last == nullptr) continue;
     TENSORMOUNT_RETURN_IF_ERROR(rules_.Await(*line->last, *line->device));
     line->last.reset();
+    for (const Line::Taken& taken : *line->taken) taken.arrived->digest ^= taken.digest;
+    line->taken->clear();
   }
   return {};
 }

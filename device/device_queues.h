@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -110,11 +111,20 @@ class DeviceWriter {
 
   // Writes the packed bytes of a box to where it says, `base` added.
   using Fill = std::function<Status(const PlacedBox& packed, std::byte* base)>;
+  // What the bytes that arrived contribute to the digest of their tensor, computed by the device
+  // right behind each copy, beside the copies that follow. Must live until Finish has returned, or
+  // the writer is gone.
+  struct Arrived {
+    Dims byte_shape;
+    Crc64 digest = 0;
+    // The device had no memory for it: `digest` means nothing.
+    bool unknown = false;
+  };
   // Puts the bytes of `box`, which lies within to.box, where `to` says in memory of a device at
   // `base`. They come from `fill`, which is called here, once for each part that a block takes.
-  // They are there once Finish has returned.
+  // They are there once Finish has returned, and then `arrived`, if not null, says what they are.
   Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
-               const PlacedBox& to, std::byte* base, const Fill& fill);
+               const PlacedBox& to, std::byte* base, const Fill& fill, Arrived* arrived = nullptr);
   // Zeros instead.
   Status WriteZeros(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                     const PlacedBox& to, std::byte* base);
@@ -135,14 +145,28 @@ class DeviceWriter {
     std::optional<PinnedRing::Block> block;  // That is being filled.
     std::size_t used = 0;
     std::vector<DeviceCopy> copies;
+    // Of copies whose digest is wanted: where they go.
+    struct Landing {
+      PlacedBox placed;
+      std::byte* base = nullptr;
+      Arrived* arrived = nullptr;
+    };
+    std::vector<Landing> landings;
+    // Of what was sent; addresses stay.
+    struct Taken {
+      Crc64 digest = 0;
+      Arrived* arrived = nullptr;
+    };
+    std::shared_ptr<std::deque<Taken>> taken = std::make_shared<std::deque<Taken>>();
     std::shared_ptr<DeviceMark> last;  // Of what was sent.
   };
   Result<std::unique_ptr<Line>> TakeLine(const std::shared_ptr<const OpenedDevice>& device);
   void GiveBack(std::unique_ptr<Line> line, Status& status);
-  Status WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base,
-                 const Fill& fill);
+  Status WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base, const Fill& fill,
+                 Arrived* arrived);
   Status Room(Line& line, std::uint64_t bytes);
   static Status Launch(Line& line);
+  static Status TakeDigests(Line& line);
   Status PushLocked();
 
   std::mutex mutex_;

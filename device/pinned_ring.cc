@@ -194,9 +194,10 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
                         " blocks of pinned memory are in use, " + std::to_string(lost_.size()) +
                         " of them by copies that did not end");
     }
-    // Blocks that were given up come back without a word.
+    // Blocks that were given up come back without a word; who is not the first is told.
+    const bool looks = waiting_.front() == &self && !lost_.empty();
     const std::chrono::nanoseconds most =
-        lost_.empty() ? std::chrono::nanoseconds(kLookAgain) : PauseAfter(begin);
+        looks ? PauseAfter(begin) : std::chrono::nanoseconds(kLookAgain);
     returned_.wait_for(lock, std::min(most, deadline.Left()));
   }
 }

@@ -255,6 +255,15 @@ Result<std::uint64_t> RegionBytes(DType dtype, const Dims& shape, const Region& 
   return static_cast<std::uint64_t>(bytes.volume());
 }
 
+PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
+  PlacedBox out = placed;
+  out.box = part;
+  for (int a = 0; a < part.rank(); ++a) {
+    out.offset += (part.begin(a) - placed.box.begin(a)) * placed.strides[a];
+  }
+  return out;
+}
+
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset) {
   std::vector<PlacedBox> placed;
   auto at = static_cast<std::int64_t>(offset);

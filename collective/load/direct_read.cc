@@ -19,7 +19,7 @@ namespace {
 
 // Small targets are read together up to this: what a thread does in a millisecond.
 constexpr std::uint64_t kTogetherBytes = std::uint64_t{4} << 20;
-constexpr int kMostReadThreads = 8;
+constexpr int kMostReadThreads = 12;
 
 // A target, or one box of it.
 struct Share {
@@ -45,6 +45,10 @@ class DirectReader {
           target.verify,
           ChooseReadVerify(checkpoint_.index(), *target.tensor, target.wanted().region,
                            rules_.verify, target.device != nullptr));
+      target.digested = target.device != nullptr && !target.convert &&
+                        rules_.verify == LoadVerify::kAuto && target.verify == ReadVerify::kOff;
+      const TensorMeta& meta = target.tensor->entry().meta;
+      if (target.digested) target.arrived.byte_shape = ByteShape(meta.dtype(), meta.shape());
       AddShares(target);
       report_.bytes += target.bytes;
     }

@@ -33,7 +33,7 @@ struct DirectReadReport {
 Result<DirectReadReport> ReadDirectly(const OpenedCheckpoint& checkpoint,
                                       std::span<LoadTarget> targets, const DirectReadRules& rules);
 
-// For ranks of which `ranks_here` share this machine: as many as have a core each, at most 8.
+// For ranks of which `ranks_here` share this machine: as many as have a core each, at most 12.
 // `asked` where it is not 0.
 int ReadThreads(int asked, int ranks_here);
 

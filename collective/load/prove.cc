@@ -74,6 +74,8 @@ class Prover {
       const TensorMeta& meta = target.tensor->entry().meta;
       if (target.device == nullptr) {
         digests_[i] = DigestOfBuffer(meta, target.placed, target.base);
+      } else if (target.digested && !target.arrived.unknown) {
+        digests_[i] = target.arrived.digest;
       } else {
         on_devices.push_back({target.boxes(), ByteShape(meta.dtype(), meta.shape()), &digests_[i]});
       }

@@ -179,15 +179,6 @@ Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte
 
 }  // namespace
 
-PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
-  PlacedBox out = placed;
-  out.box = part;
-  for (int a = 0; a < part.rank(); ++a) {
-    out.offset += (part.begin(a) - placed.box.begin(a)) * placed.strides[a];
-  }
-  return out;
-}
-
 // From any thread.
 static void Give(LoadTarget& target, Crc64 digest) {
   std::atomic_ref(target.given).fetch_xor(digest, std::memory_order_relaxed);
@@ -250,13 +241,15 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const 
   const bool check = target.verify != ReadVerify::kOff;
   for (const PlacedBox& to : wanted) {
     TENSORMOUNT_RETURN_IF_ERROR(target.writer->Write(
-        target.device, to.box, to, target.base, [&](const PlacedBox& packed, std::byte* base) {
+        target.device, to.box, to, target.base,
+        [&](const PlacedBox& packed, std::byte* base) {
           Crc64 digest = 0;
           const Status status = checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify,
                                                       stats, check ? &digest : nullptr);
           if (check) Give(target, digest);
           return status;
-        }));
+        },
+        target.digested ? &target.arrived : nullptr));
   }
   return {};
 }

@@ -29,6 +29,9 @@ struct LoadTarget {
   DeviceWriter* writer = nullptr;
   // What was given to the writer contributes so much to the tensor's digest: for CheckArrived.
   Crc64 given = 0;
+  // Its digest is taken as it arrives: for the proof.
+  bool digested = false;
+  DeviceWriter::Arrived arrived;
   std::vector<PlacedBox> placed;  // Bytes of the stored tensor, relative to `base`.
   std::uint64_t bytes = 0;        // As stored.
   ReadVerify verify = ReadVerify::kOff;
@@ -55,9 +58,6 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
 // they are once its writer has finished; `bytes` may go when this returns.
 Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part,
                   LoadTarget& target);
-
-// That part of a box, which lies within it.
-PlacedBox PartOf(const PlacedBox& placed, const Box& part);
 
 // Reads a target that is not converted, or where `part` is not null that of it, straight into its
 // buffer or through the writer's blocks, with its `verify`. Several threads may read parts of one.

@@ -693,7 +693,7 @@ typedef struct tm_load_options {
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
   int64_t total_ms;  // The whole call; 0: no limit.
-  int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 8.
+  int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 12.
   int32_t reserved;  // 0.
 } tm_load_options;
 

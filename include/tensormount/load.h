@@ -106,7 +106,7 @@ struct LoadOptions {
   // ---- Of this rank alone ----
   EventHook events = {};
   // That read what this rank reads for itself. 0: as many as have a core each, with the other ranks
-  // of this machine, at most 8.
+  // of this machine, at most 12.
   int threads = 0;
   // Where not null, counts bytes as this rank has read them: for progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;

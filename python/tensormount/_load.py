@@ -198,7 +198,7 @@ def load(
     verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
               with equal numbers exchange what they read. docs/semantics.md.
     threads   that read what this rank reads for itself; 0: as many as have a core each, with the
-              other ranks of the machine, at most 8.
+              other ranks of the machine, at most 12.
     liveness, arrival, total, on_event   as of `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,

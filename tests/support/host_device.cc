@@ -64,7 +64,7 @@ class HostDevice::Queue : public DeviceQueue {
     std::vector<PlacedBox> boxes(placed.begin(), placed.end());
     return Add("digest", [=, device = device_.get(), boxes = std::move(boxes)] {
       // Not the same twice, or two would cancel.
-      Crc64 digest = device->lies_ ? reinterpret_cast<std::uintptr_t>(base) | 1 : 0;
+      Crc64 digest = device->lies_ ? ++device->lied_ * 0x9E3779B97F4A7C15 : 0;
       for (const PlacedBox& box : boxes) {
         const StridedCopy all = PlanCopy(box.box, box, PlacePacked(Region(box.box), 0).front());
         digest ^= DigestOfPlaced(box, device->RevealPlan(all, base, false), byte_shape);

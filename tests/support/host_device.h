@@ -100,6 +100,7 @@ class HostDevice : public DeviceOps,
 
   const Options options_;
   std::atomic<bool> lies_ = false;
+  std::atomic<std::uint64_t> lied_ = 0;  // So often about digests.
   std::atomic<std::uint64_t> bytes_out_ = 0;
   std::atomic<std::uint64_t> bytes_in_ = 0;
   std::atomic<int> pending_ = 0;  // Submissions.
