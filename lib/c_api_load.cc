@@ -101,6 +101,10 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
                   "tm_load_options.threads: " + std::to_string(given.threads) + " is negative");
   }
   out.threads = given.threads;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.exchange_via, Choice("tm_load_options.exchange_via", given.exchange_via,
+                               {tensormount::ExchangeVia::kAuto, tensormount::ExchangeVia::kHost,
+                                tensormount::ExchangeVia::kDevices}));
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
@@ -219,6 +223,7 @@ tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* 
     n.plan_seconds = r.plan_seconds;
     n.read_seconds = r.read_seconds;
     n.proof_seconds = r.proof_seconds;
+    n.bytes_between_devices = r.bytes_between_devices;
     return tensormount::c_api::WriteStruct(n, out, "tm_load_numbers");
   });
 }

@@ -662,6 +662,8 @@ enum { TM_GROW_ERROR = 0, TM_GROW_ZERO = 1, TM_GROW_KEEP = 2 };
 enum { TM_GRID_ERROR = 0, TM_GRID_BY_INDEX = 1, TM_GRID_FIRST = 2, TM_GRID_SKIP = 3 };
 enum { TM_VERIFY_AUTO = 0, TM_VERIFY_OFF = 1, TM_VERIFY_LEAVES = 2 };
 enum { TM_LOAD_AUTO = 0, TM_LOAD_DIRECT = 1, TM_LOAD_EXCHANGE = 2 };
+// tm_load_options.exchange_via
+enum { TM_VIA_AUTO = 0, TM_VIA_HOST = 1, TM_VIA_DEVICES = 2 };
 
 // What a load does where the stored tensor or object differs from the one asked for.
 typedef struct tm_load_rule {
@@ -694,7 +696,7 @@ typedef struct tm_load_options {
   void* on_event_context;
   int64_t total_ms;  // The whole call; 0: no limit.
   int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 12.
-  int32_t reserved;  // 0.
+  int32_t exchange_via;
 } tm_load_options;
 
 // What a load found out besides the bytes, which are in the caller's buffers.
@@ -744,6 +746,7 @@ typedef struct tm_load_numbers {
   double plan_seconds;
   double read_seconds;
   double proof_seconds;
+  uint64_t bytes_between_devices;  // Of bytes_received.
 } tm_load_numbers;
 TM_EXPORT tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out);
 

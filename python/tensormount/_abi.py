@@ -229,7 +229,7 @@ class LoadOptions(Structure):
         ("on_event_context", c_void_p),
         ("total_ms", c_int64),
         ("threads", c_int32),
-        ("reserved", c_int32),
+        ("exchange_via", c_int32),
     ]
 
 
@@ -250,6 +250,7 @@ class LoadNumbers(Structure):
         ("plan_seconds", c_double),
         ("read_seconds", c_double),
         ("proof_seconds", c_double),
+        ("bytes_between_devices", c_uint64),
     ]
 
 

@@ -32,6 +32,7 @@ PathLike = Union[str, "os.PathLike[str]"]
 _STRICT = ("raise", "log", "return", "ignore")  # From 1; 0 is the default of the library.
 _VERIFY = ("auto", "off", "leaves")
 _PATHS = ("auto", "direct", "exchange")
+_VIA = ("auto", "host", "devices")
 _GROW = ("error", "zero", "keep")
 _GRID = ("error", "by-index", "first", "skip")
 _FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT
@@ -82,6 +83,7 @@ class LoadOptions(TypedDict, total=False):
     verify: str
     method: str
     exchange_group: int
+    exchange_via: str
     threads: int
     liveness: Optional[float]
     arrival: Optional[float]
@@ -196,7 +198,9 @@ def load(
     rules     `Rule`s for shapes, dtypes and grids that differ; otherwise that is LayoutError.
     validate  requests must cover every tensor exactly, as on a save.
     verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
-              with equal numbers exchange what they read. docs/semantics.md.
+              with equal numbers exchange what they read; exchange_via: "host", "devices" (from
+              GPU to GPU by NCCL), "auto": that where much is exchanged and it can be.
+              docs/semantics.md.
     threads   that read what this rank reads for itself; 0: as many as have a core each, with the
               other ranks of the machine, at most 12.
     liveness, arrival, total, on_event   as of `save`.
@@ -270,6 +274,7 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
     given.verify = _choice("verify", options.get("verify", "auto"), _VERIFY)
     given.path = _choice("method", options.get("method", "auto"), _PATHS)
     given.exchange_group = options.get("exchange_group", 0)
+    given.exchange_via = _choice("exchange_via", options.get("exchange_via", "auto"), _VIA)
     given.threads = options.get("threads", 0)
     rules = options.get("rules", ())
     if rules:

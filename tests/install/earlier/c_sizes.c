@@ -15,7 +15,7 @@ _Static_assert(sizeof(tm_save_numbers) == 104, "");
 _Static_assert(sizeof(tm_job_progress) == 40, "");
 _Static_assert(sizeof(tm_load_rule) == 32, "");
 _Static_assert(sizeof(tm_load_options) == 112, "");
-_Static_assert(sizeof(tm_load_numbers) == 96, "");
+_Static_assert(sizeof(tm_load_numbers) == 104, "");
 _Static_assert(sizeof(tm_uncovered) == 280, "");
 _Static_assert(sizeof(tm_validate_options) == 40, "");
 _Static_assert(sizeof(tm_saver_options) == 32, "");
