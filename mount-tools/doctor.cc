@@ -15,6 +15,7 @@
 #include "base/file_system.h"
 #include "base/hash.h"
 #include "device/device_module.h"
+#include "device/devices.h"
 #include "fs/mount/fuse_backing.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/mpi_module.h"
@@ -175,6 +176,14 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
       probe);  // A folder of ours in a place that the user named; nothing depends on it.
 }
 
+// The way between the devices of ranks, as the first device has it.
+Diagnosis Nccl(const Result<int>& devices) {
+  Result<std::unique_ptr<DeviceLink>> link = Status(Code::kUnavailable, "there is no device");
+  if (devices.ok() && devices.value() > 0) link = OpenDeviceLink({DeviceKind::kCuda, 0});
+  return {"nccl", link.ok(), link.ok() ? link.value()->version() : link.status().message(),
+          link.ok() ? "" : "ranks pass bytes on through the host"};
+}
+
 }  // namespace
 
 int RunDoctor(const std::string& directory, Terminal& terminal) {
@@ -190,11 +199,10 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
   const auto mpi = FindMpi();
   findings.push_back({"mpi", mpi.ok(), mpi.ok() ? mpi.value() : mpi.status().message(), ""});
   const Result<int> devices = CountDevices();
-  findings.push_back({"cuda", devices.ok() && devices.value() > 0,
-                      devices.ok() ? fmt::format("{} devices", devices.value())
-                                   : devices.status().message(),
-                      ""});
-  findings.push_back({"nccl", false, "not used yet: ranks pass bytes on through the host", ""});
+  findings.push_back(
+      {"cuda", devices.ok() && devices.value() > 0,
+       devices.ok() ? fmt::format("{} devices", devices.value()) : devices.status().message(), ""});
+  findings.push_back(Nccl(devices));
   findings.push_back({"digest", true,
                       Crc64IsAccelerated() ? "by carry-less multiplication" : "by tables (slow)",
                       ""});

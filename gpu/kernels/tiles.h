@@ -38,16 +38,18 @@ struct Tiled {
   std::int64_t to_step[kMaxAxes - 2] = {};
 };
 
-// A tile has 32 units in each direction, of as many words as four bytes have: then what a warp
-// reads or writes at a time is lines of memory. In the block's memory rows are one unit longer, so
-// that columns are in different banks of it.
+// A tile has 32 units in each direction, of as many words as four bytes have, or eight: then what a
+// warp reads or writes at a time is lines of memory, and there is enough of it for each thread. In
+// the block's memory rows are one unit longer, so that columns are in different banks of it.
 inline constexpr unsigned kUnits = 32;
 inline constexpr unsigned kPitch = kUnits + 1;
-TENSORMOUNT_HOST_DEVICE constexpr unsigned WordsOfUnit(int word) {
-  return word < 4 ? 4 / static_cast<unsigned>(word) : 1;
+TENSORMOUNT_HOST_DEVICE constexpr unsigned BytesOfUnit(unsigned word) { return word < 4 ? 4 : 8; }
+TENSORMOUNT_HOST_DEVICE constexpr unsigned WordsOfUnit(unsigned word) {
+  return BytesOfUnit(word) / word;
 }
 struct alignas(16) TileMemory {
-  std::uint8_t bytes[4 * kUnits * kPitch * 4];  // What words of one byte need.
+  // What words of one byte need, and those of four.
+  std::uint8_t bytes[4 * kUnits * kPitch * 4];
 };
 // Tiles that follow each other go so many along the source, then on along the destination: both are
 // then near to what other blocks read and write meanwhile.
@@ -77,7 +79,7 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
     if (axis.dst != 0 && nearer(axis.dst, written, false)) written = a;
   }
   if (read < 0 || written < 0 || read == written) return t;
-  const auto side = static_cast<std::int64_t>(kUnits * WordsOfUnit(static_cast<int>(word)));
+  const auto side = static_cast<std::int64_t>(kUnits * WordsOfUnit(static_cast<unsigned>(word)));
   const auto taken = [&](int a) {
     const StridedCopy::Axis& axis = plan.axis[static_cast<std::size_t>(a)];
     return Tiled::Axis{static_cast<std::uint32_t>(axis.count),
@@ -111,19 +113,20 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
   t.from = plan.src_offset;
   t.to = plan.dst_offset;
   t.word = static_cast<int>(word);
-  t.wide_from = word >= 4 || (t.read.from == word && others_from % 4 == 0);
-  t.wide_to = word >= 4 || (t.written.to == word && others_to % 4 == 0);
+  const std::int64_t unit = BytesOfUnit(static_cast<unsigned>(word));
+  t.wide_from = word == unit || (t.read.from == word && others_from % unit == 0);
+  t.wide_to = word == unit || (t.written.to == word && others_to % unit == 0);
   t.tiles = static_cast<std::uint32_t>(tiles);
   return t;
 }
 
-// Makes columns of rows: of P units of P words, P in all in four bytes.
-template <typename Word>
-TENSORMOUNT_HOST_DEVICE inline void Turn(std::uint32_t (&unit)[4 / sizeof(Word)]) {
+// Makes columns of rows: of P units of P words.
+template <typename Word, typename Unit>
+TENSORMOUNT_HOST_DEVICE inline void Turn(Unit (&unit)[sizeof(Unit) / sizeof(Word)]) {
   constexpr unsigned kBits = 8 * sizeof(Word);
-  constexpr unsigned kWords = 4 / sizeof(Word);
-  constexpr std::uint32_t kMask = (1U << kBits) - 1;
-  std::uint32_t turned[kWords] = {};
+  constexpr unsigned kWords = sizeof(Unit) / sizeof(Word);
+  constexpr Unit kMask = (Unit{1} << kBits) - 1;
+  Unit turned[kWords] = {};
   TENSORMOUNT_UNROLL
   for (unsigned row = 0; row < kWords; ++row) {
     TENSORMOUNT_UNROLL
@@ -167,19 +170,23 @@ class TileMove {
   TENSORMOUNT_HOST_DEVICE void Run() const {
     const bool whole = read_ == kSide && written_ == kSide;
     if (whole && t_.wide_from) {
-      block_.Each([&](unsigned thread) { Read<true>(thread); });
+      block_.Each([&](unsigned thread) { Read<true, true>(thread); });
+    } else if (whole) {
+      block_.Each([&](unsigned thread) { Read<true, false>(thread); });
     } else {
-      block_.Each([&](unsigned thread) { Read<false>(thread); });
+      block_.Each([&](unsigned thread) { Read<false, false>(thread); });
     }
     if (whole && t_.wide_to) {
-      block_.Each([&](unsigned thread) { Write<true>(thread); });
+      block_.Each([&](unsigned thread) { Write<true, true>(thread); });
+    } else if (whole) {
+      block_.Each([&](unsigned thread) { Write<true, false>(thread); });
     } else {
-      block_.Each([&](unsigned thread) { Write<false>(thread); });
+      block_.Each([&](unsigned thread) { Write<false, false>(thread); });
     }
   }
 
  private:
-  using Unit = std::conditional_t<sizeof(Word) == 8, std::uint64_t, std::uint32_t>;
+  using Unit = std::conditional_t<BytesOfUnit(sizeof(Word)) == 8, std::uint64_t, std::uint32_t>;
   static constexpr unsigned kWords = WordsOfUnit(sizeof(Word));  // Of a unit.
   static constexpr std::uint32_t kSide = kUnits * kWords;        // In words.
   static constexpr unsigned kRows = Block::kThreads / kUnits;    // Of units, at a time.
@@ -211,7 +218,7 @@ class TileMove {
   // A thread reads squares of words and leaves their columns in memory, as units of rows of what is
   // written: word k of its units becomes a row of group k. Steps from one place to the next are
   // added up: products of 64 bits take a device longer than all else here.
-  template <bool kWhole>
+  template <bool kWhole, bool kWide>
   TENSORMOUNT_HOST_DEVICE void Read(unsigned thread) const {
     // Of a whole tile all is read before any of it is waited for.
     constexpr unsigned kAtOnce = kWhole ? kTimes : kWords == 2 ? 2 : 1;
@@ -229,8 +236,10 @@ class TileMove {
         const std::uint8_t* at = from;
         TENSORMOUNT_UNROLL
         for (unsigned k = 0; k < kWords; ++k, at += step) {
-          if constexpr (kWhole) {
+          if constexpr (kWide) {
             units[n][k] = *reinterpret_cast<const Unit*>(at);
+          } else if constexpr (kWhole) {
+            units[n][k] = Partly(at, t_.read.from, kWords);
           } else {
             units[n][k] = (row + n * kRows) * kWords + k < written_
                               ? Partly(at, t_.read.from, std::int64_t{read_} - i * kWords)
@@ -240,7 +249,7 @@ class TileMove {
       }
       TENSORMOUNT_UNROLL
       for (unsigned n = 0; n < kAtOnce; ++n) {
-        if constexpr (kWords > 1) Turn<Word>(units[n]);
+        if constexpr (kWords > 1) Turn<Word, Unit>(units[n]);
         TENSORMOUNT_UNROLL
         for (unsigned k = 0; k < kWords; ++k) to[k * kUnits * kPitch + n * kRows] = units[n][k];
       }
@@ -249,7 +258,7 @@ class TileMove {
     }
   }
 
-  template <bool kWhole>
+  template <bool kWhole, bool kWide>
   TENSORMOUNT_HOST_DEVICE void Write(unsigned thread) const {
     constexpr unsigned kAtOnce = kWhole ? kTimes : 1;
     const unsigned i = thread % kUnits;
@@ -266,8 +275,10 @@ class TileMove {
         TENSORMOUNT_UNROLL
         for (unsigned k = 0; k < kWords; ++k, at += step) {
           const Unit unit = from[(k * kUnits + n * kRows) * kPitch];
-          if constexpr (kWhole) {
+          if constexpr (kWide) {
             *reinterpret_cast<Unit*>(at) = unit;
+          } else if constexpr (kWhole) {
+            Partly(at, t_.written.to, kWords, unit);
           } else if ((row + n * kRows) * kWords + k < read_) {
             Partly(at, t_.written.to, std::int64_t{written_} - i * kWords, unit);
           }

@@ -158,8 +158,9 @@ TEST(KernelsTest, Transposes) {
                                         {1001, 13},
                                         {40, 33 * 128}}) {
       const auto bytes = static_cast<std::size_t>(word * rows * columns);
+      const std::int64_t unit = word < 4 ? 4 : 8;
       ExpectTiledCopy(random, Transpose(word, rows, columns), bytes, bytes, 0, 0,
-                      columns * word % 4 == 0 || word >= 4, rows * word % 4 == 0 || word >= 4);
+                      columns * word % unit == 0, rows * word % unit == 0);
     }
   }
 }
@@ -171,6 +172,12 @@ TEST(KernelsTest, TransposesOfWordsThatAreNotAligned) {
   for (const std::size_t from : {0u, 2u, 4u}) {
     for (const std::size_t to : {0u, 2u, 4u}) {
       ExpectTiledCopy(random, Transpose(2, 128, 192), kBytes, kBytes, from, to, from != 2, to != 2);
+    }
+  }
+  for (const std::size_t from : {0u, 4u}) {
+    for (const std::size_t to : {0u, 4u}) {
+      ExpectTiledCopy(random, Transpose(4, 128, 192), 2 * kBytes, 2 * kBytes, from, to, from != 4,
+                      to != 4);
     }
   }
   // Every other word, the last ones first.
