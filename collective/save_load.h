@@ -46,6 +46,9 @@ struct LoadControl {
   // is there, and brought to the next exchange, which fails with kCancelled on all ranks.
   const std::atomic<bool>* cancel = nullptr;
   std::shared_ptr<const DeviceFences> fences = nullptr;  // As in SaveControl.
+  // Below this an exchange goes between devices only where it must: NCCL takes a second or two to
+  // connect.
+  std::uint64_t worth_a_way = std::uint64_t{2} << 30;
 };
 
 // Of all streams that order shards of a state: what they were given up to now. Errors name the

@@ -71,13 +71,22 @@ Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>&
   return queue.get();
 }
 
-DeviceWriter::~DeviceWriter() {
-  const Deadline deadline = Deadline::After(kDeviceGrace);
+DeviceWriter::~DeviceWriter() { (void)Settle(Deadline::After(kDeviceGrace)); }
+
+bool DeviceWriter::Settle(const Deadline& deadline) {
+  std::lock_guard lock(mutex_);
+  bool all = true;
   for (const std::unique_ptr<Line>& line : lines_) {
-    if (line->last == nullptr || AwaitMark(*line->last, deadline).ok()) continue;
-    // Its digests come when somebody finds a mark of it reached.
+    const bool reached = line->last == nullptr || AwaitMark(*line->last, deadline).ok();
+    if (reached && !line->lost) {
+      line->last.reset();
+      continue;
+    }
+    all = false;
+    // Digests come when somebody finds a mark of it reached.
     LeaveToDevice(new std::shared_ptr<std::deque<Line::Taken>>(line->taken));
   }
+  return all;
 }
 
 // Behind the copies of a block.
@@ -110,11 +119,13 @@ Status DeviceWriter::Launch(Line& line) {
   if (submitted.ok()) submitted = TakeDigests(line);
   // Also where it failed: a part of it may be under way.
   Result<std::shared_ptr<DeviceMark>> mark = line.queue->Mark();
-  block.GiveUp(mark);
   const Status failure = submitted.ok() ? mark.status() : submitted;
-  if (!failure.ok()) return failure.WithContext(line.device->ops->name());
-  line.last = std::move(mark).value();
-  return {};
+  // Of what was submitted before: the block need not be lost with it.
+  if (!mark.ok()) mark = line.queue->Mark();
+  block.GiveUp(mark);
+  if (mark.ok()) line.last = mark.value();
+  line.lost = line.lost || !mark.ok();
+  return failure.WithContext(line.device->ops->name());
 }
 
 Status DeviceWriter::PushLocked() {
@@ -139,6 +150,8 @@ Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
   auto line = std::make_unique<Line>();
   line->device = device;
   TENSORMOUNT_ASSIGN_OR_RETURN(line->queue, MakeFencedQueue(*device, rules_));
+  std::lock_guard lock(mutex_);
+  lines_.reserve(++made_);
   return line;
 }
 
@@ -146,13 +159,22 @@ Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
 // take another line.
 void DeviceWriter::GiveBack(std::unique_ptr<Line> line, Status& status) {
   const auto launch = [&] {
-    const Status launched = Launch(*line);
+    Status launched;
+    try {
+      launched = Launch(*line);
+    } catch (const std::exception& e) {  // Nothing may be thrown on the way out of Write.
+      launched = Status(Code::kResourceExhausted, e.what());
+    }
     if (status.ok()) status = launched;
   };
-  if (line->block && line->used >= line->block->size() / 2) launch();
+  const auto worth = [&] {
+    return line->block &&
+           (line->used >= line->block->size() / 2 || line->device->ring->IsWaitedFor());
+  };
+  if (worth()) launch();
   std::lock_guard lock(mutex_);
   if (waiting_ > 0 && line->block) launch();
-  lines_.push_back(std::move(line));
+  lines_.push_back(std::move(line));  // TakeLine has made room.
 }
 
 // A block with room for so many bytes, which one can hold.
@@ -188,7 +210,7 @@ Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, st
     status = fill(packed, line.block->data());
     if (!status.ok()) return;
     line.copies.push_back({PlanCopy(part, packed, to), line.block->data(), base});
-    if (arrived != nullptr) line.landings.push_back({PartOf(to, part), base, arrived});
+    if (arrived != nullptr) line.landings.push_back({PartOfPlaced(to, part), base, arrived});
     line.used = AlignedInBlock(line.used + static_cast<std::size_t>(bytes));
   });
   return status;
@@ -216,8 +238,9 @@ Status DeviceWriter::WriteZeros(const std::shared_ptr<const OpenedDevice>& devic
 }
 
 Status DeviceWriter::Push() {
-  std::lock_guard lock(mutex_);
-  return PushLocked();
+  // Another thread that pushes may wait for the device.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  return lock.owns_lock() ? PushLocked() : Status();
 }
 
 void DeviceWriter::Drop() {

@@ -137,6 +137,8 @@ class DeviceWriter {
   void WaitOn(std::chrono::milliseconds patience);
   // Until all is there.
   Status Finish();
+  // After a failure, when no thread writes: whether nothing of it is under way any more.
+  bool Settle(const Deadline& deadline);
 
  private:
   struct Line {  // To one device. Of one thread at a time.
@@ -159,6 +161,7 @@ class DeviceWriter {
     };
     std::shared_ptr<std::deque<Taken>> taken = std::make_shared<std::deque<Taken>>();
     std::shared_ptr<DeviceMark> last;  // Of what was sent.
+    bool lost = false;                 // Something was sent that no mark stands for.
   };
   Result<std::unique_ptr<Line>> TakeLine(const std::shared_ptr<const OpenedDevice>& device);
   void GiveBack(std::unique_ptr<Line> line, Status& status);
@@ -172,6 +175,7 @@ class DeviceWriter {
   std::mutex mutex_;
   DeviceRules rules_;
   std::vector<std::unique_ptr<Line>> lines_;  // Those that no thread writes by.
+  std::size_t made_ = 0;                      // With those that some do.
   int waiting_ = 0;                           // Threads, for a block.
 };
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <pthread.h>
 #include <string>
-#include <unistd.h>
 
 #include "device/device_module.h"
 #include "shard/host_memory.h"
@@ -30,9 +30,17 @@ Known& Devices() {
   return *known;
 }
 
-// The process that has opened a device, 0: none. Not behind the mutex, which a thread that a forked
-// child has not got may hold.
-std::atomic<pid_t> opened_by = 0;
+// Whether this process has opened a device, and whether it was forked from one that had. Not behind
+// the mutex, which a thread that a forked child has not got may hold; nor by asking for the number
+// of the process, which is a system call for each tensor.
+std::atomic<bool> opened_here = false;
+std::atomic<bool> opened_by_parent = false;
+void NoteForks() {
+  static const int noted = pthread_atfork(nullptr, nullptr, [] {
+    if (opened_here) opened_by_parent = true;
+  });
+  (void)noted;
+}
 
 Result<std::shared_ptr<DeviceOps>> OpenByModule(const Device& device) {
   Result<const DeviceModule*> module = OpenDeviceModule();
@@ -49,11 +57,12 @@ void SetDeviceSource(DeviceSource source) {
   std::lock_guard lock(known.mutex);
   known.source = std::move(source);
   known.entries.clear();
-  opened_by = 0;
+  opened_here = false;
+  opened_by_parent = false;
 }
 
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
-  if (const pid_t process = opened_by; process != 0 && process != getpid()) {
+  if (opened_by_parent) {
     return Status(Code::kUnavailable,
                   NameOf(device) +
                       ": this process was forked from one that had opened it; a device can only be "
@@ -67,11 +76,12 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     if (entry.device == device) return entry.opened;
   }
   // Before it is opened: who is forked meanwhile has half a device and a lock that nobody returns.
-  opened_by = getpid();
+  NoteForks();
+  opened_here = true;
   Result<std::shared_ptr<DeviceOps>> found =
       known.source ? known.source(device) : OpenByModule(device);
   if (!found.ok()) {
-    if (known.entries.empty()) opened_by = 0;
+    if (known.entries.empty()) opened_here = false;
     return found.status();
   }
   std::shared_ptr<DeviceOps> ops = std::move(found).value();

@@ -210,6 +210,11 @@ std::optional<PinnedRing::Block> PinnedRing::TryTake() {
   return Block(shared_from_this(), data.value());
 }
 
+bool PinnedRing::IsWaitedFor() const {
+  std::lock_guard lock(mutex_);
+  return !waiting_.empty();
+}
+
 std::size_t PinnedRing::pinned_bytes() const {
   std::lock_guard lock(mutex_);
   return shape_.block_bytes *

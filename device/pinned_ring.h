@@ -70,6 +70,9 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   // Nothing where none is free now, or somebody waits.
   std::optional<Block> TryTake();
 
+  // Whether somebody waits in Take.
+  bool IsWaitedFor() const;
+
   // Bytes that are pinned, and bytes of blocks in ordinary memory instead.
   std::size_t pinned_bytes() const;
   std::size_t pageable_bytes() const;

@@ -255,7 +255,7 @@ Result<std::uint64_t> RegionBytes(DType dtype, const Dims& shape, const Region& 
   return static_cast<std::uint64_t>(bytes.volume());
 }
 
-PlacedBox PartOf(const PlacedBox& placed, const Box& part) {
+PlacedBox PartOfPlaced(const PlacedBox& placed, const Box& part) {
   PlacedBox out = placed;
   out.box = part;
   for (int a = 0; a < part.rank(); ++a) {

@@ -70,7 +70,7 @@ struct PlacedBox {
   Dims strides;
 };
 // That part of it, which lies within its box.
-PlacedBox PartOf(const PlacedBox& placed, const Box& part);
+PlacedBox PartOfPlaced(const PlacedBox& placed, const Box& part);
 // Row-major packed pieces of a byte region from `offset` on: what a chunk looks like in its file.
 std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offset);
 // A buffer that holds `region` of a (dtype, shape) tensor. Its shape must be the region's extents,

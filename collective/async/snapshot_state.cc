@@ -82,8 +82,11 @@ class CopiesWithin {
                std::span<const DeviceCopy> copies) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
     const Status submitted = queue->CopyWithin(copies);
-    marks_.emplace_back(device, queue->Mark());  // Also where it failed: a part may be under way.
-    const Status failure = submitted.ok() ? marks_.back().second.status() : submitted;
+    // Also where it failed: a part may be under way.
+    Result<std::shared_ptr<DeviceMark>> mark = queue->Mark();
+    const Status failure = submitted.ok() ? mark.status() : submitted;
+    if (!mark.ok()) mark = queue->Mark();  // Of what was submitted before.
+    marks_.emplace_back(device, std::move(mark));
     return failure.WithContext(device->ops->name());
   }
   Status Finish() {
@@ -135,20 +138,22 @@ Status CopyToHost(const StateDict& state, const DeviceRules& rules, const Copies
                   std::uint64_t total, std::atomic<std::uint64_t>* staged) {
   const std::uint64_t threads = std::clamp<std::uint64_t>(
       total / kBytesOfAStager, 1, std::min<std::uint64_t>(HostCores(), kMostStagers));
-  const std::uint64_t even = (total + threads - 1) / threads;
+  const std::uint64_t even = total / threads + kAlign;
   std::vector<std::vector<BlockReader::Wanted>> parts(1);
   std::uint64_t room = even;
   for (std::size_t i = 0; i < copies.sources.size(); ++i) {
     if (copies.there[i]) continue;
     const std::uint64_t bytes = copies.sources[i].bytes();
     for (std::uint64_t begin = 0; begin < bytes;) {
-      if (room == 0) {
+      if (room < kAlign) {
         parts.emplace_back();
         room = even;
       }
       // What is gathered from host memory stays whole.
       const bool whole = copies.sources[i].device() == nullptr && !copies.sources[i].in_place();
-      const std::uint64_t n = whole ? bytes : std::min(room, bytes - begin);
+      // Not within a word: devices copy words whole.
+      const std::uint64_t cut = std::min(room / kAlign * kAlign, bytes - begin);
+      const std::uint64_t n = whole ? bytes : cut;
       parts.back().push_back({static_cast<std::uint32_t>(i), begin, n});
       begin += n;
       room -= std::min(room, n);

@@ -36,18 +36,22 @@ Status CompareLinks(const std::vector<std::string>& versions,
 
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link) {
-  {
-    Collective collective(control, timeouts);
-    TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "find a way between devices"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto versions,
-        collective.AllGather(link.value()->version(), "compare ways between devices"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
-                                 collective.AllGather(link.value()->device(), "compare devices"));
-    TENSORMOUNT_RETURN_IF_ERROR(CompareLinks(versions, devices));
-  }
-  return BulkTransport::Make(control, timeouts, [&](std::uint64_t /*group*/) {
-    return link.value()->MakeMover(control.rank(), control.size());
+  Collective collective(control, timeouts);
+  return MakeDeviceTransport(collective, PatienceToConnect(timeouts), std::move(link));
+}
+
+Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
+    Collective& collective, std::chrono::milliseconds patience,
+    Result<std::unique_ptr<DeviceLink>> link) {
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "find a way between devices"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const auto versions,
+      collective.AllGather(link.value()->version(), "compare ways between devices"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
+                               collective.AllGather(link.value()->device(), "compare devices"));
+  TENSORMOUNT_RETURN_IF_ERROR(CompareLinks(versions, devices));
+  return BulkTransport::Make(collective, patience, [&](std::uint64_t /*group*/) {
+    return link.value()->MakeMover(collective.rank(), collective.size());
   });
 }
 

@@ -12,6 +12,7 @@
 #include "base/keyed_hash.h"
 #include "base/log.h"
 #include "collective/comm/collective.h"
+#include "collective/comm/collective_round.h"
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 
@@ -42,21 +43,64 @@ Result<std::string> RandomGroup() {
   return std::string(bytes.begin(), bytes.end());
 }
 
-Deadline DeadlineOf(const Timeouts& timeouts) {
-  std::chrono::milliseconds most = std::min(timeouts.arrival, kLongestWait);
-  if (timeouts.total.count() > 0) most = std::min(most, timeouts.total);
-  return Deadline::After(most);
+}  // namespace
+
+std::chrono::milliseconds PatienceToConnect(const Timeouts& timeouts) {
+  const std::chrono::milliseconds most = std::min(timeouts.arrival, kLongestWait);
+  return timeouts.total.count() > 0 ? std::min(most, timeouts.total) : most;
 }
 
-}  // namespace
+// Until the mover can move. What fails is kept, so that it is no failure of the round.
+class BulkTransport::Connecting final : public LocalWork {
+ public:
+  Connecting(BulkTransport& transport, std::chrono::milliseconds patience)
+      : transport_(transport), deadline_(Deadline::After(patience)) {
+    alone = true;  // No communicator hears of movers.
+  }
+  Result<bool> Step() override {
+    if (over_) return true;
+    const Status asked = Guarded([&]() -> Status {
+      TENSORMOUNT_RETURN_IF_ERROR(transport_.Failure());
+      TENSORMOUNT_RETURN_IF_ERROR(transport_.HearNotes());
+      TENSORMOUNT_ASSIGN_OR_RETURN(over_, transport_.Prepared());
+      if (over_ || !deadline_.Passed()) return {};
+      return {Code::kDeadlineExceeded, "the ranks of a bulk transport did not connect in time"};
+    });
+    if (!asked.ok()) Fail(asked);
+    moved = over_;
+    return over_;
+  }
+  void Cancel() override {
+    if (!over_) Fail({Code::kCancelled, "it is being cancelled"});
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  void Fail(const Status& why) {
+    over_ = true;
+    status_ = transport_.Fail(why.WithContext(transport_.kind()));
+    transport_.mover_->Stop();
+    transport_.stopped_ = true;
+  }
+  BulkTransport& transport_;
+  const Deadline deadline_;
+  bool over_ = false;
+  Status status_;
+};
 
 Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Communicator& control,
                                                            const Timeouts& timeouts,
                                                            const MakeBulkMover& make) {
   Collective collective(control, timeouts);
+  return Make(collective, PatienceToConnect(timeouts), make);
+}
+
+Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Collective& collective,
+                                                           std::chrono::milliseconds patience,
+                                                           const MakeBulkMover& make) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string word,
-      collective.Broadcast(control.rank() == 0 ? RandomGroup() : Result<std::string>(""),
+      collective.Broadcast(collective.rank() == 0 ? RandomGroup() : Result<std::string>(""),
                            "make a bulk transport"));
   if (word.size() != sizeof(std::uint64_t)) {
     return Status(Code::kInternal, "the name of a bulk transport has another size");
@@ -65,12 +109,13 @@ Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Communicator& control
   std::unique_ptr<BulkTransport> transport;
   const Status made = Guarded([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<BulkMover> mover, make(group));
-    transport.reset(new BulkTransport(control, group, std::move(mover)));
+    transport.reset(new BulkTransport(collective.comm(), group, std::move(mover)));
     return {};
   });
   TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "make a mover"));
-  const Status ready = transport->AwaitReady(DeadlineOf(timeouts));
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(ready, "connect a bulk transport"));
+  Connecting connecting(*transport, patience);
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Run(connecting, 0, "connect a bulk transport"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(connecting.status(), "connect a bulk transport"));
   return transport;
 }
 
@@ -313,22 +358,6 @@ Status BulkTransport::LateStatus() const {
   const std::string suspects = mover_->Suspects(*late);
   if (!suspects.empty()) return {Code::kDeadlineExceeded, words + suspects};
   return Status(Code::kDeadlineExceeded, words).With({.rank = late->peer});
-}
-
-Status BulkTransport::AwaitReady(const Deadline& deadline) {
-  Status ready = RepeatUntil(
-      deadline,
-      [&]() -> Result<bool> {
-        TENSORMOUNT_RETURN_IF_ERROR(Failure());
-        TENSORMOUNT_RETURN_IF_ERROR(HearNotes());
-        return Prepared();
-      },
-      "the ranks of a bulk transport did not connect in time");
-  if (ready.ok()) return ready;
-  ready = Fail(ready.WithContext(kind()));
-  mover_->Stop();
-  stopped_ = true;
-  return ready;
 }
 
 Status BulkTransport::HearNotes() {

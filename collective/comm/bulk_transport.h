@@ -3,6 +3,7 @@
 #define TENSORMOUNT_COLLECTIVE_COMM_BULK_TRANSPORT_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,6 +25,8 @@ namespace tensormount {
 
 // Makes the mover of one rank. `group` is the same on all of them, and another one each time.
 using MakeBulkMover = std::function<Result<std::unique_ptr<BulkMover>>(std::uint64_t group)>;
+
+class Collective;  // collective.h
 
 // Memory of one rank for one unit.
 struct BulkBlock {
@@ -68,6 +71,12 @@ class BulkTransport {
   static Result<std::unique_ptr<BulkTransport>> Make(Communicator& control,
                                                      const Timeouts& timeouts,
                                                      const MakeBulkMover& make);
+  // The same as a part of a job, whose deadlines and cancellation hold, over its communicator.
+  // Movers that are not connected after `patience` fail with kDeadlineExceeded; a failure of movers
+  // does not spend the job.
+  static Result<std::unique_ptr<BulkTransport>> Make(Collective& collective,
+                                                     std::chrono::milliseconds patience,
+                                                     const MakeBulkMover& make);
   // In the middle of an exchange, which it ends for all others with kUnavailable. What Settle did
   // not see end goes on touching memory; the log says so where it is left behind.
   ~BulkTransport();
@@ -111,7 +120,7 @@ class BulkTransport {
  private:
   BulkTransport(Communicator& control, std::uint64_t group, std::unique_ptr<BulkMover> mover);
 
-  Status AwaitReady(const Deadline& deadline);
+  class Connecting;
   Result<bool> Prepared();
   // What came from the others, and what it means for this rank.
   Status HearNotes();
@@ -155,6 +164,9 @@ class BulkTransport {
   Status failure_;
 };
 
+// How long ranks are given to connect where nothing else says it.
+std::chrono::milliseconds PatienceToConnect(const Timeouts& timeouts);
+
 // Ranks that are threads of one process: one copy, by whoever comes second. kUnsupported where one
 // is in another process. Host memory.
 Result<std::unique_ptr<BulkTransport>> MakeMemoryTransport(Communicator& control,
@@ -169,6 +181,10 @@ Result<std::unique_ptr<BulkTransport>> MakeMessageTransport(Communicator& contro
 // kUnsupported also where versions differ, and where two ranks are on one device.
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link);
+// The same as a part of a job, as BulkTransport::Make.
+Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
+    Collective& collective, std::chrono::milliseconds patience,
+    Result<std::unique_ptr<DeviceLink>> link);
 
 }  // namespace tensormount
 

@@ -37,17 +37,24 @@ constexpr std::chrono::seconds kSettlePatience{2};
 class Placing {
  public:
   Placing() = default;
-  ~Placing() {
-    if (mark_ != nullptr) (void)AwaitMark(*mark_, Deadline::After(kDeviceGrace));
-  }
+  ~Placing() { (void)Settle(Deadline::After(kDeviceGrace)); }
   Placing(const Placing&) = delete;
   Placing& operator=(const Placing&) = delete;
 
   Status Begin(DeviceQueue& queue, std::span<const DeviceCopy> copies) {
     const Status submitted = queue.CopyWithin(copies);
     Result<std::shared_ptr<DeviceMark>> mark = queue.Mark();
+    const Status failure = submitted.ok() ? mark.status() : submitted;
+    if (!mark.ok()) mark = queue.Mark();  // Of what was submitted before.
+    lost_ = !mark.ok();
     if (mark.ok()) mark_ = std::move(mark).value();
-    return submitted.ok() ? mark.status() : submitted;
+    return failure;
+  }
+  // After a failure: whether nothing of it is under way any more.
+  bool Settle(const Deadline& deadline) {
+    if (mark_ != nullptr && !AwaitMark(*mark_, deadline).ok()) return false;
+    mark_.reset();
+    return !lost_;
   }
   Status Finish(const DeviceRules& rules, const OpenedDevice& device) {
     if (mark_ != nullptr) TENSORMOUNT_RETURN_IF_ERROR(rules.Await(*mark_, device));
@@ -63,6 +70,7 @@ class Placing {
 
  private:
   std::shared_ptr<DeviceMark> mark_;
+  bool lost_ = false;  // Something is under way that no mark stands for.
 };
 
 // From bytes that stand at `base` as `from` says to where the targets of a piece want them.
@@ -91,6 +99,7 @@ class WindowStream final : public LocalWork {
         cutter_(units, collective.rank(), collective.size(), way.area_bytes()),
         reading_(rules.devices) {
     reading_.cancel = &stop_;
+    reading_.patience = rules.patience;
   }
   ~WindowStream() override { Cancel(); }
 
@@ -113,8 +122,13 @@ class WindowStream final : public LocalWork {
     }
     freed_.notify_all();
     if (thread_.joinable()) thread_.join();
-    if (!ended_) way_.transport().Abort({Code::kCancelled, "the load has ended"});
-    for (Half& half : halves_) half.placing.reset();  // Waits a little.
+    if (ended_ || settled_) return;
+    settled_ = true;
+    way_.transport().Abort({Code::kCancelled, "the load has ended"});
+    const Deadline deadline = Deadline::After(kSettlePatience);
+    bool quiet = quiet_ && way_.transport().Settle(deadline).ok();
+    for (Half& half : halves_) quiet = (!half.placing || half.placing->Settle(deadline)) && quiet;
+    if (!quiet) way_.Doubt();
   }
 
  private:
@@ -127,8 +141,15 @@ class WindowStream final : public LocalWork {
 
   // ---- The thread that reads ----
 
+  // On the way out, nothing of what was begun may be under way unnoticed.
   Status ReadAll() {
     DeviceWriter writer(reading_);
+    const Status read = ReadWindows(writer);
+    if (!read.ok()) quiet_ = writer.Settle(Deadline::After(kSettlePatience)) && quiet_;
+    return read;
+  }
+
+  Status ReadWindows(DeviceWriter& writer) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue,
                                  MakeFencedQueue(*way_.device(), reading_));
     for (std::size_t number = 0;; ++number) {
@@ -187,8 +208,10 @@ class WindowStream final : public LocalWork {
       for (const ExchangeBox& piece : read.pieces) AddPlacements(piece, from, area, copies);
     }
     Placing placing;
-    TENSORMOUNT_RETURN_IF_ERROR(placing.Begin(queue, copies));
-    return placing.Finish(reading_, *way_.device());
+    Status status = placing.Begin(queue, copies);
+    if (status.ok()) status = placing.Finish(reading_, *way_.device());
+    if (!status.ok()) quiet_ = placing.Settle(Deadline::After(kSettlePatience)) && quiet_;
+    return status;
   }
 
   // ---- The caller's thread ----
@@ -259,7 +282,7 @@ class WindowStream final : public LocalWork {
     TENSORMOUNT_RETURN_IF_ERROR(way_.transport().Begin(half.window.plan));
     TENSORMOUNT_RETURN_IF_ERROR(way_.transport().Put(blocks));
     report_.messages_sent += half.window.sends.size();
-    deadline_ = Deadline::After(rules_.devices.patience);
+    deadline_ = Deadline::After(rules_.patience);
     moving_ = true;
     Become(half, State::kMoving);
     return {};
@@ -297,12 +320,14 @@ class WindowStream final : public LocalWork {
   std::size_t next_ = 0;                // Window that moves, or moves next.
   bool moving_ = false;
   bool ended_ = false;
+  bool settled_ = false;  // After a failure.
   Deadline deadline_ = Deadline::After({});
 
   std::mutex mutex_;
   std::condition_variable freed_;
   std::atomic<bool> stop_{false};
   std::array<Half, 2> halves_;  // A state is behind the mutex; the rest is whose state says so.
+  bool quiet_ = true;           // Of the thread that reads, until it is joined.
   bool read_done_ = false;
   Status read_status_;
   std::uint64_t bytes_read_ = 0;
@@ -311,8 +336,8 @@ class WindowStream final : public LocalWork {
 
 }  // namespace
 
-Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const Timeouts& timeouts,
-                                                   const Device& device) {
+Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const Device& device,
+                                                   std::chrono::milliseconds patience) {
   std::unique_ptr<DeviceWay> way(new DeviceWay);
   Result<std::shared_ptr<const OpenedDevice>> opened = OpenDevice(device);
   Status able = opened.status();
@@ -344,8 +369,8 @@ Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const
   ByteReader in(told, "load: memory for an exchange");
   way->area_bytes_ = in.U64();
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      way->transport_, MakeDeviceTransport(collective.comm(), timeouts, OpenDeviceLink(device)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(way->transport_,
+                               MakeDeviceTransport(collective, patience, OpenDeviceLink(device)));
   TENSORMOUNT_RETURN_IF_ERROR(
       collective.Agree(way->transport_->Register({way->memory_, 6 * allocated, device}),
                        "load: memory for an exchange"));
@@ -353,9 +378,6 @@ Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const
 }
 
 DeviceWay::~DeviceWay() {
-  if (doubtful_ && transport_ != nullptr) {
-    (void)transport_->Settle(Deadline::After(kSettlePatience));
-  }
   transport_.reset();
   if (memory_ == nullptr) return;
   // Nobody knows when a device is done with what has failed.
@@ -369,9 +391,7 @@ Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units, Dev
     bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
   }
   WindowStream stream(collective, units, way, rules, report);
-  const Status status = collective.Run(stream, bytes, "load: exchange between devices");
-  if (!status.ok()) way.Doubt();
-  return status;
+  return collective.Run(stream, bytes, "load: exchange between devices");
 }
 
 }  // namespace tensormount

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_LOAD_DEVICE_EXCHANGE_H_
 #define TENSORMOUNT_COLLECTIVE_LOAD_DEVICE_EXCHANGE_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,18 +30,18 @@ namespace tensormount {
 // The way between the devices of all ranks, and memory for what is on it. Of one thread at a time.
 class DeviceWay {
  public:
-  // Collective; fails on all ranks alike. `device`: that this rank's targets are on.
-  // kUnavailable, kUnsupported, kResourceExhausted: there is none here, and the ranks may go on
-  // without.
-  static Result<std::unique_ptr<DeviceWay>> Open(Collective& collective, const Timeouts& timeouts,
-                                                 const Device& device);
-  // After a failure waits a little for what is under way, and leaves its memory to the device.
+  // Collective; fails on all ranks alike, where they may go on without (a failure that spends the
+  // job fails what follows). `device`: that this rank's targets are on. `patience`: until the ranks
+  // are connected.
+  static Result<std::unique_ptr<DeviceWay>> Open(Collective& collective, const Device& device,
+                                                 std::chrono::milliseconds patience);
+  // Leaves its memory to the device where something may be under way still.
   ~DeviceWay();
   DeviceWay(const DeviceWay&) = delete;
   DeviceWay& operator=(const DeviceWay&) = delete;
 
   BulkTransport& transport() { return *transport_; }
-  // Something has failed that may be under way still.
+  // Something may be under way that nobody will hear of.
   void Doubt() { doubtful_ = true; }
   const std::shared_ptr<const OpenedDevice>& device() const { return device_; }
   // Of each area; the same on all ranks.
@@ -63,7 +64,9 @@ class DeviceWay {
 // How a batch of units is moved. What it names must outlive the call.
 struct DeviceExchangeRules {
   const OpenedCheckpoint* checkpoint = nullptr;
-  DeviceRules devices;
+  DeviceRules devices;  // Of waits that keep this rank from answering others.
+  // For a window to come, and for devices on the thread that reads.
+  std::chrono::milliseconds patience{0};
   int threads = 1;  // That read.
   std::function<void(std::uint64_t bytes)> read;
 };

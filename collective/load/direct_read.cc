@@ -71,7 +71,7 @@ class DirectReader {
     if (target.device == nullptr || target.convert) return Add({&target, true, {}}, target.bytes);
     for (const PlacedBox& to : target.placed) {
       SplitBox(to.box, 1, target.device->ring->block_bytes(), [&](const Box& box) {
-        Add({&target, false, PartOf(to, box)}, static_cast<std::uint64_t>(box.volume()));
+        Add({&target, false, PartOfPlaced(to, box)}, static_cast<std::uint64_t>(box.volume()));
       });
     }
   }

@@ -417,13 +417,14 @@ class UnitStream final : public LocalWork {
   std::thread thread_;  // Last: uses all others.
 };
 
-// Below this the way between devices is not worth making: NCCL takes a second or two for it.
-constexpr std::uint64_t kWorthAWay = std::uint64_t{2} << 30;
+// How long the way between devices may take to make where the host is as good.
+constexpr std::chrono::seconds kConnectPatience{30};
 
-// What stands on devices in the end is proved there or not at all: its bytes need not be looked at
-// on their way.
-bool GoesBetweenDevices(const PlannedTensor& tensor, LoadVerify verify) {
-  return verify == LoadVerify::kOff || tensor.proof.possible;
+// What is proved where it stands in the end need not be looked at on its way. What is not is
+// compared on its way through the host; between devices only where somebody wants just that.
+bool GoesBetweenDevices(const PlannedTensor& tensor, const ExchangeRules& rules) {
+  if (tensor.proof.possible) return true;
+  return rules.verify == LoadVerify::kOff && rules.via == ExchangeVia::kDevices;
 }
 
 // The way between devices, where this load takes it: all ranks or none. Null: it does not.
@@ -434,7 +435,7 @@ Result<std::unique_ptr<DeviceWay>> FindWay(Collective& collective, const LoadPla
   const bool asked = rules.via == ExchangeVia::kDevices;
   std::uint64_t bytes = 0;
   for (const PlannedTensor& tensor : plan.tensors) {
-    if (tensor.exchange && GoesBetweenDevices(tensor, rules.verify)) {
+    if (tensor.exchange && GoesBetweenDevices(tensor, rules)) {
       bytes += tensor.entry().meta.bytes();
     }
   }
@@ -443,17 +444,17 @@ Result<std::unique_ptr<DeviceWay>> FindWay(Collective& collective, const LoadPla
   if (!rules.device || !one_group) {
     if (!asked) return none;
     return Status(Code::kUnsupported,
-                  one_group ? "an exchange between devices: on some rank there is a tensor that is "
-                              "not on its one device"
-                            : "an exchange between devices has one group of ranks");
+                  one_group
+                      ? "an exchange between devices: on some rank there is no tensor, or one "
+                        "that is not on its one device"
+                      : "an exchange between devices has one group of ranks");
   }
-  if (bytes == 0 || (!asked && bytes < kWorthAWay)) return none;
-  Result<std::unique_ptr<DeviceWay>> way =
-      DeviceWay::Open(collective, rules.timeouts, *rules.device);
-  const Code code = way.status().code();
-  const bool can_do_without =
-      code == Code::kUnsupported || code == Code::kUnavailable || code == Code::kResourceExhausted;
-  if (asked || !can_do_without) return way;
+  if (bytes == 0 || (!asked && bytes < rules.worth_a_way)) return none;
+  const std::chrono::milliseconds patience =
+      asked ? rules.patience
+            : std::min<std::chrono::milliseconds>(rules.patience, kConnectPatience);
+  Result<std::unique_ptr<DeviceWay>> way = DeviceWay::Open(collective, *rules.device, patience);
+  if (way.ok() || asked || way.status().code() == Code::kCancelled) return way;
   if (collective.rank() == 0) {
     Log(LogLevel::kWarning,
         "load: what ranks exchange goes through the host: " + way.status().message());
@@ -474,10 +475,10 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
   // First what goes between devices, then the rest.
   for (const bool between : {true, false}) {
     if (between && way == nullptr) continue;
-    ExchangeUnits units(
-        checkpoint, plan, targets, collective.rank(), [&](const PlannedTensor& tensor) {
-          return (way != nullptr && GoesBetweenDevices(tensor, rules.verify)) == between;
-        });
+    ExchangeUnits units(checkpoint, plan, targets, collective.rank(),
+                        [&](const PlannedTensor& tensor) {
+                          return (way != nullptr && GoesBetweenDevices(tensor, rules)) == between;
+                        });
     for (;;) {
       bool more = false;
       const Status planned = Guarded([&]() -> Status {
@@ -492,9 +493,9 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
       TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));
       if (!more) break;
       if (between) {
-        TENSORMOUNT_RETURN_IF_ERROR(
-            ExchangeOnDevices(collective, units, *way,
-                              {&checkpoint, rules.devices, rules.threads, progress}, report));
+        TENSORMOUNT_RETURN_IF_ERROR(ExchangeOnDevices(
+            collective, units, *way,
+            {&checkpoint, rules.devices, rules.patience, rules.threads, progress}, report));
         continue;
       }
       std::uint64_t bytes = 0;

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_COLLECTIVE_LOAD_EXCHANGE_LOAD_H_
 #define TENSORMOUNT_COLLECTIVE_LOAD_EXCHANGE_LOAD_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -35,9 +36,10 @@ struct ExchangeRules {
   ExchangeVia via = ExchangeVia::kAuto;
   // That all tensors of this rank are on, where that is so on every rank: there or nowhere.
   std::optional<Device> device;
-  Timeouts timeouts;
-  int threads = 1;  // That read what goes between devices.
-  DeviceRules devices;
+  std::uint64_t worth_a_way = 0;          // So many bytes are, with kAuto.
+  int threads = 1;                        // That read what goes between devices.
+  DeviceRules devices;                    // Of waits that keep this rank from answering others.
+  std::chrono::milliseconds patience{0};  // Of all others for devices.
 };
 
 // Loads the tensors marked `exchange`, in groups of ranks: one of those who want a block of rows of

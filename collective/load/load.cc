@@ -304,13 +304,15 @@ class LoadJob {
       // answer others meanwhile.
       DeviceRules waits = devices_;
       waits.cancel = nullptr;
+      waits.patience = std::min(devices_.patience, options_.timeouts.liveness);
       const ExchangeRules rules{.verify = options_.verify,
                                 .via = options_.exchange_via,
                                 .device = met_.on_devices ? TheDevice(request_) : std::nullopt,
-                                .timeouts = options_.timeouts,
+                                .worth_a_way = control_.worth_a_way,
                                 .threads = ReadThreads(options_.threads, agreed_->ranks_here),
-                                .devices = waits};
-      writer_->WaitOn(std::min(devices_.patience, options_.timeouts.liveness));
+                                .devices = waits,
+                                .patience = devices_.patience};
+      writer_->WaitOn(waits.patience);
       const Status status =
           LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, rules, report_,
                          [&](std::uint64_t read) { CountRead(read); });

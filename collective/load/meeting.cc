@@ -26,7 +26,7 @@ constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
 constexpr std::uint32_t kOnDevice = 4;
-constexpr std::uint32_t kCardVersion = 1u << 24;  // In the upper byte of the flags.
+constexpr std::uint32_t kCardVersion = 2u << 24;  // In the upper byte of the flags.
 struct Card {
   Hash128 request;
   Hash128 call;
@@ -250,6 +250,7 @@ std::optional<Device> TheDevice(const StateDict& request) {
   std::optional<Device> device;
   for (const StateDict::TensorItem& item : request.tensors()) {
     const BufferView& data = item.shard.data;
+    if (item.shard.region.volume() == 0) continue;  // Any pointer, or none.
     if (!OnDevice(data) || (device && !(*device == data.device))) return std::nullopt;
     device = data.device;
   }

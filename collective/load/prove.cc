@@ -176,6 +176,32 @@ class Prover {
     return damaged;
   }
 
+  // The same as FindDamage, a block at a time.
+  Status FindDamageOnDevice(const LoadTarget& target) const {
+    const TensorEntry& entry = target.tensor->entry();
+    Status found;
+    std::vector<std::byte> stored;
+    std::vector<std::byte> there;
+    for (const PlacedBox& placed : target.placed) {
+      SplitBox(placed.box, 1, target.device->ring->block_bytes(), [&](const Box& box) {
+        if (!found.ok()) return;
+        stored.resize(static_cast<std::size_t>(box.volume()));
+        const PlacedBox packed = PlacePacked(tensormount::Region(box), 0).front();
+        ReadStats stats;
+        found = checkpoint_.ReadPlaced(entry, {&packed, 1}, stored.data(),
+                                       ReadVerify::kExtendLeaves, stats, nullptr);
+        if (!found.ok()) return;
+        const PlacedBox part = PartOfPlaced(placed, box);
+        found = ReadBack({target.device, {&part, 1}, target.base}, devices_, there).status();
+        if (!found.ok() || stored == there) return;
+        found = Status(Code::kDataLoss,
+                       "tensor " + entry.meta.key() + " " + target.wanted().region.ToString() +
+                           ": bytes changed between storage and " + target.device->ops->name());
+      });
+    }
+    return found;
+  }
+
   // Reads damaged tensors again by whole leaves, so that what is wrong has a name.
   Status Diagnose(const std::vector<bool>& damaged) {
     std::string first;
@@ -185,15 +211,11 @@ class Prover {
     const Status found = Guarded([&]() -> Status {
       for (const LoadTarget& target : targets_) {
         if (!damaged[PositionOf(target)]) continue;
-        std::vector<std::byte> copy;
-        std::vector<PlacedBox> copied;
-        if (target.device != nullptr) {
-          TENSORMOUNT_ASSIGN_OR_RETURN(copied, ReadBack(target.boxes(), devices_, copy));
-        }
-        const bool here = target.device == nullptr;
-        TENSORMOUNT_RETURN_IF_ERROR(
-            FindDamage(checkpoint_, target.tensor->entry(), target.wanted().region,
-                       here ? target.placed : copied, here ? target.base : copy.data()));
+        TENSORMOUNT_RETURN_IF_ERROR(target.device != nullptr
+                                        ? FindDamageOnDevice(target)
+                                        : FindDamage(checkpoint_, target.tensor->entry(),
+                                                     target.wanted().region, target.placed,
+                                                     target.base));
       }
       for (std::size_t t = 0; t < damaged.size(); ++t) {
         const PlannedTensor& tensor = plan_.tensors[t];

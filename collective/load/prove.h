@@ -18,8 +18,9 @@ namespace tensormount {
 // exclusive or must be the digest, and CRCs of replicas, which must be equal; rank 0 judges them.
 // Which tensors need it the ranks tell each other with the end of their reading (Unproved). Where
 // one is wrong, another round: who holds some of that tensor looks for the place (FindDamage).
-// CRCs are computed from the destination, after everything else: bytes that memory, a copy or a
-// kernel changed are found as well as those of a disk.
+// CRCs are computed from the destination, of host memory after everything else: bytes that memory,
+// a copy or a kernel changed are found as well as those of a disk. Of devices, those that a rank
+// read for itself were computed when each part had arrived (LoadTarget::arrived).
 //
 // A bit for each tensor of the plan of which this rank has bytes that no leaf proved, or will have
 // by exchange; empty where no tensor can be proved by digest.

@@ -40,7 +40,7 @@ std::vector<PlacedBox> PartsIn(const std::vector<PlacedBox>& placed,
   for (const Box& box : boxes) {
     for (const PlacedBox& from : placed) {
       const Box common = Intersect(from.box, box);
-      if (!common.empty()) parts.push_back(PartOf(from, common));
+      if (!common.empty()) parts.push_back(PartOfPlaced(from, common));
     }
   }
   return parts;

@@ -270,6 +270,47 @@ TEST(DeviceWriterTest, ThreadsShareARingOfOneBlock) {
   devices[0].Free(there);
 }
 
+// A device that fails once, at whichever mark, keeps no block, and forgets nothing.
+TEST(DeviceWriterTest, AMarkThatFailsLosesNoBlock) {
+  for (int failing = 1; failing <= 3; ++failing) {
+    HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
+    ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+    DeviceRules rules;
+    rules.patience = std::chrono::seconds(5);
+    ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(1024));
+    const PlacedBox to = ByteRow(1024);
+    const auto write = [&](DeviceWriter& writer, DeviceWriter::Arrived* arrived) {
+      return writer.Write(
+          device, to.box, to, there,
+          [](const PlacedBox& packed, std::byte* base) {
+            std::memset(base + packed.offset, 'z', static_cast<std::size_t>(packed.box.volume()));
+            return Status();
+          },
+          arrived);
+    };
+    std::atomic<int> left = failing;
+    devices[0].SetFault([&](std::string_view what) {
+      return what == "mark" && --left == 0 ? Status(Code::kUnavailable, "planted") : Status();
+    });
+    {
+      DeviceWriter writer(rules);
+      DeviceWriter::Arrived arrived{.byte_shape = Dims{1024}};
+      Status status = write(writer, &arrived);
+      if (status.ok()) status = writer.Finish();
+      EXPECT_THAT(status, HasMessage("planted")) << failing;
+      EXPECT_TRUE(writer.Settle(Deadline::After(std::chrono::seconds(5))));
+    }
+    DeviceWriter again(rules);
+    DeviceWriter::Arrived arrived{.byte_shape = Dims{1024}};
+    ASSERT_OK(write(again, &arrived));
+    ASSERT_OK(again.Finish());
+    const std::string all(1024, 'z');
+    EXPECT_EQ(arrived.digest, Crc64Extend(0, all.data(), all.size()));
+    EXPECT_FALSE(arrived.unknown);
+    devices[0].Free(there);
+  }
+}
+
 // What a thread has begun to write is waited for also where what it reads from throws.
 TEST(DeviceWriterTest, AFillThatThrowsLeavesNothingUnderWay) {
   HostDevices devices({HostDevice::Options{.pinned = {4, 256}, .delay_us = 2000}});

@@ -117,6 +117,7 @@ class DeviceExchangeTest : public testing::Test {
       const OnItsDevice moved(request, *ops, device);
       LoadControl control;
       control.cancel = cancel;
+      control.worth_a_way = 1;
       return LoadOn(fs, moved.dict, path, comm, of_rank, control);
     };
     return LoadWishesWith(path, tensors, wishes, setup);
@@ -225,9 +226,10 @@ TEST_F(DeviceExchangeTest, SaysWhyItCannotBe) {
     any.exchange_via = ExchangeVia::kAuto;
     const auto loaded = Load(path, tensors, wishes, any, ordinal);
     EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "");
+    for (const LoadedRank& rank : loaded) EXPECT_EQ(rank.report.bytes_between_devices, 0u);
   };
   expect([](int rank) { return rank == 2 ? -1 : rank; }, Code::kUnsupported,
-         "on some rank there is a tensor that is not on its one device");
+         "on some rank there is no tensor, or one that is not on its one device");
   expect([](int rank) { return rank / 2; }, Code::kUnsupported, "are both on");
   LoadOptions groups = Between();
   LoadSetup setup;
@@ -246,6 +248,32 @@ TEST_F(DeviceExchangeTest, SaysWhyItCannotBe) {
     EXPECT_THAT(rank.status, HasCode(Code::kUnsupported));
     EXPECT_THAT(rank.status, HasMessage("one group of ranks"));
   }
+}
+
+// Where nobody insists, ranks that do not connect in time cost that time, and no more.
+TEST_F(DeviceExchangeTest, WhatDoesNotConnectGoesThroughTheHost) {
+  const std::vector<GlobalTensor> tensors = Several();
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  LoadOptions options = Between();
+  options.exchange_via = ExchangeVia::kAuto;
+  options.timeouts.arrival = std::chrono::seconds(2);
+  for (const bool hangs : {false, true}) {
+    if (hangs) shim_.Fault("ncclCommInitRankConfig", 1, 0, kNcclShimHang);
+    const auto loaded = Load(path, tensors, wishes, options);
+    EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "");
+    for (const LoadedRank& rank : loaded) {
+      EXPECT_EQ(rank.report.bytes_between_devices == 0, hangs);
+    }
+  }
+  // Whoever does hears of it.
+  options.exchange_via = ExchangeVia::kDevices;
+  for (const LoadedRank& rank : Load(path, tensors, wishes, options)) {
+    EXPECT_THAT(rank.status, HasCode(Code::kDeadlineExceeded));
+    EXPECT_THAT(rank.status, HasMessage("did not connect in time"));
+  }
+  shim_.reset();
 }
 
 TEST_F(DeviceExchangeTest, DamageIsFoundByTheDigestOfWhatArrived) {
@@ -271,14 +299,17 @@ TEST_F(DeviceExchangeTest, AFailureOfOneIsTheVerdictOfAll) {
     const char* what;
     std::function<void()> plant;
     std::vector<Code> codes;
+    bool frees = false;
   };
+  ASSERT_EQ(WhatIsWrong(tensors, wishes, Load(path, tensors, wishes, Between())), "");
   const std::vector<Fault> faults = {
       {"a send that never ends",
-       [&] { shim_.Fault("ncclSend", 1, 1, kNcclShimHang); },
+       [&] { shim_.Fault("ncclSend", 1, 0, kNcclShimHang); },
        {Code::kDeadlineExceeded}},
       {"a receive that fails",
        [&] { shim_.Fail("ncclRecv", 2, 0, gpu::NcclResult::kInternalError); },
-       {Code::kInternal, Code::kUnavailable}},
+       {Code::kInternal, Code::kUnavailable},
+       true},
       {"a kernel that fails",
        [] {
          static std::atomic<int> left;
@@ -290,6 +321,7 @@ TEST_F(DeviceExchangeTest, AFailureOfOneIsTheVerdictOfAll) {
        },
        {Code::kUnavailable, Code::kInternal}}};
   for (const Fault& fault : faults) {
+    const std::size_t allocations = TheFakeCuda().counts().allocations;
     fault.plant();
     LoadOptions options = Between();
     options.timeouts.arrival = std::chrono::seconds(4);
@@ -302,6 +334,11 @@ TEST_F(DeviceExchangeTest, AFailureOfOneIsTheVerdictOfAll) {
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30)) << fault.what;
     shim_.reset();
     TheFakeCuda().set_fault({});
+    // What is over is freed; what hangs may still be written to.
+    TheFakeCuda().quiesce();
+    if (fault.frees) {
+      EXPECT_EQ(TheFakeCuda().counts().allocations, allocations) << fault.what;
+    }
     const auto loaded = Load(path, tensors, wishes, Between());
     ASSERT_EQ(WhatIsWrong(tensors, wishes, loaded), "") << "after " << fault.what;
   }
