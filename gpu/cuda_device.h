@@ -26,7 +26,7 @@ namespace tensormount::gpu {
 // What a device is made with.
 struct CudaOptions {
   PinnedShape pinned;
-  std::size_t scratch_bytes = std::size_t{16} << 20;  // Of a ScratchPool's buffers.
+  std::size_t scratch_bytes = std::size_t{4} << 20;  // Of a ScratchPool's buffers.
   NcclOptions nccl;
 };
 
