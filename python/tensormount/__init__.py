@@ -35,6 +35,7 @@ _NAMES = {
     "async_save": "_save",
     "save": "_save",
     "validate": "_save",
+    "Saver": "_saver",
     "Loaded": "_load",
     "LoadJob": "_load",
     "Rule": "_load",
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
         save as save,
         validate as validate,
     )
+    from tensormount._saver import Saver as Saver
     from tensormount._store import (
         Store as Store,
         adopt as adopt,

@@ -481,6 +481,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     # Saves.
     "tm_save_async": (_STATUS, [_P, c_char_p, _P, _P, _P]),
     "tm_save_in_place": (_STATUS, [_P, c_char_p, _P, _P, _P]),
+    "tm_saver_new": (_STATUS, [_P, _P, _P]),
+    "tm_saver_free": (None, [_P]),
+    "tm_saver_save": (_STATUS, [_P, _P, c_char_p, _P, _P]),
     "tm_save_job_wait_for": (_STATUS, [_P, c_int64, _P, _P]),
     "tm_save_job_wait_staged": (_STATUS, [_P, c_int64, _P]),
     "tm_save_job_fd": (_STATUS, [_P, _P]),
@@ -544,14 +547,15 @@ _MPI_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 ended = [False]
 
 
-def free_with(owner: Any, function: Any, address: int) -> None:
-    """Calls `function(address)` when nothing refers to `owner` any more."""
+def free_with(owner: Any, function: Any, address: int, *needed: Any) -> None:
+    """Calls `function(address)` when nothing refers to `owner` any more. `needed` lives until then,
+    also where the collector takes down both at once."""
     import weakref
 
-    weakref.finalize(owner, _free, function, address, ended).atexit = False
+    weakref.finalize(owner, _free, function, address, ended, *needed).atexit = False
 
 
-def _free(function: Any, address: int, ended: list[bool]) -> None:
+def _free(function: Any, address: int, ended: list[bool], *_: Any) -> None:
     if not ended[0]:
         function(address)
 

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from typing import Any, Optional
 
 from tensormount import _abi
@@ -45,7 +46,8 @@ class Group:
 
     Made by `from_torch`, `from_env`, `from_folder`, `mpi` or `single`, by all its ranks, in the same
     order as other groups. Keep one for a job: connections are made once. Closed by close(), at the
-    end of `with`, or when nothing refers to it; saves and loads that are under way end first.
+    end of `with`, or when nothing refers to it; saves and loads that are under way end first, and
+    so do its savers.
 
     One thread at a time starts saves and loads of a group; they may run beside each other.
     """
@@ -58,6 +60,7 @@ class Group:
         self._kind = kind
         self._process = os.getpid()
         self._working: set[threading.Event] = set()
+        self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # Closed before it (_saver.py).
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
         self._free = lib.tm_communicator_free  # At exit the module may be gone before this is.
@@ -102,6 +105,8 @@ class Group:
             for over in list(self._working):  # Calls that nobody waits for any more (_tasks.py).
                 while not over.wait(0.05):
                     pass
+        for saver in list(self._savers):
+            saver.close()
         address, self._address = self._address, None
         if address is not None:
             self._free(address)

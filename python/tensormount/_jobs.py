@@ -397,7 +397,7 @@ _J = TypeVar("_J", bound=Job)
 
 def begin(
     kind: type[_J],
-    function: str,
+    call: Callable[[int, bytes, int, int, int], int],
     built: State,
     path: Any,
     group: Any,
@@ -405,11 +405,11 @@ def begin(
     given: Any,
     *kept: Any,
 ) -> _J:
-    """The job that a function of the library begins for a state, path, group and options. What the
-    library may use lives from before the call: it copies of the options what it needs but the hooks.
+    """The job that a function of the library begins for a state, path, group (its `handle`) and
+    options. What the library may use lives from before the call: it copies of the options what it
+    needs but the hooks.
     What a signal handler raises meanwhile goes on from here; nobody has the job then, which is
     cancelled."""
-    call = getattr(_abi.library(), function)
     name = path_bytes(path)
     out = ctypes.c_void_p()
     held: list[Any] = [built, built.held, group, *kept]
@@ -467,6 +467,7 @@ class _Live:
         self.over = False
         self.waiting = 0
         self.nobodys = False
+        self.cancel_when_dropped = False
         self.lock = threading.Lock()
         weakref.finalize(job, self.dropped).atexit = False
 
@@ -493,6 +494,8 @@ class _Live:
         if self.over:
             self.free()
         else:
+            if self.cancel_when_dropped:
+                self.cancel()
             # It ends by itself; somebody must give its memory back then.
             threading.Thread(target=self.await_end, name="tensormount-job", daemon=True).start()
 
@@ -542,11 +545,21 @@ _live: set[_Live] = set()
 _ending = False
 
 
-def await_all_of(group: Any) -> None:
-    """Until none of its jobs is under way: a load would go on with a group that is gone."""
-    for job in list(_live):
-        if job.process == os.getpid() and any(one is group for one in job.held) and job.wait(None):
+def await_all_of(owner: Any) -> None:
+    """Until no job of a group or saver is under way: a load would go on with a group that is gone."""
+    for job in _all_of(owner):
+        if job.wait(None):
             job.end()
+
+
+def cancel_all_of(owner: Any) -> None:
+    for job in _all_of(owner):
+        job.cancel()
+
+
+def _all_of(owner: Any) -> list[_Live]:
+    return [job for job in list(_live)
+            if job.process == os.getpid() and any(one is owner for one in job.held)]
 
 
 @atexit.register

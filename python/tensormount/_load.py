@@ -369,7 +369,9 @@ def start(
     asked: _Asked,
 ) -> LoadJob:
     given, kept = options
-    job = begin(LoadJob, "tm_load_async", built, source, group, handle, given, kept, asked)
+    job = begin(
+        LoadJob, _abi.library().tm_load_async, built, source, group, handle, given, kept, asked
+    )
     job._asked = asked
     return job
 

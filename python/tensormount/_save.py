@@ -31,8 +31,8 @@ _FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT: of a save that is the layou
 
 
 class SaveOptions(TypedDict, total=False):
-    """What `save`, `async_save`, those of tensormount.torch and `Writer` take by name; `save` says
-    what each means."""
+    """What `save`, `async_save`, `Saver.save`, those of tensormount.torch and `Writer` take by name;
+    `save` says what each means."""
 
     replace: bool
     placement: str
@@ -52,7 +52,7 @@ class SaveOptions(TypedDict, total=False):
 
 
 class SaveJob(Job):
-    """A save in the background; of `async_save`."""
+    """A save in the background; of `async_save` and `Saver.save`."""
 
     _word = "save"
     _wait_function = "tm_save_job_wait_for"
@@ -187,7 +187,7 @@ def async_save(
         1
 
     In a coroutine `await job` does not block the loop. What this rank does wrong is raised here; the
-    other ranks have it in their jobs.
+    other ranks have it in their jobs. `Saver` has memory of its own for the copies, and bounds.
     """
     job, own = _start(
         "tm_save_async", state, path, group, read_options(**options), objects, rank_objects, metadata
@@ -295,7 +295,8 @@ def _start(
     handle = group._handle()
     given, kept = options
     built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
-    return begin(SaveJob, function, built, path, group, handle, given, kept), own
+    call = getattr(_abi.library(), function)
+    return begin(SaveJob, call, built, path, group, handle, given, kept), own
 
 
 def _verdict(job: Job, own: Optional[BaseException], progress: Progress = None) -> Any:

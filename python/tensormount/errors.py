@@ -153,7 +153,7 @@ class StaleError(Error, OSError):
 
 
 class ClosedError(StaleError, ValueError):
-    """A checkpoint that was closed was used."""
+    """A checkpoint or saver that was closed was used."""
 
 
 class UnknownOutcomeError(Error, OSError):

@@ -8,6 +8,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import unittest
 
 from support import Folder, needs
@@ -20,6 +21,11 @@ DRIVER = os.path.join(BUILD, "fake_driver", "libcuda.so.1")
 PART = os.path.join(BUILD, "lib", "tensormount", "libtensormount_cuda.so")
 
 
+class Counts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "allocations", "pinned_bytes", "streams", "events", "launches", "copies", "crossed_bytes")]
+
+
 class FakeDevice:
     """What tests/gpu/fake_cuda.h offers, by position."""
 
@@ -29,6 +35,7 @@ class FakeDevice:
         table = driver.fake_cuda_control()
         self._reveal = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(table[5])
         self._make = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(table[6])
+        self.counts = ctypes.CFUNCTYPE(Counts)(table[15])
 
     def tensor(self, values):
         """A tensor like `values` with the same bytes, in memory that only the device can reach."""
@@ -50,6 +57,40 @@ class FakeDevice:
 def on_device(key, t):
     words = (_shards._DEVICE_CUDA, 0, 0, 0, _shards._MEMORY_DEVICE, _shards._STREAM_LEGACY_DEFAULT, 0)
     return words if getattr(t, "on_device", False) else None
+
+
+def copied_within_the_device(device, store):
+    """A saver's device_staging: `save` returns before any byte has crossed, and later writes to the
+    tensors are not seen. Where it does not suffice they cross for `save` to return."""
+    import torch
+
+    values = torch.randn(300, 400)
+    size = values.numel() * 4
+    # The hook holds the save up, so that nothing crosses but what `save` waits for.
+    for bound, background in ((size * 2, False), (size - 1, False), (0, False), (size, True)):
+        go_on, t = threading.Event(), device.tensor(values)
+        with tm.Saver(device_staging=bound, stage_in_background=background) as saver:
+            for number in range(2):  # The second in memory that was kept.
+                ctypes.memmove(device._reveal(t.data_ptr()), values.data_ptr(), size)
+                go_on.clear()
+                before = device.counts()
+                job = saver.save({"t": t}, f"{store}/within", replace=True, on_event=lambda event: go_on.wait(60))
+                try:
+                    job.wait_staged(60)
+                    after = device.counts()
+                    ctypes.memset(device._reveal(t.data_ptr()), 0, size)
+                    staged = job.progress()["bytes_staged"]
+                finally:
+                    go_on.set()
+                within = after.crossed_bytes == before.crossed_bytes
+                assert within == (bound >= size), (bound, background, within)
+                if within and number == 0:
+                    assert after.allocations > before.allocations, "no memory of the device was taken"
+                assert staged == size, staged
+                job.wait(60)
+                read = torch.zeros_like(values)
+                tm.load({"t": read}, f"{store}/within")
+                assert torch.equal(read, values), (bound, background, number)
 
 
 def child():
@@ -80,6 +121,7 @@ def child():
     job.wait()
     tm.load(read, f"{store}/background")
     assert all(torch.equal(read[key], value) for key, value in state.items())
+    copied_within_the_device(device, store)
     # What is no memory of the device is refused by its name.
     stray = torch.ones(4)
     stray.on_device = True

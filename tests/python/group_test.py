@@ -219,6 +219,9 @@ class Groups(support.Folder):
         out = ranks.run("group_test:load_by_tcp", 3)
         self.assertEqual(out, ["fine\n"] * 3)
 
+    def test_savers(self):
+        self.assertEqual(ranks.run("group_test:savers", 3), ["fine\n"] * 3)
+
     def test_one_is_wrong(self):
         outs = ranks.run("group_test:one_is_wrong", 4)
         for rank, out in enumerate(outs):
@@ -258,6 +261,36 @@ class Groups(support.Folder):
         found[1].result(60)
         found[0].result(60)
         self.assertFalse(os.path.exists("S/interrupted"))
+
+
+def savers(group, rank, size):
+    both = [tm.Saver(group, staging=1 << 20),
+            tm.Saver(group, stage_in_background=True, device_staging=1 << 20)]
+    jobs = [saver.save(values(step), f"Savers/{number}-{step}")
+            for step in range(3) for number, saver in enumerate(both)]
+    for saver in reversed(both):
+        saver.close()
+    assert all(job.done() for job in jobs)
+    assert [job.wait()["generation"] for job in jobs[::2]] == sorted(
+        job.wait()["generation"] for job in jobs[::2])
+    # The next ones, and what one rank alone finds wrong; the verdict is that of all.
+    with tm.Saver(group, staging=100 if rank == 1 else None) as saver:
+        job = saver.save(values(), "Savers/bounded")
+        try:
+            job.wait(ranks.LIMIT)
+        except tm.ResourceExhaustedError as error:
+            assert error.rank == 1 and "staging needs" in str(error), error
+    with tm.Saver(group) as saver:
+        own = {"x": object()} if rank == 2 else values()
+        try:
+            saver.save(own, "Savers/wrong").wait(ranks.LIMIT)
+        except tm.UnsupportedError:
+            pass
+    assert not os.path.exists("Savers/bounded") and not os.path.exists("Savers/wrong")
+    into = values()
+    tm.load(into, "Savers/1-2", group)
+    assert into["step"] == 2
+    print("fine")
 
 
 def load_by_tcp(group, rank, size):

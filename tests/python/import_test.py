@@ -49,8 +49,9 @@ class Import(unittest.TestCase):
 
         import tensormount as tm
 
-        for call in (tm.save, tm.async_save, tm.load, tm.async_load, tm.validate, tm.export, tm.verify):
-            with self.subTest(call=call.__name__):
+        for call in (tm.save, tm.async_save, tm.Saver.save, tm.load, tm.async_load, tm.validate,
+                     tm.export, tm.verify):
+            with self.subTest(call=call.__qualname__):
                 self.assertIn("return", typing.get_type_hints(call))
 
     def test_checkers_see_the_names_that_are_looked_up(self):

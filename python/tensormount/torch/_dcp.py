@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from tensormount import _dtypes, _load, _save, _shards, _tree, _values
+from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
 from tensormount._group import Group
 from tensormount._held import Shards
 from tensormount._jobs import begin
@@ -160,7 +160,8 @@ class Writer(_AtPath, StorageWriter):
             own = error
         given, kept = _save.read_options(**self._options)
         job = begin(
-            _save.SaveJob, "tm_save_in_place", built, path, group, group._handle(), given, kept
+            _save.SaveJob, _abi.library().tm_save_in_place, built, path, group, group._handle(),
+            given, kept,
         )
         self._report = _save._verdict(job, own)
         written: Future[list[Any]] = Future()

@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tensormount import _load, _save, _tree
+from tensormount import _load, _save, _saver, _tree
 from tensormount._tree import PerRank
 from tensormount.errors import InvalidArgumentError, LayoutError
 
@@ -60,11 +60,21 @@ def async_save(
     extra: Any = None,
     group: Any = None,
     ignore_frozen: bool = False,
+    saver: Optional[_saver.Saver] = None,
     **options: Any,
 ) -> _save.SaveJob:
     """As `save`, in the background: returns when the bytes are copied, so that training goes on. See
-    `tensormount.async_save`."""
-    return _save.async_save(_state(model, optim, extra, ignore_frozen), path, group, **options)
+    `tensormount.async_save`.
+
+    saver   of `tensormount.Saver`, which has the group then: copies on the devices, bounds of memory.
+    """
+    if saver is None:
+        return _save.async_save(_state(model, optim, extra, ignore_frozen), path, group, **options)
+    if not isinstance(saver, _saver.Saver):
+        raise InvalidArgumentError(f"saver={saver!r}: a tensormount.Saver was expected")
+    if group is not None and group is not saver.group:
+        raise InvalidArgumentError("group and saver: the saver is of another group")
+    return saver.save(_state(model, optim, extra, ignore_frozen), path, **options)
 
 
 def load(
