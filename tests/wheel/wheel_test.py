@@ -37,7 +37,7 @@ VALUES = struct.pack("<512f", *range(512))
 
 
 INSTALLED_TESTS = ["abi_test", "array_test", "checkpoint_test", "docs_test", "import_test",
-                   "save_test", "typing_test"]
+                   "save_test", "saver_test", "typing_test"]
 TORCH_TESTS = ["array_test", "boxes_test", "dcp_kills_test", "dcp_test", "shards_test", "torch_test",
                "training_test", "tree_test"]
 # Of many processes, by the hundred where TENSORMOUNT_TEST_SCALE says so; ctest python has them once.
