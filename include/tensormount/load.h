@@ -52,10 +52,11 @@ enum class LoadVerify {
 // run on several machines, so that they share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
-// How bytes that ranks pass on go. kDevices: from device to device (NCCL), which needs every tensor
-// that a rank asks for in memory of one device, of its own, and a proof by digest, or none; other
-// tensors go through the host. kUnsupported or kUnavailable say why it cannot be. kAuto: so where it
-// can be and more than 2 GiB are exchanged, otherwise through the host.
+// How bytes that ranks pass on go. kDevices: from device to device (NCCL), where every tensor that a
+// rank asks for is in memory of one device, of its own. So go tensors that a digest proves, and with
+// LoadVerify::kOff all; others go through the host. kUnsupported, kUnavailable or kDeadlineExceeded
+// say why it cannot be. kAuto: so go tensors that a digest proves, where it can be and they have
+// more than 2 GiB; otherwise all through the host.
 enum class ExchangeVia { kAuto, kHost, kDevices };
 
 // What a load does where the stored tensor or object differs from the one that is asked for.
