@@ -900,11 +900,11 @@ typedef struct tm_export_options {
   int64_t total_ms;        // The whole call; 0: no limit.
   tm_task* task;           // May be NULL.
 } tm_export_options;
-// Collective: real files out of what tm_checkpoint_open opens, each byte read and checked once, each
-// rank its share. `destination` appears whole and durable in one step, or not at all: {"path",
+// Collective: real files out of what tm_checkpoint_open opens, each byte read and checked once,
+// each rank its share. `destination` appears whole and durable in one step, or not at all: {"path",
 // "format", "ranks", "files", "tensors", "bytes", "bytes_written", "files_cloned", "files_linked",
-// "plan_seconds", "write_seconds", "sync_seconds", "notes", "warnings"}. `options` and `json` may be
-// NULL.
+// "plan_seconds", "write_seconds", "sync_seconds", "notes", "warnings"}. `options` and `json` may
+// be NULL.
 //   TM_UNSUPPORTED         the format cannot hold some tensor, which is named
 //   TM_ALREADY_EXISTS      `destination` is there
 //   TM_INVALID_ARGUMENT    what is there is no export of this format; options do not fit

@@ -52,11 +52,11 @@ enum class LoadVerify {
 // run on several machines, so that they share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
-// How bytes that ranks pass on go. kDevices: from device to device (NCCL), where every tensor that a
-// rank asks for is in memory of one device, of its own. So go tensors that a digest proves, and with
-// LoadVerify::kOff all; others go through the host. kUnsupported, kUnavailable or kDeadlineExceeded
-// say why it cannot be. kAuto: so go tensors that a digest proves, where it can be and they have
-// more than 2 GiB; otherwise all through the host.
+// How bytes that ranks pass on go. kDevices: from device to device (NCCL), where every tensor that
+// a rank asks for is in memory of one device, of its own. So go tensors that a digest proves, and
+// with LoadVerify::kOff all; others go through the host. kUnsupported, kUnavailable or
+// kDeadlineExceeded say why it cannot be. kAuto: so go tensors that a digest proves, where it can
+// be and they have more than 2 GiB; otherwise all through the host.
 enum class ExchangeVia { kAuto, kHost, kDevices };
 
 // What a load does where the stored tensor or object differs from the one that is asked for.
@@ -119,7 +119,7 @@ class TENSORMOUNT_EXPORT LoadReport {
   std::string uuid;
   std::uint64_t bytes_wanted = 0;  // Of this rank.
   std::uint64_t bytes_read = 0;
-  std::uint64_t bytes_received = 0;  // From other ranks.
+  std::uint64_t bytes_received = 0;         // From other ranks.
   std::uint64_t bytes_between_devices = 0;  // Of them: that came without the host.
   // Verified how; the three add up to bytes_wanted. What another rank read was compared with its
   // leaves by that rank, and with that rank's checksum by this one.
