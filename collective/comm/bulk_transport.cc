@@ -305,6 +305,11 @@ Result<bool> BulkTransport::Poll() {
     });
     done = done && AllPut();
     if (failed.ok()) idle_ = done;
+    // Who left because another one is gone may be missed first, between two looks.
+    if (failed.code() == Code::kUnavailable) {
+      const Status heard = HearNotes();
+      if (!heard.ok()) failed = heard;
+    }
   }
   if (failed.ok()) return done;
   failed = Fail(failed);
