@@ -47,7 +47,8 @@ Result<std::string> RandomGroup() {
 
 std::chrono::milliseconds PatienceToConnect(const Timeouts& timeouts) {
   const std::chrono::milliseconds most = std::min(timeouts.arrival, kLongestWait);
-  return timeouts.total.count() > 0 ? std::min(most, timeouts.total) : most;
+  // Less, so that who does not connect is named before it is missed in the next round.
+  return (timeouts.total.count() > 0 ? std::min(most, timeouts.total) : most) * 3 / 4;
 }
 
 // Until the mover can move. What fails is kept, so that it is no failure of the round.

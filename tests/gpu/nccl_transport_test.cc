@@ -270,7 +270,7 @@ void ExpectNoTransport(const NcclShim& shim, const Timeouts& timeouts,
 TEST(NcclTransportTest, AnInitThatNeverEndsIsGivenUp) {
   const NcclShim shim;
   shim.Fault("ncclCommInitRankConfig", 1, 0, kNcclShimHang);
-  ExpectNoTransport(shim, {seconds(30), milliseconds(150)}, [](int, const Status& status) {
+  ExpectNoTransport(shim, {seconds(30), milliseconds(2000)}, [](int, const Status& status) {
     EXPECT_THAT(status, HasCode(Code::kDeadlineExceeded));
     EXPECT_THAT(status, HasMessage("nccl"));
   });
