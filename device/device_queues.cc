@@ -30,6 +30,14 @@ Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) con
   return device.ring->Take(Deadline::After(patience), cancel);
 }
 
+Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted) {
+  Submission s{submitted, queue.Mark()};
+  if (s.status.ok()) s.status = s.mark.status();
+  // Of what was submitted before: its memory need not be lost.
+  if (!s.mark.ok()) s.mark = queue.Mark();
+  return s;
+}
+
 void FlyingBlock::Settle(const Deadline& deadline) {
   if (landed_) return;
   if (!mark_.ok() || !AwaitMark(*mark_.value(), deadline).ok()) block_.GiveUp(mark_);
@@ -39,12 +47,9 @@ void FlyingBlock::Settle(const Deadline& deadline) {
 Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
   // Also where it fails: a part of it may be under way.
   landed_ = false;
-  const Status worked = work();
-  mark_ = queue.Mark();
-  const Status failure = worked.ok() ? mark_.status() : worked;
-  // Of what was submitted before: the block need not be lost with it.
-  if (!mark_.ok()) mark_ = queue.Mark();
-  return failure.WithContext(device_->ops->name());
+  Submission submission = MarkSubmitted(queue, work());
+  mark_ = std::move(submission.mark);
+  return submission.status.WithContext(device_->ops->name());
 }
 
 Status FlyingBlock::Land(const DeviceRules& rules) {
@@ -99,7 +104,7 @@ Status DeviceWriter::TakeDigests(Line& line) {
       status = line.queue->Digest({&landing.placed, 1}, landing.base, landing.arrived->byte_shape,
                                   &taken.digest);
     }
-    // Nobody else writes this, and who reads it comes after Finish.
+    // Threads that write parts of one target may all say so; who reads it comes after Finish.
     if (status.code() == Code::kResourceExhausted) {
       std::atomic_ref(landing.arrived->unknown).store(true, std::memory_order_relaxed);
     }
@@ -117,15 +122,11 @@ Status DeviceWriter::Launch(Line& line) {
   Status submitted = line.queue->CopyIn(line.copies);
   line.copies.clear();  // Not its memory: there may be thousands for each block.
   if (submitted.ok()) submitted = TakeDigests(line);
-  // Also where it failed: a part of it may be under way.
-  Result<std::shared_ptr<DeviceMark>> mark = line.queue->Mark();
-  const Status failure = submitted.ok() ? mark.status() : submitted;
-  // Of what was submitted before: the block need not be lost with it.
-  if (!mark.ok()) mark = line.queue->Mark();
+  const auto [status, mark] = MarkSubmitted(*line.queue, submitted);
   block.GiveUp(mark);
   if (mark.ok()) line.last = mark.value();
   line.lost = line.lost || !mark.ok();
-  return failure.WithContext(line.device->ops->name());
+  return status.WithContext(line.device->ops->name());
 }
 
 Status DeviceWriter::PushLocked() {

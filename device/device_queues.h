@@ -42,6 +42,15 @@ struct DeviceRules {
 // How long a device is waited for whose work nobody wants any more: it is on memory of the caller.
 inline constexpr std::chrono::milliseconds kDeviceGrace{250};
 
+// What became of work that was given to a queue, in calls of which the last said `submitted`: that,
+// or the failure of the mark behind it. `mark` stands for all that the device got, a part of what
+// failed included; failed, where none can be had.
+struct Submission {
+  Status status;
+  Result<std::shared_ptr<DeviceMark>> mark;
+};
+Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted);
+
 // Where the next bytes of a block of pinned memory may begin: at a cache line, which vector loads
 // and device copies like.
 constexpr std::size_t AlignedInBlock(std::size_t used) { return (used + 63) / 64 * 64; }

@@ -81,13 +81,9 @@ class CopiesWithin {
   Status Begin(const std::shared_ptr<const OpenedDevice>& device,
                std::span<const DeviceCopy> copies) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
-    const Status submitted = queue->CopyWithin(copies);
-    // Also where it failed: a part may be under way.
-    Result<std::shared_ptr<DeviceMark>> mark = queue->Mark();
-    const Status failure = submitted.ok() ? mark.status() : submitted;
-    if (!mark.ok()) mark = queue->Mark();  // Of what was submitted before.
-    marks_.emplace_back(device, std::move(mark));
-    return failure.WithContext(device->ops->name());
+    Submission submission = MarkSubmitted(*queue, queue->CopyWithin(copies));
+    marks_.emplace_back(device, std::move(submission.mark));
+    return submission.status.WithContext(device->ops->name());
   }
   Status Finish() {
     for (const auto& [device, mark] : marks_) {

@@ -42,13 +42,10 @@ class Placing {
   Placing& operator=(const Placing&) = delete;
 
   Status Begin(DeviceQueue& queue, std::span<const DeviceCopy> copies) {
-    const Status submitted = queue.CopyWithin(copies);
-    Result<std::shared_ptr<DeviceMark>> mark = queue.Mark();
-    const Status failure = submitted.ok() ? mark.status() : submitted;
-    if (!mark.ok()) mark = queue.Mark();  // Of what was submitted before.
-    lost_ = !mark.ok();
-    if (mark.ok()) mark_ = std::move(mark).value();
-    return failure;
+    Submission submission = MarkSubmitted(queue, queue.CopyWithin(copies));
+    lost_ = !submission.mark.ok();
+    if (submission.mark.ok()) mark_ = std::move(submission.mark).value();
+    return submission.status;
   }
   // After a failure: whether nothing of it is under way any more.
   bool Settle(const Deadline& deadline) {
@@ -386,12 +383,8 @@ DeviceWay::~DeviceWay() {
 
 Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units, DeviceWay& way,
                          const DeviceExchangeRules& rules, LoadReport& report) {
-  std::uint64_t bytes = 0;
-  for (const ExchangeUnit& unit : units.units()) {
-    bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
-  }
   WindowStream stream(collective, units, way, rules, report);
-  return collective.Run(stream, bytes, "load: exchange between devices");
+  return collective.Run(stream, units.bytes(), "load: exchange between devices");
 }
 
 }  // namespace tensormount

@@ -498,12 +498,8 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
             {&checkpoint, rules.devices, rules.patience, rules.threads, progress}, report));
         continue;
       }
-      std::uint64_t bytes = 0;
-      for (const ExchangeUnit& unit : units.units()) {
-        bytes += static_cast<std::uint64_t>(units.BytesOf(unit).box.volume());
-      }
       UnitStream stream(collective, units, reader, pool, writer, report, progress);
-      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, bytes, "load: exchange"));
+      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, units.bytes(), "load: exchange"));
     }
   }
   report.bytes_read += reader.bytes_read();

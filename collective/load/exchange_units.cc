@@ -136,6 +136,14 @@ void ExchangeUnits::AddUnits(const ExchangeUnit& chunk) {
   });
 }
 
+std::uint64_t ExchangeUnits::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const ExchangeUnit& unit : units_) {
+    bytes += static_cast<std::uint64_t>(BytesOf(unit).box.volume());
+  }
+  return bytes;
+}
+
 PlacedBox ExchangeUnits::BytesOf(const ExchangeUnit& unit) const {
   const TensorMeta& meta = plan_.tensors[unit.tensor].entry().meta;
   // Cannot fail: the box is a part of a chunk whose bytes were placed before.

@@ -62,6 +62,8 @@ class ExchangeUnits {
 
   const std::vector<ExchangeUnit>& units() const { return units_; }
   const PlannedTensor& tensor(const ExchangeUnit& unit) const { return plan_.tensors[unit.tensor]; }
+  // Of all units.
+  std::uint64_t bytes() const;
   // The unit's bytes, packed from 0 on.
   PlacedBox BytesOf(const ExchangeUnit& unit) const;
   // In an order that all ranks of the group know.
