@@ -80,6 +80,12 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   out.validate = given.skip_validation == 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   out.page_hashes = given.page_hashes != 0;
+  if (given.no_reuse != 0) out.reuse = tensormount::Reuse::kOff;
+  if (given.full_every != 0) {
+    out.full_every = given.full_every < 0 ? 0 : static_cast<std::uint32_t>(given.full_every);
+  }
+  if (given.reuse_from != nullptr) out.reuse_from = given.reuse_from;
+  if (given.inherit != nullptr) out.inherit = given.inherit;
   if (given.producer != nullptr) out.producer = given.producer;
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
@@ -174,6 +180,16 @@ tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* 
     n.write_seconds = r.write_seconds;
     n.compare_seconds = r.compare_seconds;
     n.publish_seconds = r.publish_seconds;
+    n.reuse_seconds = r.reuse_seconds;
+    n.reused_tensors = r.reused.tensors;
+    n.reused_objects = r.reused.objects;
+    n.reused_bytes = r.reused.bytes;
+    n.reused_bytes_by_leaf = r.reused.bytes_by_leaf;
+    n.reused_bytes_by_comparison = r.reused.bytes_by_comparison;
+    n.files_linked = r.reused.files_linked;
+    n.bytes_linked = r.reused.bytes_linked;
+    n.files_copied = r.reused.files_copied;
+    n.bytes_copied = r.reused.bytes_copied;
     return tensormount::c_api::WriteStruct(n, out, "tm_save_numbers");
   });
 }
@@ -185,6 +201,14 @@ const char* tm_save_report_path(const tm_save_report* report) {
 
 const char* tm_save_report_uuid(const tm_save_report* report) {
   return report == nullptr ? "" : report->report.uuid.c_str();
+}
+
+const char* tm_save_report_base(const tm_save_report* report) {
+  return report == nullptr ? "" : report->report.reused.base.c_str();
+}
+
+const char* tm_save_report_note(const tm_save_report* report) {
+  return report == nullptr ? "" : report->report.reused.note.c_str();
 }
 
 tm_status tm_save_report_files(const tm_save_report* report, tm_list** out) {

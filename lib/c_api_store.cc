@@ -7,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "tensormount/derive.h"
 #include "tensormount/key_map.h"
 
 #include "base/file_system.h"
@@ -239,6 +240,39 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
                      {"tensors", published.tensors},
                      {"chunks", published.chunks},
                      {"bytes", opened->index().tensor_bytes()}},
+                    json);
+  });
+}
+
+tm_status tm_derive(const char* path, const char* from, const tm_derive_options* options,
+                    char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {from, "from"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_derive_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_derive_options"));
+    tensormount::DeriveOptions how;
+    if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        how.keep, tensormount::c_api::ReadTexts(given.keep, given.keep_count,
+                                                "tm_derive_options.keep"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        how.drop, tensormount::c_api::ReadTexts(given.drop, given.drop_count,
+                                                "tm_derive_options.drop"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
+    if (map != nullptr) how.rename = *map;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DeriveReport report,
+                                 tensormount::Derive(path, from, how));
+    return GiveJson({{"path", report.path},
+                     {"uuid", report.uuid},
+                     {"generation", report.generation},
+                     {"tensors", report.tensors},
+                     {"objects", report.objects},
+                     {"dropped", report.dropped},
+                     {"files_linked", report.files_linked},
+                     {"bytes_linked", report.bytes_linked},
+                     {"files_copied", report.files_copied},
+                     {"bytes_copied", report.bytes_copied},
+                     {"refused", report.refused}},
                     json);
   });
 }

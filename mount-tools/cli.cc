@@ -30,7 +30,6 @@ constexpr const char* kVersion = "tensormount 0.1.0";
 // Commands that the interface fixes and that are not built yet: they answer so.
 // So scripts can tell "not yet" (exit status 2, kUnsupported) from a slip in the name.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
-    {"derive", "a new checkpoint from an old one by hard links"},
     {"compact", "turns rank shards into tensor files"},
     {"prune", "removes old checkpoints by rule"},
 };
@@ -60,6 +59,7 @@ struct Program {
   LayoutArgs layout;
   VerifyArgs verify;
   AdoptArgs adopt;
+  DeriveArgs derive;
   MountArgs mount;
   UnmountArgs unmount;
   StatsArgs stats;
@@ -187,6 +187,15 @@ void AddSaving(Program& p) {
   c->add_option("--if-exists", p.import.if_exists, "fail or replace")->capture_default_str();
   c->add_flag("--page-hashes", p.import.page_hashes,
               "Hashes of 4 KiB as well: reads of few rows are proved by less");
+  c->add_option("--reuse", p.import.reuse,
+                "auto: link what the latest checkpoint holds already; off; or the name of another")
+      ->capture_default_str();
+  c->add_option("--full-every", p.import.full_every,
+                "Of so many saves in a row one writes everything anew; 0: none")
+      ->capture_default_str();
+  c->add_option("--inherit", p.import.inherit,
+                "A checkpoint of the store, of which everything is taken that SOURCE does not have")
+      ->option_text("STORE/NAME");
   AddMap(c, p.import.map);
   AddPartial(c, p.import.partial);
   AddTimeouts(c, p.import.liveness_seconds, p.import.arrival_seconds);
@@ -200,6 +209,25 @@ void AddSaving(Program& p) {
   AddMap(c, p.adopt.map);
   c->add_flag("--quick", p.adopt.quick, "Read no data: without hashes, reads are not verified");
   AddPartial(c, p.adopt.partial);
+
+  c = p.Command("derive", "Makes a checkpoint out of an old one of the same store, by hard links",
+                "tensormount derive STORE/base --from STORE/step-1000 --drop 'optimizer.*' "
+                "--rename 'model.*=*'",
+                p.derive, RunDerive);
+  c->add_option("STORE/NEW", p.derive.destination)->required();
+  c->add_option("--from", p.derive.from, "The old one")->required()->option_text("STORE/OLD");
+  for (const auto& [name, globs, what] :
+       {std::tuple("--keep", &p.derive.keep, "Only keys that match this glob, or another one given"),
+        std::tuple("--drop", &p.derive.drop, "Not the keys that match this glob"),
+        std::tuple("--rename", &p.derive.rename,
+                   "A new key, of what is kept; each '*' of NEW is what that of OLD stood for")}) {
+    c->add_option(name, *globs, what)
+        ->expected(1)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+        ->option_text(std::string(name) == "--rename" ? "OLD=NEW" : "GLOB");
+  }
+  AddMap(c, p.derive.map);
+  c->add_option("--if-exists", p.derive.if_exists, "fail or replace")->capture_default_str();
 
   c = p.Command("load", "Loads every rank's slices into memory and reports",
                 "tensormount load STORE/step-0 --shard cols --ranks 2 --compare model.safetensors",

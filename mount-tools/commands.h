@@ -31,6 +31,9 @@ struct ImportArgs {
   std::string placement = "auto";
   std::string if_exists = "fail";
   bool page_hashes = false;       // SaveOptions.
+  std::string reuse = "auto";     // auto, off, or the checkpoint that is the base.
+  std::uint32_t full_every = 50;  // SaveOptions.
+  std::string inherit;            // STORE/NAME or NAME; empty: none.
   std::string map;                // JSON file; empty: none.
   double liveness_seconds = 30;   // After so long without a sign of life a rank counts as dead.
   double arrival_seconds = 1800;  // How long ranks wait for one that lives and does not come.
@@ -134,6 +137,19 @@ struct LayoutArgs {
 // Which rank's chunk holds which box of a tensor, drawn.
 // To standard output as text, or to files; made of the index alone, no data are read.
 int RunLayout(const LayoutArgs& args, Terminal& terminal);
+
+struct DeriveArgs {
+  std::string destination;          // STORE/NEW
+  std::string from;                 // STORE/OLD, or OLD.
+  std::vector<std::string> keep;    // Globs.
+  std::vector<std::string> drop;    // Globs.
+  std::vector<std::string> rename;  // OLD=NEW, '*' as in a map's "match".
+  std::string map;                  // JSON file; empty: none.
+  std::string if_exists = "fail";
+};
+// A new checkpoint out of an old one of the same store, by hard links.
+// 0 once it is published. No data are read but what is copied out of files that are mostly dropped.
+int RunDerive(const DeriveArgs& args, Terminal& terminal);
 
 struct AdoptArgs {
   std::string source;

@@ -187,6 +187,39 @@ Result<PlacementRule> ParsePlacement(const std::string& text) {
   return it->second;
 }
 
+// --reuse, --full-every and --inherit.
+Status ReadBase(FileSystem& fs, const ImportArgs& args, SaveOptions& options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
+  options.full_every = args.full_every;
+  if (args.reuse == "off") {
+    options.reuse = Reuse::kOff;
+  } else if (args.reuse != "auto") {
+    const Result<std::string> name = NameInStore(fs, to.store, args.reuse);
+    TENSORMOUNT_RETURN_IF_ERROR(name.status().WithContext("--reuse"));
+    options.reuse_from = name.value();
+  }
+  if (!args.inherit.empty()) {
+    const Result<std::string> name = NameInStore(fs, to.store, args.inherit);
+    TENSORMOUNT_RETURN_IF_ERROR(name.status().WithContext("--inherit"));
+    options.inherit = name.value();
+  }
+  return {};
+}
+
+nlohmann::ordered_json ReusedJson(const ReuseReport& reused) {
+  return {{"base", reused.base},
+          {"note", reused.note},
+          {"tensors", reused.tensors},
+          {"objects", reused.objects},
+          {"bytes", reused.bytes},
+          {"bytes_by_leaf", reused.bytes_by_leaf},
+          {"bytes_by_comparison", reused.bytes_by_comparison},
+          {"files_linked", reused.files_linked},
+          {"bytes_linked", reused.bytes_linked},
+          {"files_copied", reused.files_copied},
+          {"bytes_copied", reused.bytes_copied}};
+}
+
 // Of rank 0, which prints.
 nlohmann::ordered_json FilesJson(const SaveReport& report) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
@@ -199,7 +232,8 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
 // Rank 0's report: sums of all ranks where the library sums them.
 void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   // The save alone; reading the source before it is not in it.
-  const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
+  const double seconds = report.validate_seconds + report.plan_seconds + report.reuse_seconds +
+                         report.write_seconds +
                          report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
   if (terminal.json) {
@@ -214,10 +248,12 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                                          {"replica_bytes_compared", report.replica_bytes_compared},
                                          {"validate_seconds", report.validate_seconds},
                                          {"plan_seconds", report.plan_seconds},
+                                         {"reuse_seconds", report.reuse_seconds},
                                          {"write_seconds", report.write_seconds},
                                          {"compare_seconds", report.compare_seconds},
                                          {"publish_seconds", report.publish_seconds},
-                                         {"files", FilesJson(report)}};
+                                         {"files", FilesJson(report)},
+                                         {"reused", ReusedJson(report.reused)}};
     terminal.Json(json);
     return;
   }
@@ -226,6 +262,14 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                             Counted(report.tensors, "tensor"), HumanBytes(report.bytes),
                             Counted(static_cast<std::uint64_t>(ranks), "rank"),
                             HumanSeconds(seconds), HumanBytes(report.bytes_written)));
+  const ReuseReport& reused = report.reused;
+  if (reused.tensors + reused.objects > 0) {
+    terminal.Line(fmt::format("{} of {} as {} has them: {} linked, {} copied",
+                              Counted(reused.tensors, "tensor"), HumanBytes(reused.bytes),
+                              reused.base, Counted(reused.files_linked, "file"),
+                              HumanBytes(reused.bytes_copied)));
+  }
+  if (!reused.note.empty()) terminal.Note(fmt::format("nothing linked, or not all: {}", reused.note));
 }
 
 }  // namespace
@@ -252,6 +296,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
+  if (before.ok()) before = ReadBase(fs, args, options);
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
   std::optional<KeyRenames> renames;

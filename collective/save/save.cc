@@ -21,6 +21,7 @@
 #include "collective/save/data_writer.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/replica_check.h"
+#include "collective/save/reuse.h"
 #include "collective/save/save_messages.h"
 #include "collective/save_load.h"
 #include "index/records/common_state.h"
@@ -90,6 +91,10 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("strategy", o.strategy == SaveStrategy::kMain ? "main" : "parallel");
   add("reuse_plan", o.reuse_plan ? "on" : "off");
   add("page_hashes", o.page_hashes ? "on" : "off");
+  add("reuse", o.reuse == Reuse::kAuto ? "auto" : "off");
+  add("reuse_from", o.reuse_from);
+  add("full_every", std::to_string(o.full_every));
+  add("inherit", o.inherit);
   add("producer", o.producer);
   call.common = o.common;
   call.common_exempt = o.common_exempt;
@@ -106,6 +111,8 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
 //   plan      Decide "plan", letters "hand out the plan";     a RankTask on every rank
 //             none at all where the kept plan fits
 //   stage     Decide "begin": votes; rank 0 makes the staging .staging/ entry
+//   reuse     where there is a base, Decide "reuse" and       links in the staging
+//             "link" (reuse.h)
 //   write     none                                            data and manifests, durable
 //   compare   Decide "write": votes; then letters "compare"   shared files sealed
 //             of hashes, unless nothing is to be compared
@@ -169,6 +176,18 @@ class SaveSession {
     status = Phase("stage", nullptr, [&](std::uint64_t*) { return Stage(local); });
     if (!status.ok()) return begun_ ? Settle(status) : status;
     if (control_.begun) LogThrown("begun hook", [&] { control_.begun(staging_); });
+
+    if (!staging_.base.IsZero()) {
+      status = Phase("reuse", &report_.reuse_seconds, [&](std::uint64_t* bytes) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(
+            reused_,
+            TakeFromBase(collective_, {fs_, state_, *plan_.task, staging_, options_, Rules()},
+                         job_.common));
+        *bytes = reused_.report.bytes;
+        return Status();
+      });
+      if (!status.ok()) return Settle(status);
+    }
 
     Status mine = Phase("write", &report_.write_seconds, [&](std::uint64_t* bytes) {
       const Status written = Guarded([&] { return Write(); });
@@ -238,7 +257,25 @@ class SaveSession {
     }
     store_path_ = slash == 0 ? "/" : path_.substr(0, slash);
     name_ = path_.substr(slash + 1);
-    return CheckCheckpointName(name_);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name_));
+    for (const std::string& base : {options_.reuse_from, options_.inherit}) {
+      if (!base.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(base));
+    }
+    if (!options_.inherit.empty() && !options_.reuse_from.empty() &&
+        options_.inherit != options_.reuse_from) {
+      return Status(Code::kInvalidArgument,
+                    "save to " + path_ + ": reuse_from and inherit name two checkpoints, " +
+                        options_.reuse_from + " and " + options_.inherit + "; a save has one base");
+    }
+    return Status();
+  }
+
+  BaseChoice ChooseBase(std::string& base) const {
+    base = options_.inherit.empty() ? options_.reuse_from : options_.inherit;
+    if (options_.inherit.empty() && (options_.reuse == Reuse::kOff || !options_.validate)) {
+      return BaseChoice::kNone;
+    }
+    return base.empty() ? BaseChoice::kLatest : BaseChoice::kNamed;
   }
 
   Status Plan(Status* local) {
@@ -286,9 +323,12 @@ class SaveSession {
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
                                            Store::OpenOrCreate(fs_, store_path_));
-              TENSORMOUNT_ASSIGN_OR_RETURN(staging_, store.Begin(name_, options_.if_exists));
+              std::string base;
+              const BaseChoice choice = ChooseBase(base);
+              TENSORMOUNT_ASSIGN_OR_RETURN(staging_,
+                                           store.Begin(name_, options_.if_exists, choice, base));
               begun_ = true;
-              return Status();
+              return CheckBase(fs_, options_, staging_);
             };
             return OfRankZero(begin());
           });
@@ -305,11 +345,14 @@ class SaveSession {
     return {{fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)}, &control_.read};
   }
 
-  // This rank's data and manifest, durable.
+  // What this rank writes: all of its task, but for what it found in the base.
+  const RankTask& Left() const { return reused_.any ? reused_.left : *plan_.task; }
+
+  // This rank's data and manifests, durable.
   // The manifest is written last: it names only bytes that are already synced.
   Status Write() {
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        WrittenData data, WriteData(fs_, staging_, state_, *plan_.task, rank_, options_.page_hashes,
+        WrittenData data, WriteData(fs_, staging_, state_, Left(), rank_, options_.page_hashes,
                                     options_.progress, Rules()));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
@@ -318,7 +361,17 @@ class SaveSession {
     mine_.manifest_bytes = manifest.size();
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
     if (own) mine_.rank_common = own->second;
-    return fs_.WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest);
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fs_.WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest));
+    if (!reused_.any) return Status();
+    mine_.linked = reused_.linked;
+    const LinkedRecords& linked = reused_.records;
+    if (linked.empty()) return Status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string records,
+                                 EncodeManifest(linked.inventory, linked.leaves, linked.paged));
+    mine_.linked_manifest_bytes = records.size();
+    const auto part = static_cast<std::uint32_t>(rank_);
+    return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(part)), records);
   }
 
   // Hashes replicas, learns whether all ranks have written, seals what they wrote together, and as
@@ -355,7 +408,7 @@ class SaveSession {
       if (rank_ == 0) Discard();
       return failure;
     }
-    mine_.vote.status = Guarded([&] { return SealShared(fs_, staging_, *plan_.task); });
+    mine_.vote.status = Guarded([&] { return SealShared(fs_, staging_, Left()); });
     if (Compares()) {
       // Only between a rank and the owners of what it holds replicas of; both know.
       std::vector<Collective::Letter> letters;
@@ -426,6 +479,7 @@ class SaveSession {
     TENSORMOUNT_RETURN_IF_ERROR(verdict.status);
     report_.bytes_written = verdict.bytes_written;
     report_.replica_bytes_compared = verdict.replica_bytes_compared;
+    TellReused(verdict.linked);
     return Committed();
   }
 
@@ -439,34 +493,72 @@ class SaveSession {
     coordinator.info.world_size = static_cast<std::uint32_t>(world_);
     coordinator.common = std::move(job_.common);
     std::vector<Vote> votes;
-    std::vector<std::uint64_t> manifests;
+    std::vector<SeenManifest> manifests;
+    bool of_ranks = false;
     ReplicaFindings replicas;
     for (int r = 0; r < world_; ++r) {
       Result<WriterReport> decoded = DecodeReport(encoded[static_cast<std::size_t>(r)]);
       if (!decoded.ok()) return FromRank(r, decoded.status());
       WriterReport& report = decoded.value();
       votes.push_back(report.vote);
-      manifests.push_back(report.manifest_bytes);
+      manifests.push_back({r, ManifestName(r), report.manifest_bytes});
+      if (report.linked_manifest_bytes > 0) {
+        manifests.push_back(
+            {r, LinkedManifestName(static_cast<std::uint32_t>(r)), report.linked_manifest_bytes});
+      }
+      verdict.linked.Add(report.linked);
       verdict.bytes_written += report.bytes;
       replicas.Add(std::move(report.replicas));
       if (report.rank_common) coordinator.common[RankRecordName(r)] = *report.rank_common;
+      of_ranks = of_ranks || report.rank_common.has_value();
     }
+    Inherit(of_ranks, coordinator);
     verdict.replica_bytes_compared = replicas.compared_bytes;
     TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
     TENSORMOUNT_RETURN_IF_ERROR(replicas.ToStatus());
     return OfRankZero(PublishStaging(coordinator, manifests));
   }
 
-  Status PublishStaging(const Inventory& coordinator, const std::vector<std::uint64_t>& manifests) {
-    for (int r = 0; r < world_; ++r) {
+  // What comes from the base beside tensors and objects, and that something does.
+  void Inherit(bool of_ranks, Inventory& coordinator) {
+    if (!reused_.any) return;
+    for (const auto& [name, value] : reused_.inherited) {
+      // What ranks set for themselves belongs together: all of it is of this save, or of the base.
+      if (of_ranks && name.starts_with(kRankRecordPrefix)) continue;
+      coordinator.common.emplace(name, value);
+    }
+    coordinator.common[std::string(kReuseRecord)] =
+        CommonValue(static_cast<std::int64_t>(reused_.in_a_row));
+    coordinator.info.root = reused_.root;
+  }
+
+  void TellReused(const LinkCounts& linked) {
+    ReuseReport& told = report_.reused;
+    if (reused_.any) told = reused_.report;
+    told.base = staging_.base_name;
+    told.note = staging_.base.IsZero() ? staging_.base_note : reused_.report.note;
+    if (!linked.refused.empty()) told.note = "links were refused: " + linked.refused;
+    told.files_linked = linked.files_linked;
+    told.bytes_linked = linked.bytes_linked;
+    told.files_copied = linked.files_copied;
+    told.bytes_copied = linked.bytes_copied;
+  }
+
+  struct SeenManifest {
+    int rank = 0;
+    std::string name;
+    std::uint64_t bytes = 0;
+  };
+  Status PublishStaging(const Inventory& coordinator, const std::vector<SeenManifest>& manifests) {
+    for (const SeenManifest& wanted : manifests) {
       // A manifest that this machine does not see (yet) would be a checkpoint without its objects.
-      const std::uint64_t wanted = manifests[static_cast<std::size_t>(r)];
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
-                                   fs_.Stat(JoinPath(staging_.directory, ManifestName(r))));
-      if (info.size != wanted) {
-        return Status(Code::kDataLoss, ManifestName(r) + ": " + std::to_string(info.size) +
-                                           " bytes are seen of the " + std::to_string(wanted) +
-                                           " that rank " + std::to_string(r) + " wrote");
+                                   fs_.Stat(JoinPath(staging_.directory, wanted.name)));
+      if (info.size != wanted.bytes) {
+        return Status(Code::kDataLoss, wanted.name + ": " + std::to_string(info.size) +
+                                           " bytes are seen of the " +
+                                           std::to_string(wanted.bytes) + " that rank " +
+                                           std::to_string(wanted.rank) + " wrote");
       }
     }
     Ending();
@@ -557,7 +649,7 @@ class SaveSession {
   // Likewise, where a rank was not heard of. It may hang in a call on its files, and whoever
   // deletes one waits with it: each rank takes away what it alone has written.
   void RemoveOwn() {
-    store_moves::DeleteData(fs_, AbortedEntry(), FilesWrittenAlone(staging_, *plan_.task, rank_));
+    store_moves::DeleteData(fs_, AbortedEntry(), FilesWrittenAlone(staging_, Left(), rank_));
   }
 
   std::string AbortedEntry() const {
@@ -592,6 +684,7 @@ class SaveSession {
   JobPlan plan_;
   std::shared_ptr<const DeviceFences> fences_;
   Staging staging_;
+  Reused reused_;
   bool begun_ = false;  // staging_ is set.
   bool ending_ = false;
   bool cancelled_ = false;

@@ -27,6 +27,24 @@ Vote ReadVote(ByteReader& in) {
   return vote;
 }
 
+void WriteCounts(ByteWriter& out, const LinkCounts& counts) {
+  out.U64(counts.files_linked);
+  out.U64(counts.bytes_linked);
+  out.U64(counts.files_copied);
+  out.U64(counts.bytes_copied);
+  out.String(counts.refused);
+}
+
+LinkCounts ReadCounts(ByteReader& in) {
+  LinkCounts counts;
+  counts.files_linked = in.U64();
+  counts.bytes_linked = in.U64();
+  counts.files_copied = in.U64();
+  counts.bytes_copied = in.U64();
+  counts.refused = in.String(kMaxSaveText);
+  return counts;
+}
+
 }  // namespace
 
 std::string EncodeVote(const Vote& vote) {
@@ -79,6 +97,9 @@ std::string EncodeStaging(const Status& status, const Staging& staging) {
   out.U64(staging.generation);
   EncodeUuid(out, staging.parent);
   out.String(staging.parent_name);
+  EncodeUuid(out, staging.base);
+  out.String(staging.base_name);
+  out.String(staging.base_note);
   return std::move(out.bytes());
 }
 
@@ -93,6 +114,9 @@ Result<Staging> DecodeStaging(std::string_view bytes) {
   staging.generation = in.U64();
   staging.parent = DecodeUuid(in);
   staging.parent_name = in.String(kMaxSaveText);
+  staging.base = DecodeUuid(in);
+  staging.base_name = in.String(kMaxSaveText);
+  staging.base_note = in.String(kMaxSaveText);
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return staging;
 }
@@ -102,6 +126,8 @@ std::string EncodeReport(const WriterReport& report) {
   WriteVote(out, report.vote);
   out.U64(report.bytes);
   out.U64(report.manifest_bytes);
+  out.U64(report.linked_manifest_bytes);
+  WriteCounts(out, report.linked);
   out.U64(report.replicas.differing);
   out.U64(report.replicas.compared_bytes);
   out.String(report.replicas.key);
@@ -118,6 +144,8 @@ Result<WriterReport> DecodeReport(std::string_view bytes) {
   report.vote = ReadVote(in);
   report.bytes = in.U64();
   report.manifest_bytes = in.U64();
+  report.linked_manifest_bytes = in.U64();
+  report.linked = ReadCounts(in);
   report.replicas.differing = in.U64();
   report.replicas.compared_bytes = in.U64();
   report.replicas.key = in.String(kMaxSaveText);
@@ -142,6 +170,7 @@ std::string EncodeVerdict(const SaveVerdict& verdict) {
   WriteStatus(out, verdict.status);
   out.U64(verdict.bytes_written);
   out.U64(verdict.replica_bytes_compared);
+  WriteCounts(out, verdict.linked);
   return std::move(out.bytes());
 }
 
@@ -151,6 +180,7 @@ Result<SaveVerdict> DecodeVerdict(std::string_view bytes) {
   verdict.status = ReadStatus(in);
   verdict.bytes_written = in.U64();
   verdict.replica_bytes_compared = in.U64();
+  verdict.linked = ReadCounts(in);
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return verdict;
 }

@@ -12,6 +12,7 @@
 #include "tensormount/status.h"
 
 #include "collective/save/replica_check.h"
+#include "index/store/linking.h"
 #include "index/store/store.h"
 
 // What the ranks of a save say to each other besides layouts and plans. Little-endian, never on
@@ -43,6 +44,8 @@ struct WriterReport {
   Vote vote;
   std::uint64_t bytes = 0;
   std::uint64_t manifest_bytes = 0;
+  std::uint64_t linked_manifest_bytes = 0;  // 0: it has none.
+  LinkCounts linked;
   ReplicaFindings replicas;                // Of the keys that it owns.
   std::optional<CommonValue> rank_common;  // What it set for itself.
 };
@@ -54,6 +57,7 @@ struct SaveVerdict {
   Status status;
   std::uint64_t bytes_written = 0;
   std::uint64_t replica_bytes_compared = 0;
+  LinkCounts linked = {};  // Of all ranks.
 };
 std::string EncodeVerdict(const SaveVerdict& verdict);
 Result<SaveVerdict> DecodeVerdict(std::string_view bytes);

@@ -15,6 +15,7 @@
 #include "fs/save/schema.h"
 #include "fs/save/staged_manifests.h"
 #include "fs/save/staged_reader.h"
+#include "fs/save/staged_reuse.h"
 #include "fs/save/staging_common.h"
 #include "fs/save/staging_folder.h"
 #include "fs/save/tensor_assembly.h"
@@ -41,10 +42,9 @@ class Publisher {
     TENSORMOUNT_RETURN_IF_ERROR(Gather());
     StagedReader reader(fs_, staging_.directory, journals_);
     PatchFile patches(fs_, staging_);
-    StagedManifests manifests(staging_, journals_);
-    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(manifests));
-    TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches, manifests));
-    const Result<Inventory> coordinator = Coordinator();
+    TENSORMOUNT_RETURN_IF_ERROR(CheckObjects());
+    TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches));
+    Result<Inventory> coordinator = Coordinator();
     if (!coordinator.ok()) {
       if (coordinator.status().code() == Code::kInvalidArgument && report_.problems.empty()) {
         AddProblem(report_, "bad_common", "staging " + staging_.name,
@@ -55,6 +55,8 @@ class Publisher {
     TENSORMOUNT_RETURN_IF_ERROR(Verdict());
 
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
+    StagedManifests manifests(staging_, journals_);
+    TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests, coordinator.value()));
     if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
     TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
     // The store checks and commits as for a save by the library: `shared` says that several mounts
@@ -164,14 +166,46 @@ class Publisher {
     return Status::FromParts(Code::kNotFound, ENODATA, "what " + object + " relies on: " + detail);
   }
 
-  // Tensor by tensor, so that memory is bounded by the largest one's records, beside the journals
-  // themselves.
-  Status AssembleTensors(StagedReader& reader, PatchFile& patches, StagedManifests& manifests) {
+  // Everything but what the parent holds, byte for byte.
+  Status Fill(StagedManifests& manifests, Inventory& coordinator) {
+    StagedReuse reuse(store_, fs_, staging_, journals_);
+    TENSORMOUNT_RETURN_IF_ERROR(reuse.Open(schema_.reuse()));
+    std::vector<bool> tensors_taken;
+    std::vector<bool> objects_taken;
+    for (const AssembledTensor& tensor : tensors_) {
+      tensors_taken.push_back(reuse.Takes(*tensor.meta, tensor.chunks));
+    }
+    for (const CheckedObject& object : objects_) {
+      objects_taken.push_back(reuse.Takes(*object.object, object.grid));
+    }
+    // What fails there is no failure of the publish: then all is recorded as it was written.
+    const bool linked = reuse.Link().ok() && reuse.any();
+    if (linked) {
+      coordinator.common[std::string(kReuseRecord)] =
+          CommonValue(static_cast<std::int64_t>(reuse.in_a_row()));
+    }
+    report_.reused_tensors = reuse.tensors();
+    report_.reused_bytes = reuse.bytes();
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      if (linked && tensors_taken[i]) continue;
+      manifests.AddTensor(*tensors_[i].meta, tensors_[i].chunks);
+    }
+    for (std::size_t i = 0; i < objects_.size(); ++i) {
+      if (linked && objects_taken[i]) continue;
+      const StagedObject& object = *objects_[i].object;
+      manifests.AddObject(object.length == 0 ? kPublisher : objects_[i].journal, object,
+                          objects_[i].grid);
+    }
+    return Status();
+  }
+
+  // In rising order of keys.
+  Status AssembleTensors(StagedReader& reader, PatchFile& patches) {
     TensorAssembly assembly(journals_, reader, patches, report_);
     static const std::vector<TargetRecords> kNone;
     for (const auto& [key, meta] : schema_.tensors()) {
       if (meta.bytes() == 0) {
-        manifests.AddTensor(meta, {});
+        tensors_.push_back({&meta, {}});
         continue;
       }
       const auto found = sorted_.tensors.find(key);
@@ -182,16 +216,15 @@ class Publisher {
                                    assembly.Resolve(meta, std::move(runs)));
       // All that is wrong is found before anything is written.
       if (!report_.problems.empty()) continue;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedChunk> chunks,
-                                   assembly.Emit(meta, left));
-      manifests.AddTensor(meta, chunks);
+      TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<StagedChunk> chunks, assembly.Emit(meta, left));
+      tensors_.push_back({&meta, std::move(chunks)});
     }
     return Status();
   }
 
   // One of each part, and all parts of each grid.
   // Compares by leaf hashes alone: no byte of an object is read.
-  Status CheckObjects(StagedManifests& manifests) {
+  Status CheckObjects() {
     for (const auto& [name, claims] : sorted_.objects) {
       const StagedObject& object = *claims.front().object;
       const std::string text = ObjectText(object.key, object.index);
@@ -216,7 +249,7 @@ class Publisher {
                        journals_[claims[i].journal].incarnation);
       }
       report_.bytes_written += object.length;
-      manifests.AddObject(object.length == 0 ? kPublisher : claims.front().journal, object, grid);
+      objects_.push_back({claims.front().journal, &object, grid});
     }
     for (const auto& [key, spec] : schema_.objects()) MissingParts(key, spec.grid);
     return Status();
@@ -282,6 +315,18 @@ class Publisher {
   StagingSchema schema_;
   std::vector<Journal> journals_;
   SortedJournals sorted_;
+  // What is sound of it, by key.
+  struct AssembledTensor {
+    const TensorMeta* meta = nullptr;  // Of the schema.
+    std::vector<StagedChunk> chunks;
+  };
+  std::vector<AssembledTensor> tensors_;
+  struct CheckedObject {
+    std::uint32_t journal = 0;
+    const StagedObject* object = nullptr;  // Of the journal.
+    Dims grid;
+  };
+  std::vector<CheckedObject> objects_;
 };
 
 // Both are for people; nothing relies on them.

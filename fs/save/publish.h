@@ -31,6 +31,9 @@ struct StagingReport {
   std::string verdict;  // What the publish failed with, in words.
   std::uint64_t bytes_written = 0;
   std::uint64_t bytes_missing = 0;
+  // Of a publish: what the parent held already, so that its files were linked.
+  std::uint64_t reused_tensors = 0;
+  std::uint64_t reused_bytes = 0;
   // One for each journal that could be read.
   std::uint32_t mounts = 0;  // Incarnations that wrote.
   std::vector<std::uint32_t> writers_missing;

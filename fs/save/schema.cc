@@ -185,7 +185,7 @@ Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Json json, ParseStrictly(text));
   if (!json.is_object()) return InvalidArgument("not a JSON object");
   TENSORMOUNT_RETURN_IF_ERROR(CheckMembers(
-      json, "", {"tensors", "objects", "writers", "placement", "producer", "content"}));
+      json, "", {"tensors", "objects", "writers", "placement", "reuse", "producer", "content"}));
   StagingSchema schema;
   if (const auto tensors = json.find("tensors"); tensors != json.end()) {
     if (!tensors->is_object()) return InvalidArgument("tensors: not an object");
@@ -217,6 +217,14 @@ Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
                              ": not \"auto\", \"tensor-file\" or \"rank-shard\"");
     }
     schema.placement_ = placement->get<std::string>();
+  }
+  if (const auto reuse = json.find("reuse"); reuse != json.end()) {
+    if (!reuse->is_string()) return InvalidArgument("reuse: not a string");
+    const std::string word = reuse->get<std::string>();
+    if (word != "auto" && word != "off") {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(word).WithContext("reuse"));
+    }
+    if (word != "auto") schema.reuse_ = word;
   }
   if (const auto producer = json.find("producer"); producer != json.end()) {
     if (!producer->is_string()) return InvalidArgument("producer: not a string");
@@ -251,6 +259,7 @@ std::string StagingSchema::ToJson() const {
   }
   if (writers_) json["writers"] = *writers_;
   if (!placement_.empty()) json["placement"] = placement_;
+  if (!reuse_.empty()) json["reuse"] = reuse_;
   if (!producer_.empty()) json["producer"] = producer_;
   if (!content_.items.empty()) json["content"] = Json::parse(CommonToJson(CommonValue(content_)));
   return json.dump(1, ' ') + "\n";
@@ -283,6 +292,9 @@ Status StagingSchema::Merge(const StagingSchema& other) {
   if (!placement_.empty() && !other.placement_.empty() && placement_ != other.placement_) {
     return differs("placement", placement_, other.placement_);
   }
+  if (!reuse_.empty() && !other.reuse_.empty() && reuse_ != other.reuse_) {
+    return differs("reuse", "\"" + reuse_ + "\"", "\"" + other.reuse_ + "\"");
+  }
   if (!producer_.empty() && !other.producer_.empty() && producer_ != other.producer_) {
     return differs("producer", "\"" + producer_ + "\"", "\"" + other.producer_ + "\"");
   }
@@ -297,6 +309,7 @@ Status StagingSchema::Merge(const StagingSchema& other) {
   objects_.insert(other.objects_.begin(), other.objects_.end());
   if (other.writers_) writers_ = other.writers_;
   if (!other.placement_.empty()) placement_ = other.placement_;
+  if (!other.reuse_.empty()) reuse_ = other.reuse_;
   if (!other.producer_.empty()) producer_ = other.producer_;
   content_.items.insert(other.content_.items.begin(), other.content_.items.end());
   return Status();

@@ -25,7 +25,7 @@ namespace tensormount::fs {
 // What a checkpoint that is being written shall hold (docs/semantics.md, "schema.json"):
 //   {"tensors": {"w": {"dtype": "bf16", "shape": [4096, 4096]}},
 //    "objects": {"rng": {"grid": [4]}}, "writers": 4, "placement": "auto",
-//    "producer": "my trainer 1.2", "content": {...}}
+//    "reuse": "auto", "producer": "my trainer 1.2", "content": {...}}
 // All fields but "tensors" are optional; unknown ones are refused by name.
 class StagingSchema {
  public:
@@ -48,6 +48,8 @@ class StagingSchema {
   const std::map<std::string, ObjectSpec>& objects() const { return objects_; }
   std::optional<std::uint32_t> writers() const { return writers_; }
   const std::string& placement() const { return placement_; }
+  // "off", or the name of the checkpoint that is compared with; empty: auto.
+  const std::string& reuse() const { return reuse_; }
   const std::string& producer() const { return producer_; }
   const CommonDict& content() const { return content_; }
   bool empty() const { return tensors_.empty() && objects_.empty() && !writers_; }
@@ -57,6 +59,7 @@ class StagingSchema {
   std::map<std::string, ObjectSpec> objects_;
   std::optional<std::uint32_t> writers_;
   std::string placement_;  // Empty: auto.
+  std::string reuse_;
   std::string producer_;
   CommonDict content_;
 };

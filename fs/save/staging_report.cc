@@ -47,7 +47,9 @@ nlohmann::ordered_json PublishedJson(const std::string& checkpoint,
           {"tensors", published.tensors},
           {"chunks", published.chunks},
           {"bytes", published.bytes},
-          {"mounts", report.mounts}};
+          {"mounts", report.mounts},
+          {"reused_tensors", report.reused_tensors},
+          {"reused_bytes", report.reused_bytes}};
 }
 
 }  // namespace tensormount::fs

@@ -534,6 +534,11 @@ typedef struct tm_save_options {
   // After the commit, before the verdict is given.
   tm_on_commit_hook on_commit;
   void* on_commit_context;
+  // Steps over time (tensormount/save.h). The base is a checkpoint of the same store.
+  int32_t no_reuse;        // 1: everything is written, whatever the base holds.
+  int32_t full_every;      // Of so many saves in a row one writes everything; 0: 50, < 0: none does.
+  const char* reuse_from;  // Name of the base; NULL: the latest.
+  const char* inherit;     // Name of the base of which all is taken that no rank has; NULL: none.
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
@@ -566,11 +571,26 @@ typedef struct tm_save_numbers {
   double write_seconds;
   double compare_seconds;
   double publish_seconds;
+  // What was not written, because the base holds it. Of all ranks.
+  double reuse_seconds;  // Of this rank.
+  uint64_t reused_tensors;
+  uint64_t reused_objects;
+  uint64_t reused_bytes;                // As they are stored. Of these,
+  uint64_t reused_bytes_by_leaf;        // proved to be the same by hashes,
+  uint64_t reused_bytes_by_comparison;  // or by comparison; the rest was inherited.
+  uint64_t files_linked;
+  uint64_t bytes_linked;
+  uint64_t files_copied;  // Where links were refused.
+  uint64_t bytes_copied;
 } tm_save_numbers;
 TM_EXPORT tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* out);
 // These live as long as the report.
 TM_EXPORT const char* tm_save_report_path(const tm_save_report* report);
 TM_EXPORT const char* tm_save_report_uuid(const tm_save_report* report);
+// Name of the base, and why nothing of it was taken or links were refused; empty where there is
+// none, or nothing to say.
+TM_EXPORT const char* tm_save_report_base(const tm_save_report* report);
+TM_EXPORT const char* tm_save_report_note(const tm_save_report* report);
 // Files that this rank wrote, or parts of ("data/..."), and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
@@ -884,6 +904,22 @@ typedef struct tm_adopt_options {
 // "generation", "tensors", "chunks", "bytes"}. `options` and `json` may be NULL.
 TM_EXPORT tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
                              char** json);
+
+typedef struct tm_derive_options {
+  uint32_t struct_size;
+  int32_t replace;          // 1: an existing checkpoint is replaced.
+  const char* const* keep;  // Globs over the old keys: only what matches one of them, where given.
+  size_t keep_count;
+  const char* const* drop;  // Globs: not what matches one of them.
+  size_t drop_count;
+  const char* key_map;  // Rules as JSON, of what is left; NULL: none.
+} tm_derive_options;
+// A checkpoint "STORE/NEW" out of the one called `from` in the same store, by hard links
+// (tensormount/derive.h): {"path", "uuid", "generation", "tensors", "objects", "dropped",
+// "files_linked", "bytes_linked", "files_copied", "bytes_copied", "refused"}. `options` and `json`
+// may be NULL. TM_NOT_FOUND: no such checkpoint, or a glob that matches nothing.
+TM_EXPORT tm_status tm_derive(const char* path, const char* from, const tm_derive_options* options,
+                              char** json);
 
 // The same on every rank, but for the task.
 typedef struct tm_export_options {

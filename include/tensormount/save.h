@@ -36,6 +36,10 @@ enum class SaveStrategy { kParallel, kMain };
 // value is stored.
 enum class CommonCheck { kOff, kWarn, kError };
 
+// Whether a save links what an earlier checkpoint of its store holds already, instead of writing it
+// again. kAuto: what is equal byte for byte, proved by hashes of 64 KiB or by comparison.
+enum class Reuse { kAuto, kOff };
+
 struct SaveReport;
 
 // Options above "Of this rank alone" must be equal on all ranks: they are compared before anything
@@ -59,6 +63,20 @@ struct SaveOptions {
   // that they touch, where whole leaves of 64 KiB are read otherwise. They take 0.42 % of the data
   // in the manifests. Checkpoints that are made through a mount or adopted have none.
   bool page_hashes = false;
+  // ---- Steps over time (docs/semantics.md, "Steps over time") ----
+  // Data files of which the base holds what this save needs become hard links; only what changed is
+  // written. Off for saves without `validate`, which nobody has proved to be whole.
+  Reuse reuse = Reuse::kAuto;
+  // Name of the checkpoint of the same store that is the base; empty: the latest.
+  std::string reuse_from = {};
+  // Of so many saves in a row one writes everything anew, so that no sector of a disk holds more
+  // steps than that. 0: none does.
+  std::uint32_t full_every = 50;
+  // Name of a checkpoint of the same store: tensors, objects and common values that no rank has are
+  // taken from it, by hard links, so that the new one is whole. It is the base of `reuse` too, and
+  // may be an adopted one: then the new one needs the same foreign files. Empty: none.
+  std::string inherit = {};
+
   std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
 
@@ -79,6 +97,24 @@ struct SaveOptions {
   std::atomic<std::uint64_t>* progress = nullptr;
 };
 
+// What a save did not write, because an earlier checkpoint holds it. Of all ranks.
+struct ReuseReport {
+  std::string base;  // Name of that checkpoint; empty: nothing was looked for.
+  std::string note;  // Why nothing was taken, or links were refused; empty: nothing to say.
+  std::uint64_t tensors = 0;  // Taken as they are; inherited ones too.
+  std::uint64_t objects = 0;  // Parts of objects, likewise.
+  std::uint64_t bytes = 0;    // Of them, as they are stored.
+  // Of these bytes, how they were proved to be the same: by hashes of leaves, by comparison with
+  // what is stored. The rest was inherited.
+  std::uint64_t bytes_by_leaf = 0;
+  std::uint64_t bytes_by_comparison = 0;
+  std::uint64_t files_linked = 0;
+  std::uint64_t bytes_linked = 0;  // Lengths of these files.
+  // Where links were refused; and, in bytes alone, out of files of which less than half is live.
+  std::uint64_t files_copied = 0;
+  std::uint64_t bytes_copied = 0;
+};
+
 // The same on every rank, but for what says that it is of this one.
 struct SaveReport {
   std::string path;  // STORE/NAME
@@ -91,6 +127,7 @@ struct SaveReport {
   std::uint64_t replica_bytes = 0;           // Cells held more than once, counted per extra holder.
   std::uint64_t replica_bytes_compared = 0;  // Of these, in this save.
   bool plan_reused = false;
+  ReuseReport reused;
   struct File {
     std::string name;         // "data/...", below the checkpoint.
     std::uint64_t bytes = 0;  // Written by this rank.
@@ -100,6 +137,7 @@ struct SaveReport {
   // Seconds of this rank.
   double validate_seconds = 0;
   double plan_seconds = 0;
+  double reuse_seconds = 0;    // Comparing with the base, linking.
   double write_seconds = 0;    // Writing, hashing, syncing.
   double compare_seconds = 0;  // Replicas.
   double publish_seconds = 0;  // Waiting for the verdict included.

@@ -14,6 +14,7 @@
 #include "tensormount/checkpoint.h"
 #include "tensormount/common_value.h"
 #include "tensormount/communicator.h"
+#include "tensormount/derive.h"
 #include "tensormount/dtype.h"
 #include "tensormount/event.h"
 #include "tensormount/key_map.h"

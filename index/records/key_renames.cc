@@ -6,7 +6,29 @@
 
 namespace tensormount {
 
-Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& map) {
+namespace {
+
+// The map over those keys that are kept; the others get none.
+Result<std::vector<std::string>> NamesOf(const std::vector<std::string>& keys, const KeyMap& map,
+                                         const std::function<bool(const std::string& key)>& keeps) {
+  if (!keeps) return map.ApplyToAll(keys);
+  std::vector<std::size_t> kept;
+  std::vector<std::string> of_kept;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (!keeps(keys[i])) continue;
+    kept.push_back(i);
+    of_kept.push_back(keys[i]);
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(of_kept, map.ApplyToAll(of_kept));
+  std::vector<std::string> names(keys.size());
+  for (std::size_t i = 0; i < kept.size(); ++i) names[kept[i]] = std::move(of_kept[i]);
+  return names;
+}
+
+}  // namespace
+
+Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& map,
+                                    const std::function<bool(const std::string& key)>& keeps) {
   std::vector<std::string> keys;
   keys.reserve(index.tensor_count());
   TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
@@ -19,7 +41,7 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
   for (const ObjectRecord& part : parts) {
     if (keys.size() == tensors || keys.back() != part.key) keys.push_back(part.key);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> names, map.ApplyToAll(keys));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> names, NamesOf(keys, map, keeps));
 
   KeyRenames out;
   for (std::size_t i = tensors; i < keys.size(); ++i) {

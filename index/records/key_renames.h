@@ -3,6 +3,7 @@
 #define TENSORMOUNT_INDEX_RECORDS_KEY_RENAMES_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -23,7 +24,10 @@ class KeyRenames {
   // their names. Costs one scan of the keys and a string for each.
   // All at once and before anything is read or copied, because a map may give two keys one name,
   // and that must be refused while nothing has happened yet.
-  static Result<KeyRenames> Make(const CheckpointIndex& index, const KeyMap& map);
+  // `keeps`, where not empty, is asked of each key first: what it does not keep is dropped, and the
+  // map never sees it.
+  static Result<KeyRenames> Make(const CheckpointIndex& index, const KeyMap& map,
+                                 const std::function<bool(const std::string& key)>& keeps = {});
 
   // New names; empty where the key is dropped.
   const std::vector<std::string>& tensors() const { return tensors_; }  // By ordinal.

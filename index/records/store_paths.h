@@ -21,6 +21,8 @@ inline constexpr std::string_view kDerivedFolder = ".derived";
 inline constexpr std::string_view kGenerationsFolder = ".generations";
 inline constexpr std::string_view kCommitFile = kCommitName;
 inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
+// In a staging whose save links files: the uuids of the checkpoints that these are of.
+inline constexpr std::string_view kBaseFile = "BASE";
 inline constexpr std::string_view kManifestSuffix = ".tmm";
 // Of a staging that several writers share (docs/format.md, "Staging of mounts"): makes it one.
 inline constexpr std::string_view kSharedFile = "staging.json";

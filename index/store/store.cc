@@ -408,7 +408,8 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   return Status(Code::kBusy, folder + ": too many saves begin at once");
 }
 
-Status Store::ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const {
+Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
+                         const std::string& base_name, Staging& staging) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
@@ -428,19 +429,33 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, Staging& s
     staging.parent = latest->uuid;
     staging.parent_name = latest->name;
   }
+  if (base == BaseChoice::kLatest) {
+    staging.base = staging.parent;
+    staging.base_name = staging.parent_name;
+  } else if (base == BaseChoice::kNamed) {
+    const auto found = std::find_if(
+        all.begin(), all.end(), [&](const CheckpointListing& c) { return c.name == base_name; });
+    if (found == all.end()) {
+      return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(found->problem);
+    staging.base = found->uuid;
+    staging.base_name = base_name;
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));
   return Status();
 }
 
-Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const {
+Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseChoice base,
+                             const std::string& base_name) const {
   const std::string staging_folder = JoinPath(path_, kStagingFolder);
   Staging staging;
-  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, if_exists, staging));
+  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, if_exists, base, base_name, staging));
   // The folder's name must not pass 255 bytes.
-  const std::string base = name.substr(0, 255 - 9);
+  const std::string stem = name.substr(0, 255 - 9);
   for (int attempt = 0; attempt < 16; ++attempt) {
     staging.uuid = Uuid::Random();
-    staging.directory = JoinPath(staging_folder, base + "." + staging.ShortId());
+    staging.directory = JoinPath(staging_folder, stem + "." + staging.ShortId());
     const Status made = fs_->CreateDirectory(staging.directory);
     if (made.code() == Code::kAlreadyExists) continue;
     TENSORMOUNT_RETURN_IF_ERROR(made);
@@ -448,6 +463,11 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists) const 
                                           staging.uuid.ToString());
     for (const char* folder : {"data", "manifest"}) {
       if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
+    }
+    if (filled.ok() && !staging.base.IsZero()) {
+      // For those who prune now; after a crash nobody goes on with this staging.
+      filled = fs_->ReplaceFile(JoinPath(staging.directory, store_paths::kBaseFile),
+                                staging.base.ToString() + "\n");
     }
     if (filled.ok()) return staging;
     (void)fs_->RemoveTree(staging.directory);  // Gc takes it otherwise.
@@ -527,6 +547,23 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(out.name).WithContext(path));
   return out;
+}
+
+Result<std::string> NameInStore(FileSystem& fs, const std::string& store,
+                                const std::string& given) {
+  if (given.find('/') == std::string::npos && given != "latest") {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(given));
+    return given;
+  }
+  const std::string named = given == "latest" ? JoinPath(store, given) : given;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveSourcePath(fs, named));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName parts, SplitCheckpointPath(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string own, fs.Resolve(store));
+  if (parts.store != own) {
+    return Status(Code::kInvalidArgument,
+                  given + ": not in the store " + store + ": files are shared within a store");
+  }
+  return parts.name;
 }
 
 Result<StoreAndName> SplitStagingPath(const std::string& path) {

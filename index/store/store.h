@@ -53,7 +53,18 @@ struct Staging {
   std::uint64_t generation = 0;
   Uuid parent;
   std::string parent_name;
+  // The checkpoint whose data files it may link (index/store/linking.h); zero: none.
+  Uuid base;
+  std::string base_name;
+  std::string base_note;  // Why it has none although one was asked for.
   std::string ShortId() const { return uuid.Short(); }
+};
+
+// The checkpoint of which a save that begins may link data files.
+enum class BaseChoice {
+  kNone,
+  kLatest,  // The parent, where there is one.
+  kNamed,
 };
 
 enum class Verdict { kCommitted, kAborted };
@@ -80,8 +91,12 @@ class Store {
 
   // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
   // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
-  // crashed saves never block it.
-  Result<Staging> Begin(const std::string& name, IfExists if_exists) const;
+  // crashed saves never block it. With a base the staging names it, in its file BASE, so that
+  // nobody prunes it meanwhile; kNotFound, or the problem of that checkpoint, where `base_name` of
+  // kNamed cannot be one.
+  Result<Staging> Begin(const std::string& name, IfExists if_exists,
+                        BaseChoice base = BaseChoice::kNone,
+                        const std::string& base_name = {}) const;
 
   // The same for one that several writers share who do not know each other (mounts): makes
   // STORE/.staging/NAME, with empty `folders` besides, in one step and durably. What a writer needs
@@ -201,7 +216,8 @@ class Store {
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
   CheckpointListing Look(const std::string& name) const;
   // A generation and the parent of a save that begins now, after the folders for it were made.
-  Status ClaimPlace(const std::string& name, IfExists if_exists, Staging& staging) const;
+  Status ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
+                    const std::string& base_name, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Inventory& coordinator,
                                  const PublishOptions& options) const;
   Status MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
@@ -219,6 +235,9 @@ struct StoreAndName {
   std::string name;
 };
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
+// The name of a checkpoint of `store` that a user gave: NAME, or a path of it, which may be
+// STORE/latest. kInvalidArgument: it is in another store.
+Result<std::string> NameInStore(FileSystem& fs, const std::string& store, const std::string& given);
 // "STORE/.staging/NAME" likewise.
 Result<StoreAndName> SplitStagingPath(const std::string& path);
 

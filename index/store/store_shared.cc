@@ -98,7 +98,7 @@ Result<Staging> Store::BeginShared(const std::string& name,
   // Most who come are late. The rename below decides.
   if (fs.Exists(directory)) return Status(Code::kAlreadyExists, directory + ": exists already");
   Staging staging;
-  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, IfExists::kFail, staging));
+  TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, IfExists::kFail, BaseChoice::kNone, {}, staging));
   staging.uuid = Uuid::Random();
   staging.directory = directory;
   // No name of a checkpoint begins with a dot, so this one is nobody's staging.

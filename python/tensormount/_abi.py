@@ -156,6 +156,10 @@ class SaveOptions(Structure):
         ("before_publish_context", c_void_p),
         ("on_commit", c_void_p),
         ("on_commit_context", c_void_p),
+        ("no_reuse", c_int32),
+        ("full_every", c_int32),
+        ("reuse_from", c_char_p),
+        ("inherit", c_char_p),
     ]
 
 
@@ -177,6 +181,16 @@ class SaveNumbers(Structure):
         ("write_seconds", c_double),
         ("compare_seconds", c_double),
         ("publish_seconds", c_double),
+        ("reuse_seconds", c_double),
+        ("reused_tensors", c_uint64),
+        ("reused_objects", c_uint64),
+        ("reused_bytes", c_uint64),
+        ("reused_bytes_by_leaf", c_uint64),
+        ("reused_bytes_by_comparison", c_uint64),
+        ("files_linked", c_uint64),
+        ("bytes_linked", c_uint64),
+        ("files_copied", c_uint64),
+        ("bytes_copied", c_uint64),
     ]
 
 
@@ -319,6 +333,20 @@ class DiffOptions(Structure):
     ]
 
 
+class DeriveOptions(Structure):
+    """tm_derive_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("replace", c_int32),
+        ("keep", POINTER(c_char_p)),
+        ("keep_count", c_size_t),
+        ("drop", POINTER(c_char_p)),
+        ("drop_count", c_size_t),
+        ("key_map", c_char_p),
+    ]
+
+
 class AdoptOptions(Structure):
     """tm_adopt_options"""
 
@@ -413,6 +441,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_verify_options": VerifyOptions,
     "tm_diff_options": DiffOptions,
     "tm_adopt_options": AdoptOptions,
+    "tm_derive_options": DeriveOptions,
     "tm_publish_options": PublishOptions,
     "tm_export_options": ExportOptions,
     "tm_saver_options": SaverOptions,
@@ -495,6 +524,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_save_report_numbers": (_STATUS, [_P, _P]),
     "tm_save_report_path": (c_char_p, [_P]),
     "tm_save_report_uuid": (c_char_p, [_P]),
+    "tm_save_report_base": (c_char_p, [_P]),
+    "tm_save_report_note": (c_char_p, [_P]),
     "tm_save_report_files": (_STATUS, [_P, _P]),
     "tm_save_report_warnings": (_STATUS, [_P, _P]),
     # Loads.
@@ -532,6 +563,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_verify": (_STATUS, [c_char_p, _P, _P, _P]),
     "tm_diff": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_adopt": (_STATUS, [c_char_p, c_char_p, _P, _P]),
+    "tm_derive": (_STATUS, [c_char_p, c_char_p, _P, _P]),
     "tm_key_map_apply": (_STATUS, [c_char_p, c_char_p, c_size_t, c_size_t, _P]),
 }
 

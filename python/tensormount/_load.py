@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 from tensormount import _abi, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
 from tensormount._progress import Progress
-from tensormount._save import _choice, _group, _numbers, _verdict, flag, texts
-from tensormount._state import State, cache_of, rules_text, take_json, text
+from tensormount._save import _choice, _group, _numbers, _verdict, flag
+from tensormount._state import State, cache_of, rules_text, take_json, text, texts
 from tensormount.errors import (
     CheckpointNotFoundError,
     Error,

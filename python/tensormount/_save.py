@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 from tensormount import _abi, _shards, _tree
 from tensormount._jobs import EventHook, Job, ReportHook, begin, set_hook, set_save_hooks, set_times
 from tensormount._progress import Progress
-from tensormount._state import State, cache_of, text
+from tensormount._state import State, cache_of, text, texts
 from tensormount._tasks import in_background
 from tensormount.errors import InvalidArgumentError, LayoutError
 
@@ -42,6 +42,9 @@ class SaveOptions(TypedDict, total=False):
     common_exempt: Sequence[str]
     validate: bool
     page_hashes: bool
+    reuse: str
+    full_every: int
+    inherit: Optional[str]
     producer: Optional[str]
     liveness: Optional[float]
     arrival: Optional[float]
@@ -138,6 +141,11 @@ def save(
               names for which nobody cares.
     validate  False: ranks do not prove beforehand that they cover every tensor exactly.
     page_hashes   hashes of 4 KiB as well, for reads of few rows.
+    reuse     "auto": what the latest checkpoint of the store holds already, byte for byte, is linked
+              and not written; "off"; or the name of another checkpoint of the store.
+    full_every    of so many saves in a row one writes everything anew (50); 0: none does.
+    inherit   the name of a checkpoint of the store: what no rank has is taken from it, by hard
+              links, so that the new one is whole.
     liveness, arrival, total   time-outs in seconds: a rank that is silent for so long is taken for
               dead (30), one that does not come is given up (1,800), the whole call (none).
     on_event  called with a dict for the begin and end of each phase, on a thread of the library.
@@ -330,6 +338,21 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
     given.replace = flag("replace", options.get("replace", False))
     given.skip_validation = 1 - flag("validate", options.get("validate", True))
     given.page_hashes = flag("page_hashes", options.get("page_hashes", False))
+    reuse = options.get("reuse", "auto")
+    if not isinstance(reuse, str):
+        raise InvalidArgumentError(f"reuse={reuse!r}: auto, off, or the name of a checkpoint")
+    given.no_reuse = int(reuse == "off")
+    if reuse not in ("auto", "off"):
+        given.reuse_from = text(reuse)
+    full_every = options.get("full_every", 50)
+    if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 0:
+        raise InvalidArgumentError(f"full_every={full_every!r}: a number of saves, or 0")
+    given.full_every = min(full_every, 2**31 - 1) or -1
+    inherit = options.get("inherit")
+    if inherit is not None:
+        if not isinstance(inherit, str):
+            raise InvalidArgumentError(f"inherit={inherit!r}: the name of a checkpoint")
+        given.inherit = text(inherit)
     given.common_exempt, given.common_exempt_count = texts(options.get("common_exempt", ()), kept)
     producer = options.get("producer")
     if producer is not None:
@@ -349,16 +372,6 @@ def flag(name: str, value: Any) -> int:
     return int(value)
 
 
-def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
-    """An array of C strings, kept in `kept`."""
-    if isinstance(values, str) or not all(isinstance(one, str) for one in values or ()):
-        raise InvalidArgumentError(f"{values!r}: a list of texts was expected")
-    values = values or ()
-    array = (ctypes.c_char_p * max(1, len(values)))(*(value.encode() for value in values))
-    kept.append(array)
-    return ctypes.cast(array, ctypes.POINTER(ctypes.c_char_p)), len(values)
-
-
 def _numbers(structure: Any) -> dict[str, Any]:
     """Fields of a structure by name, but those that are only of C."""
     return {
@@ -376,6 +389,8 @@ def _report(lib: Any, address: int) -> dict[str, Any]:
     said: dict[str, Any] = {
         "path": lib.tm_save_report_path(address).decode("utf-8", "surrogateescape"),
         "uuid": lib.tm_save_report_uuid(address).decode(),
+        "base": lib.tm_save_report_base(address).decode("utf-8", "surrogateescape"),
+        "note": lib.tm_save_report_note(address).decode("utf-8", "surrogateescape"),
     }
     said.update(_numbers(numbers))
     said["plan_reused"] = bool(said["plan_reused"])

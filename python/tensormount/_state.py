@@ -136,6 +136,16 @@ def text(key: str) -> bytes:
     return encoded
 
 
+def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
+    """An array of C strings, kept in `kept`."""
+    if isinstance(values, str) or not all(isinstance(one, str) for one in values or ()):
+        raise InvalidArgumentError(f"{values!r}: a list of texts was expected")
+    values = values or ()
+    array = (ctypes.c_char_p * max(1, len(values)))(*(value.encode() for value in values))
+    kept.append(array)
+    return ctypes.cast(array, ctypes.POINTER(ctypes.c_char_p)), len(values)
+
+
 def path_bytes(path: Any) -> bytes:
     """A path for the library, which would take it to end at a NUL."""
     encoded = os.fsencode(os.fspath(path))

@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 
 from tensormount import _abi
 from tensormount._progress import Progress
-from tensormount._state import path_bytes, rules_text, text
+from tensormount._state import path_bytes, rules_text, text, texts
 from tensormount._tasks import in_background
 from tensormount.errors import (
     BusyError,
@@ -200,6 +200,40 @@ def adopt(
         given, "tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given),
         progress=progress, label=f"adopt {os.fspath(source)}",
     )
+
+
+def derive(
+    path: PathLike,
+    source: str,
+    *,
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    replace: bool = False,
+) -> dict[str, Any]:
+    """A checkpoint "STORE/NEW" out of the one called `source` in the same store, by hard links: no
+    data are read, but what is copied out of files that are mostly dropped.
+
+    keep, drop: globs over the old keys of tensors and objects, "optimizer.*"; each must match
+    something (NotFoundError). key_map: rules that rename what is left (`tm.load`). Returns {"path",
+    "uuid", "generation", "tensors", "objects", "dropped", "files_linked", "bytes_linked",
+    "files_copied", "bytes_copied", "refused"}.
+
+        >>> import numpy, tensormount as tm
+        >>> report = tm.save({"w": [1.0], "m": numpy.ones(3)}, "DERIVED/whole", replace=True)
+        >>> tm.derive("DERIVED/weights", "whole", keep=["m"], replace=True)["tensors"]
+        1
+    """
+    given = _abi.DeriveOptions(struct_size=ctypes.sizeof(_abi.DeriveOptions), replace=int(replace))
+    kept: list[Any] = []
+    given.keep, given.keep_count = texts(keep, kept)
+    given.drop, given.drop_count = texts(drop, kept)
+    given.key_map = rules_text(key_map)
+    found: dict[str, Any] = _json(
+        "tm_derive", path_bytes(path), text(source), ctypes.addressof(given),
+        kinds={2: NotFoundError},
+    )
+    return found
 
 
 def export(

@@ -139,6 +139,8 @@ static void damage_as_fields(const char* path) {
 
 // Waits that say "not yet", descriptors that are readable in the end, and saves without a copy.
 static void jobs_alone(const char* copied, const char* in_place, const char* by_saver) {
+  // Its file is damaged later: nobody else shall have it.
+  const tm_save_options own_files = {.struct_size = sizeof(own_files), .no_reuse = 1};
   tm_communicator* comm = NULL;
   OK(tm_communicator_self(&comm));
   int32_t memory[COUNT];
@@ -184,14 +186,14 @@ static void jobs_alone(const char* copied, const char* in_place, const char* by_
   tm_saver* saver = NULL;
   OK(tm_saver_new(comm, &options, &saver));
   state = state_of(memory, "numbers");
-  OK(tm_saver_save(saver, state, by_saver, NULL, &job));
+  OK(tm_saver_save(saver, state, by_saver, &own_files, &job));
   FAILS(tm_save_job_wait_staged(job, -1, &done), TM_RESOURCE_EXHAUSTED, "staging");
   CHECK(done == 1);
   FAILS(tm_save_job_wait(job, NULL), TM_RESOURCE_EXHAUSTED, "staging");
   tm_save_job_free(job);
   tm_saver_free(saver);
   OK(tm_saver_new(comm, NULL, &saver));
-  OK(tm_saver_save(saver, state, by_saver, NULL, &job));
+  OK(tm_saver_save(saver, state, by_saver, &own_files, &job));
   OK(tm_save_job_wait(job, NULL));
   tm_save_job_free(job);
   tm_saver_free(saver);

@@ -247,6 +247,8 @@ TEST_F(SaveErrorsTest, FullDiskOnAnyRankFailsAllAndLeavesNothing) {
   const RandomTensor big = MakeTensor("big", DType::kF32, {2048, 600});  // A shared tensor file.
   const RandomTensor cols = MakeTensor("cols", DType::kF32, {64, 600});
   std::vector<FullDisk> disks(kRanks);
+  SaveOptions options;
+  options.reuse = Reuse::kOff;
   const auto save = [&](const std::string& name) {
     return OneVerdict(SaveOnThreads(
         Path(name), kRanks,
@@ -256,7 +258,8 @@ TEST_F(SaveErrorsTest, FullDiskOnAnyRankFailsAllAndLeavesNothing) {
           state.Add(w_, Box::Whole(w_.shape));
           ASSERT_OK(state.dict.AddObject("o", "bytes"));
         },
-        {}, [&](int rank) -> FileSystem& { return disks[static_cast<std::size_t>(rank)].fs(); }));
+        options,
+        [&](int rank) -> FileSystem& { return disks[static_cast<std::size_t>(rank)].fs(); }));
   };
   ASSERT_OK(save("old"));
   Random random(TestSeed());

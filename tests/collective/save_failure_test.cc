@@ -54,7 +54,10 @@ class FailingOnce {
 
 class SaveFailureTest : public testing::Test {
  protected:
-  Status Save(const std::string& name) {
+  // `reuse`: of what the store holds already.
+  Status Save(const std::string& name, Reuse reuse = Reuse::kOff) {
+    SaveOptions options;
+    options.reuse = reuse;
     return OneVerdict(SaveOnThreads(
         Path(name), kFailureRanks,
         [&](int rank, RankState& state) {
@@ -66,7 +69,8 @@ class SaveFailureTest : public testing::Test {
                                          {.index = {rank}, .grid = {kFailureRanks}}));
           ASSERT_OK(state.dict.SetRankCommon("seed", rank));
         },
-        {}, [&](int rank) -> FileSystem& { return disks_[static_cast<std::size_t>(rank)].fs(); }));
+        options,
+        [&](int rank) -> FileSystem& { return disks_[static_cast<std::size_t>(rank)].fs(); }));
   }
   std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
   bool Published(const std::string& name) const {
@@ -113,6 +117,41 @@ TEST(SaveSealTest, WhatIsSealedIsSyncedAfterwards) {
   }
   EXPECT_EQ(shared, 1);
   EXPECT_GT(sealed, shared);
+}
+
+// What fails while a base is looked at, linked and described costs the reuse or the save, and
+// nothing of what is there.
+TEST_F(SaveFailureTest, WithABaseToo) {
+  ASSERT_OK(Save("old"));
+  for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
+  ASSERT_OK(Save("count", Reuse::kAuto));
+  std::vector<int> counts;
+  for (FailingOnce& disk : disks_) counts.push_back(disk.seen());
+  ASSERT_OK(HostFileSystem().RemoveTree(Path("count")));
+  for (int rank = 0; rank < kFailureRanks; ++rank) {
+    FailingOnce& disk = disks_[static_cast<std::size_t>(rank)];
+    const int operations = counts[static_cast<std::size_t>(rank)];
+    const int step = std::max(1, operations / TestScale(30));
+    for (int point = rank; point < operations; point += step) {
+      disk.FailAt(point, EIO);
+      const Status status = Save("new", Reuse::kAuto);
+      SCOPED_TRACE("rank " + std::to_string(rank) + ", operation " + std::to_string(point) + ": " +
+                   disk.what() + ": " + status.ToString());
+      disk.FailAt(-1, 0);
+      if (status.ok() || status.code() == Code::kUnknown) {
+        const auto report = VerifyCheckpoint(HostFileSystem(), Path("new"), {});
+        ASSERT_OK(report);
+        EXPECT_TRUE(report.value().damages.empty()) << report.value().damages.front().reason;
+        EXPECT_EQ(ReadAll(Path("new")).at("big"), big_.bytes);
+      } else {
+        EXPECT_FALSE(Published("new"));
+      }
+      ASSERT_OK(HostFileSystem().RemoveTree(Path("new")));
+      const auto old = VerifyCheckpoint(HostFileSystem(), Path("old"), {});
+      ASSERT_OK(old);
+      EXPECT_TRUE(old.value().damages.empty());
+    }
+  }
 }
 
 TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {

@@ -568,6 +568,7 @@ TEST_F(SaveOptionsTest, PageHashesProveOneRowByItsPages) {
   const auto save = [&](const std::string& name, bool page_hashes) {
     SaveOptions options;
     options.page_hashes = page_hashes;
+    options.reuse = Reuse::kOff;
     return OneVerdict(SaveOnThreads(
         Path(name), 2,
         [&](int rank, RankState& state) {

@@ -145,10 +145,13 @@ TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
       {"rows", &RowsOf}, {"flat", &FlatPart}, {"replicas", [](const Dims& shape, int, int) {
                                                  return Region(Box::Whole(shape));
                                                }}};
+  SaveOptions options;
+  options.reuse = Reuse::kOff;
   for (const auto& [name, cut] : cuts) {
-    const auto results = SaveOnThreads(Path(name), 4, [&, &cut = cut](int rank, RankState& state) {
-      state.Add(big, cut(big.shape, rank, 4));
-    });
+    const auto results = SaveOnThreads(
+        Path(name), 4,
+        [&, &cut = cut](int rank, RankState& state) { state.Add(big, cut(big.shape, rank, 4)); },
+        options);
     ASSERT_OK(OneVerdict(results));
     const std::string file = DataFile(Path(name), "-t");
     EXPECT_TRUE(ReadWholeFile(file) == big.bytes) << name;
@@ -355,6 +358,7 @@ TEST_F(SaveTest, LargeChunksAreWrittenByAlignedBlocks) {
   const RandomTensor w = MakeTensor("w", DType::kBF16, {750, 1000});
   SaveOptions options;
   options.placement = PlacementRule::kTensorFile;
+  options.reuse = Reuse::kOff;
   for (const bool strided : {false, true}) {
     std::mutex mutex;
     std::map<std::string, std::vector<ByteRange>> writes;

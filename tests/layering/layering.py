@@ -50,6 +50,7 @@ PUBLIC_HEADERS = {
     "async_save.h": "collective",
     "c.h": "lib",
     "callback_communicator.h": "collective",
+    "derive.h": "index",
     "event.h": "collective",
     "key_map.h": "index",
     "log.h": "base",

@@ -28,7 +28,7 @@ class Errors(harness.ToolTest):
         self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="an empty folder")
         (self.dir / "other" / "notes.txt").write_text("x")
         self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="no COMMIT, no store.json")
-        self.fails("derive", "a", "b", code="UNSUPPORTED", says="derive")
+        self.fails("compact", "a", "b", code="UNSUPPORTED", says="compact")
         self.fails("import", self.model, self.store / "a", "--map", "x", code="NOT_FOUND", says="x")
         self.fails("nonsense", code="INVALID_ARGUMENT", says="")
         self.fails("import", self.model, self.store / "a", "--ranks", "3", "--shard", "grid:2x2",

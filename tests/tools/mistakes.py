@@ -145,7 +145,7 @@ check notes.json | notes.json
 init s3://x | s3://x: a URL
 init st/step-1 | a store cannot be made there
 init notes.txt | notes.txt is no folder
-derive st/a st/b | derive: this command is not built yet
+compact st/a | compact: this command is not built yet
 """
 
 def commands():

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chunks of a staging compared with those of its parent. Where cuts are equal hashes are all that
+// is looked at; else both sides are read, each compared with its own hashes on the way.
+#include "fs/save/staged_reuse.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "tensormount/save.h"
+
+#include "base/hash.h"
+#include "base/log.h"
+#include "index/records/manifest.h"
+#include "index/records/store_paths.h"
+#include "shard/leaf_hash.h"
+
+namespace tensormount::fs {
+namespace {
+
+std::uint32_t FullEvery() { return SaveOptions().full_every; }
+
+}  // namespace
+
+Status StagedReuse::Open(const std::string& reuse) {
+  if (reuse == "off") return Status();
+  const bool named = !reuse.empty() && reuse != "auto";
+  const auto open = [&]() -> Status {
+    std::string name = staging_.parent_name;
+    std::optional<Uuid> wanted = staging_.parent;
+    if (named) {
+      TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(reuse));
+      name = reuse;
+      wanted.reset();
+    } else if (staging_.parent.IsZero()) {
+      return Status();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base,
+                                 OpenedCheckpoint::Open(fs_, store_.CheckpointPath(name), {}));
+    const CheckpointInfo& info = base->index().info();
+    if (base->commit() == nullptr || !info.self_contained || (wanted && info.uuid != *wanted)) {
+      return Status();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(in_a_row_, SavesInARowThatReused(base->index()));
+    if (in_a_row_ + 1 >= FullEvery()) return Status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(objects_, base->index().Objects());
+    taken_ = TakenFromBase::Nothing(base->index().tensor_count(), objects_.size());
+    base_ = base;
+    return Status();
+  };
+  const Status opened = open();
+  if (opened.ok()) return opened;
+  base_.reset();
+  if (named && opened.code() == Code::kNotFound) return opened.WithContext("reuse");
+  Log(LogLevel::kInfo, "staging " + staging_.name + ": nothing is reused: " + opened.message());
+  return Status();
+}
+
+bool StagedReuse::Takes(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
+  if (base_ == nullptr || chunks.empty()) return false;
+  const Result<TensorEntry> entry = base_->index().Find(meta.key());
+  if (!entry.ok() || !entry.value().has_digest || entry.value().meta.dtype() != meta.dtype() ||
+      !(entry.value().meta.shape() == meta.shape())) {
+    return false;
+  }
+  Crc64 digest = 0;
+  std::uint64_t bytes = 0;
+  bool one_file = true;
+  for (const StagedChunk& chunk : chunks) {
+    digest ^= chunk.contribution;
+    bytes += chunk.length;
+    one_file = one_file && chunk.journal == chunks[0].journal && chunk.file == chunks[0].file;
+    if (chunk.journal == kPublisher) return false;
+  }
+  if (digest != entry.value().digest || bytes != meta.bytes()) return false;
+  // What has a file of its own here is not exchanged for pieces.
+  if (one_file && meta.bytes() >= (std::uint64_t{4} << 20) &&
+      !base_->WholeFileOf(entry.value()).ok()) {
+    return false;
+  }
+  bool same = true;
+  const Status compared = Compare(entry.value(), chunks, &same);
+  if (!compared.ok() || !same) return false;
+  taken_.tensors[entry.value().ordinal] = true;
+  ++tensors_;
+  bytes_ += meta.bytes();
+  return true;
+}
+
+Status StagedReuse::Compare(const TensorEntry& entry, const std::vector<StagedChunk>& chunks,
+                            bool* same) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto extents, base_->Extents(entry));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ChunkRecord> stored, extents->All());
+  for (const StagedChunk& chunk : chunks) {
+    const auto equal = std::find_if(stored.begin(), stored.end(), [&](const ChunkRecord& there) {
+      return there.region == chunk.region && there.has_hash;
+    });
+    if (equal != stored.end()) {
+      *same = equal->length == chunk.length && equal->hash == ChunkRoot(chunk.leaves, chunk.length);
+    } else {
+      TENSORMOUNT_RETURN_IF_ERROR(CompareBytes(entry, chunk, same));
+    }
+    if (!*same) return Status();
+  }
+  return Status();
+}
+
+Status StagedReuse::CompareBytes(const TensorEntry& entry, const StagedChunk& chunk, bool* same) {
+  const std::string path = JoinPath(staging_.directory, journals_[chunk.journal].files[chunk.file]);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs_.OpenRead(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
+                               ByteRegion(entry.meta.dtype(), entry.meta.shape(), chunk.region));
+  std::vector<std::byte> mine(kLeafBytes);
+  std::vector<std::byte> theirs(kLeafBytes);
+  for (std::size_t leaf = 0; leaf < chunk.leaves.size(); ++leaf) {
+    const std::uint64_t at = leaf * kLeafBytes;
+    const auto n = static_cast<std::size_t>(std::min(kLeafBytes, chunk.length - at));
+    TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(chunk.offset + at, mine.data(), n));
+    if (Xxh3(mine.data(), n) != chunk.leaves[leaf]) {
+      return Status(Code::kDataLoss, path + ": checksum differs");
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const Region part,
+        Region::Flat(bytes.box(), bytes.flat_first() + static_cast<std::int64_t>(at),
+                     static_cast<std::int64_t>(n)));
+    ReadStats stats;
+    TENSORMOUNT_RETURN_IF_ERROR(base_->ReadPlaced(entry, PlacePacked(part, 0), theirs.data(),
+                                                  ReadVerify::kExtendLeaves, stats, nullptr));
+    *same = std::memcmp(mine.data(), theirs.data(), n) == 0;
+    if (!*same) return Status();
+  }
+  return Status();
+}
+
+bool StagedReuse::Takes(const StagedObject& object, const Dims& grid) {
+  if (base_ == nullptr) return false;
+  for (std::size_t i = 0; i < objects_.size(); ++i) {
+    const ObjectRecord& there = objects_[i];
+    if (there.key != object.key || !(there.grid == grid) || !(there.index == object.index))
+      continue;
+    if (!there.has_hash() || there.length != object.length ||
+        there.hash != ChunkRoot(object.leaves, object.length)) {
+      return false;
+    }
+    taken_.objects[i] = true;
+    bytes_ += object.length;
+    return true;
+  }
+  return false;
+}
+
+Status StagedReuse::Link() {
+  if (!any()) return Status();
+  const auto link = [&]() -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const LinkPlan plan, PlanLinks(*base_, staging_, taken_));
+    BaseLinker linker(fs_, *base_, staging_, taken_, plan);
+    LinkCounts counts;
+    TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(0, 1, counts));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, linker.Records(0, 1, counts));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
+                                 EncodeManifest(records.inventory, records.leaves, records.paged));
+    return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(0)), manifest);
+  };
+  const Status linked = link();
+  if (linked.ok()) return linked;
+  // A part of a manifest must not be taken for one.
+  (void)fs_.RemoveFile(JoinPath(staging_.directory, LinkedManifestName(0)));
+  base_.reset();
+  tensors_ = 0;
+  bytes_ = 0;
+  Log(LogLevel::kWarning, "staging " + staging_.name + ": nothing is reused: " + linked.message());
+  return linked;
+}
+
+}  // namespace tensormount::fs

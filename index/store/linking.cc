@@ -1,0 +1,514 @@
+// SPDX-License-Identifier: Apache-2.0
+// Links and records out of a base. The unit of the work is a manifest of the base: it says all that
+// its writer wrote, with the contributions to digests and the leaf hashes, so that a rank that has
+// read it can tell for each range whether it is taken, dead, or in a file of which nothing is
+// wanted, and no rank needs the records of the whole.
+#include "index/store/linking.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/errors.h"
+#include "base/log.h"
+#include "index/read/rebuild.h"
+#include "index/records/manifest.h"
+#include "shard/leaf_hash.h"
+#include "shard/page_hash.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::size_t kCopyBytes = std::size_t{1} << 20;
+
+// A link that is refused is no failure of the save: the file can be copied.
+bool LinkIsRefused(const Status& status) {
+  switch (status.ToErrno()) {
+    case EXDEV:
+    case EMLINK:
+    case EPERM:
+    case EACCES:
+    case EDQUOT:
+    case ENOSYS:
+    case EOPNOTSUPP:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Status Cancelled(const std::atomic<bool>* cancel) {
+  if (cancel == nullptr || !cancel->load(std::memory_order_relaxed)) return Status();
+  return Status(Code::kCancelled, "the save is being cancelled");
+}
+
+// Of an object part, as the base's lists are sorted.
+using PartKey = std::pair<std::string, std::vector<std::int64_t>>;
+PartKey KeyOf(const ObjectRecord& object) {
+  const auto span = object.index.span();
+  return {object.key, {span.begin(), span.end()}};
+}
+
+}  // namespace
+
+TakenFromBase TakenFromBase::Nothing(std::size_t tensors, std::size_t objects) {
+  TakenFromBase taken;
+  taken.tensors.assign(tensors, false);
+  taken.objects.assign(objects, false);
+  return taken;
+}
+
+bool TakenFromBase::any() const {
+  const auto is_set = [](bool b) { return b; };
+  return std::any_of(tensors.begin(), tensors.end(), is_set) ||
+         std::any_of(objects.begin(), objects.end(), is_set);
+}
+
+void LinkCounts::Add(const LinkCounts& o) {
+  files_linked += o.files_linked;
+  bytes_linked += o.bytes_linked;
+  files_copied += o.files_copied;
+  bytes_copied += o.bytes_copied;
+  if (refused.empty()) refused = o.refused;
+}
+
+Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
+                           const TakenFromBase& taken) {
+  const CheckpointIndex& index = base.index();
+  const std::vector<FileRecord>& files = index.files();
+  std::vector<std::uint64_t> live(files.size(), 0);
+  std::vector<std::uint64_t> dead(files.size(), 0);
+  std::vector<bool> wanted(files.size(), false);
+  LinkPlan plan;
+  const auto count = [&](std::uint32_t file, std::uint64_t length, bool taken_too) -> Status {
+    if (file >= files.size()) return DataLoss("a range in a file that is not in the table");
+    std::uint64_t& sum = taken_too ? live[file] : dead[file];
+    const auto more = CheckedAdd(sum, length);
+    if (!more) return DataLoss(files[file].name, "ranges longer than a file can be");
+    sum = *more;
+    if (taken_too) wanted[file] = true;
+    return Status();
+  };
+  for (std::uint32_t t = 0; t < index.tensor_count(); ++t) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto extents, index.Extents(t));
+    for (std::size_t i = 0; i < extents->size(); ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
+      TENSORMOUNT_RETURN_IF_ERROR(count(chunk.file, chunk.length, taken.tensors[t]));
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    TENSORMOUNT_RETURN_IF_ERROR(count(objects[i].file, objects[i].length, taken.objects[i]));
+  }
+  plan.files.assign(files.size(), BaseFileUse::kNone);
+  plan.partly_dead.assign(files.size(), false);
+  const std::string own = "data/" + staging.ShortId() + "-";
+  for (std::size_t f = 0; f < files.size(); ++f) {
+    if (!wanted[f]) continue;
+    plan.live_bytes += live[f];
+    if (files[f].placement == Placement::kForeign) {
+      plan.files[f] = BaseFileUse::kForeign;
+      continue;
+    }
+    // A name that the new checkpoint may give to a file of its own is not to be had.
+    const bool enough = live[f] >= files[f].length - std::min(live[f], files[f].length);
+    plan.files[f] =
+        enough && !files[f].name.starts_with(own) ? BaseFileUse::kLink : BaseFileUse::kCopy;
+    plan.partly_dead[f] = dead[f] > 0;
+  }
+  return plan;
+}
+
+std::string LinkedManifestName(std::uint32_t part) {
+  return "manifest/l" + std::to_string(part) + ".tmm";
+}
+
+Result<std::uint64_t> SavesInARowThatReused(const CheckpointIndex& index) {
+  const Result<CommonValue> value = index.CommonRecord(kReuseRecord);
+  if (value.status().code() == Code::kNotFound) return std::uint64_t{0};
+  TENSORMOUNT_RETURN_IF_ERROR(value.status());
+  const auto* count = value.value().get_if<std::int64_t>();
+  if (count == nullptr || *count < 0) {
+    return DataLoss("common record " + std::string(kReuseRecord), "is no count");
+  }
+  return static_cast<std::uint64_t>(*count);
+}
+
+// ---- Files ----
+
+Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
+  std::uint32_t number = 0;
+  for (std::size_t f = 0; f < plan_.files.size(); ++f) {
+    if (plan_.files[f] != BaseFileUse::kLink || number++ % parts != part) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
+    const FileRecord& file = base_.index().files()[f];
+    const std::string to = JoinPath(staging_.directory, file.name);
+    if (file.name.rfind('/') != file.name.find('/')) {
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
+    }
+    const auto link = [&] { return fs_.Link(JoinPath(base_.pinned_directory(), file.name), to); };
+    Status linked = link();
+    if (linked.code() == Code::kAlreadyExists) {
+      // Of an earlier try to publish this staging.
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
+      linked = link();
+    }
+    if (linked.ok()) {
+      // What has the name may have been cut short, or be something else than a file.
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
+      if (info.kind != FileKind::kFile || info.size != file.length) {
+        return DataLoss(
+            base_.FilePath(static_cast<std::uint32_t>(f)),
+            "not the file of " + std::to_string(file.length) + " bytes that its checkpoint says");
+      }
+      ++counts.files_linked;
+      counts.bytes_linked += file.length;
+      continue;
+    }
+    if (!LinkIsRefused(linked)) return linked;
+    if (counts.refused.empty()) counts.refused = linked.message();
+    TENSORMOUNT_RETURN_IF_ERROR(CopyFile(file, to));
+    ++counts.files_copied;
+    counts.bytes_copied += file.length;
+  }
+  return Status();
+}
+
+// Not compared with hashes, as a link would not be: whoever reads does.
+Status BaseLinker::CopyFile(const FileRecord& file, const std::string& to) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> from,
+                               OpenListedFile(fs_, base_.pinned_directory(), file.name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out, fs_.CreateExclusive(to));
+  std::vector<std::byte> block(static_cast<std::size_t>(
+      std::min<std::uint64_t>(std::max<std::uint64_t>(file.length, 1), kCopyBytes)));
+  for (std::uint64_t at = 0; at < file.length;) {
+    TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
+    const auto n =
+        static_cast<std::size_t>(std::min<std::uint64_t>(block.size(), file.length - at));
+    TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(at, block.data(), n));
+    TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, block.data(), n));
+    at += n;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(out->Seal());
+  TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
+  return out->Close();
+}
+
+// ---- Records ----
+
+// Puts the records of one manifest together.
+class BaseLinker::Gatherer {
+ public:
+  Gatherer(BaseLinker& linker, std::uint32_t part, LinkCounts& counts)
+      : linker_(linker), part_(part), counts_(counts) {
+    out_.inventory.info.uuid = linker.staging_.uuid;
+  }
+
+  Status Prepare() {
+    const CheckpointIndex& index = linker_.base_.index();
+    for (std::uint32_t f = 0; f < index.files().size(); ++f) {
+      file_numbers_.emplace(index.files()[f].name, f);
+    }
+    ordinals_.reserve(index.tensor_count());
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+      ordinals_.emplace(entry.meta.key(), entry.ordinal);
+      return true;
+    }));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
+    for (std::size_t i = 0; i < objects.size(); ++i) positions_.emplace(KeyOf(objects[i]), i);
+    return Status();
+  }
+
+  Status Add(const std::string& name, const Manifest& manifest) {
+    manifest_name_ = &name;
+    manifest_ = &manifest;
+    own_numbers_.clear();
+    for (const FileRecord& file : manifest.inventory.files) {
+      const auto known = file_numbers_.find(file.name);
+      if (known == file_numbers_.end()) return Bad("names a file that the index does not have");
+      own_numbers_.push_back(known->second);
+    }
+    // The coordinator lists what others wrote; of its own there are objects and extra ranges.
+    if (name != kCoordinatorManifest) {
+      for (const TensorRecord& tensor : manifest.inventory.tensors) {
+        TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor).WithContext("tensor " + tensor.meta.key()));
+      }
+    }
+    for (const ObjectRecord& object : manifest.inventory.objects) {
+      if (object.file == kNoFile) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(AddObject(object).WithContext("object " + object.key));
+    }
+    for (const ExtraRange& extra : manifest.inventory.extras) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(extra.file));
+      if (Use(file) != BaseFileUse::kLink) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(
+          AddDead(file, extra.offset, extra.length, extra.hash, extra.first_leaf));
+    }
+    return Status();
+  }
+
+  Result<LinkedRecords> Finish() {
+    TENSORMOUNT_RETURN_IF_ERROR(CopyLive());
+    for (auto& [ordinal, tensor] : tensors_) {
+      tensor.extents.Sort();
+      out_.inventory.tensors.push_back(std::move(tensor));
+    }
+    return std::move(out_);
+  }
+
+ private:
+  // A live range of a file that is not linked; where it comes to stand, its record learns at the
+  // end. Wide elements come first, so that each is aligned for them without gaps.
+  struct Copied {
+    std::uint32_t bits = 8;
+    std::uint32_t file = 0;  // Of the base.
+    std::uint64_t offset = 0;
+    std::uint64_t length = 0;
+    Hash128 hash;
+    std::optional<std::uint32_t> tensor = {};  // Ordinal; none: an object,
+    ChunkRecord chunk = {};
+    std::size_t object = 0;  // which is this one of the inventory's.
+  };
+
+  Status Bad(std::string_view why) const { return DataLoss(*manifest_name_, why); }
+  BaseFileUse Use(std::uint32_t file) const { return linker_.plan_.files[file]; }
+  Result<std::uint32_t> BaseFile(std::uint32_t own) const {
+    if (own >= own_numbers_.size()) return Bad("a range in a file that is not in its table");
+    return own_numbers_[own];
+  }
+
+  // The number of a file of the base in the new manifest.
+  std::uint32_t NewFile(std::uint32_t file) {
+    const auto next = static_cast<std::uint32_t>(out_.inventory.files.size());
+    const auto [at, fresh] = new_numbers_.try_emplace(file, next);
+    if (fresh) {
+      FileRecord record = linker_.base_.index().files()[file];
+      // Its header speaks of tensors that are not there.
+      if (record.placement == Placement::kSafetensors && linker_.plan_.partly_dead[file]) {
+        record.placement = Placement::kPack;
+      }
+      out_.inventory.files.push_back(std::move(record));
+    }
+    return at->second;
+  }
+
+  // Takes the leaves of a range over, and its page hashes where it has them.
+  Result<std::uint64_t> TakeLeaves(std::uint64_t first, std::uint64_t length, const Hash128& hash) {
+    const std::vector<Hash128>& leaves = manifest_->leaves;
+    const std::uint64_t count = LeafCount(length);
+    if (!RangeWithin(first, count, leaves.size())) return Bad("leaf hashes that are not there");
+    std::uint64_t all = count;
+    if (manifest_->paged && length > kLeafBytes && first + count < leaves.size() &&
+        leaves[first + count] == PagesMark(hash)) {
+      std::uint64_t paged = 1;
+      for (std::uint64_t leaf = 0; leaf < count; ++leaf) paged += PagesOfLeaf(leaf, length) + 1;
+      if (RangeWithin(first + count, paged, leaves.size())) {
+        all += paged;
+        out_.paged = true;
+      }
+    }
+    const auto begin = leaves.begin() + static_cast<std::ptrdiff_t>(first);
+    const std::uint64_t at = out_.leaves.size();
+    out_.leaves.insert(out_.leaves.end(), begin, begin + static_cast<std::ptrdiff_t>(all));
+    return at;
+  }
+
+  Status AddDead(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
+                 const Hash128& hash, std::uint64_t first_leaf) {
+    ExtraRange extra;
+    extra.file = NewFile(file);
+    extra.offset = offset;
+    extra.length = length;
+    extra.hash = hash;
+    TENSORMOUNT_ASSIGN_OR_RETURN(extra.first_leaf, TakeLeaves(first_leaf, length, hash));
+    out_.inventory.extras.push_back(extra);
+    return Status();
+  }
+
+  Status AddTensor(const TensorRecord& tensor) {
+    const auto known = ordinals_.find(tensor.meta.key());
+    if (known == ordinals_.end()) return Bad("names a tensor that the index does not have");
+    const std::uint32_t ordinal = known->second;
+    const bool taken = linker_.taken_.tensors[ordinal];
+    TensorRecord* record = nullptr;
+    if (taken) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(record, RecordOf(ordinal, tensor));
+      record->digest ^= tensor.digest;
+      record->has_digest = record->has_digest && tensor.has_digest;
+    }
+    for (std::size_t i = 0; i < tensor.extents.size(); ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(i));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(chunk.file));
+      const BaseFileUse use = Use(file);
+      if (!taken) {
+        if (use != BaseFileUse::kLink) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(
+            AddDead(file, chunk.offset, chunk.length, chunk.hash, chunk.first_leaf));
+        continue;
+      }
+      if (use == BaseFileUse::kNone) return Bad("a taken range in a file that is not");
+      if (chunk.has_hash) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(chunk.first_leaf,
+                                     TakeLeaves(chunk.first_leaf, chunk.length, chunk.hash));
+      }
+      if (use == BaseFileUse::kCopy) {
+        if (!chunk.has_hash) return Bad("a range without a hash");
+        copied_.push_back({.bits = tensor.meta.bits() % 8 == 0 ? tensor.meta.bits() : 1,
+                           .file = file,
+                           .offset = chunk.offset,
+                           .length = chunk.length,
+                           .hash = chunk.hash,
+                           .tensor = ordinal,
+                           .chunk = chunk});
+        continue;
+      }
+      chunk.file = NewFile(file);
+      record->extents.Append(chunk);
+    }
+    return Status();
+  }
+
+  Result<TensorRecord*> RecordOf(std::uint32_t ordinal, const TensorRecord& tensor) {
+    const auto at = tensors_.find(ordinal);
+    if (at != tensors_.end()) return &at->second;
+    TensorMeta meta = tensor.meta;
+    if (!linker_.taken_.tensor_keys.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          meta, TensorMeta::Make(linker_.taken_.tensor_keys[ordinal], meta.dtype(), meta.shape()));
+    }
+    TensorRecord& made = tensors_.emplace(ordinal, TensorRecord(std::move(meta))).first->second;
+    made.has_digest = true;
+    return &made;
+  }
+
+  Status AddObject(const ObjectRecord& object) {
+    const auto known = positions_.find(KeyOf(object));
+    if (known == positions_.end()) return Bad("names an object that the index does not have");
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(object.file));
+    const BaseFileUse use = Use(file);
+    if (!linker_.taken_.objects[known->second]) {
+      if (use != BaseFileUse::kLink) return Status();
+      return AddDead(file, object.offset, object.length, object.hash, object.first_leaf);
+    }
+    if (use == BaseFileUse::kNone) return Bad("a taken object in a file that is not");
+    ObjectRecord record = object;
+    if (!linker_.taken_.object_keys.empty()) {
+      record.key = linker_.taken_.object_keys[known->second];
+    }
+    if (record.has_hash()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(record.first_leaf,
+                                   TakeLeaves(object.first_leaf, object.length, object.hash));
+    }
+    if (use == BaseFileUse::kCopy) {
+      if (!record.has_hash()) return Bad("an object without a hash");
+      copied_.push_back({.bits = 0,
+                         .file = file,
+                         .offset = object.offset,
+                         .length = object.length,
+                         .hash = object.hash,
+                         .object = out_.inventory.objects.size()});
+    } else {
+      record.file = NewFile(file);
+    }
+    out_.inventory.objects.push_back(std::move(record));
+    return Status();
+  }
+
+  Status CopyLive() {
+    if (copied_.empty()) return Status();
+    std::stable_sort(copied_.begin(), copied_.end(),
+                     [](const Copied& a, const Copied& b) { return a.bits > b.bits; });
+    const std::string name =
+        "data/" + linker_.staging_.ShortId() + "-c" + std::to_string(part_) + ".bin";
+    const auto number = static_cast<std::uint32_t>(out_.inventory.files.size());
+    const std::string path = JoinPath(linker_.staging_.directory, name);
+    if (linker_.fs_.Exists(path)) {  // Likewise.
+      TENSORMOUNT_RETURN_IF_ERROR(linker_.fs_.RemoveFile(path));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out,
+                                 linker_.fs_.CreateExclusive(path));
+    std::uint64_t end = 0;
+    std::vector<std::byte> block(kCopyBytes);
+    std::unique_ptr<File> from;
+    std::uint32_t open = 0;
+    for (Copied& range : copied_) {
+      if (from == nullptr || open != range.file) {
+        from.reset();
+        TENSORMOUNT_ASSIGN_OR_RETURN(from, linker_.base_.OpenFile(range.file));
+        open = range.file;
+      }
+      LeafHasher hasher;
+      for (std::uint64_t done = 0; done < range.length;) {
+        TENSORMOUNT_RETURN_IF_ERROR(Cancelled(linker_.cancel_));
+        const auto n =
+            static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBytes, range.length - done));
+        TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(range.offset + done, block.data(), n));
+        hasher.Update(block.data(), n);
+        TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(end + done, block.data(), n));
+        done += n;
+      }
+      hasher.Finish();
+      if (hasher.Root() != range.hash) {
+        return DataLoss(linker_.base_.FilePath(range.file),
+                        "bytes from " + std::to_string(range.offset) + " on: checksum differs");
+      }
+      if (range.tensor) {
+        range.chunk.file = number;
+        range.chunk.offset = end;
+        tensors_.at(*range.tensor).extents.Append(range.chunk);
+      } else {
+        out_.inventory.objects[range.object].file = number;
+        out_.inventory.objects[range.object].offset = end;
+      }
+      end += range.length;
+    }
+    counts_.bytes_copied += end;
+    out_.inventory.files.push_back({name, Placement::kPack, end, {}});
+    TENSORMOUNT_RETURN_IF_ERROR(out->Seal());
+    TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
+    return out->Close();
+  }
+
+  BaseLinker& linker_;
+  const std::uint32_t part_;
+  LinkCounts& counts_;
+  LinkedRecords out_;
+  // Of the base.
+  std::unordered_map<std::string, std::uint32_t> file_numbers_;
+  std::unordered_map<std::string, std::uint32_t> ordinals_;
+  std::map<PartKey, std::size_t> positions_;
+  // Of the manifest that is being added.
+  const std::string* manifest_name_ = nullptr;
+  const Manifest* manifest_ = nullptr;
+  std::vector<std::uint32_t> own_numbers_;
+  // Of the new one.
+  std::map<std::uint32_t, std::uint32_t> new_numbers_;
+  std::map<std::uint32_t, TensorRecord> tensors_;  // By ordinal: sorted by the base's keys.
+  std::vector<Copied> copied_;
+};
+
+Result<LinkedRecords> BaseLinker::Records(std::uint32_t part, std::uint32_t parts,
+                                          LinkCounts& counts) {
+  Gatherer gatherer(*this, part, counts);
+  TENSORMOUNT_RETURN_IF_ERROR(gatherer.Prepare());
+  const DecodedCommit* commit = base_.commit();
+  if (commit == nullptr) {
+    return Status(Code::kInvalidArgument, base_.directory() + ": no checkpoint of a store");
+  }
+  std::uint32_t number = 0;
+  for (const CommitRecord::Entry& entry : commit->record.files) {
+    if (!entry.name.starts_with("manifest/") || number++ % parts != part) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Manifest manifest,
+                                 ReadListedManifest(fs_, base_.pinned_directory(), entry));
+    TENSORMOUNT_RETURN_IF_ERROR(gatherer.Add(entry.name, manifest).WithContext(base_.directory()));
+  }
+  return gatherer.Finish();
+}
+
+}  // namespace tensormount

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STORE_LINKING_H_
+#define TENSORMOUNT_INDEX_STORE_LINKING_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "base/hash.h"
+#include "index/read/checkpoint.h"
+#include "index/records/inventory.h"
+#include "index/store/store.h"
+
+// A new checkpoint that has data files in common with an earlier one of its store, its base
+// (docs/format.md, "Steps that share data files"): by a save that finds tensors unchanged, by one
+// that inherits what it does not save, by `derive`. Who decides what is taken is not known here.
+//
+//   TakenFromBase taken = ...;                        // Which tensors and objects.
+//   PlanLinks(base, staging, taken)                   // Once: which files are linked, which
+//   copied. BaseLinker::LinkFiles(part, parts)                // On each of `parts` ranks, its
+//   share. BaseLinker::Records(part, parts) -> a manifest    // Likewise.
+//
+// No function here changes the base: its files get names in the staging, and that is all.
+
+namespace tensormount {
+
+// What a new checkpoint has of its base, as it is there.
+struct TakenFromBase {
+  std::vector<bool> tensors;  // By ordinal in the base.
+  std::vector<bool> objects;  // By position in the base's Objects(): parts, not keys.
+  // New keys, by ordinal and by position; empty: all as they are.
+  std::vector<std::string> tensor_keys;
+  std::vector<std::string> object_keys;
+  static TakenFromBase Nothing(std::size_t tensors, std::size_t objects);
+  bool any() const;
+};
+
+// What becomes of a data file of the base. Numbers travel between ranks.
+enum class BaseFileUse : std::uint8_t {
+  kNone = 0,     // Nothing of it is wanted.
+  kLink = 1,     // It gets a name in the new checkpoint.
+  kCopy = 2,     // What is live in it is copied: there is too little of that.
+  kForeign = 3,  // Of an adopted base: its records are taken, nothing else.
+};
+
+struct LinkPlan {
+  std::vector<BaseFileUse> files;  // By number in the base's index.
+  // Of linked files: whether something in them is dead. By number.
+  std::vector<bool> partly_dead;
+  std::uint64_t live_bytes = 0;  // Of what is taken, as it is stored.
+};
+
+// Decides by how much of each file is live. Reads the extents of all tensors of the base, which
+// must be one of a store (it has a COMMIT). kDataLoss where its records break a rule.
+Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
+                           const TakenFromBase& taken);
+
+// What was done, of one rank or of all.
+struct LinkCounts {
+  std::uint64_t files_linked = 0;
+  std::uint64_t bytes_linked = 0;  // Lengths of these files.
+  // Copied as a whole, because links were refused, and why the first of them was.
+  std::uint64_t files_copied = 0;
+  std::uint64_t bytes_copied = 0;  // Live ranges that were copied into a pack, too.
+  std::string refused;
+  void Add(const LinkCounts& o);
+};
+
+// Records for one manifest, numbered by itself, and their hashes.
+struct LinkedRecords {
+  Inventory inventory;
+  std::vector<Hash128> leaves;
+  bool paged = false;
+  bool empty() const { return inventory.files.empty() && inventory.tensors.empty(); }
+};
+
+// Does what a plan says, in `parts` shares that need not know of each other (ranks, one process).
+// Everything that it refers to must outlive it. Of one thread.
+class BaseLinker {
+ public:
+  // `cancel`, where not null, set: ends with kCancelled.
+  BaseLinker(FileSystem& fs, const OpenedCheckpoint& base, const Staging& staging,
+             const TakenFromBase& taken, const LinkPlan& plan,
+             const std::atomic<bool>* cancel = nullptr)
+      : fs_(fs), base_(base), staging_(staging), taken_(taken), plan_(plan), cancel_(cancel) {}
+
+  // Gives share `part` of the linked files their names in the staging; where that is refused,
+  // copies them, sealed and synced. The folder is not synced. Errors name the file.
+  Status LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
+
+  // What share `part` of the base's manifests say of what is taken, and of the dead ranges of
+  // linked files. Copies live ranges of files that are not linked into a pack of its own, compared
+  // with their hashes, sealed and synced. kDataLoss where the base is damaged.
+  Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
+
+ private:
+  class Gatherer;
+  Status CopyFile(const FileRecord& file, const std::string& to);
+
+  FileSystem& fs_;
+  const OpenedCheckpoint& base_;
+  const Staging& staging_;
+  const TakenFromBase& taken_;
+  const LinkPlan& plan_;
+  const std::atomic<bool>* const cancel_;
+};
+
+// "manifest/l3.tmm": what share `part` linked.
+std::string LinkedManifestName(std::uint32_t part);
+
+// What the record kReuseRecord says of a checkpoint: 0 where there is none.
+Result<std::uint64_t> SavesInARowThatReused(const CheckpointIndex& index);
+
+}  // namespace tensormount
+
+#endif  // TENSORMOUNT_INDEX_STORE_LINKING_H_

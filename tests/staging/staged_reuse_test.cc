@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps that are saved through mounts: what the parent holds is linked, whoever cut it how, and
+// what was written beside it goes with the rest of the staging.
+#include <cerrno>
+
+#include "index/store/linking.h"
+#include "index/store/store_moves.h"
+#include "tests/staging/staging_test_support.h"
+#include "tests/support/random.h"
+
+namespace tensormount::fs {
+namespace {
+
+constexpr const char* kStepSchema = R"({"tensors": {"frozen": {"dtype": "u8", "shape": [1000, 300]},
+                                                "small": {"dtype": "u8", "shape": [64]},
+                                                "trained": {"dtype": "u8", "shape": [100, 10]}}REST})";
+
+class StagedReuseTest : public StagingTest {
+ protected:
+  StagedReuseTest() : store_(MakeStore()) {}
+
+  // Writes a step by `mounts` mounts, each its rows, and publishes it on `with`.
+  Result<Store::Published> SaveStep(const std::string& name, int mounts,
+                                    const std::string& rest = "", FileSystem* with = nullptr) {
+    std::string schema = kStepSchema;
+    schema.replace(schema.find("REST"), 4, rest);
+    const Staging staging = Make(store_, name, schema);
+    for (int m = 0; m < mounts; ++m) {
+      TestMount mount(fs(), staging, static_cast<std::uint64_t>(++mounts_));
+      const auto rows = [&](const std::string& key, std::int64_t all, std::int64_t width,
+                            const std::string& bytes) {
+        const std::int64_t from = all * m / mounts;
+        const std::int64_t to = all * (m + 1) / mounts;
+        const std::string part = bytes.substr(static_cast<std::size_t>(from * width),
+                                              static_cast<std::size_t>((to - from) * width));
+        const TensorMeta meta = Meta(staging, key);
+        if (mounts == 1) {
+          mount.WriteInPlace(mount.Whole(meta), 0, part);
+        } else {
+          mount.Write(mount.Target(meta, Box::Make({from, 0}, {to - from, width}).value()), 0,
+                      part);
+        }
+      };
+      rows("frozen", 1000, 300, frozen_);
+      rows("trained", 100, 10, trained_);
+      if (m == 0) {
+        mount.Write(mount.Whole(Meta(staging, "small")), 0, small_);
+        mount.Object("rng", {}, rng_);
+      }
+      EXPECT_OK(mount.Flush());
+    }
+    const Store store = with == nullptr ? store_ : Store::Open(*with, store_.path()).value();
+    return PublishStaging(store, with == nullptr ? fs() : *with, name, name, &report_);
+  }
+
+  void ExpectReads(const std::string& name) {
+    SCOPED_TRACE(name);
+    EXPECT_EQ(BytesOf(name, "frozen"), frozen_);
+    EXPECT_EQ(BytesOf(name, "trained"), trained_);
+    EXPECT_EQ(BytesOf(name, "small"), small_);
+    EXPECT_TRUE(IsSound(name));
+  }
+  // Names in data/ that other checkpoints have too.
+  std::vector<std::string> Linked(const std::string& name) {
+    std::vector<std::string> linked;
+    for (const std::string& file : NamesIn(InStore(name + "/data"))) {
+      if (fs().LinkStat(InStore(name + "/data/" + file)).value().links > 1) linked.push_back(file);
+    }
+    return linked;
+  }
+
+  const Store store_;
+  int mounts_ = 0;
+  std::string frozen_ = Random(1).Bytes(300000);
+  std::string small_ = Random(2).Bytes(64);
+  std::string trained_ = Random(3).Bytes(1000);
+  std::string rng_ = "state";
+  StagingReport report_;
+};
+
+TEST_F(StagedReuseTest, WhatTheParentHoldsIsLinked) {
+  ASSERT_OK(SaveStep("step-1", 1)) << report_.ToText();
+  EXPECT_EQ(report_.reused_tensors, 0u);
+  const std::string old = trained_;
+  trained_ = Random(4).Bytes(1000);
+  ASSERT_OK(SaveStep("step-2", 1)) << report_.ToText();
+  EXPECT_EQ(report_.reused_tensors, 2u);
+  EXPECT_EQ(report_.reused_bytes, frozen_.size() + small_.size() + rng_.size());
+  EXPECT_FALSE(Linked("step-2").empty());
+  ExpectReads("step-2");
+  // Under another cut.
+  ASSERT_OK(SaveStep("step-3", 3)) << report_.ToText();
+  EXPECT_EQ(report_.reused_tensors, 3u);
+  ExpectReads("step-3");
+  // The next gc takes what was written and is not needed.
+  ASSERT_OK(store_moves::SweepShared(fs(), InStore("step-3")));
+  EXPECT_EQ(NamesIn(InStore("step-3/data")), Linked("step-3"));
+  ExpectReads("step-3");
+  ASSERT_OK(fs().RemoveTree(InStore("step-2")));
+  ExpectReads("step-3");
+  trained_ = old;
+  ExpectReads("step-1");
+}
+
+TEST_F(StagedReuseTest, AChangedByteIsSeenUnderAnyCut) {
+  Random random(TestSeed());
+  int step = 0;
+  ASSERT_OK(SaveStep("s0", 1));
+  for (int round = 0; round < TestScale(20); ++round) {
+    SCOPED_TRACE(round);
+    std::string& bytes = random.OneIn(2) ? frozen_ : trained_;
+    bytes[static_cast<std::size_t>(random.Next() % bytes.size())] ^= 1;
+    const std::string name = "s" + std::to_string(++step);
+    ASSERT_OK(SaveStep(name, static_cast<int>(random.Int(1, 4)))) << report_.ToText();
+    EXPECT_EQ(report_.reused_tensors, 2u);
+    ExpectReads(name);
+  }
+}
+
+TEST_F(StagedReuseTest, TheSchemaSaysOtherwise) {
+  ASSERT_OK(SaveStep("step-1", 1));
+  const std::string old = trained_;
+  trained_ = Random(4).Bytes(1000);
+  ASSERT_OK(SaveStep("step-2", 1, R"(, "reuse": "off")"));
+  EXPECT_EQ(report_.reused_tensors, 0u);
+  EXPECT_TRUE(Linked("step-2").empty());
+  trained_ = old;
+  ASSERT_OK(SaveStep("step-3", 1, R"(, "reuse": "step-1")"));
+  EXPECT_EQ(report_.reused_tensors, 3u);
+  ExpectReads("step-3");
+  EXPECT_THAT(SaveStep("step-4", 1, R"(, "reuse": "none")"), HasCode(Code::kNotFound));
+  EXPECT_FALSE(StagingSchema::Parse(R"({"tensors": {}, "reuse": 1})").ok());
+  EXPECT_FALSE(StagingSchema::Parse(R"({"tensors": {}, "reuse": "a/b"})").ok());
+  EXPECT_EQ(StagingSchema::Parse(R"({"tensors": {}, "reuse": "a"})").value().reuse(), "a");
+}
+
+// A publish never fails for the sake of a base, and what a failed one left is in nobody's way.
+TEST_F(StagedReuseTest, FaultsCostTheReuseAlone) {
+  ASSERT_OK(SaveStep("step-1", 1));
+  int step = 1;
+  for (const FileOp op : {FileOp::kLink, FileOp::kRead, FileOp::kOpenRead}) {
+    SCOPED_TRACE(std::string(FileOpName(op)));
+    ObservedFileSystem fails(fs(), [&](const FileEvent& e) {
+      const bool of_base = e.path.find("step-1/") != std::string::npos;
+      return e.op == op && of_base ? Status::FromErrno(EIO, "use", e.path) : Status();
+    });
+    const std::string name = "step-" + std::to_string(++step);
+    ASSERT_OK(SaveStep(name, 1, R"(, "reuse": "step-1")", &fails)) << report_.ToText();
+    EXPECT_EQ(report_.reused_tensors, 0u);
+    ExpectReads(name);
+  }
+  // COMMIT cannot be written: the links are there already at the next try.
+  bool failing = true;
+  ObservedFileSystem fails(fs(), [&](const FileEvent& e) {
+    return failing && e.op == FileOp::kCreate && e.path.ends_with("/COMMIT")
+               ? Status::FromErrno(ENOSPC, "write", e.path)
+               : Status();
+  });
+  EXPECT_THAT(SaveStep("last", 1, "", &fails), HasCode(Code::kResourceExhausted));
+  failing = false;
+  ASSERT_OK(PublishStaging(store_, fs(), "last", "last", &report_)) << report_.ToText();
+  EXPECT_EQ(report_.reused_tensors, 3u);
+  ExpectReads("last");
+}
+
+}  // namespace
+}  // namespace tensormount::fs
