@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
   const std::vector<std::pair<std::string, Status (*)(const bench::Options&)>> workloads = {
       {"save", bench::BenchSave},
       {"async", bench::BenchAsync},
+      {"steps", bench::BenchSteps},
       {"replicas", bench::BenchReplicas},
       {"plan", bench::BenchPlan},
       {"load", bench::BenchLoad},
@@ -38,7 +39,7 @@ int main(int argc, char** argv) {
       "plain system calls. One line a case; medians of interleaved rounds.\n"
       "Example: ckptbench load reshard --gib 1 --ranks 4 --dir /tmp --json");
   app.add_option("workload", wanted,
-                 "save async replicas plan load reshard staging-write mount-read mount-write "
+                 "save async steps replicas plan load reshard staging-write mount-read mount-write "
                  "mount-ls publish open hash validate; all where none is given");
   app.add_option("--gib", options.gib, "GiB that a workload moves")->check(CLI::PositiveNumber);
   app.add_option("--ranks", options.ranks, "ranks")->check(CLI::Range(1, 64));

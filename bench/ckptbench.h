@@ -125,6 +125,7 @@ class WorkFolder {
 // The workloads.
 Status BenchSave(const Options& options);
 Status BenchAsync(const Options& options);
+Status BenchSteps(const Options& options);
 Status BenchReplicas(const Options& options);
 Status BenchPlan(const Options& options);
 Status BenchLoad(const Options& options);

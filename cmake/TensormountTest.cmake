@@ -34,14 +34,18 @@ function(tensormount_set_test_properties name labels timeout)
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
-#                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG])
+#                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG] [PLAIN_TOO])
 # A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
 # NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). NO_TSAN: not under that of threads,
 # because it has one (or processes), or has them only as other tests do. ASAN_LONG and TSAN_LONG: under
 # that sanitizer only with TENSORMOUNT_LONG, as scripts/test --long does, because the code that touches
 # memory by hand, or where threads meet, is run by other tests too. Labels default to "unit".
+#
+# A whole run of scripts/test builds with TENSORMOUNT_ASAN_APART, and then a program that the preset
+# asan runs is built and run there alone, but for those that are PLAIN_TOO: they are what other tests
+# of this build run once more, in another mode.
 function(tensormount_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG"
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG;PLAIN_TOO"
     "TIMEOUT" "SOURCES;DEPS;LABELS")
   if(TENSORMOUNT_SANITIZE STREQUAL "thread")
     set(only_long ${arg_TSAN_LONG})
@@ -51,6 +55,10 @@ function(tensormount_add_test name)
     set(never FALSE)
   endif()
   if(TENSORMOUNT_SANITIZE AND (arg_NO_SANITIZE OR never OR (only_long AND NOT TENSORMOUNT_LONG)))
+    return()
+  endif()
+  if(TENSORMOUNT_ASAN_APART AND NOT TENSORMOUNT_SANITIZE AND
+     NOT (arg_NO_SANITIZE OR arg_ASAN_LONG OR arg_PLAIN_TOO))
     return()
   endif()
   if(NOT arg_LABELS)

@@ -444,6 +444,57 @@ TEST_F(ReuseTest, AFileThatIsCutShortIsNotLinked) {
   ExpectReads(2);
 }
 
+// Fine-tuning: 2 % of the bytes are trained. Whatever ranks save and however they cut, ten steps
+// take no more than the base and ten times what is trained.
+TEST_F(ReuseTest, TenStepsOfFineTuningCostTheBaseAndTheAdapters) {
+  model_.clear();
+  for (int layer = 0; layer < 8; ++layer) {
+    const std::string name = "layers." + std::to_string(layer);
+    model_.push_back(MakeTensor(name + ".w", DType::kF32, {1100, 1000}));  // A file of its own.
+    model_.push_back(MakeTensor(name + ".v", DType::kBF16, {300, 400}));   // The rank shard.
+    model_.push_back(MakeTensor(name + ".norm", DType::kF32, {1000}));     // The pack.
+    model_.push_back(MakeTensor(name + ".lora.a", DType::kBF16, {300, 100}));
+    model_.push_back(MakeTensor(name + ".lora.b", DType::kF32, {64, 100}));
+  }
+  std::uint64_t base = 0;
+  std::uint64_t adapters = 0;
+  for (const RandomTensor& t : model_) {
+    (t.key.find("lora") == std::string::npos ? base : adapters) += t.bytes.size();
+  }
+  const double part = static_cast<double>(adapters) / static_cast<double>(base + adapters);
+  EXPECT_NEAR(part, 0.02, 0.005);
+  Random random(TestSeed());
+  std::vector<std::vector<RandomTensor>> steps;
+  for (int step = 1; step <= 10; ++step) {
+    for (RandomTensor& t : model_) {
+      if (t.key.find("lora") != std::string::npos) t.bytes = random.Bytes(t.bytes.size());
+    }
+    iteration_ = step;
+    // The sharding changes half way.
+    ASSERT_OK(SaveStep(step, step <= 5 ? 2 : 4, step <= 5 ? RowsOfRank : FlatPartOfRank));
+    steps.push_back(model_);
+  }
+  std::map<std::uint64_t, std::uint64_t> stored;  // Of all steps, each inode once.
+  std::uint64_t records = 0;
+  for (int step = 1; step <= 10; ++step) {
+    for (const auto& [name, info] : FilesWithInodes(Path(step))) stored[info.inode] = info.size;
+    for (const char* folder : {"/manifest", "/index"}) {
+      for (const DirectoryEntry& e : HostFileSystem().List(Path(step) + folder).value()) {
+        records += HostFileSystem().LinkStat(Path(step) + folder + "/" + e.name).value().size;
+      }
+    }
+  }
+  std::uint64_t data = 0;
+  for (const auto& [inode, size] : stored) data += size;
+  const double wanted = static_cast<double>(base + 10 * adapters);
+  EXPECT_LE(static_cast<double>(data), 1.02 * wanted);
+  EXPECT_LE(static_cast<double>(records), 0.06 * wanted) << "tensors are small here";
+  for (const int step : {1, 5, 6, 10}) {
+    model_ = steps[static_cast<std::size_t>(step) - 1];
+    ExpectReads(step);
+  }
+}
+
 // A link does not bring back a form that this save would not give the tensor.
 TEST_F(ReuseTest, PlacementsAreThoseOfTheSave) {
   MakeModel();
