@@ -202,6 +202,7 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
                          report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
+  for (const std::string& why : report.not_pruned) terminal.Warn("not removed by rule: " + why);
   if (terminal.json) {
     const nlohmann::ordered_json json = {{"path", report.path},
                                          {"uuid", report.uuid},
@@ -217,7 +218,9 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                                          {"write_seconds", report.write_seconds},
                                          {"compare_seconds", report.compare_seconds},
                                          {"publish_seconds", report.publish_seconds},
-                                         {"files", FilesJson(report)}};
+                                         {"files", FilesJson(report)},
+                                         {"pruned", report.pruned},
+                                         {"not_pruned", report.not_pruned}};
     terminal.Json(json);
     return;
   }
@@ -252,6 +255,12 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
+  options.ephemeral = args.ephemeral;
+  if (before.ok() && !args.retain.empty()) {
+    auto rules = RetentionRules::Parse(args.retain);
+    before = rules.status().WithContext("--retain");
+    if (rules.ok()) options.retention = std::move(rules).value();
+  }
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
   std::optional<KeyRenames> renames;

@@ -534,6 +534,10 @@ typedef struct tm_save_options {
   // After the commit, before the verdict is given.
   tm_on_commit_hook on_commit;
   void* on_commit_context;
+  // Rules, as of tm_store_prune, by which rank 0 removes checkpoints after the commit; NULL: none.
+  const char* retention;
+  int32_t ephemeral;  // 1: it goes when the next one is committed.
+  int32_t reserved2;
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
@@ -574,6 +578,9 @@ TM_EXPORT const char* tm_save_report_uuid(const tm_save_report* report);
 // Files that this rank wrote, or parts of ("data/..."), and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
+// Of rank 0 alone: checkpoints that were removed by rule, and what could not be, with the reason.
+TM_EXPORT tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out);
+TM_EXPORT tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out);
 
 // A save in the background, with a saver that belongs to the communicator (its memory is used again
 // by the next): returns when the bytes are staged (copied), without waiting for other ranks, while
@@ -813,8 +820,52 @@ TM_EXPORT tm_status tm_store_list(const char* store, char** json);
 // over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its
 // error: it may be the latest.
 TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
+// The same with "created" (seconds since 1970), "file_bytes" (of its data files) and "pinned" of
+// each that can be read, for which each is opened.
+TM_EXPORT tm_status tm_store_list_long(const char* store, char** json);
 // Removes "STORE/NAME", durably; readers that have it open read on. tm_store_gc frees its space.
+// TM_PERMISSION_DENIED where it is pinned.
 TM_EXPORT tm_status tm_store_remove(const char* path);
+typedef struct tm_remove_options {
+  uint32_t struct_size;
+  int32_t force;  // 1: also what is pinned.
+} tm_remove_options;
+// `options` may be NULL.
+TM_EXPORT tm_status tm_store_remove_with(const char* path, const tm_remove_options* options);
+
+// Which checkpoints stay: tensormount/retention.h, docs/semantics.md. Rules are texts:
+// "last=3,every=1000,best=eval.loss:min:2", or "policy" for the store's own.
+typedef struct tm_pin_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char* reason;  // For people; may be NULL.
+  int64_t expires;     // Seconds since 1970; 0: never.
+} tm_pin_options;
+// Keeps "STORE/NAME" from rules, and from removal without force. {"uuid", "name", "reason", "by",
+// "created", "expires", "expired"}. `options` and `json` may be NULL.
+TM_EXPORT tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** json);
+// TM_NOT_FOUND: there is no such checkpoint, or it is not pinned.
+TM_EXPORT tm_status tm_store_unpin(const char* path);
+// An array of these; "problem" where a pin cannot be read, which holds all the same.
+TM_EXPORT tm_status tm_store_pins(const char* store, char** json);
+
+typedef struct tm_prune_options {
+  uint32_t struct_size;
+  int32_t dry_run;    // 1: says what would be done.
+  const char* rules;  // NULL: "policy".
+} tm_prune_options;
+// Removes what no rule keeps: {"rules", "dry_run", "removed": how many, "checkpoints":
+// [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", and "failed" where it could
+// not be removed}]}, the newest first. `options` and `json` may be NULL. It removes nothing at all
+// with
+//   TM_DATA_LOSS, ...  the newest does not pass a quick verification; the policy is damaged
+//   TM_UNSUPPORTED     the policy is of a newer program
+//   TM_BUSY            somebody else prunes
+TM_EXPORT tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json);
+// The store's own rules: {"rules": a text, or null where it has none}.
+TM_EXPORT tm_status tm_store_policy(const char* store, char** json);
+// NULL: it has none any more.
+TM_EXPORT tm_status tm_store_set_policy(const char* store, const char* rules);
 typedef struct tm_publish_options {
   uint32_t struct_size;
   int32_t reserved;

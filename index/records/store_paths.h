@@ -12,16 +12,21 @@
 
 namespace tensormount::store_paths {
 
-// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" is
-// refused.
+// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" and
+// "policy.json" are refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
+inline constexpr std::string_view kPolicyFile = "policy.json";
 inline constexpr std::string_view kStagingFolder = ".staging";
 inline constexpr std::string_view kTrashFolder = ".trash";
 inline constexpr std::string_view kDerivedFolder = ".derived";
 inline constexpr std::string_view kGenerationsFolder = ".generations";
+inline constexpr std::string_view kPinsFolder = ".pins";
+inline constexpr std::string_view kEphemeralFolder = ".ephemeral";
 inline constexpr std::string_view kCommitFile = kCommitName;
 inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
 inline constexpr std::string_view kManifestSuffix = ".tmm";
+// In a staging: the uuids, a line each, of the checkpoints that it links files of.
+inline constexpr std::string_view kBaseFile = "BASE";
 // Of a staging that several writers share (docs/format.md, "Staging of mounts"): makes it one.
 inline constexpr std::string_view kSharedFile = "staging.json";
 inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and publishers lock it.

@@ -101,11 +101,14 @@ class Checker {
     for (const DirectoryEntry& e : Entries("")) {
       if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kStagingFolder ||
           e.name == store_paths::kTrashFolder || e.name == store_paths::kDerivedFolder ||
-          e.name == store_paths::kGenerationsFolder) {
+          e.name == store_paths::kGenerationsFolder || e.name == store_paths::kPinsFolder ||
+          e.name == store_paths::kEphemeralFolder || e.name == store_paths::kPolicyFile) {
         continue;
       }
       if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
         Note(e.name, "left by the creation of the store", "gc removes it");
+      } else if (e.name.starts_with("." + std::string(store_paths::kPolicyFile) + ".")) {
+        Note(e.name, "left by who set the policy", "gc removes it");
       } else if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) {
         Note(e.name, "does not belong to the store", "");
       }

@@ -43,6 +43,7 @@ PUBLIC_HEADERS = {
     "dtype.h": "shard",
     "checkpoint.h": "index",
     "common_value.h": "index",
+    "retention.h": "index",
     "store.h": "index",
     "communicator.h": "collective",
     "tcp_group.h": "collective",
