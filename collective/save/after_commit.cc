@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// See after_commit.h: calls of index/store/, whose failures end up in the report of the save.
 #include "collective/save/after_commit.h"
 
 #include <cerrno>

@@ -578,7 +578,7 @@ TM_EXPORT const char* tm_save_report_uuid(const tm_save_report* report);
 // Files that this rank wrote, or parts of ("data/..."), and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
-// Of rank 0 alone: checkpoints that were removed by rule, and what could not be, with the reason.
+// Of rank 0 alone: checkpoints that were removed by rule, and why others could not be.
 TM_EXPORT tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out);
 
@@ -816,13 +816,12 @@ TM_EXPORT void tm_task_free(tm_task* task);
 // The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"},
 // and "problem" where one cannot be read. TM_NOT_FOUND: no store.
 TM_EXPORT tm_status tm_store_list(const char* store, char** json);
+// The same with "created" (seconds since 1970), "file_bytes" and "pinned"; opens each.
+TM_EXPORT tm_status tm_store_list_long(const char* store, char** json);
 // The latest: {"checkpoint", "uuid", "generation", "path", "warnings"}; damaged ones are passed
 // over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its
 // error: it may be the latest.
 TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
-// The same with "created" (seconds since 1970), "file_bytes" (of its data files) and "pinned" of
-// each that can be read, for which each is opened.
-TM_EXPORT tm_status tm_store_list_long(const char* store, char** json);
 // Removes "STORE/NAME", durably; readers that have it open read on. tm_store_gc frees its space.
 // TM_PERMISSION_DENIED where it is pinned.
 TM_EXPORT tm_status tm_store_remove(const char* path);
@@ -841,11 +840,10 @@ typedef struct tm_pin_options {
   const char* reason;  // For people; may be NULL.
   int64_t expires;     // Seconds since 1970; 0: never.
 } tm_pin_options;
-// Keeps "STORE/NAME" from rules, and from removal without force. {"uuid", "name", "reason", "by",
+// Keeps "STORE/NAME" from rules and from removal without force: {"uuid", "name", "reason", "by",
 // "created", "expires", "expired"}. `options` and `json` may be NULL.
 TM_EXPORT tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** json);
-// TM_NOT_FOUND: there is no such checkpoint, or it is not pinned.
-TM_EXPORT tm_status tm_store_unpin(const char* path);
+TM_EXPORT tm_status tm_store_unpin(const char* path);  // TM_NOT_FOUND: it is not pinned.
 // An array of these; "problem" where a pin cannot be read, which holds all the same.
 TM_EXPORT tm_status tm_store_pins(const char* store, char** json);
 
@@ -855,16 +853,13 @@ typedef struct tm_prune_options {
   const char* rules;  // NULL: "policy".
 } tm_prune_options;
 // Removes what no rule keeps: {"rules", "dry_run", "removed": how many, "checkpoints":
-// [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", and "failed" where it could
-// not be removed}]}, the newest first. `options` and `json` may be NULL. It removes nothing at all
-// with
-//   TM_DATA_LOSS, ...  the newest does not pass a quick verification; the policy is damaged
-//   TM_UNSUPPORTED     the policy is of a newer program
-//   TM_BUSY            somebody else prunes
+// [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", "failed"}]}, the newest first.
+// `options` and `json` may be NULL. Where it fails it has removed nothing: the newest does not pass
+// a quick verification, the policy is damaged or of a newer program, somebody else prunes
+// (TM_BUSY).
 TM_EXPORT tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json);
-// The store's own rules: {"rules": a text, or null where it has none}.
+// The store's own rules: {"rules": a text, or null}. Set to NULL there are none any more.
 TM_EXPORT tm_status tm_store_policy(const char* store, char** json);
-// NULL: it has none any more.
 TM_EXPORT tm_status tm_store_set_policy(const char* store, const char* rules);
 typedef struct tm_publish_options {
   uint32_t struct_size;

@@ -197,7 +197,7 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   const std::string folder = PinsFolder(store.path());
   TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store.path(), store_paths::kPinsFolder));
   TENSORMOUNT_RETURN_IF_ERROR(
-      ReplaceDurably(fs, folder, pin.uuid, EncodePin(pin), InsteadOfExchange::kSecondName));
+      ReplaceRetained(fs, folder, pin.uuid, EncodePin(pin), InsteadOfExchange::kSecondName));
   // Who removes looks for pins after the rename, and moves what is pinned back: so it is there, or
   // comes back soon, or was gone before the pin was there.
   Result<Uuid> still = UuidAt(fs, directory);

@@ -79,9 +79,9 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
   json["read_compatible"] = 0;
   json["incompatible"] = 0;
   json["rules"] = text;
-  return ReplaceDurably(fs, store, store_paths::kPolicyFile,
-                        json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n",
-                        InsteadOfExchange::kNoneForAMoment);
+  return ReplaceRetained(fs, store, store_paths::kPolicyFile,
+                         json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n",
+                         InsteadOfExchange::kNoneForAMoment);
 }
 
 Status RemovePolicy(FileSystem& fs, const std::string& store) {

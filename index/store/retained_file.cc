@@ -6,8 +6,8 @@
 
 namespace tensormount {
 
-Status ReplaceDurably(FileSystem& fs, const std::string& folder, std::string_view name,
-                      std::string_view data, InsteadOfExchange instead) {
+Status ReplaceRetained(FileSystem& fs, const std::string& folder, std::string_view name,
+                       std::string_view data, InsteadOfExchange instead) {
   const std::string path = JoinPath(folder, name);
   const std::string hidden =
       JoinPath(folder, "." + std::string(name) + "." + Uuid::Random().Short());

@@ -24,8 +24,8 @@ enum class InsteadOfExchange { kNoneForAMoment, kSecondName };
 
 // Writes FOLDER/NAME, replacing what is there, durably. Others who do so at the same time: one of
 // them holds.
-Status ReplaceDurably(FileSystem& fs, const std::string& folder, std::string_view name,
-                      std::string_view data, InsteadOfExchange instead);
+Status ReplaceRetained(FileSystem& fs, const std::string& folder, std::string_view name,
+                       std::string_view data, InsteadOfExchange instead);
 
 // The folder `name` of a store, and its name durable.
 Status EnsureFolderDurably(FileSystem& fs, const std::string& store, std::string_view name);

@@ -324,7 +324,13 @@ Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions
 
 std::string TrashHint(FileSystem& fs, const std::string& store) {
   OwnBytes own(fs);
-  own.Add(JoinPath(store, store_paths::kTrashFolder), 8);
+  const std::string trash = JoinPath(store, store_paths::kTrashFolder);
+  const auto entries = fs.List(trash);
+  if (!entries.ok()) return {};
+  for (const DirectoryEntry& e : entries.value()) {
+    // What failed saves left is empty by now, or soon.
+    if (!e.name.ends_with(store_paths::kAbortedSuffix)) own.Add(JoinPath(trash, e.name), 8);
+  }
   const std::uint64_t bytes = own.Sum();
   if (bytes == 0) return {};
   return JoinPath(store, store_paths::kTrashFolder) + " holds " + HumanBytes(bytes) +

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RetentionRules: their text, and what they decide. Pure: no file is touched here.
+// RetentionRules of tensormount/retention.h: their text, and what they decide (Decide of
+// retention.h). Pure: no file is touched here.
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -14,7 +15,7 @@ namespace {
 
 constexpr std::string_view kGenerationsUnit = "-generations";
 
-Status BadRule(std::string_view rule, std::string_view why) {
+Status BadRetentionRule(std::string_view rule, std::string_view why) {
   return Status(Code::kInvalidArgument,
                 "rule \"" + std::string(rule.substr(0, 200)) + "\": " + std::string(why));
 }
@@ -40,13 +41,13 @@ Result<RetentionRules::Every> ParseEvery(std::string_view rule, std::string_view
   }
   const std::optional<std::uint64_t> count = CountOf(number);
   if (!count) {
-    return BadRule(rule,
-                   "want a number over 0: of steps (1000), hours (6h) or generations "
-                   "(5-generations)");
+    return BadRetentionRule(rule,
+                            "want a number over 0: of steps (1000), hours (6h) or generations "
+                            "(5-generations)");
   }
   // Seconds of a bucket must fit.
   if (every.unit == RetentionRules::Every::Unit::kHours && *count > 100'000'000) {
-    return BadRule(rule, "so many hours do not fit");
+    return BadRetentionRule(rule, "so many hours do not fit");
   }
   every.count = *count;
   return every;
@@ -59,12 +60,13 @@ Result<RetentionRules::Best> ParseBest(std::string_view rule, std::string_view t
   const std::size_t first =
       last == std::string_view::npos || last == 0 ? last : text.rfind(':', last - 1);
   if (first == std::string_view::npos || first == 0 || last == first) {
-    return BadRule(rule, "want METRIC:max:K or METRIC:min:K");
+    return BadRetentionRule(rule, "want METRIC:max:K or METRIC:min:K");
   }
   const std::string_view how = text.substr(first + 1, last - first - 1);
   const std::optional<std::uint64_t> count = CountOf(text.substr(last + 1));
-  if (how != "max" && how != "min") return BadRule(rule, "want max or min before the number");
-  if (!count) return BadRule(rule, "want a number over 0 at its end");
+  if (how != "max" && how != "min")
+    return BadRetentionRule(rule, "want max or min before the number");
+  if (!count) return BadRetentionRule(rule, "want a number over 0 at its end");
   best.metric = std::string(text.substr(0, first));
   best.highest = how == "max";
   best.count = *count;
@@ -100,8 +102,8 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
                                        : std::string_view(rule).substr(equals + 1);
     if (word == "last" && equals != std::string::npos) {
       const std::optional<std::uint64_t> count = CountOf(value);
-      if (!count) return BadRule(rule, "want a number over 0");
-      if (rules.keep_last != 0) return BadRule(rule, "there is one of that kind already");
+      if (!count) return BadRetentionRule(rule, "want a number over 0");
+      if (rules.keep_last != 0) return BadRetentionRule(rule, "there is one of that kind already");
       rules.keep_last = *count;
     } else if (word == "every" && equals != std::string::npos) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Every every, ParseEvery(rule, value));
@@ -110,9 +112,9 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
       TENSORMOUNT_ASSIGN_OR_RETURN(Best best, ParseBest(rule, value));
       rules.keep_best.push_back(std::move(best));
     } else {
-      return BadRule(rule,
-                     "want last=N, every=M, every=Mh, every=M-generations, "
-                     "best=METRIC:max|min:K, with commas between them, or policy alone");
+      return BadRetentionRule(rule,
+                              "want last=N, every=M, every=Mh, every=M-generations, "
+                              "best=METRIC:max|min:K, with commas between them, or policy alone");
     }
   }
   return rules;

@@ -549,7 +549,7 @@ static void stores(const char* store, const char* good, const char* other, const
   tm_checkpoint_close(checkpoint);
 
   OK(tm_store_list_long(store, &json));
-  CHECK(json_has(json, "\"pinned\":false") && json_has(json, "\"created\":"));
+  CHECK(json_has(json, ",\"pinned\":false"));
   const tm_pin_options pin = {.struct_size = sizeof(pin), .reason = "for the paper"};
   OK(tm_store_pin(path, &pin, &json));
   CHECK(json_has(json, "\"reason\":\"for the paper\""));
@@ -567,12 +567,12 @@ static void stores(const char* store, const char* good, const char* other, const
   OK(tm_store_policy(store, &json));
   CHECK(json_has(json, "{\"rules\":\"last=100\"}"));
   OK(tm_store_prune(store, NULL, &json));
-  CHECK(json_has(json, "\"removed\":0") && json_has(json, "\"rules\":\"last=100\""));
+  CHECK(json_has(json, "{\"rules\":\"last=100\",\"dry_run\":false,\"removed\":0,"));
   OK(tm_store_set_policy(store, NULL));
   FAILS(tm_store_set_policy(store, "all"), TM_INVALID_ARGUMENT, "rule \"all\"");
   const tm_prune_options one = {.struct_size = sizeof(one), .dry_run = 1, .rules = "last=1"};
   OK(tm_store_prune(store, &one, &json));
-  CHECK(json_has(json, "\"reason\":\"no rule keeps it\"") && json_has(json, "\"dry_run\":true"));
+  CHECK(json_has(json, "\"reason\":\"no rule keeps it\""));
   const tm_prune_options wrong = {.struct_size = sizeof(wrong), .rules = "last=none"};
   FAILS(tm_store_prune(store, &wrong, NULL), TM_INVALID_ARGUMENT, "last=none");
   const tm_remove_options force = {.struct_size = sizeof(force), .force = 1};

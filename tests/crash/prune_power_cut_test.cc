@@ -41,7 +41,7 @@ TEST_F(PrunePowerCutTest, WhatIsKeptIsThereAndWhole) {
 
   Random random(TestSeed());
   for (std::size_t k = saved; k <= live.op_count(); ++k) {
-    for (int i = 0; i < TestScale(6); ++i) {
+    for (int i = 0; i < TestScale(2); ++i) {
       const std::string after = dir_.Join("after");
       ASSERT_OK(live.Materialise(k, random, after));
       SCOPED_TRACE("power cut after " + std::to_string(k) + " operations, the last " +

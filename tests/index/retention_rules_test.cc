@@ -210,8 +210,8 @@ TEST(RetentionRulesTest, LargeIntegersDiffer) {
 TEST(RetentionRulesTest, AClockThatRanBackLosesNothing) {
   std::vector<Candidate> all;
   // A clock that jumped ahead by years, and back to before all of them.
-  for (const std::int64_t created : std::vector<std::int64_t>{
-           7200, 7300, 10900, 4'000'000'000, 10950, -5, -3700, 10960}) {
+  for (const std::int64_t created :
+       std::vector<std::int64_t>{7200, 7300, 10900, 4'000'000'000, 10950, -5, -3700, 10960}) {
     all.push_back(Named(std::to_string(all.size()), all.size() + 1));
     all.back().created = created;
   }
