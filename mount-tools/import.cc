@@ -202,6 +202,9 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   const double seconds = report.validate_seconds + report.plan_seconds + report.write_seconds +
                          report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
+  if (!terminal.json && !terminal.quiet) {
+    for (const std::string& name : report.pruned) terminal.Line("removed by rule: " + name);
+  }
   for (const std::string& why : report.not_pruned) terminal.Warn("not removed by rule: " + why);
   if (terminal.json) {
     const nlohmann::ordered_json json = {{"path", report.path},

@@ -231,7 +231,8 @@ class Pruner {
       if (!d.removed) d.failed = removed;
       return;
     }
-    d.removed = true;
+    d.removed = removed.ok() || fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code() ==
+                                    Code::kNotFound;
     d.failed = removed;
     looked = LookAgain(uuid, &held);
     if (looked.ok() && held.empty()) {

@@ -187,6 +187,10 @@ TEST_F(RetentionStoreTest, ADamagedOrNewerPolicyRemovesNothing) {
       EXPECT_OK(cleared);
     }
   }
+  WriteWholeFile(InStore("policy.json"), "{");
+  EXPECT_THAT(MakeStore().Fsck({}).value(),
+              Contains(testing::Field(&Store::FsckFinding::problem,
+                                      HasSubstr("nothing is removed by rule"))));
   // One that cannot be read now.
   WriteWholeFile(InStore("policy.json"), good);
   ObservedFileSystem failing(fs(), [](const FileEvent& e) {
@@ -375,6 +379,8 @@ TEST_F(RetentionStoreTest, APinThatCannotBeReadHolds) {
                 HasSubstr("the pin cannot be read, and holds"));
     EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kPermissionDenied));
     EXPECT_THAT(ListPins(StorePath()).value()[0].problem, Not(IsEmpty()));
+    EXPECT_THAT(MakeStore().Fsck({}).value(),
+                Contains(testing::Field(&Store::FsckFinding::object, ".pins/" + uuid)));
   }
   // A second one beside it that is over changes nothing; nor does a folder in its place.
   WriteWholeFile(InStore(".pins/" + uuid + ".01234567"), good);
