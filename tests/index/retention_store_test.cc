@@ -460,6 +460,25 @@ TEST_F(RetentionStoreTest, WhatIsPinnedWhileItGoesComesBack) {
   EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2)) << "step-2 and its mark";
 }
 
+// Pinned before its turn: it is not even moved.
+TEST_F(RetentionStoreTest, WhatIsPinnedBeforeItsTurnIsNotMoved) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  bool moved = false;
+  ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
+    if (e.op != FileOp::kRename) return Status();
+    if (e.path.ends_with("/step-1")) {
+      EXPECT_OK(PinCheckpoint(InStore("step-2")));
+    }
+    moved = moved || e.path.ends_with("/step-2");
+    return Status();
+  });
+  const auto pruned = PruneOn(racing, "last=1");
+  ASSERT_OK(pruned);
+  EXPECT_TRUE(On(pruned.value(), "step-2").kept);
+  EXPECT_FALSE(moved);
+  EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
+}
+
 // What a crash between the rename and the way back leaves, gc keeps and names.
 TEST_F(RetentionStoreTest, GcKeepsWhatIsPinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
