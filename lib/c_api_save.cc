@@ -87,6 +87,11 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   if (given.reuse_from != nullptr) out.reuse_from = given.reuse_from;
   if (given.inherit != nullptr) out.inherit = given.inherit;
   if (given.producer != nullptr) out.producer = given.producer;
+  out.ephemeral = given.ephemeral != 0;
+  if (given.retention != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.retention,
+                                 tensormount::RetentionRules::Parse(given.retention));
+  }
   out.timeouts =
       tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
   out.events = tensormount::c_api::ReadHook(given.on_event, given.on_event_context);
@@ -225,6 +230,20 @@ tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
     return HandOut(report->report.warnings, out);
+  });
+}
+
+tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.pruned, out);
+  });
+}
+
+tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    return HandOut(report->report.not_pruned, out);
   });
 }
 

@@ -31,7 +31,6 @@ constexpr const char* kVersion = "tensormount 0.1.0";
 // So scripts can tell "not yet" (exit status 2, kUnsupported) from a slip in the name.
 constexpr std::pair<const char*, const char*> kNotBuilt[] = {
     {"compact", "turns rank shards into tensor files"},
-    {"prune", "removes old checkpoints by rule"},
 };
 
 constexpr const char* kNotBuiltGroup = "Not built yet";
@@ -64,6 +63,9 @@ struct Program {
   UnmountArgs unmount;
   StatsArgs stats;
   RmArgs rm;
+  PruneArgs prune;
+  PinArgs pin;
+  std::string unpinned;
   GcArgs gc;
   FsckArgs fsck;
   PublishArgs publish;
@@ -196,6 +198,11 @@ void AddSaving(Program& p) {
   c->add_option("--inherit", p.import.inherit,
                 "A checkpoint of the store, of which everything is taken that SOURCE does not have")
       ->option_text("STORE/NAME");
+  c->add_option("--retain", p.import.retain,
+                "Afterwards remove what these rules do not keep, as last=3,every=1000; policy: the "
+                "store's")
+      ->option_text("RULES");
+  c->add_flag("--ephemeral", p.import.ephemeral, "It goes when the next one is saved");
   AddMap(c, p.import.map);
   AddPartial(c, p.import.partial);
   AddTimeouts(c, p.import.liveness_seconds, p.import.arrival_seconds);
@@ -217,7 +224,8 @@ void AddSaving(Program& p) {
   c->add_option("STORE/NEW", p.derive.destination)->required();
   c->add_option("--from", p.derive.from, "The old one")->required()->option_text("STORE/OLD");
   for (const auto& [name, globs, what] :
-       {std::tuple("--keep", &p.derive.keep, "Only keys that match this glob, or another one given"),
+       {std::tuple("--keep", &p.derive.keep,
+                   "Only keys that match this glob, or another one given"),
         std::tuple("--drop", &p.derive.drop, "Not the keys that match this glob"),
         std::tuple("--rename", &p.derive.rename,
                    "A new key, of what is kept; each '*' of NEW is what that of OLD stood for")}) {
@@ -331,6 +339,46 @@ void AddLifecycle(Program& p) {
                 p.rm, RunRm);
   c->add_option("STORE/NAME", p.rm.checkpoints)->required();
   c->add_flag("--dry-run", p.rm.dry_run, "Only say what would go");
+  c->add_flag("--force", p.rm.force, "Also what is pinned");
+
+  c = p.Command("prune", "Removes the checkpoints that no rule keeps; gc frees their space",
+                "tensormount prune STORE --keep-last 3 --keep-every 1000 --dry-run", p.prune,
+                RunPrune);
+  c->add_option("STORE", p.prune.store)->required();
+  c->add_option("--keep-last", p.prune.keep_last, "The N newest")->option_text("N");
+  c->add_option(
+       "--keep-every", p.prune.keep_every,
+       "Steps (the last number of a name) that are multiples of M; Mh: the newest of every "
+       "M hours; M-generations. May be given several times")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->option_text("M");
+  c->add_option("--keep-best", p.prune.keep_best,
+                "The K with the highest or lowest value of the common state. May be given several "
+                "times")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->option_text("METRIC:max|min:K");
+  c->add_option("--rules", p.prune.rules, "All rules in one text, as import --retain takes them")
+      ->option_text("RULES");
+  c->add_flag("--dry-run", p.prune.dry_run, "Only say what would go and stay, and why");
+  c->add_flag("--set-policy", p.prune.set_policy,
+              "Remove nothing: these are the store's rules from now on, which `prune STORE` uses");
+  c->add_flag("--show-policy", p.prune.show_policy, "Remove nothing: print the store's rules");
+  c->add_flag("--clear-policy", p.prune.clear_policy,
+              "Remove nothing: the store has no rules any more");
+
+  c = p.Command("pin", "Keeps a checkpoint from rules and from rm; lists the pins of a STORE",
+                "tensormount pin STORE/step-0 --reason 'in the paper' --expires 90d", p.pin,
+                RunPin);
+  c->add_option("STORE/NAME", p.pin.checkpoint)->required();
+  c->add_option("--reason", p.pin.reason, "For people");
+  c->add_option("--expires", p.pin.expires,
+                "From when on it is not held: 90d, 12h, 2027-01-31, 2027-01-31T12:00Z")
+      ->option_text("WHEN");
+  c = p.Command("unpin", "Takes the pin of a checkpoint away", "tensormount unpin STORE/step-0",
+                p.unpinned, RunUnpin);
+  c->add_option("STORE/NAME", p.unpinned)->required();
 
   c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", p.gc, RunGc);
   c->add_option("STORE", p.gc.store)->required();
@@ -364,9 +412,9 @@ void AddLifecycle(Program& p) {
 // Added last, by name: it is a property of the terminal, since opening a source asks it for all
 // that the user said about sources.
 void AddRoots(Program& p) {
-  static constexpr const char* kOpening[] = {"mount",  "load",   "import", "ls",
-                                             "info",   "cat",    "diff",   "layout",
-                                             "export", "verify", "adopt",  "fsck"};
+  static constexpr const char* kOpening[] = {"mount", "load", "import", "ls",     "info",
+                                             "cat",   "diff", "layout", "export", "verify",
+                                             "adopt", "fsck", "prune"};
   for (const char* name : kOpening) {
     CLI::App* command = p.app.get_subcommand(name);
     if (command->get_group() == kNotBuiltGroup) continue;

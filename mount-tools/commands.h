@@ -34,6 +34,8 @@ struct ImportArgs {
   std::string reuse = "auto";     // auto, off, or the checkpoint that is the base.
   std::uint32_t full_every = 50;  // SaveOptions.
   std::string inherit;            // STORE/NAME or NAME; empty: none.
+  std::string retain;             // Rules of tensormount/retention.h; empty: nothing is removed.
+  bool ephemeral = false;         // SaveOptions.
   std::string map;                // JSON file; empty: none.
   double liveness_seconds = 30;   // After so long without a sign of life a rank counts as dead.
   double arrival_seconds = 1800;  // How long ranks wait for one that lives and does not come.
@@ -221,10 +223,36 @@ struct RmArgs {
   // Of one store or several.
   std::vector<std::string> checkpoints;  // STORE/NAME
   bool dry_run = false;
+  bool force = false;  // Also what is pinned.
 };
 // Moves checkpoints away; `gc` frees their space.
 // All names are checked before the first is moved, so a slip in one removes nothing.
 int RunRm(const RmArgs& args, Terminal& terminal);
+
+// Rules as they were typed; all of them empty: the store's policy.
+struct PruneArgs {
+  std::string store;
+  std::string keep_last;
+  std::vector<std::string> keep_every;
+  std::vector<std::string> keep_best;
+  std::string rules;  // All in one text.
+  bool dry_run = false;
+  // Then nothing is removed.
+  bool set_policy = false;
+  bool show_policy = false;
+  bool clear_policy = false;
+};
+// Removes the checkpoints that no rule keeps, or says which these are and why the others stay.
+// 2 where one could not be removed, which is named, or where nothing may be removed.
+int RunPrune(const PruneArgs& args, Terminal& terminal);
+
+struct PinArgs {
+  std::string checkpoint;  // STORE/NAME; a STORE lists its pins.
+  std::string reason;
+  std::string expires;  // Empty: never.
+};
+int RunPin(const PinArgs& args, Terminal& terminal);
+int RunUnpin(const std::string& checkpoint, Terminal& terminal);
 
 struct GcArgs {
   std::string store;

@@ -233,9 +233,12 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
 void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   // The save alone; reading the source before it is not in it.
   const double seconds = report.validate_seconds + report.plan_seconds + report.reuse_seconds +
-                         report.write_seconds +
-                         report.compare_seconds + report.publish_seconds;
+                         report.write_seconds + report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
+  if (!terminal.json && !terminal.quiet) {
+    for (const std::string& name : report.pruned) terminal.Line("removed by rule: " + name);
+  }
+  for (const std::string& why : report.not_pruned) terminal.Warn("not removed by rule: " + why);
   if (terminal.json) {
     const nlohmann::ordered_json json = {{"path", report.path},
                                          {"uuid", report.uuid},
@@ -253,7 +256,9 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                                          {"compare_seconds", report.compare_seconds},
                                          {"publish_seconds", report.publish_seconds},
                                          {"files", FilesJson(report)},
-                                         {"reused", ReusedJson(report.reused)}};
+                                         {"reused", ReusedJson(report.reused)},
+                                         {"pruned", report.pruned},
+                                         {"not_pruned", report.not_pruned}};
     terminal.Json(json);
     return;
   }
@@ -269,7 +274,8 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                               reused.base, Counted(reused.files_linked, "file"),
                               HumanBytes(reused.bytes_copied)));
   }
-  if (!reused.note.empty()) terminal.Note(fmt::format("nothing linked, or not all: {}", reused.note));
+  if (!reused.note.empty())
+    terminal.Note(fmt::format("nothing linked, or not all: {}", reused.note));
 }
 
 }  // namespace
@@ -297,6 +303,12 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
   if (before.ok()) before = ReadBase(fs, args, options);
+  options.ephemeral = args.ephemeral;
+  if (before.ok() && !args.retain.empty()) {
+    auto rules = RetentionRules::Parse(args.retain);
+    before = rules.status().WithContext("--retain");
+    if (rules.ok()) options.retention = std::move(rules).value();
+  }
   std::shared_ptr<OpenedCheckpoint> source;
   ShardRule rule;
   std::optional<KeyRenames> renames;

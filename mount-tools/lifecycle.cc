@@ -8,6 +8,7 @@
 
 #include "base/counted.h"
 #include "index/records/store_paths.h"
+#include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
 #include "mount-tools/commands.h"
@@ -37,11 +38,20 @@ int RunRm(const RmArgs& args, Terminal& terminal) {
           Status(Code::kNotFound, fmt::format("{}: no such checkpoint; nothing was removed", path)),
           fmt::format("`tensormount ls {}` lists the checkpoints", parts.value().store));
     }
+    if (!args.force) {
+      const Status held =
+          pins::CheckUnpinned(HostFileSystem(), store.value().path(), parts.value().name);
+      if (!held.ok()) {
+        return terminal.Fail(
+            held.WithMessage(held.message() + "; nothing was removed"),
+            held.code() == Code::kPermissionDenied ? "`tensormount unpin`, or `rm --force`" : "");
+      }
+    }
     targets.emplace_back(store.value(), parts.value().name);
   }
   for (auto& [store, name] : targets) {
     if (!args.dry_run) {
-      const Status removed = store.Remove(name);
+      const Status removed = store.Remove(name, {.force = args.force});
       if (!removed.ok()) return terminal.Fail(removed);
     }
     if (terminal.json) {

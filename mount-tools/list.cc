@@ -16,8 +16,10 @@
 #include "index/foreign/format.h"
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
+#include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
+#include "index/store/store_moves.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/nearest.h"
 #include "mount-tools/shown_text.h"
@@ -53,11 +55,12 @@ std::string DateText(std::int64_t seconds) {
   return text;
 }
 
-// A line of ls -l of a store or a training directory: 38 columns, then the name.
+// A line of ls -l of a store or a training directory: 46 columns, then the name.
 std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
-                        const std::string& size, bool latest, const std::string& name) {
-  std::string line =
-      fmt::format("{:>8} {:<16} {:>8} {:<6} ", generation, date, size, latest ? "latest" : "");
+                        const std::string& size, bool latest, bool pinned,
+                        const std::string& name) {
+  std::string line = fmt::format("{:>8} {:<16} {:>8} {:<6} {:<3} ", generation, date, size,
+                                 latest ? "latest" : "", pinned ? "pin" : "");
   return line + terminal.LastName(name, line.size());
 }
 
@@ -82,7 +85,7 @@ int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal)
       terminal.Json(json);
     } else if (args.details) {
       terminal.Line(DetailsLine(terminal, step.generation, DateText(info.value().mtime_seconds), "",
-                                latest, step.name));
+                                latest, /*pinned=*/false, step.name));
     } else {
       terminal.Line(
           fmt::format("{}\tgeneration {}{}", step.name, step.generation, latest ? "\tlatest" : ""));
@@ -158,6 +161,12 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   // Where no one can tell which is the latest, none is called so; the one that stands in the way is
   // listed with its problem.
   const auto latest = store.value().Latest();
+  pins::PinMap pinned;
+  if (args.details) {
+    auto all = pins::ReadAll(HostFileSystem(), store.value().path(), store_moves::NowSeconds());
+    if (!all.ok()) return terminal.Fail(all.status());
+    pinned = std::move(all).value();
+  }
   int worst = kDone;
   for (const CheckpointListing& listed : list.value()) {
     CheckpointListing item = listed;
@@ -173,6 +182,8 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     }
     const bool is_latest =
         latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
+    const auto pin = pinned.find(item.uuid);
+    const bool is_pinned = pin != pinned.end() && !pin->second.expired;
     // What is listed with a problem is listed; that nothing is known of it, or damage, is said in
     // the exit status too.
     if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
@@ -182,11 +193,12 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
       if (args.details && item.problem.ok()) {
         json["created"] = created;
         json["file_bytes"] = bytes;
+        json["pinned"] = is_pinned;
       }
       terminal.Json(json);
     } else if (item.problem.ok() && args.details) {
       terminal.Line(DetailsLine(terminal, item.generation, DateText(created), HumanBytes(bytes),
-                                is_latest, item.name));
+                                is_latest, is_pinned, item.name));
     } else if (item.problem.ok()) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));

@@ -38,9 +38,12 @@ int Ranks::Fail(Terminal& terminal, const Status& failure) const {
   const bool alone =
       failure.code() == Code::kDeadlineExceeded || failure.code() == Code::kUnavailable;
   if (!prints() && !alone) return kFailed;
-  return terminal.Fail(failure, failure.code() == Code::kAlreadyExists
-                                    ? "choose another name, or pass --if-exists replace"
-                                    : std::string_view());
+  // Of a full disk it is what would make room.
+  const std::string_view hint =
+      failure.code() == Code::kAlreadyExists ? "choose another name, or pass --if-exists replace"
+      : failure.code() == Code::kResourceExhausted ? std::string_view(failure.fields().cause)
+                                                   : std::string_view();
+  return terminal.Fail(failure, hint);
 }
 
 Status Ranks::Run(const std::function<Status(Communicator&)>& body) {

@@ -18,6 +18,7 @@
 #include "collective/guarded.h"
 #include "collective/layout/layout_exchange.h"
 #include "collective/phase_events.h"
+#include "collective/save/after_commit.h"
 #include "collective/save/data_writer.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/replica_check.h"
@@ -96,6 +97,8 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("full_every", std::to_string(o.full_every));
   add("inherit", o.inherit);
   add("producer", o.producer);
+  add("retention", o.retention ? o.retention->ToText() : std::string("none asked for"));
+  add("ephemeral", o.ephemeral ? "on" : "off");
   call.common = o.common;
   call.common_exempt = o.common_exempt;
   call.validate = o.validate;
@@ -145,6 +148,7 @@ class SaveSession {
 
   Result<SaveReport> Run() {
     Result<SaveReport> result = Steps();
+    if (!result.ok() && rank_ == 0) return WithTrashHint(fs_, store_path_, result.status());
     if (!result.ok()) return result;
     const SaveReport& report = result.value();
     if (options_.on_commit) {
@@ -562,6 +566,7 @@ class SaveSession {
       }
     }
     Ending();
+    MarkIfEphemeral(fs_, staging_, options_, report_);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
@@ -590,6 +595,7 @@ class SaveSession {
     report_.generation = staging_.generation;
     report_.bytes_written_here = mine_.bytes;
     if (report_.bytes_written == 0) report_.bytes_written = mine_.bytes;
+    if (rank_ == 0) RemoveByRules(fs_, staging_, options_, report_);
     return std::move(report_);
   }
 

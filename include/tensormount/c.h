@@ -535,10 +535,14 @@ typedef struct tm_save_options {
   tm_on_commit_hook on_commit;
   void* on_commit_context;
   // Steps over time (tensormount/save.h). The base is a checkpoint of the same store.
-  int32_t no_reuse;        // 1: everything is written, whatever the base holds.
-  int32_t full_every;      // Of so many saves in a row one writes everything; 0: 50, < 0: none does.
+  int32_t no_reuse;    // 1: everything is written, whatever the base holds.
+  int32_t full_every;  // Of so many saves in a row one writes everything; 0: 50, < 0: none does.
   const char* reuse_from;  // Name of the base; NULL: the latest.
   const char* inherit;     // Name of the base of which all is taken that no rank has; NULL: none.
+  // Rules, as of tm_store_prune, by which rank 0 removes checkpoints after the commit; NULL: none.
+  const char* retention;
+  int32_t ephemeral;  // 1: it goes when the next one is committed.
+  int32_t reserved2;
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
@@ -594,6 +598,9 @@ TM_EXPORT const char* tm_save_report_note(const tm_save_report* report);
 // Files that this rank wrote, or parts of ("data/..."), and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
+// Of rank 0 alone: checkpoints that were removed by rule, and why others could not be.
+TM_EXPORT tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out);
+TM_EXPORT tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out);
 
 // A save in the background, with a saver that belongs to the communicator (its memory is used again
 // by the next): returns when the bytes are staged (copied), without waiting for other ranks, while
@@ -809,12 +816,7 @@ TM_EXPORT tm_status tm_load_report_metadata(const tm_load_report* report, char**
 TM_EXPORT tm_status tm_load_report_local(const tm_load_report* report, const char* name,
                                          char** json, size_t* size);
 
-// ---- Stores, and checkpoints as a whole -----------------------------------------------------
-
-// What an operator does with the command (docs/cli.md), for programs: what is found comes as JSON,
-// with the fields that the command prints with --json, which are only ever added. Freed with
-// tm_free. These calls read and write as long as it takes; none waits for another process, but
-// tm_export for the other ranks.
+// ---- Calls that take long -------------------------------------------------------------------
 
 // By it another thread ends a call that takes long, and sees how far it is. One for one call at a
 // time, which it must outlive; these functions may be called from any thread.
@@ -825,135 +827,6 @@ TM_EXPORT void tm_task_cancel(tm_task* task);
 // Bytes done, and in all; 0 while that is not known. Either may be NULL.
 TM_EXPORT void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total);
 TM_EXPORT void tm_task_free(tm_task* task);
-
-// The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"},
-// and "problem" where one cannot be read. TM_NOT_FOUND: no store.
-TM_EXPORT tm_status tm_store_list(const char* store, char** json);
-// The latest: {"checkpoint", "uuid", "generation", "path", "warnings"}; damaged ones are passed
-// over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its
-// error: it may be the latest.
-TM_EXPORT tm_status tm_store_latest(const char* store, char** json);
-// Removes "STORE/NAME", durably; readers that have it open read on. tm_store_gc frees its space.
-TM_EXPORT tm_status tm_store_remove(const char* path);
-typedef struct tm_publish_options {
-  uint32_t struct_size;
-  int32_t reserved;
-  const char* name;  // Of the checkpoint; NULL: that of the staging.
-  int64_t wait_ms;   // For mounts that are not done, and files that are open. 0: one try.
-} tm_publish_options;
-// Publishes what mounts wrote below "STORE/.staging/NAME": {"checkpoint", "uuid", "generation",
-// "tensors", "chunks", "bytes", "mounts"}. `options` and `json` may be NULL. Where it fails the
-// staging is as it was, and its report.json says why.
-//   TM_UNAVAILABLE, TM_BUSY  a mount is not done, or has files open
-//   TM_DATA_LOSS             bytes are missing, or differ between mounts
-//   TM_INVALID_ARGUMENT      no such path, no name for a checkpoint, no schema
-TM_EXPORT tm_status tm_store_publish(const char* staging, const tm_publish_options* options,
-                                     char** json);
-typedef struct tm_gc_options {
-  uint32_t struct_size;
-  int32_t dry_run;              // 1: says what would be done.
-  int64_t grace_seconds;        // What was removed earlier goes; 0: 60; less than 0: all.
-  int64_t staging_age_seconds;  // Stagings untouched for so long were abandoned; 0: a day.
-} tm_gc_options;
-// Deletes what was removed and is read by nobody, and what crashed saves left: {"removed", "kept",
-// "failed", "bytes_freed", "dry_run"}. `options` may be NULL.
-TM_EXPORT tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** json);
-
-typedef struct tm_verify_options {
-  uint32_t struct_size;
-  int32_t quick;    // 1: commit record, lengths and index only; no data are read.
-  int32_t threads;  // 0: as many as cores.
-  int32_t reserved;
-  const char* const* roots;  // Folders where data of adopted checkpoints may lie.
-  size_t root_count;
-  tm_task* task;  // May be NULL.
-} tm_verify_options;
-// Every byte of a checkpoint against its hashes. The status is about the call, *whole (1 or 0) and
-// the report about the checkpoint: {"whole", "tensors", "bytes", ..., "damage": [{"object", "file",
-// "offset", "reason", "lost"}], "warnings": []}. `options` and `json` may be NULL.
-// TM_INVALID_ARGUMENT for a store: verify its checkpoints.
-TM_EXPORT tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
-                              char** json);
-
-typedef struct tm_diff_options {
-  uint32_t struct_size;
-  int32_t values;       // 1: says how far numbers are apart, which reads what differs.
-  const char* keys;     // A glob; NULL: all.
-  const char* key_map;  // Rules as JSON (tensormount/key_map.h) that rename the first; NULL: none.
-  uint64_t limit;       // Mismatches that are listed; 0: 10,000.
-  tm_task* task;        // May be NULL.
-} tm_diff_options;
-// What two checkpoints differ in: *same (1 or 0), and {"same", "added", "removed", "changed",
-// "equal", ..., "mismatches": [{"event", "what", "key", ...}], "more": how many are not listed}.
-// `options` and `json` may be NULL. TM_NOT_FOUND: no key matches `keys`. TM_DATA_LOSS: what one of
-// them lacks was not compared.
-TM_EXPORT tm_status tm_diff(const char* first, const char* second, const tm_diff_options* options,
-                            int32_t* same, char** json);
-
-typedef struct tm_adopt_options {
-  uint32_t struct_size;
-  int32_t replace;      // 1: an existing checkpoint is replaced.
-  int32_t quick;        // 1: no data are read, and later reads not verified.
-  int32_t threads;      // 0: as many as cores.
-  const char* key_map;  // Rules as JSON; NULL: none.
-  tm_task* task;        // May be NULL.
-  int32_t partial;      // 1: without what the source's files lack, which is TM_DATA_LOSS otherwise.
-  int32_t reserved;
-} tm_adopt_options;
-// Records what another program saved as checkpoint "STORE/NAME", in place: {"path", "uuid",
-// "generation", "tensors", "chunks", "bytes"}. `options` and `json` may be NULL.
-TM_EXPORT tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
-                             char** json);
-
-typedef struct tm_derive_options {
-  uint32_t struct_size;
-  int32_t replace;          // 1: an existing checkpoint is replaced.
-  const char* const* keep;  // Globs over the old keys: only what matches one of them, where given.
-  size_t keep_count;
-  const char* const* drop;  // Globs: not what matches one of them.
-  size_t drop_count;
-  const char* key_map;  // Rules as JSON, of what is left; NULL: none.
-} tm_derive_options;
-// A checkpoint "STORE/NEW" out of the one called `from` in the same store, by hard links
-// (tensormount/derive.h): {"path", "uuid", "generation", "tensors", "objects", "dropped",
-// "files_linked", "bytes_linked", "files_copied", "bytes_copied", "refused"}. `options` and `json`
-// may be NULL. TM_NOT_FOUND: no such checkpoint, or a glob that matches nothing.
-TM_EXPORT tm_status tm_derive(const char* path, const char* from, const tm_derive_options* options,
-                              char** json);
-
-// The same on every rank, but for the task.
-typedef struct tm_export_options {
-  uint32_t struct_size;
-  int32_t replace;  // 1: an earlier export of the same format is replaced.
-  int32_t partial;  // As in tm_adopt_options.
-  int32_t reserved;
-  const char* format;      // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp" or "torch".
-  const char* key_map;     // Rules as JSON; NULL: none.
-  uint64_t hf_part_bytes;  // Of "hf": at most in a part; 0: 5 GB.
-  const char* hf_rules;    // Of "hf": rules as JSON that make its names; NULL: none.
-  int64_t liveness_ms;     // 0: 30,000.
-  int64_t arrival_ms;      // 0: 1,800,000.
-  int64_t total_ms;        // The whole call; 0: no limit.
-  tm_task* task;           // May be NULL.
-} tm_export_options;
-// Collective: real files out of what tm_checkpoint_open opens, each byte read and checked once,
-// each rank its share. `destination` appears whole and durable in one step, or not at all: {"path",
-// "format", "ranks", "files", "tensors", "bytes", "bytes_written", "files_cloned", "files_linked",
-// "plan_seconds", "write_seconds", "sync_seconds", "notes", "warnings"}. `options` and `json` may
-// be NULL.
-//   TM_UNSUPPORTED         the format cannot hold some tensor, which is named
-//   TM_ALREADY_EXISTS      `destination` is there
-//   TM_INVALID_ARGUMENT    what is there is no export of this format; options do not fit
-//   TM_RESOURCE_EXHAUSTED  no room
-TM_EXPORT tm_status tm_export(const char* source, const char* destination,
-                              tm_communicator* communicator, const tm_export_options* options,
-                              char** json);
-
-// New names of keys by rules as JSON (tensormount/key_map.h). `keys`: `count` texts, each with a
-// NUL behind it, `keys_size` bytes in all. One name each, "" for those that are dropped.
-// TM_INVALID_ARGUMENT names the rule that is none, or two keys that get one name.
-TM_EXPORT tm_status tm_key_map_apply(const char* rules, const char* keys, size_t keys_size,
-                                     size_t count, tm_list** out);
 
 // ---- Checking a layout ---------------------------------------------------------------------
 
@@ -985,5 +858,7 @@ TM_EXPORT int tm_main(int argc, char** argv);
 #ifdef __cplusplus
 }  // extern "C"
 #endif
+
+#include "tensormount/c_store.h"
 
 #endif  // TENSORMOUNT_C_H_

@@ -5,12 +5,14 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "tensormount/communicator.h"
 #include "tensormount/event.h"
+#include "tensormount/retention.h"
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/store.h"
@@ -77,6 +79,13 @@ struct SaveOptions {
   // may be an adopted one: then the new one needs the same foreign files. Empty: none.
   std::string inherit = {};
 
+  // After the commit rank 0 removes what these rules do not keep (tensormount/retention.h);
+  // RetentionRules::OfStore(): the store's own. nullopt: nothing. What was removed, and what could
+  // not be, is in rank 0's report, and fails no save.
+  std::optional<RetentionRules> retention = std::nullopt;
+  // The checkpoint goes once a later one is committed by such a save, an import or a prune,
+  // whatever the rules say, unless it is pinned by then. Rules do not count it.
+  bool ephemeral = false;
   std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
 
@@ -134,6 +143,10 @@ struct SaveReport {
   };
   std::vector<File> files;            // That this rank wrote, or parts of.
   std::vector<std::string> warnings;  // Common values that differ (CommonCheck::kWarn).
+  // Of rank 0 alone, once it is committed: names of checkpoints that were removed by rule, and what
+  // could not be, with the reason ("step-7: PERMISSION_DENIED: ...").
+  std::vector<std::string> pruned;
+  std::vector<std::string> not_pruned;
   // Seconds of this rank.
   double validate_seconds = 0;
   double plan_seconds = 0;

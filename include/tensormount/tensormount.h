@@ -22,6 +22,7 @@
 #include "tensormount/log.h"
 #include "tensormount/mapping_guard.h"
 #include "tensormount/optimizer.h"
+#include "tensormount/retention.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"
 #include "tensormount/state_dict.h"

@@ -12,13 +12,16 @@
 
 namespace tensormount::store_paths {
 
-// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" is
-// refused.
+// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" and
+// "policy.json" are refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
+inline constexpr std::string_view kPolicyFile = "policy.json";
 inline constexpr std::string_view kStagingFolder = ".staging";
 inline constexpr std::string_view kTrashFolder = ".trash";
 inline constexpr std::string_view kDerivedFolder = ".derived";
 inline constexpr std::string_view kGenerationsFolder = ".generations";
+inline constexpr std::string_view kPinsFolder = ".pins";
+inline constexpr std::string_view kEphemeralFolder = ".ephemeral";
 inline constexpr std::string_view kCommitFile = kCommitName;
 inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
 // In a staging whose save links files: the uuids of the checkpoints that these are of.

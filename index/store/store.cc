@@ -16,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "index/records/store_paths.h"
+#include "index/store/pins.h"
 #include "index/store/store_moves.h"
 
 namespace tensormount {
@@ -238,7 +239,9 @@ Status CheckCheckpointName(std::string_view name) {
   if (name.front() == '.') return bad("begins with a dot");
   if (name.find('/') != std::string_view::npos) return bad("contains a slash");
   if (name.find('\0') != std::string_view::npos) return bad("contains a NUL");
-  if (name == "latest" || name == kSuperblockFile) return bad("reserved");
+  if (name == "latest" || name == kSuperblockFile || name == store_paths::kPolicyFile) {
+    return bad("reserved");
+  }
   return Status();
 }
 
@@ -418,6 +421,9 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
   if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
     return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
   }
+  if (if_exists == IfExists::kReplace && fs_->Exists(CheckpointPath(name))) {
+    TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
+  }
   staging.store = path_;
   staging.name = name;
   std::uint64_t highest = 0;
@@ -476,8 +482,30 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
   return Status(Code::kAlreadyExists, staging_folder + ": no free name for " + name);
 }
 
-Status Store::Remove(std::string_view name) const {
+Status Store::Remove(std::string_view name, const RemoveOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  if (!options.force) {
+    TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, std::string(name)));
+    return MoveAway(name, nullptr);
+  }
+  const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
+  TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr));
+  if (!commit.ok()) return {};
+  // Its pin, else gc would keep it in .trash; but not that of a copy.
+  const Uuid& uuid = commit.value().record.uuid;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  for (const CheckpointListing& c : all) {
+    if (c.problem.ok() && c.uuid == uuid) return {};
+  }
+  return pins::RemovePins(*fs_, path_, uuid).status();
+}
+
+Status Store::RemoveOnly(std::string_view name, const Uuid& uuid) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  return MoveAway(name, &uuid);
+}
+
+Status Store::MoveAway(std::string_view name, const Uuid* only) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   const std::string directory = CheckpointPath(name);
   const Result<FileInfo> info = fs_->LinkStat(directory);
@@ -489,6 +517,14 @@ Status Store::Remove(std::string_view name) const {
   if (info.value().kind != FileKind::kDirectory ||
       !(has(kCommitFile) || (has("manifest") && has("data")))) {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
+  }
+  const auto replaced = [&] {
+    return Status(Code::kStale, directory + ": another one has taken its place");
+  };
+  if (only != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
+                                 store_moves::ReadCommit(*fs_, directory));
+    if (commit.record.uuid != *only) return replaced();
   }
   const std::string trash = JoinPath(path_, kTrashFolder);
   const Result<std::string> entry = store_moves::MoveToTrash(*fs_, path_, directory, "");
@@ -506,6 +542,14 @@ Status Store::Remove(std::string_view name) const {
     // Gone from its name. By us, or by somebody else who came first, who then says so.
     if (moved.code() == Code::kNotFound) {
       return Status(Code::kNotFound, directory + ": no such checkpoint");
+    }
+  }
+  if (only != nullptr && entry.ok()) {
+    const Result<Uuid> there = store_moves::ReadFolderUuid(*fs_, entry.value());
+    if (there.ok() && there.value() != *only) {
+      // At that very moment. What stands at the name now, if anything, is newer still.
+      const Status back = store_moves::PutBack(*fs_, path_, std::string(name), there.value());
+      return back.ok() ? replaced() : back;
     }
   }
   // Where it went is not known after a rename that was reported as failed.

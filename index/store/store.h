@@ -20,7 +20,8 @@
 
 namespace tensormount {
 
-// kInvalidArgument for "latest", "store.json", leading dots, '/', NUL, empty, over 255 bytes.
+// kInvalidArgument for "latest", "store.json", "policy.json", leading dots, '/', NUL, empty, over
+// 255 bytes.
 Status CheckCheckpointName(std::string_view name);
 
 struct CheckpointListing {
@@ -80,6 +81,8 @@ class Store {
 
   const std::string& path() const { return path_; }
   const Uuid& uuid() const { return uuid_; }
+  // kReadOnly where the store has features of which we only know that reading is safe.
+  Status CheckWritable() const;
   std::string CheckpointPath(std::string_view name) const;
 
   // Published checkpoints by name. Broken ones are listed with their problem.
@@ -160,9 +163,13 @@ class Store {
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
   // Moves a checkpoint to .trash (then Gc deletes it), durably. kNotFound; kInvalidArgument for a
-  // folder that has nothing of a checkpoint; kUnknown where it is gone from its name but a power
-  // cut may bring it back.
-  Status Remove(std::string_view name) const;
+  // folder that has nothing of a checkpoint; kPermissionDenied where it is pinned, but with force,
+  // which takes the pin with it; kUnknown where it is gone from its name but a power cut may bring
+  // it back.
+  Status Remove(std::string_view name, const RemoveOptions& options = {}) const;
+  // The same for whoever knows which one is meant, whatever pins say: kStale where another one has
+  // the name by now.
+  Status RemoveOnly(std::string_view name, const Uuid& uuid) const;
 
   struct GcOptions {
     bool dry_run = false;
@@ -209,8 +216,7 @@ class Store {
         path_(std::move(path)),
         uuid_(uuid),
         unknown_read_compatible_(unknown_read_compatible) {}
-  // kReadOnly where the store has features of which we only know that reading is safe.
-  Status CheckWritable() const;
+  Status MoveAway(std::string_view name, const Uuid* only) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
   // The highest of `all` that could be read; null: none.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);

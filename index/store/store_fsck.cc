@@ -10,6 +10,7 @@
 
 #include "index/read/derived_index.h"
 #include "index/records/store_paths.h"
+#include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 
@@ -101,15 +102,19 @@ class Checker {
     for (const DirectoryEntry& e : Entries("")) {
       if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kStagingFolder ||
           e.name == store_paths::kTrashFolder || e.name == store_paths::kDerivedFolder ||
-          e.name == store_paths::kGenerationsFolder) {
+          e.name == store_paths::kGenerationsFolder || e.name == store_paths::kPinsFolder ||
+          e.name == store_paths::kEphemeralFolder || e.name == store_paths::kPolicyFile) {
         continue;
       }
       if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
         Note(e.name, "left by the creation of the store", "gc removes it");
+      } else if (e.name.starts_with("." + std::string(store_paths::kPolicyFile) + ".")) {
+        Note(e.name, "left by who set the policy", "gc removes it");
       } else if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) {
         Note(e.name, "does not belong to the store", "");
       }
     }
+    Retention();
     for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) {
       Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
            "a save that is under way, or was given up", "gc removes it after a day");
@@ -125,6 +130,25 @@ class Checker {
       if (used) continue;
       Note(std::string(store_paths::kDerivedFolder) + "/" + e.name, "derived of no checkpoint here",
            "gc removes it");
+    }
+  }
+
+  // What rules rest on: no damage of any checkpoint, but nothing is removed by it.
+  void Retention() {
+    const Status policy = pins::ReadPolicy(fs_, store_).status();
+    if (policy.code() == Code::kDataLoss) {
+      Note(store_paths::kPolicyFile, policy.message() + ": nothing is removed by rule",
+           "`prune --set-policy` makes it anew, `prune --clear-policy` removes it");
+    } else if (!policy.ok()) {
+      Unread(std::string(store_paths::kPolicyFile), policy);
+    }
+    const auto all = pins::ReadAll(fs_, store_, store_moves::NowSeconds());
+    if (!all.ok()) return Unread(std::string(store_paths::kPinsFolder), all.status());
+    for (const auto& [uuid, pin] : all.value()) {
+      if (pin.problem.empty()) continue;
+      Note(JoinPath(store_paths::kPinsFolder, pin.uuid),
+           "a pin that cannot be read, and holds for ever: " + pin.problem,
+           "pin the checkpoint again, or `unpin` it");
     }
   }
 
@@ -178,8 +202,9 @@ class Checker {
   void Damage(const std::string& object, std::string problem, std::string remedy) {
     findings_.push_back({object, std::move(problem), std::move(remedy), false, true, false});
   }
-  void Note(const std::string& object, std::string problem, std::string remedy) {
-    findings_.push_back({object, std::move(problem), std::move(remedy), false, false, false});
+  void Note(std::string_view object, std::string problem, std::string remedy) {
+    findings_.push_back(
+        {std::string(object), std::move(problem), std::move(remedy), false, false, false});
   }
 
   void Index(const CheckpointListing& listing, const std::string& directory,

@@ -11,6 +11,7 @@
 
 #include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
+#include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 
@@ -77,6 +78,7 @@ class Collector {
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       if (!info.ok()) continue;
       live_[IdOf(info.value())] = c.name;
+      if (c.problem.ok()) live_uuids_.insert(c.uuid);
       if (c.problem.ok()) StagingLeftovers(c.name);
       if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
@@ -149,6 +151,17 @@ class Collector {
     Keep(below, "the same folder as checkpoint " + live->second);
     return true;
   }
+  // Who removes by rule moves back what was pinned at that moment; here it did not come to that.
+  bool KeptAsPinned(const std::string& below, const Uuid& uuid) {
+    const auto pin = pins::Find(fs_, store_, uuid, now_);
+    if (!pin.ok()) Fail(below, pin.status());
+    if (!pin.ok()) return true;
+    if (!pin.value() || live_uuids_.contains(uuid)) return false;
+    Keep(below, "it is " + pins::Describe(*pin.value()) +
+                    ": move it back to a name in the store, or delete " +
+                    std::string(store_paths::kPinsFolder) + "/" + uuid.ToString());
+    return true;
+  }
   // `lock` is held until all is deleted.
   void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
@@ -182,7 +195,10 @@ class Collector {
 
   // What a creator of the store left that lost the race or died.
   void SuperblockLeftover(const DirectoryEntry& entry) {
-    if (!entry.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) return;
+    const auto left_of = [&](std::string_view file) {
+      return entry.name.starts_with("." + std::string(file) + ".");
+    };
+    if (!left_of(store_paths::kSuperblockFile) && !left_of(store_paths::kPolicyFile)) return;
     if (!KeptAsYoung(entry.name, 0, options_.grace, "too young")) Delete(entry.name);
   }
 
@@ -262,6 +278,10 @@ class Collector {
     // Readers hold a shared lock on COMMIT. Kept until all is deleted. What is no file, nobody
     // could open to read from.
     const std::string path = JoinPath(Path(below), store_paths::kCommitFile);
+    if (const auto uuid = Uuid::Parse(entry.name.substr(0, 32));
+        uuid && KeptAsPinned(below, *uuid)) {
+      return;
+    }
     const Result<FileInfo> info = fs_.LinkStat(path);
     if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
     std::unique_ptr<File> commit;
@@ -343,6 +363,7 @@ class Collector {
   const Store::GcOptions options_;
   const std::int64_t now_;
   std::map<FolderId, std::string> live_;  // Names of checkpoints.
+  std::set<Uuid> live_uuids_;
   Store::GcReport report_;
   bool deleted_ = false;
 };
@@ -354,6 +375,7 @@ Result<Store::GcReport> Store::Gc(const GcOptions& options) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> live, List());
   Collector collector(*fs_, path_, options);
   TENSORMOUNT_RETURN_IF_ERROR(collector.Run(live));
+  pins::Sweep(*fs_, *this, options, collector.report());
   return std::move(collector.report());
 }
 

@@ -42,6 +42,9 @@ Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 // Not durable: the caller calls SyncMovedFolder.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
                                 std::string_view suffix);
+// Moves a checkpoint of this uuid from .trash to STORE/NAME, durably. kNotFound: it is not there;
+// kAlreadyExists: the name is taken.
+Status PutBack(FileSystem& fs, const std::string& store, const std::string& name, const Uuid& uuid);
 // Frees the space of an aborted staging that was moved to `entry`: deletes the files of its data/,
 // or those of them that `names` has ("data/x"), and makes that durable. Folders stay for gc, which
 // syncs the filesystem: where there is no journal, a save could get the inode of a folder that is

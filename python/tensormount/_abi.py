@@ -160,6 +160,9 @@ class SaveOptions(Structure):
         ("full_every", c_int32),
         ("reuse_from", c_char_p),
         ("inherit", c_char_p),
+        ("retention", c_char_p),
+        ("ephemeral", c_int32),
+        ("reserved2", c_int32),
     ]
 
 
@@ -292,6 +295,36 @@ class ValidateOptions(Structure):
         ("arrival_ms", c_int64),
         ("total_ms", c_int64),
         ("task", c_void_p),
+    ]
+
+
+class RemoveOptions(Structure):
+    """tm_remove_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("force", c_int32),
+    ]
+
+
+class PinOptions(Structure):
+    """tm_pin_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("reason", c_char_p),
+        ("expires", c_int64),
+    ]
+
+
+class PruneOptions(Structure):
+    """tm_prune_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dry_run", c_int32),
+        ("rules", c_char_p),
     ]
 
 
@@ -442,6 +475,9 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_diff_options": DiffOptions,
     "tm_adopt_options": AdoptOptions,
     "tm_derive_options": DeriveOptions,
+    "tm_remove_options": RemoveOptions,
+    "tm_pin_options": PinOptions,
+    "tm_prune_options": PruneOptions,
     "tm_publish_options": PublishOptions,
     "tm_export_options": ExportOptions,
     "tm_saver_options": SaverOptions,
@@ -528,6 +564,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_save_report_note": (c_char_p, [_P]),
     "tm_save_report_files": (_STATUS, [_P, _P]),
     "tm_save_report_warnings": (_STATUS, [_P, _P]),
+    "tm_save_report_pruned": (_STATUS, [_P, _P]),
+    "tm_save_report_not_pruned": (_STATUS, [_P, _P]),
     # Loads.
     "tm_load_async": (_STATUS, [_P, c_char_p, _P, _P, _P]),
     "tm_load_job_wait": (_STATUS, [_P, c_int64, _P, _P]),
@@ -552,7 +590,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_validate": (_STATUS, [_P, _P, _P, _P, _P]),
     "tm_store_list": (_STATUS, [c_char_p, _P]),
     "tm_store_latest": (_STATUS, [c_char_p, _P]),
-    "tm_store_remove": (_STATUS, [c_char_p]),
+    "tm_store_list_long": (_STATUS, [c_char_p, _P]),
+    "tm_store_remove_with": (_STATUS, [c_char_p, _P]),
+    "tm_store_pin": (_STATUS, [c_char_p, _P, _P]),
+    "tm_store_unpin": (_STATUS, [c_char_p]),
+    "tm_store_pins": (_STATUS, [c_char_p, _P]),
+    "tm_store_prune": (_STATUS, [c_char_p, _P, _P]),
+    "tm_store_policy": (_STATUS, [c_char_p, _P]),
+    "tm_store_set_policy": (_STATUS, [c_char_p, c_char_p]),
     "tm_store_gc": (_STATUS, [c_char_p, _P, _P]),
     "tm_store_publish": (_STATUS, [c_char_p, _P, _P]),
     "tm_task_new": (_STATUS, [_P]),

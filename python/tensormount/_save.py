@@ -46,6 +46,8 @@ class SaveOptions(TypedDict, total=False):
     full_every: int
     inherit: Optional[str]
     producer: Optional[str]
+    retain: Optional[str]
+    ephemeral: bool
     liveness: Optional[float]
     arrival: Optional[float]
     total: Optional[float]
@@ -146,6 +148,10 @@ def save(
     full_every    of so many saves in a row one writes everything anew (50); 0: none does.
     inherit   the name of a checkpoint of the store: what no rank has is taken from it, by hard
               links, so that the new one is whole.
+    retain    rules, as of `Store.prune`, by which rank 0 removes checkpoints of the store after the
+              commit: "last=3,every=1000"; "policy": the store's own. What goes wrong there fails no
+              save.
+    ephemeral the checkpoint goes when the next one is committed.
     liveness, arrival, total   time-outs in seconds: a rank that is silent for so long is taken for
               dead (30), one that does not come is given up (1,800), the whole call (none).
     on_event  called with a dict for the begin and end of each phase, on a thread of the library.
@@ -156,7 +162,7 @@ def save(
               verdict comes. What it raises is logged.
 
     Returns the report: path, uuid, generation, tensors, bytes, bytes_written, files, warnings,
-    seconds of each phase, ... Raises LayoutError (its key, box and cause), AlreadyExistsError,
+    pruned and not_pruned (of rank 0), seconds of each phase, ... Raises LayoutError (its key, box and cause), AlreadyExistsError,
     PeerTimeout and PeerLost (their rank), DataLossError where replicas differ,
     ResourceExhaustedError, UnknownOutcomeError, CancelledError.
 
@@ -359,6 +365,12 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
         if not isinstance(producer, str):
             raise InvalidArgumentError(f"producer={producer!r}: a text was expected")
         given.producer = text(producer)
+    retain = options.get("retain")
+    if retain is not None:
+        if not isinstance(retain, str):
+            raise InvalidArgumentError(f"retain={retain!r}: a text was expected")
+        given.retention = text(retain)
+    given.ephemeral = flag("ephemeral", options.get("ephemeral", False))
     set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
     set_hook(given, options.get("on_event"), kept)
     set_save_hooks(given, options.get("before_publish"), options.get("on_commit"), _report, kept)
@@ -377,7 +389,7 @@ def _numbers(structure: Any) -> dict[str, Any]:
     return {
         name: getattr(structure, name)
         for name, *_ in structure._fields_
-        if name not in ("struct_size", "reserved")
+        if name not in ("struct_size", "reserved", "reserved2")
     }
 
 
@@ -394,6 +406,6 @@ def _report(lib: Any, address: int) -> dict[str, Any]:
     }
     said.update(_numbers(numbers))
     said["plan_reused"] = bool(said["plan_reused"])
-    for name in ("files", "warnings"):
+    for name in ("files", "warnings", "pruned", "not_pruned"):
         said[name] = _abi.get_list(getattr(lib, f"tm_save_report_{name}"), address)
     return said

@@ -23,6 +23,7 @@ from tensormount.errors import (
 )
 
 PathLike = Union[str, "os.PathLike[str]"]
+Rows = list[dict[str, Any]]  # Within Store, `list` is a method.
 
 
 class Store:
@@ -40,10 +41,15 @@ class Store:
     def __repr__(self) -> str:
         return f"<tensormount.Store {self.path!r}>"
 
-    def list(self) -> list[dict[str, Any]]:
+    def list(self, *, details: bool = False) -> list[dict[str, Any]]:
         """The checkpoints by name: {"checkpoint", "uuid", "generation", "latest"}, and "problem"
-        where one cannot be read. CheckpointNotFoundError: no store."""
-        found: list[dict[str, Any]] = _json("tm_store_list", path_bytes(self.path))
+        where one cannot be read. CheckpointNotFoundError: no store.
+
+        details: also "created" (seconds since 1970), "file_bytes" and "pinned", for which each is
+        opened.
+        """
+        function = "tm_store_list_long" if details else "tm_store_list"
+        found: list[dict[str, Any]] = _json(function, path_bytes(self.path))
         return found
 
     def latest(self) -> dict[str, Any]:
@@ -79,13 +85,88 @@ class Store:
                 if left <= 0:
                     raise
 
-    def remove(self, name: str) -> None:
-        """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space."""
-        if "/" in name:
-            raise InvalidArgumentError(f"{name!r}: the name of a checkpoint has no slash")
-        status = _abi.library().tm_store_remove(path_bytes(os.path.join(self.path, name)))
+    def remove(self, name: str, *, force: bool = False) -> None:
+        """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space.
+        PermissionDeniedError where it is pinned, but with force."""
+        given = _abi.RemoveOptions(struct_size=ctypes.sizeof(_abi.RemoveOptions), force=int(force))
+        status = _abi.library().tm_store_remove_with(self._path_of(name), ctypes.addressof(given))
         if status:
             _abi.fail(status, {2: CheckpointNotFoundError})
+
+    def pin(
+        self, name: str, *, reason: str = "", expires: Optional[float] = None
+    ) -> dict[str, Any]:
+        """Keeps a checkpoint from `prune` and `remove`, durably: {"uuid", "name", "reason", "by",
+        "created", "expires", "expired"}. It holds what was saved, whatever its name is.
+
+        expires: seconds since 1970 (`time.time() + 86400`); None: never.
+
+            >>> import tensormount as tm
+            >>> tm.Store("STORE").pin("step-1", reason="in the paper")["reason"]
+            'in the paper'
+            >>> tm.Store("STORE").unpin("step-1")
+        """
+        given = _abi.PinOptions(struct_size=ctypes.sizeof(_abi.PinOptions))
+        given.reason = text(reason)
+        given.expires = 0 if expires is None else int(expires)
+        found: dict[str, Any] = _json("tm_store_pin", self._path_of(name), ctypes.addressof(given))
+        return found
+
+    def unpin(self, name: str) -> None:
+        """CheckpointNotFoundError: there is no such checkpoint, or it is not pinned."""
+        status = _abi.library().tm_store_unpin(self._path_of(name))
+        if status:
+            _abi.fail(status, {2: CheckpointNotFoundError})
+
+    def pins(self) -> Rows:
+        """All pins, as of `pin`; "problem" where one cannot be read, which holds all the same."""
+        found: Rows = _json("tm_store_pins", path_bytes(self.path))
+        return found
+
+    def prune(self, rules: str = "policy", *, dry_run: bool = False) -> dict[str, Any]:
+        """Removes the checkpoints that no rule keeps: {"rules", "dry_run", "removed", "checkpoints":
+        [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", and "failed" where it could
+        not be removed}]}, the newest first.
+
+        rules: with commas between them, "last=3", "every=1000" (steps; "6h", "5-generations"),
+        "best=eval.loss:min:2"; "policy": the store's own. docs/semantics.md has what they mean, and
+        what stays whatever they say. DataLossError: the newest does not pass a quick verification,
+        or the policy is damaged, and nothing was removed; BusyError: somebody else prunes.
+
+            >>> import tensormount as tm
+            >>> tm.Store("STORE").prune("last=100", dry_run=True)["removed"]
+            0
+        """
+        given = _abi.PruneOptions(
+            struct_size=ctypes.sizeof(_abi.PruneOptions), dry_run=int(dry_run)
+        )
+        given.rules = text(rules)
+        path = path_bytes(self.path)
+        # On a thread, which removes on where nobody waits for it any more.
+        found: dict[str, Any] = in_background(
+            lambda task: _json("tm_store_prune", path, ctypes.addressof(given))
+        )
+        return found
+
+    @property
+    def policy(self) -> Optional[str]:
+        """The store's own rules, for all who prune it; None: it has none. Assign to it to change
+        them."""
+        found: Optional[str] = _json("tm_store_policy", path_bytes(self.path))["rules"]
+        return found
+
+    @policy.setter
+    def policy(self, rules: Optional[str]) -> None:
+        status = _abi.library().tm_store_set_policy(
+            path_bytes(self.path), None if rules is None else text(rules)
+        )
+        if status:
+            _abi.fail(status, {2: CheckpointNotFoundError})
+
+    def _path_of(self, name: str) -> bytes:
+        if "/" in name:
+            raise InvalidArgumentError(f"{name!r}: the name of a checkpoint has no slash")
+        return path_bytes(os.path.join(self.path, name))
 
     def gc(
         self,

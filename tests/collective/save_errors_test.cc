@@ -103,6 +103,10 @@ TEST_F(SaveErrorsTest, OptionsThatDifferAreNamedWithTheirRanks) {
               HasMessage("option reuse_plan is on on rank 0 and off on rank 1"));
   EXPECT_THAT(save([](SaveOptions& o) { o.page_hashes = true; }),
               HasMessage("option page_hashes is off on rank 0 and on on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.ephemeral = true; }),
+              HasMessage("option ephemeral is off on rank 0 and on on rank 1"));
+  EXPECT_THAT(save([](SaveOptions& o) { o.retention = RetentionRules::OfStore(); }),
+              HasMessage("option retention is none asked for on rank 0 and policy on rank 1"));
 }
 
 TEST_F(SaveErrorsTest, FailedAddFailsTheSaveOnEveryRank) {

@@ -509,6 +509,51 @@ class Stores(support.Folder):
             tm.wait_committed("S/step-9", timeout=0.05)
         self.assertTrue(tm.validate({"w": np.zeros((3, 3))})["ok"])
 
+    def test_what_stays(self):
+        for step in range(6):
+            tm.save({"w": np.arange(5) + step, "eval": {"loss": 1 / (step + 1)}}, f"R/step-{step}")
+        store = tm.Store("R")
+        names = lambda: [entry["checkpoint"] for entry in store.list()]
+        listed = store.list(details=True)
+        self.assertEqual([entry["pinned"] for entry in listed], [False] * 6)
+        self.assertEqual([entry["file_bytes"] > 0 for entry in listed], [True] * 6)
+        pin = store.pin("step-0", reason="for the paper", expires=time.time() + 3600)
+        self.assertEqual((pin["name"], pin["reason"], pin["expired"]), ("step-0", "for the paper", False))
+        self.assertEqual([one["uuid"] for one in store.pins()], [pin["uuid"]])
+        with self.assertRaises(tm.PermissionDeniedError):
+            store.remove("step-0")
+        with self.assertRaises(tm.PermissionDeniedError):
+            tm.save({"w": np.zeros(3)}, "R/step-0", replace=True)
+        self.assertIsNone(store.policy)
+        self.assertEqual(store.prune()["removed"], 0)
+        store.policy = "last=2,best=eval.loss:max:2"
+        self.assertEqual(store.policy, "last=2,best=eval.loss:max:2")
+        dry = store.prune(dry_run=True)
+        self.assertEqual([one["checkpoint"] for one in dry["checkpoints"] if not one["kept"]], ["step-3", "step-2"])
+        self.assertEqual(len(names()), 6)
+        self.assertEqual(store.prune()["removed"], 2)
+        self.assertEqual(names(), ["step-0", "step-1", "step-4", "step-5"])
+        report = tm.save({"w": np.zeros(3), "eval": {"loss": 0}}, "R/step-6", retain="policy", ephemeral=True)
+        self.assertEqual((report["pruned"], report["not_pruned"]), ([], []))
+        report = tm.async_save({"w": np.zeros(3), "eval": {"loss": 0}}, "R/step-7", retain="last=1").wait()
+        self.assertEqual(sorted(report["pruned"]), ["step-1", "step-4", "step-5", "step-6"])
+        store.unpin("step-0")
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            store.unpin("step-0")
+        store.pin("step-0")
+        store.remove("step-0", force=True)
+        self.assertEqual(names(), ["step-7"])
+        store.policy = None
+        self.assertIsNone(store.policy)
+        for wrong in (lambda: store.prune("all"), lambda: tm.save({}, "R/none", retain="last=x"),
+                      lambda: tm.save({}, "R/none", retain=3), lambda: store.pin("a/b")):
+            with self.assertRaises(tm.InvalidArgumentError):
+                wrong()
+        with open("R/policy.json", "w") as file:
+            file.write("{")
+        with self.assertRaises(tm.DataLossError):
+            store.prune("last=1")
+
     def test_export(self):
         state = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(4, dtype="i4")}
         tm.save(state, "E/export")

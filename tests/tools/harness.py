@@ -158,7 +158,8 @@ class ToolTest(unittest.TestCase):
         return result
 
     def save(self, name="step-1", *more, model=None):
-        self.run_tool("import", model or self.model, self.store / name, *more)
+        """Files of its own, which a test may damage: of several checkpoints of one model, too."""
+        self.run_tool("import", model or self.model, self.store / name, "--reuse", "off", *more)
         return self.store / name
 
     def mount(self, source, *more, name="MNT"):

@@ -154,8 +154,10 @@ def binaries(package):
     for path in paths:
         if os.path.basename(path) in ("libtensormount.so", "mpi.so"):
             offered |= dynamic_names(path, "--defined-only")
-    with open(os.path.join(ROOT, "include/tensormount/c.h"), encoding="utf-8") as file:
-        declared = set(re.findall(r"^TM_EXPORT [^\n(]*?\b(tm_\w+)\(", file.read(), re.MULTILINE))
+    declared = set()
+    for header in ("c.h", "c_store.h"):
+        with open(os.path.join(ROOT, "include/tensormount", header), encoding="utf-8") as file:
+            declared |= set(re.findall(r"^TM_EXPORT [^\n(]*?\b(tm_\w+)\(", file.read(), re.MULTILINE))
     if not any(path.endswith("/mpi.so") for path in paths):
         declared = {name for name in declared if not name.startswith("tm_mpi_")}
     check("tm_main" in declared and declared <= offered, f"not offered: {declared - offered}")

@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+// Prune of retention.h: what is known of each checkpoint, and the removals with all that is looked
+// at before and after each (docs/format.md, "Keeping and removing", has the steps and why two who
+// do this at once can do no harm).
+#include "index/store/retention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "base/counted.h"
+#include "base/log.h"
+#include "base/parallel.h"
+#include "index/read/checkpoint.h"
+#include "index/records/store_paths.h"
+#include "index/store/pins.h"
+#include "index/store/store_moves.h"
+
+namespace tensormount::retention {
+namespace {
+
+// A number as rules compare it, or why it is none.
+MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
+  if (const auto* n = value.get_if<std::int64_t>()) {
+    return {.number = static_cast<long double>(*n), .problem = {}};
+  }
+  if (const auto* n = value.get_if<std::uint64_t>()) {
+    return {.number = static_cast<long double>(*n), .problem = {}};
+  }
+  if (const auto* x = value.get_if<double>()) {
+    if (std::isnan(*x)) return {.number = {}, .problem = "has a " + metric + " that is NaN"};
+    return {.number = static_cast<long double>(*x), .problem = {}};
+  }
+  return {.number = {},
+          .problem = "has a " + metric + " that is no number: " + std::string(value.kind_name())};
+}
+
+// "eval.loss": the common value of that name, or else "loss" in the value "eval"; the longest name
+// that there is. A name may have dots of its own.
+Result<MetricValue> ReadMetric(const CheckpointIndex& index, const std::string& metric) {
+  for (std::size_t end = metric.size(); end != std::string::npos && end > 0;
+       end = metric.find_last_of(".[({", end - 1)) {
+    const std::string name = metric.substr(0, end);
+    if (!CheckCommonName(name).ok()) continue;
+    const Result<CommonValue> value = index.CommonRecord(name);
+    if (value.status().code() == Code::kNotFound) continue;
+    if (!value.ok()) return value.status();
+    if (end == metric.size()) return NumberOf(metric, value.value());
+    const Result<CommonValue> inner =
+        value.value().At(std::string_view(metric).substr(end + (metric[end] == '.' ? 1 : 0)));
+    if (inner.ok()) return NumberOf(metric, inner.value());
+  }
+  return MetricValue{.number = {}, .problem = "has no " + metric};
+}
+
+// What only the checkpoint itself says.
+Status ReadFromIndex(FileSystem& fs, const std::string& directory, const RetentionRules& rules,
+                     const std::vector<std::string>& roots, Candidate& c) {
+  OpenedCheckpoint::Options how;
+  how.roots = roots;
+  how.check_index_bytes = 0;  // A few records of each are read, and those are checked.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenedCheckpoint::Open(fs, directory, how));
+  const CheckpointIndex& index = opened->index();
+  if (index.info().uuid != c.uuid) {
+    return Status(Code::kStale, directory + ": another one has taken its place");
+  }
+  c.created = index.info().created;
+  c.metrics.clear();
+  for (const RetentionRules::Best& best : rules.keep_best) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(MetricValue value, ReadMetric(index, best.metric));
+    c.metrics.push_back(std::move(value));
+  }
+  return {};
+}
+
+class Pruner {
+ public:
+  Pruner(FileSystem& fs, const Store& store, const PruneOptions& options, std::int64_t now)
+      : fs_(fs),
+        store_(store),
+        options_(options),
+        now_(now != 0 ? now : store_moves::NowSeconds()) {}
+
+  Result<PruneReport> Run() {
+    TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
+    TENSORMOUNT_RETURN_IF_ERROR(ReadRules());
+    std::unique_ptr<File> lock;  // Until all is done.
+    if (!options_.dry_run) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(lock, pins::Lock(fs_, store_.path(), options_.wait_seconds));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<Candidate> candidates, Gather());
+    report_.decisions = Decide(rules_, std::move(candidates));
+    report_.dry_run = options_.dry_run;
+    const bool any =
+        std::ranges::any_of(report_.decisions, [](const auto& decision) { return !decision.kept; });
+    if (!any) return std::move(report_);
+    // Something goes, so something can be read, and that of the highest generation comes first.
+    anchor_ = report_.decisions.front();
+    TENSORMOUNT_RETURN_IF_ERROR(VerifyAnchor());
+    if (!options_.dry_run) RemoveAll();
+    return std::move(report_);
+  }
+
+ private:
+  // The policy is read in any case: a newer program may have said that nothing shall go.
+  Status ReadRules() {
+    Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
+    if (!policy.ok()) return policy.status().WithContext("nothing is removed");
+    if (!options_.rules.of_store) {
+      rules_ = options_.rules;
+    } else if (policy.value()) {
+      rules_ = *policy.value();
+    }
+    for (const RetentionRules::Every& every : rules_.keep_every) {
+      if (every.count == 0) return Status(Code::kInvalidArgument, "keep_every: 0 is no distance");
+    }
+    for (const RetentionRules::Best& best : rules_.keep_best) {
+      if (best.count == 0 || best.metric.empty()) {
+        return Status(Code::kInvalidArgument, "keep_best: want a metric and a number over 0");
+      }
+    }
+    report_.rules = rules_.ToText();
+    return {};
+  }
+
+  Result<std::vector<Candidate>> Gather() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> listed, store_.List());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const pins::PinMap pinned,
+                                 pins::ReadAll(fs_, store_.path(), now_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::set<Uuid> ephemeral,
+                                 pins::ReadEphemeral(fs_, store_.path()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
+    std::vector<Candidate> candidates;
+    for (const CheckpointListing& item : listed) {
+      // Somebody's folder that is no checkpoint is nobody's business here.
+      if (item.state == CheckpointListing::State::kNoCheckpoint) continue;
+      Candidate& c = candidates.emplace_back();
+      c.name = item.name;
+      c.problem = item.problem;
+      if (!item.problem.ok()) continue;
+      c.uuid = item.uuid;
+      c.generation = item.generation;
+      c.ephemeral = ephemeral.contains(item.uuid);
+      if (const auto pin = pinned.find(item.uuid); pin != pinned.end()) {
+        (pin->second.expired ? c.expired_pin : c.pinned) = pins::Describe(pin->second);
+      }
+      if (const auto base = bases.find(item.uuid); base != bases.end()) c.base_of = base->second;
+      c.metrics.resize(rules_.keep_best.size());
+    }
+    if (!NeedsOpening(rules_)) return candidates;
+    struct Nothing {};
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachParallel<Nothing>(candidates.size(), 0, [&](std::size_t i, Nothing&) -> Status {
+          Candidate& c = candidates[i];
+          if (!c.problem.ok() || c.ephemeral) return {};
+          const std::string directory = store_.CheckpointPath(c.name);
+          c.opened = ReadFromIndex(fs_, directory, rules_, options_.roots, c);
+          return {};
+        }));
+    return candidates;
+  }
+
+  // What is left must be worth it.
+  Status VerifyAnchor() {
+    const auto failed = [&](const Status& why) {
+      // What was removed or replaced while it was looked at is no damage.
+      const Status anchored = CheckAnchor();
+      if (anchored.code() == Code::kStale) return anchored;
+      return why.WithContext("nothing is removed: " + anchor_.checkpoint +
+                             ", the newest, does not pass a quick verification");
+    };
+    VerifyOptions quick;
+    quick.quick = true;
+    quick.roots = options_.roots;
+    const Result<VerifyReport> verified =
+        VerifyCheckpoint(fs_, store_.CheckpointPath(anchor_.checkpoint), quick);
+    if (!verified.ok()) return failed(verified.status());
+    for (const VerifyReport::Damage& d : verified.value().damages) {
+      return failed(Status(Code::kDataLoss, d.object + ": " + d.file + ": " + d.reason));
+    }
+    return {};
+  }
+
+  // The lowest generation first: what a crash leaves is what fewer and fewer rules keep.
+  void RemoveAll() {
+    for (auto it = report_.decisions.rbegin(); it != report_.decisions.rend(); ++it) {
+      if (it->kept) continue;
+      const Status anchored = CheckAnchor();
+      if (!anchored.ok()) {
+        for (; it != report_.decisions.rend(); ++it) {
+          if (!it->kept) it->failed = anchored;
+        }
+        return;
+      }
+      RemoveOne(*it);
+    }
+  }
+
+  // Whether what we keep as the newest is still there. Somebody with other rules may work beside
+  // us.
+  Status CheckAnchor() {
+    const Result<DecodedCommit> commit =
+        store_moves::ReadCommit(fs_, store_.CheckpointPath(anchor_.checkpoint));
+    const bool there = commit.ok() && commit.value().record.uuid.ToString() == anchor_.uuid;
+    if (there) return {};
+    if (!commit.ok() && commit.status().code() != Code::kNotFound) {
+      return commit.status().WithContext("nothing more is removed");
+    }
+    return Status(Code::kStale, "nothing more is removed: " + anchor_.checkpoint +
+                                    ", which was the newest, was removed or replaced meanwhile");
+  }
+
+  void RemoveOne(PruneReport::Decision& d) {
+    const Uuid uuid = *Uuid::Parse(d.uuid);
+    std::string held;
+    Status looked = LookAgain(uuid, &held);
+    if (looked.ok() && !held.empty()) return Keep(d, held);
+    if (!looked.ok()) {
+      d.failed = looked;
+      return;
+    }
+    const Status removed = store_.RemoveOnly(d.checkpoint, uuid);
+    if (!removed.ok() && removed.code() != Code::kUnknown) {
+      // Somebody was faster: it is gone, as it should be.
+      d.removed = removed.code() == Code::kNotFound;
+      if (!d.removed) d.failed = removed;
+      return;
+    }
+    d.removed = removed.ok() || fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code() ==
+                                    Code::kNotFound;
+    d.failed = removed;
+    looked = LookAgain(uuid, &held);
+    if (looked.ok() && held.empty()) {
+      // Gc takes it otherwise.
+      if (removed.ok()) (void)pins::ForgetEphemeral(fs_, store_.path(), uuid);
+      return;
+    }
+    // Held by somebody since the first look, or nobody knows: back to where it was.
+    const Status back = store_moves::PutBack(fs_, store_.path(), d.checkpoint, uuid);
+    if (!back.ok()) {
+      d.failed = back.WithContext("it could not be moved back from .trash, where it is " +
+                                  (held.empty() ? looked.message() : held));
+      return;
+    }
+    d.removed = false;
+    d.failed = looked;
+    if (looked.ok()) Keep(d, held);
+  }
+
+  static void Keep(PruneReport::Decision& d, const std::string& why) {
+    d.kept = true;
+    d.reason = why;
+    d.failed = Status();
+  }
+
+  // Whether somebody holds it by now.
+  Status LookAgain(const Uuid& uuid, std::string* held) const {
+    held->clear();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin, pins::Find(fs_, store_.path(), uuid, now_));
+    if (pin) *held = pins::Describe(*pin);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
+    if (const auto base = bases.find(uuid); base != bases.end()) {
+      *held += std::string(held->empty() ? "" : "; ") +
+               "a save under way takes files of it: " + base->second;
+    }
+    return {};
+  }
+
+  FileSystem& fs_;
+  const Store& store_;
+  const PruneOptions& options_;
+  const std::int64_t now_;
+  RetentionRules rules_;
+  PruneReport report_;
+  PruneReport::Decision anchor_;
+};
+
+// Bytes of files of which every name lies below one folder.
+class OwnBytes {
+ public:
+  explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
+  void Add(const std::string& path, int depth) {
+    const Result<FileInfo> info = fs_.LinkStat(path);
+    if (!info.ok()) return;
+    if (info.value().kind == FileKind::kFile) {
+      Names& names = files_[{info.value().device, info.value().inode}];
+      ++names.seen;
+      names.links = info.value().links;
+      names.bytes = info.value().size;
+    }
+    if (info.value().kind != FileKind::kDirectory || depth == 0) return;
+    const auto entries = fs_.List(path);
+    if (!entries.ok()) return;
+    for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
+  }
+  std::uint64_t Sum() const {
+    std::uint64_t bytes = 0;
+    for (const auto& [id, names] : files_) {
+      if (names.seen >= names.links) bytes += names.bytes;
+    }
+    return bytes;
+  }
+
+ private:
+  struct Names {
+    std::uint64_t seen = 0;
+    std::uint64_t links = 0;
+    std::uint64_t bytes = 0;
+  };
+  FileSystem& fs_;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;
+};
+
+}  // namespace
+
+Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
+                          std::int64_t now) {
+  return Pruner(fs, store, options, now).Run();
+}
+
+std::string TrashHint(FileSystem& fs, const std::string& store) {
+  OwnBytes own(fs);
+  const std::string trash = JoinPath(store, store_paths::kTrashFolder);
+  const auto entries = fs.List(trash);
+  if (!entries.ok()) return {};
+  for (const DirectoryEntry& e : entries.value()) {
+    // What failed saves left is empty by now, or soon.
+    if (!e.name.ends_with(store_paths::kAbortedSuffix)) own.Add(JoinPath(trash, e.name), 8);
+  }
+  const std::uint64_t bytes = own.Sum();
+  if (bytes == 0) return {};
+  return JoinPath(store, store_paths::kTrashFolder) + " holds " + HumanBytes(bytes) +
+         " of removed checkpoints: `tensormount gc " + store + "` frees what nobody reads";
+}
+
+nlohmann::ordered_json PruneJson(const PruneReport& report) {
+  nlohmann::ordered_json checkpoints = nlohmann::ordered_json::array();
+  for (const PruneReport::Decision& d : report.decisions) {
+    nlohmann::ordered_json& one =
+        checkpoints.emplace_back(nlohmann::ordered_json{{"checkpoint", d.checkpoint},
+                                                        {"uuid", d.uuid},
+                                                        {"generation", d.generation},
+                                                        {"kept", d.kept},
+                                                        {"removed", d.removed},
+                                                        {"reason", d.reason}});
+    if (!d.failed.ok()) one["failed"] = d.failed.ToString();
+  }
+  return {{"rules", report.rules},
+          {"dry_run", report.dry_run},
+          {"removed", report.removed()},
+          {"checkpoints", std::move(checkpoints)}};
+}
+
+nlohmann::ordered_json PinJson(const PinnedCheckpoint& pin) {
+  nlohmann::ordered_json json = {
+      {"uuid", pin.uuid},       {"name", pin.name},       {"reason", pin.reason},  {"by", pin.by},
+      {"created", pin.created}, {"expires", pin.expires}, {"expired", pin.expired}};
+  if (!pin.problem.empty()) json["problem"] = pin.problem;
+  return json;
+}
+
+}  // namespace tensormount::retention

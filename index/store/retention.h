@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_INDEX_STORE_RETENTION_H_
+#define TENSORMOUNT_INDEX_STORE_RETENTION_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "tensormount/retention.h"
+#include "tensormount/status.h"
+
+#include "base/file_system.h"
+#include "index/records/inventory.h"
+#include "index/store/store.h"
+
+// Removing checkpoints by rule (docs/format.md, "Keeping and removing"). What the rules say is a
+// pure function of what is known of each checkpoint; what may go wrong while it is done is not.
+
+namespace tensormount::retention {
+
+// What one checkpoint has under the name of a metric.
+struct MetricValue {
+  std::optional<long double> number;  // Holds every integer of 64 bits and every double.
+  std::string problem;  // Where there is none: "has no eval.loss", "eval.loss is NaN".
+};
+
+// All that the rules look at.
+struct Candidate {
+  std::string name;
+  Uuid uuid;
+  std::uint64_t generation = 0;
+  Status problem;  // It cannot be read, so nothing but its name is known.
+  bool ephemeral = false;
+  std::string pinned;                // In words; empty: it is not, or not any more.
+  std::string expired_pin;           // In words; empty: it has none.
+  std::string base_of;               // The staging of a save that takes files of it; empty: none.
+  Status opened;                     // Why what follows is not known, where it was asked for.
+  std::int64_t created = 0;          // For rules with hours.
+  std::vector<MetricValue> metrics;  // One for each of rules.keep_best.
+};
+
+// Whether Decide needs Candidate::created or ::metrics.
+bool NeedsOpening(const RetentionRules& rules);
+
+// One decision a candidate: those that can be read by generation, uuid and name, the highest first,
+// then the others by name. The first always stays if it can be read. Pure.
+std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
+                                          std::vector<Candidate> candidates);
+
+// The last run of decimal digits in a name. nullopt: none, or over 64 bits.
+std::optional<std::uint64_t> StepOf(std::string_view name);
+
+// PruneCheckpoints of retention.h.
+// `now`: seconds since 1970, for the expiry of pins; 0: the clock's.
+Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
+                          std::int64_t now = 0);
+
+// What of .trash a gc may free, in words for people whose disk is full; empty: nothing.
+std::string TrashHint(FileSystem& fs, const std::string& store);
+
+// As the command and the C interface give it to programs.
+nlohmann::ordered_json PruneJson(const PruneReport& report);
+nlohmann::ordered_json PinJson(const PinnedCheckpoint& pin);
+
+}  // namespace tensormount::retention
+
+#endif  // TENSORMOUNT_INDEX_STORE_RETENTION_H_

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+// RetentionRules of tensormount/retention.h: their text, and what they decide (Decide of
+// retention.h). Pure: no file is touched here.
+#include <algorithm>
+#include <charconv>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "base/counted.h"
+#include "index/store/retention.h"
+
+namespace tensormount {
+namespace {
+
+constexpr std::string_view kGenerationsUnit = "-generations";
+
+Status BadRetentionRule(std::string_view rule, std::string_view why) {
+  return Status(Code::kInvalidArgument,
+                "rule \"" + std::string(rule.substr(0, 200)) + "\": " + std::string(why));
+}
+
+std::optional<std::uint64_t> CountOf(std::string_view text) {
+  std::uint64_t n = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), n);
+  if (text.empty() || end.ec != std::errc() || end.ptr != text.data() + text.size() || n == 0) {
+    return std::nullopt;
+  }
+  return n;
+}
+
+Result<RetentionRules::Every> ParseEvery(std::string_view rule, std::string_view text) {
+  RetentionRules::Every every;
+  std::string_view number = text;
+  if (text.ends_with(kGenerationsUnit)) {
+    every.unit = RetentionRules::Every::Unit::kGenerations;
+    number.remove_suffix(kGenerationsUnit.size());
+  } else if (text.ends_with('h')) {
+    every.unit = RetentionRules::Every::Unit::kHours;
+    number.remove_suffix(1);
+  }
+  const std::optional<std::uint64_t> count = CountOf(number);
+  if (!count) {
+    return BadRetentionRule(rule,
+                            "want a number over 0: of steps (1000), hours (6h) or generations "
+                            "(5-generations)");
+  }
+  // Seconds of a bucket must fit.
+  if (every.unit == RetentionRules::Every::Unit::kHours && *count > 100'000'000) {
+    return BadRetentionRule(rule, "so many hours do not fit");
+  }
+  every.count = *count;
+  return every;
+}
+
+// METRIC:max|min:K, from the right: a path may have colons.
+Result<RetentionRules::Best> ParseBest(std::string_view rule, std::string_view text) {
+  RetentionRules::Best best;
+  const std::size_t last = text.rfind(':');
+  const std::size_t first =
+      last == std::string_view::npos || last == 0 ? last : text.rfind(':', last - 1);
+  if (first == std::string_view::npos || first == 0 || last == first) {
+    return BadRetentionRule(rule, "want METRIC:max:K or METRIC:min:K");
+  }
+  const std::string_view how = text.substr(first + 1, last - first - 1);
+  const std::optional<std::uint64_t> count = CountOf(text.substr(last + 1));
+  if (how != "max" && how != "min")
+    return BadRetentionRule(rule, "want max or min before the number");
+  if (!count) return BadRetentionRule(rule, "want a number over 0 at its end");
+  best.metric = std::string(text.substr(0, first));
+  best.highest = how == "max";
+  best.count = *count;
+  return best;
+}
+
+// Cuts at commas; what follows a backslash is taken as it is.
+std::vector<std::string> CutRules(std::string_view text) {
+  std::vector<std::string> rules(1);
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == '\\' && i + 1 < text.size()) {
+      rules.back() += text[++i];
+    } else if (text[i] == ',') {
+      rules.emplace_back();
+    } else {
+      rules.back() += text[i];
+    }
+  }
+  return rules;
+}
+
+}  // namespace
+
+Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
+  RetentionRules rules;
+  if (text.empty()) return rules;
+  if (text == "policy") return OfStore();
+  for (const std::string& rule : CutRules(text)) {
+    const std::size_t equals = rule.find('=');
+    const std::string_view word = std::string_view(rule).substr(0, equals);
+    const std::string_view value = equals == std::string::npos
+                                       ? std::string_view()
+                                       : std::string_view(rule).substr(equals + 1);
+    if (word == "last" && equals != std::string::npos) {
+      const std::optional<std::uint64_t> count = CountOf(value);
+      if (!count) return BadRetentionRule(rule, "want a number over 0");
+      if (rules.keep_last != 0) return BadRetentionRule(rule, "there is one of that kind already");
+      rules.keep_last = *count;
+    } else if (word == "every" && equals != std::string::npos) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Every every, ParseEvery(rule, value));
+      rules.keep_every.push_back(every);
+    } else if (word == "best" && equals != std::string::npos) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(Best best, ParseBest(rule, value));
+      rules.keep_best.push_back(std::move(best));
+    } else {
+      return BadRetentionRule(rule,
+                              "want last=N, every=M, every=Mh, every=M-generations, "
+                              "best=METRIC:max|min:K, with commas between them, or policy alone");
+    }
+  }
+  return rules;
+}
+
+std::string RetentionRules::ToText() const {
+  if (of_store) return "policy";
+  std::string text;
+  const auto add = [&](const std::string& rule) {
+    if (!text.empty()) text += ',';
+    text += rule;
+  };
+  if (keep_last != 0) add("last=" + std::to_string(keep_last));
+  for (const Every& every : keep_every) {
+    add("every=" + std::to_string(every.count) +
+        (every.unit == Every::Unit::kHours         ? std::string("h")
+         : every.unit == Every::Unit::kGenerations ? std::string(kGenerationsUnit)
+                                                   : std::string()));
+  }
+  for (const Best& best : keep_best) {
+    std::string metric;
+    for (const char c : best.metric) {
+      if (c == ',' || c == '\\') metric += '\\';
+      metric += c;
+    }
+    add("best=" + metric + (best.highest ? ":max:" : ":min:") + std::to_string(best.count));
+  }
+  return text;
+}
+
+std::uint64_t PruneReport::removed() const {
+  return static_cast<std::uint64_t>(
+      std::ranges::count_if(decisions, [](const Decision& d) { return d.removed; }));
+}
+
+std::vector<std::string> PruneReport::failures() const {
+  std::vector<std::string> all;
+  for (const Decision& d : decisions) {
+    if (!d.failed.ok()) all.push_back(d.checkpoint + ": " + d.failed.ToString());
+  }
+  return all;
+}
+
+namespace retention {
+namespace {
+
+using Every = RetentionRules::Every;
+using Best = RetentionRules::Best;
+
+// The rules see those that count: they can be read and are not ephemeral, the highest first.
+class Judge {
+ public:
+  Judge(const RetentionRules& rules, const std::vector<Candidate>& counted)
+      : rules_(rules), counted_(counted), reasons_(counted.size()) {
+    Last();
+    for (const Every& every : rules.keep_every) {
+      switch (every.unit) {
+        case Every::Unit::kSteps:
+          Steps(every.count);
+          break;
+        case Every::Unit::kGenerations:
+          Generations(every.count);
+          break;
+        case Every::Unit::kHours:
+          Hours(every.count);
+          break;
+      }
+    }
+    for (std::size_t i = 0; i < rules.keep_best.size(); ++i) BestOf(i);
+  }
+  // Why each is kept; empty: no rule keeps it.
+  const std::string& reason(std::size_t i) const { return reasons_[i]; }
+
+ private:
+  void Keep(std::size_t i, const std::string& why) {
+    if (!reasons_[i].empty()) reasons_[i] += "; ";
+    reasons_[i] += why;
+  }
+
+  void Last() {
+    for (std::size_t i = 0; i < counted_.size() && i < rules_.keep_last; ++i) {
+      Keep(i, "of the last " + std::to_string(rules_.keep_last));
+    }
+  }
+
+  void Steps(std::uint64_t count) {
+    for (std::size_t i = 0; i < counted_.size(); ++i) {
+      const std::optional<std::uint64_t> step = StepOf(counted_[i].name);
+      if (!step) {
+        Keep(i, "its name has no step number");
+      } else if (*step % count == 0) {
+        Keep(i, "step " + std::to_string(*step) + " is a multiple of " + std::to_string(count));
+      }
+    }
+  }
+
+  void Generations(std::uint64_t count) {
+    std::optional<std::uint64_t> seen;
+    for (std::size_t i = 0; i < counted_.size(); ++i) {
+      const std::uint64_t bucket = counted_[i].generation / count;
+      if (seen != bucket) Keep(i, "the newest of its " + Counted(count, "generation"));
+      seen = bucket;
+    }
+  }
+
+  // A bucket ends wherever the number of its hours changes, up or down: where clocks ran back or
+  // differ there are more of them and never fewer. One whose date is not known is none's newest.
+  void Hours(std::uint64_t count) {
+    const auto seconds = static_cast<std::int64_t>(count) * 3600;
+    std::optional<std::int64_t> seen;
+    for (std::size_t i = 0; i < counted_.size(); ++i) {
+      if (!counted_[i].opened.ok()) {
+        Keep(i, "its date cannot be read: " + counted_[i].opened.message());
+        continue;
+      }
+      const std::int64_t created = counted_[i].created;
+      const std::int64_t bucket = created / seconds - (created % seconds < 0 ? 1 : 0);
+      if (seen != bucket) Keep(i, "the newest of its " + Counted(count, "hour"));
+      seen = bucket;
+    }
+  }
+
+  void BestOf(std::size_t rule) {
+    const Best& best = rules_.keep_best[rule];
+    std::vector<long double> values;
+    for (std::size_t i = 0; i < counted_.size(); ++i) {
+      if (!counted_[i].opened.ok()) {
+        Keep(i, "its " + best.metric + " cannot be read: " + counted_[i].opened.message());
+        continue;
+      }
+      const MetricValue& value = counted_[i].metrics[rule];
+      if (value.number) {
+        values.push_back(*value.number);
+      } else {
+        Keep(i, "it " + value.problem);
+      }
+    }
+    if (values.empty()) return;
+    const auto better = [&](long double a, long double b) { return best.highest ? a > b : a < b; };
+    std::sort(values.begin(), values.end(), better);
+    const std::size_t count =
+        static_cast<std::size_t>(std::min<std::uint64_t>(best.count, values.size()));
+    const long double worst = values[count - 1];
+    const bool tied = count < values.size() && values[count] == worst;
+    for (std::size_t i = 0; i < counted_.size(); ++i) {
+      if (!counted_[i].opened.ok() || !counted_[i].metrics[rule].number) continue;
+      const long double value = *counted_[i].metrics[rule].number;
+      if (better(worst, value)) continue;
+      Keep(i, "of the " + std::to_string(best.count) + " with the " +
+                  (best.highest ? "highest " : "lowest ") + best.metric +
+                  (tied && value == worst ? ", as good as others" : ""));
+    }
+  }
+
+  const RetentionRules& rules_;
+  const std::vector<Candidate>& counted_;
+  std::vector<std::string> reasons_;
+};
+
+PruneReport::Decision DecisionOn(const Candidate& c) {
+  PruneReport::Decision d;
+  d.checkpoint = c.name;
+  d.uuid = c.uuid.ToString();
+  d.generation = c.generation;
+  return d;
+}
+
+}  // namespace
+
+bool NeedsOpening(const RetentionRules& rules) {
+  return !rules.keep_best.empty() || std::ranges::any_of(rules.keep_every, [](const Every& e) {
+    return e.unit == Every::Unit::kHours;
+  });
+}
+
+std::optional<std::uint64_t> StepOf(std::string_view name) {
+  const std::size_t last = name.find_last_of("0123456789");
+  if (last == std::string_view::npos) return std::nullopt;
+  const std::size_t before = name.find_last_not_of("0123456789", last);
+  const std::size_t first = before == std::string_view::npos ? 0 : before + 1;
+  return [&]() -> std::optional<std::uint64_t> {
+    std::uint64_t n = 0;
+    const auto end = std::from_chars(name.data() + first, name.data() + last + 1, n);
+    return end.ec == std::errc() ? std::optional(n) : std::nullopt;
+  }();
+}
+
+std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
+                                          std::vector<Candidate> candidates) {
+  std::ranges::sort(candidates, [](const Candidate& a, const Candidate& b) {
+    if (a.problem.ok() != b.problem.ok()) return a.problem.ok();
+    if (!a.problem.ok()) return a.name < b.name;
+    return std::tie(a.generation, a.uuid, a.name) > std::tie(b.generation, b.uuid, b.name);
+  });
+  std::vector<Candidate> counted;
+  for (const Candidate& c : candidates) {
+    if (c.problem.ok() && !c.ephemeral) counted.push_back(c);
+  }
+  const Judge judge(rules, counted);
+
+  std::vector<PruneReport::Decision> decisions;
+  std::size_t next = 0;  // Of `counted`.
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    const Candidate& c = candidates[i];
+    PruneReport::Decision& d = decisions.emplace_back(DecisionOn(c));
+    const auto keep = [&](const std::string& why) {
+      if (!d.reason.empty()) d.reason += "; ";
+      d.reason += why;
+    };
+    if (!c.problem.ok()) {
+      d.reason = "it cannot be read, so no rule removes it: " + c.problem.message();
+      continue;
+    }
+    if (i == 0) keep("the newest");
+    if (!c.pinned.empty()) keep(c.pinned);
+    if (!c.base_of.empty()) keep("a save under way takes files of it: " + c.base_of);
+    if (!c.ephemeral) {
+      const std::string& why = judge.reason(next++);
+      if (!why.empty()) keep(why);
+      if (rules.empty() && d.reason.empty()) keep("there is no rule");
+    }
+    d.kept = !d.reason.empty();
+    if (!d.kept) {
+      d.reason = c.ephemeral ? "ephemeral, and " + candidates[0].name + " was saved after it"
+                             : "no rule keeps it";
+    }
+    if (!c.expired_pin.empty()) d.reason += " (" + c.expired_pin + ")";
+  }
+  return decisions;
+}
+
+}  // namespace retention
+}  // namespace tensormount

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which checkpoints of a store stay (tensormount/c.h), over tensormount/store.h and retention.h.
+#include <optional>
+
+#include <nlohmann/json.hpp>
+
+#include "tensormount/retention.h"
+#include "tensormount/store.h"
+
+#include "index/store/retention.h"
+#include "lib/c_api.h"
+
+using tensormount::PinnedCheckpoint;
+using tensormount::RetentionRules;
+using tensormount::Status;
+using tensormount::c_api::Call;
+using tensormount::c_api::HandOut;
+using tensormount::c_api::Need;
+using tensormount::c_api::ReadStruct;
+using RetentionJson = nlohmann::ordered_json;
+
+namespace {
+
+Status GiveIfWanted(const RetentionJson& document, char** json) {
+  return json == nullptr ? Status() : HandOut(document, json);
+}
+
+}  // namespace
+
+tm_status tm_store_list_long(const char* store, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list,
+                                 tensormount::ListCheckpoints(store, {.details = true}));
+    RetentionJson all = RetentionJson::array();
+    for (const tensormount::StoredCheckpoint& item : list) {
+      RetentionJson& one = all.emplace_back(RetentionJson{{"checkpoint", item.name},
+                                                          {"uuid", item.uuid},
+                                                          {"generation", item.generation},
+                                                          {"latest", item.latest}});
+      if (!item.problem.ok()) {
+        one["problem"] = item.problem.ToString();
+        continue;
+      }
+      one["created"] = item.created;
+      one["file_bytes"] = item.file_bytes;
+      one["pinned"] = item.pinned;
+    }
+    return HandOut(all, json);
+  });
+}
+
+tm_status tm_store_remove_with(const char* path, const tm_remove_options* options) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_remove_options given,
+                                 ReadStruct(options, "tm_remove_options"));
+    return tensormount::RemoveCheckpoint(path, {.force = given.force != 0});
+  });
+}
+
+tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_pin_options given, ReadStruct(options, "tm_pin_options"));
+    tensormount::PinOptions how;
+    if (given.reason != nullptr) how.reason = given.reason;
+    how.expires = given.expires;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PinnedCheckpoint pin, tensormount::PinCheckpoint(path, how));
+    return GiveIfWanted(tensormount::retention::PinJson(pin), json);
+  });
+}
+
+tm_status tm_store_unpin(const char* path) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    return tensormount::UnpinCheckpoint(path);
+  });
+}
+
+tm_status tm_store_pins(const char* store, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, tensormount::ListPins(store));
+    RetentionJson all = RetentionJson::array();
+    for (const PinnedCheckpoint& pin : list) all.push_back(tensormount::retention::PinJson(pin));
+    return HandOut(all, json);
+  });
+}
+
+tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_prune_options given,
+                                 ReadStruct(options, "tm_prune_options"));
+    tensormount::PruneOptions how;
+    how.dry_run = given.dry_run != 0;
+    if (given.rules != nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(how.rules, RetentionRules::Parse(given.rules));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto report, tensormount::PruneCheckpoints(store, how));
+    return GiveIfWanted(tensormount::retention::PruneJson(report), json);
+  });
+}
+
+tm_status tm_store_policy(const char* store, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto rules, tensormount::RetentionPolicy(store));
+    RetentionJson said = {{"rules", nullptr}};
+    if (rules) said["rules"] = rules->ToText();
+    return HandOut(said, json);
+  });
+}
+
+tm_status tm_store_set_policy(const char* store, const char* rules) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}}));
+    std::optional<RetentionRules> wanted;
+    if (rules != nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(wanted, RetentionRules::Parse(rules));
+    }
+    return tensormount::SetRetentionPolicy(store, wanted);
+  });
+}
