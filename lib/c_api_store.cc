@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON is made
-// where the command's is.
+// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON
+// is made where the command's is.
 #include <memory>
 #include <optional>
 #include <utility>
@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tensormount/key_map.h"
+#include "tensormount/store_copy.h"
 
 #include "base/file_system.h"
 #include "index/foreign/adopt.h"
@@ -15,6 +16,7 @@
 #include "index/foreign/verify_foreign.h"
 #include "index/read/report_json.h"
 #include "index/records/key_renames.h"
+#include "index/store/costs.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
 #include "lib/c_api.h"
@@ -78,14 +80,17 @@ tm_status tm_store_list(const char* store, char** json) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, opened.List());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto costs,
+                                 tensormount::StoreCosts::Of(HostFileSystem(), opened));
     // Where no one can tell which is the latest, none is called so.
-    const auto latest = opened.Latest();
+    const auto latest = opened.LatestOf(costs.Listings());
     OrderedJson all = OrderedJson::array();
-    for (const tensormount::CheckpointListing& item : list) {
+    for (const tensormount::CheckpointCost& cost : costs.checkpoints()) {
+      const tensormount::CheckpointListing& item = cost.listing;
       const bool is_latest =
           latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
       all.push_back(ListingJson(item, is_latest));
+      if (item.problem.ok()) AddCostJson(cost, all.back());
     }
     return HandOut(all, json);
   });
@@ -134,6 +139,32 @@ tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** js
   });
 }
 
+tm_status tm_store_copy(const char* const* sources, size_t source_count, const char* destination,
+                        const tm_copy_options* options, int32_t* all, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{destination, "destination"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_copy_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_copy_options"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto from,
+                                 tensormount::c_api::ReadTexts(sources, source_count, "sources"));
+    tensormount::CopyOptions how;
+    how.limit_rate = given.limit_rate;
+    how.watch = ReadTask(given.task);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::CopyReport report,
+                                 tensormount::CopyCheckpoints(from, destination, how));
+    OrderedJson document = {{"destination", report.destination},
+                            {"checkpoints", OrderedJson::array()}};
+    bool whole = true;
+    for (const tensormount::CopiedCheckpoint& one : report.checkpoints) {
+      document["checkpoints"].push_back(CopiedJson(one));
+      whole = whole && one.status.ok();
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(GiveJson(document, json));
+    if (all != nullptr) *all = whole ? 1 : 0;
+    return {};
+  });
+}
+
 tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
                     char** json) {
   return Call([&]() -> Status {
@@ -149,10 +180,11 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_verify_options.roots"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindOne(path, how.roots));
     FileSystem& fs = HostFileSystem();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::VerifyReport report,
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::VerifyReport report,
                                  found.kind == SourceKind::kForeign
                                      ? VerifyForeign(fs, found.path, how)
                                      : VerifyCheckpoint(fs, found.path, how));
+    if (found.kind != SourceKind::kForeign) NameSharers(fs, found.path, report);
     OrderedJson document = VerifiedJson(report, how.quick);
     OrderedJson& damage = document["damage"] = OrderedJson::array();
     for (const auto& one : report.damages) damage.push_back(DamageJson(one));

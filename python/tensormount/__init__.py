@@ -44,6 +44,7 @@ _NAMES = {
     "load": "_load",
     "Store": "_store",
     "adopt": "_store",
+    "copy": "_store",
     "diff": "_store",
     "export": "_store",
     "verify": "_store",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from tensormount._store import (
         Store as Store,
         adopt as adopt,
+        copy as copy,
         diff as diff,
         export as export,
         verify as verify,

@@ -44,6 +44,7 @@ PUBLIC_HEADERS = {
     "checkpoint.h": "index",
     "common_value.h": "index",
     "store.h": "index",
+    "store_copy.h": "index",
     "communicator.h": "collective",
     "tcp_group.h": "collective",
     "async_load.h": "collective",
