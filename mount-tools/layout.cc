@@ -68,7 +68,7 @@ int RunLayout(const LayoutArgs& args, Terminal& terminal) {
   } else if (!to_files) {
     terminal.Text(
         fs::LayoutText(ShownLayout(layout.value()), Terminal::Columns(), terminal.colours(),
-                       terminal.verbose ? std::numeric_limits<std::size_t>::max() : kTableRows));
+                   terminal.verbose ? std::numeric_limits<std::size_t>::max() : kTableRows));
   }
   return terminal.Flush();
 }
