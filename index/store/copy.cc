@@ -282,6 +282,7 @@ class Copier {
       if (keys_.contains(key)) holders_[key] = name;
     }
   }
+  std::string StagingFolder() const { return JoinPath(store_.path(), store_paths::kStagingFolder); }
   void RememberProven(const std::string& path) {
     if (const Result<FileInfo> info = fs_.LinkStat(path); info.ok()) {
       proven_[{info.value().device, info.value().inode}] = FileStamp::OfOurs(info.value());
@@ -364,9 +365,11 @@ Status Copier::CheckName(const Wanted& wanted, CopiedCheckpoint& out) {
 Result<std::unique_ptr<File>> Copier::Lock(const std::string& outer) {
   const std::string path = JoinPath(outer, store_paths::kLockFile);
   for (int attempt = 0; attempt < 16; ++attempt) {
-    TENSORMOUNT_RETURN_IF_ERROR(fs_.EnsureDirectory(outer));
-    Result<std::unique_ptr<File>> lock = fs_.OpenShared(path);
     // Another copy of it was done a moment ago, or gc took the folder.
+    const Status made = fs_.EnsureDirectory(outer);
+    if (made.code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(made);
+    Result<std::unique_ptr<File>> lock = fs_.OpenShared(path);
     if (lock.status().code() == Code::kNotFound) continue;
     TENSORMOUNT_RETURN_IF_ERROR(lock.status());
     const Status locked = lock.value()->TryLockExclusive();
@@ -523,6 +526,11 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
 
 Status Copier::MakeDurable(const std::string& checkpoint, const std::string& from) {
   Status synced = fs_.SyncMovedFolder(checkpoint, store_.path(), from);
+  // Where there are no locks another copy of it may have taken that folder away, which is durable
+  // with the folder that it was in.
+  if (synced.code() == Code::kNotFound && fs_.LinkStat(from).status().code() == Code::kNotFound) {
+    synced = fs_.SyncMovedFolder(checkpoint, store_.path(), StagingFolder());
+  }
   // The claim of its generation, too: it outlives the checkpoint.
   if (synced.ok()) {
     synced = fs_.SyncDirectory(JoinPath(store_.path(), store_paths::kGenerationsFolder));
@@ -595,23 +603,28 @@ Status Copier::Copy(const Wanted& wanted, CopiedCheckpoint& out) {
   if (wanted.generation >= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
     return InvalidArgument("its generation leaves none for the saves after it");
   }
-  const std::string staging = JoinPath(store_.path(), store_paths::kStagingFolder);
   const std::string outer =
-      JoinPath(staging, std::string(store_paths::kCopyPrefix) + wanted.uuid.ToString());
-  // What the one that copied it may have failed to make durable. Its folder goes, if it is there.
+      JoinPath(StagingFolder(), std::string(store_paths::kCopyPrefix) + wanted.uuid.ToString());
+  // What the one that copied it may have failed to make durable.
   const auto already = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(store_.ClaimUpTo(wanted.generation));
-    TENSORMOUNT_RETURN_IF_ERROR(MakeDurable(store_.CheckpointPath(wanted.name), staging));
-    if (fs_.LinkStat(outer).ok()) finished_.push_back(outer);
+    TENSORMOUNT_RETURN_IF_ERROR(MakeDurable(store_.CheckpointPath(wanted.name), StagingFolder()));
     return pace_.Done(wanted.bytes);
   };
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
-  if (out.was_there) return already();
+  if (out.was_there) {
+    // What it left, unless it is still at work there.
+    if (fs_.LinkStat(outer).ok() && Lock(outer).ok()) finished_.push_back(outer);
+    return already();
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(OpenedSource source, Open(wanted));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, Lock(outer));
   // Another copy may have been done while we opened it.
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
-  if (out.was_there) return already();
+  if (out.was_there) {
+    finished_.push_back(outer);
+    return already();
+  }
   Status copied = CopySteps(wanted, outer, source, out);
   if (!copied.ok()) {
     if ((copied.code() == Code::kDataLoss || copied.code() == Code::kNotFound) &&
@@ -635,7 +648,7 @@ Status Copier::Copy(const Wanted& wanted, CopiedCheckpoint& out) {
 void Copier::CleanUp() {
   if (finished_.empty()) return;
   for (const std::string& outer : finished_) (void)fs_.RemoveTree(outer);
-  (void)fs_.SyncFileSystem(JoinPath(store_.path(), store_paths::kStagingFolder));
+  (void)fs_.SyncFileSystem(StagingFolder());
 }
 
 // What the caller named, in the order in which it is copied. Data files of all of them in `keys`.
