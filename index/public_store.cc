@@ -6,8 +6,7 @@
 #include "tensormount/store.h"
 
 #include "base/file_system.h"
-#include "base/parallel.h"
-#include "index/read/checkpoint.h"
+#include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
@@ -26,28 +25,19 @@ Result<StoreWithName> OpenStoreOf(const std::string& path) {
   return StoreWithName{std::move(store), std::move(parts.name)};
 }
 
-Status ReadDateAndSize(const std::string& directory, StoredCheckpoint& out) {
-  OpenedCheckpoint::Options how;
-  how.check_index_bytes = 0;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
-                               OpenedCheckpoint::Open(HostFileSystem(), directory, how));
-  out.created = opened->index().info().created;
-  for (const FileRecord& file : opened->index().files()) out.file_bytes += file.length;
-  return {};
-}
-
 }  // namespace
 
-Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store,
-                                                      const ListOptions& options) {
+Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store) {
   FileSystem& fs = HostFileSystem();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(fs, store));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> list, opened.List());
-  const Result<LatestCheckpoint> latest = opened.Latest();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(fs, opened));
+  // Where no one can tell which is the latest, none is called so.
+  const Result<LatestCheckpoint> latest = opened.LatestOf(costs.Listings());
   TENSORMOUNT_ASSIGN_OR_RETURN(const pins::PinMap pinned,
                                pins::ReadAll(fs, opened.path(), store_moves::NowSeconds()));
   std::vector<StoredCheckpoint> out;
-  for (const CheckpointListing& item : list) {
+  for (const CheckpointCost& cost : costs.checkpoints()) {
+    const CheckpointListing& item = cost.listing;
     StoredCheckpoint& one = out.emplace_back();
     one.name = item.name;
     one.uuid = item.uuid.ToString();
@@ -57,17 +47,11 @@ Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store,
     one.problem = item.problem;
     const auto pin = pinned.find(item.uuid);
     one.pinned = item.problem.ok() && pin != pinned.end() && !pin->second.expired;
+    one.created = cost.created;
+    one.file_bytes = cost.data_bytes;
+    one.stored_bytes = cost.bytes;
+    one.own_bytes = cost.own_bytes;
   }
-  if (!options.details) return out;
-  struct Nothing {};
-  TENSORMOUNT_RETURN_IF_ERROR(
-      ForEachParallel<Nothing>(out.size(), 0, [&](std::size_t i, Nothing&) -> Status {
-        if (!out[i].problem.ok()) return {};
-        out[i].problem = ReadDateAndSize(opened.CheckpointPath(out[i].name), out[i]);
-        return {};
-      }));
-  // Removed since it was listed.
-  std::erase_if(out, [](const StoredCheckpoint& c) { return c.problem.code() == Code::kNotFound; });
   return out;
 }
 

@@ -27,29 +27,6 @@ Status GiveIfWanted(const RetentionJson& document, char** json) {
 
 }  // namespace
 
-tm_status tm_store_list_long(const char* store, char** json) {
-  return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list,
-                                 tensormount::ListCheckpoints(store, {.details = true}));
-    RetentionJson all = RetentionJson::array();
-    for (const tensormount::StoredCheckpoint& item : list) {
-      RetentionJson& one = all.emplace_back(RetentionJson{{"checkpoint", item.name},
-                                                          {"uuid", item.uuid},
-                                                          {"generation", item.generation},
-                                                          {"latest", item.latest}});
-      if (!item.problem.ok()) {
-        one["problem"] = item.problem.ToString();
-        continue;
-      }
-      one["created"] = item.created;
-      one["file_bytes"] = item.file_bytes;
-      one["pinned"] = item.pinned;
-    }
-    return HandOut(all, json);
-  });
-}
-
 tm_status tm_store_remove_with(const char* path, const tm_remove_options* options) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON is made
-// where the command's is.
+// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON
+// is made where the command's is.
 #include <memory>
 #include <optional>
 #include <utility>
@@ -9,6 +9,7 @@
 
 #include "tensormount/derive.h"
 #include "tensormount/key_map.h"
+#include "tensormount/store_copy.h"
 
 #include "base/file_system.h"
 #include "index/foreign/adopt.h"
@@ -16,6 +17,7 @@
 #include "index/foreign/verify_foreign.h"
 #include "index/read/report_json.h"
 #include "index/records/key_renames.h"
+#include "index/store/costs.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
 #include "lib/c_api.h"
@@ -78,15 +80,23 @@ void tm_task_free(tm_task* task) { delete task; }
 tm_status tm_store_list(const char* store, char** json) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, opened.List());
-    // Where no one can tell which is the latest, none is called so.
-    const auto latest = opened.Latest();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, tensormount::ListCheckpoints(store));
     OrderedJson all = OrderedJson::array();
-    for (const tensormount::CheckpointListing& item : list) {
-      const bool is_latest =
-          latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
-      all.push_back(ListingJson(item, is_latest));
+    for (const tensormount::StoredCheckpoint& item : list) {
+      OrderedJson& one = all.emplace_back(OrderedJson{{"checkpoint", item.name},
+                                                      {"uuid", item.uuid},
+                                                      {"generation", item.generation},
+                                                      {"latest", item.latest}});
+      if (!item.problem.ok()) {
+        one["problem"] = item.problem.ToString();
+        continue;
+      }
+      one["created"] = item.created;
+      one["file_bytes"] = item.file_bytes;
+      one["stored_bytes"] = item.stored_bytes;
+      one["own_bytes"] = item.own_bytes;
+      one["shared_bytes"] = item.stored_bytes - item.own_bytes;
+      one["pinned"] = item.pinned;
     }
     return HandOut(all, json);
   });
@@ -135,6 +145,32 @@ tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** js
   });
 }
 
+tm_status tm_store_copy(const char* const* sources, size_t source_count, const char* destination,
+                        const tm_copy_options* options, int32_t* all, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{destination, "destination"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_copy_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_copy_options"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto from,
+                                 tensormount::c_api::ReadTexts(sources, source_count, "sources"));
+    tensormount::CopyOptions how;
+    how.limit_rate = given.limit_rate;
+    how.watch = ReadTask(given.task);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::CopyReport report,
+                                 tensormount::CopyCheckpoints(from, destination, how));
+    OrderedJson document = {{"destination", report.destination},
+                            {"checkpoints", OrderedJson::array()}};
+    bool whole = true;
+    for (const tensormount::CopiedCheckpoint& one : report.checkpoints) {
+      document["checkpoints"].push_back(CopiedJson(one));
+      whole = whole && one.status.ok();
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(GiveJson(document, json));
+    if (all != nullptr) *all = whole ? 1 : 0;
+    return {};
+  });
+}
+
 tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
                     char** json) {
   return Call([&]() -> Status {
@@ -150,10 +186,11 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_verify_options.roots"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindOne(path, how.roots));
     FileSystem& fs = HostFileSystem();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::VerifyReport report,
+    TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::VerifyReport report,
                                  found.kind == SourceKind::kForeign
                                      ? VerifyForeign(fs, found.path, how)
                                      : VerifyCheckpoint(fs, found.path, how));
+    if (found.kind != SourceKind::kForeign) NameSharers(fs, found.path, report);
     OrderedJson document = VerifiedJson(report, how.quick);
     OrderedJson& damage = document["damage"] = OrderedJson::array();
     for (const auto& one : report.damages) damage.push_back(DamageJson(one));
@@ -253,11 +290,11 @@ tm_status tm_derive(const char* path, const char* from, const tm_derive_options*
     tensormount::DeriveOptions how;
     if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        how.keep, tensormount::c_api::ReadTexts(given.keep, given.keep_count,
-                                                "tm_derive_options.keep"));
+        how.keep,
+        tensormount::c_api::ReadTexts(given.keep, given.keep_count, "tm_derive_options.keep"));
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        how.drop, tensormount::c_api::ReadTexts(given.drop, given.drop_count,
-                                                "tm_derive_options.drop"));
+        how.drop,
+        tensormount::c_api::ReadTexts(given.drop, given.drop_count, "tm_derive_options.drop"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
     if (map != nullptr) how.rename = *map;
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DeriveReport report,

@@ -66,6 +66,7 @@ struct Program {
   PruneArgs prune;
   PinArgs pin;
   std::string unpinned;
+  CopyArgs copy;
   GcArgs gc;
   FsckArgs fsck;
   PublishArgs publish;
@@ -379,6 +380,15 @@ void AddLifecycle(Program& p) {
   c = p.Command("unpin", "Takes the pin of a checkpoint away", "tensormount unpin STORE/step-0",
                 p.unpinned, RunUnpin);
   c->add_option("STORE/NAME", p.unpinned)->required();
+
+  c = p.Command("copy", "Copies checkpoints to another store, linking what it has already",
+                "tensormount copy STORE/step-1000 /backup/STORE --limit-rate 200MB", p.copy,
+                RunCopy);
+  c->add_option("STORE/NAME... OTHER", p.copy.paths,
+                "Checkpoints, or a STORE for all of its; at the end the store to copy them to")
+      ->required()
+      ->expected(2, CLI::detail::expected_max_vector_size);
+  c->add_option("--limit-rate", p.copy.limit_rate, "Most bytes a second that are read, as 200MB");
 
   c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", p.gc, RunGc);
   c->add_option("STORE", p.gc.store)->required();

@@ -253,6 +253,14 @@ struct PinArgs {
 };
 int RunPin(const PinArgs& args, Terminal& terminal);
 int RunUnpin(const std::string& checkpoint, Terminal& terminal);
+struct CopyArgs {
+  std::vector<std::string> paths;  // Sources, and the store that they are copied to as the last.
+  std::string limit_rate;          // Bytes a second, in words; empty: no limit.
+};
+// Copies checkpoints to another store, as the same checkpoints.
+// 0 once all of them are there; 2 otherwise, and then the others are all the same. What was
+// interrupted is gone on with by the next one.
+int RunCopy(const CopyArgs& args, Terminal& terminal);
 
 struct GcArgs {
   std::string store;

@@ -130,13 +130,12 @@ int RunFsck(const FsckArgs& args, Terminal& terminal) {
     if (finding.damage && !finding.repaired) sound = false;
     unread += finding.unread ? 1 : 0;
     if (terminal.json) {
-      terminal.Json(nlohmann::ordered_json{{"event", "finding"},
-                                           {"object", finding.object},
-                                           {"problem", finding.problem},
-                                           {"remedy", finding.remedy},
-                                           {"damage", finding.damage},
-                                           {"unread", finding.unread},
-                                           {"repaired", finding.repaired}});
+      nlohmann::ordered_json json = {{"event", "finding"},          {"object", finding.object},
+                                     {"problem", finding.problem},  {"remedy", finding.remedy},
+                                     {"damage", finding.damage},    {"unread", finding.unread},
+                                     {"repaired", finding.repaired}};
+      if (!finding.shared_with.empty()) json["shared_with"] = finding.shared_with;
+      terminal.Json(json);
     } else {
       terminal.Line(fmt::format("{}: {}{}{}", finding.object, finding.problem,
                                 finding.remedy.empty() ? "" : "; ", finding.remedy));

@@ -16,6 +16,7 @@
 #include "index/foreign/format.h"
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
+#include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_json.h"
@@ -55,12 +56,12 @@ std::string DateText(std::int64_t seconds) {
   return text;
 }
 
-// A line of ls -l of a store or a training directory: 46 columns, then the name.
+// A line of ls -l of a store or a training directory: 51 columns, then the name.
 std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
-                        const std::string& size, bool latest, bool pinned,
+                        const std::string& size, const std::string& own, bool latest, bool pinned,
                         const std::string& name) {
-  std::string line = fmt::format("{:>8} {:<16} {:>8} {:<6} {:<3} ", generation, date, size,
-                                 latest ? "latest" : "", pinned ? "pin" : "");
+  std::string line = fmt::format("{:>8} {:<16} {:>8} {:>8} {:<6} {:<3} ", generation, date, size,
+                                 own, latest ? "latest" : "", pinned ? "pin" : "");
   return line + terminal.LastName(name, line.size());
 }
 
@@ -85,7 +86,7 @@ int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal)
       terminal.Json(json);
     } else if (args.details) {
       terminal.Line(DetailsLine(terminal, step.generation, DateText(info.value().mtime_seconds), "",
-                                latest, /*pinned=*/false, step.name));
+                                "", latest, /*pinned=*/false, step.name));
     } else {
       terminal.Line(
           fmt::format("{}\tgeneration {}{}", step.name, step.generation, latest ? "\tlatest" : ""));
@@ -141,26 +142,41 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecor
   return terminal.Flush();
 }
 
-// Bytes of all data files, and when it was published.
-Status ReadDetails(const std::string& folder, const Terminal& terminal, std::uint64_t* bytes,
-                   std::int64_t* created) {
+// Bytes of the files of other programs that an adopted checkpoint reads in place: what only opening
+// it tells.
+Status ReadForeignBytes(const std::string& folder, const Terminal& terminal, std::uint64_t* bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const auto opened,
       OpenedCheckpoint::Open(HostFileSystem(), folder, {.roots = terminal.roots}));
-  *created = opened->index().info().created;
-  *bytes = 0;
-  for (const FileRecord& file : opened->index().files()) *bytes += file.length;
+  for (const FileRecord& file : opened->index().files()) {
+    if (file.placement == Placement::kForeign) *bytes += file.length;
+  }
   return {};
+}
+
+// The checkpoints of a store, with -l what each costs. Of one whose files all lie below it nothing
+// but COMMIT and the begin of a manifest is read: a store of thousands is listed in a second.
+Result<std::vector<CheckpointCost>> ReadListings(const Store& store, bool details) {
+  std::vector<CheckpointCost> all;
+  if (details) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(HostFileSystem(), store));
+    return costs.checkpoints();
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<CheckpointListing> listed, store.List());
+  for (CheckpointListing& item : listed) all.push_back({.listing = std::move(item)});
+  return all;
 }
 
 int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
   auto store = Store::Open(HostFileSystem(), source.path);
   if (!store.ok()) return terminal.Fail(store.status());
-  auto list = store.value().List();
+  const auto list = ReadListings(store.value(), args.details);
   if (!list.ok()) return terminal.Fail(list.status());
   // Where no one can tell which is the latest, none is called so; the one that stands in the way is
   // listed with its problem.
-  const auto latest = store.value().Latest();
+  std::vector<CheckpointListing> listings;
+  for (const CheckpointCost& cost : list.value()) listings.push_back(cost.listing);
+  const auto latest = store.value().LatestOf(listings);
   pins::PinMap pinned;
   if (args.details) {
     auto all = pins::ReadAll(HostFileSystem(), store.value().path(), store_moves::NowSeconds());
@@ -168,12 +184,11 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     pinned = std::move(all).value();
   }
   int worst = kDone;
-  for (const CheckpointListing& listed : list.value()) {
-    CheckpointListing item = listed;
-    std::uint64_t bytes = 0;
-    std::int64_t created = 0;
-    if (args.details && item.problem.ok()) {
-      item.problem = ReadDetails(source.path + "/" + item.name, terminal, &bytes, &created);
+  for (const CheckpointCost& cost : list.value()) {
+    CheckpointListing item = cost.listing;
+    std::uint64_t foreign = 0;
+    if (args.details && item.problem.ok() && !cost.self_contained) {
+      item.problem = ReadForeignBytes(source.path + "/" + item.name, terminal, &foreign);
       if (item.problem.code() == Code::kNotFound) continue;  // Removed meanwhile.
       if (!item.problem.ok()) {
         item.state = item.problem.code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
@@ -191,13 +206,14 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     if (terminal.json) {
       nlohmann::ordered_json json = ListingJson(item, is_latest);
       if (args.details && item.problem.ok()) {
-        json["created"] = created;
-        json["file_bytes"] = bytes;
+        AddCostJson(cost, json);
+        json["file_bytes"] = cost.data_bytes + foreign;
         json["pinned"] = is_pinned;
       }
       terminal.Json(json);
     } else if (item.problem.ok() && args.details) {
-      terminal.Line(DetailsLine(terminal, item.generation, DateText(created), HumanBytes(bytes),
+      terminal.Line(DetailsLine(terminal, item.generation, DateText(cost.created),
+                                HumanBytes(cost.bytes + foreign), HumanBytes(cost.own_bytes),
                                 is_latest, is_pinned, item.name));
     } else if (item.problem.ok()) {
       terminal.Line(
@@ -456,6 +472,46 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
   return terminal.Flush();
 }
 
+// Sharers that are listed; --json has all.
+constexpr std::size_t kShownSharers = 20;
+
+// What a checkpoint costs beside the others of its store; nothing of one that stands in none.
+Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json,
+                Terminal& terminal) {
+  const auto parts = SplitCheckpointPath(checkpoint.directory());
+  if (checkpoint.commit() == nullptr || !parts.ok()) return {};
+  const auto store = Store::Open(HostFileSystem(), parts.value().store);
+  if (!store.ok()) return {};
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs,
+                               StoreCosts::Of(HostFileSystem(), store.value()));
+  const CheckpointCost* const cost = costs.Find(parts.value().name);
+  // Replaced or removed since it was opened.
+  if (cost == nullptr || cost->listing.uuid != checkpoint.index().info().uuid) return {};
+  const std::vector<StoreCosts::Sharer> sharers = costs.SharersOf(parts.value().name);
+  if (json != nullptr) {
+    (*json)["stored_bytes"] = cost->bytes;
+    (*json)["own_bytes"] = cost->own_bytes;
+    (*json)["shared_bytes"] = cost->shared_bytes();
+    (*json)["shared_with"] = nlohmann::ordered_json::array();
+    for (const StoreCosts::Sharer& sharer : sharers) {
+      (*json)["shared_with"].push_back(
+          {{"checkpoint", sharer.name}, {"bytes", sharer.bytes}, {"files", sharer.files}});
+    }
+    return {};
+  }
+  terminal.Line(fmt::format("stored         {}, {} of them its own", HumanBytes(cost->bytes),
+                            HumanBytes(cost->own_bytes)));
+  for (std::size_t i = 0; i < std::min(sharers.size(), kShownSharers); ++i) {
+    terminal.Line(fmt::format("shared         {} in {} with {}", HumanBytes(sharers[i].bytes),
+                              Counted(sharers[i].files, "file"), sharers[i].name));
+  }
+  if (sharers.size() > kShownSharers) {
+    terminal.Line(fmt::format("{:14} and with {} (--json names all)", "",
+                              Counted(sharers.size() - kShownSharers, "other checkpoint")));
+  }
+  return {};
+}
+
 std::string CommonKeyText(const CommonKey& key) {
   const auto* text = std::get_if<std::string>(&key);
   return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
@@ -499,6 +555,9 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
     if (!metadata.items.empty()) {
       json["content"] = nlohmann::ordered_json::parse(CommonToJson(metadata));
     }
+    if (const Status costs = InfoCost(checkpoint, &json, terminal); !costs.ok()) {
+      return terminal.Fail(costs);
+    }
     terminal.Json(json);
     return terminal.Flush();
   }
@@ -516,6 +575,9 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
       fmt::format("tensors        {}, {}", index.tensor_count(), HumanBytes(index.tensor_bytes())));
   terminal.Line(fmt::format("chunks         {} in {}, {}", index.chunk_count(),
                             Counted(index.files().size(), "data file"), HumanBytes(file_bytes)));
+  if (const Status costs = InfoCost(checkpoint, nullptr, terminal); !costs.ok()) {
+    return terminal.Fail(costs);
+  }
   if (!layers.value()->empty()) {
     terminal.Line(fmt::format("layer names    of {} (ls --layers)",
                               Counted(layers.value()->patterns().size(), "stacked tensor")));
@@ -562,9 +624,10 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
   if (source.value().kind == SourceKind::kStore && args.key.empty() && !args.common) {
     auto store = Store::Open(HostFileSystem(), source.value().path);
     if (!store.ok()) return terminal.Fail(store.status());
-    auto list = store.value().List();
-    if (!list.ok()) return terminal.Fail(list.status());
-    auto latest = store.value().Latest();
+    const auto costs = StoreCosts::Of(HostFileSystem(), store.value());
+    if (!costs.ok()) return terminal.Fail(costs.status());
+    const std::vector<CheckpointListing> list = costs.value().Listings();
+    auto latest = store.value().LatestOf(list);
     // "None" is only said of a store that has none.
     // An error while looking for it is an error.
     if (!latest.ok() && latest.status().code() != Code::kNotFound) {
@@ -574,19 +637,24 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     const std::string name = latest.ok() ? latest.value().name : "";
     if (latest.ok()) {
       for (const std::string& warning : latest.value().warnings) terminal.Warn(warning);
-    } else if (!list.value().empty()) {
+    } else if (!list.empty()) {
       terminal.Warn(latest.status().message());
     }
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},
-                                           {"checkpoints", list.value().size()},
-                                           {"latest", name}});
+                                           {"checkpoints", list.size()},
+                                           {"latest", name},
+                                           {"stored_bytes", costs.value().stored_bytes()},
+                                           {"shared_bytes", costs.value().shared_bytes()}});
     } else {
       terminal.Line(fmt::format("store        {}", source.value().path));
       terminal.Line(fmt::format("uuid         {}", store.value().uuid().ToString()));
-      terminal.Line(fmt::format("checkpoints  {}", list.value().size()));
+      terminal.Line(fmt::format("checkpoints  {}", list.size()));
       terminal.Line(fmt::format("latest       {}", name.empty() ? "none" : name));
+      terminal.Line(fmt::format("stored       {}, {} of them shared by several checkpoints",
+                                HumanBytes(costs.value().stored_bytes()),
+                                HumanBytes(costs.value().shared_bytes())));
     }
     return terminal.Flush();
   }

@@ -3,15 +3,19 @@
 // Each checkpoint of the source is verified by itself, and a failure of one does not keep the
 // others from it. The exit status is the worst of all: 2 over 1 over 0.
 #include <algorithm>
+#include <set>
+#include <string_view>
 #include <vector>
 
 #include <fmt/core.h>
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/foreign/verify_foreign.h"
 #include "index/read/report_json.h"
+#include "index/store/costs.h"
 #include "index/store/store.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
@@ -28,6 +32,7 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   const bool quick = args.quick;
   for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
   std::size_t lost = 0;
+  std::set<std::string_view> shared;  // Files whose sharers are told.
   for (const VerifyReport::Damage& damage : report.damages) {
     lost += damage.lost ? 1 : 0;
     if (terminal.json) {
@@ -40,6 +45,11 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
     } else {
       terminal.Line(fmt::format("{}: {}: {}: byte {}: {}", name, damage.object, damage.file,
                                 damage.offset, damage.reason));
+      if (!damage.shared_with.empty() && shared.insert(damage.file).second) {
+        terminal.Line(fmt::format("{}: {}: the same file is in {}, which {} damaged by it too",
+                                  name, damage.file, fmt::join(damage.shared_with, ", "),
+                                  damage.shared_with.size() == 1 ? "is" : "are"));
+      }
     }
   }
   const bool whole = report.damages.empty();
@@ -85,6 +95,7 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
+  if (!foreign) NameSharers(HostFileSystem(), source.path, report.value());
   return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
 }
 

@@ -75,7 +75,7 @@ bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
 
 Status FileProver::Core::Prove(const Task& task, FileStamp& stamp) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Backing backing, task.file->OpenBacking());
-  stamp = FileStamp::Of(backing.info);
+  stamp = task.file->StampOf(backing, backing.info);
   return task.file->Prove(backing, [&](std::uint64_t done) { return GoOn(task.node, done); });
 }
 
@@ -157,7 +157,9 @@ void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
 bool FileProver::FoundDamaged(NodeId node, const FileStamp& stamp) const {
   const std::lock_guard lock(core_->mutex);
   const auto known = core_->damaged.find(node);
-  return known != core_->damaged.end() && known->second == stamp;
+  if (known == core_->damaged.end() || !stamp.SameBytes(known->second)) return false;
+  known->second = stamp;  // A link is followed, so that what comes after it is seen.
+  return true;
 }
 
 std::optional<int> FileProver::Percent(NodeId node) const {

@@ -136,6 +136,11 @@ Result<VirtualFile::Backing> VirtualFile::OpenBacking() const {
   return backing;
 }
 
+FileStamp VirtualFile::StampOf(const Backing& backing, const FileInfo& info) const {
+  return view_->opened().IsForeignFile(backing.number) ? FileStamp::Of(info)
+                                                       : FileStamp::OfOurs(info);
+}
+
 // Text has none, and files without a view (control files) are no files of storage.
 Result<std::uint32_t> VirtualFile::BackingFile() const {
   if (view_ && segments_.reads_data()) return view_->BackingFileOf(node_, segments_);
@@ -163,7 +168,7 @@ Result<bool> VirtualFile::HasHashes() const {
 Result<VirtualFile::Proof> VirtualFile::ProofOf(const Backing& backing) const {
   const ProvenRanges& proven = view_->opened().proven();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
-  Proof proof{.stamp = FileStamp::Of(info)};
+  Proof proof{.stamp = StampOf(backing, info)};
   TENSORMOUNT_ASSIGN_OR_RETURN(proof.hashed, HasHashes());
   proof.whole = proven.Hold(backing.number, proof.stamp, {0, size()});
   proof.left = size() - std::min(size(), proven.Bytes(backing.number, proof.stamp));
@@ -199,8 +204,8 @@ Status VirtualFile::ProveSegment(const Backing& backing, const FileStamp& stamp,
     return Status(Code::kUnavailable, label_ + ": its file begins otherwise now");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
-  if (FileStamp::Of(info) == stamp)
-    opened.proven().Add(backing.number, stamp, {begin, begin + size});
+  const FileStamp now = StampOf(backing, info);
+  if (now.SameBytes(stamp)) opened.proven().Add(backing.number, now, {begin, begin + size});
   return Status();
 }
 
@@ -210,20 +215,26 @@ Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const 
   constexpr std::uint64_t kStep = std::uint64_t{1} << 20;
   const ProvenRanges& proven = view_->opened().proven();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
-  const FileStamp stamp = FileStamp::Of(info);
+  FileStamp stamp = StampOf(backing, info);
   if (proven.Hold(backing.number, stamp, {0, size()})) return Status();
   const auto go_on = [&](std::uint64_t done) {
     if (!proceed || proceed(done)) return Status();
     return Status(Code::kCancelled, label_ + ": its verification was cancelled");
   };
-  const Deadline settles = Deadline::After(FileStamp::kSettles);
   // A file that was written a moment ago may be written again within the same tick of its
   // timestamps, unseen. So its stamp counts only after kSettles.
-  while (!stamp.Settled()) {
-    TENSORMOUNT_RETURN_IF_ERROR(go_on(0));
-    if (settles.Passed()) return Status(Code::kUnavailable, label_ + ": its file goes on changing");
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  const auto settle = [&](std::uint64_t done) -> Status {
+    const Deadline settles = Deadline::After(FileStamp::kSettles);
+    while (!stamp.Settled()) {
+      TENSORMOUNT_RETURN_IF_ERROR(go_on(done));
+      if (settles.Passed()) {
+        return Status(Code::kUnavailable, label_ + ": its file goes on changing");
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return Status();
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(settle(0));
   // Another file may have this name since it was opened for reads.
   view_->opened().LetGo(backing.number);
   std::vector<char> scratch(static_cast<std::size_t>(std::min(size(), kStep)));
@@ -238,7 +249,16 @@ Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const 
           }));
       // What was read was this file, and it is as it was.
       if (!proven.Hold(backing.number, stamp, {at, at + n})) {
-        return Status(Code::kUnavailable, label_ + ": its file changed while it was verified");
+        TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo after, backing.file->Stat());
+        const FileStamp now = StampOf(backing, after);
+        if (!now.SameBytes(stamp) || now == stamp) {
+          return Status(Code::kUnavailable, label_ + ": its file changed while it was verified");
+        }
+        // A save linked it a moment ago, and what is read until its time has settled is not
+        // remembered: these bytes again, then.
+        stamp = now;
+        TENSORMOUNT_RETURN_IF_ERROR(settle(at));
+        continue;
       }
     }
     at += n;

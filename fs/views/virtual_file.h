@@ -62,6 +62,8 @@ class VirtualFile {
     FileInfo info;
   };
   Result<Backing> OpenBacking() const;
+  // The state that it is in by `info`, which is of that file.
+  FileStamp StampOf(const Backing& backing, const FileInfo& info) const;
 
   // What is known of the backing file's bytes, as it is now.
   // Before the kernel may read a file by itself, all of its bytes must have been found good once:

@@ -27,9 +27,9 @@ struct AsyncOptions {
   // must leave its buffers alone until WaitStaged.
   bool stage_in_background = false;
   // Memory of each device for copies of the shards that are on it, of all saves that are under way.
-  // Where it suffices, and the device has so much, the bytes are staged by a copy within the device,
-  // and cross to the host while the save writes; otherwise, as without it, they are staged in host
-  // memory. It is kept between saves. 0: none.
+  // Where it suffices, and the device has so much, the bytes are staged by a copy within the
+  // device, and cross to the host while the save writes; otherwise, as without it, they are staged
+  // in host memory. It is kept between saves. 0: none.
   std::uint64_t device_staging_bytes = 0;
   // What happens where a handle is dropped before its save has ended. kCancel waits until the bytes
   // are staged, or where they are not copied for the verdict: the caller's memory may go then.

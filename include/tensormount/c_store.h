@@ -19,10 +19,11 @@ extern "C" {
 // tm_export for the other ranks.
 
 // The checkpoints of a store by name: an array of {"checkpoint", "uuid", "generation", "latest"},
-// and "problem" where one cannot be read. TM_NOT_FOUND: no store.
+// and "problem" where one cannot be read; of the others "created" (seconds since 1970),
+// "file_bytes" (lengths of its data files), "stored_bytes" (of all its files), "own_bytes" (what
+// removing it frees), "shared_bytes" (of files that other checkpoints of the store have, too) and
+// "pinned". TM_NOT_FOUND: no store.
 TM_EXPORT tm_status tm_store_list(const char* store, char** json);
-// The same with "created" (seconds since 1970), "file_bytes" and "pinned"; opens each.
-TM_EXPORT tm_status tm_store_list_long(const char* store, char** json);
 // The latest: {"checkpoint", "uuid", "generation", "path", "warnings"}; damaged ones are passed
 // over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its
 // error: it may be the latest.
@@ -90,6 +91,29 @@ typedef struct tm_gc_options {
 // "failed", "bytes_freed", "dry_run"}. `options` may be NULL.
 TM_EXPORT tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** json);
 
+typedef struct tm_copy_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  uint64_t limit_rate;  // Most bytes a second that are read; 0: as fast as it goes.
+  tm_task* task;        // May be NULL.
+} tm_copy_options;
+// Copies checkpoints ("STORE/NAME", "STORE/latest", or "STORE" for all of its) to another store, as
+// the same checkpoints; see CopyCheckpoints in tensormount/store_copy.h. Of several sources the
+// status is about the call, *all (1: all of them are there now, or 0) and the report about each:
+// {"destination", "checkpoints": [{"event": "copied", "there" or "failed", "checkpoint", "uuid",
+// "generation", "bytes", "bytes_copied", "bytes_linked", ..., and where it failed "code" and
+// "message"}]}. A single one that fails fails the call. `options`, `all` and `json` may be NULL.
+//   TM_NOT_FOUND, TM_STALE  no such source, or it was deleted meanwhile
+//   TM_INVALID_ARGUMENT     the destination is the source, or no place for a store
+//   TM_ALREADY_EXISTS       the name is another's there, or the checkpoint has another one
+//   TM_DATA_LOSS            the source is damaged
+//   TM_UNSUPPORTED          its data lie outside of the store (adopted)
+//   TM_BUSY                 another copy of it is under way
+//   TM_RESOURCE_EXHAUSTED, TM_CANCELLED  the next copy goes on where this one was
+TM_EXPORT tm_status tm_store_copy(const char* const* sources, size_t source_count,
+                                  const char* destination, const tm_copy_options* options,
+                                  int32_t* all, char** json);
+
 typedef struct tm_verify_options {
   uint32_t struct_size;
   int32_t quick;    // 1: commit record, lengths and index only; no data are read.
@@ -101,7 +125,9 @@ typedef struct tm_verify_options {
 } tm_verify_options;
 // Every byte of a checkpoint against its hashes. The status is about the call, *whole (1 or 0) and
 // the report about the checkpoint: {"whole", "tensors", "bytes", ..., "damage": [{"object", "file",
-// "offset", "reason", "lost"}], "warnings": []}. `options` and `json` may be NULL.
+// "offset", "reason", "lost"}], "warnings": []}. Where a damaged file is shared with other
+// checkpoints of the store its damage has "shared_with", their names. `options` and `json` may be
+// NULL.
 // TM_INVALID_ARGUMENT for a store: verify its checkpoints.
 TM_EXPORT tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
                               char** json);

@@ -16,11 +16,10 @@ namespace tensormount {
 struct Event {
   enum class Kind : std::uint8_t { kStart, kEnd, kError };
   Kind kind = Kind::kStart;
-  std::string_view job;   // "save", "load".
-  std::string_view path;  // "STORE/NAME"
-  std::string_view
-      phase;  // "validate", "plan", "stage", "write", "compare", "publish", "read", ...
-              // "before_publish" where the save has that hook.
+  std::string_view job;    // "save", "load".
+  std::string_view path;   // "STORE/NAME"
+  std::string_view phase;  // "validate", "plan", "stage", "write", "compare", "publish", "read",
+                           // ... "before_publish" where the save has that hook.
   int rank = 0;
   std::uint64_t bytes = 0;  // Moved by this rank in the phase, with kEnd.
   double seconds = 0;       // That the phase took, with kEnd and kError.

@@ -19,10 +19,6 @@ enum class IfExists { kFail, kReplace };
 // What an operator does with a store, for programs without a shell. Thread-safe; the rules that
 // keep and remove checkpoints are in tensormount/retention.h.
 
-struct ListOptions {
-  // Date and size too, for which each checkpoint is opened.
-  bool details = false;
-};
 struct StoredCheckpoint {
   std::string name;
   std::string uuid;  // 32 hex digits; zeros where it could not be read.
@@ -30,13 +26,14 @@ struct StoredCheckpoint {
   bool latest = false;  // False for all where nobody can tell.
   bool pinned = false;
   Status problem;  // Not ok: the folder is there, but cannot be read as a checkpoint.
-  // With `details`, where there is no problem.
-  std::int64_t created = 0;      // Seconds since 1970.
-  std::uint64_t file_bytes = 0;  // Of its data files.
+  // Where there is no problem. Bytes are lengths of files.
+  std::int64_t created = 0;        // Seconds since 1970.
+  std::uint64_t file_bytes = 0;    // Of its data files.
+  std::uint64_t stored_bytes = 0;  // Of all of its files.
+  std::uint64_t own_bytes = 0;     // Of them, what removing it frees; others have the rest, too.
 };
-// By name. kNotFound: no store.
-TENSORMOUNT_EXPORT Result<std::vector<StoredCheckpoint>> ListCheckpoints(
-    const std::string& store, const ListOptions& options = {});
+// By name. Reads each commit record once, and opens no checkpoint. kNotFound: no store.
+TENSORMOUNT_EXPORT Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store);
 
 struct RemoveOptions {
   bool force = false;  // Also where it is pinned.

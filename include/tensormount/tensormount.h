@@ -28,6 +28,7 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 #include "tensormount/store.h"
+#include "tensormount/store_copy.h"
 #include "tensormount/tcp_group.h"
 #include "tensormount/tree.h"
 #include "tensormount/validate.h"

@@ -147,6 +147,10 @@ std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
                   record.name);
 }
 
+bool OpenedCheckpoint::IsForeignFile(std::uint32_t file) const {
+  return index_->files()[file].placement == Placement::kForeign;
+}
+
 std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return record.placement == Placement::kForeign ? FilePath(file) : JoinPath(*pinned_, record.name);

@@ -147,8 +147,8 @@ class OpenedCheckpoint {
     std::size_t size = 0;
     std::shared_ptr<const void> keep;  // The mapping lives as long as this.
   };
-  // A foreign file is mapped only for who takes it as it will be: nobody looks afterwards whether it
-  // still was what the checkpoint says.
+  // A foreign file is mapped only for who takes it as it will be: nobody looks afterwards whether
+  // it still was what the checkpoint says.
   enum class ForeignFiles { kRead, kMap };
   Result<std::vector<MappedRange>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
                                             std::size_t size, ReadVerify verify,
@@ -169,6 +169,8 @@ class OpenedCheckpoint {
   std::string FilePath(std::uint32_t file) const;
   // A path that leads there as long as this lives, whatever the checkpoint is called meanwhile.
   std::string AccessPath(std::uint32_t file) const;
+  // Whether another program wrote it.
+  bool IsForeignFile(std::uint32_t file) const;
 
   // Opens that file; of a checkpoint's own files nothing outside of its folder, of foreign ones
   // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one
@@ -237,6 +239,9 @@ struct VerifyReport {
     bool surplus = false;  // It stands there and belongs to no checkpoint.
     // The files of a foreign checkpoint lack it: what is left may be whole.
     bool lost = false;
+    // Other checkpoints of the store that have this very file, by name. Not filled in by
+    // VerifyCheckpoint, which knows of no store (NameSharers of index/store/costs.h).
+    std::vector<std::string> shared_with = {};
   };
   std::vector<Damage> damages;
   // What is damaged, and of which something else in the store serves whole (an index that fsck

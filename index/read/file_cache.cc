@@ -89,10 +89,11 @@ Result<std::size_t> ReadAhead::ReadAt(const std::shared_ptr<OpenDataFile>& file,
 
 // Two threads may open one file at the same time; the first stays in the cache, and both use it.
 Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(
-    const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener) {
+    const std::string& path, bool foreign,
+    const std::function<Result<std::unique_ptr<File>>()>& opener) {
   if (std::shared_ptr<OpenDataFile> known = open.Get(path)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, opener());
-  return open.Put(path, std::make_shared<OpenDataFile>(std::move(file)), 1);
+  return open.Put(path, std::make_shared<OpenDataFile>(std::move(file), foreign), 1);
 }
 
 }  // namespace tensormount

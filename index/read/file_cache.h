@@ -15,6 +15,7 @@
 #include "base/spare_descriptors.h"
 #include "index/read/checkpoint.h"
 #include "index/read/foreign_file.h"
+#include "index/read/proven_ranges.h"
 #include "index/records/extent_lookup.h"
 #include "index/records/lru_cache.h"
 
@@ -28,12 +29,17 @@ namespace tensormount {
 // by all readers of the file.
 class OpenDataFile {
  public:
-  explicit OpenDataFile(std::unique_ptr<File> file) : file_(std::move(file)) {}
+  explicit OpenDataFile(std::unique_ptr<File> file, bool foreign)
+      : file_(std::move(file)), foreign_(foreign) {}
   ~OpenDataFile();
   OpenDataFile(const OpenDataFile&) = delete;
   OpenDataFile& operator=(const OpenDataFile&) = delete;
 
   File& file() { return *file_; }
+  // The state that it is in by `info`, which is of this file.
+  FileStamp StampOf(const FileInfo& info) const {
+    return foreign_ ? FileStamp::Of(info) : FileStamp::OfOurs(info);
+  }
 
   // All of the file, mapped read-only, where bytes [0, end) are there now; null where there is
   // nothing to map (no descriptor, mmap refused) or the file ends before. A file that somebody
@@ -45,6 +51,7 @@ class OpenDataFile {
 
  private:
   std::unique_ptr<File> file_;
+  const bool foreign_;  // Another program's: nobody knows who links it.
   // Over the four members of the mapping; the file itself is thread-safe.
   std::mutex mutex_;
   void* map_ = nullptr;
@@ -106,10 +113,12 @@ struct OpenedCheckpoint::Files {
 
   // Finds `path` open, or opens it by `opener`.
   Result<std::shared_ptr<OpenDataFile>> Open(
-      const std::string& path, const std::function<Result<std::unique_ptr<File>>()>& opener);
+      const std::string& path, bool foreign,
+      const std::function<Result<std::unique_ptr<File>>()>& opener);
   Result<std::shared_ptr<OpenDataFile>> Open(const OpenedCheckpoint& checkpoint,
                                              std::uint32_t file) {
-    return Open(checkpoint.FilePath(file), [&] { return checkpoint.OpenFile(file); });
+    return Open(checkpoint.FilePath(file), checkpoint.IsForeignFile(file),
+                [&] { return checkpoint.OpenFile(file); });
   }
 
   FileSystem& fs;

@@ -160,7 +160,7 @@ Status PartReader::ReadAt(std::uint64_t at, void* out, std::uint64_t size, bool 
 
 Result<std::shared_ptr<OpenDataFile>> PartReader::OpenManifest() {
   const std::string& name = checkpoint_.index().manifests()[where_.manifest];
-  return files_.Open(JoinPath(checkpoint_.directory(), name), [&] {
+  return files_.Open(JoinPath(checkpoint_.directory(), name), /*foreign=*/false, [&] {
     return OpenListedFile(files_.fs, checkpoint_.pinned_directory(), name);
   });
 }

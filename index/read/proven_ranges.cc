@@ -6,7 +6,8 @@
 // Why a state and not a number of bytes read: what is in the page cache may be replaced under a
 // reader. A range counts only while device, inode, size, mtime and change time are those under
 // which it was compared, and only where a write in between would have changed one of these
-// (Settled).
+// (Settled). A hard link changes the change time of a file, too, and later saves link files of
+// ours; so there another change time is no change where the number of names differs.
 #include "index/read/proven_ranges.h"
 
 #include <algorithm>
@@ -26,6 +27,22 @@ FileStamp FileStamp::Of(const FileInfo& info) {
           .modified_nanoseconds = info.mtime_nanoseconds,
           .changed_seconds = info.ctime_seconds,
           .changed_nanoseconds = info.ctime_nanoseconds};
+}
+
+FileStamp FileStamp::OfOurs(const FileInfo& info) {
+  FileStamp stamp = Of(info);
+  stamp.links = info.links;
+  return stamp;
+}
+
+bool FileStamp::SameBytes(const FileStamp& before) const {
+  FileStamp then = before;
+  if (links != 0 && then.links != 0 && links != then.links) {
+    then.links = links;
+    then.changed_seconds = changed_seconds;
+    then.changed_nanoseconds = changed_nanoseconds;
+  }
+  return then == *this;
 }
 
 // A file that was changed within the grain of its timestamps could be changed again without another
@@ -50,12 +67,31 @@ bool FileStamp::Settled() const {
 // Ranges are apart from each other and merged when they meet, so a range that is known is within
 // one run. O(log runs), under a shared lock: every read asks.
 bool ProvenRanges::Hold(std::uint32_t file, const FileStamp& now, ByteRange bytes) const {
-  const std::shared_lock lock(mutex_);
-  const auto known = files_.find(file);
-  if (known == files_.end() || known->second.stamp != now) return false;
-  const auto& ranges = known->second.ranges;
-  auto after = ranges.upper_bound(bytes.begin);
-  return after != ranges.begin() && std::prev(after)->second >= bytes.end;
+  {
+    const std::shared_lock lock(mutex_);
+    const auto known = files_.find(file);
+    if (known == files_.end()) return false;
+    if (known->second.stamp == now) return Holds(known->second, bytes);
+    if (!now.SameBytes(known->second.stamp)) return false;
+  }
+  const std::lock_guard lock(mutex_);
+  File& known = files_[file];
+  return Follow(known, now) && Holds(known, bytes);
+}
+
+bool ProvenRanges::Holds(const File& known, ByteRange bytes) {
+  auto after = known.ranges.upper_bound(bytes.begin);
+  return after != known.ranges.begin() && std::prev(after)->second >= bytes.end;
+}
+
+// A thread that looked before the link must not lead the state back to where it was: with the
+// number of names of then, a change that came after the link would look like another link.
+bool ProvenRanges::Follow(File& known, const FileStamp& now) {
+  if (known.stamp == now || known.before == now) return true;
+  if (!now.SameBytes(known.stamp)) return false;
+  known.before = known.stamp;
+  known.stamp = now;
+  return true;
 }
 
 // A file in another state forgets all that was known of it. Where the limit is reached, ranges that
@@ -64,9 +100,9 @@ void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange byte
   if (bytes.begin >= bytes.end) return;
   const std::lock_guard lock(mutex_);
   File& known = files_[file];
-  if (known.stamp != then) {
+  if (!Follow(known, then)) {
     ranges_ -= known.ranges.size();
-    known = File{.stamp = then, .ranges = {}};
+    known = File{.stamp = then, .before = then, .ranges = {}};
   }
   auto& ranges = known.ranges;
   // The first that touches or meets these bytes.
@@ -89,7 +125,7 @@ void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange byte
 std::uint64_t ProvenRanges::Bytes(std::uint32_t file, const FileStamp& now) const {
   const std::shared_lock lock(mutex_);
   const auto known = files_.find(file);
-  return known != files_.end() && known->second.stamp == now ? known->second.bytes : 0;
+  return known != files_.end() && now.SameBytes(known->second.stamp) ? known->second.bytes : 0;
 }
 
 void ProvingRead::Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file) {
@@ -99,7 +135,7 @@ void ProvingRead::Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file
   if (!info.ok()) return;
   number_ = number;
   file_ = std::move(file);
-  stamp_ = FileStamp::Of(info.value());
+  stamp_ = file_->StampOf(info.value());
   settled_ = stamp_.Settled();
 }
 
@@ -120,10 +156,11 @@ void ProvingRead::Found(ByteRange bytes) {
 void ProvingRead::Leave() {
   if (file_) {
     const Result<FileInfo> info = file_->file().Stat();
-    if (!info.ok() || FileStamp::Of(info.value()) != stamp_) {
+    const FileStamp now = info.ok() ? file_->StampOf(info.value()) : FileStamp();
+    if (!info.ok() || !now.SameBytes(stamp_)) {
       changed_ = true;
     } else if (settled_) {
-      for (const ByteRange& bytes : found_) proven_.Add(number_, stamp_, bytes);
+      for (const ByteRange& bytes : found_) proven_.Add(number_, now, bytes);
     }
   }
   file_.reset();

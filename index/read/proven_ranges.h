@@ -26,8 +26,16 @@ struct FileStamp {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t modified_seconds = 0, modified_nanoseconds = 0;
   std::int64_t changed_seconds = 0, changed_nanoseconds = 0;
+  std::uint64_t links = 0;  // Names that a file of ours has; 0: nobody's business.
   // `info` must be of the open file and not of its name, which may lead elsewhere by now.
   static FileStamp Of(const FileInfo& info);
+  // Of a sealed file of a store, which later saves link and removals unlink.
+  static FileStamp OfOurs(const FileInfo& info);
+  // Whether nobody wrote to a file that was in state `before` and is in this one. That its change
+  // time is another one is no write where its number of names is another one too: a save linked it,
+  // or a checkpoint that shared it was deleted. Not transitive: whoever goes on comparing must do
+  // so with the last state that he saw.
+  bool SameBytes(const FileStamp& before) const;
   // How long it may take until it is Settled().
   static constexpr std::chrono::milliseconds kSettles{3000};
   // Whether a write from now on would show. File systems keep times in steps: of what was changed a
@@ -59,12 +67,18 @@ class ProvenRanges {
   // A state, and the runs of bytes that were good in it.
   struct File {
     FileStamp stamp;
+    FileStamp before;  // The state that a link turned into `stamp`: of who looked a moment earlier.
     std::map<std::uint64_t, std::uint64_t> ranges;  // Begin to end; apart from each other.
     std::uint64_t bytes = 0;
   };
+  // Whether what is known of a file holds in state `now`. One that was linked or unlinked since is
+  // followed, so that a change after that is seen: under the lock alone.
+  static bool Follow(File& known, const FileStamp& now);
+  static bool Holds(const File& known, ByteRange bytes);
+
   // Reads of mounts only ask, most of the time, so they share it.
   mutable std::shared_mutex mutex_;
-  std::unordered_map<std::uint32_t, File> files_;
+  mutable std::unordered_map<std::uint32_t, File> files_;
   std::size_t ranges_ = 0;
 };
 

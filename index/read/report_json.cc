@@ -68,11 +68,13 @@ const char* EventName(Mismatch::Kind kind) {
 }  // namespace
 
 nlohmann::ordered_json DamageJson(const VerifyReport::Damage& damage) {
-  return {{"object", damage.object},
-          {"file", damage.file},
-          {"offset", damage.offset},
-          {"reason", damage.reason},
-          {"lost", damage.lost}};
+  OrderedJson json = {{"object", damage.object},
+                      {"file", damage.file},
+                      {"offset", damage.offset},
+                      {"reason", damage.reason},
+                      {"lost", damage.lost}};
+  if (!damage.shared_with.empty()) json["shared_with"] = damage.shared_with;
+  return json;
 }
 
 nlohmann::ordered_json VerifiedJson(const VerifyReport& report, bool quick) {

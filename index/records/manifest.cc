@@ -238,6 +238,14 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   return std::move(out.bytes());
 }
 
+Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_view name) {
+  TENSORMOUNT_RETURN_IF_ERROR(DecodeHeader(begin, name).status());
+  ByteReader in(begin.substr(kManifestHeaderBytes), name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(CheckpointInfo info, DecodeInfo(in));
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  return info;
+}
+
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Header header, DecodeHeader(bytes, name));
   const auto bad = [&](std::string why) {

@@ -41,6 +41,12 @@ struct Manifest {
 };
 Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name);
 
+// The info record alone, of the first kManifestInfoBytes of a manifest (or all of a shorter one),
+// of which no checksum is compared but that of the header: for what is only shown. kDataLoss,
+// kUnsupported.
+inline constexpr std::size_t kManifestInfoBytes = std::size_t{16} << 10;
+Result<CheckpointInfo> DecodeManifestInfo(std::string_view begin, std::string_view name);
+
 // Leaf hashes [first, first + count) of a manifest file without reading the rest. They are proved
 // by the chunk root that they belong to. kDataLoss where the file has no such leaves.
 // `*paged`, where not null, whether the manifest says that it has page hashes, and hashes behind

@@ -30,6 +30,9 @@ inline constexpr std::string_view kManifestSuffix = ".tmm";
 // Of a staging that several writers share (docs/format.md, "Staging of mounts"): makes it one.
 inline constexpr std::string_view kSharedFile = "staging.json";
 inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and publishers lock it.
+// ".copy-<uuid>" in .staging/: where a checkpoint of another store is copied to (docs/format.md,
+// "Copies"). No name of a checkpoint begins with a dot, so it is nobody's staging.
+inline constexpr std::string_view kCopyPrefix = ".copy-";
 // In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
 // whose mtime says since when.
 inline constexpr std::string_view kAbortedSuffix = ".aborted";

@@ -111,6 +111,12 @@ class Pruner {
   Status ReadRules() {
     Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing is removed");
+    RetentionRules others = options_.rules;
+    others.of_store = false;
+    if (options_.rules.of_store && !others.empty()) {
+      return Status(Code::kInvalidArgument,
+                    "rules: those of the store, or others; clear of_store for " + others.ToText());
+    }
     if (!options_.rules.of_store) {
       rules_ = options_.rules;
     } else if (policy.value()) {

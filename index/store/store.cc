@@ -278,19 +278,28 @@ Status Store::CheckWritable() const {
                     "read-compatible feature bits " + Hex(unknown_read_compatible_));
 }
 
-Result<std::vector<CheckpointListing>> Store::List() const {
+Result<std::vector<std::string>> Store::Names() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(path_));
-  std::vector<CheckpointListing> out;
+  std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
     if (entry.kind != FileKind::kDirectory || !CheckCheckpointName(entry.name).ok()) continue;
-    CheckpointListing listing = Look(entry.name);
+    names.push_back(entry.name);
+  }
+  return names;
+}
+
+Result<std::vector<CheckpointListing>> Store::List() const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
+  std::vector<CheckpointListing> out;
+  for (const std::string& name : names) {
+    CheckpointListing listing = Look(name);
     if (listing.problem.code() == Code::kNotFound) continue;  // Removed since we looked.
     out.push_back(std::move(listing));
   }
   return out;
 }
 
-CheckpointListing Store::Look(const std::string& name) const {
+CheckpointListing Store::Look(const std::string& name, CommitRecord* record) const {
   using State = CheckpointListing::State;
   const std::string directory = CheckpointPath(name);
   CheckpointListing listing;
@@ -327,8 +336,7 @@ CheckpointListing Store::Look(const std::string& name) const {
     const bool is_file = !info.ok() || info.value().kind == FileKind::kFile;
     return bad(is_file ? State::kUnread : State::kDamaged, bytes.status());
   }
-  const Result<DecodedCommit> commit =
-      DecodeCommit(bytes.value(), JoinPath(directory, kCommitFile));
+  Result<DecodedCommit> commit = DecodeCommit(bytes.value(), JoinPath(directory, kCommitFile));
   if (!commit.ok()) {
     return bad(commit.status().code() == Code::kDataLoss ? State::kDamaged : State::kUnread,
                commit.status());
@@ -336,6 +344,8 @@ CheckpointListing Store::Look(const std::string& name) const {
   listing.uuid = commit.value().record.uuid;
   listing.generation = commit.value().record.generation;
   listing.parent = commit.value().record.parent;
+  listing.commit_bytes = bytes.value().size();
+  if (record != nullptr) *record = std::move(commit.value().record);
   return listing;
 }
 
@@ -353,6 +363,10 @@ const CheckpointListing* Store::Highest(const std::vector<CheckpointListing>& al
 
 Result<LatestCheckpoint> Store::Latest() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  return LatestOf(all);
+}
+
+Result<LatestCheckpoint> Store::LatestOf(const std::vector<CheckpointListing>& all) const {
   LatestCheckpoint latest;
   for (const CheckpointListing& c : all) {
     if (c.state == CheckpointListing::State::kUnread) {
@@ -411,13 +425,30 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   return Status(Code::kBusy, folder + ": too many saves begin at once");
 }
 
-Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
-                         const std::string& base_name, Staging& staging) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+// One who saw the highest claim of before, and finds it gone because gc took it for one below ours,
+// takes another number, as ever (ClaimGeneration).
+Status Store::ClaimUpTo(std::uint64_t generation) const {
+  const std::string folder = JoinPath(path_, kGenerationsFolder);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(folder));
+  for (const DirectoryEntry& e : entries) {
+    if (ParseGeneration(e.name).value_or(0) >= generation) return Status();
+  }
+  const Status made = fs_->CreateDirectory(JoinPath(folder, std::to_string(generation)));
+  return made.code() == Code::kAlreadyExists ? Status() : made;
+}
+
+Status Store::PrepareToWrite() const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   for (const std::string_view folder : {kStagingFolder, kTrashFolder, kGenerationsFolder}) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_->EnsureDirectory(JoinPath(path_, folder)));
   }
+  return Status();
+}
+
+Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
+                         const std::string& base_name, Staging& staging) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  TENSORMOUNT_RETURN_IF_ERROR(PrepareToWrite());
   if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
     return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
   }

@@ -29,7 +29,8 @@ struct CheckpointListing {
   Uuid uuid;
   std::uint64_t generation = 0;
   Uuid parent;
-  Status problem;  // Not ok: the folder is there but its COMMIT cannot be read.
+  std::uint64_t commit_bytes = 0;  // Of the file COMMIT.
+  Status problem;                  // Not ok: the folder is there but its COMMIT cannot be read.
   // What is known of one with a problem. Anything but kUnread was proven by reading.
   enum class State {
     kGood,
@@ -87,10 +88,17 @@ class Store {
 
   // Published checkpoints by name. Broken ones are listed with their problem.
   Result<std::vector<CheckpointListing>> List() const;
+  // Names of folders that are, or may be, checkpoints, sorted: what List() looks at.
+  Result<std::vector<std::string>> Names() const;
+  // What List() says of one; its commit record, too, where `record` is not null and the problem is
+  // ok. A problem of kNotFound: it is gone.
+  CheckpointListing Look(const std::string& name, CommitRecord* record = nullptr) const;
   // Highest generation, ties by uuid, then name. kNotFound in an empty store. Where some COMMIT
   // could not be read (kUnread) its error: that one may be the latest, and an older one in its
   // place would lose steps unnoticed.
   Result<LatestCheckpoint> Latest() const;
+  // The latest of what was listed.
+  Result<LatestCheckpoint> LatestOf(const std::vector<CheckpointListing>& all) const;
 
   // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
   // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
@@ -156,6 +164,13 @@ class Store {
   Result<Published> Publish(const Staging& staging, const Inventory& coordinator,
                             const PublishOptions& options) const;
 
+  // What a copy of a checkpoint of another store needs (index/store/copy.h), which keeps its
+  // generation: the folders of a store that is written to, kReadOnly as for every save; and, before
+  // it is published, a claim as high as its generation, so that no save gets a lower one from then
+  // on, whatever becomes of the copy. Durable with `.generations`, which the caller syncs.
+  Status PrepareToWrite() const;
+  Status ClaimUpTo(std::uint64_t generation) const;
+
   // The store as the arbiter of time-outs: moves the staging to .trash unless it was published,
   // then says where *that uuid* is. kAborted / kCommitted (parent folders synced by this call
   // before it says so), kUnknown where neither could be read. Any rank may call it, any number
@@ -203,6 +218,8 @@ class Store {
     bool repaired = false;
     bool damage = true;   // False: mere leftovers.
     bool unread = false;  // Could not be looked at, so nothing is known of it; no damage.
+    // Of a damaged data file: other checkpoints that have this very file, by name.
+    std::vector<std::string> shared_with = {};
   };
   Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
   // The same for a folder whose store.json may be lost or damaged, which is then a finding too;
@@ -220,7 +237,6 @@ class Store {
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
   // The highest of `all` that could be read; null: none.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
-  CheckpointListing Look(const std::string& name) const;
   // A generation and the parent of a save that begins now, after the folders for it were made.
   Status ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
                     const std::string& base_name, Staging& staging) const;

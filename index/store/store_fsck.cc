@@ -10,6 +10,7 @@
 
 #include "index/read/derived_index.h"
 #include "index/records/store_paths.h"
+#include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
@@ -60,6 +61,7 @@ class Checker {
       }
       return;
     }
+    NameSharers(fs_, store_, listing.name, verified.value());
     const VerifyReport& report = verified.value();
     bool index_damaged = false;
     for (const std::string& warning : report.warnings) {
@@ -74,7 +76,11 @@ class Checker {
       std::string problem = d.object + ": " + d.file;
       if (d.offset != 0) problem += ": byte " + std::to_string(d.offset);
       problem += ": " + d.reason;
+      for (std::size_t i = 0; i < d.shared_with.size(); ++i) {
+        problem += (i == 0 ? "; the same file is in " : ", ") + d.shared_with[i];
+      }
       Damage(listing.name, problem, RemedyOf(d));
+      findings_.back().shared_with = d.shared_with;
     }
   }
 
@@ -116,8 +122,12 @@ class Checker {
     }
     Retention();
     for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) {
+      const bool copy = e.name.starts_with(store_paths::kCopyPrefix);
       Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
-           "a save that is under way, or was given up", "gc removes it after a day");
+           copy ? "a copy that is under way, or was interrupted"
+                : "a save that is under way, or was given up",
+           copy ? "the same copy goes on with it; gc removes it after a day"
+                : "gc removes it after a day");
     }
     for (const DirectoryEntry& e : Entries(store_paths::kTrashFolder)) {
       if (e.name.ends_with(store_paths::kSinceSuffix)) continue;
@@ -200,11 +210,11 @@ class Checker {
                          .unread = true});
   }
   void Damage(const std::string& object, std::string problem, std::string remedy) {
-    findings_.push_back({object, std::move(problem), std::move(remedy), false, true, false});
+    findings_.push_back({object, std::move(problem), std::move(remedy), false, true, false, {}});
   }
   void Note(std::string_view object, std::string problem, std::string remedy) {
     findings_.push_back(
-        {std::string(object), std::move(problem), std::move(remedy), false, false, false});
+        {std::string(object), std::move(problem), std::move(remedy), false, false, false, {}});
   }
 
   void Index(const CheckpointListing& listing, const std::string& directory,

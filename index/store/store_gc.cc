@@ -222,9 +222,10 @@ class Collector {
         KeptAsYoung(below, kMaxGcDepth, options_.staging_age, "too young to be called abandoned")) {
       return;
     }
-    // Whoever has files open in it holds a shared lock. Kept until it is in .trash.
+    // Whoever has files open in it holds a shared lock, and whoever copies into one has it alone.
+    // Kept until it is in .trash.
     std::unique_ptr<File> lock;
-    if (shared) {
+    if (shared || entry.name.starts_with(store_paths::kCopyPrefix)) {
       // For writing: over NFS an exclusive lock asks for it.
       const std::string path = JoinPath(Path(below), store_paths::kLockFile);
       const Status there = fs_.LinkStat(path).status();

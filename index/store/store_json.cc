@@ -15,6 +15,38 @@ nlohmann::ordered_json ListingJson(const CheckpointListing& item, bool is_latest
   return json;
 }
 
+void AddCostJson(const CheckpointCost& cost, nlohmann::ordered_json& json) {
+  json["created"] = cost.created;
+  json["stored_bytes"] = cost.bytes;
+  json["own_bytes"] = cost.own_bytes;
+  json["shared_bytes"] = cost.shared_bytes();
+}
+
+nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one) {
+  nlohmann::ordered_json json = {{"event", !one.status.ok() ? "failed"
+                                           : one.was_there  ? "there"
+                                                            : "copied"},
+                                 {"checkpoint", one.name},
+                                 {"uuid", one.uuid},
+                                 {"generation", one.generation},
+                                 {"bytes", one.bytes},
+                                 {"files", one.files},
+                                 {"bytes_copied", one.bytes_copied},
+                                 {"files_copied", one.files_copied},
+                                 {"bytes_linked", one.bytes_linked},
+                                 {"files_linked", one.files_linked},
+                                 {"bytes_kept", one.bytes_kept},
+                                 {"files_kept", one.files_kept},
+                                 {"links_refused", one.links_refused}};
+  if (one.links_refused > 0) json["refusal"] = one.refusal;
+  if (!one.status.ok()) {
+    json["code"] = CodeName(one.status.code());
+    json["message"] = one.status.message();
+  }
+  json["warnings"] = one.warnings;
+  return json;
+}
+
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run) {
   return {{"removed", report.removed},
           {"kept", report.kept},

@@ -4,6 +4,9 @@
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "tensormount/store_copy.h"
+
+#include "index/store/costs.h"
 #include "index/store/store.h"
 
 // What a store says of itself, as the command (--json) and the C interface give it to programs.
@@ -14,6 +17,10 @@ namespace tensormount {
 
 // One checkpoint; with its problem, if it has one.
 nlohmann::ordered_json ListingJson(const CheckpointListing& item, bool is_latest);
+// Adds what it costs, and since when it is there.
+void AddCostJson(const CheckpointCost& cost, nlohmann::ordered_json& json);
+// A line of `copy`: its event is copied, there or failed.
+nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one);
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run);
 
 }  // namespace tensormount

@@ -44,6 +44,7 @@ _NAMES = {
     "load": "_load",
     "Store": "_store",
     "adopt": "_store",
+    "copy": "_store",
     "derive": "_store",
     "diff": "_store",
     "export": "_store",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
     from tensormount._store import (
         Store as Store,
         adopt as adopt,
+        copy as copy,
         derive as derive,
         diff as diff,
         export as export,

@@ -328,6 +328,17 @@ class PruneOptions(Structure):
     ]
 
 
+class CopyOptions(Structure):
+    """tm_copy_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("limit_rate", c_uint64),
+        ("task", c_void_p),
+    ]
+
+
 class GcOptions(Structure):
     """tm_gc_options"""
 
@@ -470,6 +481,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_load_numbers": LoadNumbers,
     "tm_uncovered": Uncovered,
     "tm_validate_options": ValidateOptions,
+    "tm_copy_options": CopyOptions,
     "tm_gc_options": GcOptions,
     "tm_verify_options": VerifyOptions,
     "tm_diff_options": DiffOptions,
@@ -590,7 +602,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_validate": (_STATUS, [_P, _P, _P, _P, _P]),
     "tm_store_list": (_STATUS, [c_char_p, _P]),
     "tm_store_latest": (_STATUS, [c_char_p, _P]),
-    "tm_store_list_long": (_STATUS, [c_char_p, _P]),
     "tm_store_remove_with": (_STATUS, [c_char_p, _P]),
     "tm_store_pin": (_STATUS, [c_char_p, _P, _P]),
     "tm_store_unpin": (_STATUS, [c_char_p]),
@@ -599,6 +610,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_store_policy": (_STATUS, [c_char_p, _P]),
     "tm_store_set_policy": (_STATUS, [c_char_p, c_char_p]),
     "tm_store_gc": (_STATUS, [c_char_p, _P, _P]),
+    "tm_store_copy": (_STATUS, [_P, c_size_t, c_char_p, _P, _P, _P]),
     "tm_store_publish": (_STATUS, [c_char_p, _P, _P]),
     "tm_task_new": (_STATUS, [_P]),
     "tm_task_cancel": (None, [_P]),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator does with the command, for programs: `Store`, `verify`, `diff`, `adopt`, `export`,
-`wait_committed`."""
+"""What an operator does with the command, for programs: `Store`, `verify`, `diff`, `adopt`, `copy`,
+`export`, `wait_committed`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,12 @@ class Store:
     def __repr__(self) -> str:
         return f"<tensormount.Store {self.path!r}>"
 
-    def list(self, *, details: bool = False) -> list[dict[str, Any]]:
+    def list(self) -> list[dict[str, Any]]:
         """The checkpoints by name: {"checkpoint", "uuid", "generation", "latest"}, and "problem"
-        where one cannot be read. CheckpointNotFoundError: no store.
-
-        details: also "created" (seconds since 1970), "file_bytes" and "pinned", for which each is
-        opened.
-        """
-        function = "tm_store_list_long" if details else "tm_store_list"
-        found: list[dict[str, Any]] = _json(function, path_bytes(self.path))
+        where one cannot be read; of the others "created" (seconds since 1970), "file_bytes" (of data
+        files), "stored_bytes" (of all), "own_bytes" (what removing it frees), "shared_bytes" (of files
+        that others of the store have, too), "pinned". CheckpointNotFoundError: no store."""
+        found: list[dict[str, Any]] = _json("tm_store_list", path_bytes(self.path))
         return found
 
     def latest(self) -> dict[str, Any]:
@@ -203,7 +200,8 @@ def verify(
     progress: called with bytes done and in all; True: a bar, where tqdm is installed.
 
     Returns {"whole": True or False, "tensors", "bytes", ..., "damage": [{"object", "file", "offset",
-    "reason"}], "warnings"}. What cannot even be opened is an exception.
+    "reason"}], "warnings"}. A damage of a file that other checkpoints of the store share has
+    "shared_with", their names. What cannot even be opened is an exception.
 
         >>> import tensormount as tm
         >>> tm.verify("STORE/step-1")["whole"]
@@ -252,6 +250,46 @@ def diff(
     return _watched(
         given, "tm_diff", path_bytes(first), path_bytes(second), ctypes.addressof(given),
         ctypes.addressof(same), progress=progress, label=f"diff {os.fspath(first)}",
+    )
+
+
+def copy(
+    sources: Union[PathLike, Sequence[PathLike]],
+    destination: PathLike,
+    *,
+    limit_rate: Optional[int] = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Copies checkpoints to another store, as the same checkpoints: names, uuids, generations, every
+    byte. What the destination has already is linked there and not copied; every byte is compared
+    with its hashes on the way. An interrupted copy is gone on with by the next one.
+
+    sources: "STORE/NAME", "STORE/latest", "STORE" for all of its, or several of these. destination:
+    a store, made where there is none. limit_rate: most bytes a second that are read. progress: as of
+    `verify`.
+
+    Returns {"destination", "checkpoints": [{"event": "copied", "there" or "failed", "checkpoint",
+    "uuid", "generation", "bytes", "bytes_copied", "bytes_linked", "bytes_kept", ...}]}; where one of
+    several failed it has "code" and "message". A single one that fails is an exception:
+    AlreadyExistsError, DataLossError, UnsupportedError (an adopted one), BusyError, ...
+
+        >>> import tensormount as tm
+        >>> said = tm.copy("STORE/step-1", "BACKUP")
+        >>> said["checkpoints"][0]["event"]
+        'copied'
+    """
+    single = isinstance(sources, (str, bytes, os.PathLike))
+    several = [path_bytes(one) for one in ([sources] if single else sources)]  # type: ignore
+    given = _abi.CopyOptions(
+        struct_size=ctypes.sizeof(_abi.CopyOptions), limit_rate=max(0, limit_rate or 0)
+    )
+    array = (ctypes.c_char_p * max(1, len(several)))(*several)
+    everything = ctypes.c_int32()
+
+    return _watched(
+        given, "tm_store_copy", ctypes.addressof(array), len(several), path_bytes(destination),
+        ctypes.addressof(given), ctypes.addressof(everything), progress=progress,
+        label=f"copy to {os.fspath(destination)}",
     )
 
 

@@ -494,6 +494,27 @@ static void stores(const char* store, const char* good, const char* other, const
   FAILS(tm_store_list("/nowhere/at/all", &json), TM_NOT_FOUND, "/nowhere");
   OK(tm_store_latest(store, &json));
   CHECK(json_has(json, "\"path\":\""));
+  OK(tm_store_list(store, &json));
+  CHECK(json_has(json, "\"own_bytes\":"));
+
+  char copies[300];
+  snprintf(copies, sizeof(copies), "%s/../copies", store);
+  const char* sources[2] = {good, damaged};
+  const tm_copy_options slow = {.struct_size = sizeof(slow), .limit_rate = 1000000000};
+  int32_t there = -1;
+  OK(tm_store_copy(sources, 2, copies, &slow, &there, &json));
+  CHECK(there == 0 && json_has(json, "\"code\":\"DATA_LOSS\""));
+  OK(tm_store_copy(sources, 1, copies, NULL, &there, &json));
+  CHECK(there == 1 && json_has(json, "\"event\":\"there\""));
+  OK(tm_store_copy(sources, 1, copies, NULL, NULL, NULL));
+  FAILS(tm_store_copy(sources + 1, 1, copies, NULL, &there, NULL), TM_DATA_LOSS, "data/");
+  FAILS(tm_store_copy(sources, 1, store, NULL, &there, NULL), TM_INVALID_ARGUMENT, "copied from");
+  tm_task* ended = NULL;
+  OK(tm_task_new(&ended));
+  tm_task_cancel(ended);
+  const tm_copy_options cancelled = {.struct_size = sizeof(cancelled), .task = ended};
+  FAILS(tm_store_copy(&other, 1, copies, &cancelled, NULL, NULL), TM_CANCELLED, "");
+  tm_task_free(ended);
 
   int32_t whole = -1;
   OK(tm_verify(good, NULL, &whole, &json));
@@ -550,7 +571,7 @@ static void stores(const char* store, const char* good, const char* other, const
   CHECK(memcmp(bytes, "\001\002\003", 3) == 0);
   tm_checkpoint_close(checkpoint);
 
-  OK(tm_store_list_long(store, &json));
+  OK(tm_store_list(store, &json));
   CHECK(json_has(json, ",\"pinned\":false"));
   const tm_pin_options pin = {.struct_size = sizeof(pin), .reason = "for the paper"};
   OK(tm_store_pin(path, &pin, &json));

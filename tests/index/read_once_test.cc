@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads that compare bytes with their hashes once, and again when their file has changed.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <thread>
+#include <unistd.h>
 
 #include "base/deadline.h"
 #include "index/read/checkpoint.h"
@@ -84,6 +86,52 @@ TEST(FileStamp, IsSettledOnceAnotherChangeWouldShow) {
   EXPECT_TRUE(odd.Settled());
   odd.changed_seconds = INT64_MIN;
   EXPECT_TRUE(odd.Settled());
+}
+
+TEST(FileStamp, ALinkIsNoWrite) {
+  TempDir dir;
+  const std::string path = dir.Join("f");
+  WriteWholeFile(path, "1");
+  const FileStamp one = FileStamp::OfOurs(HostFileSystem().Stat(path).value());
+  FileStamp two = one;
+  EXPECT_TRUE(two.SameBytes(one));
+  two.links = 2;
+  two.changed_nanoseconds += 1;
+  EXPECT_TRUE(two.SameBytes(one));
+  EXPECT_TRUE(one.SameBytes(two));
+  FileStamp written = two;
+  written.modified_nanoseconds += 1;
+  EXPECT_FALSE(written.SameBytes(one));
+  FileStamp put_back = two;
+  put_back.changed_seconds += 1;
+  EXPECT_FALSE(put_back.SameBytes(two));
+  // Of other programs' files nobody knows who links them.
+  FileStamp foreign = FileStamp::Of(HostFileSystem().Stat(path).value());
+  const FileStamp before = foreign;
+  foreign.changed_nanoseconds += 1;
+  EXPECT_FALSE(foreign.SameBytes(before));
+}
+
+// Who looked before the link must not make its state the known one again: a change that is like
+// another link from there would go unseen.
+TEST(ProvenRanges, FollowALinkAndNotBack) {
+  const auto stamp = [](std::uint64_t links, std::int64_t changed) {
+    return FileStamp{
+        .device = 1, .inode = 2, .size = 9, .changed_seconds = changed, .links = links};
+  };
+  ProvenRanges ranges;
+  ranges.Add(0, stamp(1, 100), {0, 9});
+  EXPECT_TRUE(ranges.Hold(0, stamp(2, 200), {0, 9}));
+  EXPECT_TRUE(ranges.Hold(0, stamp(1, 100), {0, 9}));
+  EXPECT_FALSE(ranges.Hold(0, stamp(2, 201), {0, 9}));
+  EXPECT_TRUE(ranges.Hold(0, stamp(3, 300), {0, 9}));
+  EXPECT_TRUE(ranges.Hold(0, stamp(2, 400), {0, 9}));
+  EXPECT_EQ(ranges.Bytes(0, stamp(2, 400)), 9u);
+  EXPECT_FALSE(ranges.Hold(0, stamp(2, 401), {0, 9}));
+  // What is added in another state is all that is known.
+  ranges.Add(0, stamp(2, 401), {3, 4});
+  EXPECT_FALSE(ranges.Hold(0, stamp(2, 401), {0, 9}));
+  EXPECT_TRUE(ranges.Hold(0, stamp(2, 401), {3, 4}));
 }
 
 // With page hashes, and without.
@@ -214,6 +262,39 @@ TEST_P(ReadOnce, WhatIsProvenIsReadWithoutItsHashes) {
   ReadStats other;
   ASSERT_OK(opened_->ReadBytes(columns, 5, all.data(), 10, ReadVerify::kOnce, &other));
   EXPECT_EQ(other.bytes_by_leaf, 10u);
+}
+
+// A later save links a file, and a checkpoint that shared it is deleted: nothing is compared again.
+// What is written after that, and given its old time, is noticed all the same.
+TEST_P(ReadOnce, LinksOfLaterSavesProveNothingAgain) {
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened_->index().Find("b"));
+  std::string all(300'000, '?');
+  const auto hashed = [&]() -> Result<std::uint64_t> {
+    ReadStats stats;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        opened_->ReadBytes(entry, 0, all.data(), all.size(), ReadVerify::kOnce, &stats));
+    return stats.bytes_by_leaf;
+  };
+  Settle();
+  EXPECT_EQ(hashed().value(), all.size());
+  EXPECT_EQ(hashed().value(), 0u);
+  for (const std::string& path : files_) ASSERT_EQ(link(path.c_str(), (path + ".b").c_str()), 0);
+  EXPECT_EQ(hashed().value(), 0u);
+  for (const std::string& path : files_) ASSERT_EQ(link(path.c_str(), (path + ".c").c_str()), 0);
+  EXPECT_EQ(hashed().value(), 0u);
+  for (const std::string& path : files_) ASSERT_EQ(unlink((path + ".b").c_str()), 0);
+  EXPECT_EQ(hashed().value(), 0u);
+  Settle();
+  for (const std::string& path : files_) {
+    struct stat st;
+    ASSERT_EQ(stat(path.c_str(), &st), 0);
+    const timespec times[2] = {st.st_atim, st.st_mtim};
+    for (std::int64_t at = 100; at < st.st_size; at += 1000) {
+      FlipByte(path, static_cast<std::uint64_t>(at));
+    }
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  }
+  EXPECT_THAT(hashed(), HasCode(Code::kDataLoss));
 }
 
 // A damaged file that is restored by another one of its name serves again, without a new open.

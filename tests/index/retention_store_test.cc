@@ -885,7 +885,7 @@ TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
 
 TEST_F(RetentionStoreTest, AProgramCanDoWhatTheCommandDoes) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
-  const auto listed = ListCheckpoints(StorePath(), {.details = true});
+  const auto listed = ListCheckpoints(StorePath());
   ASSERT_OK(listed);
   ASSERT_THAT(listed.value(), SizeIs(3));
   EXPECT_TRUE(listed.value()[2].latest);

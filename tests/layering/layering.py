@@ -45,6 +45,7 @@ PUBLIC_HEADERS = {
     "common_value.h": "index",
     "retention.h": "index",
     "store.h": "index",
+    "store_copy.h": "index",
     "communicator.h": "collective",
     "tcp_group.h": "collective",
     "async_load.h": "collective",

@@ -468,6 +468,7 @@ class StepsModel {
 
   void PruneSome() {
     PruneOptions options;
+    options.rules = {};
     options.rules.keep_last = static_cast<std::uint64_t>(random_.Int(1, 4));
     if (random_.OneIn(3)) {
       options.rules.keep_every.push_back({2, RetentionRules::Every::Unit::kSteps});

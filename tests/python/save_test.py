@@ -495,6 +495,20 @@ class Stores(support.Folder):
         self.assertEqual([entry["checkpoint"] for entry in store.list()],
                          ["step-0", "step-1", "step-2"])
         self.assertEqual(store.latest()["checkpoint"], "step-2")
+        for entry in store.list():
+            self.assertEqual(entry["own_bytes"], entry["stored_bytes"])
+            self.assertGreater(entry["stored_bytes"], 40)
+            self.assertGreater(entry["created"], 1_700_000_000)
+        self.assertEqual([one["event"] for one in tm.copy("S/step-1", "T")["checkpoints"]], ["copied"])
+        copied = tm.copy(["S/step-0", "S"], "T", limit_rate=10**9)["checkpoints"]
+        self.assertEqual([(one["checkpoint"], one["event"]) for one in copied],
+                         [("step-0", "copied"), ("step-1", "there"), ("step-2", "copied")])
+        self.assertEqual(tm.Store("T").latest()["uuid"], store.latest()["uuid"])
+        self.assertTrue(tm.verify("T/step-0")["whole"])
+        with self.assertRaises(tm.InvalidArgumentError):
+            tm.copy("S/step-1", "S")
+        with self.assertRaises(tm.NotFoundError):
+            tm.copy("S/step-9", "T")
         found = tm.diff("S/step-0", "S/step-1", values=True)
         self.assertFalse(found["same"])
         self.assertEqual({one["key"] for one in found["mismatches"]}, {"w", "step"})
@@ -514,7 +528,7 @@ class Stores(support.Folder):
             tm.save({"w": np.arange(5) + step, "eval": {"loss": 1 / (step + 1)}}, f"R/step-{step}")
         store = tm.Store("R")
         names = lambda: [entry["checkpoint"] for entry in store.list()]
-        listed = store.list(details=True)
+        listed = store.list()
         self.assertEqual([entry["pinned"] for entry in listed], [False] * 6)
         self.assertEqual([entry["file_bytes"] > 0 for entry in listed], [True] * 6)
         pin = store.pin("step-0", reason="for the paper", expires=time.time() + 3600)

@@ -20,6 +20,7 @@ _Static_assert(sizeof(tm_uncovered) == 280, "");
 _Static_assert(sizeof(tm_validate_options) == 40, "");
 _Static_assert(sizeof(tm_saver_options) == 32, "");
 _Static_assert(sizeof(tm_gc_options) == 24, "");
+_Static_assert(sizeof(tm_copy_options) == 24, "");
 _Static_assert(sizeof(tm_verify_options) == 40, "");
 _Static_assert(sizeof(tm_diff_options) == 40, "");
 _Static_assert(sizeof(tm_adopt_options) == 40, "");

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// Costs of checkpoints that share files.
+//
+// COMMIT lists name, length and hash of each file, and a link has the name of its first writer: so
+// two checkpoints can only share what both COMMITs list alike. That finds the candidates without a
+// look at any file; whether they are one inode, or copies because a link was refused, only stat
+// says.
+#include "index/store/costs.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <unordered_map>
+
+#include "base/coding.h"
+#include "base/parallel.h"
+#include "index/records/manifest.h"
+#include "index/records/store_paths.h"
+
+namespace tensormount {
+namespace {
+
+// Work is split by the hash of what is alike, so that threads need no lock.
+constexpr std::size_t kBuckets = 64;
+constexpr std::uint32_t kNoMember = 0xffffffff;
+
+struct NoState {};
+
+// What stands in data/ may be shared, and is worth naming; damage of anything else is its own.
+bool MayBeShared(const VerifyReport::Damage& damage) {
+  return damage.file.starts_with("data/") && !damage.surplus && !damage.lost;
+}
+
+}  // namespace
+
+struct StoreCosts::Gathered {
+  // A file of a checkpoint. `key`: what is alike where two may be one file.
+  struct Item {
+    Hash128 key;
+    std::uint64_t length = 0;
+    std::uint32_t checkpoint = 0;
+    std::uint32_t name = 0;  // Where it begins in the names of the checkpoint.
+  };
+  struct Checkpoint {
+    std::vector<Item> items;
+    std::string names;  // Each with a NUL behind it.
+  };
+  std::vector<Checkpoint> checkpoints;
+  // How many folders in .trash/ and .staging/ have a file of that name.
+  std::unordered_map<std::string, std::uint64_t> elsewhere;
+
+  std::string_view NameOf(const Item& item) const {
+    return checkpoints[item.checkpoint].names.data() + item.name;
+  }
+};
+
+// Gone meanwhile: they are left out in the end.
+Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store.Names());
+  if (names.size() >= kNoMember) {
+    return Status(Code::kResourceExhausted, store.path() + ": too many checkpoints");
+  }
+  checkpoints_.resize(names.size());
+  gathered.checkpoints.resize(names.size());
+  return ForEachParallel<NoState>(names.size(), 0, [&](std::size_t i, NoState&) {
+    CheckpointCost& cost = checkpoints_[i];
+    CommitRecord commit;
+    cost.listing = store.Look(names[i], &commit);
+    if (!cost.listing.problem.ok()) return Status();
+    Gathered::Checkpoint& of = gathered.checkpoints[i];
+    ByteWriter alike;
+    const auto add = [&](const std::string& name, std::uint64_t length, const Hash128& hash) {
+      alike.bytes().clear();
+      alike.U64(length);
+      alike.Hash(hash);
+      alike.Raw(name.data(), name.size());
+      of.items.push_back({.key = Xxh3(alike.bytes()),
+                          .length = length,
+                          .checkpoint = static_cast<std::uint32_t>(i),
+                          .name = static_cast<std::uint32_t>(of.names.size())});
+      of.names += name;
+      of.names += '\0';
+      cost.bytes += length;
+      if (name.starts_with("data/")) cost.data_bytes += length;
+    };
+    of.items.reserve(commit.files.size() + 1);
+    for (const CommitRecord::Entry& file : commit.files) add(file.name, file.length, file.hash);
+    // Of a checkpoint that somebody copied by links (`cp -al`) COMMIT is shared as well.
+    add(std::string(store_paths::kCommitFile), cost.listing.commit_bytes, commit.content_root);
+
+    const std::string directory = store.CheckpointPath(names[i]);
+    const auto info = [&]() -> Result<CheckpointInfo> {
+      const std::string path = JoinPath(directory, kCoordinatorManifest);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
+      std::string begin(kManifestInfoBytes, '\0');
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
+                                   file->ReadAt(0, begin.data(), begin.size()));
+      return DecodeManifestInfo(std::string_view(begin).substr(0, n), path);
+    }();
+    if (info.ok() && info.value().uuid == commit.uuid) {
+      cost.created = info.value().created;
+      cost.self_contained = info.value().self_contained;
+    } else if (const auto written = fs.LinkStat(JoinPath(directory, store_paths::kCommitFile));
+               written.ok()) {
+      cost.created = written.value().mtime_seconds;
+    }
+    return Status();
+  });
+}
+
+// What was removed, or is being saved or copied, has names of the files, too.
+void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& gathered) {
+  for (const std::string_view folder : {store_paths::kTrashFolder, store_paths::kStagingFolder}) {
+    const std::string path = JoinPath(store.path(), folder);
+    const Result<std::vector<DirectoryEntry>> entries = fs.List(path);
+    if (!entries.ok()) continue;
+    for (const DirectoryEntry& entry : entries.value()) {
+      if (entry.kind != FileKind::kDirectory) continue;
+      for (const char* data : {"data", "checkpoint/data"}) {
+        const auto files = fs.List(JoinPath(JoinPath(path, entry.name), data));
+        if (!files.ok()) continue;
+        for (const DirectoryEntry& file : files.value()) {
+          ++gathered.elsewhere["data/" + file.name];
+        }
+      }
+    }
+  }
+}
+
+// A store of thousands of steps has millions of names, and looking at each takes a minute. So of
+// those that are listed alike the first and the last are looked at: where they are one file that
+// has as many names as there are such checkpoints (and folders elsewhere in the store), these are
+// its names. That holds unless a link was refused and the file has as many names outside of the
+// store as it has copies in it. Where the numbers differ every name is looked at.
+Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gathered) {
+  using Item = Gathered::Item;
+  std::vector<std::vector<Item>> buckets(kBuckets);
+  for (Gathered::Checkpoint& of : gathered.checkpoints) {
+    for (const Item& item : of.items) buckets[item.key.low % kBuckets].push_back(item);
+    of.items = {};
+  }
+  // What each bucket found, in its order; put together afterwards.
+  struct Found {
+    std::vector<SharedFile> files;
+    std::vector<std::uint32_t> members;
+  };
+  std::vector<Found> found(kBuckets);
+  const Status looked = ForEachParallel<NoState>(kBuckets, 0, [&](std::size_t b, NoState&) {
+    std::vector<Item>& items = buckets[b];
+    std::sort(items.begin(), items.end(), [](const Item& x, const Item& y) {
+      return std::tie(x.key, x.checkpoint) < std::tie(y.key, y.checkpoint);
+    });
+    std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>> inodes;
+    for (std::size_t i = 0, end = 0; i < items.size(); i = end) {
+      for (end = i + 1; end < items.size() && items[end].key == items[i].key;) ++end;
+      if (end - i < 2) continue;
+      inodes.clear();
+      const std::string_view name = gathered.NameOf(items[i]);
+      const auto look = [&](std::size_t m) {
+        const std::string& checkpoint = checkpoints_[items[m].checkpoint].listing.name;
+        return fs.LinkStat(JoinPath(store.CheckpointPath(checkpoint), name));
+      };
+      const auto outside = gathered.elsewhere.find(std::string(name));
+      const std::uint64_t names =
+          end - i + (outside == gathered.elsewhere.end() ? 0 : outside->second);
+      const Result<FileInfo> first = look(i);
+      const Result<FileInfo> last = look(end - 1);
+      const bool all = first.ok() && last.ok() && first.value().links == names &&
+                       first.value().device == last.value().device &&
+                       first.value().inode == last.value().inode;
+      for (std::size_t m = i; m < end; ++m) {
+        const Result<FileInfo> info = all || m == i ? first : m == end - 1 ? last : look(m);
+        // What is not there, or no link, is shared with nobody.
+        if (!info.ok() || info.value().links < 2) continue;
+        inodes.emplace_back(info.value().device, info.value().inode, items[m].checkpoint);
+      }
+      std::sort(inodes.begin(), inodes.end());
+      for (std::size_t at = 0, next = 0; at < inodes.size(); at = next) {
+        const auto same = [&](std::size_t other) {
+          return std::get<0>(inodes[other]) == std::get<0>(inodes[at]) &&
+                 std::get<1>(inodes[other]) == std::get<1>(inodes[at]);
+        };
+        for (next = at + 1; next < inodes.size() && same(next);) ++next;
+        if (next - at < 2) continue;
+        Found& out = found[b];
+        const std::size_t begin = out.members.size();
+        for (std::size_t m = at; m < next; ++m) out.members.push_back(std::get<2>(inodes[m]));
+        out.files.push_back({.length = items[i].length, .begin = begin, .end = out.members.size()});
+      }
+    }
+    items = {};
+    return Status();
+  });
+  TENSORMOUNT_RETURN_IF_ERROR(looked);
+  for (const Found& part : found) {
+    const std::size_t before = members_.size();
+    members_.insert(members_.end(), part.members.begin(), part.members.end());
+    for (const SharedFile& file : part.files) {
+      shared_.push_back({file.length, before + file.begin, before + file.end});
+    }
+  }
+  return Status();
+}
+
+Result<StoreCosts> StoreCosts::Of(FileSystem& fs, const Store& store) {
+  StoreCosts costs;
+  Gathered gathered;
+  TENSORMOUNT_RETURN_IF_ERROR(costs.Gather(fs, store, gathered));
+  costs.CountElsewhere(fs, store, gathered);
+  TENSORMOUNT_RETURN_IF_ERROR(costs.FindShared(fs, store, gathered));
+  for (CheckpointCost& cost : costs.checkpoints_) {
+    cost.own_bytes = cost.bytes;
+    costs.stored_bytes_ += cost.bytes;
+  }
+  for (const SharedFile& file : costs.shared_) {
+    for (std::size_t m = file.begin; m < file.end; ++m) {
+      costs.checkpoints_[costs.members_[m]].own_bytes -= file.length;
+    }
+    costs.shared_bytes_ += file.length;
+    costs.stored_bytes_ -= (file.end - file.begin - 1) * file.length;
+  }
+  // Those that went away while they were looked at had no items; positions stay good for the rest.
+  std::vector<std::uint32_t> moved(costs.checkpoints_.size(), kNoMember);
+  std::uint32_t kept = 0;
+  for (std::uint32_t i = 0; i < costs.checkpoints_.size(); ++i) {
+    if (costs.checkpoints_[i].listing.problem.code() == Code::kNotFound) continue;
+    moved[i] = kept;
+    if (kept != i) costs.checkpoints_[kept] = std::move(costs.checkpoints_[i]);
+    ++kept;
+  }
+  costs.checkpoints_.resize(kept);
+  for (std::uint32_t& member : costs.members_) member = moved[member];
+  return costs;
+}
+
+const CheckpointCost* StoreCosts::Find(std::string_view name) const {
+  const auto it = std::lower_bound(
+      checkpoints_.begin(), checkpoints_.end(), name,
+      [](const CheckpointCost& c, std::string_view wanted) { return c.listing.name < wanted; });
+  return it != checkpoints_.end() && it->listing.name == name ? &*it : nullptr;
+}
+
+std::vector<CheckpointListing> StoreCosts::Listings() const {
+  std::vector<CheckpointListing> all;
+  for (const CheckpointCost& cost : checkpoints_) all.push_back(cost.listing);
+  return all;
+}
+
+std::vector<StoreCosts::Sharer> StoreCosts::SharersOf(std::string_view name) const {
+  const CheckpointCost* const of = Find(name);
+  if (of == nullptr) return {};
+  const auto own = static_cast<std::uint32_t>(of - checkpoints_.data());
+  std::map<std::uint32_t, Sharer> sharers;  // Positions are in the order of names.
+  for (const SharedFile& file : shared_) {
+    const auto begin = members_.begin() + static_cast<std::ptrdiff_t>(file.begin);
+    const auto end = members_.begin() + static_cast<std::ptrdiff_t>(file.end);
+    if (!std::binary_search(begin, end, own)) continue;
+    for (auto m = begin; m != end; ++m) {
+      if (*m == own) continue;
+      Sharer& sharer = sharers[*m];
+      sharer.bytes += file.length;
+      ++sharer.files;
+    }
+  }
+  std::vector<Sharer> out;
+  for (auto& [position, sharer] : sharers) {
+    sharer.name = checkpoints_[position].listing.name;
+    out.push_back(std::move(sharer));
+  }
+  return out;
+}
+
+void NameSharers(FileSystem& fs, const std::string& store_path, const std::string& name,
+                 VerifyReport& report) {
+  if (std::none_of(report.damages.begin(), report.damages.end(), MayBeShared)) return;
+  const Result<std::vector<DirectoryEntry>> entries = fs.List(store_path);
+  if (!entries.ok()) return;
+  std::map<std::string, std::vector<std::string>> known;
+  for (VerifyReport::Damage& damage : report.damages) {
+    if (!MayBeShared(damage)) continue;
+    const auto [at, first] = known.try_emplace(damage.file);
+    if (first) {
+      const auto stat = [&](const std::string& checkpoint) {
+        return fs.LinkStat(JoinPath(JoinPath(store_path, checkpoint), damage.file));
+      };
+      const Result<FileInfo> own = stat(name);
+      if (own.ok() && own.value().links > 1) {
+        for (const DirectoryEntry& entry : entries.value()) {
+          if (entry.kind != FileKind::kDirectory || entry.name == name ||
+              !CheckCheckpointName(entry.name).ok()) {
+            continue;
+          }
+          const Result<FileInfo> other = stat(entry.name);
+          if (other.ok() && other.value().device == own.value().device &&
+              other.value().inode == own.value().inode) {
+            at->second.push_back(entry.name);
+          }
+        }
+      }
+    }
+    damage.shared_with = at->second;
+  }
+}
+
+void NameSharers(FileSystem& fs, const std::string& directory, VerifyReport& report) {
+  const Result<StoreAndName> parts = SplitCheckpointPath(directory);
+  if (!parts.ok() || !fs.Exists(JoinPath(parts.value().store, store_paths::kSuperblockFile))) {
+    return;
+  }
+  NameSharers(fs, parts.value().store, parts.value().name, report);
+}
+
+}  // namespace tensormount
