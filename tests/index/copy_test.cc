@@ -21,8 +21,8 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-constexpr Store::GcOptions kAtOnce{.grace = std::chrono::seconds(0),
-                                   .staging_age = std::chrono::seconds(0)};
+constexpr Store::GcOptions kGcAtOnce{.grace = std::chrono::seconds(0),
+                                     .staging_age = std::chrono::seconds(0)};
 
 class CopyTest : public StoreTest {
  protected:
@@ -94,7 +94,7 @@ TEST_F(CopyTest, IsTheSameCheckpointWithLinksAmongThem) {
   }
   // An earlier run's files are linked too, after they were compared.
   ASSERT_OK(other.Remove("link-2"));
-  ASSERT_OK(other.Gc(kAtOnce));
+  ASSERT_OK(other.Gc(kGcAtOnce));
   ASSERT_OK_AND_ASSIGN(const CopyReport later, Copy({"link-2"}));
   EXPECT_EQ(later.checkpoints[0].files_linked, 3u);
   ExpectSame("link-2");
@@ -118,7 +118,7 @@ TEST_F(CopyTest, LatestNeverGoesBack) {
   EXPECT_EQ(other.Latest().value().name, "link-2") << "an older one does not become it";
   // The next save comes after all that was copied, also when the copy is gone.
   ASSERT_OK(other.Remove("link-2"));
-  ASSERT_OK(other.Gc(kAtOnce));
+  ASSERT_OK(other.Gc(kGcAtOnce));
   EXPECT_EQ(WriteTinyCheckpoint(fs(), Other(), "own", StepSpec(5)).value().info.generation, 4u);
   // A higher one there already: its claim stays the highest.
   ASSERT_OK(Copy({"link-2"}));
@@ -259,7 +259,7 @@ TEST_F(CopyTest, ASourceThatGoesMeanwhile) {
   const auto before = FilesBelow(InStore("link-1"));
   ASSERT_OK(Copy({"link-1"}, at_the_first_byte([&] {
                    EXPECT_OK(MakeStore().Remove("link-1"));
-                   EXPECT_OK(MakeStore().Gc(kAtOnce));
+                   EXPECT_OK(MakeStore().Gc(kGcAtOnce));
                  })));
   EXPECT_TRUE(once);
   EXPECT_EQ(FilesBelow(InOther("link-1")), before);
