@@ -91,7 +91,7 @@ class Pace {
 };
 
 // A checkpoint that is to be copied, as it was when the copy began.
-struct Wanted {
+struct WantedCopy {
   std::string directory;
   std::string name;
   Uuid uuid;
@@ -251,15 +251,15 @@ class Copier {
     return Status();
   }
 
-  Status Copy(const Wanted& wanted, CopiedCheckpoint& out);
+  Status Copy(const WantedCopy& wanted, CopiedCheckpoint& out);
   // Takes away what copies that are done needed. Failing is no harm: gc does it.
   void CleanUp();
 
  private:
-  Status CopySteps(const Wanted& wanted, const std::string& outer, OpenedSource& source,
+  Status CopySteps(const WantedCopy& wanted, const std::string& outer, OpenedSource& source,
                    CopiedCheckpoint& out);
-  Result<OpenedSource> Open(const Wanted& wanted);
-  Status CheckName(const Wanted& wanted, CopiedCheckpoint& out);
+  Result<OpenedSource> Open(const WantedCopy& wanted);
+  Status CheckName(const WantedCopy& wanted, CopiedCheckpoint& out);
   Result<std::unique_ptr<File>> Lock(const std::string& outer);
   Status Sweep(const std::string& inner, const std::string& below, const CommitRecord& record,
                const std::set<std::string>& folders);
@@ -271,7 +271,7 @@ class Copier {
                   bool sealed, const std::string& outer, const std::string& to);
   Result<bool> IsWhole(const OpenedSource& source, const CommitRecord::Entry& entry,
                        const std::string& folder, bool sealed);
-  Status Publish(const Wanted& wanted, const std::string& outer, const std::string& inner,
+  Status Publish(const WantedCopy& wanted, const std::string& outer, const std::string& inner,
                  CopiedCheckpoint& out);
   Status MakeDurable(const std::string& checkpoint, const std::string& from);
 
@@ -301,7 +301,7 @@ class Copier {
   std::vector<std::byte> buffer_;
 };
 
-Result<OpenedSource> Copier::Open(const Wanted& wanted) {
+Result<OpenedSource> Copier::Open(const WantedCopy& wanted) {
   OpenedSource source;
   TENSORMOUNT_ASSIGN_OR_RETURN(source.pinned, PinCommit(fs_, wanted.directory));
   TENSORMOUNT_ASSIGN_OR_RETURN(source.commit, ReadCommitBytes(*source.pinned.file, kCommitName));
@@ -338,7 +338,7 @@ Result<OpenedSource> Copier::Open(const Wanted& wanted) {
 }
 
 // Ok: the name is free, or `out.was_there`.
-Status Copier::CheckName(const Wanted& wanted, CopiedCheckpoint& out) {
+Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
   const std::string path = store_.CheckpointPath(wanted.name);
   const CheckpointListing now = store_.Look(wanted.name);
   if (now.problem.ok()) {
@@ -540,7 +540,7 @@ Status Copier::MakeDurable(const std::string& checkpoint, const std::string& fro
                                     synced.message());
 }
 
-Status Copier::Publish(const Wanted& wanted, const std::string& outer, const std::string& inner,
+Status Copier::Publish(const WantedCopy& wanted, const std::string& outer, const std::string& inner,
                        CopiedCheckpoint& out) {
   const std::string to = store_.CheckpointPath(wanted.name);
   const Status moved = fs_.RenameNoReplace(inner, to);
@@ -559,7 +559,7 @@ Status Copier::Publish(const Wanted& wanted, const std::string& outer, const std
   return MakeDurable(to, outer);
 }
 
-Status Copier::CopySteps(const Wanted& wanted, const std::string& outer, OpenedSource& source,
+Status Copier::CopySteps(const WantedCopy& wanted, const std::string& outer, OpenedSource& source,
                          CopiedCheckpoint& out) {
   const std::string inner = JoinPath(outer, kWholeFolder);
   const CommitRecord& record = source.record;
@@ -598,7 +598,7 @@ Status Copier::CopySteps(const Wanted& wanted, const std::string& outer, OpenedS
   return Publish(wanted, outer, inner, out);
 }
 
-Status Copier::Copy(const Wanted& wanted, CopiedCheckpoint& out) {
+Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
   TENSORMOUNT_RETURN_IF_ERROR(wanted.problem);
   if (wanted.generation >= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
     return InvalidArgument("its generation leaves none for the saves after it");
@@ -652,9 +652,9 @@ void Copier::CleanUp() {
 }
 
 // What the caller named, in the order in which it is copied. Data files of all of them in `keys`.
-Result<std::vector<Wanted>> FindSources(FileSystem& fs, const std::vector<std::string>& sources,
-                                        const std::string& destination, Keys& keys) {
-  std::vector<Wanted> wanted;
+Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<std::string>& sources,
+                                            const std::string& destination, Keys& keys) {
+  std::vector<WantedCopy> wanted;
   std::set<std::string> seen;
   const Result<FileInfo> target = fs.Stat(destination);
   for (const std::string& text : sources) {
@@ -676,7 +676,7 @@ Result<std::vector<Wanted>> FindSources(FileSystem& fs, const std::vector<std::s
       return InvalidArgument(destination + ": is the store that " + text + " is to be copied from");
     }
     for (const std::string& name : names) {
-      Wanted one{.directory = store.value().CheckpointPath(name), .name = name};
+      WantedCopy one{.directory = store.value().CheckpointPath(name), .name = name};
       if (!seen.insert(one.directory).second) continue;
       CommitRecord record;
       const CheckpointListing listing = store.value().Look(name, &record);
@@ -698,7 +698,7 @@ Result<std::vector<Wanted>> FindSources(FileSystem& fs, const std::vector<std::s
       wanted.push_back(std::move(one));
     }
   }
-  std::stable_sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) {
+  std::stable_sort(wanted.begin(), wanted.end(), [](const WantedCopy& a, const WantedCopy& b) {
     return std::tie(a.generation, a.uuid) < std::tie(b.generation, b.uuid);
   });
   return wanted;
@@ -710,17 +710,17 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
                                    const std::string& destination, const CopyOptions& options) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(destination));
   Keys keys;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<Wanted> wanted,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<WantedCopy> wanted,
                                FindSources(fs, sources, destination, keys));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs, destination));
   TENSORMOUNT_RETURN_IF_ERROR(store.PrepareToWrite());
   std::uint64_t total = 0;
-  for (const Wanted& one : wanted) total += one.bytes;
+  for (const WantedCopy& one : wanted) total += one.bytes;
   Copier copier(fs, store, options, total);
   TENSORMOUNT_RETURN_IF_ERROR(copier.LookAtDestination(std::move(keys)));
   const AtExit clean_up([&copier] { copier.CleanUp(); });
   CopyReport report{.destination = store.path(), .checkpoints = {}};
-  for (const Wanted& one : wanted) {
+  for (const WantedCopy& one : wanted) {
     CopiedCheckpoint out{.name = one.name,
                          .uuid = one.uuid.ToString(),
                          .generation = one.generation,

@@ -168,8 +168,18 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
       const bool all = first.ok() && last.ok() && first.value().links == names &&
                        first.value().device == last.value().device &&
                        first.value().inode == last.value().inode;
+      const auto share = [&](std::size_t count, const auto& checkpoint_of) {
+        Found& out = found[b];
+        const std::size_t begin = out.members.size();
+        for (std::size_t m = 0; m < count; ++m) out.members.push_back(checkpoint_of(m));
+        out.files.push_back({.length = items[i].length, .begin = begin, .end = out.members.size()});
+      };
+      if (all) {
+        share(end - i, [&](std::size_t m) { return items[i + m].checkpoint; });
+        continue;
+      }
       for (std::size_t m = i; m < end; ++m) {
-        const Result<FileInfo> info = all || m == i ? first : m == end - 1 ? last : look(m);
+        const Result<FileInfo> info = m == i ? first : m == end - 1 ? last : look(m);
         // What is not there, or no link, is shared with nobody.
         if (!info.ok() || info.value().links < 2) continue;
         inodes.emplace_back(info.value().device, info.value().inode, items[m].checkpoint);
@@ -182,10 +192,7 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
         };
         for (next = at + 1; next < inodes.size() && same(next);) ++next;
         if (next - at < 2) continue;
-        Found& out = found[b];
-        const std::size_t begin = out.members.size();
-        for (std::size_t m = at; m < next; ++m) out.members.push_back(std::get<2>(inodes[m]));
-        out.files.push_back({.length = items[i].length, .begin = begin, .end = out.members.size()});
+        share(next - at, [&](std::size_t m) { return std::get<2>(inodes[at + m]); });
       }
     }
     items = {};
