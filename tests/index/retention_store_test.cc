@@ -31,7 +31,7 @@ using testing::Not;
 using testing::SizeIs;
 using testing::UnorderedElementsAre;
 
-TinySpec StepSpec(std::uint64_t seed) {
+TinySpec RetainedStepSpec(std::uint64_t seed) {
   TinySpec spec;
   spec.writers = 1;
   spec.tensors = {{"w", DType::kF32, {4, 8}, seed, 2, 0, true}};
@@ -44,7 +44,7 @@ class RetentionStoreTest : public StoreTest {
   // step-1 to step-n.
   void SaveSteps(int n) {
     for (int i = 1; i <= n; ++i) {
-      ASSERT_OK(Save("step-" + std::to_string(i), StepSpec(static_cast<std::uint64_t>(i))));
+      ASSERT_OK(Save("step-" + std::to_string(i), RetainedStepSpec(static_cast<std::uint64_t>(i))));
     }
   }
   Result<PruneReport> PruneOn(FileSystem& on, const std::string& rules, PruneOptions options = {},
@@ -108,7 +108,7 @@ TEST_F(RetentionStoreTest, WhatNoRuleKeepsGoesAndTheRestIsWhole) {
   EXPECT_EQ(report.value().removed(), 3u);
   EXPECT_EQ(report.value().rules, "last=2,every=3");
   EXPECT_THAT(report.value().failures(), IsEmpty());
-  EXPECT_TRUE(HoldsWhole(InStore("step-3"), StepSpec(3)));
+  EXPECT_TRUE(HoldsWhole(InStore("step-3"), RetainedStepSpec(3)));
   EXPECT_THAT(MakeStore().Fsck({}).value(), SizeIs(3)) << "what lies in .trash, and no more";
   ASSERT_OK(MakeStore().Gc({.grace = seconds(0)}));
   EXPECT_THAT(MakeStore().Fsck({}).value(), IsEmpty());
@@ -260,7 +260,7 @@ TEST_F(RetentionStoreTest, WhereTheNewestIsGoneMeanwhileNothingMoreGoes) {
       if (e.op != FileOp::kRename || e.path2.find("/.trash/") == std::string::npos) return;
       if (++removals != 2) return;
       if (replaced) {
-        EXPECT_OK(Save("step-5", StepSpec(9), {.if_exists = IfExists::kReplace}));
+        EXPECT_OK(Save("step-5", RetainedStepSpec(9), {.if_exists = IfExists::kReplace}));
       } else {
         EXPECT_OK(MakeStore().Remove("step-5"));
       }
@@ -456,7 +456,7 @@ TEST_F(RetentionStoreTest, WhatIsPinnedWhileItGoesComesBack) {
   EXPECT_TRUE(On(pruned.value(), "step-1").kept);
   EXPECT_FALSE(On(pruned.value(), "step-1").removed);
   EXPECT_THAT(On(pruned.value(), "step-1").reason, HasSubstr("pinned (now)"));
-  EXPECT_TRUE(HoldsWhole(InStore("step-1"), StepSpec(1)));
+  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RetainedStepSpec(1)));
   EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2)) << "step-2 and its mark";
 }
 
@@ -489,7 +489,7 @@ TEST_F(RetentionStoreTest, GcKeepsWhatIsPinned) {
   ASSERT_OK(kept);
   EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("it is pinned")));
   ASSERT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
-  EXPECT_TRUE(HoldsWhole(InStore("step-1"), StepSpec(1)));
+  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RetainedStepSpec(1)));
   EXPECT_THAT(store_moves::PutBack(fs(), StorePath(), "step-1", uuid), HasCode(Code::kNotFound));
 }
 
@@ -497,7 +497,7 @@ TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Store store = MakeStore();
-  const Staging staging = Written(store, "step-3", StepSpec(3));
+  const Staging staging = Written(store, "step-3", RetainedStepSpec(3));
   ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid));
   const std::string gone(32, 'a');
   Write(".pins/" + gone, "{}");
@@ -525,7 +525,7 @@ TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
 TEST_F(RetentionStoreTest, WhatASaveUnderWayTakesFilesOfStays) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   const Store store = MakeStore();
-  const Staging staging = Written(store, "next", StepSpec(9));
+  const Staging staging = Written(store, "next", RetainedStepSpec(9));
   const std::string base = ".staging/" + staging.directory.substr(staging.directory.rfind('/') + 1);
   Write(base + "/BASE", UuidOf("step-1").ToString() + "\n" + UuidOf("step-2").ToString() + "\n");
   const auto pruned = Prune("last=1");
@@ -543,8 +543,8 @@ TEST_F(RetentionStoreTest, WhatASaveUnderWayTakesFilesOfStays) {
   ASSERT_OK(Prune("last=1"));
   EXPECT_THAT(Left(), ElementsAre("step-2", "step-4"));
   // A publish takes it away, and then rules hold again.
-  ASSERT_OK(store.Publish(staging, TinyCoordinator(StepSpec(9)), {}));
-  EXPECT_TRUE(HoldsWhole(InStore("next"), StepSpec(9)));
+  ASSERT_OK(store.Publish(staging, TinyCoordinator(RetainedStepSpec(9)), {}));
+  EXPECT_TRUE(HoldsWhole(InStore("next"), RetainedStepSpec(9)));
   ASSERT_OK(Prune("last=1"));
   EXPECT_THAT(Left(), ElementsAre("next"));
 }
@@ -553,8 +553,8 @@ TEST_F(RetentionStoreTest, TheParentOfASaveThroughAMountStays) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   const auto shared = MakeStore().BeginShared("mounted", {});
   ASSERT_OK(shared);
-  ASSERT_OK(Save("step-2", StepSpec(2)));
-  ASSERT_OK(Save("step-3", StepSpec(3)));
+  ASSERT_OK(Save("step-2", RetainedStepSpec(2)));
+  ASSERT_OK(Save("step-3", RetainedStepSpec(3)));
   ASSERT_OK(Prune("last=1"));
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3"));
   const std::string file = ".staging/mounted/staging.json";
@@ -572,11 +572,11 @@ TEST_F(RetentionStoreTest, TheParentOfASaveThroughAMountStays) {
 TEST_F(RetentionStoreTest, EphemeralOnesGoOnceALaterOneIsThere) {
   const Store store = MakeStore();
   const auto ephemeral = [&](const std::string& name) {
-    const Staging staging = Written(store, name, StepSpec(1));
+    const Staging staging = Written(store, name, RetainedStepSpec(1));
     ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid));
-    ASSERT_OK(store.Publish(staging, TinyCoordinator(StepSpec(1)), {}));
+    ASSERT_OK(store.Publish(staging, TinyCoordinator(RetainedStepSpec(1)), {}));
   };
-  ASSERT_OK(Save("step-1", StepSpec(1)));
+  ASSERT_OK(Save("step-1", RetainedStepSpec(1)));
   ASSERT_NO_FATAL_FAILURE(ephemeral("step-2"));
   ASSERT_OK(Prune(""));
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-2"));
@@ -584,7 +584,7 @@ TEST_F(RetentionStoreTest, EphemeralOnesGoOnceALaterOneIsThere) {
   ASSERT_OK(Prune(""));
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3"));
   EXPECT_THAT(NamesIn(InStore(".ephemeral")), SizeIs(1)) << "the mark went with it";
-  ASSERT_OK(Save("step-4", StepSpec(4)));
+  ASSERT_OK(Save("step-4", RetainedStepSpec(4)));
   // A newer one that does not verify removes none.
   const std::string file = TensorFileOf("step-4");
   const std::string bytes = ReadWholeFile(file);
@@ -601,7 +601,7 @@ TEST_F(RetentionStoreTest, EphemeralOnesGoOnceALaterOneIsThere) {
 
 TEST_F(RetentionStoreTest, MetricsAreFoundInTheCommonState) {
   const auto save = [&](const std::string& name, std::map<std::string, CommonValue> common) {
-    TinySpec spec = StepSpec(1);
+    TinySpec spec = RetainedStepSpec(1);
     spec.common = std::move(common);
     ASSERT_OK(Save(name, spec));
   };
@@ -635,7 +635,7 @@ TEST_F(RetentionStoreTest, MetricsAreFoundInTheCommonState) {
 
 TEST_F(RetentionStoreTest, OfHoursTheNewestStaysWhateverTheClockDid) {
   const auto save = [&](const std::string& name, std::int64_t now) {
-    ASSERT_OK(Save(name, StepSpec(1), {.now = now}));
+    ASSERT_OK(Save(name, RetainedStepSpec(1), {.now = now}));
   };
   ASSERT_NO_FATAL_FAILURE(save("a", 1'000'000'800));
   ASSERT_NO_FATAL_FAILURE(save("b", 1'000'000'900));
@@ -685,14 +685,14 @@ TEST_F(RetentionStoreTest, WhatTookItsNameMeanwhileIsNotRemoved) {
   ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
     if (e.op == FileOp::kRename && e.path.ends_with("/step-1") && !done) {
       done = true;
-      EXPECT_OK(Save("step-1", StepSpec(8), {.if_exists = IfExists::kReplace}));
+      EXPECT_OK(Save("step-1", RetainedStepSpec(8), {.if_exists = IfExists::kReplace}));
     }
     return Status();
   });
   const auto pruned = PruneOn(racing, "last=1");
   ASSERT_OK(pruned);
   EXPECT_TRUE(done);
-  EXPECT_TRUE(HoldsWhole(InStore("step-1"), StepSpec(8)));
+  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RetainedStepSpec(8)));
   EXPECT_THAT(On(pruned.value(), "step-1").failed, HasCode(Code::kStale));
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3"));
 }
@@ -705,7 +705,7 @@ TEST_F(RetentionStoreTest, NoFailureOfAnyOperationLosesWhatIsKept) {
     ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
     ASSERT_OK(PinCheckpoint(InStore("step-1")));
     const Store store = MakeStore();
-    const Staging staging = Written(store, "next", StepSpec(9));
+    const Staging staging = Written(store, "next", RetainedStepSpec(9));
     WriteWholeFile(staging.directory + "/BASE", UuidOf("step-2").ToString() + "\n");
   };
   constexpr const char* kRules = "last=1";
@@ -737,8 +737,8 @@ TEST_F(RetentionStoreTest, NoFailureOfAnyOperationLosesWhatIsKept) {
       const std::vector<std::string> left = Left();
       for (const char* name : {"step-5", "step-1", "step-2"}) EXPECT_THAT(left, Contains(name));
       for (const std::string& name : left) {
-        EXPECT_TRUE(
-            HoldsWhole(InStore(name), StepSpec(static_cast<std::uint64_t>(name.back() - '0'))))
+        EXPECT_TRUE(HoldsWhole(InStore(name),
+                               RetainedStepSpec(static_cast<std::uint64_t>(name.back() - '0'))))
             << name;
       }
       if (!pruned.ok()) {
@@ -819,15 +819,16 @@ TEST_F(RetentionStoreTest, OfTwoWhoPruneWithOtherRulesTheNewestStays) {
     }
     for (int i = 5; i <= 16; ++i) {
       const std::string name = "step-" + std::to_string(i);
-      ASSERT_OK(Save(name, StepSpec(static_cast<std::uint64_t>(i))));
-      EXPECT_TRUE(HoldsWhole(InStore(name), StepSpec(static_cast<std::uint64_t>(i)))) << name;
+      ASSERT_OK(Save(name, RetainedStepSpec(static_cast<std::uint64_t>(i))));
+      EXPECT_TRUE(HoldsWhole(InStore(name), RetainedStepSpec(static_cast<std::uint64_t>(i))))
+          << name;
       EXPECT_EQ(MakeStore().Latest().value().name, name);
     }
     stop = true;
     for (std::thread& thread : threads) thread.join();
     EXPECT_THAT(wrong, IsEmpty());
     EXPECT_THAT(Left(), Contains("step-16"));
-    EXPECT_TRUE(HoldsWhole(InStore("step-16"), StepSpec(16)));
+    EXPECT_TRUE(HoldsWhole(InStore("step-16"), RetainedStepSpec(16)));
     EXPECT_GT(removed, 0u);
     if (testing::Test::HasFailure()) return;
   }
@@ -860,10 +861,10 @@ TEST_F(RetentionStoreTest, ReadersReadOn) {
   EXPECT_THAT(MakeStore().Gc({.grace = seconds(0)}).value().kept,
               ElementsAre(HasSubstr("still read")));
   const auto entry = reader.value()->index().Find("w");
-  std::string got(TinyBytes(StepSpec(1).tensors[0]).size(), '?');
+  std::string got(TinyBytes(RetainedStepSpec(1).tensors[0]).size(), '?');
   ASSERT_OK(reader.value()->ReadBytes(entry.value(), 0, got.data(), got.size(),
                                       ReadVerify::kExtendLeaves, nullptr));
-  EXPECT_EQ(got, TinyBytes(StepSpec(1).tensors[0]));
+  EXPECT_EQ(got, TinyBytes(RetainedStepSpec(1).tensors[0]));
 }
 
 TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
