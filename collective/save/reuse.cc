@@ -244,8 +244,7 @@ class Taking {
       TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
       findings[r] = {};
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t in_a_row,
-                                 SavesInARowThatReused(base_->index()));
+    const std::uint64_t in_a_row = SavesInARowThatReused(base_->index());
     const bool reuses = input_.options.reuse == Reuse::kAuto && input_.options.validate &&
                         !IsFull(input_.options, in_a_row);
     const auto taken = [&](InBase found) {
@@ -280,6 +279,7 @@ class Taking {
     TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(part, parts, reused.linked));
     TENSORMOUNT_ASSIGN_OR_RETURN(reused.records, linker.Records(part, parts, reused.linked));
     LeaveOut(decision.taken, reused.left);
+    reused.in_a_row = SavesInARowThatReused(base_->index()) + 1;
     return part == 0 ? ForCoordinator(decision, reused) : Status();
   }
 
@@ -310,13 +310,11 @@ class Taking {
 
   Status ForCoordinator(const Decision& decision, Reused& reused) const {
     const CheckpointIndex& index = base_->index();
-    TENSORMOUNT_ASSIGN_OR_RETURN(reused.in_a_row, SavesInARowThatReused(index));
-    ++reused.in_a_row;
     if (!index.info().self_contained) reused.root = index.info().root;
     if (!must()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues records, index.CommonRecords());
     for (const auto& [name, value] : records) {
-      if (name == kReuseRecord || common_.contains(name)) continue;
+      if (common_.contains(name)) continue;
       if (name.starts_with(kLayersRecordPrefix)) {
         // A tensor that a rank saves has the names that it says.
         const auto tensor = index.Find(std::string_view(name).substr(kLayersRecordPrefix.size()));
@@ -348,8 +346,7 @@ Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging) {
                                             ": its data are files of another program, which are "
                                             "not linked; `inherit` takes them where they are");
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t in_a_row,
-                                 SavesInARowThatReused(base->index()));
+    const std::uint64_t in_a_row = SavesInARowThatReused(base->index());
     if (IsFull(options, in_a_row)) {
       staging.base_note = "written anew, as the option full_every says";
       staging.base = Uuid();

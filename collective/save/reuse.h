@@ -51,15 +51,15 @@ struct ReuseInput {
 
 // What came of it.
 struct Reused {
-  bool any = false;       // The same on all ranks.
-  RankTask left;          // What this rank still has to write; if any.
-  LinkedRecords records;  // Of this rank's share,
-  LinkCounts linked;      // and what was done for it.
-  ReuseReport report;     // Of all, but for what `linked` says of this rank.
+  bool any = false;            // The same on all ranks.
+  RankTask left;               // What this rank still has to write; if any.
+  LinkedRecords records;       // Of this rank's share,
+  LinkCounts linked;           // and what was done for it.
+  ReuseReport report;          // Of all, but for what `linked` says of this rank.
+  std::uint64_t in_a_row = 0;  // Of LinkedManifestName.
   // At rank 0.
-  std::uint64_t in_a_row = 0;  // What the record kReuseRecord shall say.
-  CommonValues inherited;      // Common records of the base that the state does not set.
-  std::string root;            // Of foreign files of an adopted base.
+  CommonValues inherited;  // Common records of the base that the state does not set.
+  std::string root;        // Of foreign files of an adopted base.
 };
 
 // Collective. Fails, on all ranks alike, where ranks cannot be reached, with kCancelled, and where

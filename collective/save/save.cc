@@ -375,7 +375,8 @@ class SaveSession {
                                  EncodeManifest(linked.inventory, linked.leaves, linked.paged));
     mine_.linked_manifest_bytes = records.size();
     const auto part = static_cast<std::uint32_t>(rank_);
-    return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(part)), records);
+    return fs_.WriteFileDurably(
+        JoinPath(staging_.directory, LinkedManifestName(part, reused_.in_a_row)), records);
   }
 
   // Hashes replicas, learns whether all ranks have written, seals what they wrote together, and as
@@ -507,8 +508,8 @@ class SaveSession {
       votes.push_back(report.vote);
       manifests.push_back({r, ManifestName(r), report.manifest_bytes});
       if (report.linked_manifest_bytes > 0) {
-        manifests.push_back(
-            {r, LinkedManifestName(static_cast<std::uint32_t>(r)), report.linked_manifest_bytes});
+        manifests.push_back({r, LinkedManifestName(static_cast<std::uint32_t>(r), reused_.in_a_row),
+                             report.linked_manifest_bytes});
       }
       verdict.linked.Add(report.linked);
       verdict.bytes_written += report.bytes;
@@ -523,7 +524,7 @@ class SaveSession {
     return OfRankZero(PublishStaging(coordinator, manifests));
   }
 
-  // What comes from the base beside tensors and objects, and that something does.
+  // What comes from the base beside tensors and objects.
   void Inherit(bool of_ranks, Inventory& coordinator) {
     if (!reused_.any) return;
     for (const auto& [name, value] : reused_.inherited) {
@@ -531,8 +532,6 @@ class SaveSession {
       if (of_ranks && name.starts_with(kRankRecordPrefix)) continue;
       coordinator.common.emplace(name, value);
     }
-    coordinator.common[std::string(kReuseRecord)] =
-        CommonValue(static_cast<std::int64_t>(reused_.in_a_row));
     coordinator.info.root = reused_.root;
   }
 

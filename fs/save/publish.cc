@@ -44,7 +44,7 @@ class Publisher {
     PatchFile patches(fs_, staging_);
     TENSORMOUNT_RETURN_IF_ERROR(CheckObjects());
     TENSORMOUNT_RETURN_IF_ERROR(AssembleTensors(reader, patches));
-    Result<Inventory> coordinator = Coordinator();
+    const Result<Inventory> coordinator = Coordinator();
     if (!coordinator.ok()) {
       if (coordinator.status().code() == Code::kInvalidArgument && report_.problems.empty()) {
         AddProblem(report_, "bad_common", "staging " + staging_.name,
@@ -56,7 +56,7 @@ class Publisher {
 
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
     StagedManifests manifests(staging_, journals_);
-    TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests, coordinator.value()));
+    TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests));
     if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
     TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
     // The store checks and commits as for a save by the library: `shared` says that several mounts
@@ -167,7 +167,7 @@ class Publisher {
   }
 
   // Everything but what the parent holds, byte for byte.
-  Status Fill(StagedManifests& manifests, Inventory& coordinator) {
+  Status Fill(StagedManifests& manifests) {
     StagedReuse reuse(store_, fs_, staging_, journals_);
     TENSORMOUNT_RETURN_IF_ERROR(reuse.Open(schema_.reuse()));
     std::vector<bool> tensors_taken;
@@ -180,10 +180,6 @@ class Publisher {
     }
     // What fails there is no failure of the publish: then all is recorded as it was written.
     const bool linked = reuse.Link().ok() && reuse.any();
-    if (linked) {
-      coordinator.common[std::string(kReuseRecord)] =
-          CommonValue(static_cast<std::int64_t>(reuse.in_a_row()));
-    }
     report_.reused_tensors = reuse.tensors();
     report_.reused_bytes = reuse.bytes();
     for (std::size_t i = 0; i < tensors_.size(); ++i) {

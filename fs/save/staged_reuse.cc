@@ -42,7 +42,7 @@ Status StagedReuse::Open(const std::string& reuse) {
     if (base->commit() == nullptr || !info.self_contained || (wanted && info.uuid != *wanted)) {
       return Status();
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(in_a_row_, SavesInARowThatReused(base->index()));
+    in_a_row_ = SavesInARowThatReused(base->index());
     if (in_a_row_ + 1 >= FullEvery()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(objects_, base->index().Objects());
     taken_ = TakenFromBase::Nothing(base->index().tensor_count(), objects_.size());
@@ -152,6 +152,7 @@ bool StagedReuse::Takes(const StagedObject& object, const Dims& grid) {
 
 Status StagedReuse::Link() {
   if (!any()) return Status();
+  const std::string path = JoinPath(staging_.directory, LinkedManifestName(0, in_a_row_ + 1));
   const auto link = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const LinkPlan plan, PlanLinks(*base_, staging_, taken_));
     BaseLinker linker(fs_, *base_, staging_, taken_, plan);
@@ -160,12 +161,12 @@ Status StagedReuse::Link() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, linker.Records(0, 1, counts));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                  EncodeManifest(records.inventory, records.leaves, records.paged));
-    return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(0)), manifest);
+    return fs_.WriteFileDurably(path, manifest);
   };
   const Status linked = link();
   if (linked.ok()) return linked;
   // A part of a manifest must not be taken for one.
-  (void)fs_.RemoveFile(JoinPath(staging_.directory, LinkedManifestName(0)));
+  (void)fs_.RemoveFile(path);
   base_.reset();
   tensors_ = 0;
   bytes_ = 0;

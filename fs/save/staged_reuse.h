@@ -42,8 +42,6 @@ class StagedReuse {
   Status Link();
 
   bool any() const { return base_ != nullptr && taken_.any(); }
-  // For the record kReuseRecord, if any().
-  std::uint64_t in_a_row() const { return in_a_row_ + 1; }
   std::uint64_t tensors() const { return tensors_; }
   std::uint64_t bytes() const { return bytes_; }
 

@@ -24,8 +24,6 @@ using CommonValues = std::map<std::string, CommonValue>;
 // needs no new version of the format.
 inline constexpr std::string_view kContentMetadataRecord = "$content";
 inline constexpr std::string_view kRankRecordPrefix = "$rank.";
-// How many saves in a row have linked files of earlier ones (index/store/linking.h).
-inline constexpr std::string_view kReuseRecord = "$reuse";
 
 // Of a record's name: a reserved one may have a key after its prefix.
 inline constexpr std::size_t kMaxCommonRecordName = kMaxKeyBytes + 64;

@@ -92,9 +92,6 @@ Result<Inventory> Coordinator(const CheckpointIndex& index, const KeyRenames& na
     coordinator.common.emplace(std::string(kLayersRecordPrefix) + names.tensors()[ordinal],
                                pattern);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t in_a_row, SavesInARowThatReused(index));
-  coordinator.common[std::string(kReuseRecord)] =
-      CommonValue(static_cast<std::int64_t>(in_a_row) + 1);
   return coordinator;
 }
 
@@ -112,7 +109,9 @@ Status FillStaging(FileSystem& fs, const OpenedCheckpoint& base, const Staging& 
   report.refused = counts.refused;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                EncodeManifest(records.inventory, records.leaves, records.paged));
-  return fs.WriteFileDurably(JoinPath(staging.directory, LinkedManifestName(0)), manifest);
+  return fs.WriteFileDurably(
+      JoinPath(staging.directory, LinkedManifestName(0, SavesInARowThatReused(base.index()) + 1)),
+      manifest);
 }
 
 }  // namespace

@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <map>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -124,19 +126,31 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
   return plan;
 }
 
-std::string LinkedManifestName(std::uint32_t part) {
-  return "manifest/l" + std::to_string(part) + ".tmm";
+std::string LinkedManifestName(std::uint32_t part, std::uint64_t in_a_row) {
+  return "manifest/l" + std::to_string(part) + "-" + std::to_string(in_a_row) + ".tmm";
 }
 
-Result<std::uint64_t> SavesInARowThatReused(const CheckpointIndex& index) {
-  const Result<CommonValue> value = index.CommonRecord(kReuseRecord);
-  if (value.status().code() == Code::kNotFound) return std::uint64_t{0};
-  TENSORMOUNT_RETURN_IF_ERROR(value.status());
-  const auto* count = value.value().get_if<std::int64_t>();
-  if (count == nullptr || *count < 0) {
-    return DataLoss("common record " + std::string(kReuseRecord), "is no count");
+std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
+  std::uint64_t most = 0;
+  for (const std::string& name : index.manifests()) {
+    std::uint32_t part = 0;
+    std::uint64_t in_a_row = 0;
+    std::string_view rest = name;
+    const auto take = [&](std::string_view word) {
+      const bool there = rest.starts_with(word);
+      if (there) rest.remove_prefix(word.size());
+      return there;
+    };
+    const auto number = [&](auto& value) {
+      const auto end = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+      rest.remove_prefix(static_cast<std::size_t>(end.ptr - rest.data()));
+      return end.ec == std::errc();
+    };
+    if (take("manifest/l") && number(part) && take("-") && number(in_a_row) && rest == ".tmm") {
+      most = std::max(most, in_a_row);
+    }
   }
-  return static_cast<std::uint64_t>(*count);
+  return most;
 }
 
 // ---- Files ----

@@ -110,11 +110,13 @@ class BaseLinker {
   const std::atomic<bool>* const cancel_;
 };
 
-// "manifest/l3.tmm": what share `part` linked.
-std::string LinkedManifestName(std::uint32_t part);
+// "manifest/l3-12.tmm": what share `part` linked, in the `in_a_row`th save in a row that links
+// files.
+std::string LinkedManifestName(std::uint32_t part, std::uint64_t in_a_row);
 
-// What the record kReuseRecord says of a checkpoint: 0 where there is none.
-Result<std::uint64_t> SavesInARowThatReused(const CheckpointIndex& index);
+// How many saves in a row have linked files, up to this checkpoint, as the names of its manifests
+// say: 0 where it linked none.
+std::uint64_t SavesInARowThatReused(const CheckpointIndex& index);
 
 }  // namespace tensormount
 

@@ -5,10 +5,7 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
-
-#include "index/records/common_state.h"
 
 namespace tensormount {
 namespace {
@@ -44,13 +41,6 @@ std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
 bool SameTensor(const TensorRecord& a, const TensorEntry& b) {
   return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
          a.meta.shape() == b.meta.shape();
-}
-
-// What common.json shows: how many saves reused files is not in it.
-bool SameCommon(CommonValues a, CommonValues b) {
-  a.erase(std::string(kReuseRecord));
-  b.erase(std::string(kReuseRecord));
-  return a == b;
 }
 
 int ComparePart(const ObjectRecord& a, const ObjectRecord& b) {
@@ -93,8 +83,8 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
                         mine.length == part.length && mine.hash == part.hash;
       objects[i].Add(same, part.mtime);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(CommonValues values, prior->CommonRecords());
-    common.Add(SameCommon(inventory.common, std::move(values)), prior->info().common_mtime);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues values, prior->CommonRecords());
+    common.Add(inventory.common == values, prior->info().common_mtime);
     json.Add(false, prior->info().json_mtime);
   }
   const std::int64_t fresh = json.any ? After(now, json.latest) : now;

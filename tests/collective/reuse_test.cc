@@ -15,6 +15,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tensormount/async_save.h"
 #include "tensormount/save.h"
 
 #include "base/file_system.h"
@@ -275,7 +276,7 @@ TEST_F(ReuseTest, OffWritesAllUnderItsOwnName) {
     EXPECT_EQ(info.links, 1u);
   }
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(HostFileSystem(), Path(2), {}));
-  EXPECT_THAT(opened->index().CommonRecord(kReuseRecord), HasCode(Code::kNotFound));
+  EXPECT_EQ(SavesInARowThatReused(opened->index()), 0u);
   ExpectReads(2);
 }
 
@@ -493,6 +494,32 @@ TEST_F(ReuseTest, TenStepsOfFineTuningCostTheBaseAndTheAdapters) {
     model_ = steps[static_cast<std::size_t>(step) - 1];
     ExpectReads(step);
   }
+}
+
+// What is staged is compared and linked as what is saved at once.
+TEST_F(ReuseTest, InTheBackgroundToo) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  Change("lora.a", 1);
+  std::vector<RankState> states(2);
+  std::vector<Result<SaveReport>> results(2, Status(Code::kInternal, "did not run"));
+  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
+    RankState& state = states[static_cast<std::size_t>(comm.rank())];
+    for (const RandomTensor& t : model_) {
+      const bool whole = t.shape.rank() == 0 || t.bytes.empty();
+      state.Add(t, whole ? Region(Box::Whole(t.shape)) : RowsOfRank(t.shape, comm.rank(), 2));
+    }
+    if (comm.rank() == 0) {
+      EXPECT_OK(state.dict.AddObject("rng", rng_, {}));
+    }
+    const OnDevices moved(state.dict);
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, AsyncSave(moved.dict(), Path(2), comm));
+    results[static_cast<std::size_t>(comm.rank())] = handle.WaitCommitted();
+    return Status();
+  }));
+  ASSERT_OK(results[0]);
+  EXPECT_EQ(results[0].value().reused.tensors, model_.size() - 1);
+  ExpectReads(2);
 }
 
 // A link does not bring back a form that this save would not give the tensor.

@@ -200,6 +200,8 @@ void CheckLeftovers(const Group& group) {
     if (entry == "step-1" || access(data.c_str(), F_OK) != 0) continue;
     for (const auto& file : std::filesystem::directory_iterator(data)) {
       const std::string name = file.path().filename();
+      // A link to a file of the checkpoint before takes no space.
+      if (entry.find(name.substr(0, 8)) == std::string::npos) continue;
       for (int r = 0; r < kRanks; ++r) {
         if (r == victim) continue;
         EXPECT_FALSE(name.ends_with("-r" + std::to_string(r) + ".safetensors")) << name;

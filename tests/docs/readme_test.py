@@ -18,7 +18,7 @@ class Readme(harness.ToolTest):
         harness.need_fuse()
         text = (ROOT / "README.md").read_text()
         blocks = re.findall(r"<!-- executed by tests/docs -->\n```sh\n(.*?)```", text, re.S)
-        self.assertEqual(len(blocks), 2)
+        self.assertEqual(len(blocks), 3)
         self.mounts.append(self.dir / "MNT")
         env = {**os.environ, "PATH": f"{harness.BIN}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", "-euxo", "pipefail", "-c", "".join(blocks)], cwd=self.dir, env=env, text=True,

@@ -17,6 +17,7 @@
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
 #include "index/store/derive.h"
+#include "index/store/linking.h"
 #include "index/store/store.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
@@ -115,9 +116,8 @@ TEST_F(DeriveTest, AllOfItIsLinks) {
   ExpectWhole("new");
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(fs_, store_ + "/new", {}));
   EXPECT_EQ(opened->index().info().parent, spec_.uuid);
-  ASSERT_OK_AND_ASSIGN(auto common, opened->index().CommonRecords());
-  EXPECT_EQ(common.at(std::string(kReuseRecord)), CommonValue(1));
-  common.erase(std::string(kReuseRecord));
+  ASSERT_OK_AND_ASSIGN(const auto common, opened->index().CommonRecords());
+  EXPECT_EQ(SavesInARowThatReused(opened->index()), 1u);
   EXPECT_EQ(common, spec_.common);
   // Files that did not change keep their times.
   ASSERT_OK_AND_ASSIGN(const auto old, OpenedCheckpoint::Open(fs_, store_ + "/old", {}));

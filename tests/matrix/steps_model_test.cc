@@ -12,7 +12,9 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -111,8 +113,10 @@ Result<Held> ReadHeld(const std::string& path) {
 
 class StepsModel {
  public:
-  StepsModel(FileSystem& fs, std::string root, std::uint64_t seed)
+  // `may_fork`: `fs` is the same in a child.
+  StepsModel(FileSystem& fs, std::string root, std::uint64_t seed, bool may_fork)
       : random_(seed),
+        may_fork_(may_fork),
         root_(std::move(root)),
         store_path_(root_ + "/store"),
         fs_(fs, [this](const FileEvent& e) { return Disturb(e); }) {
@@ -137,6 +141,10 @@ class StepsModel {
     if (random_.OneIn(4)) Reshard();
     refuse_links_ = random_.OneIn(4);
     const std::int64_t action = random_.Int(0, 19);
+    // Another process saves into the store meanwhile; who prunes or is foreseen could not say how
+    // it ends. Before there are threads here.
+    const bool alone = !may_fork_ || model_.empty() || (action >= 14 && action < 16);
+    if (!alone && random_.OneIn(6)) BeginOther();
     const std::shared_ptr<OpenedCheckpoint> reader = OpenSome();
     std::optional<std::thread> beside;
     Result<Held> read = Held();
@@ -168,6 +176,7 @@ class StepsModel {
       }
     }
     refuse_links_ = false;
+    EndOther();
     Check();
   }
 
@@ -276,15 +285,50 @@ class StepsModel {
     return opened.ok() ? opened.value() : nullptr;
   }
 
+  // ---- Another process ----
+
+  void BeginOther() {
+    child_name_ = NewName();
+    child_held_ = state_;
+    for (auto& [key, tensor] : child_held_.tensors) {
+      if (!tensor.bytes.empty() && random_.OneIn(2)) {
+        tensor.bytes[0] = static_cast<char>(tensor.bytes[0] ^ 64);
+      }
+    }
+    child_ = fork();
+    ASSERT_GE(child_, 0);
+    if (child_ != 0) return;
+    const auto results = SaveOnThreads(store_path_ + "/" + child_name_, 1, [&](int, RankState& s) {
+      for (const auto& [key, tensor] : child_held_.tensors) {
+        s.Add(tensor, Box::Whole(tensor.shape));
+      }
+      (void)s.dict.AddObject("rng", child_held_.objects["rng"], {});
+    });
+    _exit(results[0].ok() ? 0 : 1);
+  }
+  void EndOther() {
+    if (child_ <= 0) return;
+    int status = 0;
+    ASSERT_EQ(waitpid(child_, &status, 0), child_);
+    child_ = -1;
+    what_ += ", beside a save of " + child_name_;
+    ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << what_;
+    Committed(child_name_, child_held_, /*newest=*/false);
+  }
+
   // ---- What is done ----
 
-  void Committed(const std::string& name, Held held) {
+  void Committed(const std::string& name, Held held, bool newest = true) {
     const Result<Store> store = Store::Open(HostFileSystem(), store_path_);
     ASSERT_OK(store);
     const auto opened = OpenedCheckpoint::Open(HostFileSystem(), store_path_ + "/" + name, {});
     ASSERT_OK(opened);
     const CheckpointInfo& info = opened.value()->index().info();
-    for (const auto& [other, step] : model_) EXPECT_LT(step.generation, info.generation) << other;
+    for (const auto& [other, step] : model_) {
+      if (newest) {
+        EXPECT_LT(step.generation, info.generation) << other;
+      }
+    }
     model_[name] = {std::move(held), info.generation, info.uuid, false};
   }
   void Ended(const Status& status, const std::string& name, Held held) {
@@ -327,7 +371,7 @@ class StepsModel {
     control.now = 1'700'000'000 + random_.Int(-500'000'000, 500'000'000);
     const bool foreseen = options.placement == PlacementRule::kAuto && !options.page_hashes &&
                           options.reuse == Reuse::kAuto && options.full_every == 50 &&
-                          !refuse_links_ && !base.empty();
+                          !refuse_links_ && !base.empty() && child_ <= 0;
     std::uint64_t forecast = 0;
     if (foreseen) forecast = Forecast(base, saved, whole);
     if (random_.OneIn(6)) FailSomewhere();
@@ -579,6 +623,10 @@ class StepsModel {
   }
 
   Random random_;
+  const bool may_fork_;
+  pid_t child_ = -1;
+  std::string child_name_;
+  Held child_held_;
   const std::string root_;
   const std::string store_path_;
   ObservedFileSystem fs_;
@@ -602,7 +650,7 @@ TEST(StepsModelTest, RandomSequences) {
     const std::uint64_t seed = TestSeed() + static_cast<std::uint64_t>(round);
     SCOPED_TRACE("sequence of seed " + std::to_string(seed));
     const TempDir dir;
-    StepsModel steps(HostFileSystem(), dir.path(), seed);
+    StepsModel steps(HostFileSystem(), dir.path(), seed, /*may_fork=*/true);
     for (int act = 0; act < 8 && !testing::Test::HasFailure(); ++act) steps.Act();
     steps.Finish();
     if (testing::Test::HasFailure()) return;
@@ -617,7 +665,7 @@ TEST(StepsModelTest, PowerCutsAnywhere) {
     const std::string live = dir.Join("live");
     ASSERT_OK(HostFileSystem().CreateDirectory(live));
     PowerCutFileSystem fs(live);
-    StepsModel steps(fs, live, seed);
+    StepsModel steps(fs, live, seed, /*may_fork=*/false);
     Random random(seed);
     for (int act = 0; act < 5 && !testing::Test::HasFailure(); ++act) {
       const std::size_t begin = fs.op_count();

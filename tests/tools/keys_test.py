@@ -141,7 +141,8 @@ class Layers(harness.ToolTest):
         self.assertEqual(int(size.split()[0]), 480 + 3)
 
     def test_names_survive_an_import_and_follow_its_map(self):
-        out = self.run_tool("import", self.path, self.store / "copy", "-v", "--ranks", "3", "--shard", "dim:2")
+        out = self.run_tool("import", self.path, self.store / "copy", "-v", "--ranks", "3", "--shard", "dim:2",
+                            "--reuse", "off")
         self.assertRegex(out.stderr, r"rank 1: \d+ B in data/")
         raw = self.run_tool("cat", self.store / "copy", "layers.2.w", text=False).stdout
         self.assertEqual(raw, self.w[2].tobytes())
