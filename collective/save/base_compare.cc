@@ -39,12 +39,14 @@ struct Stretch {
   std::optional<ChunkRecord> of = {};
   std::uint64_t leaf = 0;
   std::optional<std::size_t> job = {};  // Of the device that hashes it.
+  bool brought = false;                 // From a device, to be compared here.
 };
 
 // What is known of one tensor of the task.
 struct Compared {
   std::optional<TensorEntry> entry;  // None: the base has no such tensor.
   bool differs = false;
+  std::optional<std::uint32_t> file;  // That all of it is in, if it has bytes.
   std::uint64_t by_leaf = 0;
   std::uint64_t by_comparison = 0;
 };
@@ -189,10 +191,14 @@ class BaseComparison {
 
   // One file shall be all of the model, and one rank writes it.
   void AllOrNone() {
-    const bool all = base_.index().tensor_count() == tensors_.size() &&
-                     std::all_of(tensors_.begin(), tensors_.end(), [](const Compared& tensor) {
-                       return tensor.entry && !tensor.differs;
-                     });
+    bool all = base_.index().tensor_count() == tensors_.size();
+    std::optional<std::uint32_t> file;
+    for (const Compared& tensor : tensors_) {
+      all = all && tensor.entry && !tensor.differs;
+      if (!tensor.file) continue;
+      all = all && (!file || *file == *tensor.file);
+      file = tensor.file;
+    }
     for (Compared& tensor : tensors_) tensor.differs = tensor.differs || !all;
   }
 
@@ -233,7 +239,7 @@ class BaseComparison {
         return Status(Code::kDataLoss, "a chunk in a file that is not in the table");
       }
       const bool one_file = !only || *only == stored.file;
-      only = stored.file;
+      tensor.file = only = stored.file;
       const Placement there = base_.index().files()[stored.file].placement;
       const bool good = wanted == Placement::kTensorFile || wanted == Placement::kSafetensors
                             ? there == wanted && one_file
@@ -313,6 +319,7 @@ class BaseComparison {
       if (Of(stretch).differs || !IsOnDevice(chunk)) continue;
       if (!stretch.of) {
         wanted.push_back({chunk.item, stretch.begin, stretch.bytes});
+        stretch.brought = true;
         continue;
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource source, PackedSource::Make(ShardOf(chunk)));
@@ -338,7 +345,8 @@ class BaseComparison {
     const RankTask::Chunk& chunk = task_.chunks[stretch.chunk];
     Compared& tensor = Of(stretch);
     const bool on_device = IsOnDevice(chunk);
-    if (tensor.differs && (!on_device || stretch.of)) return Status();
+    // What is on its way from a device is taken in any case: the next piece waits for that.
+    if (tensor.differs && !stretch.brought) return Status();
     if (!stretch.of) {
       return on_device ? CompareBrought(stretch, tensor) : CompareStored(stretch, tensor);
     }

@@ -4,6 +4,9 @@
 #include "collective/save/reuse.h"
 
 #include <algorithm>
+#include <chrono>
+#include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -112,18 +115,26 @@ Result<Decision> DecodeDecision(std::string_view bytes, std::size_t tensors, std
 
 // The base under its name, or where it was moved to meanwhile.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(FileSystem& fs, const Staging& staging) {
+  const std::string named = JoinPath(staging.store, staging.base_name);
+  const std::string trash =
+      JoinPath(JoinPath(staging.store, store_paths::kTrashFolder), staging.base.ToString());
   Status failed;
-  const std::string trash = JoinPath(staging.store, store_paths::kTrashFolder);
-  for (const std::string& directory :
-       {JoinPath(staging.store, staging.base_name), JoinPath(trash, staging.base.ToString())}) {
-    auto opened = OpenedCheckpoint::Open(fs, directory, {});
-    if (opened.ok() && opened.value()->index().info().uuid == staging.base &&
-        opened.value()->commit() != nullptr) {
-      return opened;
-    }
-    if (failed.ok()) {
-      failed = opened.ok() ? Status(Code::kStale, directory + ": replaced by another checkpoint")
-                           : opened.status();
+  // Who prunes may be moving it back this moment, since the staging names it.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    if (attempt > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    for (const std::string& directory : {named, trash}) {
+      auto opened = OpenedCheckpoint::Open(fs, directory, {});
+      if (opened.ok() && opened.value()->index().info().uuid == staging.base &&
+          opened.value()->commit() != nullptr) {
+        return opened;
+      }
+      const Status why = opened.ok()
+                             ? Status(Code::kStale, directory + ": replaced by another checkpoint")
+                             : opened.status();
+      if (failed.ok()) failed = why;
+      if (why.code() != Code::kNotFound && why.code() != Code::kStale) {
+        return why.WithContext("base " + staging.base_name);
+      }
     }
   }
   return failed.WithContext("base " + staging.base_name);
@@ -185,7 +196,15 @@ class Taking {
                              return all.ok() ? std::string() : all.message();
                            });
     TENSORMOUNT_RETURN_IF_ERROR(verdict.status());
-    if (!verdict.value().empty()) return Nothing(verdict.value());
+    if (!verdict.value().empty()) {
+      // Room for what is written now.
+      if (decision.ok()) {
+        BaseLinker(input_.fs, *base_, input_.staging, decision.value().taken, decision.value().plan)
+            .Discard(static_cast<std::uint32_t>(collective_.rank()),
+                     static_cast<std::uint32_t>(collective_.size()));
+      }
+      return Nothing(verdict.value());
+    }
     reused.any = true;
     return reused;
   }
@@ -259,13 +278,30 @@ class Taking {
       decision.taken.objects[i] = taken(objects[i]);
       decision.report.objects += decision.taken.objects[i] ? 1 : 0;
     }
-    if (!decision.taken.any()) {
+    if (must()) TENSORMOUNT_RETURN_IF_ERROR(KeepObjectsApart(objects, decision));
+    // Common values are inherited where nothing else is.
+    if (!decision.taken.any() && !must()) {
       decision.why_not = found_.base_problem.ok() ? "" : found_.base_problem.message();
       return Status();
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(decision.plan, PlanLinks(*base_, input_.staging, decision.taken));
     decision.report.bytes = decision.plan.live_bytes;
     decision.any = true;
+    return Status();
+  }
+
+  // An object of which a rank has a part is the ranks' as a whole.
+  Status KeepObjectsApart(const std::vector<InBase>& found, Decision& decision) const {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, base_->index().Objects());
+    std::set<std::string_view> of_ranks;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (found[i] != InBase::kNotHere) of_ranks.insert(parts[i].key);
+    }
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (found[i] != InBase::kNotHere || !of_ranks.contains(parts[i].key)) continue;
+      decision.report.objects -= decision.taken.objects[i] ? 1 : 0;
+      decision.taken.objects[i] = false;
+    }
     return Status();
   }
 
@@ -279,7 +315,9 @@ class Taking {
     TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(part, parts, reused.linked));
     TENSORMOUNT_ASSIGN_OR_RETURN(reused.records, linker.Records(part, parts, reused.linked));
     LeaveOut(decision.taken, reused.left);
-    reused.in_a_row = SavesInARowThatReused(base_->index()) + 1;
+    const std::uint64_t in_a_row = SavesInARowThatReused(base_->index());
+    // What is inherited is linked in any case, and counts anew.
+    reused.in_a_row = IsFull(input_.options, in_a_row) ? 1 : in_a_row + 1;
     return part == 0 ? ForCoordinator(decision, reused) : Status();
   }
 

@@ -188,6 +188,7 @@ class SaveSession {
             TakeFromBase(collective_, {fs_, state_, *plan_.task, staging_, options_, Rules()},
                          job_.common));
         *bytes = reused_.report.bytes;
+        CountTaken();
         return Status();
       });
       if (!status.ok()) return Settle(status);
@@ -347,6 +348,15 @@ class SaveSession {
 
   BlockRules Rules() const {
     return {{fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)}, &control_.read};
+  }
+
+  // What it found in the base is done, for whoever watches.
+  void CountTaken() {
+    if (options_.progress == nullptr || !reused_.any) return;
+    std::uint64_t taken = 0;
+    for (const RankTask::Chunk& chunk : plan_.task->chunks) taken += chunk.bytes;
+    for (const RankTask::Chunk& chunk : reused_.left.chunks) taken -= chunk.bytes;
+    options_.progress->fetch_add(taken, std::memory_order_relaxed);
   }
 
   // What this rank writes: all of its task, but for what it found in the base.
@@ -654,7 +664,9 @@ class SaveSession {
   // Likewise, where a rank was not heard of. It may hang in a call on its files, and whoever
   // deletes one waits with it: each rank takes away what it alone has written.
   void RemoveOwn() {
-    store_moves::DeleteData(fs_, AbortedEntry(), FilesWrittenAlone(staging_, Left(), rank_));
+    std::vector<std::string> own = FilesWrittenAlone(staging_, Left(), rank_);
+    own.push_back(CopiedPackName(staging_, static_cast<std::uint32_t>(rank_)));
+    store_moves::DeleteData(fs_, AbortedEntry(), own);
   }
 
   std::string AbortedEntry() const {

@@ -153,8 +153,9 @@ bool StagedReuse::Takes(const StagedObject& object, const Dims& grid) {
 Status StagedReuse::Link() {
   if (!any()) return Status();
   const std::string path = JoinPath(staging_.directory, LinkedManifestName(0, in_a_row_ + 1));
+  LinkPlan plan;
   const auto link = [&]() -> Status {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const LinkPlan plan, PlanLinks(*base_, staging_, taken_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(plan, PlanLinks(*base_, staging_, taken_));
     BaseLinker linker(fs_, *base_, staging_, taken_, plan);
     LinkCounts counts;
     TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(0, 1, counts));
@@ -165,6 +166,7 @@ Status StagedReuse::Link() {
   };
   const Status linked = link();
   if (linked.ok()) return linked;
+  BaseLinker(fs_, *base_, staging_, taken_, plan).Discard(0, 1);
   // A part of a manifest must not be taken for one.
   (void)fs_.RemoveFile(path);
   base_.reset();

@@ -102,7 +102,8 @@ struct SaveOptions {
   std::function<void(const SaveReport&)> on_commit_once = {};
   // Where not null: why a layout was refused, in full, and otherwise what was found sound.
   LayoutReport* layout = nullptr;
-  // Where not null, counts bytes as this rank has written them: for progress displays.
+  // Where not null, counts bytes as this rank has written them, or found them in the base: for
+  // progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;
 };
 

@@ -647,7 +647,12 @@ Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
 // could get the inode of such a folder, and lose it to a repair after a power cut.
 void Copier::CleanUp() {
   if (finished_.empty()) return;
-  for (const std::string& outer : finished_) (void)fs_.RemoveTree(outer);
+  for (const std::string& outer : finished_) {
+    // Another one may have begun there since: what it is about to publish is not ours to delete.
+    if (!fs_.LinkStat(outer).ok()) continue;
+    const Result<std::unique_ptr<File>> lock = Lock(outer);
+    if (lock.ok()) (void)fs_.RemoveTree(outer);
+  }
   (void)fs_.SyncFileSystem(StagingFolder());
 }
 

@@ -126,6 +126,10 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
   return plan;
 }
 
+std::string CopiedPackName(const Staging& staging, std::uint32_t part) {
+  return "data/" + staging.ShortId() + "-c" + std::to_string(part) + ".bin";
+}
+
 std::string LinkedManifestName(std::uint32_t part, std::uint64_t in_a_row) {
   return "manifest/l" + std::to_string(part) + "-" + std::to_string(in_a_row) + ".tmm";
 }
@@ -156,41 +160,50 @@ std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
 // ---- Files ----
 
 Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
-  std::uint32_t number = 0;
-  for (std::size_t f = 0; f < plan_.files.size(); ++f) {
-    if (plan_.files[f] != BaseFileUse::kLink || number++ % parts != part) continue;
+  return ForEachLinked(part, parts, [&](std::uint32_t f) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
-    const FileRecord& file = base_.index().files()[f];
-    const std::string to = JoinPath(staging_.directory, file.name);
-    if (file.name.rfind('/') != file.name.find('/')) {
-      TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
-    }
-    const auto link = [&] { return fs_.Link(JoinPath(base_.pinned_directory(), file.name), to); };
-    Status linked = link();
-    if (linked.code() == Code::kAlreadyExists) {
-      // Of an earlier try to publish this staging.
-      TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
-      linked = link();
-    }
-    if (linked.ok()) {
-      // What has the name may have been cut short, or be something else than a file.
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
-      if (info.kind != FileKind::kFile || info.size != file.length) {
-        return DataLoss(
-            base_.FilePath(static_cast<std::uint32_t>(f)),
-            "not the file of " + std::to_string(file.length) + " bytes that its checkpoint says");
-      }
-      ++counts.files_linked;
-      counts.bytes_linked += file.length;
-      continue;
-    }
-    if (!LinkIsRefused(linked)) return linked;
-    if (counts.refused.empty()) counts.refused = linked.message();
-    TENSORMOUNT_RETURN_IF_ERROR(CopyFile(file, to));
-    ++counts.files_copied;
-    counts.bytes_copied += file.length;
+    return LinkFile(base_.index().files()[f], counts);
+  });
+}
+
+Status BaseLinker::LinkFile(const FileRecord& file, LinkCounts& counts) {
+  const std::string from = JoinPath(base_.pinned_directory(), file.name);
+  const std::string to = JoinPath(staging_.directory, file.name);
+  if (file.name.rfind('/') != file.name.find('/')) {
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
   }
+  Status linked = fs_.Link(from, to);
+  if (linked.code() == Code::kAlreadyExists) {
+    // Of an earlier try to publish this staging.
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
+    linked = fs_.Link(from, to);
+  }
+  if (linked.ok()) {
+    // What has the name may have been cut short, or be something else than a file.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
+    if (info.kind != FileKind::kFile || info.size != file.length) {
+      return DataLoss(
+          JoinPath(base_.directory(), file.name),
+          "not the file of " + std::to_string(file.length) + " bytes that its checkpoint says");
+    }
+    ++counts.files_linked;
+    counts.bytes_linked += file.length;
+    return Status();
+  }
+  if (!LinkIsRefused(linked)) return linked;
+  if (counts.refused.empty()) counts.refused = linked.message();
+  TENSORMOUNT_RETURN_IF_ERROR(CopyFile(file, to));
+  ++counts.files_copied;
+  counts.bytes_copied += file.length;
   return Status();
+}
+
+void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
+  (void)ForEachLinked(part, parts, [&](std::uint32_t f) {
+    (void)fs_.RemoveFile(JoinPath(staging_.directory, base_.index().files()[f].name));
+    return Status();
+  });
+  (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
 // Not compared with hashes, as a link would not be: whoever reads does.
@@ -437,8 +450,7 @@ class BaseLinker::Gatherer {
     if (copied_.empty()) return Status();
     std::stable_sort(copied_.begin(), copied_.end(),
                      [](const Copied& a, const Copied& b) { return a.bits > b.bits; });
-    const std::string name =
-        "data/" + linker_.staging_.ShortId() + "-c" + std::to_string(part_) + ".bin";
+    const std::string name = CopiedPackName(linker_.staging_, part_);
     const auto number = static_cast<std::uint32_t>(out_.inventory.files.size());
     const std::string path = JoinPath(linker_.staging_.directory, name);
     if (linker_.fs_.Exists(path)) {  // Likewise.

@@ -98,8 +98,23 @@ class BaseLinker {
   // with their hashes, sealed and synced. kDataLoss where the base is damaged.
   Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
+  // Takes the names and files of a share away again, as far as it made them, where nothing is taken
+  // after all.
+  void Discard(std::uint32_t part, std::uint32_t parts);
+
  private:
   class Gatherer;
+  // `use(number of the file)` for each linked file of a share.
+  template <typename Use>
+  Status ForEachLinked(std::uint32_t part, std::uint32_t parts, Use use) {
+    std::uint32_t number = 0;
+    for (std::size_t f = 0; f < plan_.files.size(); ++f) {
+      if (plan_.files[f] != BaseFileUse::kLink || number++ % parts != part) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(use(static_cast<std::uint32_t>(f)));
+    }
+    return Status();
+  }
+  Status LinkFile(const FileRecord& file, LinkCounts& counts);
   Status CopyFile(const FileRecord& file, const std::string& to);
 
   FileSystem& fs_;
@@ -109,6 +124,9 @@ class BaseLinker {
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
 };
+
+// "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.
+std::string CopiedPackName(const Staging& staging, std::uint32_t part);
 
 // "manifest/l3-12.tmm": what share `part` linked, in the `in_a_row`th save in a row that links
 // files.

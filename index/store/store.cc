@@ -502,9 +502,12 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
       if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
     }
     if (filled.ok() && !staging.base.IsZero()) {
-      // For those who prune now; after a crash nobody goes on with this staging.
-      filled = fs_->ReplaceFile(JoinPath(staging.directory, store_paths::kBaseFile),
-                                staging.base.ToString() + "\n");
+      // In one step: half of it would stop whoever prunes.
+      const std::string hidden = JoinPath(staging.directory, ".base");
+      filled = fs_->WriteFileDurably(hidden, staging.base.ToString() + "\n");
+      if (filled.ok()) {
+        filled = fs_->RenameNoReplace(hidden, JoinPath(staging.directory, store_paths::kBaseFile));
+      }
     }
     if (filled.ok()) return staging;
     (void)fs_->RemoveTree(staging.directory);  // Gc takes it otherwise.

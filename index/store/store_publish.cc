@@ -22,6 +22,7 @@
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/mtime.h"
+#include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 
@@ -476,6 +477,10 @@ Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
     exchanged = if_exists == IfExists::kReplace && fs.Exists(to);
     if (exchanged && !fs.Exists(JoinPath(to, store_paths::kCommitFile)) && fs.Exists(to)) {
       return Status(Code::kAlreadyExists, to + ": not a checkpoint, so it is not replaced");
+    }
+    if (exchanged) {
+      // Pinned since the save began.
+      TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(fs, path_, staging.name));
     }
     const Status moved =
         exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
