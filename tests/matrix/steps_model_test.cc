@@ -185,6 +185,7 @@ class StepsModel {
     Collect();
     for (const auto& [name, step] : model_) ExpectHeld(store_path_ + "/" + name, step.held);
     for (const auto& [name, step] : other_) ExpectHeld(root_ + "/other/" + name, step.held);
+    ExpectOneRootAFile();
     if (model_.empty()) return;
     const Result<Store> store = Store::Open(fs_, store_path_);
     ASSERT_OK(store);
@@ -610,6 +611,20 @@ class StepsModel {
     std::vector<std::string> wanted;
     for (const auto& [name, step] : model) wanted.push_back(name);
     EXPECT_EQ(there, wanted);
+  }
+  // All who have a file say the same of all of its bytes, of those that they do not use, too.
+  void ExpectOneRootAFile() {
+    std::map<std::string, Hash128> roots;
+    for (const auto& [name, step] : model_) {
+      const auto opened =
+          OpenedCheckpoint::Open(HostFileSystem(), store_path_ + "/" + name, {}).value();
+      for (const CommitRecord::Entry& entry : opened->commit()->record.files) {
+        if (!entry.name.starts_with("data/")) continue;
+        // What mounts wrote and nobody names is no part of a root.
+        const auto [at, fresh] = roots.emplace(entry.name, entry.hash);
+        EXPECT_TRUE(fresh || at->second == entry.hash) << name << ": " << entry.name;
+      }
+    }
   }
   static void ExpectHeld(const std::string& path, const Held& wanted) {
     const Result<Held> held = ReadHeld(path);
