@@ -299,18 +299,7 @@ tm_status tm_derive(const char* path, const char* from, const tm_derive_options*
     if (map != nullptr) how.rename = *map;
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DeriveReport report,
                                  tensormount::Derive(path, from, how));
-    return GiveJson({{"path", report.path},
-                     {"uuid", report.uuid},
-                     {"generation", report.generation},
-                     {"tensors", report.tensors},
-                     {"objects", report.objects},
-                     {"dropped", report.dropped},
-                     {"files_linked", report.files_linked},
-                     {"bytes_linked", report.bytes_linked},
-                     {"files_copied", report.files_copied},
-                     {"bytes_copied", report.bytes_copied},
-                     {"refused", report.refused}},
-                    json);
+    return GiveJson(DeriveJson(report), json);
   });
 }
 

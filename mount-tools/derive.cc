@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // `tensormount derive`: a checkpoint out of an old one of the same store; see commands.h.
+#include "tensormount/derive.h"
+
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "tensormount/derive.h"
-
 #include "base/counted.h"
 #include "index/store/store.h"
+#include "index/store/store_json.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/source.h"
 
@@ -19,8 +20,7 @@ Result<KeyMap> ReadRenames(FileSystem& fs, const DeriveArgs& args) {
   for (const std::string& rename : args.rename) {
     const std::size_t equals = rename.find('=');
     if (equals == std::string::npos || equals == 0 || equals + 1 == rename.size()) {
-      return Status(Code::kInvalidArgument,
-                    fmt::format("--rename {}: want OLD=NEW", rename));
+      return Status(Code::kInvalidArgument, fmt::format("--rename {}: want OLD=NEW", rename));
     }
     KeyMap::Rule rule;
     rule.from = rename.substr(0, equals);
@@ -60,24 +60,14 @@ int RunDerive(const DeriveArgs& args, Terminal& terminal) {
   if (!derived.ok()) return terminal.Fail(derived.status());
   const DeriveReport& report = derived.value();
   if (terminal.json) {
-    terminal.Json(nlohmann::ordered_json{{"path", report.path},
-                                         {"uuid", report.uuid},
-                                         {"generation", report.generation},
-                                         {"tensors", report.tensors},
-                                         {"objects", report.objects},
-                                         {"dropped", report.dropped},
-                                         {"files_linked", report.files_linked},
-                                         {"bytes_linked", report.bytes_linked},
-                                         {"files_copied", report.files_copied},
-                                         {"bytes_copied", report.bytes_copied},
-                                         {"refused", report.refused}});
+    terminal.Json(DeriveJson(report));
     return terminal.Flush();
   }
   if (!terminal.quiet) {
-    terminal.Line(fmt::format(
-        "committed {}: {}, {} dropped; {} linked ({}), {} copied", report.path,
-        Counted(report.tensors, "tensor"), report.dropped, Counted(report.files_linked, "file"),
-        HumanBytes(report.bytes_linked), HumanBytes(report.bytes_copied)));
+    terminal.Line(fmt::format("committed {}: {}, {} dropped; {} linked ({}), {} copied",
+                              report.path, Counted(report.tensors, "tensor"), report.dropped,
+                              Counted(report.files_linked, "file"), HumanBytes(report.bytes_linked),
+                              HumanBytes(report.bytes_copied)));
   }
   if (!report.refused.empty()) {
     terminal.Note(fmt::format("links were refused: {}", report.refused));

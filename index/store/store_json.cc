@@ -47,6 +47,20 @@ nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one) {
   return json;
 }
 
+nlohmann::ordered_json DeriveJson(const DeriveReport& report) {
+  return {{"path", report.path},
+          {"uuid", report.uuid},
+          {"generation", report.generation},
+          {"tensors", report.tensors},
+          {"objects", report.objects},
+          {"dropped", report.dropped},
+          {"files_linked", report.files_linked},
+          {"bytes_linked", report.bytes_linked},
+          {"files_copied", report.files_copied},
+          {"bytes_copied", report.bytes_copied},
+          {"refused", report.refused}};
+}
+
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run) {
   return {{"removed", report.removed},
           {"kept", report.kept},

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "tensormount/derive.h"
 #include "tensormount/store_copy.h"
 
 #include "index/store/costs.h"
@@ -21,6 +22,7 @@ nlohmann::ordered_json ListingJson(const CheckpointListing& item, bool is_latest
 void AddCostJson(const CheckpointCost& cost, nlohmann::ordered_json& json);
 // A line of `copy`: its event is copied, there or failed.
 nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one);
+nlohmann::ordered_json DeriveJson(const DeriveReport& report);
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run);
 
 }  // namespace tensormount
