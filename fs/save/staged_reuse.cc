@@ -12,7 +12,6 @@
 
 #include "base/hash.h"
 #include "base/log.h"
-#include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "shard/leaf_hash.h"
 
@@ -158,11 +157,7 @@ Status StagedReuse::Link() {
     TENSORMOUNT_ASSIGN_OR_RETURN(plan, PlanLinks(*base_, staging_, taken_));
     BaseLinker linker(fs_, *base_, staging_, taken_, plan);
     LinkCounts counts;
-    TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(0, 1, counts));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, linker.Records(0, 1, counts));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
-                                 EncodeManifest(records.inventory, records.leaves, records.paged));
-    return fs_.WriteFileDurably(path, manifest);
+    return linker.LinkAll(in_a_row_ + 1, counts);
   };
   const Status linked = link();
   if (linked.ok()) return linked;

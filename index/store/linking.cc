@@ -11,13 +11,11 @@
 #include <map>
 #include <optional>
 #include <string_view>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include "base/checked.h"
 #include "base/errors.h"
-#include "base/log.h"
 #include "index/read/rebuild.h"
 #include "index/records/manifest.h"
 #include "shard/leaf_hash.h"
@@ -158,6 +156,15 @@ std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
 }
 
 // ---- Files ----
+
+Status BaseLinker::LinkAll(std::uint64_t in_a_row, LinkCounts& counts) {
+  TENSORMOUNT_RETURN_IF_ERROR(LinkFiles(0, 1, counts));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, Records(0, 1, counts));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
+                               EncodeManifest(records.inventory, records.leaves, records.paged));
+  return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(0, in_a_row)),
+                              manifest);
+}
 
 Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
   return ForEachLinked(part, parts, [&](std::uint32_t f) -> Status {

@@ -98,6 +98,9 @@ class BaseLinker {
   // with their hashes, sealed and synced. kDataLoss where the base is damaged.
   Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
+  // All of it as one share, and its manifest (LinkedManifestName), durably.
+  Status LinkAll(std::uint64_t in_a_row, LinkCounts& counts);
+
   // Takes the names and files of a share away again, as far as it made them, where nothing is taken
   // after all.
   void Discard(std::uint32_t part, std::uint32_t parts);
