@@ -33,8 +33,7 @@ Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(fs, opened));
   // Where no one can tell which is the latest, none is called so.
   const Result<LatestCheckpoint> latest = opened.LatestOf(costs.Listings());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const pins::PinMap pinned,
-                               pins::ReadAll(fs, opened.path(), store_moves::NowSeconds()));
+  const auto pinned = pins::ReadAll(fs, opened.path(), store_moves::NowSeconds());
   std::vector<StoredCheckpoint> out;
   for (const CheckpointCost& cost : costs.checkpoints()) {
     const CheckpointListing& item = cost.listing;
@@ -45,8 +44,11 @@ Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store) 
     one.latest =
         latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
     one.problem = item.problem;
-    const auto pin = pinned.find(item.uuid);
-    one.pinned = item.problem.ok() && pin != pinned.end() && !pin->second.expired;
+    one.pins_read = pinned.status();
+    if (pinned.ok() && item.problem.ok()) {
+      const auto pin = pinned.value().find(item.uuid);
+      one.pinned = pin != pinned.value().end() && !pin->second.expired;
+    }
     one.created = cost.created;
     one.file_bytes = cost.data_bytes;
     one.stored_bytes = cost.bytes;

@@ -97,6 +97,7 @@ tm_status tm_store_list(const char* store, char** json) {
       one["own_bytes"] = item.own_bytes;
       one["shared_bytes"] = item.stored_bytes - item.own_bytes;
       one["pinned"] = item.pinned;
+      if (!item.pins_read.ok()) one["pinned"] = nullptr;
     }
     return HandOut(all, json);
   });

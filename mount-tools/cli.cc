@@ -362,12 +362,19 @@ void AddLifecycle(Program& p) {
       ->option_text("METRIC:max|min:K");
   c->add_option("--rules", p.prune.rules, "All rules in one text, as import --retain takes them")
       ->option_text("RULES");
-  c->add_flag("--dry-run", p.prune.dry_run, "Only say what would go and stay, and why");
-  c->add_flag("--set-policy", p.prune.set_policy,
-              "Remove nothing: these are the store's rules from now on, which `prune STORE` uses");
-  c->add_flag("--show-policy", p.prune.show_policy, "Remove nothing: print the store's rules");
-  c->add_flag("--clear-policy", p.prune.clear_policy,
-              "Remove nothing: the store has no rules any more");
+  CLI::Option* const alone[] = {
+      c->add_flag("--dry-run", p.prune.dry_run, "Only say what would go and stay, and why"),
+      c->add_flag("--set-policy", p.prune.set_policy,
+                  "Remove nothing: these are the store's rules from now on, which `prune STORE` "
+                  "uses"),
+      c->add_flag("--show-policy", p.prune.show_policy, "Remove nothing: print the store's rules"),
+      c->add_flag("--clear-policy", p.prune.clear_policy,
+                  "Remove nothing: the store has no rules any more")};
+  for (CLI::Option* const one : alone) {
+    for (CLI::Option* const other : alone) {
+      if (one != other) one->excludes(other);
+    }
+  }
 
   c = p.Command("pin", "Keeps a checkpoint from rules and from rm; lists the pins of a STORE",
                 "tensormount pin STORE/step-0 --reason 'in the paper' --expires 90d", p.pin,
@@ -518,6 +525,21 @@ std::vector<std::string> FromMountHelper(int argc, const char* const* argv, cons
   return words;
 }
 
+// A variable of a shell that was never set is no value: `prune --keep-last "$N"` must not do
+// without that rule. A reason may be empty.
+void CheckNothingIsEmpty(const CLI::App& app) {
+  for (const CLI::App* command : app.get_subcommands()) {
+    for (const CLI::Option* option : command->get_options()) {
+      // Of the words without a name each command says itself what they must be.
+      if (option->get_positional() || option->get_name() == "--reason") continue;
+      for (const std::string& value : option->results()) {
+        if (value.empty()) throw CLI::ValidationError(option->get_name(), "its value is empty");
+      }
+    }
+    CheckNothingIsEmpty(*command);
+  }
+}
+
 // The error line of words that are no command line of ours, with what was probably meant.
 int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
                 const char* const* argv, Terminal& terminal) {
@@ -609,6 +631,7 @@ int Run(int argc, const char* const* argv) {
       if (fake) return kDone;
     } else {
       app.parse(argc, argv);
+      CheckNothingIsEmpty(app);
     }
   } catch (const CLI::ParseError& error) {
     // CLI11 ends --help and --version with an exception, too.

@@ -58,10 +58,10 @@ std::string DateText(std::int64_t seconds) {
 
 // A line of ls -l of a store or a training directory: 51 columns, then the name.
 std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
-                        const std::string& size, const std::string& own, bool latest, bool pinned,
-                        const std::string& name) {
+                        const std::string& size, const std::string& own, bool latest,
+                        const char* pinned, const std::string& name) {
   std::string line = fmt::format("{:>8} {:<16} {:>8} {:>8} {:<6} {:<3} ", generation, date, size,
-                                 own, latest ? "latest" : "", pinned ? "pin" : "");
+                                 own, latest ? "latest" : "", pinned);
   return line + terminal.LastName(name, line.size());
 }
 
@@ -86,7 +86,7 @@ int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal)
       terminal.Json(json);
     } else if (args.details) {
       terminal.Line(DetailsLine(terminal, step.generation, DateText(info.value().mtime_seconds), "",
-                                "", latest, /*pinned=*/false, step.name));
+                                "", latest, /*pinned=*/"", step.name));
     } else {
       terminal.Line(
           fmt::format("{}\tgeneration {}{}", step.name, step.generation, latest ? "\tlatest" : ""));
@@ -178,10 +178,12 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   for (const CheckpointCost& cost : list.value()) listings.push_back(cost.listing);
   const auto latest = store.value().LatestOf(listings);
   pins::PinMap pinned;
+  Status pins_read;
   if (args.details) {
     auto all = pins::ReadAll(HostFileSystem(), store.value().path(), store_moves::NowSeconds());
-    if (!all.ok()) return terminal.Fail(all.status());
-    pinned = std::move(all).value();
+    pins_read = all.status();
+    if (!all.ok()) terminal.Warn("what is pinned cannot be told: " + all.status().message());
+    if (all.ok()) pinned = std::move(all).value();
   }
   int worst = kDone;
   for (const CheckpointCost& cost : list.value()) {
@@ -209,12 +211,17 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
         AddCostJson(cost, json);
         json["file_bytes"] = cost.data_bytes + foreign;
         json["pinned"] = is_pinned;
+        if (!pins_read.ok()) json["pinned"] = nullptr;
       }
       terminal.Json(json);
     } else if (item.problem.ok() && args.details) {
       terminal.Line(DetailsLine(terminal, item.generation, DateText(cost.created),
                                 HumanBytes(cost.bytes + foreign), HumanBytes(cost.own_bytes),
-                                is_latest, is_pinned, item.name));
+                                is_latest,
+                                !pins_read.ok() ? "?"
+                                : is_pinned     ? "pin"
+                                                : "",
+                                item.name));
     } else if (item.problem.ok()) {
       terminal.Line(
           fmt::format("{}\tgeneration {}\t{}", item.name, item.generation, item.uuid.ToString()));

@@ -75,8 +75,10 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
   constexpr std::int64_t kMost = 100'000'000'000;  // The year 5138.
   if (text.starts_with('@')) {
     const auto seconds = number(std::string_view(text).substr(1));
-    return seconds && *seconds <= kMost ? Result<std::int64_t>(*seconds)
-                                        : bad("want seconds since 1970 after the @");
+    // Of a variable that was not set, as in @$((N)), there is a 0.
+    return seconds && *seconds > 0 && *seconds <= kMost
+               ? Result<std::int64_t>(*seconds)
+               : bad("want seconds since 1970 after the @; without --expires it is held for ever");
   }
   static constexpr std::pair<char, std::int64_t> kUnits[] = {
       {'s', 1}, {'m', 60}, {'h', 3600}, {'d', 86400}, {'w', 7 * 86400}};
@@ -95,7 +97,9 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     const char* const end = strptime(wall.c_str(), form, &parts);
     if (end == nullptr || *end != '\0') continue;
     parts.tm_isdst = -1;
+    const int day = parts.tm_mday;
     const std::time_t seconds = utc ? timegm(&parts) : mktime(&parts);
+    if (parts.tm_mday != day) return bad("that month has fewer days");
     if (seconds > 0) return static_cast<std::int64_t>(seconds);
   }
   return bad(
@@ -129,6 +133,11 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
   if (args.set_policy && rules.value().of_store) {
     return terminal.Fail(
         Status(Code::kInvalidArgument, "--set-policy: name the rules, as --keep-last 3"));
+  }
+  if ((args.clear_policy || args.show_policy) && !rules.value().of_store) {
+    return terminal.Fail(Status(Code::kInvalidArgument,
+                                "--show-policy and --clear-policy take no rules; --set-policy "
+                                "replaces those of the store"));
   }
   if (args.set_policy || args.clear_policy) {
     return ChangePolicy(store.value(), args, rules.value(), terminal);
@@ -172,6 +181,8 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
   }
   for (const PruneReport::Decision& d : report.decisions) {
     if (!d.failed.ok()) terminal.Fail(d.failed.WithContext(d.checkpoint));
+    // It may have been the newest.
+    if (d.unread) terminal.Warn(d.checkpoint + ": " + d.reason);
   }
   const int flushed = terminal.Flush();
   return flushed == kDone && !failures.empty() ? kFailed : flushed;

@@ -2,7 +2,6 @@
 // See after_commit.h: calls of index/store/, whose failures end up in the report of the save.
 #include "collective/save/after_commit.h"
 
-#include <cerrno>
 #include <set>
 
 #include "base/log.h"
@@ -37,9 +36,11 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
     prune.rules = RetentionRules();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PruneReport pruned, retention::Prune(fs, store, prune));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const PruneReport pruned,
+                               retention::Prune(fs, store, prune, {.saved = staging.uuid}));
   for (const PruneReport::Decision& d : pruned.decisions) {
     if (d.removed) report.pruned.push_back(d.checkpoint);
+    if (d.unread) report.not_pruned.push_back(d.checkpoint + ": " + d.reason);
     if (!d.failed.ok()) Tell(d.failed.WithContext(d.checkpoint), report);
   }
   return {};
@@ -62,17 +63,12 @@ void RemoveByRules(FileSystem& fs, const Staging& staging, const SaveOptions& op
 }
 
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure) {
-  const int err = failure.ToErrno();
-  if (store.empty() || failure.code() != Code::kResourceExhausted ||
-      (err != ENOSPC && err != EDQUOT)) {
-    return failure;
-  }
-  ErrorFields more;
-  const Status looked = Guarded([&]() -> Status {
-    more.cause = retention::TrashHint(fs, store);
+  Status said = failure;
+  (void)Guarded([&]() -> Status {
+    said = retention::WithTrashHint(fs, store, failure);
     return {};
   });
-  return looked.ok() ? failure.With(more) : failure;
+  return said;
 }
 
 }  // namespace tensormount

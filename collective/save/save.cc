@@ -28,6 +28,7 @@
 #include "index/records/common_state.h"
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
+#include "index/store/retention.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 #include "state/common_records.h"
@@ -265,6 +266,9 @@ class SaveSession {
     TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name_));
     for (const std::string& base : {options_.reuse_from, options_.inherit}) {
       if (!base.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(base));
+    }
+    if (options_.retention) {
+      TENSORMOUNT_RETURN_IF_ERROR(retention::CheckRules(*options_.retention));
     }
     if (!options_.inherit.empty() && !options_.reuse_from.empty() &&
         options_.inherit != options_.reuse_from) {

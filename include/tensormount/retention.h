@@ -117,6 +117,7 @@ struct TENSORMOUNT_EXPORT PruneReport {
     std::uint64_t generation = 0;
     bool kept = true;
     std::string reason;    // Why it stays or goes, in words.
+    bool unread = false;   // It could not be read: it stays, and may be the newest.
     bool removed = false;  // It is gone; never in a dry run.
     Status failed;         // Why it is still there, or (kUnknown) may come back.
   };

@@ -25,6 +25,7 @@ struct StoredCheckpoint {
   std::uint64_t generation = 0;
   bool latest = false;  // False for all where nobody can tell.
   bool pinned = false;
+  Status pins_read;  // Not ok: whether it is pinned cannot be told (another user's pins).
   Status problem;  // Not ok: the folder is there, but cannot be read as a checkpoint.
   // Where there is no problem. Bytes are lengths of files.
   std::int64_t created = 0;        // Seconds since 1970.

@@ -32,6 +32,7 @@
 #include "index/read/rebuild.h"
 #include "index/read/scan.h"
 #include "index/records/store_paths.h"
+#include "index/store/retention.h"
 #include "index/store/store.h"
 #include "shard/leaf_hash.h"
 
@@ -98,7 +99,8 @@ struct WantedCopy {
   std::uint64_t generation = 0;
   std::uint64_t bytes = 0;
   std::uint64_t files = 0;
-  Status problem;  // Why it cannot even be looked at.
+  Status problem;       // Why it cannot even be looked at.
+  bool of_all = false;  // Nobody named it: the whole store is copied.
 };
 
 // The same where it is held open, with all that its bytes are compared with.
@@ -226,6 +228,7 @@ bool IsOfOne(const Status& status) {
     case Code::kUnsupported:
     case Code::kInvalidArgument:
     case Code::kBusy:
+    case Code::kPermissionDenied:
       return true;
     default:
       return false;
@@ -259,6 +262,7 @@ class Copier {
   Status CopySteps(const WantedCopy& wanted, const std::string& outer, OpenedSource& source,
                    CopiedCheckpoint& out);
   Result<OpenedSource> Open(const WantedCopy& wanted);
+  CheckpointListing LookHere(const std::string& name) const;
   Status CheckName(const WantedCopy& wanted, CopiedCheckpoint& out);
   Result<std::unique_ptr<File>> Lock(const std::string& outer);
   Status Sweep(const std::string& inner, const std::string& below, const CommitRecord& record,
@@ -337,10 +341,24 @@ Result<OpenedSource> Copier::Open(const WantedCopy& wanted) {
   return source;
 }
 
+// What the destination itself holds: a link to a checkpoint elsewhere is no copy of it.
+CheckpointListing Copier::LookHere(const std::string& name) const {
+  const std::string path = store_.CheckpointPath(name);
+  const Result<FileInfo> info = fs_.LinkStat(path);
+  if (!info.ok() || info.value().kind == FileKind::kDirectory) return store_.Look(name);
+  CheckpointListing listing;
+  listing.name = name;
+  listing.state = CheckpointListing::State::kNoCheckpoint;
+  listing.problem = Status(Code::kDataLoss, info.value().kind == FileKind::kSymlink
+                                                ? "a symbolic link, and no checkpoint of this store"
+                                                : "no folder");
+  return listing;
+}
+
 // Ok: the name is free, or `out.was_there`.
 Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
   const std::string path = store_.CheckpointPath(wanted.name);
-  const CheckpointListing now = store_.Look(wanted.name);
+  const CheckpointListing now = LookHere(wanted.name);
   if (now.problem.ok()) {
     out.was_there = now.uuid == wanted.uuid;
     if (out.was_there) return Status();
@@ -353,7 +371,7 @@ Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
   }
   const auto named = names_.find(wanted.uuid);
   if (named == names_.end()) return Status();
-  const CheckpointListing other = store_.Look(named->second);
+  const CheckpointListing other = LookHere(named->second);
   if (!other.problem.ok() || other.uuid != wanted.uuid) return Status();
   return Status(Code::kAlreadyExists,
                 store_.CheckpointPath(named->second) + ": is this checkpoint, under another name");
@@ -548,7 +566,7 @@ Status Copier::Publish(const WantedCopy& wanted, const std::string& outer, const
     // The truth is where the checkpoint is: over NFS a rename that happened may be reported as
     // failed, and where there are no locks somebody else may have copied it.
     const bool here = fs_.LinkStat(inner).status().code() != Code::kNotFound;
-    const CheckpointListing now = store_.Look(wanted.name);
+    const CheckpointListing now = LookHere(wanted.name);
     if (!now.problem.ok() || now.uuid != wanted.uuid) {
       if (!here) return Status(Code::kUnknown, to + ": renamed or not: " + moved.message());
       if (moved.code() != Code::kAlreadyExists) return moved;
@@ -681,7 +699,7 @@ Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<st
       return InvalidArgument(destination + ": is the store that " + text + " is to be copied from");
     }
     for (const std::string& name : names) {
-      WantedCopy one{.directory = store.value().CheckpointPath(name), .name = name};
+      WantedCopy one{.directory = store.value().CheckpointPath(name), .name = name, .of_all = all};
       if (!seen.insert(one.directory).second) continue;
       CommitRecord record;
       const CheckpointListing listing = store.value().Look(name, &record);
@@ -714,6 +732,7 @@ Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<st
 Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(destination));
+  if (sources.empty()) return InvalidArgument("copy to " + destination + ": name what to copy");
   Keys keys;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<WantedCopy> wanted,
                                FindSources(fs, sources, destination, keys));
@@ -732,6 +751,16 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
                          .bytes = one.bytes,
                          .files = one.files};
     out.status = copier.Copy(one, out).WithContext("copy " + one.name);
+    out.status = retention::WithTrashHint(fs, store.path(), out.status);
+    const bool removed =
+        (out.status.code() == Code::kNotFound || out.status.code() == Code::kStale) &&
+        fs.LinkStat(one.directory).status().code() == Code::kNotFound;
+    if (removed) {
+      // Somebody prunes the source, and all that it has now is copied.
+      if (one.of_all) continue;
+      out.status = Status(Code::kNotFound, "copy " + one.name + ": " + one.directory +
+                                               " was removed while it was copied");
+    }
     const bool goes_on = out.status.ok() || !one.problem.ok() || IsOfOne(out.status);
     if (!goes_on || (!out.status.ok() && wanted.size() == 1)) return out.status;
     report.checkpoints.push_back(std::move(out));

@@ -15,6 +15,7 @@
 #include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
 #include "index/store/retained_file.h"
+#include "index/store/retention.h"
 #include "index/store/store_moves.h"
 
 namespace tensormount::pins {
@@ -26,6 +27,8 @@ constexpr std::size_t kUuidDigits = 32;
 constexpr std::size_t kMaxReason = 4096;
 // A checkpoint shares files of a few others.
 constexpr std::uint64_t kMaxBaseBytes = std::uint64_t{1} << 20;
+// For whom removes to be done, or to have undone it.
+constexpr double kRemovalSeconds = 30;
 
 std::string PinsFolder(const std::string& store) {
   return JoinPath(store, store_paths::kPinsFolder);
@@ -107,13 +110,45 @@ bool HoldsLonger(const PinnedCheckpoint& a, const PinnedCheckpoint& b) {
   return rank(a) > rank(b);
 }
 
-// The uuid of what stands at `name`. kNotFound: nothing does.
+// The uuid of what stands at `name`. kNotFound: nothing does. A link to a checkpoint is none.
 Result<Uuid> UuidAt(FileSystem& fs, const std::string& directory) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(directory));
+  if (info.kind != FileKind::kDirectory) {
+    return Status(Code::kInvalidArgument, directory + ": not a checkpoint: no folder");
+  }
   Result<DecodedCommit> commit = store_moves::ReadCommit(fs, directory);
   // Perhaps another one has just taken its place.
   if (!commit.ok()) commit = store_moves::ReadCommit(fs, directory);
   if (!commit.ok()) return commit.status();
   return commit.value().record.uuid;
+}
+
+// All files that pin one checkpoint.
+Result<std::vector<std::string>> PinsOf(FileSystem& fs, const std::string& folder,
+                                        const std::string& uuid) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                               store_moves::ListIfThere(fs, folder));
+  std::vector<std::string> names;
+  for (const DirectoryEntry& e : entries) {
+    if (e.name.starts_with(uuid)) names.push_back(e.name);
+  }
+  return names;
+}
+
+// In place of all that pinned it before. Of two who do this at once each takes away only what he
+// found before he put his own there, so one of the two stays.
+Status WritePin(FileSystem& fs, const std::string& store, const PinnedCheckpoint& pin) {
+  const std::string folder = PinsFolder(store);
+  TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kPinsFolder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> before, PinsOf(fs, folder, pin.uuid));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      ReplaceRetained(fs, folder, pin.uuid, EncodePin(pin), InsteadOfExchange::kSecondName));
+  for (const std::string& name : before) {
+    if (name == pin.uuid) continue;  // That was replaced.
+    TENSORMOUNT_RETURN_IF_ERROR(
+        fs.RemoveTree(JoinPath(folder, name)).WithContext("an older pin holds it, too"));
+  }
+  return before.empty() ? Status() : fs.SyncDirectory(folder);
 }
 
 std::string TimeText(std::int64_t seconds) {
@@ -125,6 +160,31 @@ std::string TimeText(std::int64_t seconds) {
     return std::to_string(seconds);
   }
   return text;
+}
+
+// All that is in a staging, in .trash or a checkpoint. False: of some nobody can tell which it is.
+Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known) {
+  for (const std::string_view folder : {store_paths::kStagingFolder, store_paths::kTrashFolder}) {
+    const std::string path = JoinPath(store.path(), folder);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                                 store_moves::ListIfThere(fs, path));
+    for (const DirectoryEntry& e : entries) {
+      if (e.kind != FileKind::kDirectory) continue;
+      const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs, JoinPath(path, e.name));
+      if (uuid.ok()) known.insert(uuid.value());
+      // A staging that is being made or taken away, or one that nobody can read.
+      if (!uuid.ok() && uuid.status().code() != Code::kNotFound) return false;
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> live, store.List());
+  for (const CheckpointListing& c : live) {
+    if (c.problem.ok()) known.insert(c.uuid);
+    if (c.state != CheckpointListing::State::kGood &&
+        c.state != CheckpointListing::State::kNoCheckpoint) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -158,13 +218,11 @@ Result<PinMap> ReadAll(FileSystem& fs, const std::string& store, std::int64_t no
 Result<std::optional<PinnedCheckpoint>> Find(FileSystem& fs, const std::string& store,
                                              const Uuid& uuid, std::int64_t now) {
   const std::string folder = PinsFolder(store);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                               PinsOf(fs, folder, uuid.ToString()));
   std::optional<PinnedCheckpoint> found;
-  const std::string wanted = uuid.ToString();
-  for (const DirectoryEntry& e : entries) {
-    if (!e.name.starts_with(wanted)) continue;
-    PinnedCheckpoint pin = ReadPin(fs, folder, e.name, uuid, now);
+  for (const std::string& name : names) {
+    PinnedCheckpoint pin = ReadPin(fs, folder, name, uuid, now);
     if (!pin.expired && (!found || HoldsLonger(pin, *found))) found = std::move(pin);
   }
   return found;
@@ -194,16 +252,20 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   pin.created = store_moves::NowSeconds();
   pin.expires = options.expires;
   pin.expired = pin.expires != 0 && pin.created >= pin.expires;
-  const std::string folder = PinsFolder(store.path());
-  TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store.path(), store_paths::kPinsFolder));
   TENSORMOUNT_RETURN_IF_ERROR(
-      ReplaceRetained(fs, folder, pin.uuid, EncodePin(pin), InsteadOfExchange::kSecondName));
+      retention::WithTrashHint(fs, store.path(), WritePin(fs, store.path(), pin)));
   // Who removes looks for pins after the rename, and moves what is pinned back: so it is there, or
-  // comes back soon, or was gone before the pin was there.
+  // comes back before he lets go of the lock, or was gone before the pin was there.
   Result<Uuid> still = UuidAt(fs, directory);
-  for (int again = 0; again < 50 && still.status().code() == Code::kNotFound; ++again) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(4));
+  if (still.status().code() == Code::kNotFound) {
+    const Result<std::unique_ptr<File>> lock = Lock(fs, store.path(), kRemovalSeconds);
+    // Without locks time is all there is.
+    const int most = lock.ok() && lock.value() != nullptr ? 50 : 500;
     still = UuidAt(fs, directory);
+    for (int again = 0; again < most && still.status().code() == Code::kNotFound; ++again) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(4));
+      still = UuidAt(fs, directory);
+    }
   }
   const bool gone =
       still.ok() ? still.value() != uuid.value() : still.status().code() == Code::kNotFound;
@@ -230,26 +292,25 @@ Status Unpin(FileSystem& fs, const Store& store, const std::string& name) {
 
 Result<bool> RemovePins(FileSystem& fs, const std::string& store, const Uuid& uuid) {
   const std::string folder = PinsFolder(store);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
-  const std::string wanted = uuid.ToString();
-  bool any = false;
-  for (const DirectoryEntry& e : entries) {
-    if (!e.name.starts_with(wanted)) continue;
-    const Status removed = fs.RemoveFile(JoinPath(folder, e.name));
-    if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
-    any = any || removed.ok();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                               PinsOf(fs, folder, uuid.ToString()));
+  for (const std::string& name : names) {
+    TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(folder, name)));
   }
-  if (any) TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(folder));
-  return any;
+  if (!names.empty()) TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(folder));
+  return !names.empty();
+}
+
+Status Refusal(const std::string& directory, const std::string& held) {
+  return Status(Code::kPermissionDenied,
+                directory + ": " + held + ": unpin it first, or remove it with force");
 }
 
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name) {
   const std::int64_t now = store_moves::NowSeconds();
   const std::string directory = JoinPath(store, name);
   const auto refuse = [&](const PinnedCheckpoint& pin) {
-    return Status(Code::kPermissionDenied,
-                  directory + ": " + Describe(pin) + ": unpin it first, or remove it with force");
+    return Refusal(directory, Describe(pin));
   };
   const Result<Uuid> uuid = UuidAt(fs, directory);
   if (uuid.ok()) {
@@ -334,11 +395,19 @@ Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string&
 }
 
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds) {
-  TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kPinsFolder));
   const std::string path = JoinPath(PinsFolder(store), kPruneLock);
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs.OpenShared(path));
-  const auto end = std::chrono::steady_clock::now() +
-                   std::chrono::duration<double>(std::clamp(wait_seconds, 0.0, 1e9));
+  const auto open = [&]() -> Result<std::unique_ptr<File>> {
+    TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kPinsFolder));
+    return fs.OpenShared(path);
+  };
+  Result<std::unique_ptr<File>> opened = open();
+  // On a full disk whoever makes room must not need some.
+  if (opened.status().code() == Code::kResourceExhausted) return std::unique_ptr<File>();
+  TENSORMOUNT_RETURN_IF_ERROR(opened.status());
+  std::unique_ptr<File> file = std::move(opened).value();
+  // Not a number is no time at all.
+  const double most = wait_seconds > 0 ? std::min(wait_seconds, 1e9) : 0.0;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(most);
   for (;;) {
     const Status locked = file->TryLockExclusive();
     if (locked.ok()) return file;
@@ -387,26 +456,16 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
   }
 
   std::set<Uuid> known;
-  for (const std::string_view folder : {store_paths::kStagingFolder, store_paths::kTrashFolder}) {
-    const std::string path = JoinPath(store.path(), folder);
-    const auto entries = store_moves::ListIfThere(fs, path);
-    if (!entries.ok()) return fail(folder, entries.status());
-    for (const DirectoryEntry& e : entries.value()) {
-      if (e.kind != FileKind::kDirectory) continue;
-      const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs, JoinPath(path, e.name));
-      if (uuid.ok()) known.insert(uuid.value());
-      // A staging that is being made or taken away, or one that nobody can read.
-      if (!uuid.ok() && uuid.status().code() != Code::kNotFound) return;
-    }
-  }
-  const auto live = store.List();
-  if (!live.ok()) return fail(".", live.status());
-  for (const CheckpointListing& c : live.value()) {
-    if (c.problem.ok()) known.insert(c.uuid);
-    if (c.state != CheckpointListing::State::kGood &&
-        c.state != CheckpointListing::State::kNoCheckpoint) {
-      return;  // The pin may be its.
-    }
+  const auto all_known = [&] {
+    return std::ranges::all_of(marks,
+                               [&](const auto& mark) { return known.contains(mark.second); });
+  };
+  // Twice where something seems gone: a checkpoint that is replaced goes from its name to .staging
+  // and from there to .trash, and may pass us on the way.
+  for (int pass = 0; pass < 2 && (pass == 0 || !all_known()); ++pass) {
+    const Result<bool> sure = FindUuids(fs, store, known);
+    if (!sure.ok()) return fail(".", sure.status());
+    if (!sure.value()) return;
   }
   const auto remove = [&](const std::string& below) {
     if (!options.dry_run) {

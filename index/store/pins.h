@@ -42,6 +42,8 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
 Status Unpin(FileSystem& fs, const Store& store, const std::string& name);
 // Takes all pins of one checkpoint away, durably. Whether there were any.
 Result<bool> RemovePins(FileSystem& fs, const std::string& store, const Uuid& uuid);
+// What whoever removes answers where something holds the checkpoint at `directory`.
+Status Refusal(const std::string& directory, const std::string& held);
 // kPermissionDenied where a pin holds the checkpoint that stands at `name`.
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name);
 
@@ -68,8 +70,8 @@ Status RemovePolicy(FileSystem& fs, const std::string& store);
 
 // ---- One at a time ----
 
-// The lock of those who prune, held as long as the file is open. Null: this filesystem has no
-// locks. kBusy after `wait_seconds`.
+// The lock of those who remove what somebody may pin, held as long as the file is open. Null: this
+// filesystem has no locks, or no room for one. kBusy after `wait_seconds`.
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds);
 
 // Removes pins and ephemeral marks of what is gone; appends to `report`, as gc does. Not durably:

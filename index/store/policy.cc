@@ -3,10 +3,13 @@
 // understood here stops whoever would remove.
 #include <nlohmann/json.hpp>
 
+#include "base/counted.h"
 #include "index/records/commit_record.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
 #include "index/store/retained_file.h"
+#include "index/store/retention.h"
+#include "shard/utf8.h"
 
 namespace tensormount::pins {
 namespace {
@@ -70,6 +73,10 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
   }
   const std::string text = rules.ToText();
   TENSORMOUNT_RETURN_IF_ERROR(RetentionRules::Parse(text).status());
+  // In JSON such bytes would become others, and so another rule.
+  if (!IsUtf8(text)) {
+    return Status(Code::kInvalidArgument, "the policy of a store: a metric that is no UTF-8");
+  }
   const Status there = ReadPolicy(fs, store).status();
   if (!there.ok() && there.code() != Code::kDataLoss) return there;
   nlohmann::ordered_json json;
@@ -79,9 +86,14 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
   json["read_compatible"] = 0;
   json["incompatible"] = 0;
   json["rules"] = text;
-  return ReplaceRetained(fs, store, store_paths::kPolicyFile,
-                         json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n",
-                         InsteadOfExchange::kNoneForAMoment);
+  const std::string file = json.dump(2) + "\n";
+  if (file.size() > kMaxRetainedFileBytes) {
+    return Status(Code::kInvalidArgument, "the policy of a store: more than " +
+                                              HumanBytes(kMaxRetainedFileBytes) + " of rules");
+  }
+  return retention::WithTrashHint(fs, store,
+                                  ReplaceRetained(fs, store, store_paths::kPolicyFile, file,
+                                                  InsteadOfExchange::kNoneForAMoment));
 }
 
 Status RemovePolicy(FileSystem& fs, const std::string& store) {

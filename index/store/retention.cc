@@ -5,6 +5,7 @@
 #include "index/store/retention.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <map>
 #include <set>
@@ -80,11 +81,12 @@ Status ReadFromIndex(FileSystem& fs, const std::string& directory, const Retenti
 
 class Pruner {
  public:
-  Pruner(FileSystem& fs, const Store& store, const PruneOptions& options, std::int64_t now)
+  Pruner(FileSystem& fs, const Store& store, const PruneOptions& options, const PruneFor& whom)
       : fs_(fs),
         store_(store),
         options_(options),
-        now_(now != 0 ? now : store_moves::NowSeconds()) {}
+        now_(whom.now != 0 ? whom.now : store_moves::NowSeconds()),
+        saved_(whom.saved) {}
 
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
@@ -111,24 +113,11 @@ class Pruner {
   Status ReadRules() {
     Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing is removed");
-    RetentionRules others = options_.rules;
-    others.of_store = false;
-    if (options_.rules.of_store && !others.empty()) {
-      return Status(Code::kInvalidArgument,
-                    "rules: those of the store, or others; clear of_store for " + others.ToText());
-    }
+    TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
     if (!options_.rules.of_store) {
       rules_ = options_.rules;
     } else if (policy.value()) {
       rules_ = *policy.value();
-    }
-    for (const RetentionRules::Every& every : rules_.keep_every) {
-      if (every.count == 0) return Status(Code::kInvalidArgument, "keep_every: 0 is no distance");
-    }
-    for (const RetentionRules::Best& best : rules_.keep_best) {
-      if (best.count == 0 || best.metric.empty()) {
-        return Status(Code::kInvalidArgument, "keep_best: want a metric and a number over 0");
-      }
     }
     report_.rules = rules_.ToText();
     return {};
@@ -150,7 +139,9 @@ class Pruner {
       c.problem = item.problem;
       if (!item.problem.ok()) continue;
       c.uuid = item.uuid;
+      ++listed_[item.uuid];
       c.generation = item.generation;
+      c.saved_now = item.uuid == saved_;
       c.ephemeral = ephemeral.contains(item.uuid);
       if (const auto pin = pinned.find(item.uuid); pin != pinned.end()) {
         (pin->second.expired ? c.expired_pin : c.pinned) = pins::Describe(pin->second);
@@ -224,66 +215,45 @@ class Pruner {
   void RemoveOne(PruneReport::Decision& d) {
     const Uuid uuid = *Uuid::Parse(d.uuid);
     std::string held;
-    Status looked = LookAgain(uuid, &held);
-    if (looked.ok() && !held.empty()) return Keep(d, held);
-    if (!looked.ok()) {
-      d.failed = looked;
+    const Status removed = store_.RemoveUnlessHeld(
+        d.checkpoint, uuid, [this](const Uuid& one) { return HeldBy(one); }, &held);
+    if (!held.empty()) {
+      d.kept = true;
+      d.reason = held;
       return;
     }
-    const Status removed = store_.RemoveOnly(d.checkpoint, uuid);
-    if (!removed.ok() && removed.code() != Code::kUnknown) {
-      // Somebody was faster: it is gone, as it should be.
-      d.removed = removed.code() == Code::kNotFound;
-      if (!d.removed) d.failed = removed;
-      return;
+    const Code there = fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code();
+    d.removed = removed.ok() || there == Code::kNotFound;
+    // Somebody was faster: it is gone, as it should be.
+    if (removed.code() != Code::kNotFound || !d.removed) d.failed = removed;
+    // A copy of it may have another name, and goes by the same mark. Gc takes it otherwise.
+    if (removed.ok() && --listed_[uuid] == 0) {
+      (void)pins::ForgetEphemeral(fs_, store_.path(), uuid);
     }
-    d.removed = removed.ok() || fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code() ==
-                                    Code::kNotFound;
-    d.failed = removed;
-    looked = LookAgain(uuid, &held);
-    if (looked.ok() && held.empty()) {
-      // Gc takes it otherwise.
-      if (removed.ok()) (void)pins::ForgetEphemeral(fs_, store_.path(), uuid);
-      return;
-    }
-    // Held by somebody since the first look, or nobody knows: back to where it was.
-    const Status back = store_moves::PutBack(fs_, store_.path(), d.checkpoint, uuid);
-    if (!back.ok()) {
-      d.failed = back.WithContext("it could not be moved back from .trash, where it is " +
-                                  (held.empty() ? looked.message() : held));
-      return;
-    }
-    d.removed = false;
-    d.failed = looked;
-    if (looked.ok()) Keep(d, held);
   }
 
-  static void Keep(PruneReport::Decision& d, const std::string& why) {
-    d.kept = true;
-    d.reason = why;
-    d.failed = Status();
-  }
-
-  // Whether somebody holds it by now.
-  Status LookAgain(const Uuid& uuid, std::string* held) const {
-    held->clear();
+  // Who holds it by now.
+  Result<std::string> HeldBy(const Uuid& uuid) const {
+    std::string held;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin, pins::Find(fs_, store_.path(), uuid, now_));
-    if (pin) *held = pins::Describe(*pin);
+    if (pin) held = pins::Describe(*pin);
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     if (const auto base = bases.find(uuid); base != bases.end()) {
-      *held += std::string(held->empty() ? "" : "; ") +
-               "a save under way takes files of it: " + base->second;
+      held += std::string(held.empty() ? "" : "; ") +
+              "a save under way takes files of it: " + base->second;
     }
-    return {};
+    return held;
   }
 
   FileSystem& fs_;
   const Store& store_;
   const PruneOptions& options_;
   const std::int64_t now_;
+  const Uuid saved_;
   RetentionRules rules_;
   PruneReport report_;
   PruneReport::Decision anchor_;
+  std::map<Uuid, int> listed_;  // Names of each.
 };
 
 // Bytes of files of which every name lies below one folder.
@@ -325,23 +295,29 @@ class OwnBytes {
 }  // namespace
 
 Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
-                          std::int64_t now) {
-  return Pruner(fs, store, options, now).Run();
+                          const PruneFor& whom) {
+  return Pruner(fs, store, options, whom).Run();
 }
 
-std::string TrashHint(FileSystem& fs, const std::string& store) {
+Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure) {
+  const int err = failure.ToErrno();
+  if (store.empty() || failure.code() != Code::kResourceExhausted ||
+      (err != ENOSPC && err != EDQUOT)) {
+    return failure;
+  }
   OwnBytes own(fs);
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);
   const auto entries = fs.List(trash);
-  if (!entries.ok()) return {};
+  if (!entries.ok()) return failure;
   for (const DirectoryEntry& e : entries.value()) {
     // What failed saves left is empty by now, or soon.
     if (!e.name.ends_with(store_paths::kAbortedSuffix)) own.Add(JoinPath(trash, e.name), 8);
   }
   const std::uint64_t bytes = own.Sum();
-  if (bytes == 0) return {};
-  return JoinPath(store, store_paths::kTrashFolder) + " holds " + HumanBytes(bytes) +
-         " of removed checkpoints: `tensormount gc " + store + "` frees what nobody reads";
+  if (bytes == 0) return failure;
+  return failure.With({.cause = trash + " holds " + HumanBytes(bytes) +
+                                " of removed checkpoints: `tensormount gc " + store +
+                                "` frees what nobody reads"});
 }
 
 nlohmann::ordered_json PruneJson(const PruneReport& report) {
@@ -354,6 +330,7 @@ nlohmann::ordered_json PruneJson(const PruneReport& report) {
                                                         {"kept", d.kept},
                                                         {"removed", d.removed},
                                                         {"reason", d.reason}});
+    if (d.unread) one["unread"] = true;
     if (!d.failed.ok()) one["failed"] = d.failed.ToString();
   }
   return {{"rules", report.rules},

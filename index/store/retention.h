@@ -34,11 +34,12 @@ struct Candidate {
   std::uint64_t generation = 0;
   Status problem;  // It cannot be read, so nothing but its name is known.
   bool ephemeral = false;
-  std::string pinned;                // In words; empty: it is not, or not any more.
-  std::string expired_pin;           // In words; empty: it has none.
-  std::string base_of;               // The staging of a save that takes files of it; empty: none.
-  Status opened;                     // Why what follows is not known, where it was asked for.
-  std::int64_t created = 0;          // For rules with hours.
+  bool saved_now = false;    // By the save that prunes: it stays, whatever was begun after it.
+  std::string pinned;        // In words; empty: it is not, or not any more.
+  std::string expired_pin;   // In words; empty: it has none.
+  std::string base_of;       // The staging of a save that takes files of it; empty: none.
+  Status opened;             // Why what follows is not known, where it was asked for.
+  std::int64_t created = 0;  // For rules with hours.
   std::vector<MetricValue> metrics;  // One for each of rules.keep_best.
 };
 
@@ -53,13 +54,20 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
 // The last run of decimal digits in a name. nullopt: none, or over 64 bits.
 std::optional<std::uint64_t> StepOf(std::string_view name);
 
-// PruneCheckpoints of retention.h.
-// `now`: seconds since 1970, for the expiry of pins; 0: the clock's.
-Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
-                          std::int64_t now = 0);
+// kInvalidArgument: rules that Parse would not give, or those of the store beside others.
+Status CheckRules(const RetentionRules& rules);
 
-// What of .trash a gc may free, in words for people whose disk is full; empty: nothing.
-std::string TrashHint(FileSystem& fs, const std::string& store);
+// PruneCheckpoints of retention.h.
+struct PruneFor {
+  Uuid saved;            // What the caller has just committed; zero: nothing.
+  std::int64_t now = 0;  // Seconds since 1970, for the expiry of pins; 0: the clock's.
+};
+Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
+                          const PruneFor& whom = {});
+
+// For people whose disk is full: says beside the failure what of .trash a gc may free. Other
+// failures as they are.
+Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure);
 
 // As the command and the C interface give it to programs.
 nlohmann::ordered_json PruneJson(const PruneReport& report);

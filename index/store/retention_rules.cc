@@ -290,6 +290,17 @@ bool NeedsOpening(const RetentionRules& rules) {
   });
 }
 
+Status CheckRules(const RetentionRules& rules) {
+  if (rules.of_store) {
+    RetentionRules others = rules;
+    others.of_store = false;
+    if (others.empty()) return {};
+    return Status(Code::kInvalidArgument,
+                  "rules: those of the store, or others; clear of_store for " + others.ToText());
+  }
+  return RetentionRules::Parse(rules.ToText()).status();
+}
+
 std::optional<std::uint64_t> StepOf(std::string_view name) {
   const std::size_t last = name.find_last_of("0123456789");
   if (last == std::string_view::npos) return std::nullopt;
@@ -325,10 +336,12 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
       d.reason += why;
     };
     if (!c.problem.ok()) {
+      d.unread = true;
       d.reason = "it cannot be read, so no rule removes it: " + c.problem.message();
       continue;
     }
     if (i == 0) keep("the newest");
+    if (c.saved_now && i != 0) keep("saved just now");
     if (!c.pinned.empty()) keep(c.pinned);
     if (!c.base_of.empty()) keep("a save under way takes files of it: " + c.base_of);
     if (!c.ephemeral) {

@@ -31,6 +31,8 @@ using store_paths::kTrashFolder;
 // store.json has some 200 bytes; anybody may have written it.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
+// Whoever prunes a store of thousands of checkpoints is done by then.
+constexpr double kPruneLockSeconds = 10;
 
 struct Superblock {
   Uuid uuid;
@@ -518,10 +520,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
 
 Status Store::Remove(std::string_view name, const RemoveOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  if (!options.force) {
-    TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, std::string(name)));
-    return MoveAway(name, nullptr);
-  }
+  if (!options.force) return RemoveUnpinned(std::string(name));
   const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
   TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr));
   if (!commit.ok()) return {};
@@ -531,12 +530,51 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
   for (const CheckpointListing& c : all) {
     if (c.problem.ok() && c.uuid == uuid) return {};
   }
-  return pins::RemovePins(*fs_, path_, uuid).status();
+  return pins::RemovePins(*fs_, path_, uuid)
+      .status()
+      .WithContext("removed, but its pin could not be, which keeps its bytes in .trash");
 }
 
-Status Store::RemoveOnly(std::string_view name, const Uuid& uuid) const {
+Status Store::RemoveUnpinned(const std::string& name) const {
+  // Whoever pins waits for us to have done or undone it. Where there is no lock, or somebody else
+  // has it for long, it is a matter of time alone.
+  const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
+  Status removed;
+  for (int again = 0; again < 3; ++again) {
+    TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
+    const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
+    // Of one without a uuid that can be read no pin can be made.
+    if (!commit.ok()) return MoveAway(name, nullptr);
+    const auto holds = [&](const Uuid& uuid) -> Result<std::string> {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin,
+                                   pins::Find(*fs_, path_, uuid, store_moves::NowSeconds()));
+      return pin ? pins::Describe(*pin) : std::string();
+    };
+    std::string held;
+    removed = RemoveUnlessHeld(name, commit.value().record.uuid, holds, &held);
+    if (!held.empty()) return pins::Refusal(CheckpointPath(name), held);
+    // What stands at the name is to go, whichever it is.
+    if (removed.code() != Code::kStale) return removed;
+  }
+  return removed;
+}
+
+Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
+                               std::string* held) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  return MoveAway(name, &uuid);
+  TENSORMOUNT_ASSIGN_OR_RETURN(*held, holds(uuid));
+  if (!held->empty()) return {};
+  const Status moved = MoveAway(name, &uuid);
+  if (!moved.ok() && moved.code() != Code::kUnknown) return moved;
+  const Result<std::string> now = holds(uuid);
+  if (now.ok() && now.value().empty()) return moved;
+  const Status back = store_moves::PutBack(*fs_, path_, std::string(name), uuid);
+  if (!back.ok()) {
+    return back.WithContext("it could not be moved back from .trash, where it is " +
+                            (now.ok() ? now.value() : now.status().message()));
+  }
+  if (now.ok()) *held = now.value();
+  return now.status();
 }
 
 Status Store::MoveAway(std::string_view name, const Uuid* only) const {

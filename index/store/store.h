@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -182,9 +183,15 @@ class Store {
   // which takes the pin with it; kUnknown where it is gone from its name but a power cut may bring
   // it back.
   Status Remove(std::string_view name, const RemoveOptions& options = {}) const;
-  // The same for whoever knows which one is meant, whatever pins say: kStale where another one has
-  // the name by now.
-  Status RemoveOnly(std::string_view name, const Uuid& uuid) const;
+  // Why a checkpoint must stay, in words; empty: nothing holds it.
+  using Holds = std::function<Result<std::string>(const Uuid&)>;
+  // The same for whoever knows which one is meant: kStale where another one has the name by now.
+  // `holds` is asked before it is moved, and again when it has moved: whoever holds it looks for it
+  // after his hold is durable (pins::Pin), so one of the two sees the other. Where it is held, or
+  // that cannot be told, it is where it was (moved back), and `held` says why, or the failure does;
+  // where it could not be moved back the failure says that, and it is in .trash.
+  Status RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
+                          std::string* held) const;
 
   struct GcOptions {
     bool dry_run = false;
@@ -234,6 +241,7 @@ class Store {
         uuid_(uuid),
         unknown_read_compatible_(unknown_read_compatible) {}
   Status MoveAway(std::string_view name, const Uuid* only) const;
+  Status RemoveUnpinned(const std::string& name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
   // The highest of `all` that could be read; null: none.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);

@@ -34,8 +34,13 @@ std::int64_t NowSeconds() {
 
 Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path) {
   auto entries = fs.List(path);
-  if (entries.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
-  return entries;
+  if (entries.status().code() != Code::kNotFound) return entries;
+  // ENOTDIR is kNotFound, too: a file in the folder's place says nothing of what was in it.
+  const Result<FileInfo> there = fs.LinkStat(path);
+  if (there.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
+  TENSORMOUNT_RETURN_IF_ERROR(there.status());
+  if (there.value().kind == FileKind::kDirectory) return fs.List(path);  // Made since we looked.
+  return Status(Code::kDataLoss, path + ": no folder");
 }
 
 Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory) {

@@ -105,6 +105,10 @@ class Store:
         """
         given = _abi.PinOptions(struct_size=ctypes.sizeof(_abi.PinOptions))
         given.reason = text(reason)
+        if expires is not None and not 1 <= expires <= 100_000_000_000:
+            raise InvalidArgumentError(
+                f"expires={expires}: want seconds since 1970; None: it is held for ever"
+            )
         given.expires = 0 if expires is None else int(expires)
         found: dict[str, Any] = _json("tm_store_pin", self._path_of(name), ctypes.addressof(given))
         return found

@@ -51,7 +51,7 @@ class RetentionStoreTest : public StoreTest {
                               std::int64_t now = 0) {
     options.rules = RetentionRules::Parse(rules).value();
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(on, StorePath()));
-    return retention::Prune(on, store, options, now);
+    return retention::Prune(on, store, options, {.now = now});
   }
   Result<PruneReport> Prune(const std::string& rules, const PruneOptions& options = {},
                             std::int64_t now = 0) {
@@ -484,7 +484,9 @@ TEST_F(RetentionStoreTest, GcKeepsWhatIsPinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Uuid uuid = UuidOf("step-1");
-  ASSERT_OK(MakeStore().RemoveOnly("step-1", uuid));
+  std::string held;
+  ASSERT_OK(MakeStore().RemoveUnlessHeld(
+      "step-1", uuid, [](const Uuid&) { return std::string(); }, &held));
   const auto kept = MakeStore().Gc({.grace = seconds(0)});
   ASSERT_OK(kept);
   EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("it is pinned")));
@@ -868,18 +870,24 @@ TEST_F(RetentionStoreTest, ReadersReadOn) {
 }
 
 TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
-  EXPECT_EQ(retention::TrashHint(fs(), StorePath()), "");
+  const auto hint = [&] {
+    return retention::WithTrashHint(fs(), StorePath(), Status::FromErrno(ENOSPC, "write", "x"))
+        .fields()
+        .cause;
+  };
+  EXPECT_EQ(hint(), "");
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
-  EXPECT_EQ(retention::TrashHint(fs(), StorePath()), "");
+  EXPECT_EQ(hint(), "");
   // A file that two of them share goes with the second.
   const std::string big(3'000'000, 'x');
   WriteWholeFile(InStore("step-1/data/shared"), big);
   ASSERT_OK(fs().Link(InStore("step-1/data/shared"), InStore("step-2/data/shared")));
   ASSERT_OK(MakeStore().Remove("step-1"));
-  EXPECT_THAT(retention::TrashHint(fs(), StorePath()), Not(HasSubstr(" MB ")));
+  EXPECT_THAT(hint(), Not(HasSubstr(" MB ")));
   ASSERT_OK(MakeStore().Remove("step-2"));
-  EXPECT_THAT(retention::TrashHint(fs(), StorePath()), HasSubstr("holds 3.0 MB"));
-  EXPECT_THAT(retention::TrashHint(fs(), StorePath()), HasSubstr("`tensormount gc "));
+  EXPECT_THAT(hint(), HasSubstr("holds 3.0 MB"));
+  EXPECT_THAT(hint(), HasSubstr("`tensormount gc "));
+  EXPECT_EQ(retention::WithTrashHint(fs(), StorePath(), Status(Code::kBusy, "x")).fields().cause, "");
 }
 
 // ---- For programs -----------------------------------------------------------------------------

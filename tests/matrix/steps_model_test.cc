@@ -79,6 +79,8 @@ struct Step {
   std::uint64_t generation = 0;
   Uuid uuid;
   bool pinned = false;
+  // False: the save said that a power cut may undo it, and nothing synced the store since.
+  bool durable = true;
 };
 using Model = std::map<std::string, Step>;
 
@@ -213,7 +215,8 @@ class StepsModel {
       return at == model.end() ? nullptr : &at->second;
     };
     for (const auto& [name, step] : after) {
-      if (exact || (find(before, name) != nullptr && find(before, name)->uuid == step.uuid)) {
+      const Step* const was = exact ? &step : find(before, name);
+      if (was != nullptr && was->uuid == step.uuid && was->durable) {
         EXPECT_TRUE(there.contains(name)) << name;
       }
     }
@@ -334,9 +337,14 @@ class StepsModel {
   }
   void Ended(const Status& status, const std::string& name, Held held) {
     what_ += ": " + status.ToString();
-    if (status.ok()) return Committed(name, std::move(held));
-    if (status.code() == Code::kUnknown && HostFileSystem().Exists(store_path_ + "/" + name)) {
+    if (status.ok()) {
+      for (auto& [other, step] : model_) step.durable = true;
       return Committed(name, std::move(held));
+    }
+    if (status.code() == Code::kUnknown && HostFileSystem().Exists(store_path_ + "/" + name)) {
+      Committed(name, std::move(held));
+      if (model_.contains(name)) model_[name].durable = false;
+      return;
     }
     EXPECT_TRUE(fail_at_ >= 0) << what_;
   }
@@ -574,12 +582,15 @@ class StepsModel {
     if (failing) {
       // What is there is whole; the next one goes on.
       for (const std::string& name : names) {
-        if (HostFileSystem().Exists(root_ + "/other/" + name)) other_[name] = model_.at(name);
+        if (!HostFileSystem().Exists(root_ + "/other/" + name)) continue;
+        other_[name] = model_.at(name);
+        other_[name].durable = false;
       }
       return;
     }
     EXPECT_OK(copied) << what_;
     for (const std::string& name : names) other_[name] = model_.at(name);
+    for (auto& [name, step] : other_) step.durable = true;
   }
 
   void FailSomewhere() {

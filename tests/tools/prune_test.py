@@ -58,6 +58,38 @@ class PruneTest(harness.ToolTest):
         self.assertFalse((self.store / "policy.json").exists())
         self.assertEqual(self.names(), ["step-2", "step-3"])
 
+    def test_a_variable_that_was_not_set_is_no_rule(self):
+        self.steps(4)
+        for words in (("--keep-last", "", "--keep-every", 100), ("--rules", "", "--keep-last", 1), ("--rules", ""),
+                      ("--keep-last", 1, "--keep-best", "")):
+            self.assertIn("its value is empty", self.run_tool("prune", self.store, *words, expect=2).stderr)
+        for words in (("--keep-last", 2, "--set-policy", "--dry-run"), ("--clear-policy", "--dry-run"),
+                      ("--set-policy", "--clear-policy", "--keep-last", 2), ("--show-policy", "--keep-last", 2)):
+            self.run_tool("prune", self.store, *words, expect=2)
+        self.assertFalse((self.store / "policy.json").exists())
+        self.assertEqual(len(self.names()), 4)
+        self.run_tool("pin", self.store / "step-1", "--reason", "")
+
+    def test_what_cannot_be_read_is_named(self):
+        self.steps(4)
+        (self.store / "step-4" / "COMMIT").write_text("")
+        done = self.run_tool("prune", self.store, "--keep-last", 2)
+        self.assertIn("step-4: it cannot be read, so no rule removes it", done.stderr)
+        self.assertEqual(self.json_lines("prune", self.store, "--keep-last", 2)[0]["checkpoints"][-1]["unread"], True)
+
+    def test_pins_of_another_user(self):
+        self.steps(2)
+        self.run_tool("pin", self.store / "step-1")
+        pins = self.store / ".pins"
+        pins.rename(self.store / ".kept")
+        pins.write_text("")
+        listed = self.run_tool("ls", "-l", self.store)
+        self.assertIn("what is pinned cannot be told", listed.stderr)
+        self.assertIn(" ?   step-1", listed.stdout)
+        self.assertEqual([line["pinned"] for line in self.json_lines("ls", "-l", self.store)], [None, None])
+        self.run_tool("rm", self.store / "step-2", expect=2)
+        self.assertEqual(len(self.names()), 2)
+
     def test_a_newest_that_does_not_verify_stops_it(self):
         self.steps(3)
         data = next((self.store / "step-3" / "data").iterdir())
@@ -95,7 +127,8 @@ class PruneTest(harness.ToolTest):
                               ("2027-01-31Z", 1801353600), ("@1801353600", 1801353600)):
             (pin,) = self.json_lines("pin", checkpoint, "--expires", text)
             self.assertEqual(pin["expires"], seconds)
-        for text in ("soon", "-1d", "1.5h", "@", "@x", "2027-13-01", "2027-01-31T12", "9" * 30 + "d", "5", "d"):
+        for text in ("soon", "-1d", "1.5h", "@", "@x", "2027-13-01", "2027-01-31T12", "9" * 30 + "d", "5", "d",
+                     "@0", "2027-02-30"):
             self.assertIn("INVALID_ARGUMENT", self.run_tool("pin", checkpoint, f"--expires={text}", expect=2).stderr, text)
         over = self.run_tool("pin", checkpoint, "--expires", "2001-01-01")
         self.assertIn("nothing is held", over.stderr)

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who removes beside who pins, saves and copies: what was answered holds.
+#include <cerrno>
+#include <filesystem>
+#include <limits>
+#include <thread>
+
+#include <nlohmann/json.hpp>
+
+#include "tensormount/retention.h"
+#include "tensormount/store.h"
+
+#include "index/records/store_paths.h"
+#include "index/store/copy.h"
+#include "index/store/pins.h"
+#include "index/store/retention.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
+#include "tests/index/store_test_support.h"
+
+namespace tensormount {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+
+using Every = RetentionRules::Every;
+
+TinySpec RemovedStepSpec(std::uint64_t seed) {
+  TinySpec spec;
+  spec.writers = 1;
+  spec.tensors = {{"w", DType::kF32, {4, 8}, seed, 2, 0, true}};
+  return spec;
+}
+
+class RemovalTest : public StoreTest {
+ protected:
+  void SaveSteps(int n) {
+    for (int i = 1; i <= n; ++i) {
+      ASSERT_OK(Save("step-" + std::to_string(i), RemovedStepSpec(static_cast<std::uint64_t>(i))));
+    }
+  }
+  Uuid UuidOf(const std::string& name) {
+    const auto commit = store_moves::ReadCommit(fs(), InStore(name));
+    EXPECT_OK(commit);
+    return commit.value().record.uuid;
+  }
+  Result<PruneReport> Prune(FileSystem& on, const std::string& rules,
+                            const retention::PruneFor& whom = {}) {
+    PruneOptions options;
+    options.rules = RetentionRules::Parse(rules).value();
+    return retention::Prune(on, Store::Open(on, StorePath()).value(), options, whom);
+  }
+  std::vector<std::string> Left() {
+    std::vector<std::string> names;
+    const auto list = MakeStore().List();
+    EXPECT_OK(list);
+    for (const CheckpointListing& c : list.value()) names.push_back(c.name);
+    return names;
+  }
+};
+
+// Another one may have begun after it and be there before it.
+TEST_F(RemovalTest, ASaveDoesNotRemoveWhatItHasJustCommitted) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  const auto pruned = Prune(fs(), "last=1", {.saved = UuidOf("step-2")});
+  ASSERT_OK(pruned);
+  EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
+  EXPECT_EQ(pruned.value().decisions[1].reason, "saved just now");
+}
+
+// Those of a program were never a text.
+TEST_F(RemovalTest, RulesThatNobodyCouldWriteRemoveNothing) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const auto refused = [&](const RetentionRules& rules) {
+    for (const bool dry_run : {true, false}) {
+      EXPECT_THAT(PruneCheckpoints(StorePath(), {.rules = rules, .dry_run = dry_run}),
+                  HasCode(Code::kInvalidArgument));
+    }
+  };
+  for (const std::uint64_t hours : {std::uint64_t{1} << 60, std::uint64_t{5124095576030432},
+                                    std::numeric_limits<std::uint64_t>::max(), std::uint64_t{0}}) {
+    RetentionRules rules;
+    rules.keep_every = {{.count = hours, .unit = Every::Unit::kHours}};
+    refused(rules);
+  }
+  RetentionRules best;
+  best.keep_best = {{.metric = "", .highest = true, .count = 1}};
+  refused(best);
+  best.keep_best = {{.metric = "loss", .highest = true, .count = 0}};
+  refused(best);
+  RetentionRules both = RetentionRules::OfStore();
+  both.keep_last = 1;
+  refused(both);
+  EXPECT_THAT(Left(), SizeIs(2));
+}
+
+TEST_F(RemovalTest, AThousandTimesAPolicyThatNobodyCouldReadIsNotWritten) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
+  ASSERT_OK(SetRetentionPolicy(StorePath(), RetentionRules::Parse("last=2").value()));
+  RetentionRules rules;
+  for (int i = 0; i < 20'000; ++i) rules.keep_every.push_back({.count = 7});
+  EXPECT_THAT(SetRetentionPolicy(StorePath(), rules), HasCode(Code::kInvalidArgument));
+  rules = RetentionRules();
+  rules.keep_best = {{.metric = "lo\xffss", .highest = false, .count = 1}};
+  EXPECT_THAT(SetRetentionPolicy(StorePath(), rules), HasCode(Code::kInvalidArgument));
+  EXPECT_EQ(RetentionPolicy(StorePath()).value()->ToText(), "last=2");
+}
+
+// Pinned between the look and the rename: `pin` said that it is held.
+TEST_F(RemovalTest, RmSeesThePinThatCameAtThatMoment) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  std::thread pinning;
+  Status pinned(Code::kInternal, "not yet");
+  ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
+    if (e.op != FileOp::kRename || !e.path.ends_with("/step-1")) return Status();
+    pinning = std::thread([&] { pinned = PinCheckpoint(InStore("step-1")).status(); });
+    while (!pins::Find(fs(), StorePath(), UuidOf("step-1"), 1).value()) std::this_thread::yield();
+    return Status();
+  });
+  const Status removed = Store::Open(racing, StorePath()).value().Remove("step-1");
+  pinning.join();
+  EXPECT_OK(pinned);
+  EXPECT_THAT(removed, HasCode(Code::kPermissionDenied));
+  EXPECT_THAT(removed.message(), HasSubstr("unpin it first"));
+  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RemovedStepSpec(1)));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+  ASSERT_OK(MakeStore().Remove("step-1", {.force = true}));
+}
+
+// Whoever removes may be slow to see the pin and move it back: a disk syncs when it likes.
+TEST_F(RemovalTest, APinWaitsForWhoeverRemoves) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const Uuid uuid = UuidOf("step-1");
+  std::unique_ptr<File> lock = pins::Lock(fs(), StorePath(), 1).value();
+  bool moved = false;
+  ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
+    // Right before the pin has its name.
+    if (e.op != FileOp::kRename || moved) return Status();
+    moved = true;
+    return store_moves::MoveToTrash(fs(), StorePath(), InStore("step-1"), "").status();
+  });
+  std::thread back([&] {
+    std::this_thread::sleep_for(milliseconds(700));
+    EXPECT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
+    lock.reset();
+  });
+  const auto pinned =
+      pins::Pin(racing, Store::Open(racing, StorePath()).value(), "step-1", {.reason = "late"});
+  back.join();
+  EXPECT_OK(pinned);
+  EXPECT_TRUE(moved);
+}
+
+// Also where a filesystem cannot exchange two names.
+TEST_F(RemovalTest, AnotherPinTakesThePlaceOfAllBefore) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
+  ObservedFileSystem plain(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kExchange ? Status(Code::kUnsupported, "exchange") : Status();
+  });
+  const Store store = Store::Open(plain, StorePath()).value();
+  const std::int64_t now = store_moves::NowSeconds();
+  for (int days = 9; days >= 1; --days) {
+    ASSERT_OK(pins::Pin(plain, store, "step-1",
+                        {.reason = std::to_string(days), .expires = now + days * 86400}));
+    const auto all = ListPins(StorePath());
+    ASSERT_OK(all);
+    ASSERT_THAT(all.value(), SizeIs(1));
+    EXPECT_EQ(all.value()[0].reason, std::to_string(days));
+    EXPECT_EQ(all.value()[0].expires, now + days * 86400);
+  }
+  EXPECT_THAT(NamesIn(InStore(".pins")), SizeIs(1));
+}
+
+TEST_F(RemovalTest, WhatCannotBeReadAsPinsHolds) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  WriteWholeFile(InStore(".pins"), "a file");
+  EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kDataLoss));
+  EXPECT_THAT(Prune(fs(), "last=1"), HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(Left(), SizeIs(2));
+  // What is listed says that it does not know.
+  const auto listed = ListCheckpoints(StorePath());
+  ASSERT_OK(listed);
+  EXPECT_THAT(listed.value()[0].pins_read, HasCode(Code::kDataLoss));
+  ASSERT_OK(fs().RemoveFile(InStore(".pins")));
+  EXPECT_OK(ListCheckpoints(StorePath()).value()[0].pins_read);
+}
+
+TEST_F(RemovalTest, APinThatIsAFolderIsTakenAwayToo) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const std::string pin = InStore(".pins/" + UuidOf("step-1").ToString());
+  ASSERT_OK(fs().CreateDirectories(pin + "/below"));
+  EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kPermissionDenied));
+  EXPECT_OK(UnpinCheckpoint(InStore("step-1")));
+  EXPECT_FALSE(fs().Exists(pin));
+  ASSERT_OK(fs().CreateDirectories(pin + "/below"));
+  EXPECT_OK(MakeStore().Remove("step-1", {.force = true}));
+  EXPECT_FALSE(fs().Exists(pin));
+}
+
+TEST_F(RemovalTest, ALinkToACheckpointIsNotPinned) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
+  std::filesystem::create_directory_symlink(InStore("step-1"), InStore("linked"));
+  EXPECT_THAT(PinCheckpoint(InStore("linked")), HasCode(Code::kInvalidArgument));
+}
+
+// The disk is full, and that is why somebody prunes.
+TEST_F(RemovalTest, PruneNeedsNoRoom) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  ObservedFileSystem full(fs(), [this](const FileEvent& e) {
+    if (fs().Exists(e.path)) return Status();
+    const bool makes = e.op == FileOp::kCreateDirectory || e.op == FileOp::kOpenShared ||
+                       e.op == FileOp::kCreate || e.op == FileOp::kWrite;
+    return makes ? Status::FromErrno(ENOSPC, "write", e.path) : Status();
+  });
+  ASSERT_OK(Prune(full, "last=2"));
+  EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
+  ASSERT_OK(Store::Open(full, StorePath()).value().Remove("step-2"));
+  EXPECT_THAT(Left(), ElementsAre("step-3"));
+}
+
+// A number that is none is no reason to wait for ever.
+TEST_F(RemovalTest, WaitingForNoNumberOfSecondsEnds) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
+  const auto held = pins::Lock(fs(), StorePath(), 0);
+  ASSERT_OK(held);
+  EXPECT_THAT(pins::Lock(fs(), StorePath(), std::numeric_limits<double>::quiet_NaN()),
+              HasCode(Code::kBusy));
+}
+
+TEST_F(RemovalTest, WhatCannotBeReadIsSaid) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  WriteWholeFile(InStore("step-3/COMMIT"), "");
+  const auto pruned = Prune(fs(), "last=1");
+  ASSERT_OK(pruned);
+  EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
+  ASSERT_THAT(pruned.value().decisions, SizeIs(3));
+  EXPECT_TRUE(pruned.value().decisions[2].unread);
+  EXPECT_FALSE(pruned.value().decisions[1].unread);
+  EXPECT_EQ(retention::PruneJson(pruned.value())["checkpoints"][2]["unread"], true);
+}
+
+// One uuid twice: the mark stays while one of them does.
+TEST_F(RemovalTest, AnEphemeralCopyStaysEphemeral) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const Uuid uuid = UuidOf("step-1");
+  ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), uuid));
+  std::filesystem::copy(InStore("step-1"), InStore("twin"),
+                        std::filesystem::copy_options::recursive);
+  ObservedFileSystem stubborn(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kRename && e.path.ends_with("/twin")
+               ? Status::FromErrno(EACCES, "rename", e.path)
+               : Status();
+  });
+  ASSERT_OK(Prune(stubborn, "last=1"));
+  EXPECT_THAT(Left(), ElementsAre("step-2", "twin"));
+  EXPECT_THAT(pins::ReadEphemeral(fs(), StorePath()).value(), SizeIs(1));
+  ASSERT_OK(Prune(fs(), "last=9"));
+  EXPECT_THAT(Left(), ElementsAre("step-2"));
+  EXPECT_THAT(pins::ReadEphemeral(fs(), StorePath()).value(), IsEmpty());
+}
+
+// A save that replaces a checkpoint moves it from its name to .staging, behind the back of whoever
+// has looked there already.
+TEST_F(RemovalTest, SweepingPinsSeesWhatIsReplacedMeanwhile) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  ASSERT_OK(PinCheckpoint(InStore("step-1")));
+  const Uuid uuid = UuidOf("step-1");
+  bool moved = false;
+  // After the list of .trash was read: before the checkpoints are.
+  ObservedFileSystem after(fs(), [&](const FileEvent& e) {
+    if (e.op == FileOp::kList && e.path == StorePath() && !moved) {
+      moved = true;
+      return store_moves::MoveToTrash(fs(), StorePath(), InStore("step-1"), "").status();
+    }
+    return Status();
+  });
+  const Store store = Store::Open(after, StorePath()).value();
+  Store::GcReport report;
+  pins::Sweep(after, store, {}, report);
+  EXPECT_TRUE(moved);
+  EXPECT_THAT(report.removed, IsEmpty());
+  EXPECT_TRUE(pins::Find(fs(), StorePath(), uuid, 1).value().has_value());
+}
+
+// ---- Copies -----------------------------------------------------------------------------------
+
+TEST_F(RemovalTest, ALinkToTheSourceIsNoCopyOfIt) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const std::string other = dir_.Join("other");
+  ASSERT_OK(Store::OpenOrCreate(fs(), other));
+  std::filesystem::create_directory_symlink(InStore("step-1"), other + "/step-1");
+  const auto copied = CopyCheckpoints(fs(), {StorePath()}, other, {});
+  ASSERT_OK(copied);
+  ASSERT_THAT(copied.value().checkpoints, SizeIs(2));
+  EXPECT_THAT(copied.value().checkpoints[0].status, HasCode(Code::kAlreadyExists));
+  EXPECT_THAT(copied.value().checkpoints[0].status.message(), HasSubstr("symbolic link"));
+  EXPECT_OK(copied.value().checkpoints[1].status);
+}
+
+// A backup of a store beside one who prunes it.
+TEST_F(RemovalTest, WhatGoesWhileAStoreIsCopiedIsPassedOver) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  const std::string other = dir_.Join("other");
+  const auto removing = [&](bool& removed) {
+    return [&](const FileEvent& e) {
+      // The first file of step-1 is written.
+      if (e.op == FileOp::kWrite && e.path.find("/.copy-") != std::string::npos && !removed) {
+        removed = true;
+        return MakeStore().Remove("step-2");
+      }
+      return Status();
+    };
+  };
+  bool removed = false;
+  ObservedFileSystem racing(fs(), removing(removed));
+  const auto copied = CopyCheckpoints(racing, {StorePath()}, other, {});
+  ASSERT_OK(copied);
+  EXPECT_TRUE(removed);
+  ASSERT_THAT(copied.value().checkpoints, SizeIs(2));
+  for (const CopiedCheckpoint& one : copied.value().checkpoints) EXPECT_OK(one.status) << one.name;
+  // One that was named is missed.
+  ASSERT_OK(Save("step-2", RemovedStepSpec(2)));
+  removed = false;
+  ObservedFileSystem again(fs(), removing(removed));
+  const auto named =
+      CopyCheckpoints(again, {InStore("step-1"), InStore("step-2")}, dir_.Join("third"), {});
+  ASSERT_OK(named);
+  EXPECT_OK(named.value().checkpoints[0].status);
+  EXPECT_THAT(named.value().checkpoints[1].status, HasCode(Code::kNotFound));
+  EXPECT_THAT(named.value().checkpoints[1].status.message(), HasSubstr("removed while"));
+}
+
+TEST_F(RemovalTest, OneThatMayNotBeReadDoesNotKeepTheOthers) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  ObservedFileSystem closed(fs(), [&](const FileEvent& e) {
+    const bool of_it = e.op == FileOp::kOpenRead && e.path.starts_with(InStore("step-1/data"));
+    return of_it ? Status::FromErrno(EACCES, "open", e.path) : Status();
+  });
+  ObservedFileSystem below(closed, [&](const FileEvent& e) {
+    const bool of_it =
+        e.op == FileOp::kOpenRead && e.path.find("step-1/manifest") != std::string::npos;
+    return of_it ? Status::FromErrno(EACCES, "open", e.path) : Status();
+  });
+  const auto copied = CopyCheckpoints(below, {StorePath()}, dir_.Join("other"), {});
+  ASSERT_OK(copied);
+  ASSERT_THAT(copied.value().checkpoints, SizeIs(2));
+  EXPECT_THAT(copied.value().checkpoints[0].status, HasCode(Code::kPermissionDenied));
+  EXPECT_OK(copied.value().checkpoints[1].status);
+}
+
+TEST_F(RemovalTest, NothingIsCopiedOfNothing) {
+  EXPECT_THAT(CopyCheckpoints(fs(), {}, dir_.Join("other"), {}), HasCode(Code::kInvalidArgument));
+  EXPECT_FALSE(fs().Exists(dir_.Join("other")));
+}
+
+}  // namespace
+}  // namespace tensormount
