@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <map>
 #include <mutex>
+#include <pthread.h>
 #include <unistd.h>
 #include <utility>
 
@@ -19,9 +20,17 @@ namespace {
 
 constexpr std::string_view kDescriptors = "/proc/self/fd/";
 
-constinit std::mutex pins_mutex;
+// A fork waits for it, as it is held for a few look-ups only: what is pinned is so in the child,
+// too.
+std::mutex& PinsMutex() {
+  static constinit std::mutex mutex;
+  static const int noted =
+      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+  (void)noted;
+  return mutex;
+}
 
-// Names of pinned folders by descriptor; only under pins_mutex.
+// Names of pinned folders by descriptor; only under PinsMutex.
 std::map<int, std::string>& PinNames() {
   static auto* const names =
       new std::map<int, std::string>;  // Never destroyed: others may still fail.
@@ -59,7 +68,7 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
   std::string name = ShownPath(path);
   if (name.ends_with("/.")) name.resize(name.size() - 2);
   {
-    std::lock_guard lock(pins_mutex);
+    std::lock_guard lock(PinsMutex());
     PinNames()[fd] = std::move(name);
   }
   // The name goes before the descriptor: as soon as that is closed, its number may be another
@@ -67,7 +76,7 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
   return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
                                             [fd](const std::string* p) {
                                               {
-                                                std::lock_guard lock(pins_mutex);
+                                                std::lock_guard lock(PinsMutex());
                                                 PinNames().erase(fd);
                                               }
                                               close(fd);
@@ -78,14 +87,14 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
 int PinnedDescriptor(const std::string& path) {
   const DescriptorPath named = Parse(path);
   if (named.fd < 0 || !named.below.empty()) return -1;
-  std::lock_guard lock(pins_mutex);
+  std::lock_guard lock(PinsMutex());
   return PinNames().contains(named.fd) ? named.fd : -1;
 }
 
 std::string ShownPath(const std::string& path) {
   const DescriptorPath named = Parse(path);
   if (named.fd < 0) return path;
-  std::lock_guard lock(pins_mutex);
+  std::lock_guard lock(PinsMutex());
   const auto it = PinNames().find(named.fd);
   return it == PinNames().end() ? path : it->second + std::string(named.below);
 }

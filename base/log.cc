@@ -6,7 +6,10 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <new>
+#include <pthread.h>
 #include <string>
 #include <unistd.h>
 #include <utility>
@@ -49,14 +52,25 @@ std::string OneLine(std::string_view message) {
 
 namespace {
 
+using Sink = std::function<void(LogLevel, std::string_view)>;
+
 struct Logger {
   std::atomic<LogLevel> level{LogLevel::kWarning};
   std::mutex mutex;  // Held while the sink runs, so that a replaced sink is never running.
-  std::function<void(LogLevel, std::string_view)> sink;
+  std::unique_ptr<const Sink> sink;  // A forked child has the old one or the new one.
 };
 
+// Whether this thread is inside the sink: the logger's lock is not recursive.
+thread_local bool in_sink = false;
+
+// A fork does not wait for the lock: a sink may take as long as it likes, and wait for a lock of
+// the thread that forks (Python's). The child has it anew, without the thread that held it.
 Logger& Global() {
   static auto* logger = new Logger;  // Never destroyed: threads may log during exit.
+  static const int noted = pthread_atfork(nullptr, nullptr, [] {
+    if (!in_sink) new (&logger->mutex) std::mutex;
+  });
+  (void)noted;
   return *logger;
 }
 
@@ -68,9 +82,6 @@ void ToStandardError(LogLevel level, std::string_view message) {
   [[maybe_unused]] const ssize_t n = write(STDERR_FILENO, line.data(), line.size());
 }
 
-// Whether this thread is inside the sink: the logger's lock is not recursive.
-thread_local bool in_sink = false;
-
 }  // namespace
 
 void Log(LogLevel level, std::string_view message) {
@@ -81,7 +92,7 @@ void Log(LogLevel level, std::string_view message) {
     return;
   }
   const std::lock_guard lock(logger.mutex);
-  if (!logger.sink) {
+  if (logger.sink == nullptr) {
     ToStandardError(level, message);
     return;
   }
@@ -89,7 +100,7 @@ void Log(LogLevel level, std::string_view message) {
   // The sink is the program's code, and Log is called where nothing may be thrown (threads,
   // destructors).
   try {
-    logger.sink(level, message);
+    (*logger.sink)(level, message);
   } catch (...) {
     ToStandardError(level, message);
   }
@@ -99,9 +110,10 @@ void Log(LogLevel level, std::string_view message) {
 void SetLogLevel(LogLevel level) { Global().level.store(level, std::memory_order_relaxed); }
 
 void SetLogSink(std::function<void(LogLevel, std::string_view)> sink) {
+  auto made = sink ? std::make_unique<const Sink>(std::move(sink)) : nullptr;
   Logger& logger = Global();
   const std::lock_guard lock(logger.mutex);
-  logger.sink = std::move(sink);
+  logger.sink.swap(made);
 }
 
 }  // namespace tensormount

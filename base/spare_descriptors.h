@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <functional>
+#include <sys/types.h>
 
 namespace tensormount {
 
@@ -19,8 +20,10 @@ class SpareDescriptors {
  public:
   // `let_go` is called on any thread that opens something; it must not open anything itself, nor
   // make or destroy a SpareDescriptors: the lock over all of them is held meanwhile. For the same
-  // reason no caller of OpenDescriptor may hold a lock that some `let_go` takes.
-  explicit SpareDescriptors(std::function<void()> let_go);
+  // reason no caller of OpenDescriptor may hold a lock that some `let_go` takes. In a forked child
+  // the keepers of its parent are asked too, and may not wait for a lock: a thread that is not
+  // there might hold it.
+  explicit SpareDescriptors(std::function<void(bool may_wait)> let_go);
   ~SpareDescriptors();
   SpareDescriptors(const SpareDescriptors&) = delete;
   SpareDescriptors& operator=(const SpareDescriptors&) = delete;
@@ -28,7 +31,8 @@ class SpareDescriptors {
   static bool LetGo();
 
  private:
-  const std::function<void()> let_go_;
+  const pid_t process_;
+  const std::function<void(bool may_wait)> let_go_;
 };
 
 // A descriptor by `open`, which answers -1 and errno where it fails; called again where a signal

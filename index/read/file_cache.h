@@ -125,7 +125,7 @@ struct OpenedCheckpoint::Files {
   LruCache<std::string, OpenDataFile> open;
   ReadAhead ahead;
   // Where the process runs out of descriptors, files that are only cached are closed.
-  const SpareDescriptors spare{[this] { open.Clear(); }};
+  const SpareDescriptors spare{[this](bool may_wait) { open.Clear(may_wait); }};
   // Change times of foreign files, as they were when this process saw each first.
   ForeignChanges changes;
   // Where chunks of a tensor are found, with pending ones resolved: what a mount asks for thousands

@@ -49,10 +49,16 @@ class LruCache {
     return value;
   }
 
-  // Values that somebody holds stay alive; they are just not found any more.
-  void Clear() {
+  // Values that somebody holds stay alive; they are just not found any more. No-op where it may not
+  // wait and somebody has the lock.
+  void Clear(bool may_wait = true) {
     std::list<Entry> dropped;  // Destroyed outside the lock.
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (may_wait) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return;
+    }
     map_.clear();
     dropped.swap(list_);
     weight_ = 0;

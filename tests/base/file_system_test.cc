@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/file_system.h"
 
+#include <atomic>
 #include <cerrno>
 #include <fcntl.h>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <sys/mman.h>
@@ -16,8 +18,10 @@
 #include <gtest/gtest.h>
 
 #include "base/host_directory.h"
+#include "base/host_pins.h"
 #include "base/host_rename.h"
 #include "base/spare_descriptors.h"
+#include "tests/support/forked.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -487,11 +491,63 @@ TEST(SpareDescriptorsTest, KeepersAreAskedTwiceAndNobodyForNothing) {
   };
   EXPECT_EQ(opens(EMFILE), 1);
   int asked = 0;
-  const SpareDescriptors keeper([&] { ++asked; });
+  const SpareDescriptors keeper([&](bool /*may_wait*/) { ++asked; });
   EXPECT_EQ(opens(EMFILE), 3);
   EXPECT_EQ(opens(ENFILE), 3);
   EXPECT_EQ(asked, 4);
   EXPECT_EQ(opens(ENOENT), 1);
+}
+
+// Of a keeper of its parent a child may wait for nothing; its own are asked as ever.
+TEST(SpareDescriptorsTest, AForkedChildAsksWhatItInheritedToo) {
+  int waited = 0;
+  int asked = 0;
+  const SpareDescriptors keeper([&](bool may_wait) { ++(may_wait ? waited : asked); });
+  EXPECT_TRUE(InForkedChild([&] {
+    const SpareDescriptors own([&](bool may_wait) { waited += may_wait ? 10 : 100; });
+    return SpareDescriptors::LetGo() && waited == 10 && asked == 1;
+  }));
+  EXPECT_TRUE(SpareDescriptors::LetGo());
+  EXPECT_EQ(waited, 1);
+}
+
+// The child has the lock without the thread that would give it back.
+TEST(SpareDescriptorsTest, AForkedChildWaitsForNoThreadOfItsParent) {
+  std::promise<void> inside;
+  std::promise<void> go;
+  const SpareDescriptors keeper([&](bool /*may_wait*/) {
+    inside.set_value();
+    go.get_future().wait();
+  });
+  std::thread asks([] { SpareDescriptors::LetGo(); });
+  inside.get_future().wait();
+  EXPECT_TRUE(InForkedChild([] {
+    int asked = 0;
+    const SpareDescriptors own([&](bool /*may_wait*/) { ++asked; });
+    return SpareDescriptors::LetGo() && asked == 1;
+  }));
+  go.set_value();
+  asks.join();
+}
+
+// While another thread asks all the time, who mostly has the lock.
+TEST(HostPinsTest, AForkedChildKnowsWhatIsPinned) {
+  const TempDir dir;
+  ASSERT_OK_AND_ASSIGN(const auto pinned, PinHostDirectory(dir.path()));
+  std::atomic<bool> end = false;
+  std::thread asks([&] {
+    while (!end) (void)PinnedDescriptor(*pinned);
+  });
+  bool known = true;
+  for (int i = 0; i < 20 && known; ++i) {
+    known = InForkedChild([&] {
+      return PinnedDescriptor(*pinned) >= 0 && ShownPath(*pinned + "/f") == dir.Join("f") &&
+             PinHostDirectory(dir.path()).ok();
+    });
+  }
+  EXPECT_TRUE(known);
+  end = true;
+  asks.join();
 }
 
 TEST(ObservedFileSystemTest, BeforeRefusesAndNothingHappens) {

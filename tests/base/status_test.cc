@@ -3,9 +3,13 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <future>
 #include <limits>
 #include <memory>
 #include <string>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -15,6 +19,7 @@
 #include "base/coding.h"
 #include "base/deadline.h"
 #include "base/log.h"
+#include "tests/support/forked.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -234,6 +239,47 @@ TEST(LogTest, SinkGetsWhatIsNotBelowTheLevel) {
   SetLogLevel(LogLevel::kWarning);
   SetLogSink({});
   EXPECT_THAT(lines, ElementsAre("W one", "E two"));
+}
+
+// A sink may wait for a lock of the thread that forks, so a fork does not wait for sinks.
+TEST(LogTest, AForkedChildWaitsForNoSinkOfItsParent) {
+  const pid_t parent = getpid();
+  std::promise<void> inside;
+  std::promise<void> go;
+  int lines = 0;
+  SetLogSink([&](LogLevel, std::string_view) {
+    ++lines;
+    if (getpid() != parent) return;
+    inside.set_value();
+    go.get_future().wait();
+  });
+  std::thread logs([] { Log(LogLevel::kWarning, "of the parent"); });
+  inside.get_future().wait();
+  EXPECT_TRUE(InForkedChild([&] {
+    Log(LogLevel::kWarning, "of the child");
+    SetLogSink({});
+    return lines == 2;
+  }));
+  go.set_value();
+  logs.join();
+  EXPECT_EQ(lines, 1);
+  SetLogSink({});
+}
+
+// The lock is of the one that forks, and comes free in the child when its sink returns there.
+TEST(LogTest, ASinkMayFork) {
+  pid_t child = -1;
+  SetLogSink([&](LogLevel, std::string_view) { child = fork(); });
+  Log(LogLevel::kWarning, "forks");
+  if (child == 0) {
+    alarm(20);
+    SetLogSink({});
+    _exit(0);
+  }
+  SetLogSink({});
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(LogTest, StandardErrorGetsOneLine) {

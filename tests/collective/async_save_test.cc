@@ -20,6 +20,7 @@
 #include "tensormount/checkpoint.h"
 #include "tensormount/load.h"
 
+#include "base/at_exit.h"
 #include "base/file_system.h"
 #include "collective/async/progress_file.h"
 #include "collective/async/snapshot_pool.h"
@@ -169,17 +170,26 @@ TEST_F(AsyncSaveTest, AForkedChildEndsWhileTheParentSaves) {
   RowsState rows(*comm, 1);
   ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
   std::atomic<bool> go = false;
+  std::atomic<bool> waits = false;
   SaveOptions options;
-  options.events = [&go](const Event& event) {
+  options.events = [&](const Event& event) {
+    if (event.phase == "write") waits = true;
     while (event.phase == "write" && !go) std::this_thread::sleep_for(milliseconds(1));
   };
-  ASSERT_OK_AND_ASSIGN(auto handle, saver->Save(rows.State(), Path("one"), options));
+  // Not another one in the child: the simulated devices have locks, and threads that hold them.
+  const StateDict state = rows.State();
+  ASSERT_OK_AND_ASSIGN(auto handle, saver->Save(state, Path("one"), options));
+  const AtExit goes([&] { go = true; });
+  // What a thread of the parent holds of the allocator of a sanitizer would never come free in the
+  // child.
+  for (int i = 0; i < 20'000 && !waits; ++i) std::this_thread::sleep_for(milliseconds(1));
+  ASSERT_TRUE(waits);
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
     const bool right = handle.WaitStaged().code() == Code::kUnsupported &&
                        handle.WaitCommitted().status().code() == Code::kUnsupported &&
-                       saver->Save(rows.State(), Path("two")).status().code() == Code::kUnsupported;
+                       saver->Save(state, Path("two")).status().code() == Code::kUnsupported;
     child_exit = right ? 0 : 1;
     std::exit(1);
   }
