@@ -43,6 +43,9 @@ struct FileInfo {
   std::int64_t mtime_nanoseconds = 0;
   std::int64_t ctime_seconds = 0;
   std::int64_t ctime_nanoseconds = 0;
+
+  // Nobody may write to it (File::Seal).
+  bool sealed() const { return (mode & 0222) == 0; }
 };
 
 // One name in a folder. `kind` is of the name itself: a symlink is kSymlink wherever it leads.

@@ -86,6 +86,12 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   }
   if (given.reuse_from != nullptr) out.reuse_from = given.reuse_from;
   if (given.inherit != nullptr) out.inherit = given.inherit;
+  // A name that was forgotten is not "none": the checkpoint would lack what it should inherit.
+  if ((given.inherit != nullptr && out.inherit.empty()) ||
+      (given.reuse_from != nullptr && out.reuse_from.empty())) {
+    return tensormount::Status(tensormount::Code::kInvalidArgument,
+                               "inherit, reuse_from: an empty name; NULL is none");
+  }
   if (given.producer != nullptr) out.producer = given.producer;
   out.ephemeral = given.ephemeral != 0;
   if (given.retention != nullptr) {

@@ -70,7 +70,7 @@ int RunDerive(const DeriveArgs& args, Terminal& terminal) {
                               HumanBytes(report.bytes_copied)));
   }
   if (!report.refused.empty()) {
-    terminal.Note(fmt::format("links were refused: {}", report.refused));
+    terminal.Warn(fmt::format("links were refused, so files were copied: {}", report.refused));
   }
   return terminal.Flush();
 }

@@ -274,8 +274,9 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
                               reused.base, Counted(reused.files_linked, "file"),
                               HumanBytes(reused.bytes_copied)));
   }
-  if (!reused.note.empty())
-    terminal.Note(fmt::format("nothing linked, or not all: {}", reused.note));
+  if (!reused.note.empty()) {
+    terminal.Line(fmt::format("nothing linked, or not all: {}", reused.note));
+  }
 }
 
 }  // namespace

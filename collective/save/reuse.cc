@@ -73,7 +73,7 @@ std::string EncodeDecision(const Decision& decision) {
   WriteRuns(out, decision.taken.tensors);
   WriteRuns(out, decision.taken.objects);
   WriteRuns(out, decision.plan.files);
-  WriteRuns(out, decision.plan.partly_dead);
+  WriteRuns(out, decision.plan.header_lies);
   out.U64(decision.report.tensors);
   out.U64(decision.report.objects);
   out.U64(decision.report.bytes);
@@ -102,7 +102,7 @@ Result<Decision> DecodeDecision(std::string_view bytes, std::size_t tensors, std
                                          [&](std::size_t i, std::uint8_t v) {
                                            decision.plan.files[i] = static_cast<BaseFileUse>(v);
                                          }));
-    TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, files, decision.plan.partly_dead));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, files, decision.plan.header_lies));
     decision.report.tensors = in.U64();
     decision.report.objects = in.U64();
     decision.report.bytes = in.U64();
@@ -279,6 +279,7 @@ class Taking {
       decision.report.objects += decision.taken.objects[i] ? 1 : 0;
     }
     if (must()) TENSORMOUNT_RETURN_IF_ERROR(KeepObjectsApart(objects, decision));
+    of_ranks_ = std::move(tensors);
     // Common values are inherited where nothing else is.
     if (!decision.taken.any() && !must()) {
       decision.why_not = found_.base_problem.ok() ? "" : found_.base_problem.message();
@@ -318,7 +319,7 @@ class Taking {
     const std::uint64_t in_a_row = SavesInARowThatReused(base_->index());
     // What is inherited is linked in any case, and counts anew.
     reused.in_a_row = IsFull(input_.options, in_a_row) ? 1 : in_a_row + 1;
-    return part == 0 ? ForCoordinator(decision, reused) : Status();
+    return part == 0 ? ForCoordinator(reused) : Status();
   }
 
   // The task without what is taken.
@@ -346,7 +347,7 @@ class Taking {
     left.replicas = task.replicas;
   }
 
-  Status ForCoordinator(const Decision& decision, Reused& reused) const {
+  Status ForCoordinator(Reused& reused) const {
     const CheckpointIndex& index = base_->index();
     if (!index.info().self_contained) reused.root = index.info().root;
     if (!must()) return Status();
@@ -354,9 +355,9 @@ class Taking {
     for (const auto& [name, value] : records) {
       if (common_.contains(name)) continue;
       if (name.starts_with(kLayersRecordPrefix)) {
-        // A tensor that a rank saves has the names that it says.
+        // A tensor that a rank has, has the names that the ranks say.
         const auto tensor = index.Find(std::string_view(name).substr(kLayersRecordPrefix.size()));
-        if (!tensor.ok() || !decision.taken.tensors[tensor.value().ordinal]) continue;
+        if (!tensor.ok() || of_ranks_[tensor.value().ordinal] != InBase::kNotHere) continue;
       }
       reused.inherited.emplace(name, value);
     }
@@ -368,15 +369,16 @@ class Taking {
   const CommonValues& common_;
   std::shared_ptr<OpenedCheckpoint> base_;
   ComparedWithBase found_;
+  std::vector<InBase> of_ranks_;  // At rank 0: what all of them found of each tensor.
   bool cancelled_ = false;
 };
 
 }  // namespace
 
 Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging) {
-  if (staging.base.IsZero()) return Status();
-  const bool named = !options.reuse_from.empty() || !options.inherit.empty();
+  if (staging.base.IsZero() && staging.base_problem.ok()) return Status();
   const auto check = [&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(staging.base_problem);
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBase(fs, staging));
     if (!options.inherit.empty()) return Status();
     if (!base->index().info().self_contained) {
@@ -392,8 +394,7 @@ Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging) {
     return Status();
   };
   const Status checked = Guarded(check);
-  if (checked.ok()) return checked;
-  if (named) return checked;
+  if (checked.ok() || !options.inherit.empty()) return checked;
   staging.base_note = checked.message();
   staging.base = Uuid();
   return Status();

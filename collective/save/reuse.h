@@ -36,7 +36,7 @@ namespace tensormount {
 
 // At rank 0, when the staging is made: whether the base can be used, and this is no save that
 // writes everything anew. Otherwise the staging's base is cleared and its base_note says why.
-// Fails where `options` name a base that cannot be used.
+// Fails where what is to be inherited cannot be had.
 Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging);
 
 // What a rank brings.

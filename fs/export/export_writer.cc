@@ -101,7 +101,7 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
     // A second name is only right for bytes that never change: a store's own, sealed ones. Whom the
     // seal does not stop, as root, could change the store by writing to the export.
     const bool sealed = view_.opened().index().info().self_contained &&
-                        (source.value().info.mode & 0222) == 0 &&
+                        source.value().info.sealed() &&
                         faccessat(AT_FDCWD, source_path.value().c_str(), W_OK, AT_EACCESS) != 0;
     if (sealed && fs_.Link(source_path.value(), path).ok()) {
       shared.push_back({.file = n, .linked = true});

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <map>
 
 #include "shard/tensor_meta.h"
 
@@ -136,6 +137,49 @@ Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const 
   entry.offset = static_cast<std::uint64_t>(found->layer) * entry.meta.bytes();
   entry.stacked = std::move(stacked).value();
   return std::optional<LayerEntry>(std::move(entry));
+}
+
+Status CheckLayersApart(const Inventory& inventory) {
+  const auto find = [&](std::string_view key) -> const TensorMeta* {
+    const auto at = std::lower_bound(
+        inventory.tensors.begin(), inventory.tensors.end(), key,
+        [](const TensorRecord& t, std::string_view wanted) { return t.meta.key() < wanted; });
+    return at != inventory.tensors.end() && at->meta.key() == key ? &at->meta : nullptr;
+  };
+  std::map<std::string, std::string> patterns;
+  std::map<std::string_view, std::string_view> key_of;  // By pattern.
+  const std::string first(kLayersRecordPrefix);
+  for (auto at = inventory.common.lower_bound(first);
+       at != inventory.common.end() && at->first.starts_with(first); ++at) {
+    const std::string_view key = std::string_view(at->first).substr(first.size());
+    const auto* const pattern = at->second.get_if<std::string>();
+    if (pattern == nullptr || find(key) == nullptr) continue;
+    const auto [known, fresh] = key_of.emplace(*pattern, key);
+    if (!fresh) {
+      return Status(Code::kInvalidArgument, "layers of tensor " + std::string(known->second) +
+                                                " and of tensor " + std::string(key) +
+                                                " have the same names, " + *pattern);
+    }
+    patterns.emplace(key, *pattern);
+  }
+  if (patterns.empty()) return Status();
+  const LayerNames names(std::move(patterns));
+  const auto check = [&](const std::string& key) -> Status {
+    const auto found = names.Find(key);
+    if (!found) return Status();
+    const Dims& shape = find(found->stacked_key)->shape();
+    if (shape.rank() == 0 || found->layer >= shape[0]) return Status();
+    return Status(Code::kInvalidArgument, "\"" + key + "\" is the name of layer " +
+                                              std::to_string(found->layer) + " of tensor " +
+                                              std::string(found->stacked_key));
+  };
+  for (const TensorRecord& tensor : inventory.tensors) {
+    TENSORMOUNT_RETURN_IF_ERROR(check(tensor.meta.key()));
+  }
+  for (const ObjectRecord& object : inventory.objects) {
+    TENSORMOUNT_RETURN_IF_ERROR(check(object.key));
+  }
+  return Status();
 }
 
 }  // namespace tensormount

@@ -57,6 +57,11 @@ class LayerNames {
   std::unordered_map<std::string, std::string> key_of_;
 };
 
+// kInvalidArgument, naming both, where a key is the name of a layer of another one, or two stacks
+// give one name to their layers: whoever reads that name would get one of two tensors. Keys of
+// `inventory` are sorted; patterns are among its common values.
+Status CheckLayersApart(const Inventory& inventory);
+
 // One layer of a stacked tensor.
 // Who reads it reads `stacked` and adds `offset` (bytes), or maps a region with InStack.
 struct LayerEntry {

@@ -32,9 +32,9 @@
 #include "index/read/rebuild.h"
 #include "index/read/scan.h"
 #include "index/records/store_paths.h"
+#include "index/store/range_check.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
-#include "shard/leaf_hash.h"
 
 namespace tensormount {
 namespace {
@@ -43,7 +43,6 @@ namespace {
 constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 // The device begins with what is written after so much; the sync at the end waits for less then.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
-constexpr std::uint32_t kWritableBits = 0222;
 // Below the folder of a copy: what becomes the checkpoint, and files that are not whole yet.
 constexpr std::string_view kWholeFolder = "checkpoint";
 constexpr std::string_view kPartPrefix = "part-";
@@ -138,38 +137,28 @@ class FileProof {
   FileProof(const OpenedSource& source, const CommitRecord::Entry& entry)
       : source_(source), entry_(entry) {
     if (const auto found = source.ranges.find(entry.name); found != source.ranges.end()) {
+      for (const ScanRange& range : found->second) {
+        hashed_.push_back({range.offset, range.length, HashOfRange(source.inventory, range)});
+      }
       ranges_ = &found->second;
+      check_.emplace(hashed_);
     } else if (!entry.name.starts_with("data/")) {
       whole_.emplace();
     }
   }
+  FileProof(const FileProof&) = delete;
+  FileProof& operator=(const FileProof&) = delete;
 
   Status Add(const std::byte* data, std::size_t size) {
     if (whole_) whole_->Update(data, size);
-    const std::uint64_t end = at_ + size;
-    while (ranges_ != nullptr && next_ < ranges_->size()) {
-      const ScanRange& range = (*ranges_)[next_];
-      if (range.offset >= end) break;
-      const std::uint64_t range_end = range.offset + range.length;
-      const std::uint64_t from = std::max(range.offset, at_);
-      const std::uint64_t to = std::min(range_end, end);
-      if (!hasher_) hasher_.emplace();
-      hasher_->Update(data + (from - at_), static_cast<std::size_t>(to - from));
-      if (to < range_end) break;
-      hasher_->Finish();
-      if (hasher_->Root() != HashOfRange(source_.inventory, range)) {
-        return Differs(RangeName(source_.inventory, range) + ", from byte " +
-                       std::to_string(range.offset) + " on: ");
-      }
-      hasher_.reset();
-      ++next_;
-    }
-    at_ = end;
-    return Status();
+    if (!check_ || check_->Add(data, size)) return Status();
+    const ScanRange& range = (*ranges_)[check_->next()];
+    return Differs(RangeName(source_.inventory, range) + ", from byte " +
+                   std::to_string(range.offset) + " on: ");
   }
   Status Finish() const {
     if (whole_ && whole_->Value() != entry_.hash) return Differs("");
-    if (ranges_ != nullptr && next_ < ranges_->size()) {
+    if (check_ && !check_->all_good()) {
       return DataLoss(entry_.name, "it ends before what its manifest says");
     }
     return Status();
@@ -183,9 +172,8 @@ class FileProof {
   const OpenedSource& source_;
   const CommitRecord::Entry& entry_;
   const std::vector<ScanRange>* ranges_ = nullptr;
-  std::size_t next_ = 0;
-  std::uint64_t at_ = 0;
-  std::optional<LeafHasher> hasher_;
+  std::vector<HashedRange> hashed_;  // Of ranges_.
+  std::optional<RangeCheck> check_;
   std::optional<Xxh3Stream> whole_;
 };
 
@@ -428,7 +416,7 @@ Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Ent
   if (!file.ok()) return false;
   const Result<FileInfo> info = file.value()->Stat();
   if (!info.ok() || info.value().size != entry.length) return false;
-  if (sealed && (info.value().mode & kWritableBits) != 0) return false;
+  if (sealed && !info.value().sealed()) return false;
   const FileStamp stamp = FileStamp::OfOurs(info.value());
   const std::pair<std::uint64_t, std::uint64_t> id{info.value().device, info.value().inode};
   if (const auto known = proven_.find(id);
@@ -522,7 +510,7 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
                                     std::to_string(entry.length) + " expected")
         .With({.file = entry.name});
   }
-  const bool sealed = (info.mode & kWritableBits) == 0;
+  const bool sealed = info.sealed();
   const std::string to = JoinPath(inner, entry.name);
   const auto count = [&](std::uint64_t& files, std::uint64_t& bytes) {
     ++files;

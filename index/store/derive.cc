@@ -24,19 +24,36 @@ class KeyFilter {
   explicit KeyFilter(const DeriveOptions& options)
       : options_(options),
         keep_used_(options.keep.size(), false),
-        drop_used_(options.drop.size(), false) {}
+        drop_used_(options.drop.size(), false),
+        renames_used_(options.rename.rules().size(), false) {
+    for (const KeyMap::Rule& rule : options.rename.rules()) {
+      renames_.push_back(KeyMap::Make({rule}).value());  // It is one of a map already.
+    }
+  }
 
   bool Keeps(const std::string& key) {
     const bool kept = Matches(options_.keep, keep_used_, key) || options_.keep.empty();
-    return !Matches(options_.drop, drop_used_, key) && kept;
+    const bool stays = !Matches(options_.drop, drop_used_, key) && kept;
+    if (stays) NoteRenames(key);
+    return stays;
   }
 
-  Status CheckUsed() const {
+  // What matches nothing is a slip in it.
+  Status CheckUsed(const LayerNames& layers) {
+    for (const auto& [key, pattern] : layers.patterns()) NoteRenames(pattern);
     TENSORMOUNT_RETURN_IF_ERROR(CheckUsed(options_.keep, keep_used_, "keep"));
-    return CheckUsed(options_.drop, drop_used_, "drop");
+    TENSORMOUNT_RETURN_IF_ERROR(CheckUsed(options_.drop, drop_used_, "drop"));
+    std::vector<std::string> from;
+    for (const KeyMap::Rule& rule : options_.rename.rules()) from.push_back(rule.from);
+    return CheckUsed(from, renames_used_, "rename");
   }
 
  private:
+  void NoteRenames(const std::string& key) {
+    for (std::size_t i = 0; i < renames_.size(); ++i) {
+      renames_used_[i] = renames_used_[i] || renames_[i].Apply(key) != key;
+    }
+  }
   static bool Matches(const std::vector<std::string>& globs, std::vector<bool>& used,
                       const std::string& key) {
     bool any = false;
@@ -58,6 +75,8 @@ class KeyFilter {
   const DeriveOptions& options_;
   std::vector<bool> keep_used_;
   std::vector<bool> drop_used_;
+  std::vector<KeyMap> renames_;  // A rule each.
+  std::vector<bool> renames_used_;
 };
 
 // What is taken, under which keys.
@@ -125,7 +144,8 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
                                KeyRenames::Make(index, options.rename, [&](const std::string& key) {
                                  return filter.Keeps(key);
                                }));
-  TENSORMOUNT_RETURN_IF_ERROR(filter.CheckUsed());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const LayerNames> layers, index.Layers());
+  TENSORMOUNT_RETURN_IF_ERROR(filter.CheckUsed(*layers));
   TENSORMOUNT_ASSIGN_OR_RETURN(const TakenFromBase taken, Choose(index, names, report));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory coordinator, Coordinator(index, names));
 

@@ -85,6 +85,16 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
   std::vector<std::uint64_t> dead(files.size(), 0);
   std::vector<bool> wanted(files.size(), false);
   LinkPlan plan;
+  plan.header_lies.assign(files.size(), false);
+  // Of those that get another key.
+  std::vector<bool> renamed(index.tensor_count(), false);
+  if (!taken.tensor_keys.empty()) {
+    TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
+      const std::string& key = taken.tensor_keys[entry.ordinal];
+      renamed[entry.ordinal] = taken.tensors[entry.ordinal] && key != entry.meta.key();
+      return true;
+    }));
+  }
   const auto count = [&](std::uint32_t file, std::uint64_t length, bool taken_too) -> Status {
     if (file >= files.size()) return DataLoss("a range in a file that is not in the table");
     std::uint64_t& sum = taken_too ? live[file] : dead[file];
@@ -99,6 +109,7 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
     for (std::size_t i = 0; i < extents->size(); ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
       TENSORMOUNT_RETURN_IF_ERROR(count(chunk.file, chunk.length, taken.tensors[t]));
+      if (renamed[t]) plan.header_lies[chunk.file] = true;
     }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
@@ -106,7 +117,6 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
     TENSORMOUNT_RETURN_IF_ERROR(count(objects[i].file, objects[i].length, taken.objects[i]));
   }
   plan.files.assign(files.size(), BaseFileUse::kNone);
-  plan.partly_dead.assign(files.size(), false);
   const std::string own = "data/" + staging.ShortId() + "-";
   for (std::size_t f = 0; f < files.size(); ++f) {
     if (!wanted[f]) continue;
@@ -115,11 +125,14 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
       plan.files[f] = BaseFileUse::kForeign;
       continue;
     }
+    // What a pack holds beside its ranges is nobody's. In any other file it is a header, which may
+    // be longer than what it speaks of.
+    const bool whole = dead[f] == 0 && files[f].placement != Placement::kPack;
+    const bool enough = whole || live[f] >= files[f].length - std::min(live[f], files[f].length);
     // A name that the new checkpoint may give to a file of its own is not to be had.
-    const bool enough = live[f] >= files[f].length - std::min(live[f], files[f].length);
     plan.files[f] =
         enough && !files[f].name.starts_with(own) ? BaseFileUse::kLink : BaseFileUse::kCopy;
-    plan.partly_dead[f] = dead[f] > 0;
+    if (dead[f] > 0) plan.header_lies[f] = true;
   }
   return plan;
 }
@@ -169,26 +182,38 @@ Status BaseLinker::LinkAll(std::uint64_t in_a_row, LinkCounts& counts) {
 Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
   return ForEachLinked(part, parts, [&](std::uint32_t f) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
-    return LinkFile(base_.index().files()[f], counts);
+    return LinkFile(f, counts);
   });
 }
 
-Status BaseLinker::LinkFile(const FileRecord& file, LinkCounts& counts) {
+Status BaseLinker::LinkFile(std::uint32_t number, LinkCounts& counts) {
+  const FileRecord& file = base_.index().files()[number];
+  // Not through links of the base's folders, which may lead anywhere.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> opened,
+                               OpenListedFile(fs_, base_.pinned_directory(), file.name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo listed, opened->Stat());
   const std::string from = JoinPath(base_.pinned_directory(), file.name);
   const std::string to = JoinPath(staging_.directory, file.name);
   if (file.name.rfind('/') != file.name.find('/')) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
   }
-  Status linked = fs_.Link(from, to);
-  if (linked.code() == Code::kAlreadyExists) {
+  // Whoever may write to it would change both.
+  const bool sealed = listed.sealed();
+  const auto link = [&] {
+    return sealed ? fs_.Link(from, to)
+                  : Status::FromErrno(EPERM, "link, as it is not sealed,", from);
+  };
+  Status linked = link();
+  if (linked.code() == Code::kAlreadyExists || (!sealed && fs_.Exists(to))) {
     // Of an earlier try to publish this staging.
     TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
-    linked = fs_.Link(from, to);
+    linked = link();
   }
   if (linked.ok()) {
-    // What has the name may have been cut short, or be something else than a file.
+    // What has the name may have been cut short, or have been exchanged.
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
-    if (info.kind != FileKind::kFile || info.size != file.length) {
+    if (info.kind != FileKind::kFile || info.size != file.length || info.device != listed.device ||
+        info.inode != listed.inode) {
       return DataLoss(
           JoinPath(base_.directory(), file.name),
           "not the file of " + std::to_string(file.length) + " bytes that its checkpoint says");
@@ -199,7 +224,7 @@ Status BaseLinker::LinkFile(const FileRecord& file, LinkCounts& counts) {
   }
   if (!LinkIsRefused(linked)) return linked;
   if (counts.refused.empty()) counts.refused = linked.message();
-  TENSORMOUNT_RETURN_IF_ERROR(CopyFile(file, to));
+  TENSORMOUNT_RETURN_IF_ERROR(CopyFile(number, *opened, to));
   ++counts.files_copied;
   counts.bytes_copied += file.length;
   return Status();
@@ -213,10 +238,37 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// Not compared with hashes, as a link would not be: whoever reads does.
-Status BaseLinker::CopyFile(const FileRecord& file, const std::string& to) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> from,
-                               OpenListedFile(fs_, base_.pinned_directory(), file.name));
+// The hashed ranges of each file, once a file must be copied.
+Status BaseLinker::FindRanges() {
+  if (!ranges_.empty()) return Status();
+  const CheckpointIndex& index = base_.index();
+  std::vector<std::vector<HashedRange>> ranges(index.files().size());
+  const auto add = [&](std::uint32_t file, const HashedRange& range) {
+    if (range.length > 0 && file < ranges.size() && plan_.files[file] == BaseFileUse::kLink) {
+      ranges[file].push_back(range);
+    }
+  };
+  for (std::uint32_t t = 0; t < index.tensor_count(); ++t) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto extents, index.Extents(t));
+    for (std::size_t i = 0; i < extents->size(); ++i) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
+      if (chunk.has_hash) add(chunk.file, {chunk.offset, chunk.length, chunk.hash});
+    }
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
+  for (const ObjectRecord& object : objects) {
+    if (object.has_hash()) add(object.file, {object.offset, object.length, object.hash});
+  }
+  for (auto& of_file : ranges) std::ranges::sort(of_file, {}, &HashedRange::offset);
+  ranges_ = std::move(ranges);
+  return Status();
+}
+
+// Compared with the hashes on the way: a copy of damaged bytes would be one more.
+Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string& to) {
+  const FileRecord& file = base_.index().files()[number];
+  TENSORMOUNT_RETURN_IF_ERROR(FindRanges());
+  RangeCheck check(ranges_[number]);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out, fs_.CreateExclusive(to));
   std::vector<std::byte> block(static_cast<std::size_t>(
       std::min<std::uint64_t>(std::max<std::uint64_t>(file.length, 1), kCopyBytes)));
@@ -224,9 +276,15 @@ Status BaseLinker::CopyFile(const FileRecord& file, const std::string& to) {
     TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
     const auto n =
         static_cast<std::size_t>(std::min<std::uint64_t>(block.size(), file.length - at));
-    TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(at, block.data(), n));
+    TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, block.data(), n));
+    if (!check.Add(block.data(), n)) break;
     TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, block.data(), n));
     at += n;
+  }
+  if (!check.all_good()) {
+    return DataLoss(JoinPath(base_.directory(), file.name),
+                    "bytes from " + std::to_string(ranges_[number][check.next()].offset) +
+                        " on: checksum differs");
   }
   TENSORMOUNT_RETURN_IF_ERROR(out->Seal());
   TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
@@ -322,8 +380,7 @@ class BaseLinker::Gatherer {
     const auto [at, fresh] = new_numbers_.try_emplace(file, next);
     if (fresh) {
       FileRecord record = linker_.base_.index().files()[file];
-      // Its header speaks of tensors that are not there.
-      if (record.placement == Placement::kSafetensors && linker_.plan_.partly_dead[file]) {
+      if (record.placement == Placement::kSafetensors && linker_.plan_.header_lies[file]) {
         record.placement = Placement::kPack;
       }
       out_.inventory.files.push_back(std::move(record));

@@ -14,6 +14,7 @@
 #include "base/hash.h"
 #include "index/read/checkpoint.h"
 #include "index/records/inventory.h"
+#include "index/store/range_check.h"
 #include "index/store/store.h"
 
 // A new checkpoint that has data files in common with an earlier one of its store, its base
@@ -50,8 +51,9 @@ enum class BaseFileUse : std::uint8_t {
 
 struct LinkPlan {
   std::vector<BaseFileUse> files;  // By number in the base's index.
-  // Of linked files: whether something in them is dead. By number.
-  std::vector<bool> partly_dead;
+  // By number: whether the header of a linked file would speak of tensors that are dead, or that go
+  // by other keys.
+  std::vector<bool> header_lies;
   std::uint64_t live_bytes = 0;  // Of what is taken, as it is stored.
 };
 
@@ -117,8 +119,9 @@ class BaseLinker {
     }
     return Status();
   }
-  Status LinkFile(const FileRecord& file, LinkCounts& counts);
-  Status CopyFile(const FileRecord& file, const std::string& to);
+  Status LinkFile(std::uint32_t number, LinkCounts& counts);
+  Status FindRanges();
+  Status CopyFile(std::uint32_t number, File& from, const std::string& to);
 
   FileSystem& fs_;
   const OpenedCheckpoint& base_;
@@ -126,6 +129,7 @@ class BaseLinker {
   const TakenFromBase& taken_;
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
+  std::vector<std::vector<HashedRange>> ranges_;  // By file, of linked ones; empty: not found yet.
 };
 
 // "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.

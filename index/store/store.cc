@@ -15,6 +15,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/parallel.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
@@ -31,6 +32,8 @@ using store_paths::kTrashFolder;
 // store.json has some 200 bytes; anybody may have written it.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
+// For so many a thread of its own is worth starting.
+constexpr std::size_t kLooksAThread = 64;
 // Whoever prunes a store of thousands of checkpoints is done by then.
 constexpr double kPruneLockSeconds = 10;
 
@@ -292,12 +295,18 @@ Result<std::vector<std::string>> Store::Names() const {
 
 Result<std::vector<CheckpointListing>> Store::List() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
-  std::vector<CheckpointListing> out;
-  for (const std::string& name : names) {
-    CheckpointListing listing = Look(name);
-    if (listing.problem.code() == Code::kNotFound) continue;  // Removed since we looked.
-    out.push_back(std::move(listing));
-  }
+  std::vector<CheckpointListing> out(names.size());
+  // Every save reads them all, and over a network each takes a round trip or three: many at once,
+  // whatever the number of cores.
+  struct Nothing {};
+  TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
+      names.size(), static_cast<int>(std::clamp<std::size_t>(names.size() / kLooksAThread, 1, 16)),
+      [&](std::size_t i, Nothing&) {
+        out[i] = Look(names[i]);
+        return Status();
+      }));
+  // Removed since we looked.
+  std::erase_if(out, [](const auto& c) { return c.problem.code() == Code::kNotFound; });
   return out;
 }
 
@@ -477,8 +486,8 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
     if (found == all.end()) {
       return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
     }
-    TENSORMOUNT_RETURN_IF_ERROR(found->problem);
-    staging.base = found->uuid;
+    staging.base_problem = found->problem;
+    if (found->problem.ok()) staging.base = found->uuid;
     staging.base_name = base_name;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(staging.generation, ClaimGeneration(highest));

@@ -59,6 +59,7 @@ struct Staging {
   // The checkpoint whose data files it may link (index/store/linking.h); zero: none.
   Uuid base;
   std::string base_name;
+  Status base_problem;    // Of one that was named, and is there.
   std::string base_note;  // Why it has none although one was asked for.
   std::string ShortId() const { return uuid.Short(); }
 };
@@ -104,8 +105,7 @@ class Store {
   // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
   // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
   // crashed saves never block it. With a base the staging names it, in its file BASE, so that
-  // nobody prunes it meanwhile; kNotFound, or the problem of that checkpoint, where `base_name` of
-  // kNamed cannot be one.
+  // nobody prunes it meanwhile; kNotFound where there is no `base_name` of kNamed.
   Result<Staging> Begin(const std::string& name, IfExists if_exists,
                         BaseChoice base = BaseChoice::kNone,
                         const std::string& base_name = {}) const;

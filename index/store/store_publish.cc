@@ -19,6 +19,7 @@
 #include "base/parallel.h"
 #include "index/read/foreign_file.h"
 #include "index/records/completeness.h"
+#include "index/records/layer_names.h"
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/mtime.h"
@@ -389,6 +390,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   TENSORMOUNT_ASSIGN_OR_RETURN(
       Inventory inventory,
       GatherManifests(fs, staging, coordinator, options.expected_manifests, *merger, commit.files));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLayersApart(inventory));
   Published published;
   std::set<std::string> data_folders;
   TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, inventory, options.shared, data_folders));

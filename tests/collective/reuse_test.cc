@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <set>
@@ -16,6 +17,7 @@
 #include <gtest/gtest.h>
 
 #include "tensormount/async_save.h"
+#include "tensormount/derive.h"
 #include "tensormount/save.h"
 
 #include "base/file_system.h"
@@ -383,6 +385,148 @@ TEST_F(ReuseTest, WhereLinksAreRefusedFilesAreCopied) {
     for (const auto& [name, info] : FilesWithInodes(Path(2))) EXPECT_EQ(info.mode, 0444u) << name;
     ExpectReads(2);
   }
+}
+
+// A copy of damaged bytes would be damage of the new checkpoint alone, which has the right ones.
+TEST_F(ReuseTest, WhatIsDamagedIsNotCopiedWhereLinksAreRefused) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  for (const auto& [name, info] : FilesWithInodes(Path(1))) {
+    if (name.find("-t") != std::string::npos) FlipByte(Path(1) + "/data/" + name, 5000);
+  }
+  ObservedFileSystem refuses(HostFileSystem(), [](const FileEvent& e) {
+    return e.op == FileOp::kLink ? Status::FromErrno(EPERM, "link", e.path2) : Status();
+  });
+  ASSERT_OK_AND_ASSIGN(const SaveReport report,
+                       SaveStep(2, 2, RowsOfRank, {}, [&](int) -> FileSystem& { return refuses; }));
+  EXPECT_EQ(report.reused.tensors, 0u);
+  EXPECT_NE(report.reused.note.find("checksum differs"), std::string::npos) << report.reused.note;
+  ExpectReads(2);
+}
+
+// Whoever may write to a file of one checkpoint would change the other, too.
+TEST_F(ReuseTest, AFileThatIsNotSealedIsCopied) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  for (const auto& [name, info] : FilesWithInodes(Path(1))) {
+    ASSERT_EQ(chmod((Path(1) + "/data/" + name).c_str(), 0666), 0);
+  }
+  ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(2, 2, RowsOfRank));
+  EXPECT_EQ(report.reused.files_linked, 0u);
+  EXPECT_GT(report.reused.files_copied, 0u);
+  EXPECT_NE(report.reused.note.find("not sealed"), std::string::npos) << report.reused.note;
+  for (const auto& [name, info] : FilesWithInodes(Path(2))) EXPECT_TRUE(info.sealed()) << name;
+  ExpectReads(2);
+  ASSERT_OK_AND_ASSIGN(const SaveReport next, SaveStep(3, 2, RowsOfRank));
+  EXPECT_EQ(next.reused.files_copied, 0u);
+}
+
+TEST_F(ReuseTest, NothingIsLinkedThatLiesElsewhere) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  std::filesystem::rename(Path(1) + "/data", dir_.Join("elsewhere"));
+  std::filesystem::create_directory_symlink(dir_.Join("elsewhere"), Path(1) + "/data");
+  ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(2, 2, RowsOfRank));
+  EXPECT_EQ(report.reused.tensors, 0u);
+  ExpectReads(2);
+}
+
+// Its header is longer than what it speaks of, and no reason to give up its form.
+TEST_F(ReuseTest, ASmallFileWithALongHeaderIsLinked) {
+  for (int i = 0; i < 64; ++i) {
+    model_.push_back(MakeTensor("norm." + std::to_string(i), DType::kBF16, {32}));
+  }
+  SaveOptions options;
+  options.placement = PlacementRule::kSafetensors;
+  for (int step = 1; step < 4; ++step) {
+    ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(step, 1, RowsOfRank, options));
+    ExpectReads(step);
+    // A file of tensors, and a pack for the object.
+    EXPECT_EQ(report.reused.tensors, step == 1 ? 0u : 64u);
+    EXPECT_EQ(report.reused.files_linked, step == 1 ? 0u : 2u);
+    EXPECT_EQ(FilesWithInodes(Path(step)).begin()->second.inode,
+              FilesWithInodes(Path(1)).begin()->second.inode);
+  }
+}
+
+TEST_F(ReuseTest, ANamedBaseThatCannotBeReadCostsTheReuseAlone) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  ASSERT_OK(SaveStep(2, 2, RowsOfRank));
+  ASSERT_EQ(truncate((Path(1) + "/COMMIT").c_str(), 0), 0);
+  SaveOptions options;
+  options.reuse_from = "step-1";
+  ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(3, 2, RowsOfRank, options));
+  EXPECT_EQ(report.reused.tensors, 0u);
+  EXPECT_NE(report.reused.note, "");
+  ExpectReads(3);
+  options.reuse_from = "";
+  options.inherit = "step-1";
+  EXPECT_THAT(SaveStep(4, 2, RowsOfRank, options), HasCode(Code::kDataLoss));
+}
+
+// Two tensors of one name: whoever reads it would get either.
+TEST_F(ReuseTest, NoNameOfALayerIsInheritedTwice) {
+  const RandomTensor stack = MakeTensor("stack.w", DType::kF32, {5, 7});
+  const RandomTensor layer = MakeTensor("layers.3.w", DType::kF32, {7});
+  const RandomTensor beyond = MakeTensor("layers.5.w", DType::kF32, {7});
+  const auto save = [&](int step, const RandomTensor& tensor, const char* inherit) {
+    SaveOptions options;
+    options.inherit = inherit;
+    return OneVerdict(SaveOnThreads(
+        Path(step), 1,
+        [&](int, RankState& state) {
+          state.Add(tensor, Box::Whole(tensor.shape));
+          if (tensor.shape.rank() == 2) {
+            ASSERT_OK(state.dict.NameLayers(tensor.key, "layers.{}.w"));
+          }
+        },
+        options));
+  };
+  ASSERT_OK(save(1, stack, ""));
+  ASSERT_OK(save(2, layer, ""));
+  const Status twice = save(3, layer, "step-1");
+  EXPECT_THAT(twice, HasCode(Code::kInvalidArgument));
+  EXPECT_NE(twice.message().find("is the name of layer 3 of tensor stack.w"), std::string::npos);
+  EXPECT_THAT(save(3, stack, "step-2"), HasCode(Code::kInvalidArgument));
+  RandomTensor other = stack;
+  other.key = "stack.v";
+  EXPECT_THAT(save(3, other, "step-1"), HasCode(Code::kInvalidArgument));
+  EXPECT_OK(save(3, beyond, "step-1"));
+  // By derive, too.
+  DeriveOptions renames;
+  ASSERT_OK_AND_ASSIGN(renames.rename,
+                       KeyMap::Make({{KeyMap::Rule::Kind::kKey, "layers.5.w", "layers.4.w"}}));
+  EXPECT_THAT(Derive(Path(4), "step-3", renames), HasCode(Code::kInvalidArgument));
+  renames.drop = {"stack.w"};
+  EXPECT_OK(Derive(Path(4), "step-3", renames));
+}
+
+// A file that other programs open by the names in its header has no false ones.
+TEST_F(ReuseTest, AFileOfTensorsUnderOtherNamesIsNoneAnyMore) {
+  MakeModel();
+  SaveOptions options;
+  options.placement = PlacementRule::kSafetensors;
+  ASSERT_OK(SaveStep(1, 1, RowsOfRank, options));
+  DeriveOptions renames;
+  ASSERT_OK_AND_ASSIGN(renames.rename,
+                       KeyMap::Make({{KeyMap::Rule::Kind::kPrefix, "lora.", "ada."}}));
+  ASSERT_OK(Derive(Path(2), "step-1", renames));
+  for (RandomTensor& t : model_) {
+    if (t.key.starts_with("lora.")) t.key = "ada." + t.key.substr(5);
+  }
+  ExpectReads(2);
+  options.reuse_from = "step-2";
+  ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(3, 1, RowsOfRank, options));
+  EXPECT_EQ(report.reused.tensors, 0u);
+  ExpectReads(3);
+  std::string headers;
+  for (const auto& [name, info] : FilesWithInodes(Path(3))) {
+    if (!name.ends_with(".safetensors")) continue;
+    headers += ReadWholeFile(Path(3) + "/data/" + name).substr(0, 4096);
+  }
+  EXPECT_NE(headers.find("ada.a"), std::string::npos);
+  EXPECT_EQ(headers.find("lora.a"), std::string::npos);
 }
 
 // Whatever goes wrong with the base, the save is as good as one without it.

@@ -157,6 +157,19 @@ TEST_F(DeriveTest, KeepDropAndRename) {
   ExpectWhole("third");
 }
 
+TEST_F(DeriveTest, ARenameOfNothingIsASlip) {
+  Build();
+  for (const std::string from : {"zzz", "c.*", "b.3"}) {
+    DeriveOptions options;
+    const auto kind =
+        from.find('*') == std::string::npos ? KeyMap::Rule::Kind::kKey : KeyMap::Rule::Kind::kMatch;
+    ASSERT_OK_AND_ASSIGN(options.rename, KeyMap::Make({{KeyMap::Rule::Kind::kKey, "a.1", "a"},
+                                                       {kind, from, from == "c.*" ? "d.*" : "d"}}));
+    options.drop = {"b.3"};
+    EXPECT_THAT(DeriveOn(fs_, store_ + "/new", "old", options), HasCode(Code::kNotFound)) << from;
+  }
+}
+
 // Whatever is kept, the bytes on disk are at most twice those that are live.
 TEST_F(DeriveTest, OfFilesThatAreMostlyDroppedTheRestIsCopied) {
   Build();
