@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "collective/save/extent_match.h"
 #include "device/device_hashes.h"
 #include "index/read/rebuild.h"
 #include "index/records/manifest.h"
@@ -28,7 +29,7 @@ constexpr std::uint64_t kCompareBytes = std::uint64_t{1} << 20;
 // Of a chunk on a device, what is brought to the host to be compared: the ends of a few leaves.
 constexpr std::uint64_t kMostBrought = 16 * kLeafBytes;
 // Manifests of the base that are open at a time.
-constexpr std::size_t kMostManifests = 8;
+constexpr std::size_t kMostManifests = 32;
 
 // A part of the packed bytes of a shard that this rank would write.
 struct Stretch {
@@ -89,8 +90,12 @@ class BaseLeaves {
     if (number >= base_.index().manifests().size()) {
       return Status(Code::kDataLoss, "a chunk of a manifest that is not there");
     }
+    const auto used = std::exchange(used_, number);
     if (const auto at = open_.find(number); at != open_.end()) return at->second.get();
-    if (open_.size() >= kMostManifests) open_.clear();
+    // Tensors come to manifests in the same order, one like the other: the one just left is the
+    // last to be wanted again. If the oldest went, a base with one more than there is room for
+    // would have all of them opened for each tensor.
+    if (open_.size() >= kMostManifests && open_.erase(used) == 0) open_.erase(open_.begin());
     TENSORMOUNT_ASSIGN_OR_RETURN(
         std::unique_ptr<File> file,
         OpenListedFile(fs_, base_.pinned_directory(), base_.index().manifests()[number]));
@@ -100,6 +105,7 @@ class BaseLeaves {
   FileSystem& fs_;
   const OpenedCheckpoint& base_;
   std::map<std::uint32_t, std::unique_ptr<File>> open_;
+  std::uint32_t used_ = 0;  // The manifest that was asked for last.
   std::vector<Hash128> leaves_;
 };
 
@@ -107,13 +113,14 @@ class BaseComparison {
  public:
   BaseComparison(FileSystem& fs, const OpenedCheckpoint& base, const StateDict& state,
                  const RankTask& task, PlacementRule rule, bool page_hashes,
-                 const BlockRules& rules)
+                 const BlockRules& rules, const Deadline& deadline)
       : base_(base),
         state_(state),
         task_(task),
         rule_(rule),
         page_hashes_(page_hashes),
         rules_(rules),
+        deadline_(deadline),
         leaves_(fs, base),
         brought_(state, rules),
         hashes_(brought_.queues()),
@@ -124,9 +131,13 @@ class BaseComparison {
 
   Result<ComparedWithBase> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(FindTensors());
-    for (std::uint32_t c = 0; c < task_.chunks.size(); ++c) {
+    // Those of a tensor stand together.
+    for (std::uint32_t first = 0, end = 0; first < task_.chunks.size(); first = end) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
-      TENSORMOUNT_RETURN_IF_ERROR(Cut(c));
+      do {
+        ++end;
+      } while (end < task_.chunks.size() && task_.chunks[end].tensor == task_.chunks[first].tensor);
+      TENSORMOUNT_RETURN_IF_ERROR(Cut(first, end));
     }
     TENSORMOUNT_RETURN_IF_ERROR(SubmitToDevices());
     for (const Stretch& stretch : stretches_) {
@@ -168,6 +179,15 @@ class BaseComparison {
     if (out_.base_problem.ok()) out_.base_problem = why;
   }
 
+  // Asked before each block, since what blocks is not interrupted: the others wait for this rank.
+  bool OutOfTime(Compared& tensor) {
+    if (!deadline_.Passed()) return false;
+    CannotUse(tensor, Status(Code::kDeadlineExceeded,
+                             "the base was not compared in half of the time that ranks wait for "
+                             "each other; what was left is written anew"));
+    return true;
+  }
+
   // Both are sorted by key.
   Status FindTensors() {
     std::size_t t = 0;
@@ -204,25 +224,35 @@ class BaseComparison {
 
   // ---- Which bytes are compared how ----
 
-  Status Cut(std::uint32_t number) {
-    const RankTask::Chunk& chunk = task_.chunks[number];
-    Compared& tensor = tensors_[chunk.tensor];
-    if (!tensor.entry || tensor.differs) return Status();
+  // Of all chunks of one tensor, which are numbers [first, end).
+  Status Cut(std::uint32_t first, std::uint32_t end) {
+    const RankTask::Tensor& wanted = task_.tensors[task_.chunks[first].tensor];
+    Compared& tensor = tensors_[task_.chunks[first].tensor];
+    if (!tensor.entry || tensor.differs || OutOfTime(tensor)) return Status();
     const auto extents = base_.Extents(*tensor.entry);
     if (!extents.ok()) {
       CannotUse(tensor, extents.status());
       return Status();
     }
-    const std::size_t before = stretches_.size();
-    Status cut = CheckForm(task_.tensors[chunk.tensor].placement, *extents.value(), tensor);
-    if (tensor.differs) return Status();
-    if (cut.ok()) cut = CutBy(number, *extents.value());
-    if (!cut.ok()) CannotUse(tensor, cut);
-    if (cut.ok() && IsOnDevice(chunk)) {
-      std::uint64_t brought = 0;
-      for (std::size_t i = before; i < stretches_.size(); ++i) {
-        if (!stretches_[i].of) brought += stretches_[i].bytes;
+    ExtentMatch match(wanted.meta, std::span(task_.chunks).subspan(first, end - first));
+    for (std::uint32_t row = 0; row < extents.value()->size(); ++row) {
+      TENSORMOUNT_RETURN_IF_ERROR(Stop());
+      const Status met = Meet(*extents.value(), row, wanted.placement, match, tensor);
+      if (!met.ok()) {
+        CannotUse(tensor, met);
+        return Status();
       }
+    }
+    if (tensor.differs) return Status();
+    const std::size_t before = stretches_.size();
+    const Status cut = AddStretches(first, match.Cut(), *extents.value());
+    if (!cut.ok()) CannotUse(tensor, cut);
+    std::uint64_t brought = 0;  // Of a chunk.
+    for (std::size_t i = before; i < stretches_.size(); ++i) {
+      const Stretch& stretch = stretches_[i];
+      if (i > before && stretches_[i - 1].chunk != stretch.chunk) brought = 0;
+      if (stretch.of || !IsOnDevice(task_.chunks[stretch.chunk])) continue;
+      brought += stretch.bytes;
       if (brought > kMostBrought) tensor.differs = true;
     }
     if (tensor.differs) stretches_.resize(before);
@@ -230,84 +260,47 @@ class BaseComparison {
   }
 
   // How a tensor is stored decides how fast it is read: a link must not bring back what the caller
-  // wants otherwise now. A file of its own is as good as any other form.
-  Status CheckForm(Placement wanted, const ExtentTable& extents, Compared& tensor) {
-    std::optional<std::uint32_t> only;
-    for (std::size_t i = 0; i < extents.size(); ++i) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord stored, extents.At(i));
-      if (stored.file >= base_.index().files().size()) {
-        return Status(Code::kDataLoss, "a chunk in a file that is not in the table");
-      }
-      const bool one_file = !only || *only == stored.file;
-      tensor.file = only = stored.file;
-      const Placement there = base_.index().files()[stored.file].placement;
-      const bool good = wanted == Placement::kTensorFile || wanted == Placement::kSafetensors
-                            ? there == wanted && one_file
-                            : rule_ == PlacementRule::kAuto || there == Placement::kRankShard ||
-                                  there == Placement::kPack;
-      if (!good) tensor.differs = true;
-      if (tensor.differs || !page_hashes_ || extents.rank() < 2 || stored.length <= kLeafBytes) {
-        continue;
-      }
-      TENSORMOUNT_ASSIGN_OR_RETURN(const bool paged, leaves_.Paged(stored));
-      if (!paged) tensor.differs = true;
+  // wants otherwise now. A file of its own is as good as any other form. Page hashes are looked for
+  // where this rank has cells: other ranks look at the other extents, and one that finds none
+  // decides for all.
+  Status Meet(const ExtentTable& extents, std::uint32_t row, Placement wanted, ExtentMatch& match,
+              Compared& tensor) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord stored, extents.At(row));
+    if (stored.file >= base_.index().files().size()) {
+      return Status(Code::kDataLoss, "a chunk in a file that is not in the table");
     }
+    const bool one_file = !tensor.file || *tensor.file == stored.file;
+    tensor.file = stored.file;
+    const Placement there = base_.index().files()[stored.file].placement;
+    const bool good = wanted == Placement::kTensorFile || wanted == Placement::kSafetensors
+                          ? there == wanted && one_file
+                          : rule_ == PlacementRule::kAuto || there == Placement::kRankShard ||
+                                there == Placement::kPack;
+    if (!good) tensor.differs = true;
+    if (tensor.differs) return Status();
+    TENSORMOUNT_RETURN_IF_ERROR(match.Add(row, stored));
+    if (!page_hashes_ || extents.rank() < 2 || stored.length <= kLeafBytes ||
+        !match.Touches(stored) || OutOfTime(tensor)) {
+      return Status();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool paged, leaves_.Paged(stored));
+    if (!paged) tensor.differs = true;
     return Status();
   }
 
-  Status CutBy(std::uint32_t number, const ExtentTable& extents) {
-    const RankTask::Chunk& chunk = task_.chunks[number];
-    const TensorMeta& meta = task_.tensors[chunk.tensor].meta;
-    const auto run = RunOf(meta, chunk.region);
-    // What stands side by side in both is found by its place in the tensor.
-    std::map<std::uint64_t, Stretch> by_leaf;
-    for (std::size_t i = 0; i < extents.size(); ++i) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord stored, extents.At(i));
-      if (!stored.has_hash || stored.strides.rank() > 0) continue;
-      if (stored.region == chunk.region && stored.length == chunk.bytes) {
-        stretches_.push_back(
-            {.chunk = number, .begin = chunk.begin, .bytes = chunk.bytes, .of = std::move(stored)});
-        return Status();
+  Status AddStretches(std::uint32_t first, const std::vector<ExtentMatch::Piece>& pieces,
+                      const ExtentTable& extents) {
+    for (const ExtentMatch::Piece& piece : pieces) {
+      Stretch& stretch = stretches_.emplace_back();
+      stretch.chunk = first + piece.chunk;
+      stretch.begin = piece.begin;
+      stretch.bytes = piece.bytes;
+      stretch.leaf = piece.leaf;
+      if (piece.row) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(stretch.of, extents.At(*piece.row));
       }
-      if (!run) continue;
-      const auto there = RunOf(meta, stored.region);
-      if (!there || there->bytes != stored.length) continue;
-      const std::uint64_t from = std::max(run->offset, there->offset);
-      const std::uint64_t to = std::min(run->offset + run->bytes, there->offset + there->bytes);
-      if (from >= to) continue;
-      // Leaves from the first that begins here to the last that ends here.
-      const std::uint64_t first = LeafCount(from - there->offset);
-      const bool to_the_end = to == there->offset + there->bytes;
-      const std::uint64_t last =
-          to_the_end ? LeafCount(there->bytes) : (to - there->offset) / kLeafBytes;
-      if (first >= last) continue;
-      const std::uint64_t begin = there->offset + first * kLeafBytes;
-      const std::uint64_t end = to_the_end ? to : there->offset + last * kLeafBytes;
-      by_leaf.emplace(begin, Stretch{.chunk = number,
-                                     .begin = chunk.begin + (begin - run->offset),
-                                     .bytes = end - begin,
-                                     .of = std::move(stored),
-                                     .leaf = first});
     }
-    std::uint64_t at = chunk.begin;
-    const auto with_bytes = [&](std::uint64_t to) {
-      if (to > at) stretches_.push_back({.chunk = number, .begin = at, .bytes = to - at});
-    };
-    for (auto& [place, stretch] : by_leaf) {
-      if (stretch.begin < at) continue;  // Stored twice: damage, which others find.
-      with_bytes(stretch.begin);
-      at = stretch.begin + stretch.bytes;
-      stretches_.push_back(std::move(stretch));
-    }
-    with_bytes(chunk.begin + chunk.bytes);
     return Status();
-  }
-
-  // A region that is one run of the tensor's row-major bytes.
-  static std::optional<GlobalRun> RunOf(const TensorMeta& meta, const Region& region) {
-    const Result<std::vector<GlobalRun>> runs = GlobalRuns(meta, region, 1);
-    if (!runs.ok() || runs.value().size() != 1) return std::nullopt;
-    return runs.value().front();
   }
 
   // ---- Devices ----
@@ -350,6 +343,7 @@ class BaseComparison {
     if (!stretch.of) {
       return on_device ? CompareBrought(stretch, tensor) : CompareStored(stretch, tensor);
     }
+    if (OutOfTime(tensor)) return Status();
     const Result<std::span<const Hash128>> stored = leaves_.Of(*stretch.of);
     if (!stored.ok()) {
       CannotUse(tensor, stored.status());
@@ -384,6 +378,7 @@ class BaseComparison {
     mine_.resize(kLeafBytes);
     for (std::uint64_t done = 0, i = 0; done < stretch.bytes; ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
+      if (OutOfTime(tensor)) return Status();
       const auto n = static_cast<std::size_t>(std::min(kLeafBytes, stretch.bytes - done));
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* bytes,
                                    source->Fetch(stretch.begin + done, n, mine_.data()));
@@ -400,6 +395,7 @@ class BaseComparison {
     TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, SourceOf(stretch));
     for (std::uint64_t done = 0; done < stretch.bytes && !tensor.differs;) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
+      if (OutOfTime(tensor)) return Status();
       const auto n = static_cast<std::size_t>(std::min(kCompareBytes, stretch.bytes - done));
       mine_.resize(n);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* bytes,
@@ -417,7 +413,9 @@ class BaseComparison {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const std::span<const std::byte> block,
           brought_.Take(static_cast<std::size_t>(std::min(kCompareBytes, stretch.bytes - done))));
-      if (!tensor.differs) CompareBytes(*source, stretch.begin + done, block, tensor);
+      if (!tensor.differs && !OutOfTime(tensor)) {
+        CompareBytes(*source, stretch.begin + done, block, tensor);
+      }
       done += block.size();
     }
     return Status();
@@ -502,6 +500,7 @@ class BaseComparison {
   const PlacementRule rule_;
   const bool page_hashes_;
   const BlockRules& rules_;
+  const Deadline deadline_;
   BaseLeaves leaves_;
   BlockReader brought_;
   DeviceHashes hashes_;
@@ -519,8 +518,8 @@ class BaseComparison {
 Result<ComparedWithBase> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
                                          const StateDict& state, const RankTask& task,
                                          PlacementRule rule, bool page_hashes,
-                                         const BlockRules& rules) {
-  return BaseComparison(fs, base, state, task, rule, page_hashes, rules).Run();
+                                         const BlockRules& rules, const Deadline& deadline) {
+  return BaseComparison(fs, base, state, task, rule, page_hashes, rules, deadline).Run();
 }
 
 }  // namespace tensormount

@@ -9,6 +9,7 @@
 #include "tensormount/state_dict.h"
 #include "tensormount/status.h"
 
+#include "base/deadline.h"
 #include "base/file_system.h"
 #include "collective/save/block_reader.h"
 #include "collective/save/rank_task.h"
@@ -46,16 +47,20 @@ struct ComparedWithBase {
 //
 // What stands there in another form than this save would give it counts as differing, too: a tensor
 // that shall have a file of its own and is in pieces there, one that is not where `rule` wants it,
-// one that shall have page hashes and has none.
+// one that shall have page hashes and has none. Each rank looks for page hashes where it has cells,
+// so a tensor is the same only where all ranks say so that have some of it.
 //
 // Memory of a device is hashed there; of it only the ends of leaves are brought to the host, and
 // where more would be needed the tensor counts as differing.
+//
+// What is not compared when `deadline` passes counts as differing. That is looked at between
+// blocks; a read that does not return is waited for.
 //
 // Fails where this rank cannot get at its own bytes: kCancelled, or what befell a device or reader.
 Result<ComparedWithBase> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
                                          const StateDict& state, const RankTask& task,
                                          PlacementRule rule, bool page_hashes,
-                                         const BlockRules& rules);
+                                         const BlockRules& rules, const Deadline& deadline);
 
 }  // namespace tensormount
 

@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "base/coding.h"
+#include "base/deadline.h"
 #include "base/errors.h"
 #include "collective/comm/status_wire.h"
 #include "collective/guarded.h"
 #include "collective/save/save_messages.h"
+#include "collective/save_load.h"
 #include "index/records/layer_names.h"
 #include "index/records/store_paths.h"
 
@@ -220,10 +222,15 @@ class Taking {
   }
 
   Status Compare() {
+    // A slow base may cost the others half of their patience. A tensor that is written anew is the
+    // smaller harm.
+    const auto patience = std::min(PatienceOf(input_.options.timeouts), kLongestWait);
+    const Deadline deadline = Deadline::After(patience / 2);
     TENSORMOUNT_ASSIGN_OR_RETURN(base_, OpenBase(input_.fs, input_.staging));
-    TENSORMOUNT_ASSIGN_OR_RETURN(found_, CompareWithBase(input_.fs, *base_, input_.state,
-                                                         input_.task, input_.options.placement,
-                                                         input_.options.page_hashes, input_.rules));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        found_,
+        CompareWithBase(input_.fs, *base_, input_.state, input_.task, input_.options.placement,
+                        input_.options.page_hashes, input_.rules, deadline));
     return Status();
   }
 

@@ -8,12 +8,10 @@
 #include <algorithm>
 
 namespace tensormount {
-namespace {
 
-// Linear element numbers of the first and the last element of a region within `shape`, which is
-// not empty.
-void FirstAndLast(const Region& region, const Dims& shape, std::uint64_t& first,
-                  std::uint64_t& last) {
+// By way of the first and the last element.
+ByteBounds BoundsOf(const TensorMeta& meta, const Region& region) {
+  const Dims& shape = meta.shape();
   const Box& box = region.box();
   Dims a = box.begin();
   Dims b = a;
@@ -29,15 +27,15 @@ void FirstAndLast(const Region& region, const Dims& shape, std::uint64_t& first,
   } else {
     for (int axis = 0; axis < box.rank(); ++axis) b[axis] = box.end(axis) - 1;
   }
-  first = 0;
-  last = 0;
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
   for (int axis = 0; axis < shape.rank(); ++axis) {
     first = first * static_cast<std::uint64_t>(shape[axis]) + static_cast<std::uint64_t>(a[axis]);
     last = last * static_cast<std::uint64_t>(shape[axis]) + static_cast<std::uint64_t>(b[axis]);
   }
+  const std::uint64_t bits = meta.bits();
+  return {first * bits / 8, ((last + 1) * bits + 7) / 8};
 }
-
-}  // namespace
 
 Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     const TensorMeta& meta, std::shared_ptr<const ExtentTable> table) {
@@ -46,7 +44,6 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
   lookup->first_.reserve(n);
   lookup->end_.reserve(n);
   lookup->max_end_.reserve(n);
-  const std::uint64_t bits = meta.bits();
   // `before` is where the last row began. It must not fall: the binary search over first_ relies on
   // it, and a table of an index that was tampered with may have any order.
   std::uint64_t before = 0;
@@ -68,11 +65,9 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     std::uint64_t first = before;  // Empty ones stand where they are and hold nothing.
     std::uint64_t end = before;
     if (!chunk.region.empty()) {
-      std::uint64_t last = 0;
-      FirstAndLast(chunk.region, meta.shape(), first, last);
-      // Elements of 4 or 6 bits: the bounds are widened to whole bytes.
-      first = first * bits / 8;
-      end = ((last + 1) * bits + 7) / 8;
+      const ByteBounds bounds = BoundsOf(meta, chunk.region);
+      first = bounds.first;
+      end = bounds.end;
       if (first < before) return bad("chunks are not in order");
       if (linear) {
         if (lookup->max_end_.empty()) linear_file = chunk.file;

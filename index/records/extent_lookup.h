@@ -14,6 +14,16 @@
 
 namespace tensormount {
 
+// Bytes of a tensor's row-major order, from the first that a region has to the end of the last; a
+// column of a matrix has few of those in between.
+struct ByteBounds {
+  std::uint64_t first = 0;
+  std::uint64_t end = 0;
+};
+// `region` must not be empty and lie within the shape. Where elements are less than a byte, widened
+// to whole bytes.
+ByteBounds BoundsOf(const TensorMeta& meta, const Region& region);
+
 // The extents of one tensor, made ready for finding the few chunks that a read touches. Immutable.
 // Three arrays of u64 beside the packed rows, indexed by row. A read asks Candidates for a range of
 // rows, passes over those that MayTouch refuses, and decodes the rest: O(log n + candidates).

@@ -746,8 +746,8 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
     if (removed) {
       // Somebody prunes the source, and all that it has now is copied.
       if (one.of_all) continue;
-      out.status = Status(Code::kNotFound, "copy " + one.name + ": " + one.directory +
-                                               " was removed while it was copied");
+      out.status = Status(Code::kStale, "copy " + one.name + ": " + one.directory +
+                                            " was removed while it was copied");
     }
     const bool goes_on = out.status.ok() || !one.problem.ok() || IsOfOne(out.status);
     if (!goes_on || (!out.status.ok() && wanted.size() == 1)) return out.status;

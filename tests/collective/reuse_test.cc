@@ -4,13 +4,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <map>
+#include <memory>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <sys/stat.h>
+#include <thread>
 #include <unistd.h>
 #include <vector>
 
@@ -772,6 +776,146 @@ TEST_F(ReuseTest, PageHashesComeAlong) {
   ASSERT_OK(opened->ReadBytes(entry, 0, row.data(), row.size(), ReadVerify::kExtendLeaves, &stats));
   // Two chunks of columns, each proved by one page or two instead of a leaf.
   EXPECT_LE(stats.bytes_read, 4u * 4096u);
+  ExpectReads(2);
+}
+
+// Whether something of step 1 is opened or read.
+bool IsOfStepOne(const FileEvent& e) {
+  return e.path.find("step-1/") != std::string::npos ||
+         e.path.find("/proc/self/fd") != std::string::npos;
+}
+
+// A file system for each rank that counts manifests of step 1 that it opens.
+class ManifestCounters {
+ public:
+  explicit ManifestCounters(int ranks) : opened_(static_cast<std::size_t>(ranks)) {
+    for (std::atomic<int>& opened : opened_) {
+      fs_.push_back(
+          std::make_unique<ObservedFileSystem>(HostFileSystem(), [&opened](const FileEvent& e) {
+            const bool manifest = e.path.find("manifest/") != std::string::npos;
+            if (e.op == FileOp::kOpenRead && manifest && IsOfStepOne(e)) ++opened;
+            return Status();
+          }));
+    }
+  }
+  FileSystem& Of(int rank) { return *fs_[static_cast<std::size_t>(rank)]; }
+  int opened(int rank) const { return opened_[static_cast<std::size_t>(rank)]; }
+
+ private:
+  std::vector<std::atomic<int>> opened_;
+  std::vector<std::unique_ptr<FileSystem>> fs_;
+};
+
+// One tensor in thousands of parts, those of a rank between those of the others.
+TEST_F(ReuseTest, ThousandsOfParts) {
+  constexpr std::int64_t kRows = 3000;
+  RandomTensor w = MakeTensor("w", DType::kF32, {kRows, 16});
+  const RandomTensor other = MakeTensor("x", DType::kF32, {kRows, 16});
+  const auto save = [&](int step, int ranks, std::int64_t rows) {
+    const auto results = SaveOnThreads(Path(step), ranks, [&](int rank, RankState& state) {
+      for (const RandomTensor* t : std::initializer_list<const RandomTensor*>{&w, &other}) {
+        for (std::int64_t i = rank * rows; i < kRows; i += ranks * rows) {
+          state.Add(*t, B({i, 0}, {rows, 16}));
+        }
+      }
+    });
+    EXPECT_OK(OneVerdict(results));
+    EXPECT_EQ(ReadAll(Path(step)),
+              (std::map<std::string, std::string>{{"w", w.bytes}, {"x", other.bytes}}));
+    return results[0].value().reused;
+  };
+  const std::uint64_t bytes = w.bytes.size() + other.bytes.size();
+  EXPECT_EQ(save(1, 2, 1).tensors, 0u);
+  EXPECT_EQ(save(2, 2, 1).bytes_by_leaf, bytes);
+  // Pairs of rows that one rank had, and no leaf is whole in more than one row.
+  const ReuseReport pairs = save(3, 1, 2);
+  EXPECT_EQ(pairs.tensors, 2u);
+  EXPECT_EQ(pairs.bytes_by_leaf, bytes);
+  // Rows again, of which all are in some pair.
+  EXPECT_EQ(save(4, 3, 1).tensors, 2u);
+  w.bytes.back() = static_cast<char>(w.bytes.back() ^ 1);
+  EXPECT_EQ(save(5, 3, 1).tensors, 1u);
+  EXPECT_EQ(save(6, 2, 3).tensors, 2u);
+}
+
+// Each rank looks at the extents that it has cells of, and all of them together at all.
+TEST_F(ReuseTest, PageHashesOfOthersAreOthersToLookFor) {
+  constexpr int kRanks = 8;
+  model_.clear();
+  for (int i = 0; i < 6; ++i) {
+    model_.push_back(MakeTensor("w" + std::to_string(i), DType::kU8, {kRanks, 70'000}));
+  }
+  SaveOptions paged;
+  paged.page_hashes = true;
+  ASSERT_OK(SaveStep(1, kRanks, RowsOfRank, paged));
+  for (const auto cut : {RowsOfRank, FlatPartOfRank}) {
+    ManifestCounters counters(kRanks);
+    ASSERT_OK_AND_ASSIGN(const SaveReport report,
+                         SaveStep(2, kRanks, cut, paged,
+                                  [&](int rank) -> FileSystem& { return counters.Of(rank); }));
+    EXPECT_EQ(report.reused.tensors, model_.size());
+    // Once to compare, and its share of the linking.
+    for (int rank = 1; rank < kRanks; ++rank) EXPECT_LE(counters.opened(rank), 2) << rank;
+    ASSERT_OK(HostFileSystem().RemoveTree(Path(2)));
+  }
+  // What has none is written, whoever has it.
+  store_ = "plain";
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(2, 3, RowsOfRank, paged));
+  EXPECT_EQ(report.reused.tensors, 0u);
+}
+
+// More of them than stay open: most do.
+TEST_F(ReuseTest, ManifestsOfABaseStayOpen) {
+  constexpr int kRanks = 36;
+  constexpr int kTensors = 6;
+  model_.clear();
+  for (int i = 0; i < kTensors; ++i) {
+    model_.push_back(MakeTensor("w" + std::to_string(i), DType::kU8, {kRanks, 66'000}));
+  }
+  ASSERT_OK(SaveStep(1, kRanks, RowsOfRank));
+  ManifestCounters counters(1);
+  ASSERT_OK_AND_ASSIGN(
+      const SaveReport report,
+      SaveStep(2, 1, RowsOfRank, {}, [&](int rank) -> FileSystem& { return counters.Of(rank); }));
+  EXPECT_EQ(report.reused.tensors, model_.size());
+  EXPECT_EQ(report.reused.bytes_by_comparison, 0u);
+  // Each to compare the first tensor, few for each of the others; each again to link.
+  EXPECT_LT(counters.opened(0), 2 * kRanks + kTensors * 8);
+}
+
+// The others wait for a rank whose base does not answer: it leaves what it has not compared yet.
+TEST_F(ReuseTest, ASlowBaseDoesNotFailTheSave) {
+  model_.clear();
+  for (int i = 0; i < 20; ++i) {
+    model_.push_back(MakeTensor("w" + std::to_string(i), DType::kU8, {1000, 100}));
+  }
+  SaveOptions options;
+  options.placement = PlacementRule::kTensorFile;  // So that nothing is copied from the base.
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank, options));
+  std::atomic<int> reads{0};
+  Result<SaveReport> saved = Status(Code::kInternal, "not yet");
+  // A machine that stands still for seconds is no failure: it is given more time then.
+  for (const int seconds : {8, 60}) {
+    options.timeouts.arrival = std::chrono::seconds(seconds);
+    reads = 0;
+    ObservedFileSystem slow(HostFileSystem(), [&](const FileEvent& e) {
+      const bool data = e.path.find("data/") != std::string::npos;
+      if (e.op == FileOp::kRead && data && IsOfStepOne(e)) {
+        ++reads;
+        std::this_thread::sleep_for(std::chrono::milliseconds(75 * seconds));
+      }
+      return Status();
+    });
+    saved = SaveStep(2, 3, RowsOfRank, options, [&](int rank) -> FileSystem& {
+      return rank == 1 ? static_cast<FileSystem&>(slow) : HostFileSystem();
+    });
+    if (saved.status().code() != Code::kDeadlineExceeded) break;
+  }
+  ASSERT_OK(saved);
+  EXPECT_GT(reads, 0);
+  EXPECT_LT(reads, 12);
+  EXPECT_LT(saved.value().reused.tensors, model_.size());
   ExpectReads(2);
 }
 

@@ -128,6 +128,9 @@ Result<BuiltCheckpoint> BuildCheckpoint(FileSystem& fs, const std::string& direc
     writer.inventory.files[0].length = writer.data.size();
     TENSORMOUNT_RETURN_IF_ERROR(
         fs.WriteFileDurably(JoinPath(directory, writer.inventory.files[0].name), writer.data));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> data,
+                                 fs.OpenRead(JoinPath(directory, writer.inventory.files[0].name)));
+    TENSORMOUNT_RETURN_IF_ERROR(data->Seal());
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                  EncodeManifest(writer.inventory, writer.leaves, writer.paged));
     const std::string name = "manifest/rank-" + std::to_string(w) + ".tmm";

@@ -330,7 +330,7 @@ TEST_F(RemovalTest, WhatGoesWhileAStoreIsCopiedIsPassedOver) {
       CopyCheckpoints(again, {InStore("step-1"), InStore("step-2")}, dir_.Join("third"), {});
   ASSERT_OK(named);
   EXPECT_OK(named.value().checkpoints[0].status);
-  EXPECT_THAT(named.value().checkpoints[1].status, HasCode(Code::kNotFound));
+  EXPECT_THAT(named.value().checkpoints[1].status, HasCode(Code::kStale));
   EXPECT_THAT(named.value().checkpoints[1].status.message(), HasSubstr("removed while"));
 }
 
