@@ -288,9 +288,9 @@ class BaseComparison {
     return Status();
   }
 
-  Status AddStretches(std::uint32_t first, const std::vector<ExtentMatch::Piece>& pieces,
+  Status AddStretches(std::uint32_t first, const std::vector<ExtentMatch::ExtentPart>& pieces,
                       const ExtentTable& extents) {
-    for (const ExtentMatch::Piece& piece : pieces) {
+    for (const ExtentMatch::ExtentPart& piece : pieces) {
       Stretch& stretch = stretches_.emplace_back();
       stretch.chunk = first + piece.chunk;
       stretch.begin = piece.begin;

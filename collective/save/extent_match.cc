@@ -127,13 +127,13 @@ bool ExtentMatch::Touches(const ChunkRecord& stored) const {
   return false;
 }
 
-std::vector<ExtentMatch::Piece> ExtentMatch::Cut() {
+std::vector<ExtentMatch::ExtentPart> ExtentMatch::Cut() {
   std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) {
     return std::tie(a.chunk, a.begin, a.row) < std::tie(b.chunk, b.begin, b.row);
   });
   std::vector<std::uint64_t> firsts(chunks_.size(), 0);
   for (const Span& run : runs_) firsts[run.chunk] = run.first;
-  std::vector<Piece> pieces;
+  std::vector<ExtentPart> pieces;
   pieces.reserve(chunks_.size());
   auto next = shared_.begin();
   for (std::uint32_t c = 0; c < chunks_.size(); ++c) {

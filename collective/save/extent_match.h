@@ -38,14 +38,14 @@ class ExtentMatch {
   // Chunks one after the other as they were given, each in pieces in the order of its packed bytes
   // without gaps: one where an extent is exactly the chunk, else whole leaves that stand side by
   // side here and in an extent, and what is between them. To be called once, at the end.
-  struct Piece {
+  struct ExtentPart {
     std::uint32_t chunk = 0;  // Position in `chunks`.
     std::uint64_t begin = 0;  // In the packed bytes of the chunk's item.
     std::uint64_t bytes = 0;
     std::optional<std::uint32_t> row = {};  // Of the extent that has them as leaves,
     std::uint64_t leaf = 0;                 // from this one on. None: no leaves are these bytes.
   };
-  std::vector<Piece> Cut();
+  std::vector<ExtentPart> Cut();
 
  private:
   // Where a chunk is in the tensor's row-major bytes.

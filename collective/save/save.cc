@@ -584,6 +584,7 @@ class SaveSession {
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
     publish.now = control_.now;
+    publish.layers_apart = !options_.inherit.empty();
     return store.Publish(staging_, coordinator, publish).status();
   }
 

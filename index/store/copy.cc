@@ -172,7 +172,7 @@ class FileProof {
   const OpenedSource& source_;
   const CommitRecord::Entry& entry_;
   const std::vector<ScanRange>* ranges_ = nullptr;
-  std::vector<HashedRange> hashed_;  // Of ranges_.
+  std::vector<CheckedRange> hashed_;  // Of ranges_.
   std::optional<RangeCheck> check_;
   std::optional<Xxh3Stream> whole_;
 };

@@ -160,6 +160,7 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
     TENSORMOUNT_RETURN_IF_ERROR(FillStaging(fs, *base, staging, taken, report));
     Store::PublishOptions how;
     how.if_exists = options.if_exists;
+    how.layers_apart = !options.rename.empty();
     return store.Publish(staging, coordinator, how);
   };
   const Result<Store::Published> published = publish();

@@ -242,8 +242,8 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
 Status BaseLinker::FindRanges() {
   if (!ranges_.empty()) return Status();
   const CheckpointIndex& index = base_.index();
-  std::vector<std::vector<HashedRange>> ranges(index.files().size());
-  const auto add = [&](std::uint32_t file, const HashedRange& range) {
+  std::vector<std::vector<CheckedRange>> ranges(index.files().size());
+  const auto add = [&](std::uint32_t file, const CheckedRange& range) {
     if (range.length > 0 && file < ranges.size() && plan_.files[file] == BaseFileUse::kLink) {
       ranges[file].push_back(range);
     }
@@ -259,7 +259,7 @@ Status BaseLinker::FindRanges() {
   for (const ObjectRecord& object : objects) {
     if (object.has_hash()) add(object.file, {object.offset, object.length, object.hash});
   }
-  for (auto& of_file : ranges) std::ranges::sort(of_file, {}, &HashedRange::offset);
+  for (auto& of_file : ranges) std::ranges::sort(of_file, {}, &CheckedRange::offset);
   ranges_ = std::move(ranges);
   return Status();
 }

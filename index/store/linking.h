@@ -129,7 +129,7 @@ class BaseLinker {
   const TakenFromBase& taken_;
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
-  std::vector<std::vector<HashedRange>> ranges_;  // By file, of linked ones; empty: not found yet.
+  std::vector<std::vector<CheckedRange>> ranges_;  // By file, of linked ones; empty: not found yet.
 };
 
 // "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.

@@ -14,7 +14,7 @@
 namespace tensormount {
 
 // Bytes of a file, and what a chunk or object record says of them.
-struct HashedRange {
+struct CheckedRange {
   std::uint64_t offset = 0;
   std::uint64_t length = 0;  // Over 0.
   Hash128 hash;              // The chunk root.
@@ -25,13 +25,13 @@ struct HashedRange {
 class RangeCheck {
  public:
   // By rising offset, and apart; must outlive this.
-  explicit RangeCheck(std::span<const HashedRange> ranges) : ranges_(ranges) {}
+  explicit RangeCheck(std::span<const CheckedRange> ranges) : ranges_(ranges) {}
 
   // The next `size` bytes. False: those of range number next() differ.
   bool Add(const std::byte* data, std::size_t size) {
     const std::uint64_t end = at_ + size;
     while (next_ < ranges_.size()) {
-      const HashedRange& range = ranges_[next_];
+      const CheckedRange& range = ranges_[next_];
       if (range.offset >= end) break;
       const std::uint64_t range_end = range.offset + range.length;
       const std::uint64_t from = std::max(range.offset, at_);
@@ -53,7 +53,7 @@ class RangeCheck {
   std::size_t next() const { return next_; }
 
  private:
-  const std::span<const HashedRange> ranges_;
+  const std::span<const CheckedRange> ranges_;
   std::size_t next_ = 0;
   std::uint64_t at_ = 0;
   std::optional<LeafHasher> hasher_;

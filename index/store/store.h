@@ -133,6 +133,9 @@ class Store {
     // has no journal, what is deleted here could be given to the next save before it is durable
     // that we no longer have it.
     bool shared = false;
+    // kInvalidArgument where a key is the name of a layer of another one, which the format allows:
+    // where keys of a base come together with others nobody has looked at that.
+    bool layers_apart = false;
     // Rows of chunks (100 bytes for one of a matrix) wait for their tensor in up to so much memory,
     // what is more in a file of the staging, as large as the manifests' records together. A
     // checkpoint of 4,096 ranks and 10,000 tensors has 4 GiB of them, more than a rank that also

@@ -390,7 +390,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   TENSORMOUNT_ASSIGN_OR_RETURN(
       Inventory inventory,
       GatherManifests(fs, staging, coordinator, options.expected_manifests, *merger, commit.files));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckLayersApart(inventory));
+  if (options.layers_apart) TENSORMOUNT_RETURN_IF_ERROR(CheckLayersApart(inventory));
   Published published;
   std::set<std::string> data_folders;
   TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, inventory, options.shared, data_folders));

@@ -21,18 +21,18 @@
 namespace tensormount {
 namespace {
 
-using Piece = ExtentMatch::Piece;
+using ExtentPart = ExtentMatch::ExtentPart;
 
-std::string Text(const Piece& p) {
+std::string PartText(const ExtentPart& p) {
   std::string text = "chunk " + std::to_string(p.chunk) + ": " + std::to_string(p.bytes) +
                      " from " + std::to_string(p.begin);
   if (p.row) text += ", row " + std::to_string(*p.row) + " leaf " + std::to_string(p.leaf);
   return text;
 }
 
-std::vector<std::string> Texts(const std::vector<Piece>& pieces) {
+std::vector<std::string> Texts(const std::vector<ExtentPart>& pieces) {
   std::vector<std::string> texts;
-  for (const Piece& p : pieces) texts.push_back(Text(p));
+  for (const ExtentPart& p : pieces) texts.push_back(PartText(p));
   return texts;
 }
 
@@ -65,7 +65,7 @@ class ExtentMatchTest : public testing::Test {
     }
   }
 
-  std::vector<Piece> Cut() {
+  std::vector<ExtentPart> Cut() {
     ExtentMatch match(*meta_, chunks_);
     for (std::uint32_t row = 0; row < stored_.size(); ++row) {
       EXPECT_OK(match.Add(row, stored_[row]));
@@ -78,11 +78,11 @@ class ExtentMatchTest : public testing::Test {
     if (!runs.ok() || runs.value().size() != 1) return std::nullopt;
     return runs.value().front();
   }
-  void SlowCut(std::uint32_t c, std::vector<Piece>& pieces) const {
+  void SlowCut(std::uint32_t c, std::vector<ExtentPart>& pieces) const {
     const RankTask::Chunk& chunk = chunks_[c];
     if (chunk.region.empty()) return;
     const auto run = RunOf(chunk.region);
-    std::map<std::uint64_t, Piece> by_leaf;
+    std::map<std::uint64_t, ExtentPart> by_leaf;
     for (std::uint32_t row = 0; row < stored_.size(); ++row) {
       const ChunkRecord& stored = stored_[row];
       if (!stored.has_hash || stored.strides.rank() > 0) continue;
@@ -102,7 +102,7 @@ class ExtentMatchTest : public testing::Test {
         by_leaf[at] = {.chunk = c, .begin = at, .bytes = end - begin, .row = row, .leaf = leaf};
       }
     }
-    std::vector<Piece> mine;
+    std::vector<ExtentPart> mine;
     std::uint64_t at = chunk.begin;
     for (const auto& [begin, leaf] : by_leaf) {
       if (begin > at) mine.push_back({.chunk = c, .begin = at, .bytes = begin - at});
@@ -118,7 +118,7 @@ class ExtentMatchTest : public testing::Test {
     pieces.insert(pieces.end(), mine.begin(), mine.end());
   }
   void ExpectAsSlow() {
-    std::vector<Piece> slow;
+    std::vector<ExtentPart> slow;
     for (std::uint32_t c = 0; c < chunks_.size(); ++c) SlowCut(c, slow);
     ASSERT_EQ(Texts(Cut()), Texts(slow));
   }
@@ -138,7 +138,7 @@ TEST_F(ExtentMatchTest, ManyPartsOfTheSameCutInAnyOrder) {
     AddStored(B({i, 0}, {1, 16}));
   }
   Shuffle(stored_, random);
-  const std::vector<Piece> pieces = Cut();
+  const std::vector<ExtentPart> pieces = Cut();
   ASSERT_EQ(pieces.size(), chunks_.size());
   for (std::uint32_t c = 0; c < chunks_.size(); ++c) {
     ASSERT_EQ(pieces[c].chunk, c);
@@ -157,12 +157,12 @@ TEST_F(ExtentMatchTest, ManyPartsOfAnotherCutInAnyOrder) {
   for (std::int64_t i = 0; i < 6000; i += 6) AddChunk(B({i, 0}, {3, 25'000}), 7);
   for (std::int64_t i = 0; i < 6000; i += 2) AddStored(B({i, 0}, {2, 25'000}));
   Shuffle(stored_, random);
-  const std::vector<Piece> pieces = Cut();
+  const std::vector<ExtentPart> pieces = Cut();
   // [0:2] is one leaf, which is here, of [2:4] the half.
   ASSERT_EQ(pieces.size(), 2 * chunks_.size());
   for (std::uint32_t c = 0; c < chunks_.size(); ++c) {
-    const Piece& leaf = pieces[2 * c];
-    ASSERT_EQ(Text(pieces[2 * c + 1]), "chunk " + std::to_string(c) + ": 25000 from 50007");
+    const ExtentPart& leaf = pieces[2 * c];
+    ASSERT_EQ(PartText(pieces[2 * c + 1]), "chunk " + std::to_string(c) + ": 25000 from 50007");
     ASSERT_TRUE(leaf.row);
     ASSERT_EQ(stored_[*leaf.row].region.box().begin(0), 6 * c);
     ASSERT_EQ(leaf.begin, 7u);
@@ -199,7 +199,7 @@ TEST_F(ExtentMatchTest, AsEachChunkWithEachExtent) {
     Shuffle(chunks_, random);
     Shuffle(stored_, random);
     ExpectAsSlow();
-    for (const Piece& piece : Cut()) {
+    for (const ExtentPart& piece : Cut()) {
       if (!piece.row) continue;
       ++(stored_[*piece.row].region == chunks_[piece.chunk].region ? exact : by_leaf);
     }
