@@ -10,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <new>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -540,6 +541,16 @@ void CheckNothingIsEmpty(const CLI::App& app) {
   }
 }
 
+// "--name=" takes the next word for its value.
+void CheckNoWordEnds(std::span<const std::string> words) {
+  for (const std::string& word : words) {
+    if (word == "--") return;
+    if (word.starts_with("--") && word.find('=') == word.size() - 1) {
+      throw CLI::ValidationError(word, "its value is empty");
+    }
+  }
+}
+
 // The error line of words that are no command line of ours, with what was probably meant.
 int FailToParse(const CLI::App& app, const CLI::ParseError& error, int argc,
                 const char* const* argv, Terminal& terminal) {
@@ -625,11 +636,14 @@ int Run(int argc, const char* const* argv) {
     if (self.substr(self.rfind('/') + 1) == "mount.tensormount") {
       bool fake = false;
       const auto words = FromMountHelper(argc, argv, *app.get_subcommand("mount"), &fake);
+      CheckNoWordEnds(words);
       // CLI11 wants them in reverse order.
       app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+      CheckNothingIsEmpty(app);
       // mount -f: only the arguments are checked.
       if (fake) return kDone;
     } else {
+      CheckNoWordEnds(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
       app.parse(argc, argv);
       CheckNothingIsEmpty(app);
     }

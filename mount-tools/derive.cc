@@ -50,6 +50,7 @@ Result<DeriveReport> DeriveAsAsked(const DeriveArgs& args) {
   options.drop = args.drop;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   TENSORMOUNT_ASSIGN_OR_RETURN(options.rename, ReadRenames(fs, args));
+  options.renames_must_match = args.map.empty();
   return Derive(args.destination, from.value(), options);
 }
 

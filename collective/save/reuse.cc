@@ -242,6 +242,7 @@ class Taking {
     WriteRuns(out, found_.objects);
     out.U64(found_.bytes_by_leaf);
     out.U64(found_.bytes_by_comparison);
+    WriteStatus(out, found_.base_problem);
     return std::move(out.bytes());
   }
 
@@ -267,6 +268,10 @@ class Taking {
       TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(in, objects.size(), kMost, merge(objects)));
       decision.report.bytes_by_leaf += in.U64();
       decision.report.bytes_by_comparison += in.U64();
+      const Status problem = ReadStatus(in);
+      if (!problem.ok() && decision.why_not.empty()) {
+        decision.why_not = FromRank(static_cast<int>(r), problem).message();
+      }
       TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
       findings[r] = {};
     }
@@ -288,10 +293,7 @@ class Taking {
     if (must()) TENSORMOUNT_RETURN_IF_ERROR(KeepObjectsApart(objects, decision));
     of_ranks_ = std::move(tensors);
     // Common values are inherited where nothing else is.
-    if (!decision.taken.any() && !must()) {
-      decision.why_not = found_.base_problem.ok() ? "" : found_.base_problem.message();
-      return Status();
-    }
+    if (!decision.taken.any() && !must()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(decision.plan, PlanLinks(*base_, input_.staging, decision.taken));
     decision.report.bytes = decision.plan.live_bytes;
     decision.any = true;
@@ -316,6 +318,7 @@ class Taking {
   Status Link(const Decision& decision, Reused& reused) {
     reused.report = decision.report;
     reused.report.base = input_.staging.base_name;
+    reused.report.note = decision.why_not;
     const auto part = static_cast<std::uint32_t>(collective_.rank());
     const auto parts = static_cast<std::uint32_t>(collective_.size());
     BaseLinker linker(input_.fs, *base_, input_.staging, decision.taken, decision.plan,

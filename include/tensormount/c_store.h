@@ -22,7 +22,7 @@ extern "C" {
 // and "problem" where one cannot be read; of the others "created" (seconds since 1970),
 // "file_bytes" (lengths of its data files), "stored_bytes" (of all its files), "own_bytes" (what
 // removing it frees), "shared_bytes" (of files that other checkpoints of the store have, too) and
-// "pinned". TM_NOT_FOUND: no store.
+// "pinned" (null where the pins cannot be read). TM_NOT_FOUND: no store.
 TM_EXPORT tm_status tm_store_list(const char* store, char** json);
 // The latest: {"checkpoint", "uuid", "generation", "path", "warnings"}; damaged ones are passed
 // over, with a warning each. TM_NOT_FOUND in an empty store. Where one could not be read, its

@@ -22,6 +22,9 @@ struct DeriveOptions {
   std::vector<std::string> drop = {};
   // New keys for what is left.
   KeyMap rename = {};
+  // Each rule of `rename` must match something, too: for rules that somebody typed. A file of rules
+  // may speak of more than one checkpoint has.
+  bool renames_must_match = false;
   IfExists if_exists = IfExists::kFail;
 };
 
@@ -45,8 +48,8 @@ struct DeriveReport {
 // mostly dropped, and that is compared with its hashes. Common values are those of the old one. It
 // is a checkpoint like any other, with a generation of its own: the latest, until another is saved.
 // Its parent is the old one. `path`: "STORE/NEW"; `from`: a name in that store.
-//   kNotFound         no such checkpoint, or a glob that matches nothing (named)
-//   kInvalidArgument  two keys become one, or a key that cannot be
+//   kNotFound         no such checkpoint, or a glob or rename that matches nothing (named)
+//   kInvalidArgument  two keys become one, a key that cannot be, or one that is the name of a layer
 //   kAlreadyExists    that name is taken
 //   kDataLoss         the old one is damaged in what is needed
 // Nothing is visible before it is whole and durable; a failure leaves nothing.

@@ -40,6 +40,8 @@ class TENSORMOUNT_EXPORT KeyMap {
 
   bool empty() const { return rules_.empty(); }
   const std::vector<Rule>& rules() const { return rules_; }
+  // Whether a rule says something of a key, also that it stays.
+  static bool Matches(const Rule& rule, std::string_view key);
   // The new name; empty where the key is dropped.
   std::string Apply(std::string_view key) const;
 

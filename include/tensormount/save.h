@@ -145,7 +145,8 @@ struct SaveReport {
   std::vector<File> files;            // That this rank wrote, or parts of.
   std::vector<std::string> warnings;  // Common values that differ (CommonCheck::kWarn).
   // Of rank 0 alone, once it is committed: names of checkpoints that were removed by rule, and what
-  // could not be, with the reason ("step-7: PERMISSION_DENIED: ..."); also those that cannot be read.
+  // could not be, with the reason ("step-7: PERMISSION_DENIED: ..."); also those that cannot be
+  // read.
   std::vector<std::string> pruned;
   std::vector<std::string> not_pruned;
   // Seconds of this rank.

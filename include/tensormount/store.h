@@ -26,7 +26,7 @@ struct StoredCheckpoint {
   bool latest = false;  // False for all where nobody can tell.
   bool pinned = false;
   Status pins_read;  // Not ok: whether it is pinned cannot be told (another user's pins).
-  Status problem;  // Not ok: the folder is there, but cannot be read as a checkpoint.
+  Status problem;    // Not ok: the folder is there, but cannot be read as a checkpoint.
   // Where there is no problem. Bytes are lengths of files.
   std::int64_t created = 0;        // Seconds since 1970.
   std::uint64_t file_bytes = 0;    // Of its data files.
@@ -43,7 +43,8 @@ struct RemoveOptions {
 //   kNotFound          no such checkpoint
 //   kPermissionDenied  it is pinned
 //   kInvalidArgument   the folder has nothing of a checkpoint
-//   kUnknown           it is gone from its name, but a power cut may bring it back
+//   kUnknown           it is gone from its name, but a power cut may bring it back; or it was
+//                      pinned at that moment and could not be moved back, durably or at all
 TENSORMOUNT_EXPORT Status RemoveCheckpoint(const std::string& path,
                                            const RemoveOptions& options = {});
 

@@ -163,6 +163,10 @@ Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
   return map;
 }
 
+bool KeyMap::Matches(const Rule& rule, std::string_view key) {
+  return ApplyRule(rule, key).has_value();
+}
+
 std::string KeyMap::Apply(std::string_view key) const { return ApplyRules(rules_, key).name; }
 
 Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string> keys) const {

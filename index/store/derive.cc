@@ -25,11 +25,7 @@ class KeyFilter {
       : options_(options),
         keep_used_(options.keep.size(), false),
         drop_used_(options.drop.size(), false),
-        renames_used_(options.rename.rules().size(), false) {
-    for (const KeyMap::Rule& rule : options.rename.rules()) {
-      renames_.push_back(KeyMap::Make({rule}).value());  // It is one of a map already.
-    }
-  }
+        renames_used_(options.renames_must_match ? options.rename.rules().size() : 0, false) {}
 
   bool Keeps(const std::string& key) {
     const bool kept = Matches(options_.keep, keep_used_, key) || options_.keep.empty();
@@ -50,8 +46,8 @@ class KeyFilter {
 
  private:
   void NoteRenames(const std::string& key) {
-    for (std::size_t i = 0; i < renames_.size(); ++i) {
-      renames_used_[i] = renames_used_[i] || renames_[i].Apply(key) != key;
+    for (std::size_t i = 0; i < renames_used_.size(); ++i) {
+      renames_used_[i] = renames_used_[i] || KeyMap::Matches(options_.rename.rules()[i], key);
     }
   }
   static bool Matches(const std::vector<std::string>& globs, std::vector<bool>& used,
@@ -75,7 +71,6 @@ class KeyFilter {
   const DeriveOptions& options_;
   std::vector<bool> keep_used_;
   std::vector<bool> drop_used_;
-  std::vector<KeyMap> renames_;  // A rule each.
   std::vector<bool> renames_used_;
 };
 
@@ -152,6 +147,7 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
   TENSORMOUNT_ASSIGN_OR_RETURN(Staging staging, store.Begin(target.name, options.if_exists,
                                                             BaseChoice::kNamed, std::string(from)));
   const auto publish = [&]() -> Result<Store::Published> {
+    TENSORMOUNT_RETURN_IF_ERROR(staging.base_problem);
     if (staging.base != index.info().uuid) {
       return Status(Code::kStale, store.CheckpointPath(from) + ": replaced by another checkpoint");
     }

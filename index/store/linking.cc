@@ -182,11 +182,12 @@ Status BaseLinker::LinkAll(std::uint64_t in_a_row, LinkCounts& counts) {
 Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
   return ForEachLinked(part, parts, [&](std::uint32_t f) -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
-    return LinkFile(f, counts);
+    return LinkFile(f, part, parts, counts);
   });
 }
 
-Status BaseLinker::LinkFile(std::uint32_t number, LinkCounts& counts) {
+Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint32_t parts,
+                            LinkCounts& counts) {
   const FileRecord& file = base_.index().files()[number];
   // Not through links of the base's folders, which may lead anywhere.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> opened,
@@ -224,6 +225,7 @@ Status BaseLinker::LinkFile(std::uint32_t number, LinkCounts& counts) {
   }
   if (!LinkIsRefused(linked)) return linked;
   if (counts.refused.empty()) counts.refused = linked.message();
+  TENSORMOUNT_RETURN_IF_ERROR(FindRanges(part, parts));
   TENSORMOUNT_RETURN_IF_ERROR(CopyFile(number, *opened, to));
   ++counts.files_copied;
   counts.bytes_copied += file.length;
@@ -238,13 +240,18 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// The hashed ranges of each file, once a file must be copied.
-Status BaseLinker::FindRanges() {
+// The hashed ranges of each file of a share, once one of them must be copied.
+Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   if (!ranges_.empty()) return Status();
   const CheckpointIndex& index = base_.index();
   std::vector<std::vector<CheckedRange>> ranges(index.files().size());
+  std::vector<bool> of_share(index.files().size(), false);
+  (void)ForEachLinked(part, parts, [&](std::uint32_t f) {
+    of_share[f] = true;
+    return Status();
+  });
   const auto add = [&](std::uint32_t file, const CheckedRange& range) {
-    if (range.length > 0 && file < ranges.size() && plan_.files[file] == BaseFileUse::kLink) {
+    if (range.length > 0 && file < ranges.size() && of_share[file]) {
       ranges[file].push_back(range);
     }
   };
@@ -267,7 +274,6 @@ Status BaseLinker::FindRanges() {
 // Compared with the hashes on the way: a copy of damaged bytes would be one more.
 Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string& to) {
   const FileRecord& file = base_.index().files()[number];
-  TENSORMOUNT_RETURN_IF_ERROR(FindRanges());
   RangeCheck check(ranges_[number]);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out, fs_.CreateExclusive(to));
   std::vector<std::byte> block(static_cast<std::size_t>(

@@ -119,8 +119,9 @@ class BaseLinker {
     }
     return Status();
   }
-  Status LinkFile(std::uint32_t number, LinkCounts& counts);
-  Status FindRanges();
+  Status LinkFile(std::uint32_t number, std::uint32_t part, std::uint32_t parts,
+                  LinkCounts& counts);
+  Status FindRanges(std::uint32_t part, std::uint32_t parts);
   Status CopyFile(std::uint32_t number, File& from, const std::string& to);
 
   FileSystem& fs_;
@@ -129,7 +130,7 @@ class BaseLinker {
   const TakenFromBase& taken_;
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
-  std::vector<std::vector<CheckedRange>> ranges_;  // By file, of linked ones; empty: not found yet.
+  std::vector<std::vector<CheckedRange>> ranges_;  // By file, of a share; empty: not found yet.
 };
 
 // "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.

@@ -305,6 +305,10 @@ Result<std::vector<CheckpointListing>> Store::List() const {
         out[i] = Look(names[i]);
         return Status();
       }));
+  // So many at once may have been more than this process may open.
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    if (out[i].problem.code() == Code::kResourceExhausted) out[i] = Look(names[i]);
+  }
   // Removed since we looked.
   std::erase_if(out, [](const auto& c) { return c.problem.code() == Code::kNotFound; });
   return out;
@@ -486,6 +490,9 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
     if (found == all.end()) {
       return Status(Code::kNotFound, CheckpointPath(base_name) + ": no such checkpoint");
     }
+    if (found->state == CheckpointListing::State::kNoCheckpoint) {
+      return Status(Code::kNotFound, found->problem.message());
+    }
     staging.base_problem = found->problem;
     if (found->problem.ok()) staging.base = found->uuid;
     staging.base_name = base_name;
@@ -545,6 +552,9 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
 }
 
 Status Store::RemoveUnpinned(const std::string& name) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckIsThere(name).status());
+  TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
   // Whoever pins waits for us to have done or undone it. Where there is no lock, or somebody else
   // has it for long, it is a matter of time alone.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
@@ -552,8 +562,13 @@ Status Store::RemoveUnpinned(const std::string& name) const {
   for (int again = 0; again < 3; ++again) {
     TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
     const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
-    // Of one without a uuid that can be read no pin can be made.
-    if (!commit.ok()) return MoveAway(name, nullptr);
+    if (!commit.ok()) {
+      // That is of this process, or another one has taken its place.
+      const bool again_maybe = commit.status().code() == Code::kResourceExhausted ||
+                               commit.status().code() == Code::kStale;
+      // Of one without a uuid that can be read no pin can be made.
+      return again_maybe ? commit.status() : MoveAway(name, nullptr);
+    }
     const auto holds = [&](const Uuid& uuid) -> Result<std::string> {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin,
                                    pins::Find(*fs_, path_, uuid, store_moves::NowSeconds()));
@@ -579,26 +594,38 @@ Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Ho
   if (now.ok() && now.value().empty()) return moved;
   const Status back = store_moves::PutBack(*fs_, path_, std::string(name), uuid);
   if (!back.ok()) {
-    return back.WithContext("it could not be moved back from .trash, where it is " +
-                            (now.ok() ? now.value() : now.status().message()));
+    const std::string why = now.ok() ? now.value() : now.status().message();
+    const bool here = fs_->LinkStat(CheckpointPath(name)).ok();
+    return Status(Code::kUnknown,
+                  CheckpointPath(name) + ": " + why + ": " +
+                      (here ? "it was moved to .trash and back, but a power cut may undo that: "
+                            : "it is in .trash, and could not be moved back from there: ") +
+                      back.message());
   }
   if (now.ok()) *held = now.value();
   return now.status();
 }
 
-Status Store::MoveAway(std::string_view name, const Uuid* only) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+// What may be moved away.
+Result<FileInfo> Store::CheckIsThere(std::string_view name) const {
   const std::string directory = CheckpointPath(name);
-  const Result<FileInfo> info = fs_->LinkStat(directory);
+  Result<FileInfo> info = fs_->LinkStat(directory);
   if (info.status().code() == Code::kNotFound) {
     return Status(Code::kNotFound, directory + ": no such checkpoint");
   }
-  if (!info.ok()) return info.status();
+  if (!info.ok()) return info;
   const auto has = [&](std::string_view part) { return fs_->Exists(JoinPath(directory, part)); };
   if (info.value().kind != FileKind::kDirectory ||
       !(has(kCommitFile) || (has("manifest") && has("data")))) {
     return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
   }
+  return info;
+}
+
+Status Store::MoveAway(std::string_view name, const Uuid* only) const {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
+  const std::string directory = CheckpointPath(name);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckIsThere(name));
   const auto replaced = [&] {
     return Status(Code::kStale, directory + ": another one has taken its place");
   };
@@ -613,8 +640,7 @@ Status Store::MoveAway(std::string_view name, const Uuid* only) const {
   if (!moved.ok()) {
     // The truth is where the folder is: over NFS a rename that happened may be reported as failed.
     const Result<FileInfo> still = fs_->LinkStat(directory);
-    if (still.ok() && still.value().device == info.value().device &&
-        still.value().inode == info.value().inode) {
+    if (still.ok() && still.value().device == info.device && still.value().inode == info.inode) {
       return moved;
     }
     if (!still.ok() && still.status().code() != Code::kNotFound) {

@@ -192,7 +192,7 @@ class Store {
   // `holds` is asked before it is moved, and again when it has moved: whoever holds it looks for it
   // after his hold is durable (pins::Pin), so one of the two sees the other. Where it is held, or
   // that cannot be told, it is where it was (moved back), and `held` says why, or the failure does;
-  // where it could not be moved back the failure says that, and it is in .trash.
+  // kUnknown where it could not be moved back, and is in .trash, or not durably.
   Status RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
                           std::string* held) const;
 
@@ -245,6 +245,7 @@ class Store {
         unknown_read_compatible_(unknown_read_compatible) {}
   Status MoveAway(std::string_view name, const Uuid* only) const;
   Status RemoveUnpinned(const std::string& name) const;
+  Result<FileInfo> CheckIsThere(std::string_view name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
   // The highest of `all` that could be read; null: none.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);

@@ -72,6 +72,7 @@ Status PutBack(FileSystem& fs, const std::string& store, const std::string& name
                const Uuid& uuid) {
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(trash));
+  Status unread;
   for (const DirectoryEntry& e : entries) {
     // "<uuid>", or with a few digits more where that was taken: a copy, as good as the other.
     if (e.kind != FileKind::kDirectory || !e.name.starts_with(uuid.ToString()) ||
@@ -80,12 +81,14 @@ Status PutBack(FileSystem& fs, const std::string& store, const std::string& name
     }
     const std::string entry = JoinPath(trash, e.name);
     const Result<DecodedCommit> commit = ReadCommit(fs, entry);
+    if (unread.ok()) unread = commit.status();
     if (!commit.ok() || commit.value().record.uuid != uuid) continue;
     const std::string to = JoinPath(store, name);
     TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(entry, to));
     (void)fs.RemoveFile(entry + std::string(store_paths::kSinceSuffix));  // Gc takes it otherwise.
     return fs.SyncMovedFolder(to, store, trash);
   }
+  TENSORMOUNT_RETURN_IF_ERROR(unread);
   return Status(Code::kNotFound, trash + ": no checkpoint " + uuid.ToString());
 }
 

@@ -45,7 +45,8 @@ class Store:
         """The checkpoints by name: {"checkpoint", "uuid", "generation", "latest"}, and "problem"
         where one cannot be read; of the others "created" (seconds since 1970), "file_bytes" (of data
         files), "stored_bytes" (of all), "own_bytes" (what removing it frees), "shared_bytes" (of files
-        that others of the store have, too), "pinned". CheckpointNotFoundError: no store."""
+        that others of the store have, too), "pinned" (None: its pins cannot be read).
+        CheckpointNotFoundError: no store."""
         found: list[dict[str, Any]] = _json("tm_store_list", path_bytes(self.path))
         return found
 

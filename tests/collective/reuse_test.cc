@@ -464,6 +464,10 @@ TEST_F(ReuseTest, ANamedBaseThatCannotBeReadCostsTheReuseAlone) {
   EXPECT_EQ(report.reused.tensors, 0u);
   EXPECT_NE(report.reused.note, "");
   ExpectReads(3);
+  // A folder that is none is no base that is there.
+  ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("store/folder")));
+  options.reuse_from = "folder";
+  EXPECT_THAT(SaveStep(4, 2, RowsOfRank, options), HasCode(Code::kNotFound));
   options.reuse_from = "";
   options.inherit = "step-1";
   EXPECT_THAT(SaveStep(4, 2, RowsOfRank, options), HasCode(Code::kDataLoss));

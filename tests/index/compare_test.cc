@@ -139,7 +139,8 @@ TEST_F(CompareTest, WithoutDigestsBytesAreReadInBlocksByThreads) {
   EXPECT_EQ(last, summary_.bytes_read);
   // Who looks may end it, whatever was found.
   options.watch = [](std::uint64_t, std::uint64_t) { return Status(Code::kCancelled, "enough"); };
-  const auto ended = CompareCheckpoints(*a, *same, options, [](const Mismatch&) { return Status(); });
+  const auto ended =
+      CompareCheckpoints(*a, *same, options, [](const Mismatch&) { return Status(); });
   EXPECT_EQ(ended.status().code(), Code::kCancelled);
 }
 

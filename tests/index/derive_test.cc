@@ -166,8 +166,20 @@ TEST_F(DeriveTest, ARenameOfNothingIsASlip) {
     ASSERT_OK_AND_ASSIGN(options.rename, KeyMap::Make({{KeyMap::Rule::Kind::kKey, "a.1", "a"},
                                                        {kind, from, from == "c.*" ? "d.*" : "d"}}));
     options.drop = {"b.3"};
+    options.renames_must_match = true;
     EXPECT_THAT(DeriveOn(fs_, store_ + "/new", "old", options), HasCode(Code::kNotFound)) << from;
   }
+  // A key that is to stay as it is matches, and rules of a file may speak of others.
+  DeriveOptions options;
+  ASSERT_OK_AND_ASSIGN(options.rename, KeyMap::Make({{KeyMap::Rule::Kind::kKey, "a.1", "a.1"},
+                                                     {KeyMap::Rule::Kind::kMatch, "a.*", "z.*"}}));
+  options.renames_must_match = true;
+  EXPECT_OK(DeriveOn(fs_, store_ + "/new", "old", options));
+  ASSERT_OK_AND_ASSIGN(options.rename,
+                       KeyMap::Make({{KeyMap::Rule::Kind::kPrefix, "zzz", "y"},
+                                     {KeyMap::Rule::Kind::kDrop, "optimizer.*", ""}}));
+  options.renames_must_match = false;
+  EXPECT_OK(DeriveOn(fs_, store_ + "/again", "old", options));
 }
 
 // Whatever is kept, the bytes on disk are at most twice those that are live.

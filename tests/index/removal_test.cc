@@ -131,6 +131,43 @@ TEST_F(RemovalTest, RmSeesThePinThatCameAtThatMoment) {
   ASSERT_OK(MakeStore().Remove("step-1", {.force = true}));
 }
 
+// What cannot be moved back is said, and never taken for a removal that went well.
+TEST_F(RemovalTest, APinnedOneThatStaysInTrashIsNamed) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  for (const bool by_rule : {true, false}) {
+    const Uuid uuid = UuidOf("step-1");
+    ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
+      const bool in_trash = e.path.find("/.trash/") != std::string::npos;
+      if (e.op == FileOp::kOpenRead && in_trash && e.path.ends_with("/COMMIT")) {
+        return Status::FromErrno(EIO, "open", e.path);
+      }
+      if (e.op != FileOp::kRename || !e.path.ends_with("/step-1")) return Status();
+      WriteWholeFile(InStore(".pins/" + uuid.ToString()), "held by whoever wrote this");
+      return Status();
+    });
+    if (by_rule) {
+      const auto pruned = Prune(racing, "last=2");
+      ASSERT_OK(pruned);
+      EXPECT_THAT(pruned.value().decisions[2].failed, HasCode(Code::kUnknown));
+      EXPECT_THAT(pruned.value().decisions[2].failed.message(), HasSubstr("it is in .trash"));
+    } else {
+      EXPECT_THAT(Store::Open(racing, StorePath()).value().Remove("step-1"),
+                  HasCode(Code::kUnknown));
+    }
+    EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
+    ASSERT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
+    ASSERT_OK(UnpinCheckpoint(InStore("step-1")));
+  }
+}
+
+TEST_F(RemovalTest, WhatIsNotRemovedLeavesNothing) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
+  ASSERT_OK(fs().CreateDirectory(InStore("folder")));
+  EXPECT_THAT(MakeStore().Remove("folder"), HasCode(Code::kInvalidArgument));
+  EXPECT_THAT(MakeStore().Remove("nothing"), HasCode(Code::kNotFound));
+  EXPECT_FALSE(fs().Exists(InStore(".pins")));
+}
+
 // Whoever removes may be slow to see the pin and move it back: a disk syncs when it likes.
 TEST_F(RemovalTest, APinWaitsForWhoeverRemoves) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));

@@ -887,7 +887,8 @@ TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
   ASSERT_OK(MakeStore().Remove("step-2"));
   EXPECT_THAT(hint(), HasSubstr("holds 3.0 MB"));
   EXPECT_THAT(hint(), HasSubstr("`tensormount gc "));
-  EXPECT_EQ(retention::WithTrashHint(fs(), StorePath(), Status(Code::kBusy, "x")).fields().cause, "");
+  EXPECT_EQ(retention::WithTrashHint(fs(), StorePath(), Status(Code::kBusy, "x")).fields().cause,
+            "");
 }
 
 // ---- For programs -----------------------------------------------------------------------------

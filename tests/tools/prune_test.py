@@ -68,6 +68,8 @@ class PruneTest(harness.ToolTest):
             self.run_tool("prune", self.store, *words, expect=2)
         self.assertFalse((self.store / "policy.json").exists())
         self.assertEqual(len(self.names()), 4)
+        for words in (("prune", self.store, "--keep-last=", "--dry-run"), ("pin", self.store / "step-1", "--reason=", "--json")):
+            self.assertIn("its value is empty", self.run_tool(*words, expect=2).stderr)
         self.run_tool("pin", self.store / "step-1", "--reason", "")
 
     def test_what_cannot_be_read_is_named(self):
