@@ -240,7 +240,7 @@ TEST_F(ReuseTest, UnderAnotherCutBytesAreComparedWhereHashesDoNotDo) {
 // A byte anywhere, under any cut: never taken for the same.
 TEST_F(ReuseTest, AnyChangedByteIsSeen) {
   Random random(TestSeed());
-  for (int round = 0; round < TestScale(12); ++round) {
+  for (int round = 0; round < TestScale(6); ++round) {
     SCOPED_TRACE(round);
     MakeModel();
     const int at = round * 10;
@@ -812,7 +812,7 @@ class ManifestCounters {
 
 // One tensor in thousands of parts, those of a rank between those of the others.
 TEST_F(ReuseTest, ThousandsOfParts) {
-  constexpr std::int64_t kRows = 3000;
+  constexpr std::int64_t kRows = 1200;
   RandomTensor w = MakeTensor("w", DType::kF32, {kRows, 16});
   const RandomTensor other = MakeTensor("x", DType::kF32, {kRows, 16});
   const auto save = [&](int step, int ranks, std::int64_t rows) {
