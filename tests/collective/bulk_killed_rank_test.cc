@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <new>
 #include <signal.h>
 #include <string>
+#include <sys/mman.h>
+#include <thread>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -21,7 +25,12 @@ namespace {
 // by those that have no unit with it.
 TEST(BulkKilledRankTest, IsNamedByAllOthers) {
   for (const int victim : {0, 1, 3}) {
-    const auto body = [victim](Communicator& comm) {
+    // Whoever ends is gone, too, and may be named by one who was slower: all stay until all know.
+    void* const shared = mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(shared, MAP_FAILED);
+    auto* const told = new (shared) std::atomic<int>(0);
+    const auto body = [victim, told](Communicator& comm) {
       auto made = MakeMessageTransport(comm, kPatient);
       if (!made.ok()) return 1;
       BulkTransport& transport = *made.value();
@@ -42,6 +51,10 @@ TEST(BulkKilledRankTest, IsNamedByAllOthers) {
       }
       // Whose part is over is told of the failure with its next call.
       while (status.ok() && !deadline.Passed()) status = transport.Poll().status();
+      ++*told;
+      while (*told < comm.size() - 1 && !deadline.Passed()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
       const std::string gone = "rank " + std::to_string(victim);
       if (status.code() == Code::kUnavailable && status.fields().rank == victim &&
           status.message().find(gone) != std::string::npos) {
@@ -60,6 +73,7 @@ TEST(BulkKilledRankTest, IsNamedByAllOthers) {
         EXPECT_EQ(e.code, 0) << "rank " << r << " of victim " << victim;
       }
     }
+    munmap(shared, sizeof(std::atomic<int>));
   }
 }
 
