@@ -8,7 +8,6 @@
 #include "index/store/copy.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <limits>
 #include <map>
@@ -35,6 +34,7 @@
 #include "index/store/range_check.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
+#include "index/store/store_moves.h"
 
 namespace tensormount {
 namespace {
@@ -189,22 +189,6 @@ struct KeyHasher {
   std::size_t operator()(const Hash128& key) const { return static_cast<std::size_t>(key.low); }
 };
 using Keys = std::unordered_set<Hash128, KeyHasher>;
-
-// Whether a link is refused for what the file or the filesystem is, and copying helps.
-bool RefusesLink(const Status& status) {
-  switch (status.ToErrno()) {
-    case EXDEV:
-    case EMLINK:
-    case EPERM:
-    case EACCES:
-    case EOPNOTSUPP:
-    case ENOSYS:
-    case EDQUOT:
-      return true;
-    default:
-      return false;
-  }
-}
 
 // Failures of one checkpoint, after which others can be copied.
 bool IsOfOne(const Status& status) {
@@ -450,7 +434,7 @@ Result<bool> Copier::TryLink(const OpenedSource& source, const CommitRecord::Ent
   // That checkpoint was removed, or the file is lost.
   if (linked.code() == Code::kNotFound || linked.code() == Code::kStale) return false;
   if (!linked.ok()) {
-    if (!RefusesLink(linked)) return linked;
+    if (!store_moves::LinkIsRefused(linked)) return linked;
     if (out.links_refused++ == 0) out.refusal = linked.message();
     return false;
   }

@@ -18,6 +18,7 @@
 #include "base/errors.h"
 #include "index/read/rebuild.h"
 #include "index/records/manifest.h"
+#include "index/store/store_moves.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
 
@@ -25,22 +26,6 @@ namespace tensormount {
 namespace {
 
 constexpr std::size_t kCopyBytes = std::size_t{1} << 20;
-
-// A link that is refused is no failure of the save: the file can be copied.
-bool LinkIsRefused(const Status& status) {
-  switch (status.ToErrno()) {
-    case EXDEV:
-    case EMLINK:
-    case EPERM:
-    case EACCES:
-    case EDQUOT:
-    case ENOSYS:
-    case EOPNOTSUPP:
-      return true;
-    default:
-      return false;
-  }
-}
 
 Status Cancelled(const std::atomic<bool>* cancel) {
   if (cancel == nullptr || !cancel->load(std::memory_order_relaxed)) return Status();
@@ -223,7 +208,7 @@ Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint3
     counts.bytes_linked += file.length;
     return Status();
   }
-  if (!LinkIsRefused(linked)) return linked;
+  if (!store_moves::LinkIsRefused(linked)) return linked;
   if (counts.refused.empty()) counts.refused = linked.message();
   TENSORMOUNT_RETURN_IF_ERROR(FindRanges(part, parts));
   TENSORMOUNT_RETURN_IF_ERROR(CopyFile(number, *opened, to));

@@ -3,6 +3,7 @@
 // power cut.
 #include "index/store/store_moves.h"
 
+#include <cerrno>
 #include <chrono>
 
 #include "index/records/store_paths.h"
@@ -25,6 +26,21 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
 }
 
 }  // namespace
+
+bool LinkIsRefused(const Status& status) {
+  switch (status.ToErrno()) {
+    case EXDEV:
+    case EMLINK:
+    case EPERM:
+    case EACCES:
+    case EDQUOT:
+    case ENOSYS:
+    case EOPNOTSUPP:
+      return true;
+    default:
+      return false;
+  }
+}
 
 std::int64_t NowSeconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(

@@ -70,6 +70,10 @@ enum class UuidLocation {
 };
 UuidLocation Locate(FileSystem& fs, const Staging& staging);
 
+// Whether a hard link is refused for what the file or the filesystem is: no failure of whoever
+// wanted it, as the file can be copied.
+bool LinkIsRefused(const Status& status);
+
 std::int64_t NowSeconds();
 }  // namespace tensormount::store_moves
 

@@ -16,7 +16,7 @@
 #include "index/store/retention.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
-#include "tests/index/store_test_support.h"
+#include "tests/index/retained_steps.h"
 
 namespace tensormount {
 namespace {
@@ -29,37 +29,13 @@ using testing::SizeIs;
 
 using Every = RetentionRules::Every;
 
-TinySpec RemovedStepSpec(std::uint64_t seed) {
-  TinySpec spec;
-  spec.writers = 1;
-  spec.tensors = {{"w", DType::kF32, {4, 8}, seed, 2, 0, true}};
-  return spec;
-}
-
-class RemovalTest : public StoreTest {
+class RemovalTest : public RetainedStepsTest {
  protected:
-  void SaveSteps(int n) {
-    for (int i = 1; i <= n; ++i) {
-      ASSERT_OK(Save("step-" + std::to_string(i), RemovedStepSpec(static_cast<std::uint64_t>(i))));
-    }
-  }
-  Uuid UuidOf(const std::string& name) {
-    const auto commit = store_moves::ReadCommit(fs(), InStore(name));
-    EXPECT_OK(commit);
-    return commit.value().record.uuid;
-  }
   Result<PruneReport> Prune(FileSystem& on, const std::string& rules,
                             const retention::PruneFor& whom = {}) {
     PruneOptions options;
     options.rules = RetentionRules::Parse(rules).value();
     return retention::Prune(on, Store::Open(on, StorePath()).value(), options, whom);
-  }
-  std::vector<std::string> Left() {
-    std::vector<std::string> names;
-    const auto list = MakeStore().List();
-    EXPECT_OK(list);
-    for (const CheckpointListing& c : list.value()) names.push_back(c.name);
-    return names;
   }
 };
 
@@ -126,7 +102,7 @@ TEST_F(RemovalTest, RmSeesThePinThatCameAtThatMoment) {
   EXPECT_OK(pinned);
   EXPECT_THAT(removed, HasCode(Code::kPermissionDenied));
   EXPECT_THAT(removed.message(), HasSubstr("unpin it first"));
-  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RemovedStepSpec(1)));
+  EXPECT_TRUE(HoldsWhole(InStore("step-1"), RetainedStepSpec(1)));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
   ASSERT_OK(MakeStore().Remove("step-1", {.force = true}));
 }
@@ -360,7 +336,7 @@ TEST_F(RemovalTest, WhatGoesWhileAStoreIsCopiedIsPassedOver) {
   ASSERT_THAT(copied.value().checkpoints, SizeIs(2));
   for (const CopiedCheckpoint& one : copied.value().checkpoints) EXPECT_OK(one.status) << one.name;
   // One that was named is missed.
-  ASSERT_OK(Save("step-2", RemovedStepSpec(2)));
+  ASSERT_OK(Save("step-2", RetainedStepSpec(2)));
   removed = false;
   ObservedFileSystem again(fs(), removing(removed));
   const auto named =

@@ -16,7 +16,7 @@
 #include "index/store/retention.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
-#include "tests/index/store_test_support.h"
+#include "tests/index/retained_steps.h"
 #include "tests/support/random.h"
 
 namespace tensormount {
@@ -31,22 +31,8 @@ using testing::Not;
 using testing::SizeIs;
 using testing::UnorderedElementsAre;
 
-TinySpec RetainedStepSpec(std::uint64_t seed) {
-  TinySpec spec;
-  spec.writers = 1;
-  spec.tensors = {{"w", DType::kF32, {4, 8}, seed, 2, 0, true}};
-  spec.common = {{"iteration", static_cast<std::int64_t>(seed)}};
-  return spec;
-}
-
-class RetentionStoreTest : public StoreTest {
+class RetentionStoreTest : public RetainedStepsTest {
  protected:
-  // step-1 to step-n.
-  void SaveSteps(int n) {
-    for (int i = 1; i <= n; ++i) {
-      ASSERT_OK(Save("step-" + std::to_string(i), RetainedStepSpec(static_cast<std::uint64_t>(i))));
-    }
-  }
   Result<PruneReport> PruneOn(FileSystem& on, const std::string& rules, PruneOptions options = {},
                               std::int64_t now = 0) {
     options.rules = RetentionRules::Parse(rules).value();
@@ -57,22 +43,9 @@ class RetentionStoreTest : public StoreTest {
                             std::int64_t now = 0) {
     return PruneOn(fs(), rules, options, now);
   }
-  // Names of checkpoints that are there.
-  std::vector<std::string> Left() {
-    std::vector<std::string> names;
-    const auto list = MakeStore().List();
-    EXPECT_OK(list);
-    for (const CheckpointListing& c : list.value()) names.push_back(c.name);
-    return names;
-  }
   void Write(const std::string& below, std::string_view text) {
     ASSERT_OK(fs().CreateDirectories(InStore(below.substr(0, below.rfind('/')))));
     WriteWholeFile(InStore(below), text);
-  }
-  Uuid UuidOf(const std::string& name) {
-    const auto commit = store_moves::ReadCommit(fs(), InStore(name));
-    EXPECT_OK(commit);
-    return commit.value().record.uuid;
   }
   std::string TensorFileOf(const std::string& name) {
     for (const std::string& file : NamesIn(InStore(name + "/data"))) {
