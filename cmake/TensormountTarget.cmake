@@ -13,37 +13,73 @@ add_library(tensormount_pch OBJECT "${PROJECT_BINARY_DIR}/pch.cc")
 target_link_libraries(tensormount_pch PRIVATE tensormount_flags)
 target_precompile_headers(tensormount_pch PRIVATE ${TENSORMOUNT_STD_HEADERS})
 
-# What loops over bytes: not optimised, tests would spend most of their time there. Only where
-# nothing is optimised, as in the presets that tests use: to compile quickly counts more there.
-set(TENSORMOUNT_HOT_FOLDERS)
-if(CMAKE_BUILD_TYPE STREQUAL "Debug" AND CMAKE_CXX_FLAGS_DEBUG MATCHES "-O0")
-  set(TENSORMOUNT_HOT_FOLDERS base shard)
+# What is optimised less cannot use that header: one for SMALL libraries of the optimised build.
+if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
+  add_library(tensormount_small_pch OBJECT "${PROJECT_BINARY_DIR}/pch.cc")
+  target_link_libraries(tensormount_small_pch PRIVATE tensormount_flags)
+  target_compile_options(tensormount_small_pch PRIVATE -Os)
+  target_precompile_headers(tensormount_small_pch PRIVATE ${TENSORMOUNT_STD_HEADERS})
 endif()
 
-# tensormount_add_library(<folder> SOURCES file... [PUBLIC target...] [PRIVATE target...] [SMALL])
+# What loops over bytes or cells is optimised where nothing else is: tests would spend most of their
+# time there. As little as possible under sanitizers: clang takes three times as long to optimise what
+# it instruments.
+set(TENSORMOUNT_HOT_FOLDERS)
+if(CMAKE_BUILD_TYPE STREQUAL "Debug" AND CMAKE_CXX_FLAGS_DEBUG MATCHES "-O0")
+  set(TENSORMOUNT_HOT_FOLDERS shard)
+  if(NOT TENSORMOUNT_SANITIZE)
+    list(APPEND TENSORMOUNT_HOT_FOLDERS base)
+  endif()
+endif()
+# tensormount_hot_sources(file...): of tests, which are not optimised otherwise. Of the files: what a
+# target says comes before what tensormount_test_support asks for.
+function(tensormount_hot_sources)
+  set_source_files_properties(${ARGN} PROPERTIES
+    COMPILE_OPTIONS -O1
+    SKIP_PRECOMPILE_HEADERS ON)
+endfunction()
+
+# What libFuzzer measures: edges that were reached, and operands of comparisons. Not by
+# -fsanitize=fuzzer-no-link, with which no precompiled header made without it can be used.
+set(TENSORMOUNT_FUZZ_COVERAGE)
+if(TENSORMOUNT_FUZZ)
+  set(TENSORMOUNT_FUZZ_COVERAGE -fsanitize-coverage=inline-8bit-counters,pc-table,indirect-calls,trace-cmp)
+endif()
+
+# tensormount_add_library(<folder> SOURCES file... [PUBLIC target...] [PRIVATE target...] [SMALL] [FUZZED])
 # A static, position-independent library tensormount_<folder> with the alias tensormount::<folder>.
-# SMALL: what it does is not done often enough for speed to count; the wheel has a limit.
+# SMALL: what it does is not done often enough for speed to count; the wheel has a limit. FUZZED: fuzz
+# targets feed its readers.
 function(tensormount_add_library folder)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL" "" "SOURCES;PUBLIC;PRIVATE")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL;FUZZED" "" "SOURCES;PUBLIC;PRIVATE")
   add_library(tensormount_${folder} STATIC ${arg_SOURCES})
   add_library(tensormount::${folder} ALIAS tensormount_${folder})
   target_link_libraries(tensormount_${folder}
     PUBLIC tensormount_flags Threads::Threads ${arg_PUBLIC}
     PRIVATE ${arg_PRIVATE})
+  if(arg_FUZZED)
+    target_compile_options(tensormount_${folder} PRIVATE ${TENSORMOUNT_FUZZ_COVERAGE})
+  endif()
   if(folder IN_LIST TENSORMOUNT_HOT_FOLDERS)
     # Without the precompiled headers, which were made for -O0.
     target_compile_options(tensormount_${folder} PRIVATE -O1)
-  elseif(arg_SMALL AND CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
-    target_compile_options(tensormount_${folder} PRIVATE -Os)  # Nor for -O2.
+  elseif(arg_SMALL AND TARGET tensormount_small_pch)
+    target_compile_options(tensormount_${folder} PRIVATE -Os)
+    target_precompile_headers(tensormount_${folder} REUSE_FROM tensormount_small_pch)
   else()
     target_precompile_headers(tensormount_${folder} REUSE_FROM tensormount_pch)
   endif()
 endfunction()
 
-# tensormount_add_executable(<name> SOURCES file... [DEPS target...])
+# tensormount_add_executable(<name> SOURCES file... [DEPS target...] [SMALL])
 function(tensormount_add_executable name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL" "" "SOURCES;DEPS")
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE tensormount_flags ${arg_DEPS})
-  target_precompile_headers(${name} REUSE_FROM tensormount_pch)
+  if(arg_SMALL AND TARGET tensormount_small_pch)
+    target_compile_options(${name} PRIVATE -Os)
+    target_precompile_headers(${name} REUSE_FROM tensormount_small_pch)
+  else()
+    target_precompile_headers(${name} REUSE_FROM tensormount_pch)
+  endif()
 endfunction()

@@ -10,6 +10,14 @@ set(TENSORMOUNT_TEST_PYTHON "${PROJECT_SOURCE_DIR}/.cache/venv/bin/python3")
 if(NOT EXISTS "${TENSORMOUNT_TEST_PYTHON}")
   set(TENSORMOUNT_TEST_PYTHON python3)
 endif()
+# With PyTorch and the other programs whose checkpoints are read in place (--with libraries).
+set(TENSORMOUNT_LIBRARIES_PYTHON "${PROJECT_SOURCE_DIR}/.cache/venv-libraries/bin/python3")
+if(NOT EXISTS "${TENSORMOUNT_LIBRARIES_PYTHON}")
+  set(TENSORMOUNT_LIBRARIES_PYTHON "${TENSORMOUNT_TEST_PYTHON}")
+endif()
+# The wheel of this tree (scripts/wheel), and where tests/wheel installs it.
+set(TENSORMOUNT_WHEEL_FOLDER "${PROJECT_SOURCE_DIR}/build/wheel")
+set(TENSORMOUNT_WHEEL_ENVIRONMENTS "${TENSORMOUNT_WHEEL_FOLDER}/environments")
 
 set(TENSORMOUNT_TIMEOUT_FACTOR 1)
 set(TENSORMOUNT_TEST_ENVIRONMENT "")
@@ -19,6 +27,11 @@ if(TENSORMOUNT_SANITIZE)
     "ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:exitcode=66:allocator_may_return_null=1:malloc_context_size=8"
     "UBSAN_OPTIONS=print_stacktrace=1:exitcode=66"
     "TSAN_OPTIONS=exitcode=66:allocator_may_return_null=1:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/tests/support/tsan.supp")
+endif()
+
+if(TENSORMOUNT_LONG)
+  # Random tests have some thirty times the cases then.
+  set(TENSORMOUNT_TIMEOUT_FACTOR 40)
 endif()
 
 function(tensormount_set_test_properties name labels timeout)
@@ -34,19 +47,25 @@ function(tensormount_set_test_properties name labels timeout)
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
-#                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG] [PLAIN_TOO])
+#                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG] [PLAIN_TOO]
+#                      [DEVICES_TOO] [TSAN_CASES filter])
 # A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
 # NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). NO_TSAN: not under that of threads,
 # because it has one (or processes), or has them only as other tests do. ASAN_LONG and TSAN_LONG: under
 # that sanitizer only with TENSORMOUNT_LONG, as scripts/test --long does, because the code that touches
-# memory by hand, or where threads meet, is run by other tests too. Labels default to "unit".
+# memory by hand, or where threads meet, is run by other tests too. TSAN_CASES: under that of threads only
+# these cases without TENSORMOUNT_LONG, a filter of GoogleTest. Labels default to "unit".
 #
 # A whole run of scripts/test builds with TENSORMOUNT_ASAN_APART, and then a program that the preset
-# asan runs is built and run there alone, but for those that are PLAIN_TOO: they are what other tests
-# of this build run once more, in another mode.
+# asan runs is built and run there alone, but for those that are PLAIN_TOO. DEVICES_TOO: built without
+# sanitizers too, for tests that run it with tensors on devices.
 function(tensormount_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG;PLAIN_TOO"
-    "TIMEOUT" "SOURCES;DEPS;LABELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG;PLAIN_TOO;DEVICES_TOO"
+    "TIMEOUT;TSAN_CASES" "SOURCES;DEPS;LABELS")
+  set(filter)
+  if(TENSORMOUNT_SANITIZE STREQUAL "thread" AND arg_TSAN_CASES AND NOT TENSORMOUNT_LONG)
+    set(filter "--gtest_filter=${arg_TSAN_CASES}")
+  endif()
   if(TENSORMOUNT_SANITIZE STREQUAL "thread")
     set(only_long ${arg_TSAN_LONG})
     set(never ${arg_NO_TSAN})
@@ -57,9 +76,13 @@ function(tensormount_add_test name)
   if(TENSORMOUNT_SANITIZE AND (arg_NO_SANITIZE OR never OR (only_long AND NOT TENSORMOUNT_LONG)))
     return()
   endif()
+  set(elsewhere FALSE)
   if(TENSORMOUNT_ASAN_APART AND NOT TENSORMOUNT_SANITIZE AND
      NOT (arg_NO_SANITIZE OR arg_ASAN_LONG OR arg_PLAIN_TOO))
-    return()
+    if(NOT arg_DEVICES_TOO)
+      return()
+    endif()
+    set(elsewhere TRUE)
   endif()
   if(NOT arg_LABELS)
     set(arg_LABELS unit)
@@ -71,21 +94,21 @@ function(tensormount_add_test name)
   target_link_libraries(${name} PRIVATE tensormount_test_support ${arg_DEPS})
   target_precompile_headers(${name} REUSE_FROM tensormount_test_support)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin/tests")
-  add_test(NAME ${name} COMMAND ${name})
-  tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+  if(NOT elsewhere)
+    add_test(NAME ${name} COMMAND ${name} ${filter})
+    tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+  endif()
 endfunction()
 
 # tensormount_add_test_library(<name> SOURCES file... [DEPS target...])
-# What several tests share: models, oracles, builders of data. They go over every cell one by one, so
-# that they are optimised where tests are not, and without the precompiled headers of tests.
+# What several tests share: models, oracles, builders of data. They go over every cell one by one
+# (tensormount_hot_sources).
 function(tensormount_add_test_library name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${arg_SOURCES})
   target_link_libraries(${name} PUBLIC tensormount_test_support ${arg_DEPS})
-  # Of the files: what a target says comes before what tensormount_test_support asks for.
-  set_source_files_properties(${arg_SOURCES} PROPERTIES
-    COMPILE_OPTIONS -O1
-    SKIP_PRECOMPILE_HEADERS ON)
+  target_precompile_headers(${name} REUSE_FROM tensormount_test_support)
+  tensormount_hot_sources(${arg_SOURCES})
 endfunction()
 
 # tensormount_add_script_test(<name> COMMAND command... [LABELS label...] [TIMEOUT seconds])

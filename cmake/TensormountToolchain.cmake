@@ -45,6 +45,12 @@ foreach(linker IN ITEMS mold lld gold)
   endif()
 endforeach()
 
+# What nobody calls stays out of what is installed; the wheel has a limit.
+if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
+  add_compile_options(-ffunction-sections -fdata-sections)
+  add_link_options(LINKER:--gc-sections)
+endif()
+
 if(TENSORMOUNT_SANITIZE)
   add_compile_options("-fsanitize=${TENSORMOUNT_SANITIZE}" -fno-sanitize-recover=all
                       -fno-omit-frame-pointer)

@@ -4,9 +4,6 @@
 
 using namespace tensormount;
 
-// Of what the parser can do afterwards, and does not here.
-void ForeignBuilder::Warn(std::string) {}
-
 extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
   LeftOut left_out;
   const auto metadata =

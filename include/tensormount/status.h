@@ -5,8 +5,10 @@
 #include <cassert>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -121,22 +123,84 @@ template <typename T>
 class [[nodiscard]] Result {
  public:
   // Implicit, so that a function can return either. `status` must not be ok.
-  Result(T value) : v_(std::in_place_index<0>, std::move(value)) {}        // NOLINT
-  Result(Status status) : v_(std::in_place_index<1>, std::move(status)) {  // NOLINT
-    assert(!std::get<1>(v_).ok());
+  Result(T value) : holds_(kValue) {  // NOLINT
+    ::new (&value_) std::remove_const_t<T>(std::move(value));
   }
+  Result(Status status) : holds_(kStatus) {  // NOLINT
+    ::new (&status_) Status(std::move(status));
+    assert(!status_.ok());
+  }
+  Result(const Result& other) requires std::is_copy_constructible_v<T> { Take(other); }
+  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
+    Take(std::move(other));
+  }
+  Result& operator=(const Result& other) requires std::is_copy_constructible_v<T> {
+    if (this != &other) *this = Result(other);
+    return *this;
+  }
+  Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
+    if (this != &other) {
+      Destroy();
+      Take(std::move(other));
+    }
+    return *this;
+  }
+  ~Result() { Destroy(); }
 
-  bool ok() const { return v_.index() == 0; }
-  Status status() const { return ok() ? Status() : std::get<1>(v_); }
+  bool ok() const { return holds_ == kValue; }
+  Status status() const {
+    if (holds_ == kNothing) throw std::bad_variant_access();
+    return ok() ? Status() : status_;
+  }
 
   // Require ok(); reading the value of a failed result is a bug and throws.
   // Of a named result this is a reference into it; std::move(result).value() takes the value out.
-  T& value() & { return std::get<0>(v_); }
-  const T& value() const& { return std::get<0>(v_); }
-  T value() && { return std::get<0>(std::move(v_)); }  // By value: safe in a range-for.
+  T& value() & {
+    RequireValue();
+    return value_;
+  }
+  const T& value() const& {
+    RequireValue();
+    return value_;
+  }
+  T value() && {  // By value: safe in a range-for.
+    RequireValue();
+    return std::move(value_);
+  }
 
  private:
-  std::variant<T, Status> v_;
+  // The layout is that of std::variant<T, Status>, which programs compiled against earlier headers
+  // have here. The type itself is not used: its templates took up to a fifth of the time to compile
+  // a file.
+  enum Holds : unsigned char { kValue, kStatus, kNothing };
+
+  template <typename Other>
+  void Take(Other&& other) {
+    holds_ = kNothing;  // Stays so where the value's constructor throws.
+    if (other.holds_ == kValue) {
+      ::new (&value_) std::remove_const_t<T>(std::forward<Other>(other).value_);
+    } else if (other.holds_ == kStatus) {
+      ::new (&status_) Status(std::forward<Other>(other).status_);
+    }
+    holds_ = other.holds_;
+  }
+  void Destroy() {
+    if (holds_ == kValue) {
+      std::destroy_at(&value_);
+    } else if (holds_ == kStatus) {
+      status_.~Status();
+    }
+    holds_ = kNothing;
+  }
+  void RequireValue() const {
+    if (holds_ != kValue) throw std::bad_variant_access();
+  }
+
+  union {
+    std::remove_const_t<T> value_;
+    Status status_;
+  };
+  Holds holds_;
 };
 
 }  // namespace tensormount

@@ -2,6 +2,7 @@
 #include "tests/adopt/foreign_support.h"
 
 #include <algorithm>
+#include <cstring>
 #include <unistd.h>
 
 #include "base/coding.h"
@@ -31,14 +32,16 @@ class CutFile : public UnmappedFile {
 
 std::size_t At(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// Calls fn(coordinates) for every element of a box, in row-major order.
+// Calls fn(coordinates, elements) for the first element of every row of a box, in row-major order.
 template <typename Fn>
-void ForEachAt(const Box& box, Fn fn) {
+void ForEachRow(const Box& box, Fn fn) {
   if (box.empty()) return;
   Dims at = box.begin();
+  const int last = box.rank() - 1;
+  const std::int64_t elements = last < 0 ? 1 : box.end(last) - box.begin(last);
   while (true) {
-    fn(at);
-    int a = box.rank() - 1;
+    fn(at, elements);
+    int a = last - 1;
     for (; a >= 0; --a) {
       if (++at[a] < box.end(a)) break;
       at[a] = box.begin(a);
@@ -124,15 +127,21 @@ void HandMade::Add(const std::string& key, DType dtype, const Dims& shape,
     std::int64_t packed = 0;
     std::int64_t end = 0;
     for (const Box& box : window.region.Boxes()) {
-      ForEachAt(box, [&](const Dims& at) {
-        std::int64_t from = packed++ * element;
+      ForEachRow(box, [&](const Dims& at, std::int64_t elements) {
+        std::int64_t from = packed * element;
+        std::int64_t step = element;
+        packed += elements;
         if (window.strides.rank() > 0) {
           from = 0;
           for (int a = 0; a < box.rank(); ++a) from += (at[a] - box.begin(a)) * window.strides[a];
+          if (box.rank() > 0) step = window.strides[box.rank() - 1];
         }
-        end = std::max(end, from + element);
-        bytes.replace(Linear(at, shape) * At(element), At(element), file,
-                      At(static_cast<std::int64_t>(window.offset) + from), At(element));
+        end = std::max(end, from + (elements - 1) * step + element);
+        const char* source = file.data() + window.offset + from;
+        char* target = bytes.data() + Linear(at, shape) * At(element);
+        for (std::int64_t i = 0; i < elements; ++i) {
+          std::memcpy(target + i * element, source + i * step, At(element));
+        }
       });
     }
     chunk.length = static_cast<std::uint64_t>(end);
@@ -238,8 +247,8 @@ void CompareWithHandMade(Random& random, const OpenedCheckpoint& opened, const H
       }
       const Box box = Box::Make(begin, extent).value();
       std::string want;
-      ForEachAt(box, [&, bytes = bytes](const Dims& at) {
-        want.append(bytes, Linear(at, shape) * element, element);
+      ForEachRow(box, [&, &bytes = bytes](const Dims& at, std::int64_t elements) {
+        want.append(bytes, Linear(at, shape) * element, At(elements) * element);
       });
       std::string got(want.size(), '?');
       ReadStats stats;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensormount/status.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <future>
@@ -9,7 +10,10 @@
 #include <string>
 #include <sys/wait.h>
 #include <thread>
+#include <type_traits>
 #include <unistd.h>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -297,6 +301,68 @@ TEST(LogTest, NamesDoNoMoreThanShow) {
             "a [2Jb c d e f");
   // Letters of others stay, whole or cut.
   EXPECT_EQ(OneLine("\xc3\xa9\xe2\x80\x94\xe2\x80"), "\xc3\xa9\xe2\x80\x94\xe2\x80");
+}
+
+// Programs that were compiled when Result held a std::variant pass results to the library, and the
+// reverse.
+template <typename T>
+void ExpectLayoutOfAVariant() {
+  using Variant = std::variant<T, Status>;
+  static_assert(sizeof(Result<T>) == sizeof(Variant));
+  static_assert(alignof(Result<T>) == alignof(Variant));
+  static_assert(std::is_copy_constructible_v<Result<T>> == std::is_copy_constructible_v<Variant>);
+  const Status failure(Code::kNotFound, "x");
+  const Result<T> result = failure;
+  const Variant variant(std::in_place_index<1>, failure);
+  constexpr std::size_t kWhich = std::max(sizeof(T), sizeof(Status));
+  EXPECT_EQ(reinterpret_cast<const unsigned char*>(&result)[kWhich], 1);
+  EXPECT_EQ(reinterpret_cast<const unsigned char*>(&variant)[kWhich], 1);
+}
+
+TEST(ResultTest, IsLaidOutAsAVariant) {
+  struct Empty {};
+  struct alignas(32) Wide {
+    char c;
+  };
+  ExpectLayoutOfAVariant<char>();
+  ExpectLayoutOfAVariant<std::string>();
+  ExpectLayoutOfAVariant<Empty>();
+  ExpectLayoutOfAVariant<Wide>();
+  ExpectLayoutOfAVariant<std::unique_ptr<int>>();
+}
+
+TEST(ResultTest, IsCopiedMovedAndAssigned) {
+  Result<std::unique_ptr<int>> only(std::make_unique<int>(3));
+  Result<std::unique_ptr<int>> moved = std::move(only);
+  EXPECT_EQ(*moved.value(), 3);
+  moved = Status(Code::kBusy, "taken");
+  EXPECT_EQ(moved.status().message(), "taken");
+  EXPECT_THROW(moved.value(), std::bad_variant_access);
+  Result<std::string> text(std::string(100, 'x'));
+  const Result<std::string> copy = text;
+  text = Status(Code::kBusy, "taken");
+  EXPECT_FALSE(text.ok());
+  text = copy;
+  text = *&text;
+  EXPECT_EQ(text.value(), copy.value());
+}
+
+struct ThrowsWhenArmed {
+  ThrowsWhenArmed() = default;
+  ThrowsWhenArmed(const ThrowsWhenArmed&) {
+    if (armed) throw 1;
+  }
+  static inline bool armed = false;
+};
+
+TEST(ResultTest, AnAssignmentThatThrowsLeavesNoSuccess) {
+  Result<ThrowsWhenArmed> result = Status(Code::kBusy, "before");
+  Result<ThrowsWhenArmed> value = ThrowsWhenArmed();
+  ThrowsWhenArmed::armed = true;
+  EXPECT_THROW(result = std::move(value), int);
+  ThrowsWhenArmed::armed = false;
+  EXPECT_FALSE(result.ok());
+  EXPECT_THROW((void)result.status(), std::bad_variant_access);
 }
 
 }  // namespace

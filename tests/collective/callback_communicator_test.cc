@@ -64,7 +64,7 @@ TEST_P(CallbackRanksTest, Conforms) {
 
 TEST_P(CallbackRanksTest, EveryCollectiveOperation) { Holds(ExerciseCollective); }
 TEST_P(CallbackRanksTest, JobsAfterFailedOnes) {
-  Holds([](Communicator& comm) { return ExerciseFailures(comm, TestScale(200)); });
+  Holds([](Communicator& comm) { return ExerciseFailures(comm, TestScale(60)); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 3),

@@ -13,6 +13,7 @@
 
 #include "tests/collective/bulk_exchange.h"
 #include "tests/collective/conform.h"
+#include "tests/support/random.h"
 
 namespace tensormount {
 namespace {
@@ -20,11 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 std::string Text(int from, std::size_t size) {
-  std::string out(size, '\0');
-  for (std::size_t i = 0; i < size; ++i) {
-    out[i] = static_cast<char>(i * 31 + static_cast<std::size_t>(from) * 7 + i / 251);
-  }
-  return out;
+  return Random(static_cast<std::uint64_t>(from) + 1).Bytes(size);
 }
 
 Status Gathers(Collective& c) {

@@ -41,7 +41,7 @@ TEST_P(CollectiveSocketTest, EveryOperationOnEveryRank) {
 
 TEST_P(CollectiveSocketTest, JobsAfterFailedOnes) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
-                         return Report(comm, ExerciseFailures(comm, comm.size() > 4 ? 70 : 200));
+                         return Report(comm, ExerciseFailures(comm, comm.size() == 2 ? 200 : 30));
                        }));
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
 }

@@ -46,7 +46,7 @@ class CollectiveTcpTest : public testing::TestWithParam<TcpRanks> {
 TEST_P(CollectiveTcpTest, EveryOperationOnEveryRank) { Holds(ExerciseCollective); }
 
 TEST_P(CollectiveTcpTest, JobsAfterFailedOnes) {
-  Holds([](Communicator& comm) { return ExerciseFailures(comm, comm.size() > 2 ? 70 : 200); });
+  Holds([](Communicator& comm) { return ExerciseFailures(comm, comm.size() == 2 ? 100 : 20); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveTcpTest,

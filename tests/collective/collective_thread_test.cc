@@ -38,7 +38,7 @@ TEST_P(CollectiveThreadTest, EveryOperationOnEveryRank) {
 }
 TEST_P(CollectiveThreadTest, JobsAfterFailedOnes) {
   EXPECT_OK(RunOnThreads(GetParam(), [](Communicator& comm) {
-    return ExerciseFailures(comm, TestScale(comm.size() > 4 ? 70 : 200));
+    return ExerciseFailures(comm, TestScale(comm.size() == 2 ? 200 : 40));
   }));
 }
 

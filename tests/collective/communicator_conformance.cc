@@ -10,11 +10,12 @@
 #include <vector>
 
 #include "tests/collective/conform.h"
+#include "tests/support/random.h"
 
 namespace tensormount {
 namespace {
 
-using ByteVector = std::vector<std::byte>;
+using ByteVector = std::vector<unsigned char>;  // Of a type that == compares by memcmp.
 using Request = Communicator::Request;
 using Clock = std::chrono::steady_clock;
 
@@ -22,11 +23,7 @@ constexpr std::size_t kMiB = 1 << 20;
 
 ByteVector Pattern(std::size_t size, int from, std::size_t index) {
   ByteVector out(size);
-  std::uint32_t x = static_cast<std::uint32_t>(from * 7919 + static_cast<int>(index) * 104729 + 1);
-  for (std::byte& b : out) {
-    x = x * 1664525u + 1013904223u;
-    b = static_cast<std::byte>(x >> 24);
-  }
+  Random(static_cast<std::uint64_t>(from * 7919) + index * 104729 + 1).Fill(out.data(), size);
   return out;
 }
 
@@ -65,7 +62,7 @@ Status SendNow(Communicator& comm, int to, std::uint32_t tag, ByteVector bytes) 
 }
 
 Status ReceiveNow(Communicator& comm, int from, std::uint32_t tag, const ByteVector& expected) {
-  ByteVector got(expected.size(), std::byte{0x5a});
+  ByteVector got(expected.size(), 0x5a);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Request r, comm.Receive(from, tag, View(got)));
   TENSORMOUNT_RETURN_IF_ERROR(Wait(comm, r));
   CONFORM(got == expected);

@@ -31,6 +31,7 @@
 #include "tests/shard/boxes.h"
 #include "tests/support/device_mode.h"
 #include "tests/support/random.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -601,7 +602,7 @@ TEST_F(ReuseTest, AFileThatIsCutShortIsNotLinked) {
 // take no more than the base and ten times what is trained.
 TEST_F(ReuseTest, TenStepsOfFineTuningCostTheBaseAndTheAdapters) {
   model_.clear();
-  for (int layer = 0; layer < 8; ++layer) {
+  for (int layer = 0; layer < Amount(8, 1); ++layer) {
     const std::string name = "layers." + std::to_string(layer);
     model_.push_back(MakeTensor(name + ".w", DType::kF32, {1100, 1000}));  // A file of its own.
     model_.push_back(MakeTensor(name + ".v", DType::kBF16, {300, 400}));   // The rank shard.

@@ -12,6 +12,7 @@
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/guard_for_a_while.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"
@@ -329,9 +330,9 @@ TEST(Read, ByThreadsIsTheSame) {
   };
   // Many rows; few long ones, so that no axis but the last has a part for each; a vector; short
   // axes alone, whose largest is the longest that there is.
-  add(DType::kC128, {3000, 471});
-  add(DType::kC128, {3, 2, 262'500});
-  add(DType::kC128, {1'500'001});
+  add(DType::kC128, {Amount(3000, 1200), 471});
+  add(DType::kC128, {3, 2, Amount(262'500, 90'000)});
+  add(DType::kC128, {Amount(1'500'001, 600'001)});
   add(DType::kC128, {2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3});
   ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
   ASSERT_OK_AND_ASSIGN(const auto opened,
@@ -377,13 +378,14 @@ TEST(Read, ShortRunsAndHalfBytesAreSharedBetweenThreads) {
   Random random(TestSeed());
   TempDir dir;
   BuildSpec spec;
+  constexpr std::int64_t kHalves = Amount(8'000'002, 5'800'002);  // Two threads share 8 MiB.
   RandomTensor narrow{.key = "narrow", .dtype = DType::kU8, .shape = {9'000, 500}, .bytes = {}};
-  RandomTensor half{.key = "half", .dtype = DType::kF4, .shape = {3, 8'000'002}, .bytes = {}};
+  RandomTensor half{.key = "half", .dtype = DType::kF4, .shape = {3, kHalves}, .bytes = {}};
   narrow.bytes = random.Bytes(9'000 * 500);
-  half.bytes = random.Bytes(3 * 4'000'001);
+  half.bytes = random.Bytes(3 * kHalves / 2);
   spec.tensors = {narrow, half};
-  const Region rows(Box::Make({0, 0}, {2, 8'000'002}).value());
-  const Region row(Box::Make({2, 0}, {1, 8'000'002}).value());
+  const Region rows(Box::Make({0, 0}, {2, kHalves}).value());
+  const Region row(Box::Make({2, 0}, {1, kHalves}).value());
   spec.partitions = {RandomPartition(random, narrow.shape, 2), {{rows}, {row}}};
   ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
   ASSERT_OK_AND_ASSIGN(const auto opened,

@@ -95,7 +95,7 @@ def until_one_is_gone(group, rank, size, path, seed):
 class Kills(support.Folder):
     def test_at_random_moments(self):
         generator, seed = support.seeded()
-        moments, met = support.scaled(10), set()
+        moments, met = support.scaled(6), set()
         for number in range(moments):
             victim, way = generator.randrange(RANKS), generator.choice(sorted(SIGNALS))
             with self.subTest(number=number, victim=victim, way=way, seed=seed):

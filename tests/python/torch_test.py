@@ -65,10 +65,10 @@ without_default_group.without_group = True
 
 class Groups(support.Folder):
     def test_groups(self):
-        torchrun(__file__, 4, ("groups",))
+        torchrun(__file__, 4, ("groups",), real=True)
 
     def test_without_default_group(self):
-        torchrun(__file__, 3, ("without_default_group",))
+        torchrun(__file__, 3, ("without_default_group",), real=True)
 
 
 class States(support.Folder):

@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests that run under torchrun have in common."""
+"""What tests of several torch processes have in common.
+
+usage: torchrun.py SIZE LOGS FILE CALLS     starts ranks as torchrun does, for `Ranks` alone
+"""
 
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-
-import support  # noqa: F401: finds the package.
-import tensormount as tm
+import traceback
 
 LIMIT = 300.0
 
 
 class Ranks:
-    """`size` gloo ranks, each of which calls functions of `file` in their order: ("name", argument...)."""
+    """`size` gloo ranks, each of which calls functions of `file` in their order: ("name", argument...).
 
-    def __init__(self, file, size, *calls):
+    With `real` they are started by torchrun itself. Otherwise by this file, which imports torch once and
+    forks: an import takes three seconds of CPU time, and torchrun makes one more than there are ranks.
+    """
+
+    def __init__(self, file, size, *calls, real=False):
+        import support  # noqa: F401: finds the package.
+        import tensormount as tm
+
         self.what = f"{', '.join(call[0] for call in calls)} on {size} ranks"
         here = os.path.abspath(file)
         package = os.path.dirname(os.path.dirname(os.path.abspath(tm.__file__)))
@@ -26,9 +36,12 @@ class Ranks:
             filter(None, [os.path.dirname(here), package, os.environ.get("PYTHONPATH")]))
         self.logs = tempfile.TemporaryDirectory()
         self.output = open(os.path.join(self.logs.name, "output"), "w+")
+        how = [os.path.abspath(__file__), str(size), self.logs.name]
+        if real:
+            how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--log-dir",
+                   self.logs.name, "--redirects", "2"]
         self.agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             str(size), "--log-dir", self.logs.name, "--redirects", "2", here, json.dumps(calls)],
+            [sys.executable, *how, here, json.dumps(calls)],
             stdout=self.output, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
                  "TENSORMOUNT_TEST_PIDS": self.logs.name})
@@ -76,9 +89,48 @@ class Ranks:
         return "\n".join(found)
 
 
-def torchrun(file, size, *calls):
+def torchrun(file, size, *calls, real=False):
     """As `Ranks`, until their end; what they printed."""
-    return Ranks(file, size, *calls).wait()
+    return Ranks(file, size, *calls, real=real).wait()
+
+
+def start(size, logs, file, calls):
+    """The ranks as children of this process; 1 once one has failed, and the others are killed."""
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    children = set()
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                error = os.open(os.path.join(logs, f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT, 0o600)
+                os.dup2(error, 2)
+                sys.argv = [file, calls]
+                sys.path[0] = os.path.dirname(file)
+                runpy.run_path(file, run_name="__main__")
+                status = 0
+            except BaseException:  # SystemExit, too.
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        children.add(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status != 0:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
 
 
 def main(functions):
@@ -105,3 +157,7 @@ def main(functions):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(start(int(sys.argv[1]), *sys.argv[2:]))

@@ -18,6 +18,14 @@ inline constexpr bool kSanitized = false;
 inline constexpr bool kSanitized = false;
 #endif
 
+// An amount of data that a test goes over: under a sanitizer, which takes five to thirty times as
+// long, what still shows every way through the code. The whole amount runs where the program is
+// built plainly.
+template <typename T>
+constexpr T Amount(T plain, T sanitized) {
+  return kSanitized ? sanitized : plain;
+}
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_TESTS_SUPPORT_SANITIZED_H_

@@ -230,7 +230,7 @@ def scratch_base():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bin", default=str(ROOT / "build/dev/bin"))
+    parser.add_argument("--bin", default=str(ROOT / "build/release/bin"))
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--family", action="append", choices=FAMILIES)

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the wheel into empty environments of every Python that is found, and uses it as a stranger.
+"""Looks into the wheel, installs it into empty environments, and uses it as a stranger would.
 
-usage: wheel_test.py WHEEL [--parts DIR] [--python PYTHON]... [--with FOLDER]...
+usage: wheel_test.py contents FOLDER             its files, tag, size and licences
+       wheel_test.py again FOLDER PARTS          the same parts make the same bytes
+       wheel_test.py pythons FOLDER              installed and used in every Python from 3.9 on
+       wheel_test.py command FOLDER              its command, under mpirun too, and its mounts
+       wheel_test.py environments FOLDER DIR ENVIRONMENT...
+                                                 for each ENVIRONMENT (.cache/venv) a DIR/venv with the
+                                                 wheel, and behind it that one's packages: tests/python
+                                                 runs in them (tests/python/CMakeLists.txt)
 
---parts: what it was made of; made again, it must have the same bytes.
---python: these, instead of those that stand below ~/.pyenv/versions and on the PATH. --with: an
-environment whose packages (NumPy, ml_dtypes, torch) the Python tests may use, run in its Python; once
-for each.
+The newest wheel in FOLDER is taken. Pythons are found below ~/.pyenv/versions and on the PATH.
 """
 
 import argparse
 import base64
+import concurrent.futures
 import csv
 import glob
 import hashlib
@@ -34,14 +39,6 @@ SYSTEM = re.compile(r"^(lib(c|m|pthread|dl|rt|stdc\+\+|gcc_s)|ld-linux-[-\w]+)\.
 NEWEST = {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12, 0, 0)}
 BUNDLED = ["bz2", "fmt", "fuse3", "gflags", "lz4", "rocksdb", "snappy", "xxhash", "z", "zstd"]
 VALUES = struct.pack("<512f", *range(512))
-
-
-INSTALLED_TESTS = ["abi_test", "array_test", "checkpoint_test", "docs_test", "import_test",
-                   "save_test", "saver_test", "typing_test"]
-TORCH_TESTS = ["array_test", "boxes_test", "dcp_kills_test", "dcp_test", "shards_test", "torch_test",
-               "training_test", "tree_test"]
-# Of many processes, by the hundred where TENSORMOUNT_TEST_SCALE says so; ctest python has them once.
-SCALED_TESTS = ["group_test", "kills_test", "saves_test"]
 
 
 def fail(message):
@@ -224,11 +221,17 @@ mpi.tm_mpi_free(session)
 """
 
 
+def pip():
+    """A Python whose pip installs into other environments (--python: from 22.3 on)."""
+    return os.path.join(ROOT, ".cache/venv/bin/python3")
+
+
 def make_environment(python, folder, wheel):
-    output(python, "-m", "venv", folder)
+    # A pip of its own takes longer to unpack than everything else: that of this machine installs there.
+    output(python, "-m", "venv", "--without-pip", folder)
     begin = time.monotonic()
-    output(os.path.join(folder, "bin/python"), "-m", "pip", "install", "-q", "--no-index", "--no-deps",
-           "--disable-pip-version-check", wheel)
+    output(pip(), "-m", "pip", "--python", os.path.join(folder, "bin/python"), "install", "-q", "--no-index",
+           "--no-deps", "--disable-pip-version-check", wheel)
     return time.monotonic() - begin
 
 
@@ -325,83 +328,93 @@ def pythons():
     return list(by_version.values())
 
 
-def python_tests(folder, other, scratch):
-    """tests/python in the environment, with the packages of another one behind its own."""
+def environment_of(other, folder, wheel):
+    """An environment with the wheel, and the packages of another one behind it."""
+    make_environment(os.path.join(other, "bin/python3"), folder, wheel)
     site = glob.glob(os.path.join(os.path.abspath(other), "lib/python3*/site-packages"))
     check(site, f"{other} has no packages")
     mine = glob.glob(os.path.join(folder, "lib/python3*/site-packages"))[0]
     with open(os.path.join(mine, "other.pth"), "w", encoding="utf-8") as file:
         file.write(site[0] + "\n")
     # Otherwise most tests are skipped, and nobody sees it.
-    output(os.path.join(folder, "bin/python"), "-c", "import numpy, ml_dtypes")
-    # Each where it has something to say: saves and groups without torch ran in the tree (ctest python).
-    torch = subprocess.run([os.path.join(folder, "bin/python"), "-c", "import torch"],
-                           capture_output=True, check=False).returncode == 0
-    which = TORCH_TESTS if torch else INSTALLED_TESTS
-    if float(os.environ.get("TENSORMOUNT_TEST_SCALE", "1")) > 1:
-        which = which + SCALED_TESTS
-    done = subprocess.run([os.path.join(folder, "bin/python"), "-m", "unittest", *which], cwd=os.path.join(ROOT, "tests/python"),
-                          capture_output=True, text=True,
-                          env=dict(environment_without_ours(), TENSORMOUNT_TEST_TMPDIR=scratch,
-                                   PYTHONDONTWRITEBYTECODE="1"))
-    print("   " + " ".join(done.stderr.splitlines()[-3:]))
-    check(done.returncode == 0, f"tests/python with {other}:\n{done.stderr}")
+    output(os.path.join(folder, "bin/python"), "-c", "import numpy, ml_dtypes, tensormount")
+
+
+def environments(wheel, out, others):
+    shutil.rmtree(out, ignore_errors=True)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda other: environment_of(
+            other, os.path.join(out, os.path.basename(other)), wheel), others))
+
+
+def again(wheel, parts, scratch):
+    """The same parts make the same bytes."""
+    patchelf = os.path.join(ROOT, ".cache/venv/bin/patchelf")
+    output(sys.executable, os.path.join(ROOT, "packaging/wheel.py"), "--parts", parts, "--out", scratch,
+           "--patchelf", patchelf if os.path.exists(patchelf) else "patchelf")
+    with open(wheel, "rb") as one, open(
+            os.path.join(scratch, os.path.basename(wheel)), "rb") as other:
+        check(one.read() == other.read(), "the same parts give other bytes")
+
+
+def installed(python, folder, wheel, scratch):
+    """An environment with the wheel alone, and in `scratch` a checkpoint that its command has made."""
+    took = make_environment(python, folder, wheel)
+    if os.path.exists(os.path.join(scratch, "STORE")):
+        return took
+    header = json.dumps({"w": {"dtype": "F32", "shape": [16, 32],
+                               "data_offsets": [0, len(VALUES)]}}).encode()
+    with open(os.path.join(scratch, "m.safetensors"), "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header + VALUES)
+    with open(os.path.join(scratch, "values"), "wb") as file:
+        file.write(VALUES)
+    output(os.path.join(folder, "bin/tensormount"), "import", "m.safetensors", "STORE/step-1",
+           "--ranks", "2", cwd=scratch, env=environment_without_ours())
+    return took
+
+
+def in_all_pythons(wheel, rocksdb, scratch):
+    environment = environment_without_ours()
+    found = pythons()
+    check(found, "there is no Python from 3.9 on")
+    for number, python in enumerate(found):
+        folder = os.path.join(scratch, f"python-{number}")
+        took = installed(python, folder, wheel, scratch)
+        mine = os.path.join(folder, "bin/python")
+        print(f"-- {output(mine, '--version').strip()}: installed in {took:.1f} s")
+        if number == 0:
+            binaries(glob.glob(os.path.join(folder, "lib/python3*/site-packages/tensormount"))[0])
+        output(mine, "-c", SMOKE, cwd=scratch, env=environment)
+        for when in ("before", "after"):
+            output(mine, "-c", BESIDE, when, os.path.join(scratch, f"db-{number}-{when}"),
+                   rocksdb, cwd=scratch, env=environment)
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("wheel")
-    parser.add_argument("--parts")
-    parser.add_argument("--python", action="append", default=[])
-    parser.add_argument("--with", dest="others", action="append", default=[])
+    parser = argparse.ArgumentParser(usage=__doc__.partition("usage: ")[2])
+    parser.add_argument("part", choices=["contents", "again", "pythons", "command", "environments"])
+    parser.add_argument("folder")
+    parser.add_argument("more", nargs="*")
     arguments = parser.parse_args()
-    wheel = os.path.abspath(arguments.wheel)
-
-    print("-- contents")
-    rocksdb = contents(wheel)
-    base = os.environ.get("TENSORMOUNT_TEST_TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="tensormount-wheel.", dir=base) as scratch:
-        if arguments.parts:
-            print("-- made again")
-            patchelf = os.path.join(ROOT, ".cache/venv/bin/patchelf")
-            output(sys.executable, os.path.join(ROOT, "packaging/wheel.py"), "--parts", arguments.parts,
-                   "--out", os.path.join(scratch, "again"), "--patchelf",
-                   patchelf if os.path.exists(patchelf) else "patchelf")
-            with open(wheel, "rb") as one, open(
-                    os.path.join(scratch, "again", os.path.basename(wheel)), "rb") as other:
-                check(one.read() == other.read(), "the same parts give other bytes")
-        header = json.dumps({"w": {"dtype": "F32", "shape": [16, 32],
-                                   "data_offsets": [0, len(VALUES)]}}).encode()
-        with open(os.path.join(scratch, "m.safetensors"), "wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header + VALUES)
-        with open(os.path.join(scratch, "values"), "wb") as file:
-            file.write(VALUES)
-        first = None
-        environment = environment_without_ours()
-        for number, python in enumerate(arguments.python or pythons()):
-            folder = os.path.join(scratch, f"python-{number}")
-            took = make_environment(python, folder, wheel)
-            mine = os.path.join(folder, "bin/python")
-            print(f"-- {output(mine, '--version').strip()}: installed in {took:.1f} s")
-            if first is None:
-                first = folder
-                binaries(glob.glob(os.path.join(folder, "lib/python3*/site-packages/tensormount"))[0])
-                output(os.path.join(folder, "bin/tensormount"), "import", "m.safetensors",
-                       "STORE/step-1", "--ranks", "2", cwd=scratch, env=environment)
-            output(mine, "-c", SMOKE, cwd=scratch, env=environment)
-            for when in ("before", "after"):
-                output(mine, "-c", BESIDE, when, os.path.join(scratch, f"db-{number}-{when}"),
-                       rocksdb, cwd=scratch, env=environment)
-        check(first, "there is no Python from 3.9 on")
-        print("-- the command")
-        command(first, scratch)
-        print("-- mounts")
-        mounts(first, scratch)
-        for number, other in enumerate(arguments.others):
-            print(f"-- tests/python with the packages of {os.path.basename(other)}")
-            folder = os.path.join(scratch, f"other-{number}")
-            make_environment(os.path.join(other, "bin/python3"), folder, wheel)
-            python_tests(folder, other, scratch)
+    wheels = sorted(glob.glob(os.path.join(arguments.folder, "*.whl")), key=os.path.getmtime)
+    check(wheels, f"no wheel in {arguments.folder}: scripts/wheel makes one")
+    wheel = os.path.abspath(wheels[-1])
+    if arguments.part == "environments":
+        environments(wheel, arguments.more[0], arguments.more[1:])
+        return
+    with tempfile.TemporaryDirectory(prefix="tensormount-wheel.",
+                                     dir=os.environ.get("TENSORMOUNT_TEST_TMPDIR")) as scratch:
+        if arguments.part == "contents":
+            contents(wheel)
+        elif arguments.part == "again":
+            again(wheel, arguments.more[0], scratch)
+        elif arguments.part == "pythons":
+            in_all_pythons(wheel, contents(wheel), scratch)
+        else:
+            folder = os.path.join(scratch, "environment")
+            installed(pythons()[0], folder, wheel, scratch)
+            command(folder, scratch)
+            mounts(folder, scratch)
     print("-- fine")
 
 
