@@ -40,28 +40,30 @@ function(tensormount_set_test_properties name labels timeout)
     TIMEOUT ${timeout}
     LABELS "${labels}"
     ENVIRONMENT "${TENSORMOUNT_TEST_ENVIRONMENT}")
-  # Several processes of one test and another test beside them would only wait for each other.
+  # Several processes of one test and another test beside them would only wait for each other. ctest
+  # finds two free places for such a test only at the beginning, or after all others.
   if("mpi" IN_LIST labels)
-    set_tests_properties(${name} PROPERTIES PROCESSORS 2)
+    set_tests_properties(${name} PROPERTIES PROCESSORS 2 COST 500)
   endif()
 endfunction()
 
 # tensormount_add_test(<name> SOURCES file... [DEPS target...] [LABELS label...] [TIMEOUT seconds]
 #                      [NO_SANITIZE] [NO_TSAN] [ASAN_LONG] [TSAN_LONG] [PLAIN_TOO]
-#                      [DEVICES_TOO] [TSAN_CASES filter])
+#                      [DEVICES_TOO] [TSAN_CASES filter] [COST seconds])
 # A GoogleTest program <name> with the main of tests/support, run as the ctest test <name>.
 # NO_SANITIZE: not built under sanitizers (mounts, MPI, tools). NO_TSAN: not under that of threads,
 # because it has one (or processes), or has them only as other tests do. ASAN_LONG and TSAN_LONG: under
 # that sanitizer only with TENSORMOUNT_LONG, as scripts/test --long does, because the code that touches
 # memory by hand, or where threads meet, is run by other tests too. TSAN_CASES: under that of threads only
 # these cases without TENSORMOUNT_LONG, a filter of GoogleTest. Labels default to "unit".
+# COST: the longest begin first; what begins last would be waited for alone.
 #
 # A whole run of scripts/test builds with TENSORMOUNT_ASAN_APART, and then a program that the preset
 # asan runs is built and run there alone, but for those that are PLAIN_TOO. DEVICES_TOO: built without
 # sanitizers too, for tests that run it with tensors on devices.
 function(tensormount_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG;PLAIN_TOO;DEVICES_TOO"
-    "TIMEOUT;TSAN_CASES" "SOURCES;DEPS;LABELS")
+    "TIMEOUT;TSAN_CASES;COST" "SOURCES;DEPS;LABELS")
   set(filter)
   if(TENSORMOUNT_SANITIZE STREQUAL "thread" AND arg_TSAN_CASES AND NOT TENSORMOUNT_LONG)
     set(filter "--gtest_filter=${arg_TSAN_CASES}")
@@ -97,6 +99,9 @@ function(tensormount_add_test name)
   if(NOT elsewhere)
     add_test(NAME ${name} COMMAND ${name} ${filter})
     tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+    if(arg_COST)
+      set_tests_properties(${name} PROPERTIES COST ${arg_COST})
+    endif()
   endif()
 endfunction()
 
