@@ -112,7 +112,6 @@ function(tensormount_add_test_library name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPS")
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${arg_SOURCES})
   target_link_libraries(${name} PUBLIC tensormount_test_support ${arg_DEPS})
-  target_precompile_headers(${name} REUSE_FROM tensormount_test_support)
   tensormount_hot_sources(${arg_SOURCES})
 endfunction()
 

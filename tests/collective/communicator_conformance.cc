@@ -15,7 +15,7 @@
 namespace tensormount {
 namespace {
 
-using ByteVector = std::vector<unsigned char>;  // Of a type that == compares by memcmp.
+using ByteVector = std::vector<unsigned char>;  // std::byte would be compared one by one.
 using Request = Communicator::Request;
 using Clock = std::chrono::steady_clock;
 

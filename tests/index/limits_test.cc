@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is as large as a reader allows, and one byte more. Megabytes under a sanitizer take half a
-// minute each and go through no line that small inputs do not: a program of its own, which is built
-// plainly.
+// Inputs at the size limits of the readers. Inputs of many megabytes take half a minute each under
+// a sanitizer and reach no code that small ones do not reach, so this program is built without one.
 #include <cstddef>
 #include <string>
 #include <utility>

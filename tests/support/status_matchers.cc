@@ -7,7 +7,6 @@
 namespace tensormount {
 namespace {
 
-// What holds of a status, in words.
 class OkMatcher final : public testing::MatcherInterface<const Status&> {
  public:
   bool MatchAndExplain(const Status& status,

@@ -85,7 +85,7 @@ StatusMatcher HasMessage(const Inner& inner) {
   }
 }
 
-// What ASSERT_OK and EXPECT_THAT with a StatusMatcher come down to; `text`: the expression.
+// Implement EXPECT_THAT with a StatusMatcher, and ASSERT_OK. `text` is the tested expression.
 testing::AssertionResult Matches(const char* text, const Status& status,
                                  const StatusMatcher& matcher);
 testing::AssertionResult Succeeds(const char* text, const Status& status);
@@ -101,7 +101,8 @@ MATCHER_P(IsOkAndHolds, inner, "is OK and holds a value that is as asked") {
 
 }  // namespace tensormount
 
-// What EXPECT_THAT calls for any matcher: for one of statuses without a template for each Result.
+// EXPECT_THAT calls this function for every matcher. The overload for StatusMatcher avoids gmock's
+// templates, which would be instantiated for each Result.
 namespace testing::internal {
 struct StatusPredicate {
   tensormount::StatusMatcher matcher;
