@@ -872,7 +872,7 @@ TEST_F(ReuseTest, PageHashesOfOthersAreOthersToLookFor) {
 
 // More of them than stay open: most do.
 TEST_F(ReuseTest, ManifestsOfABaseStayOpen) {
-  constexpr int kRanks = 36;
+  constexpr int kRanks = Amount(36, 16);
   constexpr int kTensors = 6;
   model_.clear();
   for (int i = 0; i < kTensors; ++i) {

@@ -21,13 +21,13 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(str(error))
 
-RANKS = 4
 TIMES = {"liveness": 5.0, "arrival": 10.0}
 GRACE = 2.0
 # The writer knows at once; then DCP tells all ranks by a collective of gloo's, which may wait for the
 # one that is gone until this.
 GLOO = 10.0
 LONG = support.scaled(1) > 1
+RANKS = 4 if LONG else 3
 
 
 # ---- What a rank does ----------------------------------------------------------------------------

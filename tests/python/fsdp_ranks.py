@@ -10,6 +10,7 @@ import sys
 import traceback
 
 import torch
+import torch._dynamo  # noqa: F401: once, not in each of the processes.
 import torch.distributed as dist
 from support import needs  # noqa: F401: finds the package.
 from torch.distributed.device_mesh import init_device_mesh
