@@ -189,6 +189,7 @@ Status Status::With(const ErrorFields& more) const {
     mine.box_begin = more.box_begin;
     mine.box_extent = more.box_extent;
   }
+  mine.memory_in_use = mine.memory_in_use || more.memory_in_use;
   return Status(std::move(rep));
 }
 

@@ -55,6 +55,9 @@ class ShapedDevice final : public DeviceOps {
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override {
     return ops_->MarkStream(stream);
   }
+  Status HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) override {
+    return ops_->HoldStream(stream, mark);
+  }
   Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override {
     return ops_->MakeQueue(rules);
   }

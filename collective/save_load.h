@@ -55,6 +55,10 @@ struct LoadControl {
 // tensor.
 Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 
+// A failure of a call that had these fences, once all of its queues are gone: with
+// ErrorFields::memory_in_use where that is so.
+Status AfterDevices(const Status& failure, const DeviceFences* fences);
+
 // The same into `fences`, where a call has none of an earlier moment. Also what is thrown is a
 // failure.
 Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences);

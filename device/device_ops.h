@@ -122,6 +122,11 @@ class DeviceOps {
   // the thread's default one. kInvalidArgument for a stream that records a graph.
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
+  // What the caller's stream is given from now on begins after `mark`, of this device, is reached: on
+  // the thread whose stream it is, as above. Errors of MarkStream.
+  virtual Status HoldStream(const DeviceStream& stream,
+                            const std::shared_ptr<DeviceMark>& mark) = 0;
+
   virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) = 0;
 
   // Its end of a way to the devices of other ranks; no two transports share one. kUnsupported: this

@@ -60,12 +60,72 @@ Status FlyingBlock::Land(const DeviceRules& rules) {
   return {};
 }
 
+namespace {
+
+class FencedQueue final : public DeviceQueue {
+ public:
+  FencedQueue(const OpenedDevice& device, std::unique_ptr<DeviceQueue> queue,
+              const DeviceFences& fences)
+      : device_(device), queue_(std::move(queue)), fences_(fences) {}
+  ~FencedQueue() override {
+    if (given_) last_ = queue_->Mark();
+    // What failed is over, too, but not what was behind it.
+    const Result<bool> over = last_.ok() && last_.value() != nullptr
+                                  ? last_.value()->Reached()
+                                  : Result<bool>(last_.ok());
+    if (!over.ok() || !over.value()) fences_.Hold(device_, last_);
+  }
+
+  Status After(const std::shared_ptr<DeviceMark>& mark) override { return queue_->After(mark); }
+  Status CopyOut(std::span<const DeviceCopy> copies) override {
+    given_ = true;
+    return queue_->CopyOut(copies);
+  }
+  Status CopyIn(std::span<const DeviceCopy> copies) override {
+    given_ = true;
+    return queue_->CopyIn(copies);
+  }
+  Status CopyWithin(std::span<const DeviceCopy> copies) override {
+    given_ = true;
+    return queue_->CopyWithin(copies);
+  }
+  Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base, std::uint64_t bytes,
+                    std::uint64_t leaf_bytes, Hash128* out) override {
+    given_ = true;
+    return queue_->HashLeaves(gather, base, bytes, leaf_bytes, out);
+  }
+  Status Digest(std::span<const PlacedBox> placed, const std::byte* base, const Dims& byte_shape,
+                Crc64* out) override {
+    given_ = true;
+    return queue_->Digest(placed, base, byte_shape, out);
+  }
+  Result<std::shared_ptr<DeviceMark>> Mark() override {
+    Result<std::shared_ptr<DeviceMark>> mark = queue_->Mark();
+    if (mark.ok()) {
+      last_ = mark;
+      given_ = false;
+    }
+    return mark;
+  }
+
+ private:
+  const OpenedDevice& device_;
+  const std::unique_ptr<DeviceQueue> queue_;
+  const DeviceFences& fences_;
+  bool given_ = false;  // Work since the last mark.
+  Result<std::shared_ptr<DeviceMark>> last_ = std::shared_ptr<DeviceMark>();
+};
+
+}  // namespace
+
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceRules& rules) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue,
                                device.ops->MakeQueue({rules.patience, rules.cancel}));
-  if (rules.fences != nullptr) TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
-  return queue;
+  if (rules.fences == nullptr) return queue;
+  TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
+  return std::unique_ptr<DeviceQueue>(
+      std::make_unique<FencedQueue>(device, std::move(queue), *rules.fences));
 }
 
 Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {

@@ -115,15 +115,36 @@ Status CheckMemory(const BufferView& view) {
 }
 
 Status DeviceFences::Add(const BufferView& view) {
-  if (!OnDevice(view) || view.stream.kind == StreamKind::kNone) return {};
+  if (!OnDevice(view)) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const OpenedDevice> device, OpenDevice(view.device));
+  if (view.stream.kind == StreamKind::kNone) {
+    if (std::find(unordered_.begin(), unordered_.end(), device) == unordered_.end()) {
+      unordered_.push_back(std::move(device));
+    }
+    return {};
+  }
   for (const Fence& fence : fences_) {
     if (fence.device == device && fence.stream == view.stream) return {};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMark> mark,
                                device->ops->MarkStream(view.stream));
-  fences_.push_back({std::move(device), view.stream, std::move(mark)});
+  fences_.push_back(
+      {std::move(device), view.stream, std::move(mark), std::this_thread::get_id()});
   return {};
+}
+
+void DeviceFences::Hold(const OpenedDevice& device,
+                        const Result<std::shared_ptr<DeviceMark>>& work) const {
+  bool held = work.ok() && std::none_of(unordered_.begin(), unordered_.end(),
+                                        [&](const auto& one) { return one.get() == &device; });
+  for (const Fence& fence : fences_) {
+    if (!work.ok() || fence.device.get() != &device) continue;
+    // That of another thread can only be named on it.
+    const bool here = fence.stream.kind != StreamKind::kPerThreadDefault ||
+                      fence.thread == std::this_thread::get_id();
+    held = here && device.ops->HoldStream(fence.stream, work.value()).ok() && held;
+  }
+  if (!held) memory_in_use_ = true;
 }
 
 Status DeviceFences::Before(DeviceQueue& queue, const OpenedDevice& device) const {

@@ -2,8 +2,10 @@
 #ifndef TENSORMOUNT_DEVICE_DEVICES_H_
 #define TENSORMOUNT_DEVICE_DEVICES_H_
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "tensormount/buffer.h"
@@ -44,21 +46,31 @@ inline bool OnDevice(const BufferView& view) { return view.device.kind != Device
 
 // What the streams that order some buffers had been given when a call began. A save or load that
 // goes on in the background works in other threads later; what the streams are given after the call
-// is not its business. Immutable once it is shared.
+// is not its business. Immutable once it is shared, but for what Hold says.
 class DeviceFences {
  public:
   // Errors of OpenDevice and MarkStream.
   Status Add(const BufferView& view);
   // Work that is submitted to `queue`, of that device, from now on comes after all of them.
   Status Before(DeviceQueue& queue, const OpenedDevice& device) const;
+  // The other way around, for a call that ends before its work on the device does: what the streams
+  // are given from now on comes after `work`. Then memory that an allocator gives out in the order of
+  // a stream is not written to by what was before. Thread-safe.
+  void Hold(const OpenedDevice& device, const Result<std::shared_ptr<DeviceMark>>& work) const;
+  // Whether work was left that no stream waits for: there is no stream, it is another thread's, or
+  // the work has no mark.
+  bool memory_in_use() const { return memory_in_use_; }
 
  private:
   struct Fence {
     std::shared_ptr<const OpenedDevice> device;
     DeviceStream stream;
     std::shared_ptr<DeviceMark> mark;
+    std::thread::id thread;
   };
   std::vector<Fence> fences_;
+  std::vector<std::shared_ptr<const OpenedDevice>> unordered_;  // With memory of no stream.
+  mutable std::atomic<bool> memory_in_use_ = false;
 };
 
 }  // namespace tensormount

@@ -221,14 +221,13 @@ void CudaDevice::Free(std::byte* data) {
   }
 }
 
-Result<std::shared_ptr<DeviceMark>> CudaDevice::MarkStream(const DeviceStream& stream) {
+// The driver's handle of a stream that can be given work. In a CudaScope.
+Result<cuda::Stream> CudaDevice::StreamOf(const DeviceStream& stream) {
   std::uintptr_t handle = reinterpret_cast<std::uintptr_t>(stream.handle);
   if (stream.kind == StreamKind::kPerThreadDefault) handle = cuda::kPerThreadStream;
   // The runtime says 0 for the legacy default stream, too.
   if (stream.kind == StreamKind::kLegacyDefault || handle == 0) handle = cuda::kLegacyStream;
   const auto native = reinterpret_cast<cuda::Stream>(handle);
-  const CudaScope scope(*context_);
-  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   int capture = cuda::kCaptureNone;
   const cuda::Result asked = context_->driver().cuStreamIsCapturing(native, &capture);
   // The legacy stream takes nothing while a stream that waits for it is recorded.
@@ -239,8 +238,22 @@ Result<std::shared_ptr<DeviceMark>> CudaDevice::MarkStream(const DeviceStream& s
                       "another stream");
   }
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for the stream"));
+  return native;
+}
+
+Result<std::shared_ptr<DeviceMark>> CudaDevice::MarkStream(const DeviceStream& stream) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const cuda::Stream native, StreamOf(stream));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<CudaMark> mark, CudaMark::Record(context_, native));
   return std::shared_ptr<DeviceMark>(std::move(mark));
+}
+
+Status CudaDevice::HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) {
+  const CudaScope scope(*context_);
+  TENSORMOUNT_RETURN_IF_ERROR(scope.status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const cuda::Stream native, StreamOf(stream));
+  return static_cast<CudaMark&>(*mark).Precede(*context_, native);
 }
 
 Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueRules& rules) {

@@ -68,6 +68,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   Result<std::byte*> Allocate(std::size_t bytes) override;
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
+  Status HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) override;
   Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override;
   // Over NCCL.
   Result<std::unique_ptr<DeviceLink>> OpenLink() override;
@@ -78,6 +79,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   Status Load(std::span<const std::byte> image);
   Status FillTables(cuda::Address tables);
   Status CheckAddress(const std::byte* data) const;
+  Result<cuda::Stream> StreamOf(const DeviceStream& stream);
 
   const std::shared_ptr<CudaContext> context_;
   const int ordinal_;

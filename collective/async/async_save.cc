@@ -259,6 +259,7 @@ class Lane {
     const std::uint64_t number = task->number;
     const bool in_place = task->in_place;
     Result<SaveReport> verdict = Save(*task);
+    if (!verdict.ok()) verdict = AfterDevices(verdict.status(), task->fences.get());
     if (!verdict.ok() && task->staged.has_value()) {
       for (const auto& memory : task->staged->on_devices) memory->Doubt();
     }

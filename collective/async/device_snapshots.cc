@@ -10,7 +10,7 @@ namespace tensormount {
 
 DeviceSnapshots::~DeviceSnapshots() {
   for (Block& block : blocks_) {
-    if (!block.doubtful) Free(block);
+    if (!block.doubtful && IsQuiet(block)) Free(block);
   }
 }
 
@@ -19,6 +19,20 @@ DeviceSnapshots::Memory::~Memory() {
   Block& block = pool_->blocks_[piece_];
   block.taken = false;
   block.doubtful = block.doubtful || doubtful_;
+  if (writes_) block.writes = std::move(writes_);
+}
+
+bool DeviceSnapshots::IsQuiet(Block& block) {
+  if (!block.writes) return true;
+  if (!block.writes->ok()) return false;
+  const Result<bool> reached = block.writes->value()->Reached();
+  if (!reached.ok()) {
+    block.writes = reached.status();
+    return false;
+  }
+  if (!reached.value()) return false;
+  block.writes.reset();
+  return true;
 }
 
 void DeviceSnapshots::Free(Block& block) {
@@ -36,7 +50,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     Block& block = blocks_[i];
     if (block.device != device || block.data == nullptr) continue;
-    if (!block.taken && block.size >= bytes) {
+    if (!block.taken && block.size >= bytes && IsQuiet(block)) {
       block.taken = true;
       return std::unique_ptr<Memory>(new Memory(shared_from_this(), i, block.data));
     }
@@ -44,7 +58,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
   }
   // Not a larger one beside a smaller one that nobody uses.
   for (Block& block : blocks_) {
-    if (block.device != device || block.taken || block.doubtful) continue;
+    if (block.device != device || block.taken || block.doubtful || !IsQuiet(block)) continue;
     held -= block.size;
     Free(block);
   }
@@ -56,7 +70,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
   });
   const auto number = static_cast<std::size_t>(unused - blocks_.begin());
   if (unused == blocks_.end()) blocks_.emplace_back();
-  blocks_[number] = {device, data.value(), bytes, true, false};
+  blocks_[number] = {device, data.value(), bytes, true, false, std::nullopt};
   return std::unique_ptr<Memory>(new Memory(shared_from_this(), number, data.value()));
 }
 

@@ -6,7 +6,11 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
+
+#include "tensormount/status.h"
 
 #include "device/devices.h"
 
@@ -18,7 +22,7 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
  public:
   // At most `bound` bytes of each device at a time; 0: none at all.
   explicit DeviceSnapshots(std::uint64_t bound) : bound_(bound) {}
-  // Frees what it has, but for memory of saves that failed: their device may be at it still.
+  // Frees what it has, but for memory that a device may still read or write.
   ~DeviceSnapshots();
 
   // Goes back when destroyed.
@@ -28,7 +32,12 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
     std::byte* data() const { return data_; }
-    // The save that it was for has failed.
+    // The device is about to write here, until `mark` is reached; where that fails nobody knows until
+    // when. The memory may be destroyed before, but is not given out again until then.
+    void AwaitWrites(Result<std::shared_ptr<DeviceMark>> mark) { writes_ = std::move(mark); }
+    // What was written has arrived.
+    void WritesArrived() { writes_.reset(); }
+    // The save that it was for has failed, and the device may be reading here still.
     void Doubt() { doubtful_ = true; }
 
    private:
@@ -38,6 +47,7 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     const std::shared_ptr<DeviceSnapshots> pool_;
     const std::size_t piece_;
     std::byte* const data_;
+    std::optional<Result<std::shared_ptr<DeviceMark>>> writes_;
     bool doubtful_ = false;
   };
 
@@ -53,8 +63,12 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     std::uint64_t size = 0;
     bool taken = false;
     bool doubtful = false;
+    // Of copies whose save did not wait for them.
+    std::optional<Result<std::shared_ptr<DeviceMark>>> writes;
   };
   void Free(Block& block);
+  // Whether no copy of an earlier save is due any more.
+  static bool IsQuiet(Block& block);
 
   const std::uint64_t bound_;
   std::mutex mutex_;

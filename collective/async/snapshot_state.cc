@@ -71,32 +71,42 @@ class CopiesWithin {
   explicit CopiesWithin(const DeviceRules& rules) : queues_(rules) {}
   ~CopiesWithin() {
     const Deadline deadline = Deadline::After(kDeviceGrace);
-    for (const auto& [device, mark] : marks_) {
-      if (mark.ok()) (void)AwaitMark(*mark.value(), deadline);
+    for (const Under& way : marks_) {
+      if (way.mark.ok() && AwaitMark(*way.mark.value(), deadline).ok()) way.memory->WritesArrived();
     }
   }
   CopiesWithin(const CopiesWithin&) = delete;
   CopiesWithin& operator=(const CopiesWithin&) = delete;
 
+  // Into `memory`, which must outlive this.
   Status Begin(const std::shared_ptr<const OpenedDevice>& device,
-               std::span<const DeviceCopy> copies) {
+               std::span<const DeviceCopy> copies, DeviceSnapshots::Memory& memory) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
+    marks_.reserve(marks_.size() + 1);
+    // As long as nobody has a mark, and where an exception ends this.
+    memory.AwaitWrites(Status(Code::kInternal, "copies that no mark stands for"));
     Submission submission = MarkSubmitted(*queue, queue->CopyWithin(copies));
-    marks_.emplace_back(device, std::move(submission.mark));
+    memory.AwaitWrites(submission.mark);
+    marks_.push_back({device, std::move(submission.mark), &memory});
     return submission.status.WithContext(device->ops->name());
   }
   Status Finish() {
-    for (const auto& [device, mark] : marks_) {
-      TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*mark.value(), *device));
+    for (const Under& way : marks_) {
+      TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*way.mark.value(), *way.device));
+      way.memory->WritesArrived();
     }
     marks_.clear();
     return {};
   }
 
  private:
+  struct Under {
+    std::shared_ptr<const OpenedDevice> device;
+    Result<std::shared_ptr<DeviceMark>> mark;
+    DeviceSnapshots::Memory* memory;
+  };
   DeviceQueues queues_;
-  std::vector<std::pair<std::shared_ptr<const OpenedDevice>, Result<std::shared_ptr<DeviceMark>>>>
-      marks_;
+  std::vector<Under> marks_;
 };
 
 // Begins the copies of all devices that have room for theirs, and notes where they go.
@@ -124,7 +134,7 @@ Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin&
       }
     }
     out.on_devices.push_back(std::move(memory));
-    TENSORMOUNT_RETURN_IF_ERROR(within.Begin(device, wanted));
+    TENSORMOUNT_RETURN_IF_ERROR(within.Begin(device, wanted, *out.on_devices.back()));
   }
   return {};
 }
@@ -286,6 +296,7 @@ SnapshotState StageState(const StateDict& state, SnapshotPool& pool, DeviceSnaps
   SnapshotState out;
   out.status = Guarded([&] { return Stage(state, pool, devices, rules, staged, stalled, out); });
   if (!out.status.ok()) {
+    out.status = AfterDevices(out.status, rules.fences);
     out.dict = StateDict();
     (void)out.dict.Fail(out.status);
     out.memory.reset();

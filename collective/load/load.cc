@@ -86,6 +86,8 @@ class LoadJob {
         collective_(comm, options.timeouts, control.cancel),
         events_(options.events, "load", path, comm.rank()) {}
 
+  const std::shared_ptr<const DeviceFences>& fences() const { return fences_; }
+
   Result<LoadReport> Run() {
     // At once: what the caller's streams are given later may use the tensors. What fails here is
     // told when the ranks meet.
@@ -391,7 +393,15 @@ class LoadJob {
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
                           Communicator& comm, const LoadOptions& options,
                           const LoadControl& control) {
-  return LoadJob(fs, request, path, comm, options, control).Run();
+  std::shared_ptr<const DeviceFences> fences;
+  Result<LoadReport> verdict = [&] {
+    LoadJob job(fs, request, path, comm, options, control);
+    Result<LoadReport> found = job.Run();
+    fences = job.fences();
+    return found;
+  }();
+  if (verdict.ok()) return verdict;
+  return AfterDevices(verdict.status(), fences.get());
 }
 
 Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,

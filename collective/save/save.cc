@@ -147,6 +147,8 @@ class SaveSession {
         world_(comm.size()),
         phases_(options.events, "save", path_, comm.rank()) {}
 
+  const std::shared_ptr<const DeviceFences>& fences() const { return fences_; }
+
   Result<SaveReport> Run() {
     Result<SaveReport> result = Steps();
     if (!result.ok() && rank_ == 0) return WithTrashHint(fs_, store_path_, result.status());
@@ -725,6 +727,11 @@ Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state) {
   return std::shared_ptr<const DeviceFences>(std::move(fences));
 }
 
+Status AfterDevices(const Status& failure, const DeviceFences* fences) {
+  if (fences == nullptr || !fences->memory_in_use()) return failure;
+  return failure.With({.memory_in_use = true});
+}
+
 Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences) {
   if (fences != nullptr) return {};
   return Guarded([&]() -> Status {
@@ -746,7 +753,15 @@ Status CheckHasData(const StateDict& state) {
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control) {
-  return SaveSession(fs, state, path, comm, options, control).Run();
+  std::shared_ptr<const DeviceFences> fences;
+  Result<SaveReport> verdict = [&] {
+    SaveSession session(fs, state, path, comm, options, control);
+    Result<SaveReport> found = session.Run();
+    fences = session.fences();
+    return found;
+  }();
+  if (verdict.ok()) return verdict;
+  return AfterDevices(verdict.status(), fences.get());
 }
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,

@@ -229,6 +229,49 @@ TEST_F(DeviceJobTest, CopiesWithinTheDeviceWhereItHasRoom) {
   EXPECT_EQ(device().allocations(), 2u);  // Those of the test.
 }
 
+// A save whose copies within the device are still due is cancelled: what they write into is not given
+// to the next save, which would commit the bytes of now as those of its call.
+TEST_F(DeviceJobTest, CopiesThatAreStillDueDoNotReachTheNextSave) {
+  std::byte* const late = Make('a');
+  std::byte* const row = Make('b');
+  void* const stream = MakeStream();
+  device().Enqueue(stream, [this] { gate_.Pass(); });
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto saver, AsyncSaver::Make(comm, {.stage_in_background = true,
+                                                  .device_staging_bytes = std::uint64_t{1} << 20}));
+    const auto state = [&](std::byte* data, void* on) {
+      BufferView view = View(data, {kRowBytes});
+      if (on != nullptr) view.stream = {StreamKind::kHandle, on};
+      StateDict made;
+      EXPECT_OK(made.AddTensor("w", {{kRowBytes}, Box::Whole({kRowBytes}), view}));
+      return made;
+    };
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle first, saver->Save(state(late, stream), Path("a"), {}));
+    first.Cancel();
+    EXPECT_THAT(first.WaitCommitted(), HasCode(Code::kCancelled));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle second,
+                                 saver->Save(state(row, MakeStream()), Path("b"), {}));
+    TENSORMOUNT_RETURN_IF_ERROR(second.WaitStaged());
+    std::memset(device().Reveal(late), 'x', kRowBytes);
+    std::memset(device().Reveal(row), 'y', kRowBytes);
+    gate_.Open();
+    device().Synchronize(stream);
+    TENSORMOUNT_RETURN_IF_ERROR(second.WaitCommitted().status());
+    EXPECT_EQ(ReadAll(Path("b")).at("w"), Row('b'));
+    // The memory comes back once its copies have come.
+    device().Quiesce();
+    const std::size_t allocations = device().allocations();
+    for (const char* name : {"c", "d"}) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle next, saver->Save(state(row, nullptr), Path(name), {}));
+      TENSORMOUNT_RETURN_IF_ERROR(next.WaitCommitted().status());
+      EXPECT_EQ(ReadAll(Path(name)).at("w"), Row('y'));
+    }
+    EXPECT_EQ(device().allocations(), allocations);
+    return {};
+  }));
+}
+
 // Kernels that were given before a load and write where it loads have run before it.
 TEST_F(DeviceJobTest, ALoadComesAfterWhatItsStreamsWereGiven) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);
@@ -475,6 +518,102 @@ TEST_P(DeviceFaultTest, ALoadThatFailsOnOneRankFailsOnAll) {
   });
   ExpectOnAll(LoadRows("step", {Make('x'), Make('x')}), Code::kUnavailable,
               "GPU has fallen off the bus");
+}
+
+// After a load that failed behind a stream that hung, its memory is given to somebody else, in the order
+// of that stream as allocators do it: what the load still writes comes before.
+TEST_F(DeviceJobTest, WhatALoadLeavesUnderWayComesBeforeWhatItsStreamIsGivenLater) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  LoadOptions options;
+  options.timeouts = Short();
+  for (const bool background : {false, true}) {
+    Gate gate;
+    std::byte* const row = Make('?');
+    void* const stream = MakeStream();
+    device().Enqueue(stream, [&] { gate.Pass(); });
+    Status failure;
+    EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+      const StateDict request = Rows(1, row, stream);
+      if (!background) {
+        failure = Load(request, Path("step"), comm, options).status();
+        return {};
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(LoadHandle handle,
+                                   AsyncLoad(request, Path("step"), comm, options));
+      failure = handle.Wait().status();
+      return {};
+    }));
+    EXPECT_THAT(failure, HasCode(Code::kDeadlineExceeded));
+    EXPECT_FALSE(failure.fields().memory_in_use);
+    device().Enqueue(stream, [revealed = device().Reveal(row)] {
+      std::memset(revealed, 'n', kRowBytes);
+    });
+    gate.Open();
+    device().Synchronize(stream);
+    device().Quiesce();
+    EXPECT_EQ(std::memcmp(device().Reveal(row), Row('n').data(), kRowBytes), 0);
+  }
+}
+
+// The same for what a save still reads: the memory is not freed below it.
+TEST_F(DeviceJobTest, WhatASaveLeavesUnderWayComesBeforeWhatItsStreamIsGivenLater) {
+  void* const stream = MakeStream();
+  std::byte* const row = Make('a');
+  std::atomic<int> reading = 0;
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-out") {
+      ++reading;
+      gate_.Pass();
+    }
+    return Status();
+  });
+  SaveOptions options;
+  options.timeouts = Short();
+  const std::vector<Status> results = OnTwoRanks([&](Communicator& comm) {
+    return Save(Rows(comm.rank(), row, stream), Path("step"), comm, options).status();
+  });
+  for (const Status& status : results) {
+    EXPECT_THAT(status, HasCode(Code::kDeadlineExceeded));
+    EXPECT_FALSE(status.fields().memory_in_use);
+  }
+  std::atomic<bool> freed = false;
+  device().Enqueue(stream, [&] { freed = true; });
+  std::this_thread::sleep_for(milliseconds(50));
+  EXPECT_GT(reading, 0);
+  EXPECT_FALSE(freed);
+  gate_.Open();
+  device().Synchronize(stream);
+  EXPECT_TRUE(freed);
+  device().SetFault({});
+}
+
+// Where no stream orders the memory, or the stream cannot be told to wait, the failure says that it
+// must not be used again.
+TEST_F(DeviceJobTest, MemoryThatNoStreamOrdersIsSaidToBeInUse) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  LoadOptions options;
+  options.timeouts = Short();
+  for (const bool ordered : {false, true}) {
+    device().SetFault([&](std::string_view what) {
+      if (what == "run copy-in") gate_.Pass();
+      return what == "hold" ? Status(Code::kInvalidArgument, "records a graph") : Status();
+    });
+    std::byte* const row = Make('x');
+    void* const stream = ordered ? MakeStream() : nullptr;
+    EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+      const Status failure = Load(Rows(1, row, stream), Path("step"), comm, options).status();
+      EXPECT_THAT(failure, HasCode(Code::kDeadlineExceeded));
+      EXPECT_TRUE(failure.fields().memory_in_use);
+      // One that leaves nothing under way says nothing.
+      const Status none = Load(Rows(1, row, stream), Path("none"), comm, options).status();
+      EXPECT_THAT(none, HasCode(Code::kNotFound));
+      EXPECT_FALSE(none.fields().memory_in_use);
+      return {};
+    }));
+  }
+  gate_.Open();
+  device().Quiesce();
+  device().SetFault({});
 }
 
 TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheLoadByItsDeadline) {

@@ -434,6 +434,23 @@ TEST_F(CudaDeviceTest, EveryKindOfStreamIsWaitedFor) {
               HasMessage("the stream is none of this device"));
 }
 
+// Each stream of the program that is held goes on behind the work, and not before.
+TEST_F(CudaDeviceTest, AStreamThatIsHeldGoesOnBehindTheWork) {
+  const auto device = First();
+  void* const slow = devices_[0].MakeStream();
+  void* const held = devices_[0].MakeStream();
+  std::atomic<bool> go = false;
+  TheFakeCuda().enqueue(0, slow, [&] { go.wait(false); });
+  ASSERT_OK_AND_ASSIGN(const auto work, device->MarkStream({StreamKind::kHandle, slow}));
+  ASSERT_OK(device->HoldStream({StreamKind::kHandle, held}, work));
+  ASSERT_OK_AND_ASSIGN(const auto behind, device->MarkStream({StreamKind::kHandle, held}));
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_FALSE(behind->Reached().value());
+  go = true;
+  go.notify_all();
+  EXPECT_OK(AwaitMark(*behind, Deadline::After(std::chrono::seconds(10))));
+}
+
 TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
   const auto device = First();
   void* const stream = devices_[0].MakeStream();
@@ -441,6 +458,8 @@ TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
   TheFakeCuda().begin_capture(stream);
   EXPECT_THAT(device->MarkStream({StreamKind::kHandle, stream}), HasMessage("records a graph"));
   EXPECT_THAT(device->MarkStream({StreamKind::kLegacyDefault, nullptr}),
+              HasMessage("records a graph"));
+  EXPECT_THAT(device->HoldStream({StreamKind::kHandle, stream}, before),
               HasMessage("records a graph"));
   // What waits for earlier work does not disturb it: the driver would refuse a strict thread.
   EXPECT_OK(AwaitMark(*before, Deadline::After(std::chrono::seconds(10))));

@@ -213,6 +213,12 @@ Result<std::shared_ptr<DeviceMark>> HostDevice::MarkStream(const DeviceStream& s
   return std::shared_ptr<DeviceMark>(StreamOf(stream.handle)->Here());
 }
 
+Status HostDevice::HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) {
+  TENSORMOUNT_RETURN_IF_ERROR(Faulted("hold"));
+  Enqueue(stream.handle, [mark] { static_cast<WorkMark&>(*mark).Wait(); });
+  return {};
+}
+
 Result<std::unique_ptr<DeviceQueue>> HostDevice::MakeQueue(const QueueRules& /*rules*/) {
   std::unique_lock lock(mutex_);
   const std::uint64_t seed = options_.seed + ++seeds_;
