@@ -2,6 +2,7 @@
 """torch.distributed.checkpoint (DCP) through our writer and reader."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ try:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, SavePlan
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -356,6 +358,32 @@ class App:
         return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in tensors.items()}
 
 
+def planners_with_chunks_of_their_own():
+    from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
+
+    whole = torch.arange(48.0).reshape(8, 6)
+    dcp.save({"w": sharded("columns", whole)}, storage_writer=tm.torch.Writer("S/for-dynamic"))
+    for name in ("rows", "columns"):
+        into = {"w": sharded(name, torch.zeros(8, 6))}
+        dcp.load(into, storage_reader=tm.torch.Reader("S/for-dynamic"), planner=DynamicMetaLoadPlanner())
+        assert torch.equal(into["w"].full_tensor(), whole), name
+
+
+def cached_plans():
+    """Unchanged on all ranks, on some, on none."""
+    for number, rows in enumerate((8, 8, 8, 12)):
+        whole = torch.arange(rows * 6.0).reshape(rows, 6) + number
+        state = {"w": sharded("rows", whole), "b": torch.full((3,), float(number)), "step": number}
+        if number == 2 and dist.get_rank() == 1:
+            state["mine"] = torch.ones(2)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=tm.torch.Writer(f"S/cached-{number}"), planner=planner)
+        with tm.open(f"S/cached-{number}") as checkpoint:
+            assert torch.equal(checkpoint["w"].torch(), whole), number
+            assert torch.equal(checkpoint["b"].torch(), state["b"]), number
+            assert ("mine" in checkpoint) == (number == 2)
+
+
 def save_app():
     app = App()
     app.step()
@@ -417,7 +445,7 @@ class Dcp(support.Folder):
     def test_four_ranks(self):
         wanted = ALL if LONG else SOME
         said = torchrun(__file__, 4, ("pairs", "sync", wanted), ("byte_items",), ("several_boxes",),
-                 ("tensors_of_parts",), ("own_planners",), ("save_app",), ("what_dcp_gathers",), ("save_by_dcp",),
+                 ("tensors_of_parts",), ("own_planners",), ("planners_with_chunks_of_their_own",), ("cached_plans",), ("save_app",), ("what_dcp_gathers",), ("save_by_dcp",),
                  ("load_from_dcp", EACH if LONG else ["columns"]))
         print(said[said.index('{"gathered') :], end="", file=sys.stderr)
         for size in (3, 2, 1) if LONG else (3,):
@@ -444,10 +472,19 @@ class Dcp(support.Folder):
         self.assertTrue(torch.equal(into["model"]["w"], torch.arange(6.0)))
         self.assertTrue(torch.equal(into["list"][0], torch.ones(2)))
         self.assertEqual(into["list"][1], 3)
-        # Conversion is DCP's own: its planner's memory is filled by a copy.
+        # A conversion is asked for; integers that do not fit are refused even then.
         half = {"model": {"w": torch.zeros(6, dtype=torch.float16)}}
-        dcp.load(half, storage_reader=tm.torch.Reader("S/alone"))
+        with self.assertRaisesRegex(BaseException, "model.w: asked for as torch.float16, stored as torch.float32"):
+            dcp.load(half, storage_reader=tm.torch.Reader("S/alone"))
+        self.assertFalse(half["model"]["w"].any())
+        dcp.load(half, storage_reader=tm.torch.Reader("S/alone", convert=True))
         self.assertTrue(torch.equal(half["model"]["w"], torch.arange(6.0).half()))
+        dcp.save({"w": torch.tensor([1e6, 3.7, -2.5, 300])}, storage_writer=tm.torch.Writer("S/wide"))
+        for convert in (False, True):
+            bytes_ = {"w": torch.full((4,), 7, dtype=torch.uint8)}
+            with self.assertRaisesRegex(BaseException, "w: "):
+                dcp.load(bytes_, storage_reader=tm.torch.Reader("S/wide", convert=convert))
+            self.assertTrue((bytes_["w"] == 7).all())
         # Plain values of tm.save are byte items to DCP.
         tm.save({"w": torch.ones(3), "step": 9}, "S/ours")
         into = {"w": torch.zeros(3), "step": 0}
@@ -455,6 +492,75 @@ class Dcp(support.Folder):
         self.assertEqual((into["step"], into["w"].tolist()), (9, [1, 1, 1]))
         with self.assertRaises(TypeError):
             tm.torch.Writer("S/x", plcement="auto")
+
+    def test_plans_that_are_cached(self):
+        """A planner that keeps its plans says of an unchanged one nothing but that it is unchanged."""
+        for number in range(4):
+            state = {"model": {"w": torch.full((6,), float(number)), "b": torch.arange(3) * number},
+                     "step": number}
+            if number == 3:
+                state["model"]["new"] = torch.ones(2)
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            writer = tm.torch.Writer(f"S/planned-{number}")
+            dcp.save(state, storage_writer=writer, planner=planner)
+            self.assertEqual(writer.report["tensors"], 2 + (number == 3))
+            into = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}, "step": -1}
+            dcp.load(into, storage_reader=tm.torch.Reader(f"S/planned-{number}"))
+            self.assertEqual(into["step"], number)
+            for key, value in state["model"].items():
+                self.assertTrue(torch.equal(into["model"][key], value), key)
+
+    def test_a_plan_that_leaves_something_out(self):
+        class Delta(DefaultSavePlanner):
+            """As one that says what has changed in a way of its own."""
+
+            kept = None
+
+            def create_local_plan(self):
+                plan = super().create_local_plan()
+                return dataclasses.replace(plan, items=[i for i in plan.items if i.index.fqn in self.kept])
+
+        class Forgetful(DefaultSavePlanner):
+            def create_local_plan(self):
+                super().create_local_plan()
+                return SavePlan([], usable=False)
+
+        state = {"w": torch.ones(2), "b": torch.ones(3), "step": 1}
+        for planner, kept, said in ((Delta, (), "leaves out w, b, step"), (Delta, ("w", "b"), "leaves out step"),
+                                    (Delta, ("step",), "leaves out w, b"), (Forgetful, (), "enable_plan_caching")):
+            planner.kept = kept
+            with self.assertRaisesRegex(BaseException, said):
+                dcp.save(state, storage_writer=tm.torch.Writer("S/delta"), planner=planner())
+            self.assertFalse(os.path.exists("S/delta"))
+
+    def test_chunks_of_a_planner(self):
+        """Requests count from the begin of the chunk that a planner's own metadata name."""
+        from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        whole = torch.arange(48.0).reshape(8, 6)
+        dcp.save({"w": whole}, storage_writer=tm.torch.Writer("S/chunks"))
+
+        class Chunks(DefaultLoadPlanner):
+            size = (8, 6)
+
+            def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+                super().set_up_planner(state_dict, metadata, is_coordinator)
+                about = metadata.state_dict_metadata["w"]
+                chunks = [ChunkStorageMetadata(torch.Size((row, column)), torch.Size((4, 3)))
+                          for row in (0, 4) for column in (0, 3)]
+                found = dataclasses.replace(about, size=torch.Size(self.size), chunks=chunks)
+                self.metadata = dataclasses.replace(metadata, state_dict_metadata={"w": found})
+
+        for planner in (Chunks(), DynamicMetaLoadPlanner()):
+            into = {"w": torch.zeros(8, 6)}
+            dcp.load(into, storage_reader=tm.torch.Reader("S/chunks"), planner=planner)
+            self.assertTrue(torch.equal(into["w"], whole), type(planner))
+        # Of a smaller tensor there is no telling which cells are meant.
+        for rows in (6, 4):
+            with self.assertRaisesRegex(BaseException, "w: .*metadata say|[Ss]ize"):
+                dcp.load({"w": torch.zeros(rows, 6)}, storage_reader=tm.torch.Reader("S/chunks"),
+                         planner=DynamicMetaLoadPlanner())
 
     def test_a_part_that_the_placements_do_not_know(self):
         # As in fully_sharded_over_tensor_parallelism; DCP's planner takes this rank's part for empty.

@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import hashlib
 import io
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -84,7 +86,9 @@ class Writer(_AtPath, StorageWriter):
               are the same on all ranks that have them, and a save in which they differ is refused.
     options   as of `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
 
-    Any planner will do: data are what its resolve_data() gives.
+    Any planner will do, with or without plan caching: data are what its resolve_data() gives. A plan
+    that leaves out a key of the planner's state dict is refused (LayoutError); what should not be saved
+    is taken out by the planner's set_up_planner().
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Writer(_AtPath, StorageWriter):
         self._options = options
         _save.read_options(**options)  # What is wrong is said now.
         self._plan: Optional[SavePlan] = None
+        self._coordinator = False
         self._report: Optional[dict[str, Any]] = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,6 +140,7 @@ class Writer(_AtPath, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._path is None:
             raise InvalidArgumentError("a Writer without a path needs a checkpoint_id")
+        self._coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._plan = plan
@@ -153,7 +159,9 @@ class Writer(_AtPath, StorageWriter):
         try:
             if mine is None:
                 raise InvalidArgumentError("write_data without prepare_local_plan before")
-            self._fill(built, mine, planner, group)
+            whole = _whole_plan(mine, planner)
+            _check_complete(whole, planner, self._coordinator)
+            self._fill(built, whole, planner, group)
         except Exception as error:
             # The others must hear of it, or they would wait for this rank.
             built.fail(error)
@@ -179,7 +187,7 @@ class Writer(_AtPath, StorageWriter):
             if distributed.is_available() and distributed.is_initialized():
                 self._group = Group.from_torch(self._process_group)
             else:
-                self._group = Group.single()
+                self._group = _save.saving_group(None)
         return self._group
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
@@ -234,6 +242,58 @@ class Writer(_AtPath, StorageWriter):
             built.set_values({f"{_MAPPINGS}.{digest}": text}, {})
 
 
+def _whole_plan(plan: SavePlan, planner: Any) -> SavePlan:
+    """All that this rank saves. A planner that caches its plans says "as the last time" instead
+    (usable=False); what that was, it has kept."""
+    if getattr(plan, "usable", True):
+        return plan
+    kept = getattr(SavePlanner, "_cached_save_plan", {})
+    whole = kept.get(getattr(planner, "_cached_plans_key", None))
+    if whole is None:
+        raise LayoutError(
+            f"{type(planner).__name__}: its plan says that nothing has changed, but not since when; "
+            "enable_plan_caching=False plans each save anew"
+        )
+    mappings = getattr(planner, "mappings", None)
+    return dataclasses.replace(whole, planner_data=mappings) if mappings else whole
+
+
+def _check_complete(plan: SavePlan, planner: Any, coordinator: bool) -> None:
+    """LayoutError where the planner's state dict has keys of which its plan saves nothing on this rank.
+    Planners may rename keys, so that only as many must be there."""
+    leaves = getattr(planner, "state_dict", None)
+    if not isinstance(leaves, dict):
+        return
+    planned = {item.index.fqn for item in plan.items}
+    missing = [
+        key
+        for key, leaf in leaves.items()
+        if key not in planned and _has_part(leaf, coordinator)
+    ]
+    renamed = sum(key not in leaves for key in planned)
+    if len(missing) > renamed:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise LayoutError(
+            f"the plan of {type(planner).__name__} leaves out {', '.join(missing[:8])}{more}, which its "
+            "state dict has; what should not be saved is taken out in set_up_planner()",
+            key=missing[0],
+        )
+
+
+def _has_part(leaf: Any, coordinator: bool) -> bool:
+    """Whether this rank has something to save of a leaf of a state dict."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(leaf, DTensor):
+        return bool(leaf._local_tensor.numel())
+    if hasattr(leaf, "local_shards"):  # ShardedTensor
+        return bool(leaf.local_shards())
+    if hasattr(type(leaf), "__create_write_items__"):
+        return bool(leaf.__create_write_items__("", leaf))
+    # Planners before PyTorch 2.3 leave values that are no tensors to the coordinator.
+    return coordinator or isinstance(leaf, torch.Tensor)
+
+
 class Reader(_AtPath, StorageReader):
     """Loads through torch.distributed.checkpoint.load from anything that `tensormount.open` opens,
     whatever it was sharded for: checkpoints of tensormount, of DCP itself, Megatron-Core, Hugging
@@ -242,15 +302,23 @@ class Reader(_AtPath, StorageReader):
 
     path      None: the checkpoint_id that DCP is given. "STORE/latest" is looked up once.
     verify    "auto", "leaves", "off".
+    convert   elements may be converted to the dtype asked for, as by `tensormount.Rule(convert=True)`;
+              otherwise another dtype is a LayoutError.
+
+    Any planner will do: its requests are boxes of a stored chunk, and chunks are what its metadata
+    says, or the whole tensor.
 
     Ranks read for themselves, so it needs no group. Where a DTensor's part is more than one box
     (_StridedShard), use `LoadPlanner`; with DCP's own planner such a load is refused, where DCP would
     fill in other cells' numbers.
     """
 
-    def __init__(self, path: Optional[PathLike] = None, *, verify: str = "auto") -> None:
+    def __init__(
+        self, path: Optional[PathLike] = None, *, verify: str = "auto", convert: bool = False
+    ) -> None:
         self._path = None if path is None else os.fspath(path)
         self._verify = verify
+        self._convert = bool(_save.flag("convert", convert))
         _load.read_options(verify=verify)  # What is wrong is said now.
         self._checkpoint: Any = None
 
@@ -310,7 +378,7 @@ class Reader(_AtPath, StorageReader):
         _refuse_strided(planner)
         built = State()
         shards = []
-        converted: list[tuple[Any, Any]] = []
+        copies: list[tuple[Any, Any]] = []
         tensors = []
         for item in plan.items:
             key = item.storage_index.fqn
@@ -318,39 +386,32 @@ class Reader(_AtPath, StorageReader):
                 continue
             target = planner.resolve_tensor(item).detach()
             tensors.append((item, target))
-            extent = tuple(item.lengths)
-            if tuple(target.shape) != extent:
-                raise LayoutError(
-                    f"tensor {key}: the planner's memory is {tuple(target.shape)}, its plan says "
-                    f"{extent}",
-                    key=key,
-                )
             stored = checkpoint[key]
+            begin, extent = self._box(item, target, stored, planner)
             into = target
-            dtype = _dtypes.torch_dtype(stored._row)
-            if target.dtype != dtype or target.device.type != "cpu":
-                # As DCP does it: the planner's memory is filled by a copy, which converts.
-                into = torch.empty(extent, dtype=dtype)
-                converted.append((target, into))
+            if target.device.type != "cpu":
+                into = torch.empty(extent, dtype=target.dtype)
+                copies.append((target, into))
             memory = _shards._local_memory(key, into, _shards.LOAD)
             shards.append(
                 _shards._torch_shard(
-                    key, memory, tuple(stored.shape), tuple(item.storage_offsets), extent,
-                    (0,) * len(extent), _shards.UNLABELLED,
+                    key, memory, tuple(stored.shape), begin, extent, (0,) * len(extent),
+                    _shards.UNLABELLED,
                 )
             )
         built.add_shards(shards)
+        rules = [_load.Rule(convert=True)] if self._convert else []
         with Group.single() as group:
             asked = _load._Asked({})
             asked.group = group
             # By the path that was opened: "latest" must not move on meanwhile.
-            options = _load.read_options(verify=self._verify)
+            options = _load.read_options(verify=self._verify, rules=rules)
             loaded = _load.start(
                 built, checkpoint.path, group, group._handle(), options, asked
             ).wait()
         if checkpoint.uuid is not None and loaded.uuid != checkpoint.uuid:
             raise LayoutError(f"{checkpoint.path}: was replaced while it was loaded")
-        for target, into in converted:
+        for target, into in copies:
             target.copy_(into)
         for item, target in tensors:
             planner.commit_tensor(item, target)
@@ -360,6 +421,37 @@ class Reader(_AtPath, StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _box(
+        self, item: ReadItem, target: Any, stored: Any, planner: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where a request begins in the whole tensor, and its extent. LayoutError where the planner's
+        memory or metadata are of another tensor than the stored one."""
+        key = item.storage_index.fqn
+        shape, extent = tuple(stored.shape), tuple(item.lengths)
+        if tuple(target.shape) != extent:
+            raise LayoutError(
+                f"tensor {key}: the planner's memory is {tuple(target.shape)}, its plan says "
+                f"{extent}",
+                key=key,
+            )
+        about = getattr(getattr(planner, "metadata", None), "state_dict_metadata", None) or {}
+        size = getattr(about.get(key), "size", None)
+        if size is not None and tuple(size) != shape:
+            raise LayoutError(
+                f"tensor {key}: the planner's metadata say {tuple(size)}, stored is {shape}", key=key
+            )
+        # Requests count from the begin of the chunk that they name.
+        chunk = item.storage_index.offset or (0,) * len(extent)
+        begin = tuple(map(operator.add, chunk, item.storage_offsets))
+        dtype = _dtypes.torch_dtype(stored._row)
+        if target.dtype != dtype and not self._convert:
+            raise LayoutError(
+                f"tensor {key}: asked for as {target.dtype}, stored as {dtype}; "
+                "Reader(convert=True) converts",
+                key=key,
+            )
+        return begin, extent
 
     def _bytes(self, key: str) -> bytes:
         """The bytes of a byte item; of a plain value of `tensormount.save`, what torch.save makes of
