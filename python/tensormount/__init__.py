@@ -52,6 +52,7 @@ _NAMES = {
     "wait_committed": "_store",
     "Mount": "_mount",
     "mount": "_mount",
+    "Unreadable": "_values",
     "Box": "_boxes",
     "Flat": "_held",
     "Shards": "_held",
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
         wait_committed as wait_committed,
     )
     from tensormount._tree import PerRank as PerRank
+    from tensormount._values import Unreadable as Unreadable
     from tensormount.errors import (
         AlreadyExistsError as AlreadyExistsError,
         BusyError as BusyError,

@@ -809,7 +809,7 @@ def _fields(lib: Any) -> dict[str, Any]:
         lib.tm_free(text)
     found = {
         name: said[name]
-        for name in ("errno", "message", "rank", "key", "file", "cause")
+        for name in ("errno", "message", "rank", "key", "file", "cause", "memory_in_use")
         if said.get(name) is not None
     }
     box = said.get("box")

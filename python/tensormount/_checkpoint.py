@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
-from tensormount import _abi, _dtypes, _index
+from tensormount import _abi, _dtypes, _index, _shards
 from tensormount.errors import (
     CheckpointNotFoundError,
     ClosedError,
     InvalidArgumentError,
     KeyNotFoundError,
+    LayoutError,
     OutOfRangeError,
     StaleError,
     UnsupportedError,
@@ -327,8 +329,11 @@ class Checkpoint:
         """What rank `rank` of the save set for itself; empty where it set nothing."""
         from tensormount._tree import plain_values, structures_of
 
-        values = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
-        return plain_values(values, structures_of(self._values()), "rank")
+        return plain_values(self._rank_values(rank), structures_of(self._values()), "rank")
+
+    def _rank_values(self, rank: int) -> dict[str, Any]:
+        """Those of a rank by name, encoded."""
+        return dict(self._json(self._lib.tm_checkpoint_rank_common, rank, None) or {})
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -366,11 +371,18 @@ class Checkpoint:
         if not names:
             rest = _tree.plain_values(values, [])
             return {**tensors, **{name: rest[name] for name in rest if name not in tensors}}
+        keys_of = _tree.stored_names(_tree.structures_of(values), tensors)
         trees = [
-            _tree.unflatten(values[name], tensors, values, self._rank_values_of(name))
+            _tree.unflatten(
+                values[name], tensors, values, self._rank_values_of(name), names=keys_of
+            )
             for name in names
         ]
-        return _tree.merge_trees(trees)
+        state = _tree.merge_trees(trees)
+        bad = _tree.first_unreadable(state)
+        if bad is not None:
+            raise LayoutError(f"{self._path}: a stored value cannot be read: {bad.reason}")
+        return state
 
     def _rank_values_of(self, structure: str) -> dict[str, Any]:
         """The values of the first rank that has this structure."""
@@ -379,11 +391,9 @@ class Checkpoint:
         digest = structure[len(TREE_NAME) + 1 :]
         rank = 0
         while True:
-            values = self._json(self._lib.tm_checkpoint_rank_common, rank, None)
-            if not values:
-                return {}
-            if values.get(TREE_NAME) == digest:
-                return dict(values)
+            values = self._rank_values(rank)
+            if not values or values.get(TREE_NAME) == digest:
+                return values
             rank += 1
 
     @property
@@ -463,9 +473,8 @@ class Tensor:
     def __init__(self, checkpoint: Checkpoint, key: str) -> None:
         name = _encode(key)
         found = _abi.TensorInfo(struct_size=ctypes.sizeof(_abi.TensorInfo))
-        status = checkpoint._lib.tm_checkpoint_tensor(
-            checkpoint._opened().address, name, _addressof(found)
-        )
+        handle = checkpoint._opened()  # A reference until the library has returned.
+        status = checkpoint._lib.tm_checkpoint_tensor(handle.address, name, _addressof(found))
         if status:
             _abi.fail(status, _LOOKED_UP, key)
         self._checkpoint = checkpoint
@@ -640,10 +649,10 @@ class Tensor:
         if out is None:
             return self[index]
         plan = _index.plan(index, self._shape)
-        memory = _Memory.of(out)
+        memory = _Memory.of(out, self._key)
         if memory.number != self._row.number:
             raise InvalidArgumentError(
-                f"{self._key}: out has elements of {memory.dtype}, not {self._row.name}",
+                f"{self._key}: out has elements of {out.dtype}, not {self._row.name}",
                 key=self._key,
             )
         if memory.shape != plan.shape:
@@ -804,49 +813,34 @@ def _run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]
     raise UnsupportedIndexError(f"{key}: that is no run of rows, and can only be read")
 
 
-class _Memory:
-    """What `out` is: where its elements are, in numbers."""
+class _Memory(NamedTuple):
+    """Where the elements of an `out` are; numbers of elements of the stored type."""
 
-    __slots__ = ("address", "shape", "strides", "number", "dtype", "torch", "_out")
-
+    out: Any
+    number: int
+    shape: tuple[int, ...]
     address: int
     strides: tuple[int, ...]
     torch: bool
 
-    def __init__(self, out: Any) -> None:
-        self._out = out
-        self.dtype: Any = out.dtype
-        self.number = _dtypes.number_of(out.dtype)
-        self.shape = tuple(int(extent) for extent in out.shape)
-
     @classmethod
-    def of(cls, out: Any) -> _Memory:
-        if hasattr(out, "data_ptr") and hasattr(out, "stride"):
-            memory = cls(out)
-            if out.device.type != "cpu":
-                raise UnsupportedError(f"out is on {out.device}: read into memory of the host")
-            memory.torch = True
-            memory.address = out.data_ptr()
-            memory.strides = tuple(out.stride())
-            return memory
-        interface = getattr(out, "__array_interface__", None)
-        if interface is None:
+    def of(cls, out: Any, key: str) -> _Memory:
+        """What a load checks of memory that it writes to holds here, too (`_shards.describe`)."""
+        torch = hasattr(out, "data_ptr") and hasattr(out, "stride")
+        if not torch and not hasattr(out, "__array_interface__"):
             raise InvalidArgumentError(
-                f"out is a {type(out).__name__}: a NumPy array or a torch tensor is possible"
+                f"{key}: out is a {type(out).__name__}: a NumPy array or a torch tensor is possible"
             )
-        memory = cls(out)
-        memory.torch = False
-        memory.address, read_only = interface["data"]
-        if read_only:
-            raise InvalidArgumentError("out is read-only")
-        width = out.dtype.itemsize
-        if any(stride % width for stride in out.strides) or not out.dtype.isnative:
-            raise UnsupportedError("out has strides within elements, or swapped bytes")
-        memory.strides = tuple(stride // width for stride in out.strides)
-        return memory
+        shard = _shards.destination(key, out)
+        strides = shard.strides
+        if strides is None:
+            strides = tuple(
+                math.prod(shard.extent[axis + 1 :]) for axis in range(len(shard.extent))
+            )
+        return cls(out, shard.dtype, shard.extent, shard.address, strides, torch)
 
     def assign(self, values: Any) -> None:
-        self._out[...] = values
+        self.out[...] = values
 
 
 def _strides(plan: _index.Plan, memory: _Memory, index: Any,

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
 import weakref
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from tensormount import _abi
 from tensormount.errors import (
@@ -179,31 +180,34 @@ class Group:
 
     @classmethod
     def from_env(cls, *, timeout: float = 300.0, **options: Any) -> Group:
-        """The ranks that torchrun started, by its environment (RANK, WORLD_SIZE, MASTER_ADDR,
-        MASTER_PORT), with or without a process group of torch. Without RANK and WORLD_SIZE: this
-        process alone.
+        """The ranks that a launcher started, by the environment that it gave them, with or without a
+        process group of torch:
 
-        Errors as of `from_torch`.
+        RANK and WORLD_SIZE                       torchrun, and most others
+        SLURM_PROCID and SLURM_STEP_NUM_TASKS     srun
+        OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, or PMI_RANK, PMI_SIZE    mpirun
+
+        They find each other at MASTER_ADDR and MASTER_PORT; under srun also without these, at the first
+        host of the step and a port made of the numbers of job and step. Needs PyTorch, for its store
+        (`Group.mpi()` and `from_folder` do without). Without any of these variables: this process alone.
+
+        UnsupportedError names what is missing. Errors as of `from_torch`.
         """
-        names = ("RANK", "WORLD_SIZE")
-        if not any(name in os.environ for name in names):
+        found = ranks_of_environment()
+        if found is None or found.size == 1:
             return cls.single()
-        rank, size = (_number(name) for name in names)
-        if size == 1:
-            return cls.single()
+        rank, size = found.rank, found.size
         distributed = _torch_distributed()
         if distributed.is_initialized():
             return cls.from_torch(timeout=timeout, **options)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise UnsupportedError(f"the environment has RANK and WORLD_SIZE, but no {name}")
+        host, port = _meeting_point(found)
         from datetime import timedelta
 
         # torchrun's agent has a store there already; otherwise rank 0 has.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            _number("MASTER_PORT"),
+            host,
+            port,
             size,
             is_master=rank == 0 and not agent,
             timeout=timedelta(seconds=timeout),
@@ -298,6 +302,74 @@ class Group:
         _check(session.lib.tm_mpi_world(session.address, ctypes.addressof(out)))
         assert out.value is not None
         return cls(out.value, owner=session, kind="mpi")
+
+
+class Launched(NamedTuple):
+    """This process among those that a launcher started, and the variables that say so."""
+
+    rank: int
+    size: int
+    names: str
+
+
+# A batch script has SLURM_PROCID and SLURM_NTASKS, too, without being a task: only the variables of a
+# step count.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def ranks_of_environment() -> Optional[Launched]:
+    """What the environment says; None where it says nothing. Of several launchers the first that has
+    more than one rank counts: torchrun within a batch job, mpirun within a step of one task."""
+    found: Optional[Launched] = None
+    for rank_name, size_name in _LAUNCHERS:
+        if size_name not in os.environ:
+            if rank_name == "RANK" and rank_name in os.environ:
+                raise UnsupportedError("the environment has RANK, but no WORLD_SIZE")
+            continue
+        size = _number(size_name)
+        rank = _number(rank_name) if size != 1 else 0
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"the environment has {rank_name}={rank}, {size_name}={size}")
+        found = found or Launched(rank, size, f"{rank_name}, {size_name}")
+        if rank_name == "RANK" or size > 1:
+            return Launched(rank, size, f"{rank_name}, {size_name}")
+    return found
+
+
+def _meeting_point(found: Launched) -> tuple[str, int]:
+    """Host and port of the store by which ranks find each other."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if not missing:
+        return os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    if found.names.startswith("SLURM") and nodes and "SLURM_JOB_ID" in os.environ:
+        host = os.environ.get("MASTER_ADDR") or _first_host(nodes)
+        step = os.environ.get("SLURM_STEP_ID", "0")
+        number = 31 * _number("SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)
+        # Below the ports that systems give to connections, above those of services.
+        return host, _number("MASTER_PORT") if "MASTER_PORT" in os.environ else 12000 + number % 18000
+    raise UnsupportedError(
+        f"the environment has {found.names}, but no {' and no '.join(missing)}: set "
+        "MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same on all ranks"
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """Of a list of hosts as Slurm writes it: "gpu[003-007,012],login" is gpu003 first."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    inside, _, tail = rest.partition("]")
+    first = re.split("[-,]", inside)[0]
+    after = tail.split(",")[0]
+    if "[" in after:  # More than one range in a name, which few sites have.
+        return head + first + _first_host(tail)
+    return head + first + after
 
 
 def _in_hook() -> bool:
@@ -458,5 +530,11 @@ class _MpiSession:
                 import atexit
 
                 cls._one = cls()
-                atexit.register(cls._one.lib.tm_mpi_free, cls._one.address)
+                atexit.register(cls._one._end)
             return cls._one
+
+    def _end(self) -> None:
+        jobs = sys.modules.get("tensormount._jobs")
+        if jobs is not None:
+            jobs.end_all()  # Saves under way need MPI.
+        self.lib.tm_mpi_free(self.address)

@@ -17,7 +17,13 @@ from typing import Any, Optional, TypeVar
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
 from tensormount._state import State, path_bytes, status_of
-from tensormount.errors import InternalError, InvalidArgumentError, UnsupportedError
+from tensormount.errors import (
+    CancelledError,
+    Error,
+    InternalError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 
 log = logging.getLogger("tensormount")
 
@@ -25,6 +31,8 @@ log = logging.getLogger("tensormount")
 _SLICE_MS = 50
 # How long the end of the process waits for jobs that it has cancelled.
 _LAST_SECONDS = 10.0
+# How long it waits for saves under way that it has not, where `exit_wait` says nothing else.
+EXIT_WAIT = 600.0
 
 _pin = ctypes.pythonapi.Py_IncRef
 _unpin = ctypes.pythonapi.Py_DecRef
@@ -169,6 +177,13 @@ def _keep(hook: Any, kept: list[Any]) -> Any:
     return ctypes.cast(hook, ctypes.c_void_p)
 
 
+def exit_wait_of(seconds: Any) -> float:
+    """The option `exit_wait` of a save in the background."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise InvalidArgumentError(f"exit_wait={seconds!r}: seconds, 0 or more")
+    return float(seconds)
+
+
 def in_hook() -> bool:
     """Whether this is called by a hook, on a thread of the library, which must not wait for itself."""
     return getattr(_in_hook, "depth", 0) > 0
@@ -179,10 +194,13 @@ class Job:
 
     Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
     What the library works with (`held`) lives until the verdict, whatever happens to the job object:
-    dropping it, an exception in `with`, and the end of the interpreter, which cancels it.
+    dropping it, an exception in `with`, the end of the interpreter. That end waits for saves
+    (`exit_wait`) and cancels loads. A failure that nobody asked for by wait() or exception() is logged
+    as an error (logger "tensormount") when the job is dropped or the process ends.
     """
 
     _word = "job"
+    _finishes_at_exit = False
     # Functions of the library, by what they do.
     _wait_function = ""
     _fd_function = ""
@@ -222,6 +240,7 @@ class Job:
         job on all ranks; the exception goes on.
         """
         self._wait(self._poll, timeout, "over", progress)
+        self._state.asked()
         if self._failure is not None:
             raise self._failure
         return self._report
@@ -233,13 +252,17 @@ class Job:
     def cancel(self) -> None:
         """Asks for the end of the job. The ranks vote: it ends with CancelledError on all of them, or
         its end comes first. Does not wait."""
+        self._state.cancelled = True
         with self._lock:
             if not self._done:
                 getattr(self._lib, self._cancel_function)(self._address)
 
     def exception(self) -> Optional[BaseException]:
         """What the job failed with; None where it did not, or is not over."""
-        return self._failure if self._poll(0) else None
+        if not self._poll(0):
+            return None
+        self._state.asked()
+        return self._failure
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._await().__await__()
@@ -360,6 +383,7 @@ class Job:
     def _end(self) -> None:
         # The library's job stays until this object goes: another thread may be waiting for it.
         self._done = True
+        self._state.failed(self._failure)
         self._state.end()
         self._held = []
 
@@ -463,6 +487,14 @@ class _Live:
         self.process = job._process
         self.lib = job._lib
         self.names = (job._wait_function, job._cancel_function, job._free_function)
+        self.label = f"{job._word} {job._path}"
+        # Seconds that the end of the process waits for it; 0: it is cancelled.
+        self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
+        # What it failed with, until somebody was told. The text: an exception has frames, which have
+        # the job.
+        self.failure: Optional[str] = None
+        self.cancelled = False  # By this process.
+        self.keeps = False  # What it holds, beyond its end.
         self.held = job._held
         self.over = False
         self.waiting = 0
@@ -484,13 +516,15 @@ class _Live:
             self.over = True
         _live.discard(self)
         held, self.held = self.held, []
-        _unpin(held)
+        if not self.keeps:
+            _unpin(held)
 
     def dropped(self) -> None:
         """Nobody has the job any more."""
         if self.process != os.getpid() or _ending:
             return
         self.nobodys = True
+        self.tell()
         if self.over:
             self.free()
         else:
@@ -509,7 +543,33 @@ class _Live:
     def await_end(self) -> None:
         if self.wait(None):
             self.end()
+            self.tell()
             self.free()
+
+    def failed(self, failure: Optional[BaseException]) -> None:
+        """The verdict. Where it is a failure somebody is to be told of it; where a device is still at
+        the memory, that is kept for ever."""
+        for one in (failure, getattr(failure, "__cause__", None)):
+            self.keeps = self.keeps or getattr(one, "memory_in_use", False)
+        if failure is None or (self.cancelled and isinstance(failure, CancelledError)):
+            return
+        # The text of an exception of a hook may be anything, and may raise.
+        text = status_of(failure)[1].decode("utf-8", "replace")
+        self.failure = f"{type(failure).__name__}: {text}" if isinstance(failure, Error) else text
+        _untold.add(self)
+
+    def asked(self) -> None:
+        """Whoever has the job knows the verdict."""
+        self.failure = None
+        _untold.discard(self)
+
+    def tell(self) -> None:
+        """Logs a failure that nobody asked for. It is not raised: this rank alone would miss a
+        collective call, and the others hang in it."""
+        failure = self.failure
+        if failure is not None:
+            self.asked()
+            log.error("%s failed: %s", self.label, failure)
 
     def wait(self, end: Optional[float]) -> bool:
         """Whether the verdict, which nobody asks for, came before `end`."""
@@ -522,7 +582,13 @@ class _Live:
         try:
             while True:
                 status = function(self.address, _SLICE_MS, ctypes.addressof(done), None)
-                if status != 0 or done.value:
+                if status != 0:
+                    try:
+                        _abi.fail(status)
+                    except Exception as error:
+                        self.failed(error)
+                    return True
+                if done.value:
                     return True
                 if end is not None and time.monotonic() > end:
                     return False
@@ -531,6 +597,7 @@ class _Live:
                 self.waiting -= 1
 
     def cancel(self) -> None:
+        self.cancelled = True
         with self.lock:
             if not self.over and self.address != 0:
                 getattr(self.lib, self.names[1])(self.address)
@@ -542,6 +609,7 @@ class _Live:
 
 
 _live: set[_Live] = set()
+_untold: set[_Live] = set()  # Over, failed, and nobody asked.
 _ending = False
 
 
@@ -563,24 +631,52 @@ def _all_of(owner: Any) -> list[_Live]:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_all() -> None:
     """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call
-    into nothing, so that a job with one is waited for as long as it takes."""
+    into nothing. Saves are finished, loads cancelled. What is lost is logged; this raises nothing."""
     global _ending
     _ending = True
     jobs = [job for job in list(_live) if job.process == os.getpid()]
-    for job in jobs:
+    unfinished = [job for job in jobs if not _finish(job)]
+    for job in unfinished:
         job.cancel()
     end = time.monotonic() + _LAST_SECONDS
-    for job in jobs:
+    for job in unfinished:
+        # One with a hook is waited for as long as it takes.
         if job.wait(None if job.has_hook() else end):
             job.end()
         # Otherwise its memory stays for ever.
+    for job in list(_untold):
+        if job.process == os.getpid():
+            job.tell()
+
+
+_interrupted = False
+
+
+def _finish(job: _Live) -> bool:
+    """Whether a job came to its end by itself, within its `exit_wait`. Ctrl-C ends the wait for all."""
+    global _interrupted
+    wait = 0.0 if job.cancel_when_dropped or _interrupted else job.exit_wait
+    begin = time.monotonic()
+    try:
+        if wait > 0 and job.wait(begin + wait):
+            job.end()
+            return True
+    except KeyboardInterrupt:
+        _interrupted = True
+    if job.exit_wait > 0 and not job.cancel_when_dropped:
+        log.error(
+            "%s is lost: the process ends, and it was not over after %.0f s%s", job.label,
+            time.monotonic() - begin, " (interrupted)" if _interrupted else "",
+        )
+    return False
 
 
 def _forked() -> None:
     global _ending
     _ending = False  # The child's own end comes later.
+    _untold.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

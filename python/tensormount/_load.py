@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fnmatch
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
 from tensormount import _abi, _layouts, _shards, _tree
-from tensormount._jobs import EventHook, Job, begin, set_hook, set_times
+from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
 from tensormount._progress import Progress
 from tensormount._save import _choice, _group, _numbers, _verdict, flag
 from tensormount._state import State, cache_of, rules_text, take_json, text, texts
 from tensormount.errors import (
-    CheckpointNotFoundError,
     Error,
     InvalidArgumentError,
     KeyNotFoundError,
@@ -43,12 +44,14 @@ class Loaded:
 
     state       the request, with the plain values of the checkpoint in place of its own.
     kept        paths of plain values that the checkpoint has none for: the request's stayed.
+                Not empty only where `not_stored` or `strict_exempt` let the load go on without.
     report      numbers as a dict: bytes_wanted, bytes_read, plan_seconds, ...
     uuid        of the checkpoint.
     common      plain values by name; rank_common: those of single ranks of the save.
     metadata    what the application said about the checkpoint as a whole.
     objects     bytes that were asked for, by (key, index).
-    not_stored, not_requested   keys on one side only, where `strict` was to return them.
+    not_stored, not_requested   keys on one side only, where those options said "return". Of tensors
+                and, in not_stored, of plain values ("optim.param_groups.0.lr").
     skipped     keys of which nothing was loaded, by a rule; converted: whose elements were.
     uncovered   cells that the stored tensor lacks, by a rule: (key, begin, extent, zeroed).
     """
@@ -157,6 +160,7 @@ class _Asked:
         self.stored_uuid: Optional[str] = None  # Of the checkpoint that names were taken from.
         self._bytes: Optional[int] = None
         self.flat: Optional[_tree.Flat] = None
+        self.missing: list[str] = []  # Plain values that are asked for and not stored.
 
     def bytes(self) -> int:
         """Of the tensors that this rank wants."""
@@ -192,9 +196,9 @@ def load(
 
     Options, which are the same on all ranks but for on_event, exchange_group and threads:
 
-    not_stored, not_requested   "raise", "log", "return" or "ignore" keys that are asked for and
-              absent, and tensors that nobody asks for. strict_exempt: globs of keys that count as
-              neither.
+    not_stored, not_requested   "raise", "log", "return" or "ignore" tensors and plain values that
+              are asked for and absent, and tensors that nobody asks for. strict_exempt: globs of keys
+              ("extra.*") that count as neither.
     rules     `Rule`s for shapes, dtypes and grids that differ; otherwise that is LayoutError.
     validate  requests must cover every tensor exactly, as on a save.
     verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
@@ -216,7 +220,7 @@ def load(
         >>> loaded.report["bytes_wanted"]
         2048
     """
-    job, own = _begin(request, source, group, objects, key_map, read_options(**options))
+    job, own = _begin(request, source, group, objects, key_map, options)
     loaded: Loaded = _verdict(job, own, progress)
     return loaded
 
@@ -232,7 +236,7 @@ def async_load(
 ) -> LoadJob:
     """As `load`, in the background: returns at once. The tensors are the load's until the verdict.
     Loads of one group run one after the other, in the order of the calls."""
-    job, own = _begin(request, source, group, objects, key_map, read_options(**options))
+    job, own = _begin(request, source, group, objects, key_map, options)
     if own is not None:
         job.cancel()
         raise own
@@ -248,14 +252,18 @@ def _begin(
     group: Any,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
     key_map: Optional[Sequence[Mapping[str, str]]],
-    options: tuple[Any, list[Any]],
+    options: LoadOptions,
 ) -> tuple[LoadJob, Optional[BaseException]]:
+    given = read_options(**options)
+    policy = _ValuePolicy(
+        options.get("not_stored", "raise"), tuple(options.get("strict_exempt") or ())
+    )
     group = _group(group)
     handle = group._handle()
     asked = _Asked(request)
     asked.group = group
-    built, own = _build(asked, source, objects, key_map)
-    return start(built, source, group, handle, options, asked), own
+    built, own = _build(asked, source, objects, key_map, policy)
+    return start(built, source, group, handle, given, asked), own
 
 
 def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
@@ -299,6 +307,7 @@ def _build(
     source: PathLike,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
     key_map: Optional[Sequence[Mapping[str, str]]],
+    policy: _ValuePolicy,
 ) -> tuple[State, Optional[BaseException]]:
     built = State()
     group = asked.group
@@ -309,9 +318,18 @@ def _build(
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
             asked.objects.append((key, tuple(index)))
-        names, keys = _stored(asked, source, key_map is not None)
-        flat = _tree.flatten(asked.request, names, frozenset(keys))
-        asked.flat = flat
+        with _look(source) as stored:
+            keys = stored.keys() if stored is not None else []
+            names, values = {}, {}
+            if stored is not None:
+                values = stored._values()
+                names = _tree.stored_names(_tree.structures_of(values), frozenset(keys))
+            flat = _tree.flatten(asked.request, names, frozenset(keys))
+            asked.flat = flat
+            if stored is not None and (flat.common or flat.rank_common):
+                asked.missing = _missing_values(asked, stored, values, policy)
+            if stored is not None and (names or key_map is not None or asked.missing):
+                asked.stored_uuid = stored.uuid
         items = flat.items()
         if key_map is not None:
             items = _renamed(items, keys, key_map)
@@ -322,21 +340,63 @@ def _build(
     return built, None
 
 
-def _stored(
-    asked: _Asked, source: PathLike, renamed: bool
-) -> tuple[Optional[dict[Any, str]], list[str]]:
-    """Names that the checkpoint has for paths whose keys alone would not tell, and its keys."""
+@contextlib.contextmanager
+def _look(source: PathLike) -> Iterator[Any]:
+    """The checkpoint, opened; None where it cannot be: the load says that, to all ranks."""
     from tensormount._checkpoint import open as open_checkpoint
 
     try:
         checkpoint = open_checkpoint(source)
     except Error:
-        return None, []  # The load says it, to all ranks.
+        yield None
+        return
     with checkpoint:
-        names = _tree.stored_names(_tree.structures_of(checkpoint._values()))
-        if names or renamed:
-            asked.stored_uuid = checkpoint.uuid
-        return names, checkpoint.keys()
+        yield checkpoint
+
+
+class _ValuePolicy(NamedTuple):
+    """What `not_stored` and `strict_exempt` say, for plain values."""
+
+    not_stored: str
+    exempt: tuple[str, ...]
+
+
+def _missing_values(
+    asked: _Asked, stored: Any, values: Mapping[str, Any], policy: _ValuePolicy
+) -> list[str]:
+    """Names of plain values that are asked for and not stored, as the library finds those of tensors.
+    KeyNotFoundError under "raise", before a byte is read, so that all ranks hear of it."""
+    if policy.not_stored == "ignore":
+        return []
+    kept: list[Any] = []
+    ranks = stored._rank_values(asked.group.rank) or stored._rank_values(0)
+    _tree.refill(asked.request, _stored_state(values, ranks), kept)
+    missing = [
+        name
+        for name in map(_tree.dotted, kept)
+        if not any(fnmatch.fnmatchcase(name, glob) for glob in policy.exempt)
+    ]
+    if not missing or policy.not_stored == "return":
+        return missing
+    objects, keys = frozenset(stored.objects), stored.keys()
+    said = _listed([_why_missing(name, objects, keys) for name in missing])
+    if policy.not_stored == "raise":
+        raise KeyNotFoundError(f"asked for, but not stored: {said}", key=missing[0])
+    log.warning("%s: asked for, but not stored: %s", stored.path, said)
+    return []
+
+
+def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str:
+    if name in objects:
+        return f"{name} (stored as an object, which is not unpickled)"
+    if any(key == name or key.startswith(name + ".") for key in keys):
+        return f"{name} (a tensor is stored there)"
+    return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 def _renamed(
@@ -391,6 +451,7 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
         )
     for name in ("not_stored", "not_requested", "skipped", "converted"):
         setattr(found, name, _abi.get_list(getattr(lib, f"tm_load_report_{name}"), address))
+    found.not_stored += asked.missing
     found.uncovered = []
     row = _abi.Uncovered(struct_size=ctypes.sizeof(_abi.Uncovered))
     for i in range(lib.tm_load_report_uncovered_count(address)):
@@ -413,8 +474,9 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     found.common = _tree.plain_values(values, structures)
     found.rank_common = {asked.group.rank: _tree.plain_values(ranks, structures, "rank")}
     _written(asked.flat)
-    found.kept = []
-    found.state = _tree.refill(asked.request, _stored_state(values, ranks), found.kept)
+    kept: list[Any] = []
+    found.state = _tree.refill(asked.request, _stored_state(values, ranks), kept)
+    found.kept = [_tree.path_text(path) for path in kept]
     _put_back(asked.request, found.state, _standing_twice(asked.request))
     if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
         found.state = asked.request
@@ -456,7 +518,8 @@ def _rank_values(lib: Any, address: int, rank: int) -> dict[str, Any]:
 
 
 def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
-    """The plain values of the checkpoint where the state dict had them; tensors are only marks."""
+    """The plain values of the checkpoint where the state dict had them; _tree.ABSENT where it had
+    tensors, or values of other ranks."""
     names = _tree.structure_names(values)
     if not names:
         return _tree.plain_values(values, [])
@@ -465,14 +528,10 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
     # That of the same rank first, then whatever others had.
     order = ([chosen] if chosen in names else []) + [name for name in names if name != chosen]
     trees = [
-        _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _ABSENT)
+        _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _tree.ABSENT)
         for name in order
     ]
-    return _without_absent(_united(trees))
-
-
-# Stands where a state dict has a tensor, or a value that is another rank's.
-_ABSENT = _tree._NOTHING
+    return _united(trees)
 
 
 def _united(trees: Sequence[Any]) -> Any:
@@ -489,15 +548,7 @@ def _unite(a: Any, b: Any) -> Any:
         for key, item in b.items():
             merged[key] = _unite(merged[key], item) if key in merged else item
         return merged
-    return b if a is _ABSENT else a
-
-
-def _without_absent(tree: Any) -> Any:
-    if type(tree) in _tree.SPLIT_DICTS:
-        return type(tree)(
-            (key, _without_absent(item)) for key, item in tree.items() if item is not _ABSENT
-        )
-    return tree
+    return b if a is _tree.ABSENT else a
 
 
 def _standing_twice(request: Any) -> set[int]:

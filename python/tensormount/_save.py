@@ -9,7 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
 
 from tensormount import _abi, _shards, _tree
-from tensormount._jobs import EventHook, Job, ReportHook, begin, set_hook, set_save_hooks, set_times
+from tensormount._jobs import (
+    EXIT_WAIT,
+    EventHook,
+    Job,
+    ReportHook,
+    begin,
+    exit_wait_of,
+    set_hook,
+    set_save_hooks,
+    set_times,
+)
 from tensormount._progress import Progress
 from tensormount._state import State, cache_of, text, texts
 from tensormount._tasks import in_background
@@ -60,6 +70,7 @@ class SaveJob(Job):
     """A save in the background; of `async_save` and `Saver.save`."""
 
     _word = "save"
+    _finishes_at_exit = True
     _wait_function = "tm_save_job_wait_for"
     _fd_function = "tm_save_job_fd"
     _cancel_function = "tm_save_job_cancel"
@@ -187,6 +198,7 @@ def async_save(
     objects: Optional[Mapping[str, bytes]] = None,
     rank_objects: Optional[Mapping[str, bytes]] = None,
     metadata: Optional[Mapping[str, Any]] = None,
+    exit_wait: float = EXIT_WAIT,
     **options: Unpack[SaveOptions],
 ) -> SaveJob:
     """As `save`, in the background: returns when the bytes of this rank's tensors are copied, and
@@ -200,12 +212,18 @@ def async_save(
         >>> job.wait()["tensors"]
         1
 
+    exit_wait: seconds that the end of the interpreter waits for the save, so that it is committed also
+    where it is the last line of a script; 0: it is cancelled then. What is lost is logged as an error,
+    as is a failure that nobody asks for.
+
     In a coroutine `await job` does not block the loop. What this rank does wrong is raised here; the
     other ranks have it in their jobs. `Saver` has memory of its own for the copies, and bounds.
     """
+    wait = exit_wait_of(exit_wait)
     job, own = _start(
         "tm_save_async", state, path, group, read_options(**options), objects, rank_objects, metadata
     )
+    job._state.exit_wait = wait
     if own is not None:
         job.cancel()
         raise own
@@ -295,6 +313,22 @@ def _group(group: Any) -> Any:
     return Group.single()
 
 
+def saving_group(group: Any) -> Any:
+    """As `_group`, for whoever writes: ranks that each save alone would exclude each other, or the
+    last would win."""
+    if group is None:
+        from tensormount._group import ranks_of_environment
+
+        found = ranks_of_environment()
+        if found is not None and found.size > 1:
+            raise InvalidArgumentError(
+                f"group=None: this is rank {found.rank} of {found.size} ({found.names}), and would save "
+                "alone. group=tm.Group.from_env() saves with the other ranks; within `if rank == 0:`, "
+                "group=tm.Group.single() saves what this one has"
+            )
+    return _group(group)
+
+
 def _start(
     function: str,
     state: Any,
@@ -305,7 +339,7 @@ def _start(
     rank_objects: Optional[Mapping[str, bytes]],
     metadata: Optional[Mapping[str, Any]],
 ) -> tuple[SaveJob, Optional[BaseException]]:
-    group = _group(group)
+    group = saving_group(group)
     handle = group._handle()
     given, kept = options
     built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)

@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 from tensormount import _abi, _save, _shards
-from tensormount._jobs import await_all_of, begin, cancel_all_of, in_hook
+from tensormount._jobs import (
+    EXIT_WAIT,
+    await_all_of,
+    begin,
+    cancel_all_of,
+    exit_wait_of,
+    in_hook,
+)
 from tensormount.errors import ClosedError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -73,7 +80,7 @@ class Saver:
         cancel_on_drop: bool = False,
     ) -> None:
         self._handle: Optional[_Handle] = None
-        self._group = group = _save._group(group)
+        self._group = group = _save.saving_group(group)
         given = _abi.SaverOptions(struct_size=ctypes.sizeof(_abi.SaverOptions))
         given.device_staging_bytes = _size("device_staging", device_staging, 0)
         given.staging_bytes = 0 if staging is None else _size("staging", staging, 1)
@@ -108,12 +115,14 @@ class Saver:
         objects: Optional[Mapping[str, bytes]] = None,
         rank_objects: Optional[Mapping[str, bytes]] = None,
         metadata: Optional[Mapping[str, Any]] = None,
+        exit_wait: float = EXIT_WAIT,
         **options: Unpack[_save.SaveOptions],
     ) -> _save.SaveJob:
         """As `async_save`: returns when the bytes of this rank's tensors are copied, or at once
         (`stage_in_background`). What this rank does wrong is raised here, the other ranks have it in
         their jobs; that there is no memory for the copies is in the job."""
         handle = self._opened()
+        wait = exit_wait_of(exit_wait)
         given, kept = _save.read_options(**options)
         built, own = _save.build(
             state, self._group, _shards.SAVE, objects, rank_objects, metadata
@@ -127,6 +136,7 @@ class Saver:
             _save.SaveJob, call, built, path, self._group, handle.address, given, kept, self
         )
         job._state.cancel_when_dropped = self._cancel_on_drop
+        job._state.exit_wait = wait
         if own is not None:
             job.cancel()
             raise own

@@ -95,6 +95,17 @@ def describe(
     raise UnsupportedError(f"tensor {key}: {_name(leaf)} is no array that is known here")
 
 
+def destination(key: str, leaf: Any) -> Shard:
+    """The memory of one array or tensor on the host that is to be filled as a whole. Errors of
+    `describe`; UnsupportedError for what knows of a place of its own in a larger tensor (DTensors)."""
+    if not _is_plain(leaf):
+        raise UnsupportedError(f"tensor {key}: {_name(leaf)} is no plain array and no plain tensor")
+    (shard,) = describe(key, leaf, LOAD)
+    if shard.memory is not None:
+        raise UnsupportedError(f"tensor {key}: memory on {leaf.device}: read into memory of the host")
+    return shard
+
+
 def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 

@@ -38,7 +38,9 @@ from ._values import (
     MAX_VALUES,
     NATIVE_SET,
     SIMPLE_SET,
+    Unreadable,
     decode,
+    decode_or_unreadable,
     encode,
     encode_special,
     plain_json,
@@ -218,6 +220,7 @@ _DICT, _ODICT, _LIST, _TUPLE, _TENSOR, _VALUE, _PER_RANK = range(7)
 SPLIT_DICTS = (dict, collections.OrderedDict)
 _CONTAINER_NAMES = {_DICT: "dict", _ODICT: "odict", _LIST: "list", _TUPLE: "tuple"}
 _LEAF_NAMES = {_TENSOR: "tensor", _VALUE: "value", _PER_RANK: "rank"}
+_LEAF_WORDS = frozenset(_LEAF_NAMES.values())
 _TEXT = frozenset((str,))
 _EXACT = frozenset((str, int))
 
@@ -287,25 +290,51 @@ def _only_plain(value: Any, depth: int) -> bool:
 
 def identity(leaf: Any) -> Any:
     """Equal for leaves that are the same tensor: the same memory, seen in the same way. Holds only
-    while the leaves live. A tensor without memory is only ever itself."""
+    while the leaves live. A tensor without cells is only ever itself.
+
+    Parts of a larger tensor that have no cells on this rank are compared by their storage: they may
+    be one tensor, or empty ends of one buffer (`_may_be_tied`)."""
     try:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(leaf, torch.Tensor):
             local = getattr(leaf, "_local_tensor", None)
             if local is None:
-                return _torch_identity(leaf)
+                return _torch_identity(leaf) if leaf.numel() else id(leaf)
             if isinstance(local, torch.Tensor):
-                # The storage even where this rank holds no cell: other ranks see the same tie.
+                if not leaf.numel():
+                    return id(leaf)
                 return (_torch_identity(local), tuple(leaf.shape), leaf.placements)
         elif isinstance(leaf, Shards):
-            parts = [(part.begin, part.flat, identity(part.data)) for part in leaf.parts]
+            if 0 in leaf.shape:
+                return id(leaf)
+            parts = [(part.begin, part.flat, _part_identity(part.data)) for part in leaf.parts]
             return (leaf.shape, tuple(parts))
         elif hasattr(leaf, "__array_interface__") and leaf.size:
-            address = leaf.__array_interface__["data"][0]
-            return (address, leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name)
+            return _array_identity(leaf)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
         pass  # Of a kind that has no plain memory.
     return id(leaf)
+
+
+def _part_identity(data: Any) -> Any:
+    """Of the memory of a part, with or without cells."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(data, torch.Tensor):
+        return _torch_identity(data)
+    return _array_identity(data) if hasattr(data, "__array_interface__") else id(data)
+
+
+def _may_be_tied(leaf: Any) -> bool:
+    """Whether `identity` is no proof: this rank has no cell of a tensor that has some elsewhere."""
+    if isinstance(leaf, Shards):
+        return 0 not in leaf.shape and all(0 in part.held for part in leaf.parts)
+    local = getattr(leaf, "_local_tensor", None)
+    return local is not None and not local.numel() and 0 not in leaf.shape
+
+
+def _array_identity(array: Any) -> Any:
+    address = array.__array_interface__["data"][0]
+    return (address, array.shape, array.strides, array.dtype.str, array.dtype.name)
 
 
 def _torch_identity(tensor: Any) -> Any:
@@ -439,12 +468,14 @@ def flatten(
     walk = _Walk()
     walk.root(tree)
     found = walk.leaves[_TENSOR]
-    keys = _tied(found.values, _names_of(found, False, stored), known)
+    keys, unsaid = _tied(found.values, _names_of(found, False, stored), known)
     tensors: Dict[str, Any] = dict(zip(keys, found.values))
     again = []
-    if len(tensors) != len(keys):
+    if unsaid or len(tensors) != len(keys):
         tensors.clear()
-        for key, leaf in zip(keys, found.values):
+        for i, (key, leaf) in enumerate(zip(keys, found.values)):
+            if i in unsaid:
+                continue
             first = tensors.setdefault(key, leaf)
             if first is not leaf and identity(first) != identity(leaf):
                 again.append((key, leaf))
@@ -496,7 +527,7 @@ def _memory_of(leaf: Any) -> Any:
             return local.data_ptr()
         if isinstance(leaf, Shards):
             return tuple(_memory_of(part.data) for part in leaf.parts)
-        if hasattr(leaf, "__array_interface__") and leaf.size:
+        if hasattr(leaf, "__array_interface__"):
             return leaf.__array_interface__["data"][0]
     except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
         pass
@@ -505,27 +536,39 @@ def _memory_of(leaf: Any) -> Any:
 
 def _tied(
     leaves: Sequence[Any], names: List[str], known: Optional[Container[str]] = None
-) -> List[str]:
+) -> Tuple[List[str], Container[int]]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
-    ranks with other orders agree; of those that are known, where some are."""
+    ranks with other orders agree; of those that are known, where some are.
+
+    Of parts without cells nobody can tell here whether they are one tensor. Each keeps its name where
+    a checkpoint has it (`known`). In a save ranks with cells say which it is, and of those parts all
+    but the first are not said at all: the second result, as places in `leaves`.
+    """
     memory: Optional[Sequence[Any]] = _layouts.bases(leaves)
     if memory is None or len(set(memory)) != len(leaves):
         memory = [_memory_of(leaf) for leaf in leaves]
     if len(set(memory)) == len(leaves):
-        return names
+        return names, ()
     count = collections.Counter(memory)
     groups: Dict[Any, List[int]] = {}
     for i, leaf in enumerate(leaves):
         if count[memory[i]] > 1:
             groups.setdefault(identity(leaf), []).append(i)
     names = list(names)
+    unsaid: Set[int] = set()
     for members in groups.values():
         if len(members) > 1:
             own = [names[i] for i in members]
             first = min([name for name in own if known is not None and name in known] or own)
-            for i in members:
-                names[i] = first
-    return names
+            if not _may_be_tied(leaves[members[0]]):
+                for i in members:
+                    names[i] = first
+            elif known is not None:
+                for i in members:
+                    names[i] = names[i] if names[i] in known else first
+            else:
+                unsaid.update(i for i in members if names[i] != first)
+    return names, unsaid
 
 
 def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
@@ -615,7 +658,7 @@ class _Builder:
             word, more = node
         else:
             raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
-        if word in ("tensor", "value", "rank"):
+        if word in _LEAF_WORDS:
             if more is not None and type(more) is not str:
                 raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
             return self.leaf(word, path, dotted(path) if more is None else more)
@@ -650,14 +693,45 @@ def structure_leaves(structure: Structure) -> List[Leaf]:
     return leaves
 
 
-def stored_names(structures: Iterable[Structure]) -> Dict[Path, str]:
-    """Names that are not what `flatten` would make of a path alone, for `flatten(stored=...)`."""
+def stored_names(structures: Iterable[Structure], keys: Container[str]) -> Dict[Path, str]:
+    """Names that paths alone do not tell, for `flatten(stored=...)` and `unflatten(names=...)`.
+    `keys`: of the tensors that are stored.
+
+    A rank whose state dict had one tensor under two paths named both by one key. Where another rank
+    stored a path under a key of its own, that rank is right: the first had no cells of it, or had it
+    tied where the other had not.
+    """
     found: Dict[Path, str] = {}
+    worth: Dict[Path, int] = {}
+    structures = list(structures)
+    if not any(map(_has_own_names, structures)):
+        return found
     for structure in structures:
-        for _, path, name in structure_leaves(structure):
-            if name != dotted(path):
-                found[path] = name
+        leaves = structure_leaves(structure)
+        count = collections.Counter(name for kind, _, name in leaves if kind == "tensor")
+        for kind, path, name in leaves:
+            usual = dotted(path)
+            if kind != "tensor":
+                if name != usual:
+                    found[path] = name
+                continue
+            tied = count[name] > 1 and name != usual
+            if tied and usual in keys and usual not in count:
+                name, tied = usual, False  # Of a rank whose keys say all: it has no structure.
+                found.setdefault(path, name)
+            value = 0 if name not in keys else 1 if tied else 2
+            if value > worth.get(path, -1):
+                worth[path] = value
+                if name != usual or path in found:
+                    found[path] = name
+            elif name != found.get(path, usual):
+                found.setdefault(path, usual)
     return found
+
+
+def _has_own_names(structure: Structure) -> bool:
+    nodes = structure.get("nodes") if type(structure) is dict else None
+    return type(nodes) is list and any(type(n) is list and n[:1] and n[0] in _LEAF_WORDS for n in nodes)
 
 
 def unflatten(
@@ -666,12 +740,14 @@ def unflatten(
     common: Optional[Mapping[str, Any]] = None,
     rank_common: Optional[Mapping[str, Any]] = None,
     missing: Optional[Callable[[str, Path, str], Any]] = None,
+    names: Optional[Mapping[Path, str]] = None,
 ) -> Any:
     """The state dict of a structure. `tensors` by key; `common` and `rank_common` by name, as
     `from_json` gives them. A tensor that stands in several places is one object. Without a
     structure: a dict of all tensors, in the order of `tensors`.
 
-    `missing(kind, path, name)` makes what is not there; otherwise that is LayoutError.
+    `missing(kind, path, name)` makes what is not there; otherwise that is LayoutError. `names`:
+    `stored_names` of all structures of the checkpoint. A value that cannot be read is Unreadable.
     """
     if structure is None:
         return dict(tensors)
@@ -683,14 +759,16 @@ def unflatten(
 
     def leaf(word: str, path: Path, name: str) -> Any:
         source = sources[word]
+        if word == "tensor" and names:
+            name = names.get(path, name)
         if name not in source:
             if missing is not None:
                 return missing(word, path, name)
             raise LayoutError(f"{path_text(path)}: no {word} {name!r} is stored")
         if word == "tensor":
             return source[name]
-        value = decode(source[name])
-        return PerRank(value) if word == "rank" else value
+        value = decode_or_unreadable(source[name], name)
+        return PerRank(value) if word == "rank" and type(value) is not Unreadable else value
 
     return _Builder(structure, leaf).build()
 
@@ -710,7 +788,7 @@ def merge_trees(trees: Sequence[Any]) -> Any:
 def _merge(a: Any, b: Any, path: Path) -> Any:
     if a is b:
         return a
-    if type(a) is PerRank and type(b) is PerRank:
+    if type(a) is type(b) and type(a) in (PerRank, Unreadable):
         return a
     if type(a) is type(b):
         if type(a) in SPLIT_DICTS:
@@ -728,57 +806,98 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
     raise LayoutError(f"{path_text(path)}: not the same on all ranks that saved it")
 
 
-def refill(request: Any, stored: Any, kept: Optional[List[str]] = None) -> Any:
+def refill(request: Any, stored: Any, kept: Optional[List[Path]] = None) -> Any:
     """A state dict like `request`, whose tensors stay the request's (a load has filled them), and
     whose other values are those that `stored` (of `unflatten`) has at the same path. Where it has
-    none the request's stay, and `kept` gets their paths, as messages name them."""
+    none, or has a tensor there, the request's stay, and `kept` gets their paths.
+
+    LayoutError: a value that is asked for and cannot be read."""
     return _refill(request, stored, (), kept if kept is not None else [])
 
 
-_NOTHING = object()
+# Stands in trees where a state dict has a tensor, a value that is another rank's, or nothing.
+ABSENT = object()
 
 
-def _refill(request: Any, stored: Any, path: Path, kept: List[str]) -> Any:
+def _refill(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
     kind = type(request)
     if kind in SPLIT_DICTS:
-        if not request and isinstance(stored, dict):
-            return stored
+        if not request and type(stored) in SPLIT_DICTS:
+            return without_absent(stored)
         have = stored if type(stored) in SPLIT_DICTS else {}
         filled = kind()
         for key, item in request.items():
             step: Path = path + ((_KEY, key),)
-            filled[key] = _refill(item, have.get(key, _NOTHING), step, kept)
+            filled[key] = _refill(item, have.get(key, ABSENT), step, kept)
         return filled
     if is_tensor(request):
         return request
-    holds = (kind is list or kind is tuple) and _holds_tensor(request)
-    if holds:
-        have_items = stored if type(stored) is kind and len(stored) == len(request) else None
-        return kind(
-            [
-                _refill(
-                    item,
-                    _NOTHING if have_items is None else have_items[i],
-                    path + ((_ITEM, i),),
-                    kept,
-                )
-                for i, item in enumerate(request)
-            ]
-        )
-    if stored is _NOTHING or is_tensor(stored):
-        kept.append(path_text(path))
+    if kind is list or kind is tuple:
+        alike = type(stored) is kind and len(stored) == len(request)
+        if _holds(request, is_tensor) or (
+            alike and (_holds(request, _is_split) or _holds(stored, _is_absent))
+        ):
+            step_kind = _ITEM if kind is list else _TUPLE_ITEM
+            return kind(
+                [
+                    _refill(item, stored[i] if alike else ABSENT, path + ((step_kind, i),), kept)
+                    for i, item in enumerate(request)
+                ]
+            )
+    # What a tensor is in the checkpoint, or holds one, is no plain value.
+    if _holds(stored, _is_absent):
+        kept.append(path)
         return request
+    bad = first_unreadable(stored)
+    if bad is not None:
+        raise LayoutError(f"{path_text(path)}: the stored value cannot be read: {bad.reason}")
     return stored
 
 
-def _holds_tensor(value: Any) -> bool:
-    """At any depth; `flatten` has refused cycles before."""
+def without_absent(tree: Any) -> Any:
+    """Of what `unflatten` gave: without tensors and values of other ranks. A list or tuple that
+    holds one is left out: its items would stand at other places."""
+    kept = {
+        key: without_absent(item) if type(item) in SPLIT_DICTS else item
+        for key, item in tree.items()
+        if type(item) in SPLIT_DICTS or not _holds(item, _is_absent)
+    }
+    return type(tree)(kept)
+
+
+def first_unreadable(tree: Any) -> Any:
+    """The first value of a state dict that cannot be read; None."""
+    return _first(tree, _is_unreadable)
+
+
+def _is_absent(value: Any) -> bool:
+    return value is ABSENT or is_tensor(value)
+
+
+def _is_split(value: Any) -> bool:
+    return type(value) in SPLIT_DICTS
+
+
+def _is_unreadable(value: Any) -> bool:
+    return type(value) is Unreadable
+
+
+def _holds(value: Any, what: Callable[[Any], bool]) -> bool:
+    return _first(value, what) is not None
+
+
+def _first(value: Any, what: Callable[[Any], bool]) -> Any:
+    """The first value at any depth that is `what`; None where there is none. `flatten` has refused
+    cycles before."""
     pending: List[Iterator[Any]] = [iter((value,))]
     while pending:
         for item in pending[-1]:
-            if is_tensor(item):
-                return True
-            if isinstance(item, (list, tuple)):
+            kind = type(item)
+            if kind in NATIVE_SET:
+                continue
+            if what(item):
+                return item
+            if kind is list or kind is tuple or isinstance(item, (list, tuple)):
                 pending.append(iter(item))
                 break
             if isinstance(item, dict):
@@ -786,7 +905,7 @@ def _holds_tensor(value: Any) -> bool:
                 break
         else:
             pending.pop()
-    return False
+    return None
 
 
 def plain_values(
@@ -800,7 +919,7 @@ def plain_values(
         if kind == word
     }
     return {
-        name: decode(value) if name in listed else value
+        name: decode_or_unreadable(value, name) if name in listed else value
         for name, value in values.items()
         if not name.startswith(RESERVED)
     }

@@ -34,9 +34,35 @@ SIMPLE_SET = frozenset((bool, int, float, str, type(None)))
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
+class Unreadable:
+    """Stands for a stored value that cannot be read here: of a type that is not known, or damaged.
+    `reason` says why. What else the checkpoint holds is not affected."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<tensormount.Unreadable: {self.reason}>"
+
+
 def encode_special(value: Any) -> Optional[Dict[str, Any]]:
     """A value of a type that the form does not have, as an object of one key; None where the type
-    is not known."""
+    is not known, or where decoding would not give the same value back."""
+    special = _special(value)
+    if special is None:
+        return None
+    try:
+        back = decode(special)
+    except (LayoutError, UnsupportedError):
+        return None
+    # A NaN is equal to nothing, but has a text.
+    same = type(back) is type(value) and (repr(back) == repr(value) or bool(back == value))
+    return special if same else None
+
+
+def _special(value: Any) -> Optional[Dict[str, Any]]:
     kind = type(value)
     if kind is complex:
         return {"complex": [value.real, value.imag]}
@@ -50,8 +76,12 @@ def encode_special(value: Any) -> Optional[Dict[str, Any]]:
             return {"torch.device": str(value)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        if isinstance(value, numpy.dtype) and value.kind in "biufcSU" and value.names is None:
-            return {"numpy.dtype": value.str}
+        if isinstance(value, numpy.dtype) and value.names is None and value.subdtype is None:
+            # Types of ml_dtypes call themselves "<f1" and the like, which NumPy does not know.
+            own = value.type.__module__.split(".")[0] != "ml_dtypes"
+            if own and value.kind not in "biufcSU":
+                return None
+            return {"numpy.dtype": value.str if own else value.name}
         if isinstance(value, numpy.generic):
             return _encode_numpy(value)
     return None
@@ -86,20 +116,24 @@ def _decode_numpy(name: str, payload: Any) -> Any:
         return numpy.str_(payload)
     if name == "bytes":
         return numpy.bytes_(payload)
-    try:
-        dtype = numpy.dtype(name)
-    except TypeError:
-        try:
-            import ml_dtypes
-
-            dtype = numpy.dtype(getattr(ml_dtypes, name))
-        except (ImportError, AttributeError, TypeError):
-            raise UnsupportedError(f"a NumPy value of type {name}: not known here") from None
+    dtype = _numpy_dtype(numpy, name)
     if isinstance(payload, bytes):
         if len(payload) != dtype.itemsize:
             raise LayoutError(f"a NumPy value of type {name} of {len(payload)} bytes")
         return numpy.frombuffer(payload, dtype)[0]
     return dtype.type(payload)
+
+
+def _numpy_dtype(numpy: Any, name: str) -> Any:
+    try:
+        return numpy.dtype(name)
+    except TypeError:
+        try:
+            import ml_dtypes
+
+            return numpy.dtype(getattr(ml_dtypes, name))
+        except (ImportError, AttributeError, TypeError):
+            raise UnsupportedError(f"the NumPy type {name}: not known here") from None
 
 
 # What is a dict of pairs when it is stored as one value. Schedulers of PyTorch count by Counter.
@@ -175,6 +209,14 @@ def decode(value: Any) -> Any:
         raise LayoutError(f"a stored value of kind {kind}: {error}") from None
 
 
+def decode_or_unreadable(value: Any, name: str) -> Any:
+    """As `decode`; Unreadable where that fails, so that one bad value does not hide the others."""
+    try:
+        return decode(value)
+    except (LayoutError, UnsupportedError, RecursionError) as error:
+        return Unreadable(f"{name}: {error}")
+
+
 def _decode_special(kind: str, payload: Any) -> Any:
     if kind == "int":
         return int(payload, 16)
@@ -197,7 +239,7 @@ def _decode_special(kind: str, payload: Any) -> Any:
             import numpy
         except ImportError:
             raise UnsupportedError("a NumPy dtype, and NumPy is not installed") from None
-        return numpy.dtype(payload)
+        return _numpy_dtype(numpy, payload)
     if kind in ("torch.Size", "torch.dtype", "torch.device"):
         try:
             import torch

@@ -22,6 +22,8 @@ class Error(Exception):
     box     (begin, extent) of the cells, two tuples of int
     file    path of the data file
     cause   the likely cause, in words
+    memory_in_use   a device may still read or write memory of the call that failed: it must not be used
+            for anything else as long as the process lives (a job that knows it keeps it)
 
     What is not known is None.
     """
@@ -33,6 +35,7 @@ class Error(Exception):
     box: Optional[tuple[tuple[int, ...], tuple[int, ...]]]
     file: Optional[str]
     cause: Optional[str]
+    memory_in_use: bool
     message: str
 
     def __init__(
@@ -45,6 +48,7 @@ class Error(Exception):
         box: Optional[tuple[tuple[int, ...], tuple[int, ...]]] = None,
         file: Optional[str] = None,
         cause: Optional[str] = None,
+        memory_in_use: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -54,6 +58,7 @@ class Error(Exception):
         self.box = box
         self.file = file
         self.cause = cause
+        self.memory_in_use = memory_in_use
 
     def __str__(self) -> str:
         # That of KeyError would quote it.
@@ -61,7 +66,7 @@ class Error(Exception):
 
     def __reduce__(self) -> Any:
         # Workers hand exceptions to their parents as pickles, and those of Python forget keywords.
-        fields = ("errno", "rank", "key", "box", "file", "cause")
+        fields = ("errno", "rank", "key", "box", "file", "cause", "memory_in_use")
         return (_rebuild, (type(self), self.message, {n: getattr(self, n) for n in fields}))
 
 

@@ -3,6 +3,7 @@
 
 import gc
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -234,7 +235,7 @@ else:
         read_only.flags.writeable = False
         for out, words in ((np.zeros((7, 3)), "elements of float64"),
                            (np.zeros((3, 7), "f4"), "shape [3, 7], not [7, 3]"),
-                           (read_only, "read-only"), (np.zeros((7, 3), ">f4"), "swapped"),
+                           (read_only, "read-only"), (np.zeros((7, 3), ">f4"), "big-endian"),
                            ([0.0], "a list")):
             with self.assertRaises(tm.Error) as caught:
                 tensor.read(out=out)
@@ -304,6 +305,72 @@ else:
         self.assertEqual(torch.from_dlpack(bf16).dtype, torch.bfloat16)
         with self.assertRaises(tm.UnsupportedError):
             bf16.read(out=torch.zeros((7, 3), dtype=torch.bfloat16, device="meta"))
+
+
+class Destinations(Folder):
+    """Memory that a read is to fill is held to what a load asks of its tensors."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        write_safetensors("c.safetensors", {
+            "c": ("C64", [3], struct.pack("<6f", 1, 2, 3, 4, 5, 6)),
+            "w": ("F32", [4, 2], struct.pack("<8f", *range(8)))})
+
+    def refused(self, key, out, error=tm.Error, said=""):
+        with tm.open("c.safetensors") as checkpoint:
+            for index in (..., slice(None)):
+                with self.assertRaisesRegex(error, said):
+                    checkpoint[key].read(index, out=out)
+
+    @unittest.skipIf(torch is None, "not installed: torch")
+    def test_of_torch(self):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        z = torch.full((3,), 7 + 8j, dtype=torch.complex64)
+        self.refused("c", z.conj(), tm.UnsupportedError, "conjugate")
+        self.assertTrue((z == 7 + 8j).all())
+        negative = z.conj().imag
+        self.assertTrue(negative.is_neg())
+        with tm.open("c.safetensors") as checkpoint:
+            with self.assertRaisesRegex(tm.UnsupportedError, "negative"):
+                checkpoint["w"].read((slice(3), 0), out=negative)
+        self.refused("w", torch.zeros(1, 2).expand(4, 2), tm.LayoutError, "upon each other")
+        self.refused("w", torch.zeros(6).as_strided((4, 2), (1, 1)), tm.LayoutError, "upon each other")
+        cut = torch.zeros(4, 2)
+        cut.untyped_storage().resize_(8)
+        self.refused("w", cut, tm.LayoutError, "storage has 8 bytes")
+        freed = torch.zeros(4, 2)
+        freed.untyped_storage().resize_(0)
+        self.refused("w", freed, tm.LayoutError, "storage has 0 bytes")
+        self.refused("w", torch.zeros(4, 2, device="meta"), tm.UnsupportedError, "meta")
+        with FakeTensorMode():
+            fake = torch.zeros(4, 2)
+        self.refused("w", fake, tm.UnsupportedError, "FakeTensor")
+        with torch.inference_mode():
+            inference = torch.zeros(4, 2)
+        self.refused("w", inference, tm.UnsupportedError, "inference")
+        for right in (torch.zeros(4, 2), torch.zeros(2, 4).t(), torch.zeros(4, 6)[:, ::3]):
+            with tm.open("c.safetensors") as checkpoint:
+                checkpoint["w"].read(out=right)
+            self.assertEqual(right.flatten().tolist(), list(range(8)))
+
+    def test_of_numpy(self):
+        masked = np.ma.masked_array(np.zeros((4, 2), "f4"), mask=np.ones((4, 2), bool))
+        self.refused("w", masked, tm.UnsupportedError, "numpy.ma")
+        base = np.zeros(6, "f4")
+        overlapping = np.lib.stride_tricks.as_strided(base, (4, 2), (4, 4))
+        self.refused("w", overlapping, tm.LayoutError, "upon each other")
+        self.refused("w", np.float32(3), tm.Error, "float32")
+        frozen = np.zeros((4, 2), "f4")
+        frozen.flags.writeable = False
+        self.refused("w", frozen, tm.UnsupportedError, "read-only")
+        self.refused("w", np.zeros((4, 2), ">f4"), tm.UnsupportedError, "big-endian")
+        self.refused("w", [[0.0] * 2] * 4, tm.InvalidArgumentError, "list")
+        for right in (np.zeros((4, 2), "f4"), np.zeros((2, 4), "f4").T, np.zeros((4, 6), "f4")[:, ::-3]):
+            with tm.open("c.safetensors") as checkpoint:
+                checkpoint["w"].read(out=right)
+            self.assertEqual(right.flatten().tolist(), list(range(8)))
 
 
 if __name__ == "__main__":

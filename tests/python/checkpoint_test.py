@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import shutil
+import sys
 import threading
 import unittest
 
@@ -197,6 +198,26 @@ class Opening(Folder):
             for thread in threads:
                 thread.join()
             self.assertEqual(len(ends), 4)
+
+    def test_closing_while_others_look_up(self):
+        def look_up(checkpoint):
+            try:
+                while True:
+                    checkpoint["w"]
+            except tm.ClosedError:
+                pass
+
+        before = sys.getswitchinterval()
+        self.addCleanup(sys.setswitchinterval, before)
+        sys.setswitchinterval(1e-6)
+        for _ in range(200):
+            checkpoint = tm.open("STORE/step-1")
+            threads = [threading.Thread(target=look_up, args=(checkpoint,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            checkpoint.close()
+            for thread in threads:
+                thread.join()
 
     def test_one_that_nobody_refers_to_is_closed(self):
         def files():

@@ -5,13 +5,16 @@ same on all ranks, ranks that come late or raise; those that die or stop: kills_
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import unittest
+from unittest import mock
 
 import ranks
 import support
 import tensormount as tm
+from tensormount import _group
 from tensormount._group import _Folder
 
 try:
@@ -207,6 +210,75 @@ class Folders(support.Folder):
             self.assertEqual([one for one in told if isinstance(one, Exception)], [])
             self.assertIn(6, told)
             self.assertEqual(os.listdir(f"F{number}"), [])
+
+
+class Environment(unittest.TestCase):
+    """What launchers say, and what they leave out."""
+
+    NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",
+             "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+             "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE")
+
+    def given(self, **variables):
+        clean = {name: value for name, value in os.environ.items() if name not in self.NAMES}
+        return mock.patch.dict(os.environ, {**clean, **variables}, clear=True)
+
+    def test_ranks(self):
+        for variables, wanted in (
+            ({}, None),
+            ({"WORLD_SIZE": "4", "RANK": "3"}, (3, 4)),
+            # A batch script without srun: it has the variables of a task, and is none.
+            ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+            ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, (5, 8)),
+            ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1)),
+            ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
+            ({"PMI_RANK": "1", "PMI_SIZE": "3"}, (1, 3)),
+            # mpirun or torchrun within a step of one task, or of one a machine.
+            ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "2", "PMI_SIZE": "3"}, (2, 3)),
+            ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "9", "WORLD_SIZE": "16"}, (9, 16)),
+        ):
+            with self.subTest(variables), self.given(**variables):
+                found = _group.ranks_of_environment()
+                self.assertEqual(found and (found.rank, found.size), wanted)
+                if wanted is None or wanted[1] == 1:
+                    with tm.Group.from_env() as group:
+                        self.assertEqual((group.rank, group.size), (0, 1))
+        for variables in ({"RANK": "1"}, {"RANK": "4", "WORLD_SIZE": "4"}, {"PMI_RANK": "x", "PMI_SIZE": "2"},
+                          {"SLURM_STEP_NUM_TASKS": "2"}):
+            with self.given(**variables), self.assertRaises(tm.Error):
+                tm.Group.from_env()
+
+    def test_where_they_meet(self):
+        slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3"}
+        for nodes, host in (("gpu003", "gpu003"), ("a,b[1-2]", "a"), ("gpu[003-007,012],login", "gpu003"),
+                            ("n[7,9]", "n7"), ("r[1-2]n[03-04]-ib", "r1n03-ib"), ("x-1-[5-6]", "x-1-5")):
+            with self.given(SLURM_STEP_NODELIST=nodes, **slurm):
+                found = _group._meeting_point(_group.ranks_of_environment())
+                self.assertEqual(found[0], host)
+                self.assertTrue(12000 <= found[1] < 30000)
+            with self.given(SLURM_STEP_NODELIST=nodes, MASTER_PORT="99", **slurm):
+                self.assertEqual(_group._meeting_point(_group.ranks_of_environment()), (host, 99))
+            with self.given(SLURM_STEP_NODELIST=nodes, MASTER_PORT="99", MASTER_ADDR="m", **slurm):
+                self.assertEqual(_group._meeting_point(_group.ranks_of_environment()), ("m", 99))
+        for variables, missing in (({"PMI_RANK": "1", "PMI_SIZE": "3"}, "no MASTER_ADDR and no MASTER_PORT"),
+                                   ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "m"}, "no MASTER_PORT"),
+                                   ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "no MASTER_ADDR")):
+            with self.given(**variables), self.assertRaisesRegex(tm.UnsupportedError, missing):
+                _group._meeting_point(_group.ranks_of_environment())
+
+    def test_who_saves_without_the_others_is_told(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "S", "x")
+            with self.given(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"):
+                for call in (lambda: tm.save({"step": 1}, path), lambda: tm.async_save({"step": 1}, path),
+                             lambda: tm.Saver()):
+                    with self.assertRaisesRegex(tm.InvalidArgumentError, r"rank 1 of 2 .*tm.Group.single\(\)"):
+                        call()
+                self.assertFalse(os.path.exists(path))
+                tm.save({"step": 1}, path, tm.Group.single())
+                self.assertEqual(tm.load({"step": 0}, path).state, {"step": 1})
+            with self.given(SLURM_PROCID="0", SLURM_NTASKS="2"):
+                tm.save({"step": 1}, path, replace=True)
 
 
 class Groups(support.Folder):

@@ -76,7 +76,7 @@ def read(path):
 
 def save_often(group, rank, size, path, saves):
     first = {f"t{i}": np.zeros((64, 8), int) for i in range(20)}
-    tm.save({**first, "step": 0}, f"{path}/0", group)
+    tm.save({**first, "step": 0, "mine": tm.PerRank(rank)}, f"{path}/0", group)
     before = None
     for number in range(saves):
         if number == min(WARM, saves // 2):

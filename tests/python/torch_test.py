@@ -97,17 +97,113 @@ class States(support.Folder):
         self.assertTrue(torch.equal(other.weight.grad, gradient))
         # A save does not count as a step.
         (a, saved), (b, plain) = made(), made()
-        tm.torch.save("S/fresh", model=a, optim=saved)
+        tm.torch.save("S/not-stepped", model=a, optim=saved)
         c, loaded = made()
-        tm.torch.load("S/fresh", model=c, optim=loaded)
+        tm.torch.load("S/not-stepped", model=c, optim=loaded)
         for _ in range(3):
             for one in ((a, saved), (b, plain), (c, loaded)):
                 step(*one)
         self.assertTrue(torch.equal(a.weight, b.weight) and torch.equal(a.weight, c.weight))
+        # What is not stored is an error, tensors and values alike; `optional` lets it stay.
+        extra = {"step": 7, "sched": {"last": 3}}
+        for options in ({}, {"not_stored": "raise"}):
+            with self.assertRaisesRegex(tm.KeyNotFoundError, "extra.step, extra.sched.last"):
+                tm.torch.load("S/stepped", model=other, extra=extra, **options)
+        loaded = tm.torch.load("S/stepped", model=other, extra=extra, optional=["extra.*"])
+        self.assertEqual(sorted(loaded.not_stored), ["extra.sched.last", "extra.step"])
+        self.assertEqual(extra, {"step": 7, "sched": {"last": 3}})
+        with self.assertRaisesRegex(tm.KeyNotFoundError, "extra.sched.last"):
+            tm.torch.load("S/stepped", model=other, extra=extra, optional=["extra.step"])
         # Groups of parameters that are others are refused, where PyTorch would lose some.
         split = torch.optim.AdamW([{"params": [other.weight]}, {"params": [other.bias]}], lr=0.5)
         with self.assertRaises(tm.LayoutError):
             tm.torch.load("S/stepped", model=other, optim=split)
+
+    def test_an_optimizer_that_is_looked_at_stays_as_it_was(self):
+        """Bit for bit, for every optimizer of PyTorch, before its first step: saved, loaded as it was,
+        and loaded from a later state."""
+        more = {"SGD": [{}, {"momentum": 0.9, "dampening": 0.5}], "RMSprop": [{"momentum": 0.9, "centered": True}],
+                "Adam": [{}, {"amsgrad": True}], "LBFGS": [{"max_iter": 2}]}
+        kinds = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)
+                 and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+                 and name not in ("Optimizer", "SparseAdam")]
+        self.assertGreater(len(kinds), 10)
+        for name in kinds:
+            for options in more.get(name, [{}]):
+                with self.subTest(optimizer=name, options=options):
+                    self.look_at(getattr(torch.optim, name), options)
+
+    def look_at(self, kind, options):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                generator = torch.Generator().manual_seed(5)
+                self.w = torch.nn.Parameter(torch.randn(4, 3, generator=generator))
+                self.idle = torch.nn.Parameter(torch.tensor([[-0.0, 0.0], [float("inf"), 1.0]]))  # No gradient.
+
+        def made():
+            net = Net()
+            parameters = [net.w] if kind.__name__ in ("Muon", "LBFGS") else list(net.parameters())
+            return net, kind(parameters, lr=0.1, **options)
+
+        def steps(net, optim, count=3):
+            for number in range(count):
+                def closure():
+                    optim.zero_grad()
+                    loss = (net.w * (number + 1) - 1).pow(2).sum()
+                    loss.backward()
+                    return loss
+
+                optim.step(closure)
+            return net
+
+        def bits(net, optim):
+            state = optim.state_dict()
+            return [[p.detach().numpy().tobytes() for p in net.parameters()],
+                    [None if p.grad is None else p.grad.numpy().tobytes() for p in net.parameters()],
+                    repr(state["param_groups"]),
+                    {key: {name: value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value)
+                           for name, value in of.items()} for key, of in state["state"].items()}]
+
+        plain, looked = made(), made()
+        looked[0].w.grad, plain[0].w.grad = torch.ones(4, 3), torch.ones(4, 3)
+        before = bits(*plain)
+        tm.torch.save("S/fresh", model=looked[0], optim=looked[1], replace=True)
+        self.assertEqual(bits(*looked), before)
+        self.assertEqual(len(looked[1].state), len(plain[1].state))
+        loaded, stepped = made(), made()
+        loaded[0].w.grad = torch.ones(4, 3)
+        tm.torch.load("S/fresh", model=loaded[0], optim=loaded[1])
+        self.assertEqual(bits(*loaded), before)
+        steps(*stepped)
+        tm.torch.load("S/fresh", model=stepped[0], optim=stepped[1])  # Back to the begin.
+        for one in (plain, looked, loaded, stepped):
+            steps(*one)
+        wanted = bits(*plain)
+        for one in (looked, loaded, stepped):
+            self.assertEqual(bits(*one), wanted)
+        # A later state, into one that has not stepped.
+        missing = made()
+        clean = bits(*missing)
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            tm.torch.load("S/nothing", model=missing[0], optim=missing[1])
+        self.assertEqual(bits(*missing), clean)
+        try:
+            tm.torch.save("S/later", model=plain[0], optim=plain[1], replace=True)
+        except tm.UnsupportedError as error:  # LBFGS holds lists of tensors that are views.
+            self.assertEqual(kind.__name__, "LBFGS", error)
+            return
+        try:
+            tm.torch.load("S/later", model=missing[0], optim=missing[1])
+        except tm.UnsupportedError as error:
+            self.assertEqual(kind.__name__, "LBFGS", error)
+            self.assertIn("take one step", str(error))
+            self.assertEqual(bits(*missing), clean)
+            return
+        missing[0].w.grad = None
+        for one in (plain, missing):
+            steps(*one)
+        self.assertEqual(bits(*missing), bits(*plain))
 
     def test_schedulers_of_every_kind(self):
         """What they hold besides numbers: counters, functions' places, schedulers of their own."""

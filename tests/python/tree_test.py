@@ -11,9 +11,9 @@ import unittest
 
 from support import needs, scaled, seeded
 
-from tensormount import _tree, _values
+from tensormount import _held, _tree, _values
 from tensormount._tree import PerRank, flatten, unflatten
-from tensormount._values import from_json, to_json
+from tensormount._values import decode, encode, from_json, to_json
 from tensormount.errors import LayoutError, UnsupportedError
 
 
@@ -159,7 +159,7 @@ class Keys(unittest.TestCase):
 
     def test_a_request_for_a_part_means_the_same_tensors(self):
         whole = {"a.b": Leaf(), "a": {"b": Leaf()}}
-        names = _tree.stored_names([flatten(whole).structure])
+        names = _tree.stored_names([flatten(whole).structure], set(flatten(whole).tensors))
         self.assertEqual(list(flatten({"a.b": Leaf()}, names).tensors), ["a%2Eb"])
         self.assertEqual(list(flatten({"a": {"b": Leaf()}}, names).tensors), ["a.b"])
         self.assertEqual(list(flatten({"a.b": Leaf()}).tensors), ["a.b"])
@@ -261,6 +261,40 @@ class Values(unittest.TestCase):
         self.assertTrue(same(round_trip(tree), tree))
 
     @needs("torch")
+    @needs("numpy", "ml_dtypes")
+    def test_what_is_encoded_is_the_same_when_it_is_decoded(self):
+        import ml_dtypes
+        import numpy as np
+
+        for kind in ("float8_e5m2", "float8_e4m3fn", "bfloat16", "int4", "float16", "<M8", "<m8[s]"):
+            try:
+                dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+            except TypeError:
+                continue
+            with self.subTest(dtype=dtype):
+                try:
+                    text = to_json(encode(dtype))
+                except UnsupportedError as error:
+                    self.assertIn("cannot be stored", str(error))
+                    continue
+                self.assertEqual(decode(from_json(text)), dtype)
+        for dtype in (np.dtype(ml_dtypes.float8_e5m2), np.dtype(ml_dtypes.bfloat16), np.dtype(">f4"), np.dtype("U7")):
+            self.assertEqual(decode(from_json(to_json(encode(dtype)))), dtype)
+        for bad in (np.dtype([("a", "f4")]), np.dtype(("f4", (2,))), np.dtype("O"), np.dtype("V3")):
+            with self.assertRaises(UnsupportedError):
+                encode(bad)
+
+    def test_one_bad_value_does_not_hide_the_others(self):
+        structure = flatten({"good": 1, "nested": {"bad": 2}}).structure
+        values = {"good": 1, "nested.bad": {"numpy.dtype": "<f1"}}
+        back = _tree.unflatten(structure, {}, values)
+        self.assertEqual(back["good"], 1)
+        self.assertRegex(repr(back["nested"]["bad"]), "nested.bad: .*<f1")
+        self.assertRegex(repr(_tree.plain_values(values, [structure])), "'good': 1, .*Unreadable.*<f1")
+        self.assertEqual(_tree.refill({"good": 0}, back), {"good": 1})
+        with self.assertRaisesRegex(LayoutError, r"\['nested'\]\['bad'\].*<f1"):
+            _tree.refill({"nested": {"bad": 0}}, back)
+
     def test_what_torch_puts_beside_tensors(self):
         import torch
 
@@ -422,7 +456,21 @@ class Ranks(unittest.TestCase):
         kept = []
         filled = _tree.refill(request, stored, kept)
         self.assertTrue(same(filled, {"w": mine, "step": 9, "sched": {"lr": 0.1}, "new": 5, "list": [mine, 7], "empty": {"a": 1}, "plain": [3]}))
-        self.assertEqual(kept, ["state_dict['new']"])
+        # A value that is a tensor there, or holds one, is not stored as a value.
+        self.assertEqual(list(map(_tree.path_text, kept)), ["state_dict['new']"])
+        for asked in (0, None, [], [1], (1,), "text"):
+            for found in (theirs, [theirs, 1], {"deep": [(theirs,)]}, [_tree.ABSENT], _tree.ABSENT):
+                kept = []
+                self.assertEqual(_tree.refill({"x": asked}, {"x": found}, kept), {"x": asked})
+                self.assertIn(list(map(_tree.dotted, kept)), (["x"], ["x.0"]))
+        groups = [{"lr": 1e-3, "betas": (0.9, 0.99)}]
+        kept = []
+        filled = _tree.refill({"g": groups}, {"g": [{"lr": _tree.ABSENT, "betas": (0.8, 0.9)}]}, kept)
+        self.assertEqual(filled, {"g": [{"lr": 1e-3, "betas": (0.8, 0.9)}]})
+        self.assertEqual(list(map(_tree.dotted, kept)), ["g.0.lr"])
+        # An empty dict asks for all plain values that are there.
+        self.assertEqual(_tree.refill({}, {"a": 1, "w": theirs, "l": [theirs], "d": {"t": theirs, "b": 2}}),
+                         {"a": 1, "d": {"b": 2}})
 
 
 class Ties(unittest.TestCase):
@@ -437,7 +485,7 @@ class Ties(unittest.TestCase):
 
     def test_a_request_for_two_tensors_of_what_was_one_fills_both(self):
         tied = Leaf()
-        names = _tree.stored_names([flatten({"head": tied, "embed": tied}).structure])
+        names = _tree.stored_names([flatten({"head": tied, "embed": tied}).structure], {"embed"})
         head, embed = Leaf(), Leaf()
         request = flatten({"head": head, "embed": embed}, names)
         self.assertEqual(request.items(), [("embed", head), ("embed", embed)])
@@ -468,7 +516,64 @@ class Ties(unittest.TestCase):
         empty = torch.empty(0)
         self.assertEqual(empty.data_ptr(), torch.empty(0).data_ptr())
         flat = flatten({"a": empty, "b": torch.empty(0), "c": empty, "d": empty.detach(), "m": torch.empty(3, device="meta"), "n": torch.empty(3, device="meta")})
-        self.assertEqual(list(flat.tensors), ["a", "b", "m", "n"])
+        self.assertEqual(list(flat.tensors), ["a", "b", "d", "m", "n"])
+
+    @needs("numpy", "torch")
+    def test_parts_without_cells_are_no_proof_of_a_tie(self):
+        import numpy as np
+        import torch
+
+        for kind in (torch.zeros, np.zeros):
+            buffer, flat = kind(8), _held.Flat(4, (0,), (4,))
+            for where in ((4,), flat):
+                ends = {"m": {name: _held.Shards((4,), [(where, buffer[:0])]) for name in ("a", "b")}}
+                # Saved: who has cells says whether they are one. The first is said all the same.
+                without = flatten(ends)
+                self.assertEqual(list(without.tensors), ["m.a"])
+                whole = {"m": {"a": _held.Shards((4,), [((0,), kind(4))]), "b": _held.Shards((4,), [((0,), kind(4))])}}
+                one = _held.Shards((4,), [((0,), buffer[4:])])
+                for other, keys, found in ((whole, ["m.a", "m.b"], {}), ({"m": {"a": one, "b": one}}, ["m.a"], {"m.b": "m.a"})):
+                    stored = [flatten(other).structure, without.structure]
+                    self.assertEqual(sorted(flatten(other).tensors), keys)
+                    for structures in (stored, stored[::-1]):
+                        names = _tree.stored_names(structures, keys)
+                        self.assertEqual({_tree.dotted(path): name for path, name in names.items()}, found)
+                        # Asked for: each by the key that is stored.
+                        asked = flatten(ends, names, keys).items()
+                        self.assertEqual(sorted({key for key, _ in asked}), keys)
+
+    def test_a_tie_of_one_rank_is_none_where_another_stored_both(self):
+        """As checkpoints have it that were written before `test_parts_without_cells...`."""
+        tied, a, b = Leaf(), Leaf(), Leaf()
+        false = flatten({"m": {"a": tied, "b": tied}}).structure
+        right = flatten({"m": {"a": a, "b": b}}).structure
+        for structures in ([false, right], [right, false], [false]):  # A flat state dict has no structure.
+            names = _tree.stored_names(structures, {"m.a", "m.b"})
+            for structure in structures:
+                back = _tree.unflatten(structure, {"m.a": a, "m.b": b}, names=names)
+                self.assertTrue(back["m"]["a"] is a and back["m"]["b"] is b, structures)
+        names = _tree.stored_names([false], {"m.a"})
+        back = _tree.unflatten(false, {"m.a": a}, names=names)
+        self.assertTrue(back["m"]["a"] is a and back["m"]["b"] is a)
+
+    @needs("torch")
+    def test_empty_ends_of_one_storage_and_dtensors(self):
+        import torch
+
+        from boxes_test import FakeRanks
+
+        with FakeRanks(3) as fake:
+            from torch.distributed.tensor import DTensor, Shard
+
+            mesh = fake.mesh((4,))
+            buffer = torch.zeros(8)
+            made = {name: DTensor.from_local(buffer[:0], mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,)) for name in ("a", "b")}
+            self.assertEqual(list(flatten({"m": made}).tensors), ["m.a"])
+            self.assertEqual([key for key, _ in flatten({"m": made}, {}, {"m.a", "m.b"}).items()], ["m.a", "m.b"])
+            self.assertEqual([key for key, _ in flatten({"m": made}, {}, {"m.a"}).items()], ["m.a"])
+            # One without cells on any rank is said by all.
+            none = {name: DTensor.from_local(buffer[:0], mesh, [Shard(0)], run_check=False, shape=torch.Size([0]), stride=(1,)) for name in ("a", "b")}
+            self.assertEqual(list(flatten({"m": none}).tensors), ["m.a", "m.b"])
 
     @needs("torch")
     def test_tied_weights_of_a_module(self):

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -20,7 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tensormount import _load, _save, _saver, _tree
 from tensormount._tree import PerRank
-from tensormount.errors import InvalidArgumentError, LayoutError
+from tensormount.errors import (
+    InvalidArgumentError,
+    KeyNotFoundError,
+    LayoutError,
+    UnsupportedError,
+)
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -47,6 +55,7 @@ def save(
     ignore_frozen  leaves out parameters without gradients, and their optimizer states.
     options        as of `tensormount.save`.
 
+    No step is taken: an optimizer that has no moments yet is saved without, and is loaded as it was.
     Returns the report.
     """
     return _save.save(_state(model, optim, extra, ignore_frozen), path, group, **options)
@@ -93,52 +102,62 @@ def load(
 
     extra      a dict like that which was saved: plain values take the place of its own, what has a
                load_state_dict() is given its state.
-    optional   globs of keys ("optim.state.*.exp_avg") that may be absent: what the model or optimizer
-               has of them stays, and `not_stored` of the result names them. Without one that matches,
-               a key that is not stored is KeyNotFoundError: nothing is ever reset in silence.
+    optional   globs of keys ("optim.state.*.exp_avg", "extra.sampler*") that may be absent: what the
+               model, optimizer or `extra` has of them stays, and `not_stored` of the result names them.
+               Without one that matches, what is not stored is KeyNotFoundError: nothing is ever left
+               or reset in silence.
     options    as of `tensormount.load`.
 
-    Moments of an optimizer that has not stepped yet are made first (by a step without gradients, as
-    torch.distributed.checkpoint.state_dict does it), so that they are there to be loaded.
+    An optimizer that has not stepped yet is given its moments by a step without gradients and with a
+    learning rate of 0, as torch.distributed.checkpoint.state_dict does it, so that there is memory to
+    load into; one whose step() wants a closure (LBFGS) is UnsupportedError then. It is as before where
+    the load fails, and where it was saved before its first step, too.
     """
-    request = _state(model, optim, extra, ignore_frozen)
     if optional:
-        import fnmatch
-
         options.setdefault("not_stored", "return")
-    groups = _groups_of(request["optim"]) if optim is not None else []
-    loaded = _load.load(request, source, group, **options)
-    if optional:
-        lost = [
-            key
-            for key in loaded.not_stored
-            if not any(fnmatch.fnmatchcase(key, glob) for glob in optional)
-        ]
-        if lost:
-            from tensormount.errors import KeyNotFoundError
-
-            raise KeyNotFoundError(
-                "asked for, but not stored: " + ", ".join(lost[:8])
-                + (f" and {len(lost) - 8} more" if len(lost) > 8 else ""),
-                key=lost[0],
+    with contextlib.ExitStack() as undo:
+        saved = _saved_moments(source) if optim is not None else None
+        if optim is not None:
+            made_up = undo.enter_context(_moments_to_fill(optim, saved))
+        request = _state(model, optim, extra, ignore_frozen)
+        if optim is not None and saved is not None:
+            _leave_out_unsaved(request["optim"], saved)
+        groups = _groups_of(request["optim"]) if optim is not None else []
+        loaded = _load.load(request, source, group, **options)
+        if optional:
+            _check_not_stored(loaded.not_stored, optional)
+        state = loaded.state
+        if optim is not None and _groups_of(state["optim"]) != groups:
+            raise LayoutError(
+                "the optimizer that was saved had other groups of parameters: "
+                f"{len(_groups_of(state['optim']))} of them, this one has {len(groups)}; nothing was "
+                "set, but tensors that were asked for are filled",
+                key="optim.param_groups",
             )
-    state = loaded.state
-    if optim is not None and _groups_of(state["optim"]) != groups:
-        raise LayoutError(
-            "the optimizer that was saved had other groups of parameters: "
-            f"{len(_groups_of(state['optim']))} of them, this one has {len(groups)}; nothing was set, "
-            "but tensors that were asked for are filled",
-            key="optim.param_groups",
-        )
-    if model is not None:
-        set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
-    if optim is not None:
-        set_optimizer_state_dict(
-            _module(model), optim, state["optim"], options=_options(ignore_frozen)
-        )
+        if model is not None:
+            set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
+        if optim is not None:
+            if len(made_up) == len(_optimizers(optim)):
+                _drop_unloaded(state["optim"]["state"], loaded.not_stored)
+            with _without_a_step(optim):
+                set_optimizer_state_dict(
+                    _module(model), optim, state["optim"], options=_options(ignore_frozen)
+                )
+            for one in _optimizers(optim):
+                _drop_empty(one)
     if extra is not None:
         _give_back(extra, state["extra"])
     return loaded
+
+
+def _check_not_stored(not_stored: Sequence[str], optional: Sequence[str]) -> None:
+    lost = [
+        key
+        for key in not_stored
+        if not any(fnmatch.fnmatchcase(key, glob) for glob in optional)
+    ]
+    if lost:
+        raise KeyNotFoundError(f"asked for, but not stored: {_load._listed(lost)}", key=lost[0])
 
 
 def rng_state() -> PerRank:
@@ -199,7 +218,7 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     if model is not None:
         state["model"] = dict(get_model_state_dict(model, options=options))
     if optim is not None:
-        with _fresh_moments(optim):
+        with _without_a_step(optim):
             found = get_optimizer_state_dict(_module(model), optim, options=options)
         state["optim"] = _plain(found)
     if extra is not None:
@@ -207,28 +226,123 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     return state
 
 
+def _optimizers(optim: Any) -> list[Any]:
+    return [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
+
+
+def _is_fresh(one: Any) -> bool:
+    """Whether an optimizer has no moments yet."""
+    return not any(one.state.values())
+
+
 @contextlib.contextmanager
-def _fresh_moments(optim: Any) -> Iterator[None]:
-    """For the state dict of optimizers that have not stepped yet: PyTorch makes their moments by a
-    step without gradients, but not where there are gradients, and counts that step."""
-    found = [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
-    fresh = [one for one in found if not one.state]
-    parameters = [p for one in fresh for group in one.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+def _without_a_step(optim: Any) -> Iterator[None]:
+    """PyTorch gives an optimizer without states some by a step, when its state dict is asked for or
+    set. What that leaves is another optimizer (a momentum, a step size of 0), so it is made to see an
+    empty state for each parameter."""
+    marked = []
+    for one in _optimizers(optim):
+        if not one.state:
+            for parameter in _parameters(one):
+                one.state[parameter] = {}
+            marked.append(one)
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
+        for one in marked:
+            _drop_empty(one)
+
+
+def _drop_empty(one: Any) -> None:
+    """Makes parameters without moments such of which the optimizer has heard nothing yet."""
+    for parameter in [p for p, state in one.state.items() if not state]:
+        del one.state[parameter]
+
+
+def _parameters(one: Any) -> list[Any]:
+    return [p for group in one.param_groups for p in group["params"]]
+
+
+@contextlib.contextmanager
+def _moments_to_fill(optim: Any, saved: Optional[_Saved]) -> Iterator[list[Any]]:
+    """Memory for the moments of optimizers that have none, by a step of PyTorch's that counts for
+    nothing; none where none were saved. Yields these optimizers. Where the block raises they are as
+    before."""
+    fresh = [one for one in _optimizers(optim) if _is_fresh(one)]
+    if saved is not None and not any(saved.moments.values()):
+        fresh = []
+    groups = [(group, dict(group)) for one in fresh for group in one.param_groups]
+    gradients = [(p, p.grad) for one in fresh for p in _parameters(one)]
+    try:
         for one in fresh:
+            one.state.clear()
+            for parameter in _parameters(one):
+                parameter.grad = None  # PyTorch makes no moments where there are gradients.
+            try:
+                _init_optim_state(one)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{type(one).__name__} cannot be given moments to load into before its first "
+                    f"step ({error}); take one step, and load then"
+                ) from error
+            finally:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
             for state in one.state.values():
                 step = state.get("step")
                 if isinstance(step, torch.Tensor):
                     step.zero_()
                 elif step is not None:
                     state["step"] = 0
+        yield fresh
+    except BaseException:
+        for one in fresh:
+            one.state.clear()
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        raise
+
+
+class _Saved(NamedTuple):
+    """Of an optimizer in a checkpoint: moments by parameter, and all parameters that it had."""
+
+    moments: dict[str, Any]
+    parameters: frozenset[str]
+
+
+def _saved_moments(source: PathLike) -> Optional[_Saved]:
+    """None where the checkpoint is not one of `save`. Nothing where it cannot be opened: the load says
+    why."""
+    with _load._look(source) as checkpoint:
+        if checkpoint is None:
+            return _Saved({}, frozenset())
+        stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0))
+    optim = stored.get("optim") if isinstance(stored, dict) else None
+    if not isinstance(optim, dict) or not isinstance(optim.get("state"), dict):
+        return None
+    moments, groups = optim["state"], optim.get("param_groups")
+    named: set[str] = set()
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and isinstance(group.get("params"), list):
+            named.update(name for name in group["params"] if isinstance(name, str))
+    return _Saved(moments, frozenset(named))
+
+
+def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> None:
+    """Of parameters that had no moments when they were saved none are asked for."""
+    own = set(itertools.chain.from_iterable(group["params"] for group in request["param_groups"]))
+    for name in own & saved.parameters:
+        if not saved.moments.get(name):
+            request["state"][name] = {}
+
+
+def _drop_unloaded(moments: dict[str, Any], not_stored: Sequence[str]) -> None:
+    """Made-up moments of parameters of which nothing was stored: the next step makes right ones."""
+    lost = set(not_stored)
+    for name, of in moments.items():
+        if of and all(f"optim.state.{name}.{part}" in lost for part in of):
+            moments[name] = {}
 
 
 def _groups_of(optim: Any) -> list[frozenset[str]]:
