@@ -22,6 +22,7 @@
 
 #include "base/checked.h"
 #include "fs/export/export_plan.h"
+#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
 
 namespace tensormount::fs {
@@ -105,7 +106,16 @@ class Planner {
   Status Run() {
     plan_.folder = true;
     TENSORMOUNT_ASSIGN_OR_RETURN(common_, shown_.opened.index().Common());
-    TENSORMOUNT_ASSIGN_OR_RETURN(paths_, PlannerPaths::Make(common_.values));
+    std::set<std::string, std::less<>> keys;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+          TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored,
+                                       StoredTensorKey(shown_, n, tensor.meta.key()));
+          keys.insert(std::move(stored));
+          return {};
+        }));
+    paths_ = SavedPaths::Make(common_.values,
+                              [&](std::string_view key) { return keys.contains(key); });
     TENSORMOUNT_RETURN_IF_ERROR(FindByteItems());
     TENSORMOUNT_RETURN_IF_ERROR(Measure());
     for (ByteItem& item : byte_items_) TENSORMOUNT_RETURN_IF_ERROR(AddBytes(item));
@@ -153,10 +163,21 @@ class Planner {
       }
       byte_items_.push_back(std::move(item));
     }
+    std::string lost;
     for (const auto& [name, value] : common_.values) {
-      if (name == kPlannerData || as_stored.contains(name)) continue;
-      AddValue(name, value);
+      if (SavedPaths::IsInternal(name) || as_stored.contains(name)) continue;
+      if (!paths_.IsEncoded(name)) {
+        AddValue(name, value);
+        continue;
+      }
+      PickleWriter trial(2);
+      if (PickleEncoded(trial, value)) {
+        byte_items_.push_back({.fqn = name, .stored = name, .value = &value});
+      } else {
+        lost += (lost.empty() ? "" : ", ") + name;
+      }
     }
+    if (!lost.empty()) plan_.notes.push_back("dcp cannot hold the values: " + lost);
     return {};
   }
 
@@ -212,10 +233,20 @@ class Planner {
   // For planner_data: the path of the value that the leaf was cut from, and the way to it from
   // there.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
-    if (item.below.empty()) return paths_.PathOf(item.fqn, item.stored);
-    std::vector<CommonKey> path = paths_.PathOf(item.stored, item.stored);
+    if (item.below.empty()) return paths_.PlannerPathOf(item.fqn, item.stored);
+    std::vector<CommonKey> path = paths_.PlannerPathOf(item.stored, item.stored);
     path.insert(path.end(), item.below.begin(), item.below.end());
     return path;
+  }
+
+  static std::string Dotted(const std::vector<CommonKey>& path) {
+    std::string out;
+    for (const CommonKey& key : path) {
+      const auto* name = std::get_if<std::string>(&key);
+      if (&key != &path.front()) out += '.';
+      out += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(key));
+    }
+    return out;
   }
 
   static std::string Join(const Dims& numbers) {
@@ -226,7 +257,7 @@ class Planner {
 
   // How much there is in all, and whether every name is there once.
   Status Measure() {
-    std::set<std::string_view> names;
+    std::set<std::string, std::less<>> names;
     const auto twice = [](const std::string& key) {
       return Status(Code::kUnsupported,
                     fmt::format("dcp has one name for tensors, objects and common values: "
@@ -245,9 +276,20 @@ class Planner {
     }
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
-          if (names.contains(tensor.meta.key())) return twice(tensor.meta.key());
+          if (!names.insert(tensor.meta.key()).second) return twice(tensor.meta.key());
           add(tensor.meta.bytes());
           add(CutOf(tensor.meta, chunk_bytes_).chunks * kItemOverhead);
+          return {};
+        }));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+          const std::string& key = tensor.meta.key();
+          TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
+          for (const SavedPath& path : paths_.Of(key, stored)) {
+            std::vector<CommonKey> keys = SavedPaths::ForPlanner(path);
+            std::string fqn = Dotted(keys);
+            if (names.insert(fqn).second) tied_[n].push_back({std::move(fqn), std::move(keys)});
+          }
           return {};
         }));
     // Leaves room for the product in NextItem.
@@ -355,7 +397,9 @@ class Planner {
       NextItem(0);
       bytes.item = {.file = file_, .offset = builder_.size(), .length = 0};
       PickleWriter pickle(2);
-      pickle.Common(*bytes.value);
+      if (!paths_.IsEncoded(bytes.stored) || !PickleEncoded(pickle, *bytes.value)) {
+        pickle.Common(*bytes.value);
+      }
       ZipWriter zip;
       std::string text;
       zip.Add("data.pkl", pickle.Finish(), text);
@@ -520,9 +564,13 @@ class Planner {
     pickle.EmptyDict();
     pickle.Mark();
     TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
+        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
           pickle.String(tensor.meta.key());
           PickleState(pickle, tensor);
+          for (const Tied& tied : TiedTo(n)) {
+            pickle.String(tied.fqn);
+            PickleState(pickle, tensor);
+          }
           return {};
         }));
     for (const ByteItem& bytes : byte_items_) {
@@ -539,7 +587,11 @@ class Planner {
           const std::string& key = tensor.meta.key();
           TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
           pickle.String(key);
-          PicklePath(pickle, paths_.PathOf(key, stored));
+          PicklePath(pickle, paths_.PlannerPathOf(key, stored));
+          for (const Tied& tied : TiedTo(n)) {
+            pickle.String(tied.fqn);
+            PicklePath(pickle, tied.path);
+          }
           return {};
         }));
     for (const ByteItem& bytes : byte_items_) {
@@ -558,12 +610,17 @@ class Planner {
     // The order of AddTensor: tensors as shown, chunks of each by offset.
     std::size_t next = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
+        ForEachTensor([&](std::uint32_t number, const TensorEntry& tensor) -> Status {
           const Cut cut = CutOf(tensor.meta, chunk_bytes_);
           for (std::uint64_t n = 0; n < cut.chunks; ++n) {
             const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
+            const Item& item = items_.at(next++);
             PickleIndex(pickle, tensor.meta.key(), &chunk.offsets, n);
-            PickleWhere(pickle, items_.at(next++));
+            PickleWhere(pickle, item);
+            for (const Tied& tied : TiedTo(number)) {
+              PickleIndex(pickle, tied.fqn, &chunk.offsets, n);
+              PickleWhere(pickle, item);
+            }
           }
           return {};
         }));
@@ -579,13 +636,26 @@ class Planner {
     return pickle.Finish();
   }
 
+  // A further name of a tensor, by which the state dict had it, too: DCP has all of them, and the bytes
+  // once.
+  struct Tied {
+    std::string fqn;
+    std::vector<CommonKey> path;
+  };
+  const std::vector<Tied>& TiedTo(std::uint32_t n) const {
+    static const std::vector<Tied> none;
+    const auto found = tied_.find(n);
+    return found == tied_.end() ? none : found->second;
+  }
+
   const CheckpointView& view_;
   const ShownCheckpoint& shown_;
   const std::uint64_t chunk_bytes_;  // Most bytes of a tensor in one item.
   const std::uint64_t files_;
   ExportPlan& plan_;
   CommonState common_;
-  PlannerPaths paths_;
+  SavedPaths paths_;
+  std::map<std::uint32_t, std::vector<Tied>> tied_;  // By the number of the tensor.
   std::vector<ByteItem> byte_items_;
   std::vector<Item> items_;  // Of tensors' chunks, in order.
   std::uint64_t total_ = 1;

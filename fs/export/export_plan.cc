@@ -154,6 +154,8 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   return {};
 }
 
+constexpr std::size_t kMostNamed = 8;
+
 // What these formats have no place for.
 // Told and not refused: tensors are what an export is for, and whoever needs the rest keeps the
 // checkpoint.
@@ -167,20 +169,31 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
   if (format == ExportFormat::kDcp) objects = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
   const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
+  std::string names;  // Of objects, of which torch.save could have had some.
   if (format == ExportFormat::kTorch) {
-    // Plain values of adopted checkpoints are objects, too.
+    std::size_t named = 0;
     for (const ObjectRecord& part : view.shown().objects.parts()) {
-      if (part.grid.rank() == 0 && common.values.contains(part.key)) --objects;
+      // Plain values of adopted checkpoints are objects, too.
+      const bool there = part.grid.rank() == 0 && (common.values.contains(part.key) ||
+                                                   plan.objects_as_values.contains(part.key));
+      if (there) {
+        --objects;
+      } else if (++named <= kMostNamed) {
+        names += (names.empty() ? " (" : ", ") + part.key;
+      }
     }
+    if (named > kMostNamed) names += ", ...";
+    if (!names.empty()) names += ")";
   }
   const std::size_t left = (values ? 0 : common.values.size()) + common.ranks.size();
-  const auto note = [&](std::size_t count, std::string_view what) {
+  const auto note = [&](std::size_t count, std::string_view what, std::string_view which) {
     if (count == 0) return;
-    plan.notes.push_back(fmt::format("{} has no place for {} {}{}: left out",
-                                     ExportFormatName(format), count, what, count == 1 ? "" : "s"));
+    plan.notes.push_back(fmt::format("{} has no place for {} {}{}{}: left out",
+                                     ExportFormatName(format), count, what, count == 1 ? "" : "s",
+                                     which));
   };
-  note(objects, "object");
-  note(left, "common value");
+  note(objects, "object", names);
+  note(left, "common value", "");
   return {};
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -75,6 +76,8 @@ struct ExportPlan {
   std::vector<ExportFile> files;
   std::uint64_t bytes = 0;  // Of all files.
   std::uint64_t tensors = 0;
+  // Objects that stand among the plain values of the format.
+  std::set<std::string, std::less<>> objects_as_values;
   std::vector<std::string> notes;  // What the format has no place for.
 
   // kInternal where it has not the size of the plan: ranks would write over each other's ranges.

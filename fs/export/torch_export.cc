@@ -2,14 +2,18 @@
 // One file as torch.save writes a state dict; declared in export_plan.h.
 // A zip archive: data.pkl, the dict with tensors over storages "0", "1" and so on; data/0, data/1,
 // the bytes of these, in the order of the shown keys; and the small entries of torch_text.h. What
-// of the dict is nested comes from the paths that an adopted DCP checkpoint has kept; a checkpoint
-// without them gives one flat dict.
+// of the dict is nested says saved_paths.h; a checkpoint that does not tell gives one flat dict.
 #include <map>
+#include <optional>
+#include <set>
 
 #include <fmt/core.h>
 
 #include "fs/export/export_plan.h"
+#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
+#include "index/foreign/dcp_objects.h"
+#include "index/foreign/value_budget.h"
 
 namespace tensormount::fs {
 namespace {
@@ -23,6 +27,7 @@ struct StateValue {
   std::string key;                     // As it is shown.
   std::string stored;                  // As the checkpoint has it.
   const CommonValue* value = nullptr;  // Null: a tensor, of which all below is.
+  bool encoded = false;                // The value, as the Python package stores it.
   DType dtype = DType::kU8;
   Dims shape;
   std::uint32_t ordinal = 0;  // In the index.
@@ -30,19 +35,23 @@ struct StateValue {
   std::uint32_t storage = 0;  // Of data/N in the archive.
 };
 
-// A state dict as dicts and lists within each other.
+// A state dict as dicts, lists and tuples within each other.
 // A node is a leaf or has nodes below it, never both. Keys are sorted, integers before strings,
 // which is what IsList relies on.
 struct Tree {
   std::map<CommonKey, Tree> below;
   const StateValue* leaf = nullptr;
+  bool number_keys = false;  // A dict, of which some keys are numbers.
+  bool tuple = false;
 
   // False where something else stands there.
-  bool Put(const std::vector<CommonKey>& path, const StateValue& value) {
+  bool Put(const SavedPath& path, const StateValue& value) {
     Tree* at = this;
-    for (const CommonKey& part : path) {
+    for (const PathStep& step : path) {
       if (at->leaf != nullptr) return false;
-      at = &at->below[part];
+      at->number_keys = at->number_keys || step.kind == PathStep::Kind::kNumberKey;
+      at->tuple = at->tuple || step.kind == PathStep::Kind::kTupleItem;
+      at = &at->below[step.key];
     }
     if (at->leaf != nullptr || !at->below.empty()) return false;
     at->leaf = &value;
@@ -51,9 +60,9 @@ struct Tree {
 
   // Whether these are the items of a list, of which a few may be missing.
   // Indices that are not negative, and not far more of them than items: gaps become None.
-  // Otherwise, as in the state of an optimizer whose parameters have numbers, it is a dict with
-  // integers as keys.
+  // Otherwise it is a dict with integers as keys.
   bool IsList() const {
+    if (number_keys) return false;
     if (below.empty() || !std::holds_alternative<std::int64_t>(below.rbegin()->first)) return false;
     const std::int64_t last =
         std::get<std::int64_t>(below.rbegin()->first);  // Integers come first.
@@ -66,7 +75,9 @@ struct Tree {
 void PickleTree(PickleWriter& pickle, const Tree& tree) {
   if (tree.leaf != nullptr) {
     const StateValue& leaf = *tree.leaf;
-    if (leaf.value != nullptr) {
+    if (leaf.value != nullptr && leaf.encoded) {
+      (void)PickleEncoded(pickle, *leaf.value);  // That it can PlanTorch has seen.
+    } else if (leaf.value != nullptr) {
       pickle.Common(*leaf.value);
     } else {
       PickleTensor(pickle, leaf.dtype, leaf.shape, std::to_string(leaf.storage));
@@ -74,7 +85,7 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
     return;
   }
   if (tree.IsList()) {
-    pickle.EmptyList();
+    if (!tree.tuple) pickle.EmptyList();
     pickle.Mark();
     std::int64_t next = 0;
     for (const auto& [key, below] : tree.below) {
@@ -84,7 +95,11 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
       PickleTree(pickle, below);
       ++next;
     }
-    pickle.Appends();
+    if (tree.tuple) {
+      pickle.TupleFromMark();
+    } else {
+      pickle.Appends();
+    }
     return;
   }
   pickle.EmptyDict();
@@ -100,24 +115,55 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
   pickle.SetItems();
 }
 
+// A plain value that a checkpoint has as torch.save wrote it, as our writer for DCP stores them.
+struct ObjectValue {
+  std::string key;
+  CommonValue value;
+};
+
+// Those that are no common values besides; what is opaque has no place in a state dict.
+Result<std::vector<ObjectValue>> ValuesOfObjects(
+    const CheckpointView& view, const CommonValues& common,
+    const std::set<std::string, std::less<>>& tensors) {
+  std::vector<ObjectValue> out;
+  ValueBudget budget;
+  const std::vector<ObjectRecord>& parts = view.shown().objects.parts();
+  for (std::uint32_t n = 0; n < parts.size(); ++n) {
+    const ObjectRecord& part = parts[n];
+    if (part.grid.rank() > 0 || part.length > kMaxObjectValue || common.contains(part.key) ||
+        tensors.contains(part.key)) {
+      continue;
+    }
+    std::string bytes(static_cast<std::size_t>(part.length), '\0');
+    TENSORMOUNT_RETURN_IF_ERROR(view.data().ReadObject(n, 0, bytes.data(), bytes.size()));
+    std::optional<CommonValue> value = ValueOfObject(bytes, part.key, budget);
+    if (value.has_value()) out.push_back({part.key, std::move(*value)});
+  }
+  return out;
+}
+
 // Nested as `paths` say; where they contradict each other, everything by its key.
-Result<Tree> MakeTree(const std::vector<StateValue>& all, const PlannerPaths& paths,
-                      ExportPlan& plan) {
+Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<StateValue>& empty,
+                      const SavedPaths& paths, ExportPlan& plan) {
   if (paths.nested()) {
     Tree nested;
     bool fits = true;
     for (const StateValue& value : all) {
-      std::vector<CommonKey> path = paths.PathOf(value.key, value.stored);
-      if (path.size() > kMaxDepth) path = {CommonKey(value.key)};
-      fits = fits && nested.Put(path, value);
+      for (SavedPath path : paths.Of(value.key, value.stored)) {
+        if (path.size() > kMaxDepth) path = {{value.key}};
+        fits = fits && nested.Put(path, value);
+      }
+    }
+    for (std::size_t i = 0; i < empty.size(); ++i) {
+      fits = fits && nested.Put(paths.empty()[i].path, empty[i]);
     }
     // The outermost must be a dict: it is the state dict.
     if (fits && !nested.IsList()) return nested;
-    plan.notes.emplace_back("the paths of its planner_data contradict each other: a flat dict");
+    plan.notes.emplace_back("its values' paths contradict each other: a flat dict");
   }
   Tree flat;
   for (const StateValue& value : all) {
-    if (!flat.Put({CommonKey(value.key)}, value)) {
+    if (!flat.Put({{value.key}}, value)) {
       return Status(Code::kUnsupported,
                     fmt::format("torch has one dict for tensors and common values: there are two "
                                 "of {}",
@@ -132,12 +178,13 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const PlannerPaths& pa
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   const ShownCheckpoint& shown = view.shown();
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, shown.opened.index().Common());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const PlannerPaths paths, PlannerPaths::Make(common.values));
+  std::set<std::string, std::less<>> keys;
   std::vector<StateValue> all;  // Tensors first: number n has storage n.
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t n, const TensorEntry& tensor) -> Status {
         const TensorMeta& meta = tensor.meta;
         TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, StoredTensorKey(shown, n, meta.key()));
+        keys.insert(stored);
         all.push_back({.key = meta.key(),
                        .stored = std::move(stored),
                        .value = nullptr,
@@ -149,11 +196,30 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
         return {};
       }));
   const std::size_t tensors = all.size();
+  const SavedPaths paths =
+      SavedPaths::Make(common.values, [&](std::string_view key) { return keys.contains(key); });
+  std::string lost;
   for (const auto& [name, value] : common.values) {
-    if (name != kPlannerData) all.push_back({.key = name, .stored = name, .value = &value});
+    if (SavedPaths::IsInternal(name)) continue;
+    const bool encoded = paths.IsEncoded(name);
+    PickleWriter trial(2);
+    if (encoded && !PickleEncoded(trial, value)) {
+      lost += (lost.empty() ? "" : ", ") + name;
+      continue;
+    }
+    all.push_back({.key = name, .stored = name, .value = &value, .encoded = encoded});
   }
-  // From here on `all` must not change: the tree points into it.
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, paths, plan));
+  if (!lost.empty()) plan.notes.push_back("torch cannot hold the values: " + lost);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectValue> objects,
+                               ValuesOfObjects(view, common.values, keys));
+  for (const ObjectValue& object : objects) {
+    all.push_back({.key = object.key, .stored = object.key, .value = &object.value});
+    plan.objects_as_values.insert(object.key);
+  }
+  std::vector<StateValue> empty;
+  for (const SavedPaths::Empty& one : paths.empty()) empty.push_back({.value = &one.value});
+  // From here on neither must change: the tree points into them.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, empty, paths, plan));
   PickleWriter pickle(2);
   PickleTree(pickle, tree);
 

@@ -3,6 +3,10 @@
 #include "fs/export/torch_text.h"
 
 #include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "fs/export/saved_paths.h"
 
 namespace tensormount::fs {
 namespace {
@@ -41,23 +45,114 @@ std::string_view StorageClass(DType dtype) {
   }
 }
 
-// Empty where it is no sequence of names and indices.
-std::vector<CommonKey> PathFrom(const CommonValue& value) {
-  const std::vector<CommonValue>* items = nullptr;
-  if (const auto* tuple = value.get_if<CommonTuple>()) items = &tuple->items;
-  if (const auto* list = value.get_if<CommonList>()) items = &list->items;
-  std::vector<CommonKey> path;
-  if (items == nullptr) return path;
-  for (const CommonValue& item : *items) {
-    if (const auto* name = item.get_if<std::string>()) {
-      path.emplace_back(*name);
-    } else if (const auto* index = item.get_if<std::int64_t>()) {
-      path.emplace_back(*index);
+// {"odict": [[KEY, VALUE], ...]} and the like: dicts of one key, which says what they are.
+struct Tagged {
+  std::string_view tag;
+  const CommonValue* payload = nullptr;
+};
+std::optional<Tagged> TaggedOf(const CommonValue& value) {
+  const auto* dict = value.get_if<CommonDict>();
+  if (dict == nullptr || dict->items.size() != 1) return std::nullopt;
+  const auto& [key, payload] = *dict->items.begin();
+  const auto* tag = std::get_if<std::string>(&key);
+  if (tag == nullptr) return std::nullopt;
+  return Tagged{*tag, &payload};
+}
+
+// `pickle` null: only whether it can be written.
+bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
+
+bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {
+  return std::ranges::all_of(items, [&](const CommonValue& item) {
+    return WriteEncoded(pickle, item);
+  });
+}
+
+bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view class_name) {
+  const std::vector<CommonValue>* items = ItemsOf(pairs);
+  if (items == nullptr) return false;
+  if (pickle != nullptr) {
+    if (class_name.empty()) {
+      pickle->EmptyDict();
     } else {
-      return {};
+      pickle->Global("collections", class_name);
+      pickle->EmptyTuple();
+      pickle->Reduce();
     }
+    pickle->Mark();
   }
-  return path;
+  for (const CommonValue& item : *items) {
+    const std::vector<CommonValue>* pair = ItemsOf(item);
+    if (pair == nullptr || pair->size() != 2 || !WriteItems(pickle, *pair)) return false;
+  }
+  if (pickle != nullptr) pickle->SetItems();
+  return true;
+}
+
+bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
+  const CommonValue& payload = *tagged.payload;
+  const std::vector<CommonValue>* items = ItemsOf(payload);
+  const auto* text = payload.get_if<std::string>();
+  if (tagged.tag == "dict") return WritePairs(pickle, payload, "");
+  if (tagged.tag == "odict") return WritePairs(pickle, payload, "OrderedDict");
+  if (tagged.tag == "counter") return WritePairs(pickle, payload, "Counter");
+  if (tagged.tag == "numpy" && items != nullptr && items->size() == 2) {
+    // With its bytes are NaNs, complex numbers and types of ml_dtypes.
+    const auto* type = items->front().get_if<std::string>();
+    const CommonValue& number = items->back();
+    if (type == nullptr || (number.get_if<CommonBytes>() != nullptr && *type != "bytes")) return false;
+    return WriteEncoded(pickle, number);
+  }
+  if (tagged.tag == "torch.Size" && items != nullptr) {
+    if (pickle == nullptr) return WriteItems(nullptr, *items);
+    pickle->Global("torch", "Size");
+    pickle->Mark();
+    if (!WriteItems(pickle, *items)) return false;
+    pickle->TupleFromMark();
+    pickle->Tuple1();
+    pickle->Reduce();
+    return true;
+  }
+  if (tagged.tag == "torch.dtype" && text != nullptr) {
+    if (pickle != nullptr) pickle->Global("torch", *text);
+    return true;
+  }
+  if (tagged.tag == "torch.device" && text != nullptr) {
+    if (pickle == nullptr) return true;
+    pickle->Global("torch", "device");
+    pickle->String(*text);
+    pickle->Tuple1();
+    pickle->Reduce();
+    return true;
+  }
+  return false;
+}
+
+bool WriteEncoded(PickleWriter* pickle, const CommonValue& value) {
+  if (value.get_if<CommonDict>() != nullptr) {
+    const std::optional<Tagged> tagged = TaggedOf(value);
+    return tagged.has_value() && WriteTagged(pickle, *tagged);
+  }
+  const std::vector<CommonValue>* items = ItemsOf(value);
+  if (items == nullptr || pickle == nullptr) {
+    if (pickle != nullptr) pickle->Common(value);
+    return items == nullptr || WriteItems(nullptr, *items);
+  }
+  if (value.get_if<CommonTuple>() != nullptr) {
+    if (items->empty()) {
+      pickle->EmptyTuple();
+      return true;
+    }
+    pickle->Mark();
+    if (!WriteItems(pickle, *items)) return false;
+    pickle->TupleFromMark();
+    return true;
+  }
+  pickle->EmptyList();
+  pickle->Mark();
+  if (!WriteItems(pickle, *items)) return false;
+  pickle->Appends();
+  return true;
 }
 
 }  // namespace
@@ -120,28 +215,8 @@ void AddEntriesAfterData(ZipWriter& zip, std::string& out) {
   zip.Add(".data/serialization_id", std::string(40, '0'), out);
 }
 
-// Nothing of it is required: a checkpoint that was not adopted from DCP has no such value.
-Result<PlannerPaths> PlannerPaths::Make(const CommonValues& values) {
-  PlannerPaths out;
-  const auto it = values.find(std::string(kPlannerData));
-  if (it == values.end()) return out;
-  const auto* dict = it->second.get_if<CommonDict>();
-  if (dict == nullptr) return out;
-  for (const auto& [key, value] : dict->items) {
-    const auto* name = std::get_if<std::string>(&key);
-    std::vector<CommonKey> path = PathFrom(value);
-    if (name != nullptr && !path.empty()) out.paths_.emplace(*name, std::move(path));
-  }
-  return out;
-}
-
-std::vector<CommonKey> PlannerPaths::PathOf(std::string_view shown, std::string_view stored) const {
-  // A path belongs to the key that was stored: a map that renamed the key has said where it goes.
-  if (shown == stored) {
-    const auto it = paths_.find(shown);
-    if (it != paths_.end()) return it->second;
-  }
-  return {CommonKey(std::string(shown))};
+bool PickleEncoded(PickleWriter& pickle, const CommonValue& value) {
+  return WriteEncoded(nullptr, value) && WriteEncoded(&pickle, value);
 }
 
 Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,

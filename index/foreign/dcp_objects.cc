@@ -77,6 +77,16 @@ bool IsCommonState(const ObjectRecord& part) {
 
 }  // namespace
 
+std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
+                                         ValueBudget& budget) {
+  // Bare pickles stay opaque: what is no archive may be anything.
+  if (!bytes.starts_with("PK\3\4")) return std::nullopt;
+  WindowFile file(bytes, key);
+  const Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
+  if (!archive.ok()) return std::nullopt;
+  return budget.Convert(archive.value().document().root());
+}
+
 Status DcpObjects::Finish(bool megatron, LeftOut& left_out) {
   for (const ObjectRecord& part : parts_) {
     const Status status =

@@ -3,9 +3,11 @@
 #define TENSORMOUNT_INDEX_FOREIGN_DCP_OBJECTS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "tensormount/common_value.h"
 #include "tensormount/status.h"
 
 #include "index/foreign/dcp_metadata.h"
@@ -14,6 +16,13 @@
 #include "index/records/inventory.h"
 
 namespace tensormount {
+
+// The plain data that an object's bytes are as torch.save writes them; nullopt: opaque bytes, an archive
+// with more than plain data in it, or over the budget.
+std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
+                                         ValueBudget& budget);
+// Objects that are larger are nobody's plain values.
+inline constexpr std::uint64_t kMaxObjectValue = std::uint64_t{1} << 20;
 
 // Objects of DCP checkpoints: opaque bytes each, and where these are a torch archive of plain data
 // and small, a common value too. What a checkpoint has of them stands at the beginnings of its

@@ -74,7 +74,8 @@ TEST(TorchSaveTest, EverythingElseIsCommon) {
   EXPECT_THAT(names,
               ElementsAre("[\"a.c\"]", "a.c", "args", "epoch", "list.2", "optimizer.param_groups",
                           "optimizer.state.1.step", "torch.planner_data"));
-  // Of what is more than a key of the root; as DCP spells keys that are numbers.
+  // Of what is more than a key of the root: a position in a list is a number, a key that is one a list
+  // of it.
   const auto path = [&](const std::string& name) {
     const auto* paths = common.at("torch.planner_data").get_if<CommonDict>();
     const CommonValue* found = paths->Find(name);
@@ -82,7 +83,7 @@ TEST(TorchSaveTest, EverythingElseIsCommon) {
   };
   EXPECT_EQ(path("list.1.x"), CommonValue(CommonTuple{{"list", 1, "x"}}));
   EXPECT_EQ(path("optimizer.state.1.step"),
-            CommonValue(CommonTuple{{"optimizer", "state", "1", "step"}}));
+            CommonValue(CommonTuple{{"optimizer", "state", CommonList{{1}}, "step"}}));
   EXPECT_EQ(path("a.b"), CommonValue(CommonTuple{{"a", "b"}}));
   EXPECT_EQ(path("[\"a.b\"]"), CommonValue(CommonTuple{{"a.b"}}));
   EXPECT_EQ(path("epoch"), CommonValue());

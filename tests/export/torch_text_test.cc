@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The texts of torch's formats: pickles and zip archives.
+#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
 
 #include <cstring>
@@ -169,20 +170,65 @@ TEST(ZipWriterTest, Zip64) {
   EXPECT_OK(CheckZipCrc(*file, *archive.Find("archive/version")));
 }
 
-TEST(PlannerPathsTest, OnlyOfKeysThatKeepTheirNames) {
+SavedPath Path(std::initializer_list<PathStep> steps) { return steps; }
+PathStep Name(std::string name) { return {std::move(name), PathStep::Kind::kName}; }
+PathStep Number(std::int64_t key) { return {key, PathStep::Kind::kNumberKey}; }
+PathStep Item(std::int64_t index) { return {index, PathStep::Kind::kListItem}; }
+
+TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
   CommonDict dict;
   dict.items["model.w"] = CommonTuple{{"model", "w"}};
   dict.items["opt.1"] = CommonTuple{{"opt", 1}};
+  dict.items["opt.2.m"] = CommonTuple{{"opt", CommonList{{2}}, "m"}};
   dict.items["bad"] = CommonTuple{{0.5}};
-  ASSERT_OK_AND_ASSIGN(const PlannerPaths paths,
-                       PlannerPaths::Make({{std::string(kPlannerData), dict}}));
-  using Path = std::vector<CommonKey>;
+  const SavedPaths paths =
+      SavedPaths::Make({{std::string(kPlannerData), dict}}, [](std::string_view) { return false; });
+  const auto path = [&](std::string_view shown, std::string_view stored) {
+    const std::vector<SavedPath> found = paths.Of(shown, stored);
+    EXPECT_EQ(found.size(), 1u);
+    return found.front();
+  };
   EXPECT_TRUE(paths.nested());
-  EXPECT_EQ(paths.PathOf("model.w", "model.w"), (Path{"model", "w"}));
-  EXPECT_EQ(paths.PathOf("opt.1", "opt.1"), (Path{"opt", std::int64_t{1}}));
-  EXPECT_EQ(paths.PathOf("new", "model.w"), (Path{"new"}));
-  EXPECT_EQ(paths.PathOf("model.w", "old"), (Path{"model.w"}));
-  EXPECT_EQ(paths.PathOf("bad", "bad"), (Path{"bad"}));
+  EXPECT_EQ(path("model.w", "model.w"), Path({Name("model"), Name("w")}));
+  EXPECT_EQ(path("opt.1", "opt.1"), Path({Name("opt"), Item(1)}));
+  EXPECT_EQ(path("opt.2.m", "opt.2.m"), Path({Name("opt"), Number(2), Name("m")}));
+  EXPECT_EQ(path("new", "model.w"), Path({Name("new")}));
+  EXPECT_EQ(path("model.w", "old"), Path({Name("model.w")}));
+  EXPECT_EQ(path("bad", "bad"), Path({Name("bad")}));
+  EXPECT_EQ(paths.PlannerPathOf("opt.2.m", "opt.2.m"),
+            (std::vector<CommonKey>{"opt", "2", "m"}));
+}
+
+TEST(SavedPathsTest, OfStructuresOfSeveralRanks) {
+  const auto structure = [](CommonList nodes) {
+    return CommonDict{{{"version", 1}, {"nodes", std::move(nodes)}}};
+  };
+  const auto dict = [](CommonList keys) { return CommonList{{"dict", std::move(keys)}}; };
+  // {"m": {"a": t, "b": t, 0: [t, ()]}, "e": {}}: one rank had a and b tied, one had not.
+  const CommonList tied = {{dict({{"m", "e"}}), dict({{"a", "b", 0}}), "tensor",
+                            CommonList{{"tensor", "m.a"}}, CommonList{{"list", 2}}, "tensor",
+                            CommonList{{"tuple", 0}}, dict({})}};
+  const CommonList apart = {{dict({{"m", "step"}}), dict({{"a", "b"}}), "tensor", "tensor", "value"}};
+  for (const bool swapped : {false, true}) {
+    const CommonValues values = {
+        {"tensormount.tree.1", structure(swapped ? apart : tied)},
+        {"tensormount.tree.2", structure(swapped ? tied : apart)},
+        {"tensormount.tree.3", structure({{"nonsense"}})},
+        {"tensormount.tree.4", structure({{dict({{"never"}})}})},
+        {"step", 3}};
+    const SavedPaths paths =
+        SavedPaths::Make(values, [](std::string_view key) { return key != "step"; });
+    EXPECT_EQ(paths.Of("m.a", "m.a"), (std::vector<SavedPath>{Path({Name("m"), Name("a")})}));
+    EXPECT_EQ(paths.Of("m.b", "m.b"), (std::vector<SavedPath>{Path({Name("m"), Name("b")})}));
+    EXPECT_EQ(paths.Of("m.0.0", "m.0.0"), (std::vector<SavedPath>{Path({Name("m"), Number(0), Item(0)})}));
+    EXPECT_TRUE(paths.IsEncoded("step"));
+    EXPECT_FALSE(paths.IsEncoded("m.a"));
+    ASSERT_EQ(paths.empty().size(), 2u);
+  }
+  const SavedPaths one = SavedPaths::Make({{"tensormount.tree.1", structure(tied)}},
+                                          [](std::string_view key) { return key == "m.a"; });
+  EXPECT_EQ(one.Of("m.a", "m.a"),
+            (std::vector<SavedPath>{Path({Name("m"), Name("a")}), Path({Name("m"), Name("b")})}));
 }
 
 }  // namespace

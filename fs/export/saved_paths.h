@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TENSORMOUNT_FS_EXPORT_SAVED_PATHS_H_
+#define TENSORMOUNT_FS_EXPORT_SAVED_PATHS_H_
+
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tensormount/common_value.h"
+
+#include "index/records/common_state.h"
+
+// Where the values of a checkpoint stood in the nested state dict that was saved.
+
+namespace tensormount::fs {
+
+// The common value that says where values stand in nested dicts and lists: a dict from key to the tuple
+// of names and positions, as torch.distributed.checkpoint's planners have it. Kept when such a checkpoint
+// is adopted or imported, so that an export can give the nesting back.
+inline constexpr std::string_view kPlannerData = "torch.planner_data";
+
+// Of a list or tuple; null for anything else.
+const std::vector<CommonValue>* ItemsOf(const CommonValue& value);
+
+struct PathStep {
+  // A number that is no key of a dict is the position in a list or tuple.
+  enum class Kind { kName, kNumberKey, kListItem, kTupleItem };
+  CommonKey key;
+  Kind kind = Kind::kName;
+  friend bool operator==(const PathStep&, const PathStep&) = default;
+  friend auto operator<=>(const PathStep&, const PathStep&) = default;
+};
+using SavedPath = std::vector<PathStep>;
+
+// Paths of the keys of tensors and the names of values. They come from kPlannerData, in which a key of
+// a dict that is a number is a list of one ([0]); from what our writer for DCP keeps
+// ("tensormount.dcp.H"); and from the structures of state dicts that the Python package saved
+// ("tensormount.tree.H", docs/python.md). A key that none of them tells has itself as its path.
+// Example: the key "optim.state.0.exp_avg" has the path ("optim", "state", [0], "exp_avg"), which no
+// rule could tell from the key: the 0 is a number, and a key may have dots.
+// What is malformed is passed over: keys then stand for themselves. Immutable.
+class SavedPaths {
+ public:
+  // `has_tensor`: whether a tensor is stored under a key.
+  static SavedPaths Make(const CommonValues& values,
+                         const std::function<bool(std::string_view)>& has_tensor);
+  // Whether a common value is of these, and none of the program's.
+  static bool IsInternal(std::string_view name);
+
+  bool nested() const { return !paths_.empty(); }
+  // At least one; a tensor that was tied has several. `stored`: the key that the checkpoint has; paths
+  // hold only where it is the shown one, too.
+  std::vector<SavedPath> Of(std::string_view shown, std::string_view stored) const;
+  // As DCP's planners have a path: keys that are numbers as text.
+  static std::vector<CommonKey> ForPlanner(const SavedPath& path);
+  // Of the first one.
+  std::vector<CommonKey> PlannerPathOf(std::string_view shown, std::string_view stored) const {
+    return ForPlanner(Of(shown, stored).front());
+  }
+  // Whether a common value is in the form of the Python package (docs/python.md, "Encoded values").
+  bool IsEncoded(std::string_view name) const { return encoded_.contains(name); }
+  // Containers that held nothing, and are nothing's path.
+  struct Empty {
+    SavedPath path;
+    CommonValue value;
+  };
+  const std::vector<Empty>& empty() const { return empty_; }
+
+ private:
+  void AddPlannerData(const CommonValue& value);
+  void AddMappings(const CommonValue& value);
+
+  std::map<std::string, std::vector<SavedPath>, std::less<>> paths_;
+  std::set<std::string, std::less<>> encoded_;
+  std::vector<Empty> empty_;
+};
+
+}  // namespace tensormount::fs
+
+#endif  // TENSORMOUNT_FS_EXPORT_SAVED_PATHS_H_
