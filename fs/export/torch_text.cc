@@ -114,8 +114,11 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
     return true;
   }
   if (tagged.tag == "torch.dtype" && text != nullptr) {
-    if (pickle != nullptr) pickle->Global("torch", *text);
-    return true;
+    // Only names that are known: a pickle that names something imports it.
+    const bool known = std::ranges::any_of(
+        AllDTypes(), [&](const DTypeInfo& info) { return info.torch == "torch." + *text; });
+    if (known && pickle != nullptr) pickle->Global("torch", *text);
+    return known;
   }
   if (tagged.tag == "torch.device" && text != nullptr) {
     if (pickle == nullptr) return true;

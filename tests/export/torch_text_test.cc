@@ -170,6 +170,22 @@ TEST(ZipWriterTest, Zip64) {
   EXPECT_OK(CheckZipCrc(*file, *archive.Find("archive/version")));
 }
 
+TEST(PickleEncodedTest, WhatIsNoDtypeIsNeverNamed) {
+  const auto written = [](const CommonValue& value) {
+    PickleWriter pickle(2);
+    return PickleEncoded(pickle, value);
+  };
+  EXPECT_TRUE(written(CommonDict{{{"torch.dtype", "bfloat16"}}}));
+  for (const char* name : {"load", "hub", "float32\nR", "float32\n", "", "os.system", "torch.float32"}) {
+    EXPECT_FALSE(written(CommonDict{{{"torch.dtype", name}}})) << name;
+  }
+  EXPECT_FALSE(written(CommonDict{{{"no such kind", 1}}}));
+  EXPECT_FALSE(written(CommonDict{{{"dict", CommonList{{CommonList{{1}}}}}}}));
+  EXPECT_FALSE(written(CommonDict{}));
+  EXPECT_FALSE(written(CommonList{{1, CommonDict{{{"int", "0x1"}}}}}));
+  EXPECT_TRUE(written(CommonDict{{{"odict", CommonList{{CommonList{{"k", CommonTuple{}}}}}}}}));
+}
+
 SavedPath Path(std::initializer_list<PathStep> steps) { return steps; }
 PathStep Name(std::string name) { return {std::move(name), PathStep::Kind::kName}; }
 PathStep Number(std::int64_t key) { return {key, PathStep::Kind::kNumberKey}; }
