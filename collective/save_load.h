@@ -38,6 +38,8 @@ struct SaveControl {
   // What memory of devices waits for, where the caller's call was earlier than this one; null: what
   // its streams have been given by now.
   std::shared_ptr<const DeviceFences> fences = nullptr;
+  // The state is a copy of ours: a failure says nothing of the caller's memory.
+  bool copied = false;
 };
 
 // The same of a load.

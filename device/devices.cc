@@ -142,7 +142,12 @@ void DeviceFences::Hold(const OpenedDevice& device,
     // That of another thread can only be named on it.
     const bool here = fence.stream.kind != StreamKind::kPerThreadDefault ||
                       fence.thread == std::this_thread::get_id();
-    held = here && device.ops->HoldStream(fence.stream, work.value()).ok() && held;
+    const bool alone = std::none_of(fences_.begin(), fences_.end(), [&](const Fence& other) {
+      if (&other == &fence || other.device.get() != &device) return false;
+      const Result<bool> reached = other.mark->Reached();
+      return reached.ok() && !reached.value();
+    });
+    held = here && alone && device.ops->HoldStream(fence.stream, work.value()).ok() && held;
   }
   if (!held) memory_in_use_ = true;
 }

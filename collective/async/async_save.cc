@@ -300,6 +300,7 @@ class Lane {
     SaveControl control;
     control.cancel = &job.cancel;
     if (task.in_place) control.fences = task.fences;
+    control.copied = !task.in_place;
     control.begun = [&](const Staging& staging) {
       progress.emplace(HostFileSystem(), staging, channel_->rank(), channel_->size(),
                        kProgressInterval, [&job, written = options.progress] {

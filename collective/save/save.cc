@@ -760,7 +760,7 @@ Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_vi
     fences = session.fences();
     return found;
   }();
-  if (verdict.ok()) return verdict;
+  if (verdict.ok() || control.copied) return verdict;
   return AfterDevices(verdict.status(), fences.get());
 }
 

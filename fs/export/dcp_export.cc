@@ -163,7 +163,7 @@ class Planner {
       }
       byte_items_.push_back(std::move(item));
     }
-    std::string lost;
+    std::vector<std::string> lost;
     for (const auto& [name, value] : common_.values) {
       if (SavedPaths::IsInternal(name) || as_stored.contains(name)) continue;
       if (!paths_.IsEncoded(name)) {
@@ -174,10 +174,10 @@ class Planner {
       if (PickleEncoded(trial, value)) {
         byte_items_.push_back({.fqn = name, .stored = name, .value = &value});
       } else {
-        lost += (lost.empty() ? "" : ", ") + name;
+        lost.push_back(name);
       }
     }
-    if (!lost.empty()) plan_.notes.push_back("dcp cannot hold the values: " + lost);
+    NoteLost("dcp", lost, plan_);
     return {};
   }
 
@@ -233,8 +233,9 @@ class Planner {
   // For planner_data: the path of the value that the leaf was cut from, and the way to it from
   // there.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
-    if (item.below.empty()) return paths_.PlannerPathOf(item.fqn, item.stored);
-    std::vector<CommonKey> path = paths_.PlannerPathOf(item.stored, item.stored);
+    if (item.below.empty()) return OneOf(paths_.OfValue(item.fqn, item.stored), item.fqn);
+    std::vector<CommonKey> path =
+        SavedPaths::ForPlanner(paths_.OfValue(item.stored, item.stored));
     path.insert(path.end(), item.below.begin(), item.below.end());
     return path;
   }
@@ -247,6 +248,14 @@ class Planner {
       out += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(key));
     }
     return out;
+  }
+
+  // The path of an item for planner_data, whose outermost is a dict.
+  static std::vector<CommonKey> OneOf(const SavedPath& path, const std::string& key) {
+    if (path.front().kind == PathStep::Kind::kName || path.front().kind == PathStep::Kind::kNumberKey) {
+      return SavedPaths::ForPlanner(path);
+    }
+    return {CommonKey(key)};
   }
 
   static std::string Join(const Dims& numbers) {
@@ -587,7 +596,7 @@ class Planner {
           const std::string& key = tensor.meta.key();
           TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
           pickle.String(key);
-          PicklePath(pickle, paths_.PlannerPathOf(key, stored));
+          PicklePath(pickle, OneOf(paths_.Of(key, stored).front(), key));
           for (const Tied& tied : TiedTo(n)) {
             pickle.String(tied.fqn);
             PicklePath(pickle, tied.path);

@@ -16,6 +16,8 @@
 namespace tensormount::fs {
 namespace {
 
+constexpr std::size_t kMostNamed = 8;
+
 // In the order of the enumeration: ExportFormatName indexes it.
 constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kSafetensors, "safetensors"},
@@ -154,8 +156,6 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   return {};
 }
 
-constexpr std::size_t kMostNamed = 8;
-
 // What these formats have no place for.
 // Told and not refused: tensors are what an export is for, and whoever needs the rest keeps the
 // checkpoint.
@@ -185,7 +185,14 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
     if (named > kMostNamed) names += ", ...";
     if (!names.empty()) names += ")";
   }
-  const std::size_t left = (values ? 0 : common.values.size()) + common.ranks.size();
+  // What says how a state dict was nested is none of its values.
+  std::size_t left = 0;
+  const auto count_own = [&left](const CommonValues& of) {
+    left += static_cast<std::size_t>(
+        std::ranges::count_if(of, [](const auto& item) { return !SavedPaths::IsInternal(item.first); }));
+  };
+  if (!values) count_own(common.values);
+  for (const auto& [rank, of] : common.ranks) count_own(of);
   const auto note = [&](std::size_t count, std::string_view what, std::string_view which) {
     if (count == 0) return;
     plan.notes.push_back(fmt::format("{} has no place for {} {}{}{}: left out",
@@ -198,6 +205,17 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
 }
 
 }  // namespace
+
+void NoteLost(std::string_view format, const std::vector<std::string>& names, ExportPlan& plan) {
+  if (names.empty()) return;
+  std::string text(format);
+  text += " cannot hold the values: ";
+  for (std::size_t i = 0; i < std::min(names.size(), kMostNamed); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > kMostNamed) text += fmt::format(" and {} more", names.size() - kMostNamed);
+  plan.notes.push_back(std::move(text));
+}
 
 std::string_view ExportFormatName(ExportFormat format) {
   return kNames[static_cast<std::size_t>(format)].second;

@@ -12,11 +12,14 @@ namespace {
 
 using Kind = PathStep::Kind;
 
-constexpr std::string_view kOwn = "tensormount.";
 constexpr std::string_view kMappings = "tensormount.dcp.";
 constexpr std::string_view kStructure = "tensormount.tree.";
 // As deep as state dicts may be, so that no input can exhaust a stack.
 constexpr std::size_t kMostNested = 64;
+// Of all paths of a structure: a leaf has the keys of all that it lies in, so that a short input may mean
+// a very long list.
+constexpr std::size_t kMostPathBytes = std::size_t{64} << 20;
+constexpr std::size_t kMostKeyBytes = 2048;
 
 // Empty where it is no sequence of names and positions.
 SavedPath PathFrom(const CommonValue& value) {
@@ -86,9 +89,13 @@ class StructureReader {
       const auto* name = more != nullptr ? more->get_if<std::string>() : nullptr;
       if (more != nullptr && name == nullptr) return false;
       // A value of each rank has no one place in what is exported.
-      if (*word != "rank") {
-        leaves.push_back({path_, name != nullptr ? *name : Dotted(path_), *word == "tensor"});
-      }
+      if (*word == "rank") return true;
+      bytes_ += path_bytes_ + path_.size() * sizeof(PathStep);
+      if (bytes_ > kMostPathBytes) return false;
+      std::string found = name != nullptr ? *name : Dotted(path_);
+      // Below a key of another type it stands at the root, by its name.
+      SavedPath path = odd_ > 0 ? SavedPath{{found, Kind::kName}} : path_;
+      leaves.push_back({std::move(path), std::move(found), *word == "tensor"});
       return true;
     }
     if (more == nullptr) return false;
@@ -100,16 +107,24 @@ class StructureReader {
   bool ReadDict(const CommonValue& keys) {
     const auto* list = keys.get_if<CommonList>();
     if (list == nullptr) return false;
-    if (list->items.empty()) empty.push_back({path_, CommonDict{}});
+    if (list->items.empty() && odd_ == 0) empty.push_back({path_, CommonDict{}});
     for (const CommonValue& key : list->items) {
-      if (const auto* name = key.get_if<std::string>()) {
-        path_.push_back({*name, Kind::kName});
-      } else if (const auto* number = key.get_if<std::int64_t>()) {
+      const auto* name = key.get_if<std::string>();
+      const auto* number = key.get_if<std::int64_t>();
+      if (name != nullptr && name->size() > kMostKeyBytes) return false;
+      const std::size_t size = name != nullptr ? name->size() : 8;
+      // None, bools, floats, tuples: what planners of torch name values by has no such keys.
+      const bool odd = name == nullptr && number == nullptr;
+      if (number != nullptr) {
         path_.push_back({*number, Kind::kNumberKey});
       } else {
-        return false;  // None, floats, tuples: no format of torch names values by them.
+        path_.push_back({name != nullptr ? *name : std::string("?"), Kind::kName});
       }
+      path_bytes_ += size;
+      odd_ += odd ? 1 : 0;
       if (!Read()) return false;
+      odd_ -= odd ? 1 : 0;
+      path_bytes_ -= size;
       path_.pop_back();
     }
     return true;
@@ -118,7 +133,7 @@ class StructureReader {
   bool ReadList(const CommonValue& count, bool tuple) {
     const auto* items = count.get_if<std::int64_t>();
     if (items == nullptr || *items < 0) return false;
-    if (*items == 0) empty.push_back({path_, tuple ? CommonValue(CommonTuple{}) : CommonList{}});
+    if (*items == 0 && odd_ == 0) empty.push_back({path_, tuple ? CommonValue(CommonTuple{}) : CommonList{}});
     for (std::int64_t i = 0; i < *items; ++i) {
       path_.push_back({i, tuple ? Kind::kTupleItem : Kind::kListItem});
       if (!Read()) return false;
@@ -130,6 +145,9 @@ class StructureReader {
   const std::vector<CommonValue>* nodes_ = nullptr;
   std::size_t next_ = 0;
   SavedPath path_;
+  std::size_t path_bytes_ = 0;
+  std::size_t bytes_ = 0;
+  int odd_ = 0;  // Keys of other types in the path.
 };
 
 }  // namespace
@@ -141,7 +159,8 @@ const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
 }
 
 bool SavedPaths::IsInternal(std::string_view name) {
-  return name == kPlannerData || name.starts_with(kOwn);
+  return name == kPlannerData || name == kStructure.substr(0, kStructure.size() - 1) ||
+         name.starts_with(kMappings) || name.starts_with(kStructure);
 }
 
 void SavedPaths::AddPlannerData(const CommonValue& value) {
@@ -150,7 +169,9 @@ void SavedPaths::AddPlannerData(const CommonValue& value) {
   for (const auto& [key, path] : dict->items) {
     const auto* name = std::get_if<std::string>(&key);
     SavedPath found = PathFrom(path);
-    if (name != nullptr && !found.empty()) paths_[*name] = {std::move(found)};
+    if (name == nullptr || found.empty()) continue;
+    value_paths_[*name] = found;
+    paths_[*name] = {std::move(found)};
   }
 }
 
@@ -165,7 +186,9 @@ void SavedPaths::AddMappings(const CommonValue& value) {
     if (pair == nullptr || pair->size() != 2) continue;
     const auto* name = pair->front().get_if<std::string>();
     SavedPath found = PathFrom(pair->back());
-    if (name != nullptr && !found.empty()) paths_[*name] = {std::move(found)};
+    if (name == nullptr || found.empty()) continue;
+    value_paths_[*name] = found;
+    paths_[*name] = {std::move(found)};
   }
 }
 
@@ -174,7 +197,12 @@ SavedPaths SavedPaths::Make(const CommonValues& values,
   SavedPaths out;
   // Of each path the name; of two structures that differ the one whose name is that path's alone. A
   // rank had it tied where another has it not.
-  std::map<SavedPath, std::pair<std::string, bool>> named;
+  struct Named {
+    std::string name;
+    bool tensor = false;
+    bool alone = false;
+  };
+  std::map<SavedPath, Named> named;
   std::set<SavedPath> empty;
   for (const auto& [name, value] : values) {
     if (name == kPlannerData) out.AddPlannerData(value);
@@ -192,15 +220,20 @@ SavedPaths SavedPaths::Make(const CommonValues& values,
         alone = true;
       }
       if (!leaf.tensor) out.encoded_.insert(leaf.name);
-      const auto [at, added] = named.try_emplace(leaf.path, found, alone);
-      if (!added && alone && !at->second.second) at->second = {found, alone};
+      const auto [at, added] = named.try_emplace(leaf.path, Named{found, leaf.tensor, alone});
+      if (!added && alone && !at->second.alone) at->second = {found, leaf.tensor, alone};
     }
     for (const Empty& one : structure.empty) {
       if (empty.insert(one.path).second && !one.path.empty()) out.empty_.push_back(one);
     }
   }
-  for (const auto& [path, name] : named) {
-    if (!path.empty()) out.paths_[name.first].push_back(path);
+  for (const auto& [path, leaf] : named) {
+    if (path.empty()) continue;
+    if (leaf.tensor) {
+      out.paths_[leaf.name].push_back(path);
+    } else {
+      out.value_paths_.try_emplace(leaf.name, path);
+    }
   }
   return out;
 }
@@ -212,6 +245,14 @@ std::vector<SavedPath> SavedPaths::Of(std::string_view shown, std::string_view s
     if (it != paths_.end()) return it->second;
   }
   return {{{std::string(shown), Kind::kName}}};
+}
+
+SavedPath SavedPaths::OfValue(std::string_view shown, std::string_view stored) const {
+  if (shown == stored) {
+    const auto it = value_paths_.find(shown);
+    if (it != value_paths_.end()) return it->second;
+  }
+  return {{std::string(shown), Kind::kName}};
 }
 
 std::vector<CommonKey> SavedPaths::ForPlanner(const SavedPath& path) {

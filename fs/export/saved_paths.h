@@ -47,19 +47,17 @@ class SavedPaths {
   // `has_tensor`: whether a tensor is stored under a key.
   static SavedPaths Make(const CommonValues& values,
                          const std::function<bool(std::string_view)>& has_tensor);
-  // Whether a common value is of these, and none of the program's.
+  // Whether a common value is of these, and none of the program's; of those of a rank the same.
   static bool IsInternal(std::string_view name);
 
-  bool nested() const { return !paths_.empty(); }
-  // At least one; a tensor that was tied has several. `stored`: the key that the checkpoint has; paths
-  // hold only where it is the shown one, too.
+  bool nested() const { return !paths_.empty() || !value_paths_.empty(); }
+  // Of a tensor: at least one; one that was tied has several. `stored`: the key that the checkpoint has;
+  // paths hold only where it is the shown one, too.
   std::vector<SavedPath> Of(std::string_view shown, std::string_view stored) const;
+  // Of a plain value. Values and tensors are named apart.
+  SavedPath OfValue(std::string_view shown, std::string_view stored) const;
   // As DCP's planners have a path: keys that are numbers as text.
   static std::vector<CommonKey> ForPlanner(const SavedPath& path);
-  // Of the first one.
-  std::vector<CommonKey> PlannerPathOf(std::string_view shown, std::string_view stored) const {
-    return ForPlanner(Of(shown, stored).front());
-  }
   // Whether a common value is in the form of the Python package (docs/python.md, "Encoded values").
   bool IsEncoded(std::string_view name) const { return encoded_.contains(name); }
   // Containers that held nothing, and are nothing's path.
@@ -74,6 +72,7 @@ class SavedPaths {
   void AddMappings(const CommonValue& value);
 
   std::map<std::string, std::vector<SavedPath>, std::less<>> paths_;
+  std::map<std::string, SavedPath, std::less<>> value_paths_;
   std::set<std::string, std::less<>> encoded_;
   std::vector<Empty> empty_;
 };

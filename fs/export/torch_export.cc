@@ -117,9 +117,13 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
 
 // A plain value that a checkpoint has as torch.save wrote it, as our writer for DCP stores them.
 struct ObjectValue {
-  std::string key;
+  std::string key;     // As it is shown.
+  std::string stored;  // As the checkpoint has it.
   CommonValue value;
 };
+// Bounds, since any object may claim to be one.
+constexpr std::size_t kMostObjectValues = 4096;
+constexpr std::uint64_t kMostObjectBytes = std::uint64_t{64} << 20;
 
 // Those that are no common values besides; what is opaque has no place in a state dict.
 Result<std::vector<ObjectValue>> ValuesOfObjects(
@@ -127,17 +131,23 @@ Result<std::vector<ObjectValue>> ValuesOfObjects(
     const std::set<std::string, std::less<>>& tensors) {
   std::vector<ObjectValue> out;
   ValueBudget budget;
+  std::uint64_t read = 0;
   const std::vector<ObjectRecord>& parts = view.shown().objects.parts();
-  for (std::uint32_t n = 0; n < parts.size(); ++n) {
+  for (std::uint32_t n = 0; n < parts.size() && out.size() < kMostObjectValues; ++n) {
     const ObjectRecord& part = parts[n];
-    if (part.grid.rank() > 0 || part.length > kMaxObjectValue || common.contains(part.key) ||
-        tensors.contains(part.key)) {
+    const std::string_view renamed = view.shown().objects.stored_key(n);
+    const std::string stored(renamed.empty() ? std::string_view(part.key) : renamed);
+    if (part.grid.rank() > 0 || part.length > kMaxObjectValue || common.contains(stored) ||
+        tensors.contains(stored)) {
       continue;
     }
+    read += part.length;
+    if (read > kMostObjectBytes) break;
     std::string bytes(static_cast<std::size_t>(part.length), '\0');
-    TENSORMOUNT_RETURN_IF_ERROR(view.data().ReadObject(n, 0, bytes.data(), bytes.size()));
+    // One that cannot be read is left out as those that are opaque.
+    if (!view.data().ReadObject(n, 0, bytes.data(), bytes.size()).ok()) continue;
     std::optional<CommonValue> value = ValueOfObject(bytes, part.key, budget);
-    if (value.has_value()) out.push_back({part.key, std::move(*value)});
+    if (value.has_value()) out.push_back({part.key, stored, std::move(*value)});
   }
   return out;
 }
@@ -149,13 +159,20 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
     Tree nested;
     bool fits = true;
     for (const StateValue& value : all) {
-      for (SavedPath path : paths.Of(value.key, value.stored)) {
+      std::vector<SavedPath> all_paths;
+      if (value.value == nullptr) {
+        all_paths = paths.Of(value.key, value.stored);
+      } else {
+        all_paths.push_back(paths.OfValue(value.key, value.stored));
+      }
+      for (SavedPath& path : all_paths) {
         if (path.size() > kMaxDepth) path = {{value.key}};
         fits = fits && nested.Put(path, value);
       }
     }
     for (std::size_t i = 0; i < empty.size(); ++i) {
-      fits = fits && nested.Put(paths.empty()[i].path, empty[i]);
+      // Another rank may have had something in it.
+      if (paths.empty()[i].path.size() <= kMaxDepth) (void)nested.Put(paths.empty()[i].path, empty[i]);
     }
     // The outermost must be a dict: it is the state dict.
     if (fits && !nested.IsList()) return nested;
@@ -198,22 +215,22 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   const std::size_t tensors = all.size();
   const SavedPaths paths =
       SavedPaths::Make(common.values, [&](std::string_view key) { return keys.contains(key); });
-  std::string lost;
+  std::vector<std::string> lost;
   for (const auto& [name, value] : common.values) {
     if (SavedPaths::IsInternal(name)) continue;
     const bool encoded = paths.IsEncoded(name);
     PickleWriter trial(2);
     if (encoded && !PickleEncoded(trial, value)) {
-      lost += (lost.empty() ? "" : ", ") + name;
+      lost.push_back(name);
       continue;
     }
     all.push_back({.key = name, .stored = name, .value = &value, .encoded = encoded});
   }
-  if (!lost.empty()) plan.notes.push_back("torch cannot hold the values: " + lost);
+  NoteLost("torch", lost, plan);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectValue> objects,
                                ValuesOfObjects(view, common.values, keys));
   for (const ObjectValue& object : objects) {
-    all.push_back({.key = object.key, .stored = object.key, .value = &object.value});
+    all.push_back({.key = object.key, .stored = object.stored, .value = &object.value});
     plan.objects_as_values.insert(object.key);
   }
   std::vector<StateValue> empty;

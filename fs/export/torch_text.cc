@@ -59,6 +59,23 @@ std::optional<Tagged> TaggedOf(const CommonValue& value) {
   return Tagged{*tag, &payload};
 }
 
+// What Python can hash, as keys of dicts must be.
+bool IsHashable(const CommonValue& value) {
+  if (const auto* tuple = value.get_if<CommonTuple>()) {
+    return std::ranges::all_of(tuple->items, IsHashable);
+  }
+  return value.get_if<CommonList>() == nullptr && value.get_if<CommonDict>() == nullptr;
+}
+
+// "cuda:1"
+bool IsDevice(std::string_view text) {
+  static constexpr std::string_view kTypes[] = {"cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu"};
+  const std::size_t colon = text.find(':');
+  const std::string_view number = colon == text.npos ? "0" : text.substr(colon + 1);
+  return std::ranges::find(kTypes, text.substr(0, colon)) != std::end(kTypes) && !number.empty() &&
+         number.size() <= 3 && number.find_first_not_of("0123456789") == number.npos;
+}
+
 // `pickle` null: only whether it can be written.
 bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
 
@@ -83,7 +100,10 @@ bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view
   }
   for (const CommonValue& item : *items) {
     const std::vector<CommonValue>* pair = ItemsOf(item);
-    if (pair == nullptr || pair->size() != 2 || !WriteItems(pickle, *pair)) return false;
+    if (pair == nullptr || pair->size() != 2 || !IsHashable(pair->front()) ||
+        !WriteItems(pickle, *pair)) {
+      return false;
+    }
   }
   if (pickle != nullptr) pickle->SetItems();
   return true;
@@ -104,6 +124,11 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
     return WriteEncoded(pickle, number);
   }
   if (tagged.tag == "torch.Size" && items != nullptr) {
+    const bool sizes = std::ranges::all_of(*items, [](const CommonValue& item) {
+      const auto* number = item.get_if<std::int64_t>();
+      return number != nullptr && *number >= 0;
+    });
+    if (!sizes) return false;
     if (pickle == nullptr) return WriteItems(nullptr, *items);
     pickle->Global("torch", "Size");
     pickle->Mark();
@@ -120,7 +145,7 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
     if (known && pickle != nullptr) pickle->Global("torch", *text);
     return known;
   }
-  if (tagged.tag == "torch.device" && text != nullptr) {
+  if (tagged.tag == "torch.device" && text != nullptr && IsDevice(*text)) {
     if (pickle == nullptr) return true;
     pickle->Global("torch", "device");
     pickle->String(*text);

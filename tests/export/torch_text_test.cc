@@ -179,7 +179,13 @@ TEST(PickleEncodedTest, WhatIsNoDtypeIsNeverNamed) {
   for (const char* name : {"load", "hub", "float32\nR", "float32\n", "", "os.system", "torch.float32"}) {
     EXPECT_FALSE(written(CommonDict{{{"torch.dtype", name}}})) << name;
   }
+  EXPECT_FALSE(written(
+      CommonDict{{{"torch.dtype", "float32\n0cbuiltins\nprint\n(VX\ntR0ctorch\nfloat32"}}}));
   EXPECT_FALSE(written(CommonDict{{{"no such kind", 1}}}));
+  EXPECT_FALSE(written(CommonDict{{{"torch.device", "foo"}}}));
+  EXPECT_TRUE(written(CommonDict{{{"torch.device", "cuda:1"}}}));
+  EXPECT_FALSE(written(CommonDict{{{"torch.Size", CommonList{{"x"}}}}}));
+  EXPECT_FALSE(written(CommonDict{{{"dict", CommonList{{CommonList{{CommonList{{1}}, 2}}}}}}}));
   EXPECT_FALSE(written(CommonDict{{{"dict", CommonList{{CommonList{{1}}}}}}}));
   EXPECT_FALSE(written(CommonDict{}));
   EXPECT_FALSE(written(CommonList{{1, CommonDict{{{"int", "0x1"}}}}}));
@@ -211,7 +217,7 @@ TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
   EXPECT_EQ(path("new", "model.w"), Path({Name("new")}));
   EXPECT_EQ(path("model.w", "old"), Path({Name("model.w")}));
   EXPECT_EQ(path("bad", "bad"), Path({Name("bad")}));
-  EXPECT_EQ(paths.PlannerPathOf("opt.2.m", "opt.2.m"),
+  EXPECT_EQ(SavedPaths::ForPlanner(path("opt.2.m", "opt.2.m")),
             (std::vector<CommonKey>{"opt", "2", "m"}));
 }
 

@@ -196,6 +196,26 @@ class Exports(support.Folder):
         dcp.load(into, checkpoint_id="dcp")
         self.assertEqual((into["step"], into["model"]["b.c"].tolist()), (7, [0, 1, 2]))
 
+    def test_names_that_tensors_and_values_share(self):
+        ones = torch.ones(2)
+        for number, state in enumerate((
+            {"a.b": ones, "a": {"b": bytearray(b"x"), "c": ones + 1}}, {"a.b": ones, "a": {"b": 5, "c": ones + 1}},
+            {"model": {"w": ones}, "sched": {0.5: 0.1, None: ones}, "size": torch.Size([2]), "n": {0: {"m": ones}}},
+            {"sched": {True: torch.float16}, "w": ones},
+        )):
+            tm.save(state, f"S/shared-{number}")
+            tm.export(f"S/shared-{number}", f"shared-{number}.pt", format="torch")
+            back = torch.load(f"shared-{number}.pt", weights_only=True)
+            for path in (("a", "b"), ("a", "c"), ("a.b",), ("model", "w"), ("size",), ("n", 0, "m"), ("w",)):
+                wanted, found = state, back
+                for key in path:
+                    wanted = wanted.get(key) if isinstance(wanted, dict) else None
+                    found = found.get(key) if isinstance(found, dict) else None
+                if isinstance(wanted, bytearray):
+                    self.assertIsNone(found)
+                elif wanted is not None:
+                    self.assertIsNone(difference(wanted, found), (number, path))
+
     def test_what_torch_cannot_hold_is_named(self):
         import numpy
 
