@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from tensormount import _abi, _dtypes, _index, _shards
@@ -371,7 +371,7 @@ class Checkpoint:
         if not names:
             rest = _tree.plain_values(values, [])
             return {**tensors, **{name: rest[name] for name in rest if name not in tensors}}
-        keys_of = _tree.stored_names(_tree.structures_of(values), tensors)
+        keys_of = self._stored_names(values, tensors)
         trees = [
             _tree.unflatten(
                 values[name], tensors, values, self._rank_values_of(name), names=keys_of
@@ -383,6 +383,28 @@ class Checkpoint:
         if bad is not None:
             raise LayoutError(f"{self._path}: a stored value cannot be read: {bad.reason}")
         return state
+
+    def _stored_names(self, values: dict[str, Any], keys: Container[str]) -> dict[Any, str]:
+        """`_tree.stored_names` of this checkpoint. With `inherit=` it has structures of another one, too,
+        which none of its own ranks names."""
+        from tensormount import _tree
+
+        structures = {name[len(_tree.TREE_NAME) + 1 :]: values[name]
+                      for name in _tree.structure_names(values)}
+        own: set[Any] = set()
+        if len(structures) > 1 and any(map(_tree.has_own_names, structures.values())):
+            rank = 0
+            while True:
+                found = self._rank_values(rank)
+                if not found:
+                    break
+                own.add(found.get(_tree.TREE_NAME))
+                rank += 1
+        current = [one for digest, one in structures.items() if digest in own]
+        inherited = [one for digest, one in structures.items() if digest not in own]
+        if not current:
+            current, inherited = inherited, []
+        return _tree.stored_names(current, keys, inherited)
 
     def _rank_values_of(self, structure: str) -> dict[str, Any]:
         """The values of the first rank that has this structure."""

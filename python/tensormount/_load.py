@@ -323,12 +323,13 @@ def _build(
             names, values = {}, {}
             if stored is not None:
                 values = stored._values()
-                names = _tree.stored_names(_tree.structures_of(values), frozenset(keys))
+                names = stored._stored_names(values, frozenset(keys))
             flat = _tree.flatten(asked.request, names, frozenset(keys))
             asked.flat = flat
             if stored is not None and (flat.common or flat.rank_common):
                 asked.missing = _missing_values(asked, stored, values, policy)
-            if stored is not None and (names or key_map is not None or asked.missing):
+            looked = names or key_map is not None or flat.common or flat.rank_common
+            if stored is not None and looked:
                 asked.stored_uuid = stored.uuid
         items = flat.items()
         if key_map is not None:

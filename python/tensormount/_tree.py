@@ -693,18 +693,35 @@ def structure_leaves(structure: Structure) -> List[Leaf]:
     return leaves
 
 
-def stored_names(structures: Iterable[Structure], keys: Container[str]) -> Dict[Path, str]:
+def stored_names(
+    structures: Iterable[Structure], keys: Container[str], inherited: Iterable[Structure] = ()
+) -> Dict[Path, str]:
     """Names that paths alone do not tell, for `flatten(stored=...)` and `unflatten(names=...)`.
     `keys`: of the tensors that are stored.
 
     A rank whose state dict had one tensor under two paths named both by one key. Where another rank
     stored a path under a key of its own, that rank is right: the first had no cells of it, or had it
-    tied where the other had not.
+    tied where the other had not. `inherited`: structures of a checkpoint that this one took the rest
+    from; they speak of paths alone that no other has.
     """
+    inherited = list(inherited)
+    if inherited:
+        own = {path for s in structures for _, path, _ in structure_leaves(s)}
+        # A key without a structure is of the other checkpoint, then.
+        names = _names_of_structures(structures, keys, False)
+        later = _names_of_structures(inherited, keys, True)
+        return {**{path: name for path, name in later.items() if path not in own}, **names}
+    return _names_of_structures(structures, keys, True)
+
+
+def _names_of_structures(
+    structures: Iterable[Structure], keys: Container[str], others: bool
+) -> Dict[Path, str]:
+    """`others`: there may be ranks without a structure, whose keys say all."""
     found: Dict[Path, str] = {}
     worth: Dict[Path, int] = {}
     structures = list(structures)
-    if not any(map(_has_own_names, structures)):
+    if not any(map(has_own_names, structures)):
         return found
     for structure in structures:
         leaves = structure_leaves(structure)
@@ -716,7 +733,7 @@ def stored_names(structures: Iterable[Structure], keys: Container[str]) -> Dict[
                     found[path] = name
                 continue
             tied = count[name] > 1 and name != usual
-            if tied and usual in keys and usual not in count:
+            if others and tied and usual in keys and usual not in count:
                 name, tied = usual, False  # Of a rank whose keys say all: it has no structure.
                 found.setdefault(path, name)
             value = 0 if name not in keys else 1 if tied else 2
@@ -729,7 +746,7 @@ def stored_names(structures: Iterable[Structure], keys: Container[str]) -> Dict[
     return found
 
 
-def _has_own_names(structure: Structure) -> bool:
+def has_own_names(structure: Structure) -> bool:
     nodes = structure.get("nodes") if type(structure) is dict else None
     return type(nodes) is list and any(type(n) is list and n[:1] and n[0] in _LEAF_WORDS for n in nodes)
 

@@ -255,6 +255,21 @@ class RoundTrip(support.Folder):
             tm.load({"x": 0}, "S/asked", not_stored="log")
         self.assertIn("S/asked: asked for, but not stored: x", logged.output[0])
 
+    def test_names_of_a_checkpoint_that_was_inherited_from(self):
+        """Its structures say nothing of what was saved anew: here a tie, there names."""
+        one, two, tied = np.full(3, 1), np.full(3, 2), np.full(3, 7)
+        tm.save({"m": {"a": one, "b": two}, "rest": {"x": one.copy()}}, "S/base")
+        tm.save({"m": {"a": tied, "b": tied}}, "S/inherits", inherit="base")
+        request = {"m": {"a": np.zeros(3, int), "b": np.zeros(3, int)}, "rest": {"x": np.zeros(3, int)}}
+        tm.load(request, "S/inherits")
+        self.assertEqual([int(v[0]) for v in (request["m"]["a"], request["m"]["b"], request["rest"]["x"])], [7, 7, 1])
+        for number in range(6):
+            tm.save({"a.b": np.full(3, 5), f"z{number}": one, "n": {}}, f"S/base-{number}")
+            tm.save({"a.b": np.full(3, 8), "a": {"b": np.full(3, 9)}}, f"S/names-{number}", inherit=f"base-{number}")
+            request = {"a.b": np.zeros(3, int), "a": {"b": np.zeros(3, int)}}
+            tm.load(request, f"S/names-{number}")
+            self.assertEqual((int(request["a.b"][0]), int(request["a"]["b"][0])), (8, 9))
+
     def test_a_value_that_cannot_be_read(self):
         """As a newer version might have stored it: it is named, and the rest is there."""
         from tensormount import _tree

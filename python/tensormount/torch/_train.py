@@ -27,6 +27,7 @@ from tensormount.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     LayoutError,
+    StaleError,
     UnsupportedError,
 )
 
@@ -124,6 +125,11 @@ def load(
             _leave_out_unsaved(request["optim"], saved)
         groups = _groups_of(request["optim"]) if optim is not None else []
         loaded = _load.load(request, source, group, **options)
+        if saved is not None and saved.uuid is not None and loaded.uuid != saved.uuid:
+            raise StaleError(
+                "another checkpoint was published under that name while this rank looked at it: load "
+                "again"
+            )
         if optional:
             _check_not_stored(loaded.not_stored, optional)
         state = loaded.state
@@ -278,6 +284,8 @@ def _moments_to_fill(optim: Any, saved: Optional[_Saved]) -> Iterator[list[Any]]
             one.state.clear()
             for parameter in _parameters(one):
                 parameter.grad = None  # PyTorch makes no moments where there are gradients.
+            # A step with a rate of 0 still makes a NaN of an infinity, and 0 of -0.
+            weights = [parameter.detach().clone() for parameter in _parameters(one)]
             try:
                 _init_optim_state(one)
             except Exception as error:
@@ -288,6 +296,9 @@ def _moments_to_fill(optim: Any, saved: Optional[_Saved]) -> Iterator[list[Any]]
             finally:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
+                with torch.no_grad():
+                    for parameter, values in zip(_parameters(one), weights):
+                        parameter.copy_(values)
             for state in one.state.values():
                 step = state.get("step")
                 if isinstance(step, torch.Tensor):
@@ -309,14 +320,16 @@ class _Saved(NamedTuple):
 
     moments: dict[str, Any]
     parameters: frozenset[str]
+    uuid: Optional[str]  # Of the checkpoint.
 
 
 def _saved_moments(source: PathLike) -> Optional[_Saved]:
-    """None where the checkpoint is not one of `save`. Nothing where it cannot be opened: the load says
-    why."""
+    """None where the checkpoint is not one of `save`, or this rank cannot open it: then all moments are
+    asked for."""
     with _load._look(source) as checkpoint:
         if checkpoint is None:
-            return _Saved({}, frozenset())
+            return None
+        uuid = checkpoint.uuid
         stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0))
     optim = stored.get("optim") if isinstance(stored, dict) else None
     if not isinstance(optim, dict) or not isinstance(optim.get("state"), dict):
@@ -326,7 +339,7 @@ def _saved_moments(source: PathLike) -> Optional[_Saved]:
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, dict) and isinstance(group.get("params"), list):
             named.update(name for name in group["params"] if isinstance(name, str))
-    return _Saved(moments, frozenset(named))
+    return _Saved(moments, frozenset(named), uuid)
 
 
 def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> None:
