@@ -60,6 +60,20 @@ Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 // A failure of a call that had these fences, once all of its queues are gone: with
 // ErrorFields::memory_in_use where that is so.
 Status AfterDevices(const Status& failure, const DeviceFences* fences);
+// Runs a job, a SaveSession or LoadJob, and returns its verdict as AfterDevices has it: the queues
+// go with the job.
+template <typename Job, typename... Arguments>
+auto RunJob(Arguments&&... arguments) {
+  std::shared_ptr<const DeviceFences> fences;
+  auto verdict = [&] {
+    Job job(std::forward<Arguments>(arguments)...);
+    auto found = job.Run();
+    fences = job.fences();
+    return found;
+  }();
+  if (!verdict.ok()) verdict = AfterDevices(verdict.status(), fences.get());
+  return verdict;
+}
 
 // The same into `fences`, where a call has none of an earlier moment. Also what is thrown is a
 // failure.

@@ -122,8 +122,8 @@ class DeviceOps {
   // the thread's default one. kInvalidArgument for a stream that records a graph.
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
-  // What the caller's stream is given from now on begins after `mark`, of this device, is reached: on
-  // the thread whose stream it is, as above. Errors of MarkStream.
+  // Makes the caller's stream wait: work that it is given from now on begins after `mark`, of this
+  // device, is reached. Called on the thread whose stream it is, as above. Errors of MarkStream.
   virtual Status HoldStream(const DeviceStream& stream,
                             const std::shared_ptr<DeviceMark>& mark) = 0;
 

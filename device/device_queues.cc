@@ -69,15 +69,10 @@ class FencedQueue final : public DeviceQueue {
       : device_(device), queue_(std::move(queue)), fences_(fences) {}
   ~FencedQueue() override {
     try {
-      // The first answer may be the failure of work before it (MarkSubmitted).
-      for (int i = 0; i < 2 && given_; ++i) {
-        last_ = queue_->Mark();
-        given_ = !last_.ok();
-      }
-      // What failed is over, too, but not what was behind it.
-      const Result<bool> over = last_.ok() && last_.value() != nullptr
-                                    ? last_.value()->Reached()
-                                    : Result<bool>(last_.ok());
+      if (given_) last_ = MarkSubmitted(*queue_, Status()).mark;
+      // Work that failed has ended; work behind it may not have.
+      const Result<bool> over = last_.ok() && last_.value() != nullptr ? last_.value()->Reached()
+                                                                       : Result<bool>(last_.ok());
       if (!over.ok() || !over.value()) fences_.Hold(device_, last_);
     } catch (const std::exception&) {  // No memory, where a call fails for want of it.
       fences_.Lose();

@@ -84,8 +84,8 @@ class FlyingBlock {
   bool landed_ = true;
 };
 
-// A queue to a device, behind the fences of the call. Where it is destroyed before its work is done,
-// the streams of the fences wait for that (DeviceFences::Hold).
+// A queue to a device, behind the fences of the call. Where it is destroyed before its work is
+// done, the streams of the fences wait for that (DeviceFences::Hold).
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceRules& rules);
 

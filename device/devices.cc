@@ -128,8 +128,7 @@ Status DeviceFences::Add(const BufferView& view) {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMark> mark,
                                device->ops->MarkStream(view.stream));
-  fences_.push_back(
-      {std::move(device), view.stream, std::move(mark), std::this_thread::get_id()});
+  fences_.push_back({std::move(device), view.stream, std::move(mark), std::this_thread::get_id()});
   return {};
 }
 

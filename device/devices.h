@@ -54,10 +54,10 @@ class DeviceFences {
   // Work that is submitted to `queue`, of that device, from now on comes after all of them.
   Status Before(DeviceQueue& queue, const OpenedDevice& device) const;
   // The other way around, for a call that ends before its work on the device does: what the streams
-  // are given from now on comes after `work`. Then memory that an allocator gives out in the order of
-  // a stream is not written to by what was before. A stream is not made to wait where the work waits
-  // for another one of them, which may hang, or wait for something that the program does on this one.
-  // The streams must live until the call has ended. Thread-safe.
+  // are given from now on comes after `work`. Then memory that an allocator gives out in the order
+  // of a stream is not written to by what was before. A stream is not made to wait where the work
+  // waits for another one of them, which may hang, or wait for something that the program does on
+  // this one. The streams must live until the call has ended. Thread-safe.
   void Hold(const OpenedDevice& device, const Result<std::shared_ptr<DeviceMark>>& work) const;
   // Work was left of which nothing is known.
   void Lose() const { memory_in_use_ = true; }

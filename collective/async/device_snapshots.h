@@ -32,10 +32,11 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
     std::byte* data() const { return data_; }
-    // The device is about to write here, until `mark` is reached; where that fails nobody knows until
-    // when. The memory may be destroyed before, but is not given out again until then.
+    // The device is about to write here, until `mark` is reached; a failed `mark` says that nobody
+    // can know when it ends. This may be destroyed before, but the memory is not given out until
+    // then.
     void AwaitWrites(Result<std::shared_ptr<DeviceMark>> mark) { writes_ = std::move(mark); }
-    // What was written has arrived.
+    // The writes have ended.
     void WritesArrived() { writes_.reset(); }
     // The save that it was for has failed, and the device may be reading here still.
     void Doubt() { doubtful_ = true; }
@@ -63,11 +64,11 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     std::uint64_t size = 0;
     bool taken = false;
     bool doubtful = false;
-    // Of copies whose save did not wait for them.
+    // Writes that the last save did not wait for; AwaitWrites.
     std::optional<Result<std::shared_ptr<DeviceMark>>> writes;
   };
   void Free(Block& block);
-  // Whether no copy of an earlier save is due any more.
+  // Whether no write of an earlier save is due any more.
   static bool IsQuiet(Block& block);
 
   const std::uint64_t bound_;

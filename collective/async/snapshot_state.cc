@@ -83,7 +83,7 @@ class CopiesWithin {
                std::span<const DeviceCopy> copies, DeviceSnapshots::Memory& memory) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
     marks_.reserve(marks_.size() + 1);
-    // As long as nobody has a mark, and where an exception ends this.
+    // Until there is a mark, and for good where an exception is thrown before.
     memory.AwaitWrites(Status(Code::kInternal, "copies that no mark stands for"));
     Submission submission = MarkSubmitted(*queue, queue->CopyWithin(copies));
     memory.AwaitWrites(submission.mark);

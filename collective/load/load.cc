@@ -393,15 +393,7 @@ class LoadJob {
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
                           Communicator& comm, const LoadOptions& options,
                           const LoadControl& control) {
-  std::shared_ptr<const DeviceFences> fences;
-  Result<LoadReport> verdict = [&] {
-    LoadJob job(fs, request, path, comm, options, control);
-    Result<LoadReport> found = job.Run();
-    fences = job.fences();
-    return found;
-  }();
-  if (verdict.ok()) return verdict;
-  return AfterDevices(verdict.status(), fences.get());
+  return RunJob<LoadJob>(fs, request, path, comm, options, control);
 }
 
 Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,

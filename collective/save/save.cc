@@ -147,7 +147,8 @@ class SaveSession {
         world_(comm.size()),
         phases_(options.events, "save", path_, comm.rank()) {}
 
-  const std::shared_ptr<const DeviceFences>& fences() const { return fences_; }
+  // Null where the state is a copy of ours.
+  std::shared_ptr<const DeviceFences> fences() const { return control_.copied ? nullptr : fences_; }
 
   Result<SaveReport> Run() {
     Result<SaveReport> result = Steps();
@@ -753,15 +754,7 @@ Status CheckHasData(const StateDict& state) {
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control) {
-  std::shared_ptr<const DeviceFences> fences;
-  Result<SaveReport> verdict = [&] {
-    SaveSession session(fs, state, path, comm, options, control);
-    Result<SaveReport> found = session.Run();
-    fences = session.fences();
-    return found;
-  }();
-  if (verdict.ok() || control.copied) return verdict;
-  return AfterDevices(verdict.status(), fences.get());
+  return RunJob<SaveSession>(fs, state, path, comm, options, control);
 }
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,

@@ -114,8 +114,8 @@ class Planner {
           keys.insert(std::move(stored));
           return {};
         }));
-    paths_ = SavedPaths::Make(common_.values,
-                              [&](std::string_view key) { return keys.contains(key); });
+    paths_ =
+        SavedPaths::Make(common_.values, [&](std::string_view key) { return keys.contains(key); });
     TENSORMOUNT_RETURN_IF_ERROR(FindByteItems());
     TENSORMOUNT_RETURN_IF_ERROR(Measure());
     for (ByteItem& item : byte_items_) TENSORMOUNT_RETURN_IF_ERROR(AddBytes(item));
@@ -170,8 +170,7 @@ class Planner {
         AddValue(name, value);
         continue;
       }
-      PickleWriter trial(2);
-      if (PickleEncoded(trial, value)) {
+      if (CanPickleEncoded(value)) {
         byte_items_.push_back({.fqn = name, .stored = name, .value = &value});
       } else {
         lost.push_back(name);
@@ -233,26 +232,16 @@ class Planner {
   // For planner_data: the path of the value that the leaf was cut from, and the way to it from
   // there.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
-    if (item.below.empty()) return OneOf(paths_.OfValue(item.fqn, item.stored), item.fqn);
-    std::vector<CommonKey> path =
-        SavedPaths::ForPlanner(paths_.OfValue(item.stored, item.stored));
+    if (item.below.empty()) return PlannerPath(paths_.OfValue(item.fqn, item.stored), item.fqn);
+    std::vector<CommonKey> path = SavedPaths::ForPlanner(paths_.OfValue(item.stored, item.stored));
     path.insert(path.end(), item.below.begin(), item.below.end());
     return path;
   }
 
-  static std::string Dotted(const std::vector<CommonKey>& path) {
-    std::string out;
-    for (const CommonKey& key : path) {
-      const auto* name = std::get_if<std::string>(&key);
-      if (&key != &path.front()) out += '.';
-      out += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(key));
-    }
-    return out;
-  }
-
   // The path of an item for planner_data, whose outermost is a dict.
-  static std::vector<CommonKey> OneOf(const SavedPath& path, const std::string& key) {
-    if (path.front().kind == PathStep::Kind::kName || path.front().kind == PathStep::Kind::kNumberKey) {
+  static std::vector<CommonKey> PlannerPath(const SavedPath& path, const std::string& key) {
+    if (path.front().kind == PathStep::Kind::kName ||
+        path.front().kind == PathStep::Kind::kNumberKey) {
       return SavedPaths::ForPlanner(path);
     }
     return {CommonKey(key)};
@@ -262,6 +251,21 @@ class Planner {
     std::string out;
     for (const std::int64_t n : numbers) out += (out.empty() ? "" : ".") + std::to_string(n);
     return out;
+  }
+
+  // `names`: those that are taken.
+  Status FindTied(std::set<std::string, std::less<>>& names) {
+    return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+      const std::string& key = tensor.meta.key();
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
+      for (const SavedPath& path : paths_.Of(key, stored)) {
+        std::string fqn = Dotted(path);
+        if (names.insert(fqn).second) {
+          tied_[n].push_back({std::move(fqn), SavedPaths::ForPlanner(path)});
+        }
+      }
+      return {};
+    });
   }
 
   // How much there is in all, and whether every name is there once.
@@ -290,17 +294,7 @@ class Planner {
           add(CutOf(tensor.meta, chunk_bytes_).chunks * kItemOverhead);
           return {};
         }));
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
-          const std::string& key = tensor.meta.key();
-          TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
-          for (const SavedPath& path : paths_.Of(key, stored)) {
-            std::vector<CommonKey> keys = SavedPaths::ForPlanner(path);
-            std::string fqn = Dotted(keys);
-            if (names.insert(fqn).second) tied_[n].push_back({std::move(fqn), std::move(keys)});
-          }
-          return {};
-        }));
+    if (paths_.nested()) TENSORMOUNT_RETURN_IF_ERROR(FindTied(names));
     // Leaves room for the product in NextItem.
     if (!total || !CheckedMul(*total, files_)) {
       return Status(Code::kUnsupported, "dcp: too many bytes for one checkpoint");
@@ -596,7 +590,7 @@ class Planner {
           const std::string& key = tensor.meta.key();
           TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
           pickle.String(key);
-          PicklePath(pickle, OneOf(paths_.Of(key, stored).front(), key));
+          PicklePath(pickle, PlannerPath(paths_.Of(key, stored).front(), key));
           for (const Tied& tied : TiedTo(n)) {
             pickle.String(tied.fqn);
             PicklePath(pickle, tied.path);
@@ -645,8 +639,8 @@ class Planner {
     return pickle.Finish();
   }
 
-  // A further name of a tensor, by which the state dict had it, too: DCP has all of them, and the bytes
-  // once.
+  // A further name of a tensor, by which the state dict had it, too: DCP has all of them, and the
+  // bytes once.
   struct Tied {
     std::string fqn;
     std::vector<CommonKey> path;

@@ -169,7 +169,8 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
   if (format == ExportFormat::kDcp) objects = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
   const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
-  std::string names;  // Of objects, of which torch.save could have had some.
+  std::string
+      names;  // Of the objects that are left out, of which some may be plain values of torch.save.
   if (format == ExportFormat::kTorch) {
     std::size_t named = 0;
     for (const ObjectRecord& part : view.shown().objects.parts()) {
@@ -185,11 +186,11 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
     if (named > kMostNamed) names += ", ...";
     if (!names.empty()) names += ")";
   }
-  // What says how a state dict was nested is none of its values.
+  // Values that tell how a state dict was nested are ours, and nothing of it is lost without them.
   std::size_t left = 0;
   const auto count_own = [&left](const CommonValues& of) {
-    left += static_cast<std::size_t>(
-        std::ranges::count_if(of, [](const auto& item) { return !SavedPaths::IsInternal(item.first); }));
+    left += static_cast<std::size_t>(std::ranges::count_if(
+        of, [](const auto& item) { return !SavedPaths::IsInternal(item.first); }));
   };
   if (!values) count_own(common.values);
   for (const auto& [rank, of] : common.ranks) count_own(of);

@@ -16,8 +16,8 @@ constexpr std::string_view kMappings = "tensormount.dcp.";
 constexpr std::string_view kStructure = "tensormount.tree.";
 // As deep as state dicts may be, so that no input can exhaust a stack.
 constexpr std::size_t kMostNested = 64;
-// Of all paths of a structure: a leaf has the keys of all that it lies in, so that a short input may mean
-// a very long list.
+// Of all paths of a structure: a leaf has the keys of all that it lies in, so that a short input
+// may mean a very long list.
 constexpr std::size_t kMostPathBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostKeyBytes = 2048;
 
@@ -38,16 +38,6 @@ SavedPath PathFrom(const CommonValue& value) {
     }
   }
   return path;
-}
-
-std::string Dotted(const SavedPath& path) {
-  std::string text;
-  for (const PathStep& step : path) {
-    if (!text.empty()) text += '.';
-    const auto* name = std::get_if<std::string>(&step.key);
-    text += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(step.key));
-  }
-  return text;
 }
 
 struct Leaf {
@@ -133,7 +123,8 @@ class StructureReader {
   bool ReadList(const CommonValue& count, bool tuple) {
     const auto* items = count.get_if<std::int64_t>();
     if (items == nullptr || *items < 0) return false;
-    if (*items == 0 && odd_ == 0) empty.push_back({path_, tuple ? CommonValue(CommonTuple{}) : CommonList{}});
+    if (*items == 0 && odd_ == 0)
+      empty.push_back({path_, tuple ? CommonValue(CommonTuple{}) : CommonList{}});
     for (std::int64_t i = 0; i < *items; ++i) {
       path_.push_back({i, tuple ? Kind::kTupleItem : Kind::kListItem});
       if (!Read()) return false;
@@ -152,6 +143,16 @@ class StructureReader {
 
 }  // namespace
 
+std::string Dotted(const SavedPath& path) {
+  std::string text;
+  for (const PathStep& step : path) {
+    if (!text.empty()) text += '.';
+    const auto* name = std::get_if<std::string>(&step.key);
+    text += name != nullptr ? *name : std::to_string(std::get<std::int64_t>(step.key));
+  }
+  return text;
+}
+
 const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
   if (const auto* tuple = value.get_if<CommonTuple>()) return &tuple->items;
   if (const auto* list = value.get_if<CommonList>()) return &list->items;
@@ -163,15 +164,19 @@ bool SavedPaths::IsInternal(std::string_view name) {
          name.starts_with(kMappings) || name.starts_with(kStructure);
 }
 
+// `name` null: a key that is no text.
+void SavedPaths::AddPath(const std::string* name, const CommonValue& path) {
+  SavedPath found = PathFrom(path);
+  if (name == nullptr || found.empty()) return;
+  value_paths_[*name] = found;
+  paths_[*name] = {std::move(found)};
+}
+
 void SavedPaths::AddPlannerData(const CommonValue& value) {
   const auto* dict = value.get_if<CommonDict>();
   if (dict == nullptr) return;
   for (const auto& [key, path] : dict->items) {
-    const auto* name = std::get_if<std::string>(&key);
-    SavedPath found = PathFrom(path);
-    if (name == nullptr || found.empty()) continue;
-    value_paths_[*name] = found;
-    paths_[*name] = {std::move(found)};
+    AddPath(std::get_if<std::string>(&key), path);
   }
 }
 
@@ -184,11 +189,7 @@ void SavedPaths::AddMappings(const CommonValue& value) {
   for (const CommonValue& item : *items) {
     const std::vector<CommonValue>* pair = ItemsOf(item);
     if (pair == nullptr || pair->size() != 2) continue;
-    const auto* name = pair->front().get_if<std::string>();
-    SavedPath found = PathFrom(pair->back());
-    if (name == nullptr || found.empty()) continue;
-    value_paths_[*name] = found;
-    paths_[*name] = {std::move(found)};
+    AddPath(pair->front().get_if<std::string>(), pair->back());
   }
 }
 

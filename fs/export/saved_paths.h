@@ -17,9 +17,9 @@
 
 namespace tensormount::fs {
 
-// The common value that says where values stand in nested dicts and lists: a dict from key to the tuple
-// of names and positions, as torch.distributed.checkpoint's planners have it. Kept when such a checkpoint
-// is adopted or imported, so that an export can give the nesting back.
+// The common value that says where values stand in nested dicts and lists: a dict from key to the
+// tuple of names and positions, as torch.distributed.checkpoint's planners have it. Kept when such
+// a checkpoint is adopted or imported, so that an export can give the nesting back.
 inline constexpr std::string_view kPlannerData = "torch.planner_data";
 
 // Of a list or tuple; null for anything else.
@@ -34,25 +34,27 @@ struct PathStep {
   friend auto operator<=>(const PathStep&, const PathStep&) = default;
 };
 using SavedPath = std::vector<PathStep>;
+// The steps joined by ".", as DCP and the Python package name values.
+std::string Dotted(const SavedPath& path);
 
-// Paths of the keys of tensors and the names of values. They come from kPlannerData, in which a key of
-// a dict that is a number is a list of one ([0]); from what our writer for DCP keeps
+// Paths of the keys of tensors and the names of values. They come from kPlannerData, in which a key
+// of a dict that is a number is a list of one ([0]); from what our writer for DCP keeps
 // ("tensormount.dcp.H"); and from the structures of state dicts that the Python package saved
 // ("tensormount.tree.H", docs/python.md). A key that none of them tells has itself as its path.
-// Example: the key "optim.state.0.exp_avg" has the path ("optim", "state", [0], "exp_avg"), which no
-// rule could tell from the key: the 0 is a number, and a key may have dots.
-// What is malformed is passed over: keys then stand for themselves. Immutable.
+// Example: the key "optim.state.0.exp_avg" has the path ("optim", "state", [0], "exp_avg"), which
+// no rule could tell from the key: the 0 is a number, and a key may have dots. What is malformed is
+// passed over: keys then stand for themselves. Immutable.
 class SavedPaths {
  public:
   // `has_tensor`: whether a tensor is stored under a key.
   static SavedPaths Make(const CommonValues& values,
                          const std::function<bool(std::string_view)>& has_tensor);
-  // Whether a common value is of these, and none of the program's; of those of a rank the same.
+  // Whether a common value, of all ranks or of one, tells paths and is no value of the program.
   static bool IsInternal(std::string_view name);
 
   bool nested() const { return !paths_.empty() || !value_paths_.empty(); }
-  // Of a tensor: at least one; one that was tied has several. `stored`: the key that the checkpoint has;
-  // paths hold only where it is the shown one, too.
+  // Of a tensor: at least one; one that was tied has several. `stored`: the key that the checkpoint
+  // has; paths hold only where it is the shown one, too.
   std::vector<SavedPath> Of(std::string_view shown, std::string_view stored) const;
   // Of a plain value. Values and tensors are named apart.
   SavedPath OfValue(std::string_view shown, std::string_view stored) const;
@@ -60,7 +62,7 @@ class SavedPaths {
   static std::vector<CommonKey> ForPlanner(const SavedPath& path);
   // Whether a common value is in the form of the Python package (docs/python.md, "Encoded values").
   bool IsEncoded(std::string_view name) const { return encoded_.contains(name); }
-  // Containers that held nothing, and are nothing's path.
+  // Containers that were saved empty, so that no key or name leads through them.
   struct Empty {
     SavedPath path;
     CommonValue value;
@@ -68,6 +70,7 @@ class SavedPaths {
   const std::vector<Empty>& empty() const { return empty_; }
 
  private:
+  void AddPath(const std::string* name, const CommonValue& path);
   void AddPlannerData(const CommonValue& value);
   void AddMappings(const CommonValue& value);
 

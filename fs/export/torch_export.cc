@@ -159,20 +159,18 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
     Tree nested;
     bool fits = true;
     for (const StateValue& value : all) {
-      std::vector<SavedPath> all_paths;
-      if (value.value == nullptr) {
-        all_paths = paths.Of(value.key, value.stored);
-      } else {
-        all_paths.push_back(paths.OfValue(value.key, value.stored));
-      }
-      for (SavedPath& path : all_paths) {
+      std::vector<SavedPath> places =
+          value.value == nullptr ? paths.Of(value.key, value.stored)
+                                 : std::vector<SavedPath>{paths.OfValue(value.key, value.stored)};
+      for (SavedPath& path : places) {
         if (path.size() > kMaxDepth) path = {{value.key}};
         fits = fits && nested.Put(path, value);
       }
     }
     for (std::size_t i = 0; i < empty.size(); ++i) {
       // Another rank may have had something in it.
-      if (paths.empty()[i].path.size() <= kMaxDepth) (void)nested.Put(paths.empty()[i].path, empty[i]);
+      if (paths.empty()[i].path.size() <= kMaxDepth)
+        (void)nested.Put(paths.empty()[i].path, empty[i]);
     }
     // The outermost must be a dict: it is the state dict.
     if (fits && !nested.IsList()) return nested;
@@ -219,8 +217,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   for (const auto& [name, value] : common.values) {
     if (SavedPaths::IsInternal(name)) continue;
     const bool encoded = paths.IsEncoded(name);
-    PickleWriter trial(2);
-    if (encoded && !PickleEncoded(trial, value)) {
+    if (encoded && !CanPickleEncoded(value)) {
       lost.push_back(name);
       continue;
     }

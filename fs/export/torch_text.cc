@@ -80,9 +80,8 @@ bool IsDevice(std::string_view text) {
 bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
 
 bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {
-  return std::ranges::all_of(items, [&](const CommonValue& item) {
-    return WriteEncoded(pickle, item);
-  });
+  return std::ranges::all_of(items,
+                             [&](const CommonValue& item) { return WriteEncoded(pickle, item); });
 }
 
 bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view class_name) {
@@ -120,7 +119,8 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
     // With its bytes are NaNs, complex numbers and types of ml_dtypes.
     const auto* type = items->front().get_if<std::string>();
     const CommonValue& number = items->back();
-    if (type == nullptr || (number.get_if<CommonBytes>() != nullptr && *type != "bytes")) return false;
+    if (type == nullptr || (number.get_if<CommonBytes>() != nullptr && *type != "bytes"))
+      return false;
     return WriteEncoded(pickle, number);
   }
   if (tagged.tag == "torch.Size" && items != nullptr) {
@@ -129,10 +129,10 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
       return number != nullptr && *number >= 0;
     });
     if (!sizes) return false;
-    if (pickle == nullptr) return WriteItems(nullptr, *items);
+    if (pickle == nullptr) return true;
     pickle->Global("torch", "Size");
     pickle->Mark();
-    if (!WriteItems(pickle, *items)) return false;
+    (void)WriteItems(pickle, *items);
     pickle->TupleFromMark();
     pickle->Tuple1();
     pickle->Reduce();
@@ -243,8 +243,10 @@ void AddEntriesAfterData(ZipWriter& zip, std::string& out) {
   zip.Add(".data/serialization_id", std::string(40, '0'), out);
 }
 
+bool CanPickleEncoded(const CommonValue& value) { return WriteEncoded(nullptr, value); }
+
 bool PickleEncoded(PickleWriter& pickle, const CommonValue& value) {
-  return WriteEncoded(nullptr, value) && WriteEncoded(&pickle, value);
+  return CanPickleEncoded(value) && WriteEncoded(&pickle, value);
 }
 
 Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,

@@ -12,8 +12,8 @@
 #include "fs/views/checkpoint_view.h"
 #include "shard/tensor_meta.h"
 
-// What the two formats of torch share: how tensors and plain values are described in a pickle, and the
-// small entries of an archive.
+// What the two formats of torch share: how tensors and plain values are described in a pickle, and
+// the small entries of an archive.
 
 namespace tensormount::fs {
 
@@ -27,10 +27,12 @@ void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::str
 // "torch", "bfloat16".
 void PickleDType(PickleWriter& pickle, DType dtype);
 
-// A value in the form that the Python package stores (docs/python.md, "Encoded values"), as Python had it.
-// NumPy's numbers become Python's. False, and nothing is written, for what a torch.load with
-// weights_only has no name for.
+// A value in the form that the Python package stores (docs/python.md, "Encoded values"), as Python
+// had it. NumPy's numbers become Python's. False, and nothing is written, for what a torch.load
+// with weights_only has no name for.
 bool PickleEncoded(PickleWriter& pickle, const CommonValue& value);
+// The same, and writes nothing.
+bool CanPickleEncoded(const CommonValue& value);
 
 // What stands in an archive between data.pkl and the storages, and behind them.
 // torch.load wants byteorder and version; the others are what torch 2.13 writes.

@@ -81,9 +81,9 @@ TM_EXPORT int tm_last_errno(void);
 // number), "errno", "message", and, each where it is known, "rank" (that failed or did not come),
 // "key" (of a tensor, an object or a common value), "box" ({"begin": [], "extent": []}, of the
 // tensor "key"), "file" (of a checkpoint, or a path), "cause" (the likely one, in words) and
-// "memory_in_use" (true: a device may still read or write memory of the call that failed, so that it
-// must not be used again as long as the process lives). Fields are only ever added. Freed with tm_free. TM_NOT_FOUND where no call failed. Leaves the last error
-// as it is.
+// "memory_in_use" (true: a device may still read or write memory of the call that failed, so that
+// it must not be used again as long as the process lives). Fields are only ever added. Freed with
+// tm_free. TM_NOT_FOUND where no call failed. Leaves the last error as it is.
 TM_EXPORT tm_status tm_last_error_json(char** json);
 // Sets both, for libraries that add to this one, and returns `status`. `error_number` 0: that which
 // stands for the status. The fields that it had are gone.

@@ -52,8 +52,8 @@ struct ErrorFields {
   // that is not known, and for a tensor without axes.
   std::vector<std::int64_t> box_begin = {};
   std::vector<std::int64_t> box_extent = {};
-  // A device may still read or write memory of the call that failed, and the caller's streams do not
-  // wait for it: that memory must not be given to anything else as long as the process lives.
+  // A device may still read or write memory of the call that failed, and the caller's streams do
+  // not wait for it: that memory must not be given to anything else as long as the process lives.
   bool memory_in_use = false;
 
   friend bool operator==(const ErrorFields&, const ErrorFields&) = default;

@@ -71,6 +71,16 @@ class WindowFile : public File {
   std::string path_;
 };
 
+// nullopt: opaque; whoever wants to know more asks for the listing of the object. Bare pickles stay
+// opaque, too: bytes that are no archive may be anything.
+std::optional<TorchArchive> ArchiveOf(const std::string& bytes, const std::string& key) {
+  if (!bytes.starts_with("PK\3\4")) return std::nullopt;
+  WindowFile file(bytes, key);
+  Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
+  if (!archive.ok()) return std::nullopt;
+  return std::move(archive).value();
+}
+
 bool IsCommonState(const ObjectRecord& part) {
   return part.key == kCommonState && part.grid == Dims{1};
 }
@@ -79,12 +89,8 @@ bool IsCommonState(const ObjectRecord& part) {
 
 std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
                                          ValueBudget& budget) {
-  // Bare pickles stay opaque: what is no archive may be anything.
-  if (!bytes.starts_with("PK\3\4")) return std::nullopt;
-  WindowFile file(bytes, key);
-  const Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
-  if (!archive.ok()) return std::nullopt;
-  return budget.Convert(archive.value().document().root());
+  const std::optional<TorchArchive> archive = ArchiveOf(bytes, key);
+  return archive ? budget.Convert(archive->document().root()) : std::nullopt;
 }
 
 Status DcpObjects::Finish(bool megatron, LeftOut& left_out) {
@@ -142,16 +148,12 @@ Status DcpObjects::AddCommon(bool megatron) {
 }
 
 Status DcpObjects::AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron) {
-  // Bare pickles stay opaque: what is no archive may be anything.
-  if (!bytes.starts_with("PK\3\4")) return Status();
-  WindowFile file(bytes, part.key);
-  const Result<TorchArchive> archive = TorchArchive::Read(file, 0, bytes.size());
-  if (!archive.ok()) return Status();  // Opaque: whoever wants to know asks for its listing.
-  pickle::Value root = archive.value().document().root();
+  const std::optional<TorchArchive> archive = ArchiveOf(bytes, part.key);
+  if (!archive) return Status();
+  pickle::Value root = archive->document().root();
   if (megatron && part.grid.rank() > 0) {
     if (IsCommonState(part)) {
-      return AddMegatronCommon(archive.value(), part.file, part.offset, part.key, builder_,
-                               budget_);
+      return AddMegatronCommon(*archive, part.file, part.offset, part.key, builder_, budget_);
     }
     // Megatron-Core wraps every sharded object in a list of one.
     if (root.kind() == pickle::Kind::kList && root.size() == 1) root = root.item(0);

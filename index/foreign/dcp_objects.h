@@ -17,8 +17,8 @@
 
 namespace tensormount {
 
-// The plain data that an object's bytes are as torch.save writes them; nullopt: opaque bytes, an archive
-// with more than plain data in it, or over the budget.
+// The plain data that an object's bytes are as torch.save writes them; nullopt: opaque bytes, an
+// archive with more than plain data in it, or over the budget.
 std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
                                          ValueBudget& budget);
 // Objects that are larger are nobody's plain values.

@@ -214,8 +214,8 @@ class TorchSaveReader {
     }
     CommonTuple parts;
     for (const TorchNames::Part& part : path) {
-      // In planner_data integers are positions in lists. torch's planners make text of keys that are
-      // numbers; a list of one says that it was a number, which optimizers are told by.
+      // In planner_data integers are positions in lists. torch's planners make text of keys that
+      // are numbers; a list of one says that it was a number, which optimizers are told by.
       if (part.position) {
         parts.items.emplace_back(std::stoll(part.text));
       } else if (part.number) {

@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 from collections.abc import Container, Iterator, Mapping
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from tensormount import _abi, _dtypes, _index, _shards
@@ -393,13 +394,7 @@ class Checkpoint:
                       for name in _tree.structure_names(values)}
         own: set[Any] = set()
         if len(structures) > 1 and any(map(_tree.has_own_names, structures.values())):
-            rank = 0
-            while True:
-                found = self._rank_values(rank)
-                if not found:
-                    break
-                own.add(found.get(_tree.TREE_NAME))
-                rank += 1
+            own.update(found.get(_tree.TREE_NAME) for found in self._values_by_rank())
         current = [one for digest, one in structures.items() if digest in own]
         inherited = [one for digest, one in structures.items() if digest not in own]
         if not current:
@@ -411,12 +406,11 @@ class Checkpoint:
         from tensormount._tree import TREE_NAME
 
         digest = structure[len(TREE_NAME) + 1 :]
-        rank = 0
-        while True:
-            values = self._rank_values(rank)
-            if not values or values.get(TREE_NAME) == digest:
-                return values
-            rank += 1
+        return next((of for of in self._values_by_rank() if of.get(TREE_NAME) == digest), {})
+
+    def _values_by_rank(self) -> Iterator[dict[str, Any]]:
+        """`_rank_values` of the ranks from 0 on, up to the first that has none."""
+        return iter(takewhile(bool, map(self._rank_values, count())))
 
     @property
     def warnings(self) -> list[str]:

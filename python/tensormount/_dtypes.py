@@ -136,12 +136,3 @@ def import_torch() -> Any:
         return import_module("torch")
     except ImportError as error:
         raise LibraryError(f"tensors of torch need it ({error}): pip install torch") from error
-
-
-def number_of(dtype: Any) -> Optional[int]:
-    """The number of a dtype of NumPy, ml_dtypes or torch, by its name; None: we have none."""
-    name = getattr(dtype, "name", None) or str(dtype).replace("torch.", "", 1)
-    for row in _TABLE.values():
-        if name == row.numpy or name == row.torch:
-            return row.number
-    return None

@@ -335,9 +335,10 @@ def ranks_of_environment() -> Optional[Launched]:
         rank = _number(rank_name) if size != 1 else 0
         if not 0 <= rank < size:
             raise InvalidArgumentError(f"the environment has {rank_name}={rank}, {size_name}={size}")
-        found = found or Launched(rank, size, f"{rank_name}, {size_name}")
+        launched = Launched(rank, size, f"{rank_name}, {size_name}")
         if rank_name == "RANK" or size > 1:
-            return Launched(rank, size, f"{rank_name}, {size_name}")
+            return launched
+        found = found or launched
     return found
 
 

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import fnmatch
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
 from tensormount import _abi, _layouts, _shards, _tree
@@ -372,15 +372,11 @@ def _missing_values(
     kept: list[Any] = []
     ranks = stored._rank_values(asked.group.rank) or stored._rank_values(0)
     _tree.refill(asked.request, _stored_state(values, ranks), kept)
-    missing = [
-        name
-        for name in map(_tree.dotted, kept)
-        if not any(fnmatch.fnmatchcase(name, glob) for glob in policy.exempt)
-    ]
+    missing = unmatched(map(_tree.dotted, kept), policy.exempt)
     if not missing or policy.not_stored == "return":
         return missing
     objects, keys = frozenset(stored.objects), stored.keys()
-    said = _listed([_why_missing(name, objects, keys) for name in missing])
+    said = listed(missing, lambda name: _why_missing(name, objects, keys))
     if policy.not_stored == "raise":
         raise KeyNotFoundError(f"asked for, but not stored: {said}", key=missing[0])
     log.warning("%s: asked for, but not stored: %s", stored.path, said)
@@ -395,9 +391,24 @@ def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str
     return name
 
 
-def _listed(names: Sequence[str]) -> str:
+def unmatched(names: Iterable[str], globs: Sequence[str]) -> list[str]:
+    """The names that none of the globs matches; '*' crosses '/'."""
+    return [name for name in names if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+
+def listed(names: Sequence[str], shown: Callable[[str], str] = str) -> str:
+    """For messages: the first names, each as `shown` has it, and how many more there are."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    return ", ".join(map(shown, names[:8])) + more
+
+
+def check_same(looked_at: Optional[str], loaded: str) -> None:
+    """StaleError where the checkpoint that a rank looked at first was not the one that was loaded.
+    `looked_at`: its uuid; None: it looked at none, or that has no uuid."""
+    if looked_at is not None and looked_at != loaded:
+        raise StaleError(
+            "another checkpoint was published under that name while this rank looked at it: load again"
+        )
 
 
 def _renamed(
@@ -446,10 +457,7 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     found.report = _numbers(numbers)
     found.report["plan_reused"] = bool(found.report["plan_reused"])
     found.uuid = lib.tm_load_report_uuid(address).decode()
-    if asked.stored_uuid is not None and asked.stored_uuid != found.uuid:
-        raise StaleError(
-            "another checkpoint was published under that name while this rank looked at it: load again"
-        )
+    check_same(asked.stored_uuid, found.uuid)
     for name in ("not_stored", "not_requested", "skipped", "converted"):
         setattr(found, name, _abi.get_list(getattr(lib, f"tm_load_report_{name}"), address))
     found.not_stored += asked.missing

@@ -58,7 +58,7 @@ def encode_special(value: Any) -> Optional[Dict[str, Any]]:
     except (LayoutError, UnsupportedError):
         return None
     # A NaN is equal to nothing, but has a text.
-    same = type(back) is type(value) and (repr(back) == repr(value) or bool(back == value))
+    same = type(back) is type(value) and (bool(back == value) or repr(back) == repr(value))
     return special if same else None
 
 

@@ -74,8 +74,8 @@ TEST(TorchSaveTest, EverythingElseIsCommon) {
   EXPECT_THAT(names,
               ElementsAre("[\"a.c\"]", "a.c", "args", "epoch", "list.2", "optimizer.param_groups",
                           "optimizer.state.1.step", "torch.planner_data"));
-  // Of what is more than a key of the root: a position in a list is a number, a key that is one a list
-  // of it.
+  // Of what is more than a key of the root: a position in a list is a number, a key that is one a
+  // list of it.
   const auto path = [&](const std::string& name) {
     const auto* paths = common.at("torch.planner_data").get_if<CommonDict>();
     const CommonValue* found = paths->Find(name);

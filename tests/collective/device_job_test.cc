@@ -229,8 +229,8 @@ TEST_F(DeviceJobTest, CopiesWithinTheDeviceWhereItHasRoom) {
   EXPECT_EQ(device().allocations(), 2u);  // Those of the test.
 }
 
-// A save whose copies within the device are still due is cancelled: what they write into is not given
-// to the next save, which would commit the bytes of now as those of its call.
+// A save whose copies within the device are still due is cancelled: what they write into is not
+// given to the next save, which would commit the bytes of now as those of its call.
 TEST_F(DeviceJobTest, CopiesThatAreStillDueDoNotReachTheNextSave) {
   std::byte* const late = Make('a');
   std::byte* const row = Make('b');
@@ -263,7 +263,8 @@ TEST_F(DeviceJobTest, CopiesThatAreStillDueDoNotReachTheNextSave) {
     device().Quiesce();
     const std::size_t allocations = device().allocations();
     for (const char* name : {"c", "d"}) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle next, saver->Save(state(row, nullptr), Path(name), {}));
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle next,
+                                   saver->Save(state(row, nullptr), Path(name), {}));
       TENSORMOUNT_RETURN_IF_ERROR(next.WaitCommitted().status());
       EXPECT_EQ(ReadAll(Path(name)).at("w"), Row('y'));
     }
@@ -520,8 +521,8 @@ TEST_P(DeviceFaultTest, ALoadThatFailsOnOneRankFailsOnAll) {
               "GPU has fallen off the bus");
 }
 
-// After a load that failed behind a stream that hung, its memory is given to somebody else, in the order
-// of that stream as allocators do it: what the load still writes comes before.
+// After a load that failed behind a stream that hung, its memory is given to somebody else, in the
+// order of that stream as allocators do it: what the load still writes comes before.
 TEST_F(DeviceJobTest, WhatALoadLeavesUnderWayComesBeforeWhatItsStreamIsGivenLater) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);
   LoadOptions options;
@@ -545,9 +546,8 @@ TEST_F(DeviceJobTest, WhatALoadLeavesUnderWayComesBeforeWhatItsStreamIsGivenLate
     }));
     EXPECT_THAT(failure, HasCode(Code::kDeadlineExceeded));
     EXPECT_FALSE(failure.fields().memory_in_use);
-    device().Enqueue(stream, [revealed = device().Reveal(row)] {
-      std::memset(revealed, 'n', kRowBytes);
-    });
+    device().Enqueue(stream,
+                     [revealed = device().Reveal(row)] { std::memset(revealed, 'n', kRowBytes); });
     gate.Open();
     device().Synchronize(stream);
     device().Quiesce();

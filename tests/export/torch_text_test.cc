@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The texts of torch's formats: pickles and zip archives.
-#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
 
 #include <cstring>
@@ -9,6 +8,7 @@
 
 #include "base/crc32.h"
 #include "fs/export/pickle_writer.h"
+#include "fs/export/saved_paths.h"
 #include "fs/export/zip_writer.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/pickle.h"
@@ -176,7 +176,8 @@ TEST(PickleEncodedTest, WhatIsNoDtypeIsNeverNamed) {
     return PickleEncoded(pickle, value);
   };
   EXPECT_TRUE(written(CommonDict{{{"torch.dtype", "bfloat16"}}}));
-  for (const char* name : {"load", "hub", "float32\nR", "float32\n", "", "os.system", "torch.float32"}) {
+  for (const char* name :
+       {"load", "hub", "float32\nR", "float32\n", "", "os.system", "torch.float32"}) {
     EXPECT_FALSE(written(CommonDict{{{"torch.dtype", name}}})) << name;
   }
   EXPECT_FALSE(written(
@@ -230,19 +231,20 @@ TEST(SavedPathsTest, OfStructuresOfSeveralRanks) {
   const CommonList tied = {{dict({{"m", "e"}}), dict({{"a", "b", 0}}), "tensor",
                             CommonList{{"tensor", "m.a"}}, CommonList{{"list", 2}}, "tensor",
                             CommonList{{"tuple", 0}}, dict({})}};
-  const CommonList apart = {{dict({{"m", "step"}}), dict({{"a", "b"}}), "tensor", "tensor", "value"}};
+  const CommonList apart = {
+      {dict({{"m", "step"}}), dict({{"a", "b"}}), "tensor", "tensor", "value"}};
   for (const bool swapped : {false, true}) {
-    const CommonValues values = {
-        {"tensormount.tree.1", structure(swapped ? apart : tied)},
-        {"tensormount.tree.2", structure(swapped ? tied : apart)},
-        {"tensormount.tree.3", structure({{"nonsense"}})},
-        {"tensormount.tree.4", structure({{dict({{"never"}})}})},
-        {"step", 3}};
+    const CommonValues values = {{"tensormount.tree.1", structure(swapped ? apart : tied)},
+                                 {"tensormount.tree.2", structure(swapped ? tied : apart)},
+                                 {"tensormount.tree.3", structure({{"nonsense"}})},
+                                 {"tensormount.tree.4", structure({{dict({{"never"}})}})},
+                                 {"step", 3}};
     const SavedPaths paths =
         SavedPaths::Make(values, [](std::string_view key) { return key != "step"; });
     EXPECT_EQ(paths.Of("m.a", "m.a"), (std::vector<SavedPath>{Path({Name("m"), Name("a")})}));
     EXPECT_EQ(paths.Of("m.b", "m.b"), (std::vector<SavedPath>{Path({Name("m"), Name("b")})}));
-    EXPECT_EQ(paths.Of("m.0.0", "m.0.0"), (std::vector<SavedPath>{Path({Name("m"), Number(0), Item(0)})}));
+    EXPECT_EQ(paths.Of("m.0.0", "m.0.0"),
+              (std::vector<SavedPath>{Path({Name("m"), Number(0), Item(0)})}));
     EXPECT_TRUE(paths.IsEncoded("step"));
     EXPECT_FALSE(paths.IsEncoded("m.a"));
     ASSERT_EQ(paths.empty().size(), 2u);

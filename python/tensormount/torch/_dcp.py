@@ -272,9 +272,8 @@ def _check_complete(plan: SavePlan, planner: Any, coordinator: bool) -> None:
     ]
     renamed = sum(key not in leaves for key in planned)
     if len(missing) > renamed:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise LayoutError(
-            f"the plan of {type(planner).__name__} leaves out {', '.join(missing[:8])}{more}, which its "
+            f"the plan of {type(planner).__name__} leaves out {_load.listed(missing)}, which its "
             "state dict has; what should not be saved is taken out in set_up_planner()",
             key=missing[0],
         )

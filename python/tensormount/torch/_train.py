@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import itertools
 import os
 import random
@@ -27,7 +26,6 @@ from tensormount.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     LayoutError,
-    StaleError,
     UnsupportedError,
 )
 
@@ -116,20 +114,15 @@ def load(
     """
     if optional:
         options.setdefault("not_stored", "return")
-    with contextlib.ExitStack() as undo:
-        saved = _saved_moments(source) if optim is not None else None
-        if optim is not None:
-            made_up = undo.enter_context(_moments_to_fill(optim, saved))
+    optimizers = _optimizers(optim)
+    saved = _saved_moments(source) if optim is not None else None
+    with _moments_to_fill(optimizers, saved) as made_up:
         request = _state(model, optim, extra, ignore_frozen)
-        if optim is not None and saved is not None:
+        if saved is not None:
             _leave_out_unsaved(request["optim"], saved)
         groups = _groups_of(request["optim"]) if optim is not None else []
         loaded = _load.load(request, source, group, **options)
-        if saved is not None and saved.uuid is not None and loaded.uuid != saved.uuid:
-            raise StaleError(
-                "another checkpoint was published under that name while this rank looked at it: load "
-                "again"
-            )
+        _load.check_same(saved.uuid if saved is not None else None, loaded.uuid)
         if optional:
             _check_not_stored(loaded.not_stored, optional)
         state = loaded.state
@@ -143,13 +136,13 @@ def load(
         if model is not None:
             set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
         if optim is not None:
-            if len(made_up) == len(_optimizers(optim)):
+            if len(made_up) == len(optimizers):
                 _drop_unloaded(state["optim"]["state"], loaded.not_stored)
-            with _without_a_step(optim):
+            with _without_a_step(optimizers):
                 set_optimizer_state_dict(
                     _module(model), optim, state["optim"], options=_options(ignore_frozen)
                 )
-            for one in _optimizers(optim):
+            for one in optimizers:
                 _drop_empty(one)
     if extra is not None:
         _give_back(extra, state["extra"])
@@ -157,13 +150,9 @@ def load(
 
 
 def _check_not_stored(not_stored: Sequence[str], optional: Sequence[str]) -> None:
-    lost = [
-        key
-        for key in not_stored
-        if not any(fnmatch.fnmatchcase(key, glob) for glob in optional)
-    ]
+    lost = _load.unmatched(not_stored, optional)
     if lost:
-        raise KeyNotFoundError(f"asked for, but not stored: {_load._listed(lost)}", key=lost[0])
+        raise KeyNotFoundError(f"asked for, but not stored: {_load.listed(lost)}", key=lost[0])
 
 
 def rng_state() -> PerRank:
@@ -224,7 +213,7 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     if model is not None:
         state["model"] = dict(get_model_state_dict(model, options=options))
     if optim is not None:
-        with _without_a_step(optim):
+        with _without_a_step(_optimizers(optim)):
             found = get_optimizer_state_dict(_module(model), optim, options=options)
         state["optim"] = _plain(found)
     if extra is not None:
@@ -233,6 +222,9 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
 
 
 def _optimizers(optim: Any) -> list[Any]:
+    """Of the argument `optim`, which is one, several or None."""
+    if optim is None:
+        return []
     return [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
 
 
@@ -242,12 +234,12 @@ def _is_fresh(one: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _without_a_step(optim: Any) -> Iterator[None]:
+def _without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
     """PyTorch gives an optimizer without states some by a step, when its state dict is asked for or
     set. What that leaves is another optimizer (a momentum, a step size of 0), so it is made to see an
     empty state for each parameter."""
     marked = []
-    for one in _optimizers(optim):
+    for one in optimizers:
         if not one.state:
             for parameter in _parameters(one):
                 one.state[parameter] = {}
@@ -270,11 +262,13 @@ def _parameters(one: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _moments_to_fill(optim: Any, saved: Optional[_Saved]) -> Iterator[list[Any]]:
+def _moments_to_fill(
+    optimizers: Sequence[Any], saved: Optional[_Saved]
+) -> Iterator[list[Any]]:
     """Memory for the moments of optimizers that have none, by a step of PyTorch's that counts for
     nothing; none where none were saved. Yields these optimizers. Where the block raises they are as
     before."""
-    fresh = [one for one in _optimizers(optim) if _is_fresh(one)]
+    fresh = [one for one in optimizers if _is_fresh(one)]
     if saved is not None and not any(saved.moments.values()):
         fresh = []
     groups = [(group, dict(group)) for one in fresh for group in one.param_groups]
