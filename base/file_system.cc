@@ -5,6 +5,7 @@
 #include "base/file_system.h"
 
 #include <cerrno>
+#include <thread>
 
 #include "base/checked.h"
 
@@ -33,6 +34,14 @@ Result<std::unique_ptr<File>> FileSystem::OpenReadBelow(const std::string& direc
                                                         const std::string& name) {
   return OpenRead(JoinPath(directory, name));
 }
+
+std::int64_t FileSystem::NowSeconds() {
+  return std::chrono::duration_cast<std::chrono::seconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+void FileSystem::SleepFor(std::chrono::milliseconds time) { std::this_thread::sleep_for(time); }
 
 namespace {
 

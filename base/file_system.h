@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_BASE_FILE_SYSTEM_H_
 #define TENSORMOUNT_BASE_FILE_SYSTEM_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -172,6 +173,11 @@ class FileSystem {
   }
   // realpath.
   virtual Result<std::string> Resolve(const std::string& path) = 0;
+  // The time, for what is compared with time stamps of files: seconds since 1970.
+  virtual std::int64_t NowSeconds();
+  // For whoever waits for what another program does to the store. Here with the clock, so that a
+  // test which decides who is next decides how long that takes, too.
+  virtual void SleepFor(std::chrono::milliseconds time);
   // The POSIX access list as the kernel encodes it (system.posix_acl_access); empty where there is
   // none, or no such thing. Follows symlinks.
   virtual Result<std::string> AccessList(const std::string& path);
@@ -278,6 +284,8 @@ class ObservedFileSystem : public FileSystem {
   Status SyncFileSystem(const std::string& path) override;
   bool MovedFoldersSyncThemselves(const std::string& folder) override;
   Result<std::string> Resolve(const std::string& path) override;
+  std::int64_t NowSeconds() override;
+  void SleepFor(std::chrono::milliseconds time) override;
   Result<std::string> AccessList(const std::string& path) override;
 
  private:

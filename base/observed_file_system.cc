@@ -222,4 +222,8 @@ Result<std::string> ObservedFileSystem::Resolve(const std::string& path) {
                                     [&] { return base_.Resolve(path); });
 }
 
+std::int64_t ObservedFileSystem::NowSeconds() { return base_.NowSeconds(); }
+
+void ObservedFileSystem::SleepFor(std::chrono::milliseconds time) { base_.SleepFor(time); }
+
 }  // namespace tensormount

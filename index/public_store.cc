@@ -33,7 +33,7 @@ Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(fs, opened));
   // Where no one can tell which is the latest, none is called so.
   const Result<LatestCheckpoint> latest = opened.LatestOf(costs.Listings());
-  const auto pinned = pins::ReadAll(fs, opened.path(), store_moves::NowSeconds());
+  const auto pinned = pins::ReadAll(fs, opened.path(), HostFileSystem().NowSeconds());
   std::vector<StoredCheckpoint> out;
   for (const CheckpointCost& cost : costs.checkpoints()) {
     const CheckpointListing& item = cost.listing;
@@ -92,7 +92,7 @@ Result<std::vector<PinnedCheckpoint>> ListPins(const std::string& store) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const pins::PinMap all,
-      pins::ReadAll(HostFileSystem(), opened.path(), store_moves::NowSeconds()));
+      pins::ReadAll(HostFileSystem(), opened.path(), HostFileSystem().NowSeconds()));
   std::vector<PinnedCheckpoint> out;
   for (const auto& [uuid, pin] : all) out.push_back(pin);
   return out;

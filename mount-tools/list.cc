@@ -180,7 +180,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   pins::PinMap pinned;
   Status pins_read;
   if (args.details) {
-    auto all = pins::ReadAll(HostFileSystem(), store.value().path(), store_moves::NowSeconds());
+    auto all = pins::ReadAll(HostFileSystem(), store.value().path(), HostFileSystem().NowSeconds());
     pins_read = all.status();
     if (!all.ok()) terminal.Warn("what is pinned cannot be told: " + all.status().message());
     if (all.ok()) pinned = std::move(all).value();

@@ -87,7 +87,7 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     const auto count = number(std::string_view(text).substr(0, text.size() - 1));
     if (!count) break;
     if (*count > kMost / seconds) return bad("that is too far away");
-    return store_moves::NowSeconds() + *count * seconds;
+    return HostFileSystem().NowSeconds() + *count * seconds;
   }
   std::string wall = text;
   const bool utc = wall.ends_with('Z');
@@ -117,7 +117,7 @@ void PrintPin(const PinnedCheckpoint& pin, Terminal& terminal) {
 }
 
 int ListAllPins(const Store& store, Terminal& terminal) {
-  const auto all = pins::ReadAll(HostFileSystem(), store.path(), store_moves::NowSeconds());
+  const auto all = pins::ReadAll(HostFileSystem(), store.path(), HostFileSystem().NowSeconds());
   if (!all.ok()) return terminal.Fail(all.status());
   for (const auto& [uuid, pin] : all.value()) PrintPin(pin, terminal);
   return terminal.Flush();

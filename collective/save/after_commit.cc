@@ -30,7 +30,7 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
     prune.rules = *options.retention;
   } else {
     // Its own mark is no reason to look at all checkpoints.
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::set<Uuid> ephemeral, pins::ReadEphemeral(fs, staging.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto ephemeral, pins::ReadEphemeral(fs, staging.store));
     ephemeral.erase(staging.uuid);
     if (ephemeral.empty()) return {};
     prune.rules = RetentionRules();
@@ -52,7 +52,7 @@ void MarkIfEphemeral(FileSystem& fs, const Staging& staging, const SaveOptions& 
                      SaveReport& report) {
   if (!options.ephemeral) return;
   Tell(Guarded([&] {
-         return pins::MarkEphemeral(fs, staging.store, staging.uuid);
+         return pins::MarkEphemeral(fs, staging.store, staging.uuid, staging.name);
        }).WithContext("it will not count as ephemeral"),
        report);
 }

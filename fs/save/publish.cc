@@ -169,7 +169,7 @@ class Publisher {
   // Everything but what the parent holds, byte for byte.
   Status Fill(StagedManifests& manifests) {
     StagedReuse reuse(store_, fs_, staging_, journals_);
-    TENSORMOUNT_RETURN_IF_ERROR(reuse.Open(schema_.reuse()));
+    reuse.Open(schema_.reuse());
     std::vector<bool> tensors_taken;
     std::vector<bool> objects_taken;
     for (const AssembledTensor& tensor : tensors_) {
@@ -182,6 +182,7 @@ class Publisher {
     const bool linked = reuse.Link().ok() && reuse.any();
     report_.reused_tensors = reuse.tensors();
     report_.reused_bytes = reuse.bytes();
+    report_.reuse_note = reuse.note();
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       if (linked && tensors_taken[i]) continue;
       manifests.AddTensor(*tensors_[i].meta, tensors_[i].chunks);

@@ -34,6 +34,7 @@ struct StagingReport {
   // Of a publish: what the parent held already, so that its files were linked.
   std::uint64_t reused_tensors = 0;
   std::uint64_t reused_bytes = 0;
+  std::string reuse_note;  // Why nothing was, although a base was meant; empty: nothing is wrong.
   // One for each journal that could be read.
   std::uint32_t mounts = 0;  // Incarnations that wrote.
   std::vector<std::uint32_t> writers_missing;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "fs/save/staged_reuse.h"
 #include "fs/views/slice_name.h"
 
 namespace tensormount::fs {
@@ -133,6 +134,7 @@ Result<std::shared_ptr<const SchemaView>> StagedCheckpoint::Schema(bool fresh) {
 Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
+  TENSORMOUNT_RETURN_IF_ERROR(HoldNamedBase(fs_, staging_, edit.reuse()));
   TENSORMOUNT_RETURN_IF_ERROR(AddSchema(fs_, staging_.directory, incarnation_, edit));
   const Status status = fs_.RemoveFile(JoinPath(staging_.directory, kWithdrawnName));
   if (!status.ok() && status.code() != Code::kNotFound) return status;
@@ -154,6 +156,8 @@ Status StagedCheckpoint::WithdrawSchema() {
     const Status removed = fs_.RemoveFile(JoinPath(folder, file));
     if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
   }
+  const Status released = fs_.RemoveFile(JoinPath(staging_.directory, store_paths::kBaseFile));
+  if (!released.ok() && released.code() != Code::kNotFound) return released;
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(folder));
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(staging_.directory));
   // What this mount wrote to tensors goes with their names.

@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "index/records/store_paths.h"
+#include "index/store/retained_file.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount::fs {
@@ -20,27 +21,63 @@ namespace {
 
 std::uint32_t FullEvery() { return SaveOptions().full_every; }
 
+bool IsName(const std::string& reuse) {
+  return !reuse.empty() && reuse != "auto" && reuse != "off";
+}
+
 }  // namespace
 
-Status StagedReuse::Open(const std::string& reuse) {
-  if (reuse == "off") return Status();
-  const bool named = !reuse.empty() && reuse != "auto";
+Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& reuse) {
+  if (!IsName(reuse)) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(reuse).WithContext("reuse"));
+  const CheckpointListing listing = store.Look(reuse);
+  if (listing.problem.code() == Code::kNotFound ||
+      listing.state == CheckpointListing::State::kNoCheckpoint) {
+    return Status(Code::kNotFound,
+                  "reuse: " + store.CheckpointPath(reuse) + ": no such checkpoint");
+  }
+  // Of one that cannot be read nothing will be taken.
+  if (!listing.problem.ok()) return Status();
+  return ReplaceRetained(fs, staging.directory, store_paths::kBaseFile,
+                         listing.uuid.ToString() + "\n", InsteadOfExchange::kNoneForAMoment);
+}
+
+// Under its name; or, where that is another one's by now, wherever it is: also in .trash, where it
+// stays as long as the staging says that it needs it.
+Result<std::shared_ptr<OpenedCheckpoint>> StagedReuse::OpenBase(
+    const std::string& name, const std::optional<Uuid>& uuid) const {
+  const auto open = [&](const std::string& path) -> Result<std::shared_ptr<OpenedCheckpoint>> {
+    TENSORMOUNT_ASSIGN_OR_RETURN(auto base, OpenedCheckpoint::Open(fs_, path, {}));
+    if (uuid && base->index().info().uuid != *uuid) {
+      return Status(Code::kNotFound, path + ": another checkpoint has this name");
+    }
+    return base;
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  auto base = open(store_.CheckpointPath(name));
+  if (base.ok() || !uuid) return base;
+  const std::string trash = JoinPath(store_.path(), store_paths::kTrashFolder);
+  auto removed = open(JoinPath(trash, uuid->ToString()));
+  return removed.ok() ? std::move(removed) : std::move(base);
+}
+
+void StagedReuse::Open(const std::string& reuse) {
+  if (reuse == "off") return;
   const auto open = [&]() -> Status {
     std::string name = staging_.parent_name;
     std::optional<Uuid> wanted = staging_.parent;
-    if (named) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(reuse));
+    if (IsName(reuse)) {
       name = reuse;
-      wanted.reset();
+      const Result<std::string> held =
+          fs_.ReadFile(JoinPath(staging_.directory, store_paths::kBaseFile), 64);
+      wanted = held.ok() ? Uuid::Parse(held.value().substr(0, 32)) : std::nullopt;
     } else if (staging_.parent.IsZero()) {
       return Status();
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base,
-                                 OpenedCheckpoint::Open(fs_, store_.CheckpointPath(name), {}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBase(name, wanted));
     const CheckpointInfo& info = base->index().info();
-    if (base->commit() == nullptr || !info.self_contained || (wanted && info.uuid != *wanted)) {
-      return Status();
-    }
+    if (base->commit() == nullptr || !info.self_contained) return Status();
     in_a_row_ = SavesInARowThatReused(base->index());
     if (in_a_row_ + 1 >= FullEvery()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(objects_, base->index().Objects());
@@ -49,11 +86,11 @@ Status StagedReuse::Open(const std::string& reuse) {
     return Status();
   };
   const Status opened = open();
-  if (opened.ok()) return opened;
+  if (opened.ok()) return;
   base_.reset();
-  if (named && opened.code() == Code::kNotFound) return opened.WithContext("reuse");
-  Log(LogLevel::kInfo, "staging " + staging_.name + ": nothing is reused: " + opened.message());
-  return Status();
+  note_ = "nothing is reused: " + opened.message();
+  Log(IsName(reuse) ? LogLevel::kWarning : LogLevel::kInfo,
+      "staging " + staging_.name + ": " + note_);
 }
 
 bool StagedReuse::Takes(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
@@ -167,7 +204,8 @@ Status StagedReuse::Link() {
   base_.reset();
   tensors_ = 0;
   bytes_ = 0;
-  Log(LogLevel::kWarning, "staging " + staging_.name + ": nothing is reused: " + linked.message());
+  note_ = "nothing is reused: " + linked.message();
+  Log(LogLevel::kWarning, "staging " + staging_.name + ": " + note_);
   return linked;
 }
 

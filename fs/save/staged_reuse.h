@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,11 @@
 
 namespace tensormount::fs {
 
+// What schema.json names as the base: held from now on, so that no rule removes it before the
+// publish. Durable when this returns. kNotFound where there is no such checkpoint. "auto" and "off"
+// hold nothing.
+Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& reuse);
+
 // What programs wrote through mounts is on disk before anybody can compare it. So a publish looks
 // at what the parent holds, and takes its files where a tensor is the same, instead of those that
 // were just written; these belong to no checkpoint then, and gc removes them with the rest of the
@@ -29,9 +35,9 @@ class StagedReuse {
               const std::vector<Journal>& journals)
       : store_(store), fs_(fs), staging_(staging), journals_(journals) {}
 
-  // `reuse`: "auto" (also empty), "off", or the name of a checkpoint of the store. kNotFound where
-  // that one is named and not there; whatever else is wrong with a base, nothing is taken.
-  Status Open(const std::string& reuse);
+  // `reuse`: "auto" (also empty), "off", or the name of a checkpoint of the store. Whatever is
+  // wrong with a base, nothing is taken, and note() says why.
+  void Open(const std::string& reuse);
 
   // Whether the tensor of these chunks is taken from the base. Each once.
   bool Takes(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
@@ -44,8 +50,12 @@ class StagedReuse {
   bool any() const { return base_ != nullptr && taken_.any(); }
   std::uint64_t tensors() const { return tensors_; }
   std::uint64_t bytes() const { return bytes_; }
+  // Why nothing was taken although a base was meant; empty: nothing went wrong.
+  const std::string& note() const { return note_; }
 
  private:
+  Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(const std::string& name,
+                                                     const std::optional<Uuid>& uuid) const;
   Status Compare(const TensorEntry& entry, const std::vector<StagedChunk>& chunks, bool* same);
   Status CompareBytes(const TensorEntry& entry, const StagedChunk& chunk, bool* same);
 
@@ -59,6 +69,7 @@ class StagedReuse {
   TakenFromBase taken_;
   std::uint64_t tensors_ = 0;
   std::uint64_t bytes_ = 0;
+  std::string note_;
 };
 
 }  // namespace tensormount::fs

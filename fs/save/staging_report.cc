@@ -41,15 +41,17 @@ std::string StagingReport::ToText() const {
 nlohmann::ordered_json PublishedJson(const std::string& checkpoint,
                                      const Store::Published& published,
                                      const StagingReport& report) {
-  return {{"checkpoint", checkpoint},
-          {"uuid", published.info.uuid.ToString()},
-          {"generation", published.info.generation},
-          {"tensors", published.tensors},
-          {"chunks", published.chunks},
-          {"bytes", published.bytes},
-          {"mounts", report.mounts},
-          {"reused_tensors", report.reused_tensors},
-          {"reused_bytes", report.reused_bytes}};
+  nlohmann::ordered_json json = {{"checkpoint", checkpoint},
+                                 {"uuid", published.info.uuid.ToString()},
+                                 {"generation", published.info.generation},
+                                 {"tensors", published.tensors},
+                                 {"chunks", published.chunks},
+                                 {"bytes", published.bytes},
+                                 {"mounts", report.mounts},
+                                 {"reused_tensors", report.reused_tensors},
+                                 {"reused_bytes", report.reused_bytes}};
+  if (!report.reuse_note.empty()) json["reuse_note"] = report.reuse_note;
+  return json;
 }
 
 }  // namespace tensormount::fs

@@ -20,6 +20,8 @@ inline constexpr std::uint32_t kFormatVersion = 1;
 // Feature bits that this version knows. Unknown incompatible: refused; unknown read-compatible:
 // opened, never written below; unknown compatible: ignored.
 inline constexpr std::uint64_t kKnownIncompatible = 0;
+// Compatible bits of COMMIT: made of another checkpoint by `derive`, so it is no step of a run.
+inline constexpr std::uint64_t kCommitDerived = 1;
 
 // The file COMMIT, which makes a checkpoint exist (docs/format.md, "Commit record"): two copies,
 // each with its own checksum.

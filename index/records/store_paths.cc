@@ -11,8 +11,9 @@ namespace tensormount::store_paths {
 namespace {
 
 // Folders and files of a shared staging besides data/ and manifest/.
-constexpr std::array<std::string_view, 8> kLeftovers = {
-    "journal", "schema", "done", "common", "report.json", "report.txt", kLockFile, kUuidFile,
+constexpr std::array<std::string_view, 9> kLeftovers = {
+    "journal",    "schema",  "done",    "common",  "report.json",
+    "report.txt", kLockFile, kUuidFile, kBaseFile,
 };
 
 }  // namespace

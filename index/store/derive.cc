@@ -157,6 +157,7 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
     Store::PublishOptions how;
     how.if_exists = options.if_exists;
     how.layers_apart = !options.rename.empty();
+    how.derived = true;
     return store.Publish(staging, coordinator, how);
   };
   const Result<Store::Published> published = publish();

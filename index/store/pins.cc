@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <ctime>
-#include <thread>
+#include <set>
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
@@ -170,6 +170,13 @@ Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known
                                  store_moves::ListIfThere(fs, path));
     for (const DirectoryEntry& e : entries) {
       if (e.kind != FileKind::kDirectory) continue;
+      // A copy under way has no COMMIT yet: its name says of which checkpoint it is.
+      if (e.name.starts_with(store_paths::kCopyPrefix)) {
+        const auto copied =
+            Uuid::Parse(std::string_view(e.name).substr(store_paths::kCopyPrefix.size()));
+        if (copied) known.insert(*copied);
+        continue;
+      }
       const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs, JoinPath(path, e.name));
       if (uuid.ok()) known.insert(uuid.value());
       // A staging that is being made or taken away, or one that nobody can read.
@@ -249,7 +256,7 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   pin.name = name;
   pin.reason = options.reason;
   pin.by = Myself();
-  pin.created = store_moves::NowSeconds();
+  pin.created = fs.NowSeconds();
   pin.expires = options.expires;
   pin.expired = pin.expires != 0 && pin.created >= pin.expires;
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -263,13 +270,18 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
     const int most = lock.ok() && lock.value() != nullptr ? 50 : 500;
     still = UuidAt(fs, directory);
     for (int again = 0; again < most && still.status().code() == Code::kNotFound; ++again) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(4));
+      fs.SleepFor(std::chrono::milliseconds(4));
       still = UuidAt(fs, directory);
     }
   }
   const bool gone =
       still.ok() ? still.value() != uuid.value() : still.status().code() == Code::kNotFound;
   if (gone) {
+    // Else it would hold in .trash what nobody asked to be kept there. Not that of another one who
+    // pinned it since.
+    const std::string path = JoinPath(PinsFolder(store.path()), pin.uuid);
+    const Result<std::string> there = fs.ReadFile(path, kMaxRetainedFileBytes);
+    if (there.ok() && there.value() == EncodePin(pin)) (void)fs.RemoveFile(path);
     return Status(Code::kNotFound, directory + ": it was removed while it was being pinned");
   }
   if (!still.ok()) return still.status();
@@ -307,7 +319,7 @@ Status Refusal(const std::string& directory, const std::string& held) {
 }
 
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name) {
-  const std::int64_t now = store_moves::NowSeconds();
+  const std::int64_t now = fs.NowSeconds();
   const std::string directory = JoinPath(store, name);
   const auto refuse = [&](const PinnedCheckpoint& pin) {
     return Refusal(directory, Describe(pin));
@@ -325,10 +337,11 @@ Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string
   return Status();
 }
 
-Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid) {
+Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid,
+                     const std::string& name) {
   TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kEphemeralFolder));
   const std::string folder = JoinPath(store, store_paths::kEphemeralFolder);
-  const Status made = fs.WriteFileDurably(JoinPath(folder, uuid.ToString()), "");
+  const Status made = fs.WriteFileDurably(JoinPath(folder, uuid.ToString()), name);
   if (!made.ok() && made.code() != Code::kAlreadyExists) return made;
   return fs.SyncDirectory(folder);
 }
@@ -337,13 +350,16 @@ Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uui
   return fs.RemoveFile(JoinPath(JoinPath(store, store_paths::kEphemeralFolder), uuid.ToString()));
 }
 
-Result<std::set<Uuid>> ReadEphemeral(FileSystem& fs, const std::string& store) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const std::vector<DirectoryEntry> entries,
-      store_moves::ListIfThere(fs, JoinPath(store, store_paths::kEphemeralFolder)));
-  std::set<Uuid> marked;
+Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::string& store) {
+  const std::string folder = JoinPath(store, store_paths::kEphemeralFolder);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                               store_moves::ListIfThere(fs, folder));
+  std::map<Uuid, std::string> marked;
   for (const DirectoryEntry& e : entries) {
-    if (const std::optional<Uuid> uuid = Uuid::Parse(e.name)) marked.insert(*uuid);
+    const std::optional<Uuid> uuid = Uuid::Parse(e.name);
+    if (!uuid) continue;
+    const Result<std::string> name = fs.ReadFile(JoinPath(folder, e.name), 255);
+    marked[*uuid] = name.ok() && CheckCheckpointName(name.value()).ok() ? name.value() : "";
   }
   return marked;
 }
@@ -405,18 +421,19 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
   if (opened.status().code() == Code::kResourceExhausted) return std::unique_ptr<File>();
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   std::unique_ptr<File> file = std::move(opened).value();
+  constexpr std::chrono::milliseconds kPause(10);
   // Not a number is no time at all.
-  const double most = wait_seconds > 0 ? std::min(wait_seconds, 1e9) : 0.0;
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(most);
-  for (;;) {
+  const std::int64_t pauses =
+      wait_seconds > 0 ? static_cast<std::int64_t>(std::min(wait_seconds, 1e9) * 100) : 0;
+  for (std::int64_t waited = 0;; ++waited) {
     const Status locked = file->TryLockExclusive();
     if (locked.ok()) return file;
     if (HasNoLocks(locked)) return std::unique_ptr<File>();
     if (locked.code() != Code::kBusy) return locked;
-    if (std::chrono::steady_clock::now() >= end) {
+    if (waited >= pauses) {
       return Status(Code::kBusy, store + ": somebody else removes checkpoints by rule");
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    fs.SleepFor(kPause);
   }
 }
 
@@ -436,13 +453,19 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     if (!entries.ok()) return fail(folder, entries.status());
     for (const DirectoryEntry& e : entries.value()) {
       const std::string below = std::string(folder) + "/" + e.name;
-      if (const std::optional<Uuid> uuid = UuidOfName(e.name)) marks.emplace_back(below, *uuid);
-      if (!e.name.starts_with('.') || e.name == kPruneLock) continue;
+      const std::optional<Uuid> uuid = UuidOfName(e.name);
+      const bool hidden = e.name.starts_with('.') && e.name != kPruneLock;
+      if (!uuid && !hidden) continue;
       const Result<FileInfo> info = fs.LinkStat(JoinPath(store.path(), below));
-      // What is written right now under its hidden name; of a clock that is ahead it stays.
-      if (info.ok() &&
-          store_moves::NowSeconds() - options.grace.count() > info.value().mtime_seconds)
-        leftovers.push_back(below);
+      if (!info.ok()) continue;
+      // What is written right now under its hidden name, and marks that came before what they are
+      // of, as a copy of a store by files brings them. Of a clock that is ahead they stay.
+      const std::int64_t written = info.value().mtime_seconds;
+      const std::int64_t came = std::max(written, info.value().ctime_seconds);
+      const auto limit = uuid ? options.staging_age : std::max(options.grace, kHiddenFileAge);
+      if (fs.NowSeconds() - limit.count() <= (uuid ? came : written)) continue;
+      if (uuid) marks.emplace_back(below, *uuid);
+      if (hidden) leftovers.push_back(below);
     }
   }
   if (marks.empty() && leftovers.empty()) return;

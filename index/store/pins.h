@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -49,11 +48,13 @@ Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string
 
 // ---- Ephemeral checkpoints ----
 
-// Durably, before it is published.
-Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid);
+// Durably, before it is published as `name`: a copy under another one is to keep it.
+Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid,
+                     const std::string& name);
 // Not durably: gc does it, too.
 Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid);
-Result<std::set<Uuid>> ReadEphemeral(FileSystem& fs, const std::string& store);
+// With their names; empty: that is not known (an older program marked it).
+Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::string& store);
 
 // ---- Saves under way ----
 

@@ -16,6 +16,8 @@ namespace {
 
 constexpr std::string_view kPolicyFormat = "tensormount-retention";
 constexpr std::uint64_t kPolicyVersion = 1;
+// For whom prunes by the rules before.
+constexpr double kPolicyLockSeconds = 10;
 
 Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& path) {
   const auto bad = [&](const std::string& why) {
@@ -91,6 +93,8 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
     return Status(Code::kInvalidArgument, "the policy of a store: more than " +
                                               HumanBytes(kMaxRetainedFileBytes) + " of rules");
   }
+  // Whoever prunes by the old ones has done so, or has not begun.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto lock, Lock(fs, store, kPolicyLockSeconds));
   return retention::WithTrashHint(fs, store,
                                   ReplaceRetained(fs, store, store_paths::kPolicyFile, file,
                                                   InsteadOfExchange::kNoneForAMoment));
@@ -99,6 +103,7 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
 Status RemovePolicy(FileSystem& fs, const std::string& store) {
   const Status there = ReadPolicy(fs, store).status();
   if (!there.ok() && there.code() != Code::kDataLoss) return there;
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto lock, Lock(fs, store, kPolicyLockSeconds));
   const Status removed = fs.RemoveFile(JoinPath(store, store_paths::kPolicyFile));
   if (removed.code() == Code::kNotFound) return Status();
   TENSORMOUNT_RETURN_IF_ERROR(removed);

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_INDEX_STORE_RETAINED_FILE_H_
 #define TENSORMOUNT_INDEX_STORE_RETAINED_FILE_H_
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -14,6 +15,9 @@
 // new.
 
 namespace tensormount {
+
+// A file under a hidden name that is older is nobody's any more: it would have got its own.
+inline constexpr std::chrono::seconds kHiddenFileAge(600);
 
 // Of what people may have written by hand.
 inline constexpr std::uint64_t kMaxRetainedFileBytes = 64 * 1024;

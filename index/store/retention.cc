@@ -85,16 +85,19 @@ class Pruner {
       : fs_(fs),
         store_(store),
         options_(options),
-        now_(whom.now != 0 ? whom.now : store_moves::NowSeconds()),
+        now_(whom.now != 0 ? whom.now : fs.NowSeconds()),
         saved_(whom.saved) {}
 
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
-    TENSORMOUNT_RETURN_IF_ERROR(ReadRules());
-    std::unique_ptr<File> lock;  // Until all is done.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
+    // Until all is done. The rules are those of that time: whoever sets others waits for us, or we
+    // find them.
+    std::unique_ptr<File> lock;
     if (!options_.dry_run) {
       TENSORMOUNT_ASSIGN_OR_RETURN(lock, pins::Lock(fs_, store_.path(), options_.wait_seconds));
     }
+    TENSORMOUNT_RETURN_IF_ERROR(ReadRules());
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<Candidate> candidates, Gather());
     report_.decisions = Decide(rules_, std::move(candidates));
     report_.dry_run = options_.dry_run;
@@ -113,7 +116,7 @@ class Pruner {
   Status ReadRules() {
     Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing is removed");
-    TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
+    policy_ = policy.value();
     if (!options_.rules.of_store) {
       rules_ = options_.rules;
     } else if (policy.value()) {
@@ -127,8 +130,7 @@ class Pruner {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> listed, store_.List());
     TENSORMOUNT_ASSIGN_OR_RETURN(const pins::PinMap pinned,
                                  pins::ReadAll(fs_, store_.path(), now_));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::set<Uuid> ephemeral,
-                                 pins::ReadEphemeral(fs_, store_.path()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(ephemeral_, pins::ReadEphemeral(fs_, store_.path()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     std::vector<Candidate> candidates;
     for (const CheckpointListing& item : listed) {
@@ -142,12 +144,18 @@ class Pruner {
       ++listed_[item.uuid];
       c.generation = item.generation;
       c.saved_now = item.uuid == saved_;
-      c.ephemeral = ephemeral.contains(item.uuid);
+      c.derived = item.derived;
       if (const auto pin = pinned.find(item.uuid); pin != pinned.end()) {
         (pin->second.expired ? c.expired_pin : c.pinned) = pins::Describe(pin->second);
       }
       if (const auto base = bases.find(item.uuid); base != bases.end()) c.base_of = base->second;
       c.metrics.resize(rules_.keep_best.size());
+    }
+    for (Candidate& c : candidates) {
+      const auto mark = ephemeral_.find(c.uuid);
+      if (!c.problem.ok() || mark == ephemeral_.end()) continue;
+      // Whoever gave it a second name wants to keep it, under that one.
+      c.ephemeral = mark->second.empty() ? listed_[c.uuid] == 1 : mark->second == c.name;
     }
     if (!NeedsOpening(rules_)) return candidates;
     struct Nothing {};
@@ -198,9 +206,19 @@ class Pruner {
     }
   }
 
-  // Whether what we keep as the newest is still there. Somebody with other rules may work beside
-  // us.
+  // Whether what we keep as the newest is still there, and the rules of the store are those that we
+  // read: where there are no locks somebody may remove, or set others, beside us.
   Status CheckAnchor() {
+    const auto policy = pins::ReadPolicy(fs_, store_.path());
+    if (!policy.ok()) return policy.status().WithContext("nothing more is removed");
+    const auto text = [](const std::optional<RetentionRules>& rules) {
+      return rules ? rules->ToText() : std::string();
+    };
+    if (text(policy.value()) != text(policy_)) {
+      return Status(
+          Code::kStale,
+          "nothing more is removed: somebody has set other rules for the store meanwhile");
+    }
     const Result<DecodedCommit> commit =
         store_moves::ReadCommit(fs_, store_.CheckpointPath(anchor_.checkpoint));
     const bool there = commit.ok() && commit.value().record.uuid.ToString() == anchor_.uuid;
@@ -226,8 +244,10 @@ class Pruner {
     d.removed = removed.ok() || there == Code::kNotFound;
     // Somebody was faster: it is gone, as it should be.
     if (removed.code() != Code::kNotFound || !d.removed) d.failed = removed;
-    // A copy of it may have another name, and goes by the same mark. Gc takes it otherwise.
-    if (removed.ok() && --listed_[uuid] == 0) {
+    // The mark goes with the name that it is of. Gc takes it otherwise.
+    const auto mark = ephemeral_.find(uuid);
+    if (removed.ok() && mark != ephemeral_.end() &&
+        (mark->second.empty() || mark->second == d.checkpoint)) {
       (void)pins::ForgetEphemeral(fs_, store_.path(), uuid);
     }
   }
@@ -251,9 +271,11 @@ class Pruner {
   const std::int64_t now_;
   const Uuid saved_;
   RetentionRules rules_;
+  std::optional<RetentionRules> policy_;  // Of the store; none: it has none.
   PruneReport report_;
   PruneReport::Decision anchor_;
   std::map<Uuid, int> listed_;  // Names of each.
+  std::map<Uuid, std::string> ephemeral_;
 };
 
 // Bytes of files of which every name lies below one folder.

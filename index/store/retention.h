@@ -34,6 +34,7 @@ struct Candidate {
   std::uint64_t generation = 0;
   Status problem;  // It cannot be read, so nothing but its name is known.
   bool ephemeral = false;
+  bool derived = false;      // By `derive`, of another one: no step of a run.
   bool saved_now = false;    // By the save that prunes: it stays, whatever was begun after it.
   std::string pinned;        // In words; empty: it is not, or not any more.
   std::string expired_pin;   // In words; empty: it has none.
@@ -47,7 +48,8 @@ struct Candidate {
 bool NeedsOpening(const RetentionRules& rules);
 
 // One decision a candidate: those that can be read by generation, uuid and name, the highest first,
-// then the others by name. The first always stays if it can be read. Pure.
+// derived ones behind them; then the others by name. The first always stays if it can be read.
+// Several names of one checkpoint count once. Pure.
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates);
 

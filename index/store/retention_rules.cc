@@ -164,11 +164,24 @@ namespace {
 using Every = RetentionRules::Every;
 using Best = RetentionRules::Best;
 
-// The rules see those that count: they can be read and are not ephemeral, the highest first.
+// The rules see those that count: they can be read and are neither ephemeral nor derived, the
+// highest first. Names of one checkpoint stand beside each other, and are one to all rules but that
+// of steps.
 class Judge {
+  struct Group {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+
  public:
   Judge(const RetentionRules& rules, const std::vector<Candidate>& counted)
       : rules_(rules), counted_(counted), reasons_(counted.size()) {
+    for (std::size_t i = 0; i < counted.size(); ++i) {
+      const bool same = i > 0 && counted[i].uuid == counted[i - 1].uuid &&
+                        counted[i].generation == counted[i - 1].generation;
+      if (!same) groups_.push_back({i, i});
+      groups_.back().end = i + 1;
+    }
     Last();
     for (const Every& every : rules.keep_every) {
       switch (every.unit) {
@@ -193,13 +206,17 @@ class Judge {
     if (!reasons_[i].empty()) reasons_[i] += "; ";
     reasons_[i] += why;
   }
+  void KeepAll(const Group& group, const std::string& why) {
+    for (std::size_t i = group.begin; i < group.end; ++i) Keep(i, why);
+  }
 
   void Last() {
-    for (std::size_t i = 0; i < counted_.size() && i < rules_.keep_last; ++i) {
-      Keep(i, "of the last " + std::to_string(rules_.keep_last));
+    for (std::size_t g = 0; g < groups_.size() && g < rules_.keep_last; ++g) {
+      KeepAll(groups_[g], "of the last " + std::to_string(rules_.keep_last));
     }
   }
 
+  // By the name of each: a copy of a step may have another one.
   void Steps(std::uint64_t count) {
     for (std::size_t i = 0; i < counted_.size(); ++i) {
       const std::optional<std::uint64_t> step = StepOf(counted_[i].name);
@@ -213,9 +230,9 @@ class Judge {
 
   void Generations(std::uint64_t count) {
     std::optional<std::uint64_t> seen;
-    for (std::size_t i = 0; i < counted_.size(); ++i) {
-      const std::uint64_t bucket = counted_[i].generation / count;
-      if (seen != bucket) Keep(i, "the newest of its " + Counted(count, "generation"));
+    for (const Group& group : groups_) {
+      const std::uint64_t bucket = counted_[group.begin].generation / count;
+      if (seen != bucket) KeepAll(group, "the newest of its " + Counted(count, "generation"));
       seen = bucket;
     }
   }
@@ -225,14 +242,14 @@ class Judge {
   void Hours(std::uint64_t count) {
     const auto seconds = static_cast<std::int64_t>(count) * 3600;
     std::optional<std::int64_t> seen;
-    for (std::size_t i = 0; i < counted_.size(); ++i) {
-      if (!counted_[i].opened.ok()) {
-        Keep(i, "its date cannot be read: " + counted_[i].opened.message());
+    for (const Group& group : groups_) {
+      const Candidate& c = counted_[group.begin];
+      if (!c.opened.ok()) {
+        KeepAll(group, "its date cannot be read: " + c.opened.message());
         continue;
       }
-      const std::int64_t created = counted_[i].created;
-      const std::int64_t bucket = created / seconds - (created % seconds < 0 ? 1 : 0);
-      if (seen != bucket) Keep(i, "the newest of its " + Counted(count, "hour"));
+      const std::int64_t bucket = c.created / seconds - (c.created % seconds < 0 ? 1 : 0);
+      if (seen != bucket) KeepAll(group, "the newest of its " + Counted(count, "hour"));
       seen = bucket;
     }
   }
@@ -240,16 +257,14 @@ class Judge {
   void BestOf(std::size_t rule) {
     const Best& best = rules_.keep_best[rule];
     std::vector<long double> values;
-    for (std::size_t i = 0; i < counted_.size(); ++i) {
-      if (!counted_[i].opened.ok()) {
-        Keep(i, "its " + best.metric + " cannot be read: " + counted_[i].opened.message());
-        continue;
-      }
-      const MetricValue& value = counted_[i].metrics[rule];
-      if (value.number) {
-        values.push_back(*value.number);
+    for (const Group& group : groups_) {
+      const Candidate& c = counted_[group.begin];
+      if (!c.opened.ok()) {
+        KeepAll(group, "its " + best.metric + " cannot be read: " + c.opened.message());
+      } else if (c.metrics[rule].number) {
+        values.push_back(*c.metrics[rule].number);
       } else {
-        Keep(i, "it " + value.problem);
+        KeepAll(group, "it " + c.metrics[rule].problem);
       }
     }
     if (values.empty()) return;
@@ -259,18 +274,20 @@ class Judge {
         static_cast<std::size_t>(std::min<std::uint64_t>(best.count, values.size()));
     const long double worst = values[count - 1];
     const bool tied = count < values.size() && values[count] == worst;
-    for (std::size_t i = 0; i < counted_.size(); ++i) {
-      if (!counted_[i].opened.ok() || !counted_[i].metrics[rule].number) continue;
-      const long double value = *counted_[i].metrics[rule].number;
+    for (const Group& group : groups_) {
+      const Candidate& c = counted_[group.begin];
+      if (!c.opened.ok() || !c.metrics[rule].number) continue;
+      const long double value = *c.metrics[rule].number;
       if (better(worst, value)) continue;
-      Keep(i, "of the " + std::to_string(best.count) + " with the " +
-                  (best.highest ? "highest " : "lowest ") + best.metric +
-                  (tied && value == worst ? ", as good as others" : ""));
+      KeepAll(group, "of the " + std::to_string(best.count) + " with the " +
+                         (best.highest ? "highest " : "lowest ") + best.metric +
+                         (tied && value == worst ? ", as good as others" : ""));
     }
   }
 
   const RetentionRules& rules_;
   const std::vector<Candidate>& counted_;
+  std::vector<Group> groups_;
   std::vector<std::string> reasons_;
 };
 
@@ -318,11 +335,12 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
   std::ranges::sort(candidates, [](const Candidate& a, const Candidate& b) {
     if (a.problem.ok() != b.problem.ok()) return a.problem.ok();
     if (!a.problem.ok()) return a.name < b.name;
+    if (a.derived != b.derived) return b.derived;
     return std::tie(a.generation, a.uuid, a.name) > std::tie(b.generation, b.uuid, b.name);
   });
   std::vector<Candidate> counted;
   for (const Candidate& c : candidates) {
-    if (c.problem.ok() && !c.ephemeral) counted.push_back(c);
+    if (c.problem.ok() && !c.ephemeral && !c.derived) counted.push_back(c);
   }
   const Judge judge(rules, counted);
 
@@ -344,7 +362,9 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
     if (c.saved_now && i != 0) keep("saved just now");
     if (!c.pinned.empty()) keep(c.pinned);
     if (!c.base_of.empty()) keep("a save under way takes files of it: " + c.base_of);
-    if (!c.ephemeral) {
+    if (c.derived) {
+      keep("derived from another one: rules do not count it, and `rm` removes it");
+    } else if (!c.ephemeral) {
       const std::string& why = judge.reason(next++);
       if (!why.empty()) keep(why);
       if (rules.empty() && d.reason.empty()) keep("there is no rule");

@@ -34,8 +34,6 @@ constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
 // For so many a thread of its own is worth starting.
 constexpr std::size_t kLooksAThread = 64;
-// Whoever prunes a store of thousands of checkpoints is done by then.
-constexpr double kPruneLockSeconds = 10;
 
 struct Superblock {
   Uuid uuid;
@@ -359,6 +357,7 @@ CheckpointListing Store::Look(const std::string& name, CommitRecord* record) con
   listing.uuid = commit.value().record.uuid;
   listing.generation = commit.value().record.generation;
   listing.parent = commit.value().record.parent;
+  listing.derived = (commit.value().record.compatible & kCommitDerived) != 0;
   listing.commit_bytes = bytes.value().size();
   if (record != nullptr) *record = std::move(commit.value().record);
   return listing;
@@ -368,10 +367,10 @@ const CheckpointListing* Store::Highest(const std::vector<CheckpointListing>& al
   const CheckpointListing* best = nullptr;
   for (const CheckpointListing& c : all) {
     if (!c.problem.ok()) continue;
-    if (best == nullptr || std::tie(best->generation, best->uuid, best->name) <
-                               std::tie(c.generation, c.uuid, c.name)) {
-      best = &c;
-    }
+    const auto rank = [](const CheckpointListing& one) {
+      return std::tuple(!one.derived, one.generation, one.uuid, one.name);
+    };
+    if (best == nullptr || rank(*best) < rank(c)) best = &c;
   }
   return best;
 }
@@ -476,8 +475,10 @@ Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice
   // A checkpoint that this user may not read must not stop saves: its generation is claimed, and
   // the parent only serves mtimes.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
+  for (const CheckpointListing& c : all) {
+    if (c.problem.ok()) highest = std::max(highest, c.generation);
+  }
   if (const CheckpointListing* latest = Highest(all); latest != nullptr) {
-    highest = latest->generation;
     staging.parent = latest->uuid;
     staging.parent_name = latest->name;
   }
@@ -532,141 +533,6 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
     return filled;
   }
   return Status(Code::kAlreadyExists, staging_folder + ": no free name for " + name);
-}
-
-Status Store::Remove(std::string_view name, const RemoveOptions& options) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  if (!options.force) return RemoveUnpinned(std::string(name));
-  const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
-  TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr));
-  if (!commit.ok()) return {};
-  // Its pin, else gc would keep it in .trash; but not that of a copy.
-  const Uuid& uuid = commit.value().record.uuid;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
-  for (const CheckpointListing& c : all) {
-    if (c.problem.ok() && c.uuid == uuid) return {};
-  }
-  return pins::RemovePins(*fs_, path_, uuid)
-      .status()
-      .WithContext("removed, but its pin could not be, which keeps its bytes in .trash");
-}
-
-Status Store::RemoveUnpinned(const std::string& name) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsThere(name).status());
-  TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
-  // Whoever pins waits for us to have done or undone it. Where there is no lock, or somebody else
-  // has it for long, it is a matter of time alone.
-  const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
-  Status removed;
-  for (int again = 0; again < 3; ++again) {
-    TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
-    const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
-    if (!commit.ok()) {
-      // That is of this process, or another one has taken its place.
-      const bool again_maybe = commit.status().code() == Code::kResourceExhausted ||
-                               commit.status().code() == Code::kStale;
-      // Of one without a uuid that can be read no pin can be made.
-      return again_maybe ? commit.status() : MoveAway(name, nullptr);
-    }
-    const auto holds = [&](const Uuid& uuid) -> Result<std::string> {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin,
-                                   pins::Find(*fs_, path_, uuid, store_moves::NowSeconds()));
-      return pin ? pins::Describe(*pin) : std::string();
-    };
-    std::string held;
-    removed = RemoveUnlessHeld(name, commit.value().record.uuid, holds, &held);
-    if (!held.empty()) return pins::Refusal(CheckpointPath(name), held);
-    // What stands at the name is to go, whichever it is.
-    if (removed.code() != Code::kStale) return removed;
-  }
-  return removed;
-}
-
-Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
-                               std::string* held) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  TENSORMOUNT_ASSIGN_OR_RETURN(*held, holds(uuid));
-  if (!held->empty()) return {};
-  const Status moved = MoveAway(name, &uuid);
-  if (!moved.ok() && moved.code() != Code::kUnknown) return moved;
-  const Result<std::string> now = holds(uuid);
-  if (now.ok() && now.value().empty()) return moved;
-  const Status back = store_moves::PutBack(*fs_, path_, std::string(name), uuid);
-  if (!back.ok()) {
-    const std::string why = now.ok() ? now.value() : now.status().message();
-    const bool here = fs_->LinkStat(CheckpointPath(name)).ok();
-    return Status(Code::kUnknown,
-                  CheckpointPath(name) + ": " + why + ": " +
-                      (here ? "it was moved to .trash and back, but a power cut may undo that: "
-                            : "it is in .trash, and could not be moved back from there: ") +
-                      back.message());
-  }
-  if (now.ok()) *held = now.value();
-  return now.status();
-}
-
-// What may be moved away.
-Result<FileInfo> Store::CheckIsThere(std::string_view name) const {
-  const std::string directory = CheckpointPath(name);
-  Result<FileInfo> info = fs_->LinkStat(directory);
-  if (info.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, directory + ": no such checkpoint");
-  }
-  if (!info.ok()) return info;
-  const auto has = [&](std::string_view part) { return fs_->Exists(JoinPath(directory, part)); };
-  if (info.value().kind != FileKind::kDirectory ||
-      !(has(kCommitFile) || (has("manifest") && has("data")))) {
-    return Status(Code::kInvalidArgument, directory + ": not a checkpoint");
-  }
-  return info;
-}
-
-Status Store::MoveAway(std::string_view name, const Uuid* only) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
-  const std::string directory = CheckpointPath(name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckIsThere(name));
-  const auto replaced = [&] {
-    return Status(Code::kStale, directory + ": another one has taken its place");
-  };
-  if (only != nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
-                                 store_moves::ReadCommit(*fs_, directory));
-    if (commit.record.uuid != *only) return replaced();
-  }
-  const std::string trash = JoinPath(path_, kTrashFolder);
-  const Result<std::string> entry = store_moves::MoveToTrash(*fs_, path_, directory, "");
-  const Status moved = entry.status();
-  if (!moved.ok()) {
-    // The truth is where the folder is: over NFS a rename that happened may be reported as failed.
-    const Result<FileInfo> still = fs_->LinkStat(directory);
-    if (still.ok() && still.value().device == info.device && still.value().inode == info.inode) {
-      return moved;
-    }
-    if (!still.ok() && still.status().code() != Code::kNotFound) {
-      return Status(Code::kUnknown, directory + ": removed or not: " + moved.message());
-    }
-    // Gone from its name. By us, or by somebody else who came first, who then says so.
-    if (moved.code() == Code::kNotFound) {
-      return Status(Code::kNotFound, directory + ": no such checkpoint");
-    }
-  }
-  if (only != nullptr && entry.ok()) {
-    const Result<Uuid> there = store_moves::ReadFolderUuid(*fs_, entry.value());
-    if (there.ok() && there.value() != *only) {
-      // At that very moment. What stands at the name now, if anything, is newer still.
-      const Status back = store_moves::PutBack(*fs_, path_, std::string(name), there.value());
-      return back.ok() ? replaced() : back;
-    }
-  }
-  // Where it went is not known after a rename that was reported as failed.
-  const std::string there = entry.ok() ? entry.value() : JoinPath(trash, "unknown");
-  const Status synced = fs_->SyncMovedFolder(there, trash, path_);
-  if (!synced.ok()) {
-    return Status(Code::kUnknown,
-                  directory + ": removed, but a power cut may undo it or not: " + synced.message());
-  }
-  return Status();
 }
 
 Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view given,

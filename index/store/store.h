@@ -31,6 +31,7 @@ struct CheckpointListing {
   std::uint64_t generation = 0;
   Uuid parent;
   std::uint64_t commit_bytes = 0;  // Of the file COMMIT.
+  bool derived = false;            // By `derive`: neither latest nor a base where there is another.
   Status problem;                  // Not ok: the folder is there but its COMMIT cannot be read.
   // What is known of one with a problem. Anything but kUnread was proven by reading.
   enum class State {
@@ -136,6 +137,7 @@ class Store {
     // kInvalidArgument where a key is the name of a layer of another one, which the format allows:
     // where keys of a base come together with others nobody has looked at that.
     bool layers_apart = false;
+    bool derived = false;  // Made of another checkpoint of the store, and no step of a run.
     // Rows of chunks (100 bytes for one of a matrix) wait for their tensor in up to so much memory,
     // what is more in a file of the staging, as large as the manifests' records together. A
     // checkpoint of 4,096 ranks and 10,000 tensors has 4 GiB of them, more than a rank that also
@@ -243,7 +245,7 @@ class Store {
         path_(std::move(path)),
         uuid_(uuid),
         unknown_read_compatible_(unknown_read_compatible) {}
-  Status MoveAway(std::string_view name, const Uuid* only) const;
+  Status MoveAway(std::string_view name, const Uuid* only, std::string* entry) const;
   Status RemoveUnpinned(const std::string& name) const;
   Result<FileInfo> CheckIsThere(std::string_view name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;

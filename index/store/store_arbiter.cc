@@ -4,7 +4,6 @@
 // publisher may still be at work: the one that moves the staging away first has decided, by one
 // rename.
 #include <chrono>
-#include <thread>
 
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
@@ -96,7 +95,7 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
                                              " and " + staging.directory + " cannot be read");
         break;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1 << (round < 4 ? round : 4)));
+    fs.SleepFor(std::chrono::milliseconds(1 << (round < 4 ? round : 4)));
   }
   return Status(Code::kUnknown, "whether " + staging.name + " (" + staging.uuid.ToString() +
                                     ") was published is not known: " + why.message());

@@ -14,6 +14,7 @@
 #include "index/store/pins.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
+#include "index/store/trash.h"
 
 namespace tensormount {
 namespace {
@@ -131,7 +132,24 @@ class Checker {
     }
     for (const DirectoryEntry& e : Entries(store_paths::kTrashFolder)) {
       if (e.name.ends_with(store_paths::kSinceSuffix)) continue;
-      Note(std::string(store_paths::kTrashFolder) + "/" + e.name, "removed", "gc deletes it");
+      const std::string object = JoinPath(store_paths::kTrashFolder, e.name);
+      const auto kept = trash::WhyKept(fs_, store_, e.name, fs_.NowSeconds());
+      if (!kept.ok()) {
+        Unread(object, kept.status());
+      } else if (kept.value().why.empty()) {
+        Note(object, "removed", "gc deletes it");
+      } else {
+        Note(object, "removed, but " + kept.value().why,
+             kept.value().back_to.empty()
+                 ? "gc keeps it: move it back to a name in the store"
+                 : "gc moves it back to " + kept.value().back_to + " where that name is free");
+      }
+    }
+    for (const DirectoryEntry& e : Entries(store_paths::kGenerationsFolder)) {
+      const std::string below = JoinPath(store_paths::kGenerationsFolder, e.name);
+      if (e.kind != FileKind::kDirectory || Entries(below).empty()) continue;
+      Note(below, "a claim that is not empty: a power cut gave it the folder of something deleted",
+           "gc removes it once a later save has begun");
     }
     for (const DirectoryEntry& e : Entries(store_paths::kDerivedFolder)) {
       const bool used = std::any_of(all.begin(), all.end(), [&](const CheckpointListing& c) {
@@ -152,7 +170,7 @@ class Checker {
     } else if (!policy.ok()) {
       Unread(std::string(store_paths::kPolicyFile), policy);
     }
-    const auto all = pins::ReadAll(fs_, store_, store_moves::NowSeconds());
+    const auto all = pins::ReadAll(fs_, store_, fs_.NowSeconds());
     if (!all.ok()) return Unread(std::string(store_paths::kPinsFolder), all.status());
     for (const auto& [uuid, pin] : all.value()) {
       if (pin.problem.empty()) continue;

@@ -12,8 +12,10 @@
 #include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
+#include "index/store/retained_file.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
+#include "index/store/trash.h"
 
 namespace tensormount {
 namespace {
@@ -65,11 +67,13 @@ void LookAtMtimes(FileSystem& fs, const std::string& path, int depth, Looked& lo
 }
 
 constexpr int kMaxGcDepth = 8;
+// Of an entry of .trash that is being deleted, or was when gc ended.
+constexpr std::string_view kDeletingSuffix = ".deleting";
 
 class Collector {
  public:
   Collector(FileSystem& fs, const std::string& store, const Store::GcOptions& options)
-      : fs_(fs), store_(store), options_(options), now_(store_moves::NowSeconds()) {}
+      : fs_(fs), store_(store), options_(options), now_(fs.NowSeconds()) {}
 
   Status Run(const std::vector<CheckpointListing>& live) {
     for (const CheckpointListing& c : live) {
@@ -78,7 +82,6 @@ class Collector {
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       if (!info.ok()) continue;
       live_[IdOf(info.value())] = c.name;
-      if (c.problem.ok()) live_uuids_.insert(c.uuid);
       if (c.problem.ok()) StagingLeftovers(c.name);
       if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
@@ -151,19 +154,27 @@ class Collector {
     Keep(below, "the same folder as checkpoint " + live->second);
     return true;
   }
-  // Who removes by rule moves back what was pinned at that moment; here it did not come to that.
-  bool KeptAsPinned(const std::string& below, const Uuid& uuid) {
-    const auto pin = pins::Find(fs_, store_, uuid, now_);
-    if (!pin.ok()) Fail(below, pin.status());
-    if (!pin.ok()) return true;
-    if (!pin.value() || live_uuids_.contains(uuid)) return false;
-    Keep(below, "it is " + pins::Describe(*pin.value()) +
-                    ": move it back to a name in the store, or delete " +
-                    std::string(store_paths::kPinsFolder) + "/" + uuid.ToString());
+  // Whether something holds what lies there, which then goes back to its name where that is known.
+  bool KeptAsHeld(const std::string& entry) {
+    const std::string below = JoinPath(store_paths::kTrashFolder, entry);
+    const auto kept = trash::WhyKept(fs_, store_, entry, now_);
+    if (!kept.ok()) Fail(below, kept.status());
+    if (!kept.ok()) return true;
+    if (kept.value().why.empty()) return false;
+    bool back = false;
+    if (!options_.dry_run) {
+      const Result<bool> moved = trash::MoveBack(fs_, store_, entry, kept.value());
+      if (!moved.ok()) Fail(below, moved.status());
+      back = moved.ok() && moved.value();
+    }
+    Keep(below, kept.value().why + (back ? ": moved back to " + kept.value().back_to
+                                         : ": move it back to a name in the store, or remove what "
+                                           "holds it"));
     return true;
   }
-  // `lock` is held until all is deleted.
-  void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr) {
+  // `lock` is held until all is deleted. `as`: what the report calls it.
+  void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr,
+              const std::string& as = {}) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       Status removed = fs_.RemoveTree(Path(below));
@@ -176,7 +187,7 @@ class Collector {
       deleted_ = true;
       if (!removed.ok()) return Fail(below, removed);
     }
-    report_.removed.push_back(below);
+    report_.removed.push_back(as.empty() ? below : as);
     report_.bytes_freed += bytes;
   }
 
@@ -188,9 +199,10 @@ class Collector {
     const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), store_paths::kCommitFile));
     if (!commit.ok()) return Fail(name, commit.status());
     if (options_.dry_run || Young(commit.value().mtime_seconds, options_.grace)) return;
-    const Status swept = store_moves::SweepShared(fs_, Path(name));
+    const Result<std::uint64_t> swept = store_moves::SweepShared(fs_, Path(name));
     deleted_ = true;
-    if (!swept.ok()) Fail(name, swept);
+    if (!swept.ok()) return Fail(name, swept.status());
+    report_.bytes_freed += swept.value();
   }
 
   // What a creator of the store left that lost the race or died.
@@ -199,7 +211,9 @@ class Collector {
       return entry.name.starts_with("." + std::string(file) + ".");
     };
     if (!left_of(store_paths::kSuperblockFile) && !left_of(store_paths::kPolicyFile)) return;
-    if (!KeptAsYoung(entry.name, 0, options_.grace, "too young")) Delete(entry.name);
+    // Somebody may be writing it, whatever the grace for checkpoints is.
+    const auto limit = std::max(options_.grace, kHiddenFileAge);
+    if (!KeptAsYoung(entry.name, 0, limit, "too young")) Delete(entry.name);
   }
 
   void StagingEntry(const DirectoryEntry& entry) {
@@ -262,6 +276,8 @@ class Collector {
       if (!used && !options_.dry_run) (void)fs_.RemoveFile(Path(below));  // Next time.
       return;
     }
+    if (entry.name.ends_with(kDeletingSuffix)) return DeleteFromTrash(entry.name);
+    if (KeptAsHeld(entry.name)) return;
     const std::string mark = Path(below) + std::string(store_paths::kSinceSuffix);
     const Result<FileInfo> since = fs_.LinkStat(mark);
     if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
@@ -274,15 +290,19 @@ class Collector {
     if (Young(known ? since.value().mtime_seconds : now_, options_.grace)) {
       return Keep(below, "too young");
     }
+    DeleteFromTrash(entry.name);
+    if (!options_.dry_run && !fs_.Exists(Path(below))) (void)fs_.RemoveFile(mark);  // Next time.
+  }
+
+  // What its grace is over for. Whoever moves it back needs it under its name here: so it gets
+  // another one, and one of the two renames happens. Then what holds it is looked for once more.
+  void DeleteFromTrash(const std::string& entry) {
+    const std::string below = JoinPath(store_paths::kTrashFolder, entry);
     // After a crash on a filesystem without a journal one folder may stand under two names.
     if (KeptAsLive(below)) return;
     // Readers hold a shared lock on COMMIT. Kept until all is deleted. What is no file, nobody
     // could open to read from.
     const std::string path = JoinPath(Path(below), store_paths::kCommitFile);
-    if (const auto uuid = Uuid::Parse(entry.name.substr(0, 32));
-        uuid && KeptAsPinned(below, *uuid)) {
-      return;
-    }
     const Result<FileInfo> info = fs_.LinkStat(path);
     if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
     std::unique_ptr<File> commit;
@@ -308,8 +328,26 @@ class Collector {
         return Fail(below, locked);
       }
     }
-    Delete(below, std::move(commit));
-    if (!options_.dry_run && !fs_.Exists(Path(below))) (void)fs_.RemoveFile(mark);  // Next time.
+    if (options_.dry_run) return Delete(below);
+    std::string doomed = below;
+    if (!entry.ends_with(kDeletingSuffix)) {
+      doomed += "." + Uuid::Random().Short() + std::string(kDeletingSuffix);
+      const Status taken = fs_.RenameNoReplace(Path(below), Path(doomed));
+      if (!taken.ok()) return Fail(below, taken);
+    }
+    // Another folder may have got the name since its COMMIT was opened.
+    const Result<FileInfo> now = fs_.LinkStat(JoinPath(Path(doomed), store_paths::kCommitFile));
+    const bool same = commit == nullptr ? now.status().code() == Code::kNotFound ||
+                                              (now.ok() && now.value().kind != FileKind::kFile)
+                                        : now.ok() && now.value().inode == info.value().inode;
+    const auto kept = trash::WhyKept(fs_, store_, doomed.substr(doomed.find('/') + 1), now_);
+    if (!same || !kept.ok() || !kept.value().why.empty()) {
+      // Where its name is taken it stays under this one: what lies there counts, not the name.
+      const Status undone = fs_.RenameNoReplace(Path(doomed), Path(below));
+      if (!kept.ok()) return Fail(below, kept.status());
+      return Keep(undone.ok() ? below : doomed, same ? kept.value().why : "it has just come");
+    }
+    Delete(doomed, std::move(commit), below);
   }
 
   void Derived(const std::vector<CheckpointListing>& live) {
@@ -347,7 +385,9 @@ class Collector {
       const std::string below =
           std::string(store_paths::kGenerationsFolder) + "/" + std::to_string(claims[i]);
       if (!options_.dry_run) {
-        const Status removed = fs_.RemoveDirectory(Path(below));
+        // Empty, unless a filesystem without a journal gave its block to somebody after a power
+        // cut: then what is in it are second names of files.
+        const Status removed = fs_.RemoveTree(Path(below));
         if (!removed.ok()) {
           Fail(below, removed);
           // A gap in the order would break what claims rely on.
@@ -364,7 +404,6 @@ class Collector {
   const Store::GcOptions options_;
   const std::int64_t now_;
   std::map<FolderId, std::string> live_;  // Names of checkpoints.
-  std::set<Uuid> live_uuids_;
   Store::GcReport report_;
   bool deleted_ = false;
 };

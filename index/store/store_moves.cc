@@ -4,20 +4,48 @@
 #include "index/store/store_moves.h"
 
 #include <cerrno>
-#include <chrono>
 
 #include "index/records/store_paths.h"
 
 namespace tensormount::store_moves {
 namespace {
 
-// The first name that nobody has in .trash, `wanted` where it is free.
+std::string MarkOf(const std::string& entry) {
+  return entry + std::string(store_paths::kSinceSuffix);
+}
+
+// On a disk without room for one more name in .trash the marks there give way. Gc makes them anew,
+// and counts the grace from then. Whether there were any.
+bool DropMarks(FileSystem& fs, const std::string& trash) {
+  const auto entries = fs.List(trash);
+  if (!entries.ok()) return false;
+  bool any = false;
+  for (const DirectoryEntry& e : entries.value()) {
+    if (!e.name.ends_with(store_paths::kSinceSuffix)) continue;
+    any |= fs.RemoveFile(JoinPath(trash, e.name)).ok();
+  }
+  return any;
+}
+
+// The first name that nobody has in .trash, `wanted` where it is free. The mark comes first: who
+// dies after the rename leaves it.
 Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
-                                    const std::string& from, const std::string& wanted) {
+                                    const std::string& from, const std::string& wanted,
+                                    std::string_view name) {
   std::string to = JoinPath(trash, wanted);
+  bool room = true;
   for (int attempt = 0; attempt < 16; ++attempt) {
+    if (room && fs.LinkStat(to).status().code() == Code::kNotFound) {
+      // That of an earlier removal would end the grace of this one at once.
+      (void)fs.RemoveFile(MarkOf(to));
+      MarkTrashed(fs, to, name);
+    }
     const Status moved = fs.RenameNoReplace(from, to);
     if (moved.ok()) return to;
+    if (room && moved.code() == Code::kResourceExhausted && DropMarks(fs, trash)) {
+      room = false;
+      continue;
+    }
     // A copy of a checkpoint has its uuid: both may be removed.
     if (moved.code() != Code::kAlreadyExists) return moved;
     to = JoinPath(trash, wanted + "." + Uuid::Random().Short());
@@ -40,12 +68,6 @@ bool LinkIsRefused(const Status& status) {
     default:
       return false;
   }
-}
-
-std::int64_t NowSeconds() {
-  return std::chrono::duration_cast<std::chrono::seconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
 }
 
 Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path) {
@@ -85,27 +107,11 @@ Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
 }
 
 Status PutBack(FileSystem& fs, const std::string& store, const std::string& name,
-               const Uuid& uuid) {
-  const std::string trash = JoinPath(store, store_paths::kTrashFolder);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(trash));
-  Status unread;
-  for (const DirectoryEntry& e : entries) {
-    // "<uuid>", or with a few digits more where that was taken: a copy, as good as the other.
-    if (e.kind != FileKind::kDirectory || !e.name.starts_with(uuid.ToString()) ||
-        e.name.ends_with(store_paths::kAbortedSuffix)) {
-      continue;
-    }
-    const std::string entry = JoinPath(trash, e.name);
-    const Result<DecodedCommit> commit = ReadCommit(fs, entry);
-    if (unread.ok()) unread = commit.status();
-    if (!commit.ok() || commit.value().record.uuid != uuid) continue;
-    const std::string to = JoinPath(store, name);
-    TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(entry, to));
-    (void)fs.RemoveFile(entry + std::string(store_paths::kSinceSuffix));  // Gc takes it otherwise.
-    return fs.SyncMovedFolder(to, store, trash);
-  }
-  TENSORMOUNT_RETURN_IF_ERROR(unread);
-  return Status(Code::kNotFound, trash + ": no checkpoint " + uuid.ToString());
+               const std::string& entry) {
+  const std::string to = JoinPath(store, name);
+  TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(entry, to));
+  (void)fs.RemoveFile(MarkOf(entry));  // Gc takes it otherwise.
+  return fs.SyncMovedFolder(to, store, JoinPath(store, store_paths::kTrashFolder));
 }
 
 void DeleteData(FileSystem& fs, const std::string& entry) {
@@ -122,29 +128,49 @@ void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::s
   if (deleted) (void)fs.SyncDirectory(JoinPath(entry, "data"));  // Gc does it, too.
 }
 
-void MarkTrashed(FileSystem& fs, const std::string& entry) {
+void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name) {
   // Failing is no harm: gc makes the mark, and the grace period begins later.
-  (void)fs.CreateExclusive(entry + std::string(store_paths::kSinceSuffix));
+  const auto mark = fs.CreateExclusive(MarkOf(entry));
+  if (mark.ok() && !name.empty()) (void)mark.value()->WriteAt(0, name.data(), name.size());
+}
+
+std::string NameInMark(FileSystem& fs, const std::string& entry) {
+  const Result<std::string> name = fs.ReadFile(MarkOf(entry), 255);
+  return name.ok() && CheckCheckpointName(name.value()).ok() ? name.value() : std::string();
+}
+
+Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const FileInfo& folder) {
+  const std::string trash = JoinPath(store, store_paths::kTrashFolder);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, ListIfThere(fs, trash));
+  for (const DirectoryEntry& e : entries) {
+    const std::string entry = JoinPath(trash, e.name);
+    const Result<FileInfo> info = fs.LinkStat(entry);
+    if (info.ok() && info.value().device == folder.device && info.value().inode == folder.inode) {
+      return entry;
+    }
+  }
+  return Status(Code::kNotFound, trash + ": it is not there");
 }
 
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
-                                std::string_view suffix) {
+                                std::string_view suffix, std::string_view name) {
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);
   TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(trash));
   const Result<Uuid> before = ReadFolderUuid(fs, from);
   const std::string wanted = before.ok() ? before.value().ToString() + std::string(suffix)
                                          : "unreadable." + Uuid::Random().Short();
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string entry, RenameIntoTrash(fs, trash, from, wanted));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string entry, RenameIntoTrash(fs, trash, from, wanted, name));
   // Somebody may have exchanged the folder between our look and the rename: what lies under a
   // uuid's name must have that uuid, because the arbiter looks there.
   const Result<Uuid> moved = ReadFolderUuid(fs, entry);
   if (before.ok() && moved.ok() && moved.value() != before.value()) {
     // Without the suffix, which was said of the other one: a committed checkpoint that was
     // exchanged for what we looked at must not be found as "aborted".
+    const std::string mark = MarkOf(entry);
     TENSORMOUNT_ASSIGN_OR_RETURN(entry,
-                                 RenameIntoTrash(fs, trash, entry, moved.value().ToString()));
+                                 RenameIntoTrash(fs, trash, entry, moved.value().ToString(), name));
+    (void)fs.RemoveFile(mark);  // Gc takes it otherwise.
   }
-  MarkTrashed(fs, entry);
   return entry;
 }
 

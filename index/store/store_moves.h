@@ -38,26 +38,34 @@ Status SuperblockDamage(FileSystem& fs, const std::string& store);
 Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 
 // Renames a folder of this store into .trash under its uuid and `suffix` (a name of its own where
-// it has none), marks since when it is there, and returns its new path. kNotFound where it is gone.
-// Not durable: the caller calls SyncMovedFolder.
+// it has none), marked with the time and with `name`, what it was called (empty: not said), and
+// returns its new path. kNotFound where it is gone. Not durable: the caller calls SyncMovedFolder.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
-                                std::string_view suffix);
-// Moves a checkpoint of this uuid from .trash to STORE/NAME, durably. kNotFound: it is not there;
-// kAlreadyExists: the name is taken.
-Status PutBack(FileSystem& fs, const std::string& store, const std::string& name, const Uuid& uuid);
+                                std::string_view suffix, std::string_view name = {});
+// The path in .trash of the folder that is this one by device and inode. kNotFound: none is.
+Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const FileInfo& folder);
+// Moves what lies at `entry`, a path in .trash, to STORE/NAME, durably. kNotFound: it is not there
+// any more; kAlreadyExists: the name is taken.
+Status PutBack(FileSystem& fs, const std::string& store, const std::string& name,
+               const std::string& entry);
 // Frees the space of an aborted staging that was moved to `entry`: deletes the files of its data/,
 // or those of them that `names` has ("data/x"), and makes that durable. Folders stay for gc, which
 // syncs the filesystem: where there is no journal, a save could get the inode of a folder that is
 // deleted here, and lose it to a repair after a power cut. Best effort.
 void DeleteData(FileSystem& fs, const std::string& entry);
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
-// The mark beside a trash entry. Gc makes it where it is missing, so failing is no harm.
-void MarkTrashed(FileSystem& fs, const std::string& entry);
+// The mark beside a trash entry: since when it is there, and what it was called. Gc makes it where
+// it is missing, so failing is no harm.
+void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});
+// What the mark says that it was called; empty where it says nothing.
+std::string NameInMark(FileSystem& fs, const std::string& entry);
 
 // Removes from a published checkpoint what its shared staging left there, staging.json last: names
 // that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
-// there is no staging.json. Failing is no harm: gc does it again. Only gc calls it.
-Status SweepShared(FileSystem& fs, const std::string& directory);
+// there is no staging.json. kDataLoss, and nothing is removed, where COMMIT is of another
+// checkpoint than staging.json. Failing is no harm: gc does it again. Only gc calls it. Returns how
+// many bytes no other name keeps.
+Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory);
 
 // Where the uuid of a save is.
 enum class UuidLocation {
@@ -73,8 +81,6 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging);
 // Whether a hard link is refused for what the file or the filesystem is: no failure of whoever
 // wanted it, as the file can be copied.
 bool LinkIsRefused(const Status& status);
-
-std::int64_t NowSeconds();
 }  // namespace tensormount::store_moves
 
 #endif  // TENSORMOUNT_INDEX_STORE_STORE_MOVES_H_

@@ -400,7 +400,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   info.generation = staging.generation;
   info.parent = staging.parent;
   info.parent_name = staging.parent_name;
-  info.created = options.now != 0 ? options.now : store_moves::NowSeconds();
+  info.created = options.now != 0 ? options.now : fs.NowSeconds();
   info.self_contained =
       std::none_of(inventory.files.begin(), inventory.files.end(),
                    [](const FileRecord& f) { return f.placement == Placement::kForeign; });
@@ -446,6 +446,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   commit.generation = info.generation;
   commit.parent = info.parent;
   commit.content_root = published.content_root;
+  if (options.derived) commit.compatible |= kCommitDerived;
   commit.files.push_back({std::string(kCoordinatorManifest), coordinator_manifest.size(),
                           Xxh3(coordinator_manifest), Hash128{}});
   commit.files.push_back(std::move(index_entry));

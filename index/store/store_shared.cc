@@ -61,11 +61,22 @@ Status DecodeShared(std::string_view text, const std::string& path, Staging& sta
 
 namespace store_moves {
 
-Status SweepShared(FileSystem& fs, const std::string& directory) {
+Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory) {
   const std::string mark = JoinPath(directory, store_paths::kSharedFile);
-  if (!fs.Exists(mark)) return Status();
+  if (!fs.Exists(mark)) return std::uint64_t{0};
+  std::uint64_t bytes = 0;
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
+    // A COMMIT of another checkpoint names none of the files here.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(mark, kMaxSharedFileBytes));
+    Staging staging;
+    TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text, mark, staging));
+    if (staging.uuid != commit.record.uuid) {
+      return Status(Code::kDataLoss, directory + ": its COMMIT is of checkpoint " +
+                                         commit.record.uuid.ToString() + ", and its " +
+                                         std::string(store_paths::kSharedFile) + " of " +
+                                         staging.uuid.ToString() + ": nothing is deleted");
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
     for (const DirectoryEntry& e : entries) {
       if (e.name == store_paths::kSharedFile || !store_paths::IsSharedLeftover(e.name)) continue;
@@ -76,6 +87,8 @@ Status SweepShared(FileSystem& fs, const std::string& directory) {
     for (const DirectoryEntry& e : files) {
       const std::string name = "data/" + e.name;
       if (e.kind == FileKind::kDirectory || commit.record.Find(name) != nullptr) continue;
+      const Result<FileInfo> info = fs.LinkStat(JoinPath(directory, name));
+      if (info.ok() && info.value().links <= 1) bytes += info.value().size;
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, name)));
     }
     // Else the mark may be gone after a power cut and what it stands for not.
@@ -84,7 +97,8 @@ Status SweepShared(FileSystem& fs, const std::string& directory) {
     return fs.RemoveFile(mark);
   };
   const Status swept = sweep();
-  return swept.code() == Code::kNotFound ? Status() : swept;
+  if (!swept.ok() && swept.code() != Code::kNotFound) return swept;
+  return bytes;
 }
 
 }  // namespace store_moves

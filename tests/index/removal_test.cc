@@ -114,9 +114,7 @@ TEST_F(RemovalTest, APinnedOneThatStaysInTrashIsNamed) {
     const Uuid uuid = UuidOf("step-1");
     ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
       const bool in_trash = e.path.find("/.trash/") != std::string::npos;
-      if (e.op == FileOp::kOpenRead && in_trash && e.path.ends_with("/COMMIT")) {
-        return Status::FromErrno(EIO, "open", e.path);
-      }
+      if (e.op == FileOp::kRename && in_trash) return Status::FromErrno(EIO, "rename", e.path);
       if (e.op != FileOp::kRename || !e.path.ends_with("/step-1")) return Status();
       WriteWholeFile(InStore(".pins/" + uuid.ToString()), "held by whoever wrote this");
       return Status();
@@ -131,7 +129,8 @@ TEST_F(RemovalTest, APinnedOneThatStaysInTrashIsNamed) {
                   HasCode(Code::kUnknown));
     }
     EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
-    ASSERT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
+    ASSERT_OK(
+        store_moves::PutBack(fs(), StorePath(), "step-1", InStore(".trash/" + uuid.ToString())));
     ASSERT_OK(UnpinCheckpoint(InStore("step-1")));
   }
 }
@@ -158,7 +157,8 @@ TEST_F(RemovalTest, APinWaitsForWhoeverRemoves) {
   });
   std::thread back([&] {
     std::this_thread::sleep_for(milliseconds(700));
-    EXPECT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
+    EXPECT_OK(
+        store_moves::PutBack(fs(), StorePath(), "step-1", InStore(".trash/" + uuid.ToString())));
     lock.reset();
   });
   const auto pinned =
@@ -175,7 +175,7 @@ TEST_F(RemovalTest, AnotherPinTakesThePlaceOfAllBefore) {
     return e.op == FileOp::kExchange ? Status(Code::kUnsupported, "exchange") : Status();
   });
   const Store store = Store::Open(plain, StorePath()).value();
-  const std::int64_t now = store_moves::NowSeconds();
+  const std::int64_t now = HostFileSystem().NowSeconds();
   for (int days = 9; days >= 1; --days) {
     ASSERT_OK(pins::Pin(plain, store, "step-1",
                         {.reason = std::to_string(days), .expires = now + days * 86400}));
@@ -256,24 +256,35 @@ TEST_F(RemovalTest, WhatCannotBeReadIsSaid) {
   EXPECT_EQ(retention::PruneJson(pruned.value())["checkpoints"][2]["unread"], true);
 }
 
-// One uuid twice: the mark stays while one of them does.
-TEST_F(RemovalTest, AnEphemeralCopyStaysEphemeral) {
+// Whoever gave an ephemeral one a second name wants to keep it, under that one.
+TEST_F(RemovalTest, ACopyOfAnEphemeralOneStays) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Uuid uuid = UuidOf("step-1");
-  ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), uuid));
+  ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), uuid, "step-1"));
   std::filesystem::copy(InStore("step-1"), InStore("twin"),
                         std::filesystem::copy_options::recursive);
-  ObservedFileSystem stubborn(fs(), [](const FileEvent& e) {
-    return e.op == FileOp::kRename && e.path.ends_with("/twin")
-               ? Status::FromErrno(EACCES, "rename", e.path)
-               : Status();
-  });
-  ASSERT_OK(Prune(stubborn, "last=1"));
+  ASSERT_OK(Prune(fs(), "last=9"));
   EXPECT_THAT(Left(), ElementsAre("step-2", "twin"));
-  EXPECT_THAT(pins::ReadEphemeral(fs(), StorePath()).value(), SizeIs(1));
+  EXPECT_THAT(pins::ReadEphemeral(fs(), StorePath()).value(), IsEmpty());
+  ASSERT_OK(Prune(fs(), "last=9"));
+  EXPECT_THAT(Left(), ElementsAre("step-2", "twin"));
+  // Older programs did not say which name it is: then none of several.
+  WriteWholeFile(InStore(".ephemeral/" + uuid.ToString()), "");
+  std::filesystem::copy(InStore("twin"), InStore("triplet"),
+                        std::filesystem::copy_options::recursive);
+  ASSERT_OK(Prune(fs(), "last=9"));
+  EXPECT_THAT(Left(), ElementsAre("step-2", "triplet", "twin"));
+  std::filesystem::remove_all(InStore("triplet"));
   ASSERT_OK(Prune(fs(), "last=9"));
   EXPECT_THAT(Left(), ElementsAre("step-2"));
-  EXPECT_THAT(pins::ReadEphemeral(fs(), StorePath()).value(), IsEmpty());
+}
+
+TEST_F(RemovalTest, NamesOfOneCheckpointCountOnce) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
+  std::filesystem::copy(InStore("step-4"), InStore("best"),
+                        std::filesystem::copy_options::recursive);
+  ASSERT_OK(Prune(fs(), "last=2"));
+  EXPECT_THAT(Left(), ElementsAre("best", "step-3", "step-4"));
 }
 
 // A save that replaces a checkpoint moves it from its name to .staging, behind the back of whoever
@@ -293,7 +304,7 @@ TEST_F(RemovalTest, SweepingPinsSeesWhatIsReplacedMeanwhile) {
   });
   const Store store = Store::Open(after, StorePath()).value();
   Store::GcReport report;
-  pins::Sweep(after, store, {}, report);
+  pins::Sweep(after, store, {.staging_age = std::chrono::seconds(-1)}, report);
   EXPECT_TRUE(moved);
   EXPECT_THAT(report.removed, IsEmpty());
   EXPECT_TRUE(pins::Find(fs(), StorePath(), uuid, 1).value().has_value());

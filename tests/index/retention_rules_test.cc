@@ -232,12 +232,16 @@ bool Later(const Candidate& a, const Candidate& b) {
 bool ModelKeeps(const RetentionRules& rules, const std::vector<Candidate>& all,
                 const Candidate& c) {
   if (!c.problem.ok() || !c.pinned.empty() || !c.base_of.empty()) return true;
-  std::vector<const Candidate*> later;  // That count, of a higher generation.
+  if (c.derived) return true;
+  std::vector<const Candidate*> later;  // That count, of a higher generation, each once.
   bool newest = true;
   for (const Candidate& other : all) {
-    if (!other.problem.ok() || !Later(other, c)) continue;
+    if (!other.problem.ok() || other.derived || !Later(other, c)) continue;
     newest = false;
-    if (!other.ephemeral) later.push_back(&other);
+    const bool known = other.uuid == c.uuid || std::ranges::any_of(later, [&](const Candidate* o) {
+                         return o->uuid == other.uuid;
+                       });
+    if (!other.ephemeral && !known) later.push_back(&other);
   }
   if (newest) return true;
   if (c.ephemeral) return false;
@@ -277,8 +281,12 @@ bool ModelKeeps(const RetentionRules& rules, const std::vector<Candidate>& all,
   for (std::size_t i = 0; i < rules.keep_best.size(); ++i) {
     if (!c.opened.ok() || !c.metrics[i].number) return true;
     std::uint64_t better = 0;
+    std::set<Uuid> seen;
     for (const Candidate& o : all) {
-      if (!o.problem.ok() || o.ephemeral || !o.opened.ok() || !o.metrics[i].number) continue;
+      if (!o.problem.ok() || o.ephemeral || o.derived || !o.opened.ok() || !o.metrics[i].number) {
+        continue;
+      }
+      if (!seen.insert(o.uuid).second) continue;
       const bool is = rules.keep_best[i].highest ? *o.metrics[i].number > *c.metrics[i].number
                                                  : *o.metrics[i].number < *c.metrics[i].number;
       better += is ? 1 : 0;
@@ -312,7 +320,8 @@ TEST(RetentionRulesTest, DecidesAsTheModelDoes) {
                                : "step-" + std::to_string(random.Int(0, 40)) + "." +
                                      std::string(static_cast<std::size_t>(n), 'y');
       c.generation = static_cast<std::uint64_t>(random.Int(1, 30));
-      c.uuid = {0, static_cast<std::uint64_t>(random.Int(1, 40))};
+      c.uuid = {0, static_cast<std::uint64_t>(random.Int(0, 1000) * 100 + n)};
+      c.derived = random.OneIn(9);
       if (random.OneIn(12)) c.problem = Status(Code::kDataLoss, "damaged");
       c.ephemeral = random.OneIn(8);
       if (random.OneIn(12)) c.pinned = "pinned";
@@ -323,6 +332,14 @@ TEST(RetentionRulesTest, DecidesAsTheModelDoes) {
         c.metrics.push_back(random.OneIn(6) ? NoNumber("has no m")
                                             : Number(static_cast<long double>(random.Int(0, 6))));
       }
+    }
+    // Copies under other names.
+    for (std::size_t copied = all.size(), a = 0; a < copied; ++a) {
+      if (!random.OneIn(6)) continue;
+      Candidate copy = all[a];
+      copy.name = "copy-" + std::to_string(random.Int(0, 40)) + copy.name;
+      copy.ephemeral = false;
+      all.push_back(std::move(copy));
     }
     random.Shuffle(all);
     const auto decisions = Decide(rules, all);

@@ -284,7 +284,7 @@ TEST_F(RetentionStoreTest, APinnedCheckpointIsNotRemovedOrReplacedWithoutForce) 
   ASSERT_OK(PinCheckpoint(InStore("step-2")));
   EXPECT_OK(MakeStore().Remove("step-2", {.force = true}));
   EXPECT_THAT(Left(), IsEmpty());
-  ASSERT_OK(MakeStore().Gc({.grace = seconds(0)}));
+  ASSERT_OK(MakeStore().Gc({.grace = seconds(0), .staging_age = seconds(-1)}));
   EXPECT_THAT(NamesIn(InStore(".pins")), ElementsAre(".lock"));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
@@ -400,6 +400,7 @@ TEST_F(RetentionStoreTest, WithoutExchangeAPinHoldsWhileItIsChanged) {
   EXPECT_EQ(found.value()->reason, "b");
   ASSERT_OK(pins::Unpin(unsupported, store.value(), "step-1"));
   EXPECT_THAT(ListPins(StorePath()).value(), IsEmpty());
+  looks = 0;
   // The policy too can be changed there.
   ASSERT_OK(pins::WritePolicy(unsupported, StorePath(), RetentionRules::Parse("last=1").value()));
   ASSERT_OK(pins::WritePolicy(unsupported, StorePath(), RetentionRules::Parse("last=2").value()));
@@ -452,20 +453,84 @@ TEST_F(RetentionStoreTest, WhatIsPinnedBeforeItsTurnIsNotMoved) {
   EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
 }
 
-// What a crash between the rename and the way back leaves, gc keeps and names.
-TEST_F(RetentionStoreTest, GcKeepsWhatIsPinned) {
+// What a crash between the rename and the way back leaves, gc moves back, or keeps and names.
+TEST_F(RetentionStoreTest, GcMovesBackWhatIsPinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Uuid uuid = UuidOf("step-1");
   std::string held;
   ASSERT_OK(MakeStore().RemoveUnlessHeld(
       "step-1", uuid, [](const Uuid&) { return std::string(); }, &held));
-  const auto kept = MakeStore().Gc({.grace = seconds(0)});
+  const auto remedy = [&] {
+    for (const auto& finding : MakeStore().Fsck({}).value()) {
+      if (finding.object == ".trash/" + uuid.ToString()) return finding.remedy;
+    }
+    return std::string("none");
+  };
+  EXPECT_EQ(remedy(), "gc moves it back to step-1 where that name is free");
+  // The name is taken, or it may only be looked at: then it stays where it is.
+  ASSERT_OK(fs().CreateDirectory(InStore("step-1")));
+  auto kept = MakeStore().Gc({.grace = seconds(0)});
   ASSERT_OK(kept);
-  EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("it is pinned")));
-  ASSERT_OK(store_moves::PutBack(fs(), StorePath(), "step-1", uuid));
+  EXPECT_THAT(kept.value().kept,
+              ElementsAre(AllOf(HasSubstr("it is pinned"), HasSubstr("move it back to a name"))));
+  ASSERT_OK(fs().RemoveDirectory(InStore("step-1")));
+  ASSERT_OK(MakeStore().Gc({.dry_run = true, .grace = seconds(0)}));
+  EXPECT_THAT(Left(), ElementsAre("step-2"));
+  // Of two that hold it one may be damaged: people choose.
+  std::filesystem::copy(InStore(".trash/" + uuid.ToString()), InStore(".trash/other"),
+                        std::filesystem::copy_options::recursive);
+  ASSERT_OK(MakeStore().Gc({.grace = seconds(0)}));
+  EXPECT_THAT(Left(), ElementsAre("step-2"));
+  std::filesystem::remove_all(InStore(".trash/other"));
+  kept = MakeStore().Gc({.grace = seconds(0)});
+  ASSERT_OK(kept);
+  EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("moved back to step-1")));
   EXPECT_TRUE(HoldsWhole(InStore("step-1"), RetainedStepSpec(1)));
-  EXPECT_THAT(store_moves::PutBack(fs(), StorePath(), "step-1", uuid), HasCode(Code::kNotFound));
+  EXPECT_EQ(remedy(), "none");
+}
+
+// A disk without room for one more name in .trash: the marks there give way.
+TEST_F(RetentionStoreTest, RemovingNeedsNoRoom) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
+  int room = 2;
+  ObservedFileSystem full(
+      fs(),
+      [&](const FileEvent& e) {
+        const std::string& made = e.op == FileOp::kRename ? e.path2 : e.path;
+        const bool makes = e.op == FileOp::kRename || e.op == FileOp::kCreate;
+        return makes && made.find("/.trash/") != std::string::npos && room == 0
+                   ? Status::FromErrno(ENOSPC, "injected", made)
+                   : Status();
+      },
+      [&](const FileEvent& e) {
+        const std::string& made = e.op == FileOp::kRename ? e.path2 : e.path;
+        if (made.find("/.trash/") == std::string::npos) return;
+        if (e.op == FileOp::kRename || e.op == FileOp::kCreate) --room;
+        if (e.op == FileOp::kRemoveFile) ++room;
+      });
+  ASSERT_OK(PruneOn(full, "last=3"));
+  EXPECT_THAT(Left(), ElementsAre("step-3", "step-4", "step-5"));
+  const Status removed = Store::Open(full, StorePath()).value().Remove("step-3");
+  EXPECT_EQ(removed.ToErrno(), ENOSPC) << "nothing is left to give way";
+  EXPECT_THAT(Left(), SizeIs(3));
+}
+
+// A removal that took another one than it meant, and died before it saw that.
+TEST_F(RetentionStoreTest, WhatAnInterruptedRemovalTookComesBack) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const Uuid first = UuidOf("step-1");
+  const Uuid second = UuidOf("step-2");
+  const std::string entry = ".trash/" + first.ToString();
+  ASSERT_OK(fs().RenameNoReplace(InStore("step-2"), InStore(entry)));
+  WriteWholeFile(InStore(entry + ".since"), "step-2");
+  std::string told;
+  for (const auto& finding : MakeStore().Fsck({}).value()) told += finding.problem + finding.remedy;
+  EXPECT_THAT(told, HasSubstr("it is checkpoint " + second.ToString()));
+  EXPECT_THAT(told, HasSubstr("gc moves it back to step-2"));
+  ASSERT_OK(MakeStore().Gc({}));
+  EXPECT_THAT(Left(), ElementsAre("step-1", "step-2"));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
 TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
@@ -473,7 +538,7 @@ TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Store store = MakeStore();
   const Staging staging = Written(store, "step-3", RetainedStepSpec(3));
-  ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid));
+  ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid, staging.name));
   const std::string gone(32, 'a');
   Write(".pins/" + gone, "{}");
   Write(".ephemeral/" + gone, "");
@@ -484,12 +549,24 @@ TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
   // While one cannot be read, the pin may be its.
   const std::string commit = ReadWholeFile(InStore("step-2/COMMIT"));
   WriteWholeFile(InStore("step-2/COMMIT"), "nonsense");
-  ASSERT_OK(store.Gc({}));
+  const Store::GcOptions old{.staging_age = seconds(-1)};
+  ASSERT_OK(store.Gc(old));
   EXPECT_THAT(NamesIn(InStore(".pins")), Contains(gone));
   WriteWholeFile(InStore("step-2/COMMIT"), commit);
-  const auto report = store.Gc({});
+  // One that came a moment ago may be of a checkpoint that is still on its way.
+  ASSERT_OK(store.Gc({}));
+  EXPECT_THAT(NamesIn(InStore(".pins")), Contains(gone));
+  // So may one of a copy that is under way, however old it is.
+  ASSERT_OK(fs().CreateDirectory(InStore(".staging/.copy-" + gone)));
+  ASSERT_OK(store.Gc({}));
+  Store::GcReport swept;
+  pins::Sweep(fs(), store, old, swept);
+  EXPECT_THAT(NamesIn(InStore(".pins")), Contains(gone));
+  ASSERT_OK(fs().RemoveDirectory(InStore(".staging/.copy-" + gone)));
+  const auto report = MakeStore().Gc({.staging_age = seconds(86400)});
   ASSERT_OK(report);
-  EXPECT_THAT(report.value().removed, Contains(".pins/" + gone));
+  pins::Sweep(fs(), store, old, swept);
+  EXPECT_THAT(swept.removed, Contains(".pins/" + gone));
   EXPECT_THAT(NamesIn(InStore(".pins")),
               UnorderedElementsAre(".lock", UuidOf("step-1").ToString()));
   EXPECT_THAT(NamesIn(InStore(".ephemeral")), ElementsAre(staging.uuid.ToString()));
@@ -548,7 +625,7 @@ TEST_F(RetentionStoreTest, EphemeralOnesGoOnceALaterOneIsThere) {
   const Store store = MakeStore();
   const auto ephemeral = [&](const std::string& name) {
     const Staging staging = Written(store, name, RetainedStepSpec(1));
-    ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid));
+    ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), staging.uuid, staging.name));
     ASSERT_OK(store.Publish(staging, TinyCoordinator(RetainedStepSpec(1)), {}));
   };
   ASSERT_OK(Save("step-1", RetainedStepSpec(1)));

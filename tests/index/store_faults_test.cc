@@ -317,9 +317,9 @@ TEST_F(StoreFaultsTest, ARemovalThatMayNotLastIsUnknown) {
 TEST_F(StoreFaultsTest, GcTouchesNothingThatItCannotLookAt) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
-  SetMtimes(staging.directory, store_moves::NowSeconds() - 90000);
+  SetMtimes(staging.directory, HostFileSystem().NowSeconds() - 90000);
   WriteWholeFile(JoinPath(staging.directory, "data/more.bin"), "now");
-  SetMtime(JoinPath(staging.directory, "data"), store_moves::NowSeconds() - 90000);
+  SetMtime(JoinPath(staging.directory, "data"), HostFileSystem().NowSeconds() - 90000);
   // The only sign of life cannot be seen.
   for (const char* what : {"data/more.bin", "slow", "UUID"}) {
     SCOPED_TRACE(what);
@@ -380,17 +380,18 @@ TEST_F(StoreFaultsTest, TimeStampsOfOtherClocksHoldNothingForEver) {
   ASSERT_OK(store.Remove("a"));
   ASSERT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
   const std::string mark = InStore(".trash/" + NamesIn(InStore(".trash"))[1]);
-  SetMtime(mark, store_moves::NowSeconds() + 5 * 365 * 86400ll);
+  SetMtime(mark, HostFileSystem().NowSeconds() + 5 * 365 * 86400ll);
   ASSERT_OK(store.Gc({}));
   const auto now = fs().LinkStat(mark);
   ASSERT_OK(now);
-  EXPECT_LE(now.value().mtime_seconds, store_moves::NowSeconds() + 10) << "its grace begins anew";
+  EXPECT_LE(now.value().mtime_seconds, HostFileSystem().NowSeconds() + 10)
+      << "its grace begins anew";
   SetMtime(mark, -1000);
   ASSERT_OK(store.Gc({}));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 
   const Staging staging = Written(store, "b", DefaultTinySpec());
-  SetMtimes(staging.directory, store_moves::NowSeconds() + 5 * 365 * 86400ll);
+  SetMtimes(staging.directory, HostFileSystem().NowSeconds() + 5 * 365 * 86400ll);
   const auto kept = store.Gc({});
   ASSERT_OK(kept);
   EXPECT_THAT(kept.value().kept, Contains(HasSubstr("in the future")));

@@ -55,7 +55,7 @@ TEST_F(StoreLifecycleTest, TheGracePeriodIsCountedFromTheRemoval) {
   ASSERT_OK(store.Remove("a"));
   ASSERT_OK(store.Gc({}));
   ASSERT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
-  SetMtime(InStore(".trash/" + NamesIn(InStore(".trash"))[1]), store_moves::NowSeconds() - 61);
+  SetMtime(InStore(".trash/" + NamesIn(InStore(".trash"))[1]), HostFileSystem().NowSeconds() - 61);
   ASSERT_OK(store.Gc({}));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
@@ -122,8 +122,8 @@ TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
   const Staging old = Written(store, "old", spec);
   const Staging young = Written(store, "young", spec);
   ASSERT_OK(fs().CreateDirectory(InStore(".staging/empty.12345678")));  // Died in Begin.
-  SetMtimes(old.directory, store_moves::NowSeconds() - 90000);
-  SetMtimes(InStore(".staging/empty.12345678"), store_moves::NowSeconds() - 90000);
+  SetMtimes(old.directory, HostFileSystem().NowSeconds() - 90000);
+  SetMtimes(InStore(".staging/empty.12345678"), HostFileSystem().NowSeconds() - 90000);
   const auto report = store.Gc(kAtOnce);
   ASSERT_OK(report);
   EXPECT_THAT(NamesIn(InStore(".staging")), ElementsAre("young." + young.ShortId()));
@@ -137,7 +137,7 @@ TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
 TEST_F(StoreLifecycleTest, ASaveThatWritesIntoAnOldFolderIsNotAbandoned) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
-  SetMtimes(staging.directory, store_moves::NowSeconds() - 90000);
+  SetMtimes(staging.directory, HostFileSystem().NowSeconds() - 90000);
   WriteWholeFile(JoinPath(staging.directory, "data/more.bin"), "now");
   ASSERT_OK(store.Gc(kAtOnce));
   EXPECT_TRUE(fs().Exists(staging.directory));
@@ -153,6 +153,8 @@ TEST_F(StoreLifecycleTest, GcClearsDerivedClaimsAndOtherLeftovers) {
   const std::string gone = Uuid::Random().ToString();
   ASSERT_OK(fs().CreateDirectories(InStore(".derived/" + gone + "/index")));
   WriteWholeFile(InStore(".store.json.1234abcd"), "{}");
+  SetMtime(InStore(".store.json.1234abcd"), HostFileSystem().NowSeconds() - 601);
+  WriteWholeFile(InStore(".policy.json.1234abcd"), "somebody writes it");
   WriteWholeFile(InStore(".trash/lonely.since"), "");
   const auto report = store.Gc(kAtOnce);
   ASSERT_OK(report);

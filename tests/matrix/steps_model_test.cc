@@ -79,6 +79,7 @@ struct Step {
   std::uint64_t generation = 0;
   Uuid uuid;
   bool pinned = false;
+  bool derived = false;
   // False: the save said that a power cut may undo it, and nothing synced the store since.
   bool durable = true;
 };
@@ -270,10 +271,12 @@ class StepsModel {
   }
   std::string LatestName() const {
     std::string latest;
-    std::uint64_t generation = 0;
+    std::pair<bool, std::uint64_t> highest;
     for (const auto& [name, step] : model_) {
-      if (step.generation >= generation) {
-        generation = step.generation;
+      // Derived ones are behind all others.
+      const std::pair rank(!step.derived, step.generation);
+      if (latest.empty() || rank > highest) {
+        highest = rank;
         latest = name;
       }
     }
@@ -504,6 +507,7 @@ class StepsModel {
     if (random_.OneIn(6)) FailSomewhere();
     const Status derived = DeriveOn(fs_, store_path_ + "/" + name, from, options).status();
     Ended(derived, name, std::move(held));
+    if (model_.contains(name)) model_[name].derived = true;
     fail_at_ = -1;
   }
 
@@ -531,7 +535,9 @@ class StepsModel {
     const auto report = retention::Prune(fs_, Store::Open(fs_, store_path_).value(), options);
     ASSERT_OK(report) << what_;
     std::vector<std::pair<std::uint64_t, std::string>> by_age;
-    for (const auto& [name, step] : model_) by_age.emplace_back(step.generation, name);
+    for (const auto& [name, step] : model_) {
+      if (!step.derived) by_age.emplace_back(step.generation, name);
+    }
     std::sort(by_age.rbegin(), by_age.rend());
     for (std::size_t i = options.rules.keep_last; i < by_age.size(); ++i) {
       const std::string& name = by_age[i].second;
