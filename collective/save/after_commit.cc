@@ -38,6 +38,10 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
   TENSORMOUNT_ASSIGN_OR_RETURN(const PruneReport pruned,
                                retention::Prune(fs, store, prune, {.saved = staging.uuid}));
+  for (const std::string& note : pruned.notes) Tell(Status(Code::kNotFound, note), report);
+  for (const std::string& waits : pruned.waiting) {
+    report.not_pruned.push_back(waits + ": removed, and its space waits in .trash");
+  }
   for (const PruneReport::Decision& d : pruned.decisions) {
     if (d.removed) report.pruned.push_back(d.checkpoint);
     if (d.unread) report.not_pruned.push_back(d.checkpoint + ": " + d.reason);

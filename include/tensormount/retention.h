@@ -29,6 +29,10 @@ struct TENSORMOUNT_EXPORT RetentionRules {
   // The rules are those of the store (SetRetentionPolicy), and there must be none below.
   bool of_store = false;
 
+  // The run that they are for: names of its checkpoints, as a shell matches them ("runA-*"). All
+  // others stay and count for nothing. Empty: every name.
+  std::string match = {};
+
   std::uint64_t keep_last = 0;  // The N highest generations; 0: no such rule.
 
   struct Every {
@@ -65,9 +69,9 @@ struct TENSORMOUNT_EXPORT RetentionRules {
     return rules;
   }
   // "policy" (those of the store), or rules with commas between them: "last=3", "every=1000"
-  // (steps), "every=5-generations", "every=6h", "best=eval.loss:min:2". A backslash takes what
-  // follows it for what it is, in names of metrics. "" is no rule. kInvalidArgument says which rule
-  // is none.
+  // (steps), "every=5-generations", "every=6h", "best=eval.loss:min:2", "match=runA-*". A backslash
+  // takes what follows it for what it is, in names of metrics and patterns. "" is no rule.
+  // kInvalidArgument says which rule is none.
   static Result<RetentionRules> Parse(std::string_view text);
   // What Parse makes the same rules of.
   std::string ToText() const;
@@ -124,13 +128,20 @@ struct TENSORMOUNT_EXPORT PruneReport {
   std::vector<Decision> decisions;
   std::string rules;  // As text, those that were used; empty: none.
   bool dry_run = false;
+  // What rules ask for and no checkpoint has: "best=loss:min:1: ...".
+  std::vector<std::string> notes;
+  // Of what was removed: freed at once, or waiting in .trash, and why each waits ("step-1: still
+  // read").
+  std::uint64_t bytes_freed = 0;
+  std::uint64_t bytes_waiting = 0;
+  std::vector<std::string> waiting;
   std::uint64_t removed() const;
   // "step-7: ..." of each removal that failed.
   std::vector<std::string> failures() const;
 };
-// Removes what the rules do not keep: it is gone from its name, readers who have it open read on,
-// and gc frees its space. A removal that fails is in the report, and the next one is tried.
-// These remove nothing:
+// Removes what the rules do not keep, and frees its space. Readers who have it open read on: its
+// space waits for them, and for gc. A removal that fails is in the report, and the next one is
+// tried. These remove nothing:
 //   kDataLoss, ...     the newest checkpoint does not pass a quick verification, or could not be
 //                      looked at, and is named; policy.json is damaged
 //   kUnsupported       policy.json is of a newer program

@@ -79,6 +79,48 @@ Status ReadFromIndex(FileSystem& fs, const std::string& directory, const Retenti
   return {};
 }
 
+// Bytes of files of which every name lies below one folder.
+class OwnBytes {
+ public:
+  explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
+  void Add(const std::string& path, int depth) {
+    const Result<FileInfo> info = fs_.LinkStat(path);
+    if (!info.ok()) return;
+    if (info.value().kind == FileKind::kFile) {
+      Names& names = files_[{info.value().device, info.value().inode}];
+      ++names.seen;
+      names.links = info.value().links;
+      names.bytes = info.value().size;
+    }
+    if (info.value().kind != FileKind::kDirectory || depth == 0) return;
+    const auto entries = fs_.List(path);
+    if (!entries.ok()) return;
+    for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
+  }
+  std::uint64_t Sum() const {
+    std::uint64_t bytes = 0;
+    for (const auto& [id, names] : files_) {
+      if (names.seen >= names.links) bytes += names.bytes;
+    }
+    return bytes;
+  }
+
+ private:
+  struct Names {
+    std::uint64_t seen = 0;
+    std::uint64_t links = 0;
+    std::uint64_t bytes = 0;
+  };
+  FileSystem& fs_;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;
+};
+
+std::uint64_t BytesIn(FileSystem& fs, const std::string& folder) {
+  OwnBytes own(fs);
+  own.Add(folder, 8);
+  return own.Sum();
+}
+
 class Pruner {
  public:
   Pruner(FileSystem& fs, const Store& store, const PruneOptions& options, const PruneFor& whom)
@@ -99,6 +141,7 @@ class Pruner {
     }
     TENSORMOUNT_RETURN_IF_ERROR(ReadRules());
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<Candidate> candidates, Gather());
+    report_.notes = Unmet(rules_, candidates);
     report_.decisions = Decide(rules_, std::move(candidates));
     report_.dry_run = options_.dry_run;
     const bool any =
@@ -108,6 +151,8 @@ class Pruner {
     anchor_ = report_.decisions.front();
     TENSORMOUNT_RETURN_IF_ERROR(VerifyAnchor());
     if (!options_.dry_run) RemoveAll();
+    lock.reset();  // Gc must be able to move back what was pinned meanwhile.
+    FreeRemoved();
     return std::move(report_);
   }
 
@@ -233,8 +278,10 @@ class Pruner {
   void RemoveOne(PruneReport::Decision& d) {
     const Uuid uuid = *Uuid::Parse(d.uuid);
     std::string held;
+    std::string entry;
     const Status removed = store_.RemoveUnlessHeld(
-        d.checkpoint, uuid, [this](const Uuid& one) { return HeldBy(one); }, &held);
+        d.checkpoint, uuid, [this](const Uuid& one) { return HeldBy(one); }, &held, &entry);
+    if (held.empty() && !entry.empty()) entries_.emplace_back(entry, d.checkpoint);
     if (!held.empty()) {
       d.kept = true;
       d.reason = held;
@@ -249,6 +296,27 @@ class Pruner {
     if (removed.ok() && mark != ephemeral_.end() &&
         (mark->second.empty() || mark->second == d.checkpoint)) {
       (void)pins::ForgetEphemeral(fs_, store_.path(), uuid);
+    }
+  }
+
+  // At once what nobody reads: a run must not fill its disk with what its rules let go. Failing is
+  // no harm: gc does it.
+  void FreeRemoved() {
+    if (entries_.empty()) return;
+    std::vector<std::string> entries;
+    for (const auto& [entry, name] : entries_) entries.push_back(entry);
+    const Store::GcReport freed = store_.FreeTrash(entries, now_);
+    report_.bytes_freed = freed.bytes_freed;
+    for (const auto& [entry, name] : entries_) {
+      const std::uint64_t bytes = BytesIn(fs_, JoinPath(store_.path(), entry));
+      if (bytes == 0) continue;
+      report_.bytes_waiting += bytes;
+      for (const auto* lines : {&freed.kept, &freed.failed}) {
+        for (const std::string& line : *lines) {
+          if (!line.starts_with(entry + ":")) continue;
+          report_.waiting.push_back(name + line.substr(entry.size()));
+        }
+      }
     }
   }
 
@@ -276,42 +344,7 @@ class Pruner {
   PruneReport::Decision anchor_;
   std::map<Uuid, int> listed_;  // Names of each.
   std::map<Uuid, std::string> ephemeral_;
-};
-
-// Bytes of files of which every name lies below one folder.
-class OwnBytes {
- public:
-  explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
-  void Add(const std::string& path, int depth) {
-    const Result<FileInfo> info = fs_.LinkStat(path);
-    if (!info.ok()) return;
-    if (info.value().kind == FileKind::kFile) {
-      Names& names = files_[{info.value().device, info.value().inode}];
-      ++names.seen;
-      names.links = info.value().links;
-      names.bytes = info.value().size;
-    }
-    if (info.value().kind != FileKind::kDirectory || depth == 0) return;
-    const auto entries = fs_.List(path);
-    if (!entries.ok()) return;
-    for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
-  }
-  std::uint64_t Sum() const {
-    std::uint64_t bytes = 0;
-    for (const auto& [id, names] : files_) {
-      if (names.seen >= names.links) bytes += names.bytes;
-    }
-    return bytes;
-  }
-
- private:
-  struct Names {
-    std::uint64_t seen = 0;
-    std::uint64_t links = 0;
-    std::uint64_t bytes = 0;
-  };
-  FileSystem& fs_;
-  std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;
+  std::vector<std::pair<std::string, std::string>> entries_;  // Below the store, and their names.
 };
 
 }  // namespace
@@ -358,6 +391,10 @@ nlohmann::ordered_json PruneJson(const PruneReport& report) {
   return {{"rules", report.rules},
           {"dry_run", report.dry_run},
           {"removed", report.removed()},
+          {"notes", report.notes},
+          {"bytes_freed", report.bytes_freed},
+          {"bytes_waiting", report.bytes_waiting},
+          {"waiting", report.waiting},
           {"checkpoints", std::move(checkpoints)}};
 }
 

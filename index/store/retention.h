@@ -34,6 +34,7 @@ struct Candidate {
   std::uint64_t generation = 0;
   Status problem;  // It cannot be read, so nothing but its name is known.
   bool ephemeral = false;
+  bool other_run = false;    // RetentionRules::match leaves it out; Decide says so.
   bool derived = false;      // By `derive`, of another one: no step of a run.
   bool saved_now = false;    // By the save that prunes: it stays, whatever was begun after it.
   std::string pinned;        // In words; empty: it is not, or not any more.
@@ -52,6 +53,10 @@ bool NeedsOpening(const RetentionRules& rules);
 // Several names of one checkpoint count once. Pure.
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates);
+
+// Of which rules no checkpoint has what they go by, in words.
+std::vector<std::string> Unmet(const RetentionRules& rules,
+                               const std::vector<Candidate>& candidates);
 
 // The last run of decimal digits in a name. nullopt: none, or over 64 bits.
 std::optional<std::uint64_t> StepOf(std::string_view name);

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "base/counted.h"
+#include "base/glob.h"
 #include "index/store/retention.h"
 
 namespace tensormount {
@@ -108,14 +109,24 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
     } else if (word == "every" && equals != std::string::npos) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Every every, ParseEvery(rule, value));
       rules.keep_every.push_back(every);
+    } else if (word == "match" && equals != std::string::npos) {
+      if (value.empty()) return BadRetentionRule(rule, "want a pattern of names");
+      if (!rules.match.empty()) return BadRetentionRule(rule, "there is one of that kind already");
+      rules.match = std::string(value);
     } else if (word == "best" && equals != std::string::npos) {
       TENSORMOUNT_ASSIGN_OR_RETURN(Best best, ParseBest(rule, value));
       rules.keep_best.push_back(std::move(best));
     } else {
-      return BadRetentionRule(rule,
-                              "want last=N, every=M, every=Mh, every=M-generations, "
-                              "best=METRIC:max|min:K, with commas between them, or policy alone");
+      return BadRetentionRule(
+          rule,
+          "want last=N, every=M, every=Mh, every=M-generations, "
+          "best=METRIC:max|min:K, match=NAMES, with commas between them, or policy "
+          "alone");
     }
+  }
+  if (rules.empty()) {
+    return BadRetentionRule("match=" + rules.match,
+                            "it says for whom the rules are: name one, too");
   }
   return rules;
 }
@@ -127,6 +138,15 @@ std::string RetentionRules::ToText() const {
     if (!text.empty()) text += ',';
     text += rule;
   };
+  const auto escaped = [](const std::string& word) {
+    std::string out;
+    for (const char c : word) {
+      if (c == ',' || c == '\\') out += '\\';
+      out += c;
+    }
+    return out;
+  };
+  if (!match.empty()) add("match=" + escaped(match));
   if (keep_last != 0) add("last=" + std::to_string(keep_last));
   for (const Every& every : keep_every) {
     add("every=" + std::to_string(every.count) +
@@ -135,12 +155,8 @@ std::string RetentionRules::ToText() const {
                                                    : std::string()));
   }
   for (const Best& best : keep_best) {
-    std::string metric;
-    for (const char c : best.metric) {
-      if (c == ',' || c == '\\') metric += '\\';
-      metric += c;
-    }
-    add("best=" + metric + (best.highest ? ":max:" : ":min:") + std::to_string(best.count));
+    add("best=" + escaped(best.metric) + (best.highest ? ":max:" : ":min:") +
+        std::to_string(best.count));
   }
   return text;
 }
@@ -301,6 +317,27 @@ PruneReport::Decision DecisionOn(const Candidate& c) {
 
 }  // namespace
 
+std::vector<std::string> Unmet(const RetentionRules& rules,
+                               const std::vector<Candidate>& candidates) {
+  std::vector<std::string> notes;
+  for (std::size_t i = 0; i < rules.keep_best.size(); ++i) {
+    const Best& best = rules.keep_best[i];
+    std::uint64_t without = 0;
+    bool any = false;
+    for (const Candidate& c : candidates) {
+      if (!c.problem.ok() || c.ephemeral || c.derived || !c.opened.ok()) continue;
+      if (!rules.match.empty() && !GlobMatches(rules.match, c.name)) continue;
+      any = any || c.metrics[i].number.has_value();
+      without += c.metrics[i].number ? 0 : 1;
+    }
+    if (any || without == 0) continue;
+    notes.push_back("best=" + best.metric + (best.highest ? ":max:" : ":min:") +
+                    std::to_string(best.count) + ": no checkpoint has a number of this name, so " +
+                    "all of them stay");
+  }
+  return notes;
+}
+
 bool NeedsOpening(const RetentionRules& rules) {
   return !rules.keep_best.empty() || std::ranges::any_of(rules.keep_every, [](const Every& e) {
     return e.unit == Every::Unit::kHours;
@@ -332,15 +369,21 @@ std::optional<std::uint64_t> StepOf(std::string_view name) {
 
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates) {
+  for (Candidate& c : candidates) {
+    c.other_run = !rules.match.empty() && !GlobMatches(rules.match, c.name);
+  }
   std::ranges::sort(candidates, [](const Candidate& a, const Candidate& b) {
     if (a.problem.ok() != b.problem.ok()) return a.problem.ok();
     if (!a.problem.ok()) return a.name < b.name;
+    if (a.other_run != b.other_run) return b.other_run;
     if (a.derived != b.derived) return b.derived;
     return std::tie(a.generation, a.uuid, a.name) > std::tie(b.generation, b.uuid, b.name);
   });
   std::vector<Candidate> counted;
   for (const Candidate& c : candidates) {
-    if (c.problem.ok() && !c.ephemeral && !c.derived) counted.push_back(c);
+    if (c.problem.ok() && !c.ephemeral && !c.derived && !c.other_run) {
+      counted.push_back(c);
+    }
   }
   const Judge judge(rules, counted);
 
@@ -356,6 +399,10 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
     if (!c.problem.ok()) {
       d.unread = true;
       d.reason = "it cannot be read, so no rule removes it: " + c.problem.message();
+      continue;
+    }
+    if (c.other_run) {
+      d.reason = "the rules are for " + rules.match;
       continue;
     }
     if (i == 0) keep("the newest");

@@ -195,8 +195,10 @@ class Store {
   // after his hold is durable (pins::Pin), so one of the two sees the other. Where it is held, or
   // that cannot be told, it is where it was (moved back), and `held` says why, or the failure does;
   // kUnknown where it could not be moved back, and is in .trash, or not durably.
+  // `entry`, where not null: where it is, below the store (".trash/..."); empty where it is not
+  // removed, or that is not known.
   Status RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
-                          std::string* held) const;
+                          std::string* held, std::string* entry = nullptr) const;
 
   struct GcOptions {
     bool dry_run = false;
@@ -216,6 +218,9 @@ class Store {
   // abandoned stagings, .derived of checkpoints that are gone, and generation claims below the
   // highest. Never a folder whose device and inode a live checkpoint has.
   Result<GcReport> Gc(const GcOptions& options) const;
+  // Of these entries alone, without a grace, and only where locks tell that nobody reads them.
+  // `entries`: below the store (".trash/..."). `now`: seconds since 1970, for the expiry of pins.
+  GcReport FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const;
 
   struct FsckOptions {
     bool rebuild = false;    // Repair: rebuild lost or damaged indexes into .derived/.

@@ -72,8 +72,9 @@ constexpr std::string_view kDeletingSuffix = ".deleting";
 
 class Collector {
  public:
-  Collector(FileSystem& fs, const std::string& store, const Store::GcOptions& options)
-      : fs_(fs), store_(store), options_(options), now_(fs.NowSeconds()) {}
+  Collector(FileSystem& fs, const std::string& store, const Store::GcOptions& options,
+            std::int64_t now)
+      : fs_(fs), store_(store), options_(options), now_(now) {}
 
   Status Run(const std::vector<CheckpointListing>& live) {
     for (const CheckpointListing& c : live) {
@@ -91,19 +92,37 @@ class Collector {
     for (const DirectoryEntry& e : trash) TrashEntry(e, trash);
     Derived(live);
     Generations();
-    if (deleted_) {
-      // Without a journal the next save may get inodes and blocks that deleted files and folders
-      // still have on the disk, and repairing the filesystem after a power cut would take them from
-      // it: its data/ was found as a deleted .generations/7.
-      const Status synced = fs_.SyncFileSystem(store_);
-      if (!synced.ok()) Fail(".", synced);
-    }
+    SyncDeleted();
     return Status();
+  }
+
+  // Run for entries of .trash that have just come.
+  void Free(const std::vector<std::string>& names, const std::vector<std::string>& entries) {
+    for (const std::string& name : names) {
+      const Result<FileInfo> info = fs_.LinkStat(Path(name));
+      if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(name, info.status());
+      if (info.ok()) live_[IdOf(info.value())] = name;
+    }
+    for (const std::string& below : entries) {
+      const std::string entry = below.substr(below.find('/') + 1);
+      if (KeptAsHeld(entry)) continue;
+      DeleteFromTrash(entry);
+      if (!fs_.Exists(Path(below))) (void)fs_.RemoveFile(store_moves::MarkOf(Path(below)));
+    }
+    SyncDeleted();
   }
 
   Store::GcReport& report() { return report_; }
 
  private:
+  // Without a journal the next save may get inodes and blocks that deleted files and folders still
+  // have on the disk, and repairing the filesystem after a power cut would take them from it: its
+  // data/ was found as a deleted .generations/7.
+  void SyncDeleted() {
+    if (!deleted_) return;
+    const Status synced = fs_.SyncFileSystem(store_);
+    if (!synced.ok()) Fail(".", synced);
+  }
   std::string Path(std::string_view below) const { return JoinPath(store_, below); }
   void Keep(const std::string& below, std::string_view why) {
     report_.kept.push_back(below + ": " + std::string(why));
@@ -278,7 +297,7 @@ class Collector {
     }
     if (entry.name.ends_with(kDeletingSuffix)) return DeleteFromTrash(entry.name);
     if (KeptAsHeld(entry.name)) return;
-    const std::string mark = Path(below) + std::string(store_paths::kSinceSuffix);
+    const std::string mark = store_moves::MarkOf(Path(below));
     const Result<FileInfo> since = fs_.LinkStat(mark);
     if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
     // A mark that a clock set in the future would hold the entry until then: its grace begins anew.
@@ -410,10 +429,19 @@ class Collector {
 
 }  // namespace
 
+Store::GcReport Store::FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const {
+  GcOptions options;
+  options.grace = std::chrono::seconds(0);
+  Collector collector(*fs_, path_, options, now);
+  const Result<std::vector<std::string>> names = Names();
+  if (names.ok()) collector.Free(names.value(), entries);
+  return std::move(collector.report());
+}
+
 Result<Store::GcReport> Store::Gc(const GcOptions& options) const {
   if (!options.dry_run) TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> live, List());
-  Collector collector(*fs_, path_, options);
+  Collector collector(*fs_, path_, options, fs_->NowSeconds());
   TENSORMOUNT_RETURN_IF_ERROR(collector.Run(live));
   pins::Sweep(*fs_, *this, options, collector.report());
   return std::move(collector.report());

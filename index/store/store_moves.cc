@@ -10,10 +10,6 @@
 namespace tensormount::store_moves {
 namespace {
 
-std::string MarkOf(const std::string& entry) {
-  return entry + std::string(store_paths::kSinceSuffix);
-}
-
 // On a disk without room for one more name in .trash the marks there give way. Gc makes them anew,
 // and counts the grace from then. Whether there were any.
 bool DropMarks(FileSystem& fs, const std::string& trash) {
@@ -54,6 +50,10 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
 }
 
 }  // namespace
+
+std::string MarkOf(const std::string& entry) {
+  return entry + std::string(store_paths::kSinceSuffix);
+}
 
 bool LinkIsRefused(const Status& status) {
   switch (status.ToErrno()) {

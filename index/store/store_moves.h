@@ -54,6 +54,8 @@ Status PutBack(FileSystem& fs, const std::string& store, const std::string& name
 // deleted here, and lose it to a repair after a power cut. Best effort.
 void DeleteData(FileSystem& fs, const std::string& entry);
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
+// The path of the mark beside a trash entry.
+std::string MarkOf(const std::string& entry);
 // The mark beside a trash entry: since when it is there, and what it was called. Gc makes it where
 // it is missing, so failing is no harm.
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});

@@ -73,15 +73,19 @@ Status Store::RemoveUnpinned(const std::string& name) const {
 }
 
 Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
-                               std::string* held) const {
+                               std::string* held, std::string* where) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+  if (where != nullptr) where->clear();
   TENSORMOUNT_ASSIGN_OR_RETURN(*held, holds(uuid));
   if (!held->empty()) return {};
   std::string entry;
   const Status moved = MoveAway(name, &uuid, &entry);
   if (!moved.ok() && moved.code() != Code::kUnknown) return moved;
   const Result<std::string> now = holds(uuid);
-  if (now.ok() && now.value().empty()) return moved;
+  if (now.ok() && now.value().empty()) {
+    if (where != nullptr && !entry.empty()) *where = entry.substr(path_.size() + 1);
+    return moved;
+  }
   const Status back = entry.empty() ? Status(Code::kNotFound, "where it went is not known")
                                     : store_moves::PutBack(*fs_, path_, std::string(name), entry);
   const auto here = [&] {

@@ -34,8 +34,8 @@ Result<Kept> WhyKept(FileSystem& fs, const std::string& store, const std::string
   // What is no file in the place of COMMIT says nothing, and nobody reads from it.
   const Result<FileInfo> commit = fs.LinkStat(JoinPath(path, store_paths::kCommitFile));
   const bool none = commit.ok() && commit.value().kind != FileKind::kFile;
-  const Result<Uuid> lies = none ? Result<Uuid>(Status(Code::kNotFound, path))
-                                 : store_moves::ReadFolderUuid(fs, path);
+  const Result<Uuid> lies =
+      none ? Result<Uuid>(Status(Code::kNotFound, path)) : store_moves::ReadFolderUuid(fs, path);
   if (!lies.ok() && lies.status().code() != Code::kNotFound &&
       lies.status().code() != Code::kDataLoss) {
     return lies.status();

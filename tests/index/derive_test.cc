@@ -18,6 +18,7 @@
 #include "index/records/layer_names.h"
 #include "index/store/derive.h"
 #include "index/store/linking.h"
+#include "index/store/retention.h"
 #include "index/store/store.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/status_matchers.h"
@@ -155,6 +156,27 @@ TEST_F(DeriveTest, KeepDropAndRename) {
   ASSERT_OK(fs_.RemoveTree(store_ + "/again"));
   EXPECT_THAT(Keys("third"), ElementsAre("z.0", "z.3", "z.4", "z.5", "z.6", "z.7", "z.8"));
   ExpectWhole("third");
+}
+
+// Who resumes, and the next save, want the last step of the run, not what somebody cut out of one.
+TEST_F(DeriveTest, ADerivedOneIsNoStepOfTheRun) {
+  Build();
+  ASSERT_OK(DeriveOn(fs_, store_ + "/slim", "old", {.keep = {"a.*"}}));
+  const Store store = Store::Open(fs_, store_).value();
+  EXPECT_EQ(store.Latest().value().name, "old");
+  const auto next = store.Begin("next", IfExists::kFail, BaseChoice::kLatest);
+  ASSERT_OK(next);
+  EXPECT_EQ(next.value().base_name, "old");
+  EXPECT_GT(next.value().generation, store.Look("slim").generation);
+  (void)store.AbortOrDecide(next.value());
+  PruneOptions options;
+  options.rules = RetentionRules::Parse("last=1").value();
+  ASSERT_OK_AND_ASSIGN(const PruneReport pruned, retention::Prune(fs_, store, options));
+  EXPECT_EQ(pruned.removed(), 0u);
+  EXPECT_THAT(pruned.decisions.back().reason, testing::HasSubstr("derived from another one"));
+  // Where there is nothing else it is the latest, and a base.
+  ASSERT_OK(store.Remove("old"));
+  EXPECT_EQ(store.Latest().value().name, "slim");
 }
 
 TEST_F(DeriveTest, ARenameOfNothingIsASlip) {

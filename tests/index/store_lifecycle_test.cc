@@ -170,6 +170,24 @@ TEST_F(StoreLifecycleTest, GcClearsDerivedClaimsAndOtherLeftovers) {
   EXPECT_THAT(store.Gc(kAtOnce).value().kept, Contains(HasSubstr(gone)));
 }
 
+// A power cut on a filesystem without a journal: the folder of a claim shows what was deleted, and
+// what is in it are second names of files.
+TEST_F(StoreLifecycleTest, AClaimWithSomethingInItIsRemoved) {
+  for (const char* name : {"a", "b", "c"}) ASSERT_OK(Save(name, DefaultTinySpec()));
+  ASSERT_OK(fs().CreateDirectories(InStore(".generations/1/data")));
+  const std::string file = NamesIn(InStore("c/data"))[0];
+  ASSERT_OK(fs().Link(InStore("c/data/" + file), InStore(".generations/1/data/" + file)));
+  const Store store = MakeStore();
+  std::string told;
+  for (const auto& finding : store.Fsck({}).value()) told += finding.object + " ";
+  EXPECT_THAT(told, HasSubstr(".generations/1"));
+  const auto report = store.Gc(kAtOnce);
+  ASSERT_OK(report);
+  EXPECT_THAT(report.value().failed, IsEmpty());
+  EXPECT_THAT(NamesIn(InStore(".generations")), ElementsAre("3"));
+  EXPECT_TRUE(fs().Exists(InStore("c/data/" + file)));
+}
+
 TEST_F(StoreLifecycleTest, GcFinishesAReplacementWhosePublisherDied) {
   const TinySpec old_spec = DefaultTinySpec(1);
   const auto old = Save("step", old_spec);

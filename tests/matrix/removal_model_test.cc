@@ -576,11 +576,23 @@ class Schedule {
     if (!pins::Find(*fs_, kOther, U("step-1"), 0).value()) Wrong("the pin of the copy is gone");
   }
 
+  bool GoesByRule(const Uuid& uuid) const {
+    for (const char* prune : {"prune by policy", "prune by rules"}) {
+      const Told* told = Find(prune);
+      if (told == nullptr) continue;
+      if (!told->ended) return true;
+      for (const PruneReport::Decision& d : told->prune.decisions) {
+        if (d.uuid == uuid.ToString() && d.removed) return true;
+      }
+    }
+    return false;
+  }
   // The default grace holds for what was removed a moment ago.
   void TheTrash(const Standing& now) {
     if (Has("gc --grace 0") || fs_->NowSeconds() - begin_ > 50) return;
     for (const auto& [name, uuid] : TheStore().uuids) {
       if (StandsIn(now, uuid)) continue;
+      if (GoesByRule(uuid)) continue;  // That is freed at once.
       const std::vector<std::string> entries = InTrash(*fs_, uuid);
       const bool whole = std::ranges::any_of(entries, [&](const std::string& entry) {
         return DamageOf(JoinPath(JoinPath(kStore, store_paths::kTrashFolder), entry), uuid).empty();
@@ -728,7 +740,7 @@ TEST_F(RemovalModelTest, EachAlone) {
 }
 
 TEST_F(RemovalModelTest, Pairs) {
-  share_ = std::min(1.0, 0.002 * ScaleFactor());
+  share_ = std::min(1.0, 0.003 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       if (a == b) continue;
@@ -749,7 +761,7 @@ TEST_F(RemovalModelTest, Pairs) {
 }
 
 TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
-  share_ = std::min(1.0, 0.002 * ScaleFactor());
+  share_ = std::min(1.0, 0.008 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       if (a == b) continue;
@@ -782,7 +794,7 @@ TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
 }
 
 TEST_F(RemovalModelTest, Triples) {
-  share_ = std::min(1.0, 0.00002 * ScaleFactor());
+  share_ = std::min(1.0, 0.00006 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       for (int c = 0; c < Count(); ++c) {

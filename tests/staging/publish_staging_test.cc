@@ -201,6 +201,25 @@ TEST_F(PublishStagingTest, EqualBytesOfTwoMountsAreStoredOnce) {
   EXPECT_TRUE(IsSound("step"));
 }
 
+TEST_F(PublishStagingTest, ACommitOfAnotherOneSweepsNothing) {
+  for (const char* name : {"a", "b"}) {
+    const Staging staging =
+        Make(store_, name, R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 8]}}})");
+    TestMount mount(fs(), staging, 1);
+    mount.Write(mount.Whole(Meta(staging, "w")), 0, bytes_);
+    ASSERT_OK(mount.Flush());
+    ASSERT_OK(Publish(name)) << report_.ToText();
+  }
+  const std::vector<std::string> data = NamesIn(InStore("a/data"));
+  const std::string own = ReadWholeFile(InStore("a/COMMIT"));
+  WriteWholeFile(InStore("a/COMMIT"), ReadWholeFile(InStore("b/COMMIT")));
+  EXPECT_THAT(store_moves::SweepShared(fs(), InStore("a")), HasCode(Code::kDataLoss));
+  EXPECT_EQ(NamesIn(InStore("a/data")), data);
+  WriteWholeFile(InStore("a/COMMIT"), own);
+  EXPECT_OK(store_moves::SweepShared(fs(), InStore("a")));
+  EXPECT_EQ(BytesOf("a", "w"), bytes_);
+}
+
 TEST_F(PublishStagingTest, LargeOnesAreCutAndComparedInBands) {
   const Staging staging =
       Make(store_, "step", R"({"tensors": {"w": {"dtype": "u8", "shape": [1300, 4100]}}})");

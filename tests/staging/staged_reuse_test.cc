@@ -3,6 +3,8 @@
 // what was written beside it goes with the rest of the staging.
 #include <cerrno>
 
+#include <nlohmann/json.hpp>
+
 #include "index/store/linking.h"
 #include "index/store/store_moves.h"
 #include "tests/staging/staging_test_support.h"
@@ -136,6 +138,26 @@ TEST_F(StagedReuseTest, TheSchemaSaysOtherwise) {
   EXPECT_FALSE(StagingSchema::Parse(R"({"tensors": {}, "reuse": 1})").ok());
   EXPECT_FALSE(StagingSchema::Parse(R"({"tensors": {}, "reuse": "a/b"})").ok());
   EXPECT_EQ(StagingSchema::Parse(R"({"tensors": {}, "reuse": "a"})").value().reuse(), "a");
+}
+
+// A staging.json is a file that anybody may have written.
+TEST_F(StagedReuseTest, TheParentIsAName) {
+  ASSERT_OK(SaveStep("step-1", 1));
+  const Uuid uuid = store_.Look("step-1").uuid;
+  ASSERT_OK(fs().CreateDirectory(InStore("../elsewhere")));
+  ASSERT_OK(fs().RenameNoReplace(InStore("step-1"), InStore("../elsewhere/step-1")));
+  const Staging staging = Make(
+      store_, "step-2", std::string(R"({"tensors": {"small": {"dtype": "u8", "shape": [64]}}})"));
+  std::string json = ReadWholeFile(JoinPath(staging.directory, "staging.json"));
+  nlohmann::json changed = nlohmann::json::parse(json);
+  changed["parent"] = uuid.ToString();
+  changed["parent_name"] = "../elsewhere/step-1";
+  WriteWholeFile(JoinPath(staging.directory, "staging.json"), changed.dump());
+  TestMount mount(fs(), staging, 1);
+  mount.Write(mount.Whole(Meta(staging, "small")), 0, small_);
+  ASSERT_OK(mount.Flush());
+  ASSERT_OK(PublishStaging(store_, fs(), "step-2", "step-2", &report_));
+  EXPECT_EQ(report_.reused_tensors, 0u);
 }
 
 // A publish never fails for the sake of a base, and what a failed one left is in nobody's way.
