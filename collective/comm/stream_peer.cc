@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/hash.h"
 #include "collective/comm/host_bytes.h"
 
 namespace tensormount {
@@ -18,8 +19,9 @@ constexpr std::uint32_t kStreamMagic = 0x50534d54;  // "TMSP"
 // How much one Advance moves in each direction, so that the mutex is not held for long.
 constexpr std::size_t kBytesPerTurn = 1 << 20;
 constexpr int kCallsPerTurn = 64;
-// Announcements that nobody asked for yet; each stands for a request of the other side.
-constexpr std::size_t kMaxAnnounced = 1 << 20;
+// Announcements of a peer that nobody asked for yet, each of a request of the other side: some 700
+// bytes of memory where each has a tag of its own.
+constexpr std::size_t kMaxAnnounced = 1 << 16;
 
 template <typename Map>
 void FinishAll(Map& map, const Status& status) {
@@ -37,11 +39,18 @@ StreamPeer::StreamPeer(int rank, std::unique_ptr<ByteStream> stream,
       heard_(Clock::now()),
       sent_(Clock::now()) {}
 
+std::uint32_t StreamPeer::HeaderCheck(const Header& header) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(&header) + sizeof(header.check);
+  return static_cast<std::uint32_t>(Xxh3(bytes, sizeof(header) - sizeof(header.check)).low ^
+                                    kStreamMagic);
+}
+
 void StreamPeer::Queue(Kind kind, std::uint32_t tag, std::uint32_t aux, std::uint64_t id,
                        std::uint64_t size) {
   if (write_closed_) return;
   Out out;
-  out.header = {kStreamMagic, kind, tag, aux, id, size};
+  out.header = {0, kind, tag, aux, id, size};
+  out.header.check = HeaderCheck(out.header);
   out_.push_back(std::move(out));
 }
 
@@ -73,6 +82,7 @@ void StreamPeer::Receive(const MessagePtr& m) {
     it->second.pop_front();
     if (it->second.empty()) early_.erase(it);
     if (!early.small) {
+      --early_announced_;
       if (read_closed_) {
         m->Finish(why_);
       } else {
@@ -248,8 +258,10 @@ StreamPeer::MessagePtr StreamPeer::TakePosted(std::uint32_t tag) {
 }
 
 void StreamPeer::OnHeader() {
-  if (in_.magic != kStreamMagic) {
-    Broken("a frame does not begin with its magic number");
+  if (in_.check != HeaderCheck(in_)) {
+    Broken(
+        "the checksum of a frame's header differs: it was damaged on the way, or is of another "
+        "version");
     return;
   }
   switch (in_.kind) {
@@ -263,12 +275,12 @@ void StreamPeer::OnHeader() {
         Accept(m, in_.id, static_cast<std::size_t>(in_.size));
         return;
       }
-      std::deque<Early>& queue = early_[in_.tag];
-      if (queue.size() >= kMaxAnnounced) {
+      if (early_announced_ >= kMaxAnnounced) {
         Broken("too many messages were announced");
         return;
       }
-      queue.push_back(Early{false, {}, in_.id, static_cast<std::size_t>(in_.size)});
+      ++early_announced_;
+      early_[in_.tag].push_back(Early{false, {}, in_.id, static_cast<std::size_t>(in_.size)});
       return;
     }
     case kReady: {
@@ -319,6 +331,7 @@ void StreamPeer::OnHeader() {
         const auto gone = std::erase_if(queue->second,
                                         [&](const Early& e) { return !e.small && e.id == in_.id; });
         if (gone == 0) continue;
+        early_announced_ -= gone;
         if (queue->second.empty()) early_.erase(queue);
         return;
       }

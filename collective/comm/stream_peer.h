@@ -109,7 +109,9 @@ class StreamPeer {
     kAbandon = 7,     // id: the sender cancelled.
   };
   struct Header {
-    std::uint32_t magic = 0;
+    // Of all that follows (HeaderCheck). A bit that flips on the way, which TCP's 16 bits miss once
+    // in 65,536 times, would make both ends wait for each other while heartbeats go on.
+    std::uint32_t check = 0;
     std::uint32_t kind = 0;
     std::uint32_t tag = 0;
     std::uint32_t aux = 0;
@@ -117,6 +119,7 @@ class StreamPeer {
     std::uint64_t size = 0;
   };
   static_assert(sizeof(Header) == 32);
+  static std::uint32_t HeaderCheck(const Header& header);
 
   // A frame on its way out: a header and perhaps a payload.
   struct Out {
@@ -183,7 +186,8 @@ class StreamPeer {
   std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
   std::map<std::uint64_t, MessagePtr> filling_;  // Large ones under way, by the sender's id.
   std::size_t early_bytes_ = 0;
-  std::size_t credit_owed_ = 0;  // Taken, and not given back yet.
+  std::size_t early_announced_ = 0;  // Of early_, those that are not small.
+  std::size_t credit_owed_ = 0;      // Taken, and not given back yet.
 };
 
 }  // namespace tensormount
