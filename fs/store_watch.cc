@@ -21,6 +21,7 @@
 #include "fs/reach.h"
 #include "index/foreign/format.h"
 #include "index/records/commit_record.h"
+#include "index/records/store_paths.h"
 #include "index/store/store.h"
 
 namespace tensormount::fs {
@@ -90,6 +91,8 @@ struct StoreWatch::Core : std::enable_shared_from_this<StoreWatch::Core> {
   std::vector<std::string> names;  // Folders of the store that may be checkpoints, sorted.
   std::set<std::string> pending;   // Of these, those that were none when they were looked at.
   std::pair<std::int64_t, std::int64_t> stamp{-1, -1};
+  // Device and inode of the folder when it was first looked at.
+  std::optional<std::pair<std::uint64_t, std::uint64_t>> own_folder;
   Clock::time_point stamp_seen{};
   // Moves by kWindow with each look, so every checkpoint is looked at once in names.size() /
   // kWindow looks.
@@ -373,6 +376,12 @@ void StoreWatch::Core::ServeAsked(const Listing& before) {
 Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
   const Clock::time_point started = Clock::now();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo own, fs.Stat(path));
+  const std::pair id{own.device, own.inode};
+  if (!own_folder) own_folder = id;
+  if (*own_folder != id) {
+    stamp = {-1, -1};
+    return Status(Code::kStale, path + ": another folder is in its place");
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(now.ownership, OwnershipOfSource(own));
   now.mtime = own.mtime_seconds;
   ServeAsked(before);
@@ -428,6 +437,12 @@ Status StoreWatch::Core::LookAtStore(Listing& now, const Listing& before) {
       now.latest_unknown = slot.status().WithContext(found.name + " may be the latest");
     }
   }
+  // Deleted with all that was in it, which takes a while: the folder itself goes last.
+  if (kind == SourceKind::kStore && now.by_id.empty() &&
+      fs.LinkStat(JoinPath(path, store_paths::kSuperblockFile)).status().code() ==
+          Code::kNotFound) {
+    return Status(Code::kStale, path + ": it has no store.json any more");
+  }
   return {};
 }
 
@@ -470,6 +485,9 @@ Status StoreWatch::Core::Look() {
   if (!status.ok()) {
     // A store that cannot be read now is shown as it was; one that is gone is empty.
     if (!removed) now->by_id = before->by_id;
+    if (removed && HoldsMany(kind)) {
+      now->store_gone = Status(Code::kStale, "the store is gone: " + status.message());
+    }
     now->problems.push_back(status.message());
   }
   Publish(std::move(now), started);
@@ -490,6 +508,7 @@ void StoreWatch::Core::Publish(std::shared_ptr<Listing> now, Clock::time_point s
     const auto rank = [](const Slot& s) { return std::tie(s.generation, s.uuid, s.name); };
     if (!now->latest || rank(*now->latest) < rank(*slot)) now->latest = slot;
   }
+  if (now->latest_unknown.ok()) now->latest_unknown = now->store_gone;
   // An older one in its place would be believed.
   if (!now->latest_unknown.ok()) now->latest = nullptr;
   if (kind == SourceKind::kForeignSteps && now->latest) now->latest = now->Find(LatestOf(*now));

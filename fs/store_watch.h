@@ -144,6 +144,9 @@ class StoreWatch {
     std::shared_ptr<Slot> latest;              // Null: there is none, or it is not known.
     // Not ok: some commit record could not be read, and may be the latest one's.
     Status latest_unknown;
+    // Not ok (kStale): the store itself went: its folder was moved or deleted, or its disk is not
+    // mounted any more. That is no empty store.
+    Status store_gone;
     Ownership ownership;  // Of the store's folder.
     std::int64_t mtime = 0;
     std::vector<std::string> problems;   // Folders whose commit record cannot be read, and why.

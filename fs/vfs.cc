@@ -286,8 +286,10 @@ Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   }
   if (name == kLatestName) return LatestEntry(*watch_->Now());
   const auto slot = watch_->FindName(std::string(name));
-  if (!slot) return NoSuch(name);
-  return SlotEntry(*slot);
+  if (slot) return SlotEntry(*slot);
+  // Where the store itself went, nobody may take it for one without this checkpoint.
+  TENSORMOUNT_RETURN_IF_ERROR(watch_->Last()->store_gone);
+  return NoSuch(name);
 }
 
 Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
@@ -341,6 +343,7 @@ Result<std::string> Vfs::ReadLink(NodeId id) {
 // came or went meanwhile.
 Status Vfs::ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
   const auto now = watch_->Now();
+  TENSORMOUNT_RETURN_IF_ERROR(now->store_gone);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry root, RootEntry());
   if (!ListDots(root.attributes, cookie, fn)) return {};
   if (cookie < kLatestCookie && now->latest) {

@@ -65,6 +65,39 @@ class VfsTest : public testing::Test {
   std::unique_ptr<VfsOps> ops_;
 };
 
+// A disk that is not there any more, or a store that somebody moved, is no empty store: a script
+// that resumes would begin anew.
+TEST_F(VfsTest, AStoreThatWentIsNotAnEmptyOne) {
+  Write("step-1", DefaultTinySpec());
+  Open(store());
+  const auto listed = [&] {
+    return vfs_->List(kRootId, 0, [](const Vfs::Listed&) { return true; });
+  };
+  ASSERT_OK(listed());
+  const auto gone = [&] { return listed().code() == Code::kStale; };
+  const auto expect_gone = [&] {
+    ExpectWithinASecond(gone);
+    EXPECT_THAT(vfs_->Lookup(kRootId, "step-1"), HasCode(Code::kStale));
+    EXPECT_THAT(vfs_->Lookup(kRootId, "latest"), HasCode(Code::kStale));
+    EXPECT_THAT(vfs_->Lookup(kRootId, "step-2"), HasCode(Code::kStale));
+    EXPECT_OK(vfs_->Lookup(kRootId, ".tensormount")) << "which says what is wrong";
+  };
+  // Moved away, and another folder in its place, as an empty mount point is.
+  ASSERT_OK(HostFileSystem().RenameNoReplace(store(), dir_.Join("away")));
+  expect_gone();
+  ASSERT_OK(HostFileSystem().CreateDirectory(store()));
+  expect_gone();
+  ASSERT_OK(HostFileSystem().RemoveDirectory(store()));
+  ASSERT_OK(HostFileSystem().RenameNoReplace(dir_.Join("away"), store()));
+  ExpectWithinASecond([&] { return listed().ok(); });
+  EXPECT_OK(vfs_->Lookup(kRootId, "step-1"));
+  // Deleted with all that is in it, but for the folder.
+  for (const DirectoryEntry& e : HostFileSystem().List(store()).value()) {
+    ASSERT_OK(HostFileSystem().RemoveTree(JoinPath(store(), e.name)));
+  }
+  expect_gone();
+}
+
 TEST_F(VfsTest, StoreShowsItsCheckpoints) {
   const TinySpec spec = DefaultTinySpec();
   Write("step-1", spec);
