@@ -191,7 +191,29 @@ std::string JoinPath(std::string_view directory, std::string_view name) {
   return out.append(name);
 }
 
+namespace {
+
+// As scp and rsync name a path on another machine: "user@host:x", "host:/x".
+bool IsRemotePath(std::string_view text) {
+  const std::string_view head = text.substr(0, text.find('/'));
+  const std::size_t colon = head.find(':');
+  if (colon == std::string_view::npos || colon == 0) return false;
+  const std::size_t at = head.substr(0, colon).find('@');
+  const std::string_view rest = text.substr(colon + 1);
+  return (at != std::string_view::npos && at > 0 && at + 1 < colon) || rest.empty() ||
+         rest.starts_with('/');
+}
+
+}  // namespace
+
 Status CheckIsPath(std::string_view text) {
+  if (IsRemotePath(text) && text.find("://") == std::string_view::npos) {
+    return {Code::kUnsupported,
+            std::string(text) +
+                ": a path on another machine: only folders of this host are read and written; "
+                "mount it here (sshfs, NFS), or use rsync. A folder of this name is ./" +
+                std::string(text)};
+  }
   const std::size_t colon = text.find("://");
   if (colon == std::string_view::npos || colon == 0) return Status();
   for (std::size_t i = 0; i < colon; ++i) {
