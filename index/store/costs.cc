@@ -277,6 +277,36 @@ std::vector<StoreCosts::Sharer> StoreCosts::SharersOf(std::string_view name) con
   return out;
 }
 
+void OwnBytes::Add(const std::string& path, int depth) {
+  const Result<FileInfo> info = fs_.LinkStat(path);
+  if (!info.ok()) return;
+  if (info.value().kind == FileKind::kFile) {
+    Names& names = files_[{info.value().device, info.value().inode}];
+    ++names.seen;
+    names.links = info.value().links;
+    names.bytes = info.value().size;
+  }
+  if (info.value().kind != FileKind::kDirectory || depth == 0) return;
+  const auto entries = fs_.List(path);
+  if (!entries.ok()) return;
+  for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
+}
+
+std::uint64_t OwnBytes::Sum() const {
+  std::uint64_t bytes = 0;
+  for (const auto& [id, names] : files_) {
+    if (names.seen >= names.links) bytes += names.bytes;
+  }
+  return bytes;
+}
+
+std::uint64_t OwnBytes::Below(FileSystem& fs, const std::string& folder) {
+  constexpr int kMostFolders = 9;  // One in another: no checkpoint and no staging has so many.
+  OwnBytes own(fs);
+  own.Add(folder, kMostFolders);
+  return own.Sum();
+}
+
 void NameSharers(FileSystem& fs, const std::string& store_path, const std::string& name,
                  VerifyReport& report) {
   if (std::none_of(report.damages.begin(), report.damages.end(), MayBeShared)) return;

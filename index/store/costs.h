@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tensormount/status.h"
@@ -76,6 +78,26 @@ class StoreCosts {
   std::vector<std::uint32_t> members_;  // Positions in checkpoints_.
   std::uint64_t stored_bytes_ = 0;
   std::uint64_t shared_bytes_ = 0;
+};
+
+// Bytes of files of which every name lies below what was added: what deleting it frees. Only looks
+// (stat); what cannot be looked at counts nothing. Of one thread.
+class OwnBytes {
+ public:
+  explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
+  void Add(const std::string& path, int depth);
+  std::uint64_t Sum() const;
+  // Of all below one folder; 0 where there is none.
+  static std::uint64_t Below(FileSystem& fs, const std::string& folder);
+
+ private:
+  struct Names {
+    std::uint64_t seen = 0;
+    std::uint64_t links = 0;
+    std::uint64_t bytes = 0;
+  };
+  FileSystem& fs_;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;  // By device and inode.
 };
 
 // Names in every damage of `report`, which is of checkpoint `name` of the store at `store_path`,

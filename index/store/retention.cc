@@ -19,6 +19,7 @@
 #include "base/parallel.h"
 #include "index/read/checkpoint.h"
 #include "index/records/store_paths.h"
+#include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store_moves.h"
 
@@ -77,48 +78,6 @@ Status ReadFromIndex(FileSystem& fs, const std::string& directory, const Retenti
     c.metrics.push_back(std::move(value));
   }
   return {};
-}
-
-// Bytes of files of which every name lies below one folder.
-class OwnBytes {
- public:
-  explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
-  void Add(const std::string& path, int depth) {
-    const Result<FileInfo> info = fs_.LinkStat(path);
-    if (!info.ok()) return;
-    if (info.value().kind == FileKind::kFile) {
-      Names& names = files_[{info.value().device, info.value().inode}];
-      ++names.seen;
-      names.links = info.value().links;
-      names.bytes = info.value().size;
-    }
-    if (info.value().kind != FileKind::kDirectory || depth == 0) return;
-    const auto entries = fs_.List(path);
-    if (!entries.ok()) return;
-    for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
-  }
-  std::uint64_t Sum() const {
-    std::uint64_t bytes = 0;
-    for (const auto& [id, names] : files_) {
-      if (names.seen >= names.links) bytes += names.bytes;
-    }
-    return bytes;
-  }
-
- private:
-  struct Names {
-    std::uint64_t seen = 0;
-    std::uint64_t links = 0;
-    std::uint64_t bytes = 0;
-  };
-  FileSystem& fs_;
-  std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;
-};
-
-std::uint64_t BytesIn(FileSystem& fs, const std::string& folder) {
-  OwnBytes own(fs);
-  own.Add(folder, 8);
-  return own.Sum();
 }
 
 class Pruner {
@@ -308,7 +267,7 @@ class Pruner {
     const Store::GcReport freed = store_.FreeTrash(entries, now_);
     report_.bytes_freed = freed.bytes_freed;
     for (const auto& [entry, name] : entries_) {
-      const std::uint64_t bytes = BytesIn(fs_, JoinPath(store_.path(), entry));
+      const std::uint64_t bytes = OwnBytes::Below(fs_, JoinPath(store_.path(), entry));
       if (bytes == 0) continue;
       report_.bytes_waiting += bytes;
       for (const auto* lines : {&freed.kept, &freed.failed}) {

@@ -51,6 +51,7 @@ class CopyTest(harness.ToolTest):
         (info,) = self.json_lines("info", self.store)
         self.assertEqual(info["stored_bytes"], sum(total.values()))
         self.assertEqual(info["shared_bytes"], self.cost("twin")[0])
+        self.assertEqual((info["trash_bytes"], info["staging_bytes"]), (0, 0))
         lines = self.run_tool("ls", "-l", self.store).stdout.splitlines()
         self.assertRegex(lines[0], r"^ +1 \d{4}-\d\d-\d\d \d\d:\d\d +[\d.]+ MB +0 B +step-1$")
         self.assertRegex(lines[1], r"^ +2 \d{4}-\d\d-\d\d \d\d:\d\d +([\d.]+ MB) +\1 latest +step-2$")
