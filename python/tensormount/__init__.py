@@ -39,9 +39,9 @@ _NAMES = {
     "Loaded": "_load",
     "LoadJob": "_load",
     "Rule": "_load",
-    "apply_key_map": "_load",
     "async_load": "_load",
     "load": "_load",
+    "apply_key_map": "_key_map",
     "Store": "_store",
     "adopt": "_store",
     "copy": "_store",
@@ -99,11 +99,11 @@ if TYPE_CHECKING:
     from tensormount._checkpoint import Checkpoint as Checkpoint, Tensor as Tensor, open as open
     from tensormount._group import Group as Group
     from tensormount._held import Flat as Flat, Shards as Shards
+    from tensormount._key_map import apply_key_map as apply_key_map
     from tensormount._load import (
         LoadJob as LoadJob,
         Loaded as Loaded,
         Rule as Rule,
-        apply_key_map as apply_key_map,
         async_load as async_load,
         load as load,
     )

@@ -247,6 +247,20 @@ class LoadOptions(Structure):
         ("total_ms", c_int64),
         ("threads", c_int32),
         ("exchange_via", c_int32),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
+    ]
+
+
+class OpenOptions(Structure):
+    """tm_open_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
+        ("file", c_char_p),
     ]
 
 
@@ -476,6 +490,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_save_options": SaveOptions,
     "tm_save_numbers": SaveNumbers,
     "tm_job_progress": JobProgress,
+    "tm_open_options": OpenOptions,
     "tm_load_rule": LoadRule,
     "tm_load_options": LoadOptions,
     "tm_load_numbers": LoadNumbers,
@@ -513,6 +528,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_dtype_name": (c_char_p, [c_uint32]),
     "tm_dtype_bits": (c_uint32, [c_uint32]),
     "tm_checkpoint_open": (_STATUS, [c_char_p, _P]),
+    "tm_checkpoint_open_with": (_STATUS, [c_char_p, _P, _P]),
     "tm_checkpoint_close": (None, [_P]),
     "tm_checkpoint_keys": (_STATUS, [_P, _P]),
     "tm_checkpoint_objects": (_STATUS, [_P, _P]),
@@ -656,7 +672,7 @@ def _end(ended: list[bool] = ended) -> None:
 _library: Optional[Any] = None
 _mpi: Optional[Any] = None
 _path: Optional[str] = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # Taken again by a signal handler in the middle of what it guards.
 
 
 def bundled() -> str:
@@ -768,6 +784,10 @@ def library_version() -> str:
     return text.decode()
 
 
+# As the library says it of keys, and this package of plain values.
+NOT_STORED = "asked for, but not stored: "
+
+
 def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str] = None) -> NoReturn:
     """Raises what the last call on this thread failed with.
 
@@ -789,8 +809,10 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     message = fields.pop("message", message)
     kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
     if kind is NotFoundError:
-        # What has a key was looked for in something that is there.
-        kind = KeyNotFoundError if fields["key"] is not None else CheckpointNotFoundError
+        # What has a key was looked for in something that is there; what another rank found absent comes
+        # without a key (tm_state_fail).
+        known = fields["key"] is not None or NOT_STORED in message
+        kind = KeyNotFoundError if known else CheckpointNotFoundError
     raise (kinds or {}).get(status, kind)(message, **fields)
 
 

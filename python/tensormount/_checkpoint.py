@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Container, Iterator, Mapping
-from itertools import count, takewhile
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from tensormount import _abi, _dtypes, _index, _shards
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _NOT_FOUND = 2  # TM_NOT_FOUND
 _OPENED = {_NOT_FOUND: CheckpointNotFoundError}
 _LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
+_MOST_WITHOUT_VALUES = 1000
 
 _addressof = ctypes.addressof
 _getpid = os.getpid
@@ -58,12 +59,16 @@ class _Handle:
             self._close(self.address)
 
 
-def open(path: PathLike) -> Checkpoint:
+def open(
+    path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None
+) -> Checkpoint:
     """Opens a checkpoint for reading.
 
     path: a checkpoint ("STORE/step-1000"), the newest of a store ("STORE/latest"), or the file or
     folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Runs
-    no code from it and writes nothing.
+    no code from it and writes nothing. roots: folders that links of such a folder may lead into, and
+    below which data of checkpoints that another user adopted may lie. file: of such a folder that holds
+    several sets of weights, the file or index to read; the same as path/file.
 
     Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, UnsupportedError where it
     has a newer format or none that is known, PermissionDeniedError, InvalidArgumentError where
@@ -75,7 +80,7 @@ def open(path: PathLike) -> Checkpoint:
         ['w']
         >>> checkpoint.close()
     """
-    return Checkpoint(path)
+    return Checkpoint(path, roots=roots, file=file)
 
 
 class Checkpoint:
@@ -91,15 +96,27 @@ class Checkpoint:
 
     _handle: Optional[_Handle]
 
-    def __init__(self, path: PathLike) -> None:
+    def __init__(
+        self, path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None
+    ) -> None:
         self._handle = None
-        given = os.fsencode(path)
+        self._roots = tuple(os.fsdecode(root) for root in roots)
+        given = os.fsencode(path if file is None else os.path.join(os.fsdecode(path), file))
         shown = os.fsdecode(given)
         if b"\0" in given:
             raise InvalidArgumentError(f"{shown!r}: a path has no NUL")
         lib = _abi.library()
         out = ctypes.c_void_p()
-        status = lib.tm_checkpoint_open(given, _addressof(out))
+        if self._roots:
+            array = (ctypes.c_char_p * len(self._roots))(*map(os.fsencode, self._roots))
+            options = _abi.OpenOptions(
+                struct_size=ctypes.sizeof(_abi.OpenOptions),
+                roots=array,
+                root_count=len(self._roots),
+            )
+            status = lib.tm_checkpoint_open_with(given, _addressof(options), _addressof(out))
+        else:
+            status = lib.tm_checkpoint_open(given, _addressof(out))
         if status:
             _abi.fail(status, _OPENED)
         assert out.value is not None
@@ -161,7 +178,7 @@ class Checkpoint:
         return handle
 
     def __reduce__(self) -> Any:
-        return (_reopen, (type(self), self._path, self._uuid))
+        return (_reopen, (type(self), self._path, self._uuid, self._roots))
 
     def __repr__(self) -> str:
         state = "closed" if self._handle is None else f"{len(self)} tensors"
@@ -279,11 +296,18 @@ class Checkpoint:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(most, len(jobs))) as pool:
-            begun = [(name, pool.submit(tensor.__getitem__, i)) for name, tensor, i in jobs]
+            begun: list[Any] = []
             try:
-                return {name: job.result() for name, job in begun}
+                for _, tensor, i in jobs:
+                    begun.append(pool.submit(tensor.__getitem__, i))
+            except RuntimeError:
+                pass  # There is no further thread to be had: this one reads the rest.
+            try:
+                read = [job.result() for job in begun]
+                read += [tensor[i] for _, tensor, i in jobs[len(begun) :]]
+                return {name: array for (name, _, _), array in zip(jobs, read)}
             except BaseException:
-                for _, job in begun:
+                for job in begun:
                     job.cancel()
                 raise
 
@@ -346,7 +370,7 @@ class Checkpoint:
         from tensormount._store import verify
 
         self._opened()
-        return verify(self._path, quick=quick, progress=progress)
+        return verify(self._path, quick=quick, roots=self._roots, progress=progress)
 
     def state(self, *, torch: bool = False) -> Any:
         """All of it as the state dict that was saved, on this process: nested as it was, tied
@@ -359,25 +383,37 @@ class Checkpoint:
             ...     checkpoint.state()
             {'model': {'a': array([0, 1, 2])}, 'betas': (0.9, 0.95)}
 
-        LayoutError where the ranks that saved it had dicts that cannot be one (the same path, but
-        another value, on two of them).
+        Of a value in `PerRank` that several ranks have, that of the lowest rank. LayoutError where the
+        ranks that saved it had dicts that cannot be one (the same path, but another value, on two of
+        them). A tensor that NumPy (f4, f6) or torch (f6) cannot hold stays the `Tensor` that it is here,
+        with a warning that names it.
         """
         from tensormount import _tree
 
-        tensors = {
-            key: tensor.torch() if torch else tensor[...] for key, tensor in self.items()
-        }
+        tensors: dict[str, Any] = {}
+        kept = []
+        for key, tensor in self.items():
+            try:
+                tensors[key] = tensor.torch() if torch else tensor[...]
+            except UnsupportedError:
+                tensors[key] = tensor
+                kept.append(f"{key} ({tensor.dtype_name})")
+        if kept:
+            from tensormount._jobs import log
+
+            more = f" and {len(kept) - 8} more" if len(kept) > 8 else ""
+            log.warning(
+                "%s: %s has no such elements, these tensors stay as they are stored: %s%s",
+                self._path, "torch" if torch else "NumPy", ", ".join(kept[:8]), more,
+            )
         values = self._values()
-        names = _tree.structure_names(values)
-        if not names:
+        if not _tree.structure_names(values):
             rest = _tree.plain_values(values, [])
             return {**tensors, **{name: rest[name] for name in rest if name not in tensors}}
         keys_of = self._stored_names(values, tensors)
         trees = [
-            _tree.unflatten(
-                values[name], tensors, values, self._rank_values_of(name), names=keys_of
-            )
-            for name in names
+            _tree.unflatten(values[name], tensors, values, ranks, names=keys_of)
+            for name, ranks in self._structures_by_rank(values).items()
         ]
         state = _tree.merge_trees(trees)
         bad = _tree.first_unreadable(state)
@@ -394,23 +430,40 @@ class Checkpoint:
                       for name in _tree.structure_names(values)}
         own: set[Any] = set()
         if len(structures) > 1 and any(map(_tree.has_own_names, structures.values())):
-            own.update(found.get(_tree.TREE_NAME) for found in self._values_by_rank())
+            found = self._structures_by_rank(values).values()
+            own.update(ranks[_tree.TREE_NAME] for ranks in found if ranks)
         current = [one for digest, one in structures.items() if digest in own]
         inherited = [one for digest, one in structures.items() if digest not in own]
         if not current:
             current, inherited = inherited, []
         return _tree.stored_names(current, keys, inherited)
 
-    def _rank_values_of(self, structure: str) -> dict[str, Any]:
-        """The values of the first rank that has this structure."""
-        from tensormount._tree import TREE_NAME
+    def _structures_by_rank(self, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Names of all structures, each with the values of the first rank that has it; in the order of
+        these ranks. Structures of another checkpoint (`inherit=`) come last, without values."""
+        from tensormount import _tree
 
-        digest = structure[len(TREE_NAME) + 1 :]
-        return next((of for of in self._values_by_rank() if of.get(TREE_NAME) == digest), {})
+        names = _tree.structure_names(values)
+        found: dict[str, dict[str, Any]] = {}
+        for own in self._values_by_rank():
+            name = f"{_tree.TREE_NAME}.{own.get(_tree.TREE_NAME)}"
+            if name in names:
+                found.setdefault(name, own)
+            if len(found) == len(names):
+                break
+        return {**found, **{name: {} for name in names if name not in found}}
 
     def _values_by_rank(self) -> Iterator[dict[str, Any]]:
-        """`_rank_values` of the ranks from 0 on, up to the first that has none."""
-        return iter(takewhile(bool, map(self._rank_values, count())))
+        """`_rank_values` of the ranks from 0 on that have some. A rank whose state dict was flat has none;
+        after many of these in a row there is taken to be no further rank."""
+        without = 0
+        for rank in count():
+            found = self._rank_values(rank)
+            without = 0 if found else without + 1
+            if found:
+                yield found
+            elif without == _MOST_WITHOUT_VALUES:
+                return
 
     @property
     def warnings(self) -> list[str]:
@@ -722,12 +775,17 @@ class Tensor:
     def torch(self, device: Any = "cpu", *, index: Any = ...) -> Any:
         """A torch.Tensor of what `index` names, on `device`. Needs no NumPy and no ml_dtypes.
 
+        f4 comes as torch.float4_e2m1fn_x2, two elements each: its last axis is half as long, and
+        `index`, which counts single elements, takes pairs of it.
+
         Raises LibraryError where torch is not installed or too old for the dtype, UnsupportedError
-        for elements of under a byte.
+        for f6, which torch lacks, and an index that cuts pairs of f4.
         """
         kind = _dtypes.torch_dtype(self._row)
         torch = _dtypes.import_torch()
         plan = _index.plan(index, self._shape)
+        if self._row.number == _dtypes.F4:
+            return self._torch_pairs(torch, kind, plan).to(device)
         out = torch.empty(plan.extent, dtype=kind)
         if out.numel():
             self._fill(plan, out.data_ptr())
@@ -736,6 +794,16 @@ class Tensor:
         if plan.shape != plan.extent:
             out = out.reshape(plan.shape)
         return out if device == "cpu" else out.to(device)
+
+    def _torch_pairs(self, torch: Any, kind: Any, plan: _index.Plan) -> Any:
+        if plan.steps is not None or plan.shape[-1:] != plan.extent[-1:]:
+            raise UnsupportedError(f"{self._key}: f4 elements are read in pairs, without steps")
+        _dtypes.torch_dims(self._row, tuple(plan.begin))
+        # By way of bytes: not every operation of torch knows the type.
+        out = torch.empty(_dtypes.torch_dims(self._row, tuple(plan.extent)), dtype=torch.uint8)
+        if out.numel():
+            self._fill(plan, out.data_ptr())
+        return out.reshape(_dtypes.torch_dims(self._row, tuple(plan.shape))).view(kind)
 
     def dlpack(self) -> Any:
         """A DLPack capsule of all of it in host memory, for CuPy, JAX and others that take one."""
@@ -886,8 +954,10 @@ def _strides(plan: _index.Plan, memory: _Memory, index: Any,
     return tuple(strides)
 
 
-def _reopen(kind: type[Checkpoint], path: str, uuid: Optional[str]) -> Checkpoint:
-    opened = kind(path)
+def _reopen(
+    kind: type[Checkpoint], path: str, uuid: Optional[str], roots: Sequence[str] = ()
+) -> Checkpoint:
+    opened = kind(path, roots=roots)
     if opened.uuid != uuid:
         raise StaleError(f"{path}: another checkpoint has this name since it was pickled")
     return opened

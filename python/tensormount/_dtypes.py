@@ -116,18 +116,38 @@ def numpy_view(memory: Any, dtype: Any) -> Any:
     return numpy.asarray(memory).view(dtype)
 
 
+F4 = 21
+# torch has no type of one f4 element: this is two of them in a byte, along the last axis.
+_PAIRS_OF_F4 = "float4_e2m1fn_x2"
+
+
 def torch_dtype(row: DType) -> Any:
-    """torch.dtype of a type; LibraryError where torch is not installed or too old for it."""
-    if row.torch is None:
+    """torch.dtype of a type, of f4 that of a pair; LibraryError where torch is not installed or too
+    old for it, UnsupportedError where torch has none."""
+    name = _PAIRS_OF_F4 if row.number == F4 else row.torch
+    if name is None:
         raise UnsupportedError(
             f"torch has no type of one {row.name} element: read_bytes(offset, size) gives the "
             "bytes as they are stored"
         )
     torch = import_torch()
-    found = getattr(torch, row.torch, None)
+    found = getattr(torch, name, None)
     if found is None:
-        raise LibraryError(f"torch {torch.__version__} has no torch.{row.torch}")
+        raise LibraryError(f"torch {torch.__version__} has no torch.{name}")
     return found
+
+
+def torch_dims(row: DType, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape, an extent or offsets in elements of `torch_dtype`. UnsupportedError where they do not
+    fall on pairs of f4."""
+    if row.number != F4:
+        return dims
+    if not dims or dims[-1] % 2 != 0:
+        raise UnsupportedError(
+            f"torch has f4 elements in pairs along the last axis, which {list(dims)} does not fall on: "
+            "read_bytes(offset, size) gives the bytes as they are stored"
+        )
+    return (*dims[:-1], dims[-1] // 2)
 
 
 def import_torch() -> Any:

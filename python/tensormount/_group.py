@@ -11,6 +11,7 @@ the interpreter's lock.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 
 from tensormount import _abi
 from tensormount.errors import (
+    BusyError,
     InvalidArgumentError,
     LibraryError,
     PeerTimeout,
@@ -30,16 +32,88 @@ from tensormount.errors import (
 
 _TOKEN_BYTES = 32
 
-_sequences: dict[str, int] = {}
-_lock = threading.Lock()
+_sequences: dict[str, itertools.count[int]] = {}
+# Taken again by a signal handler in the middle of what it guards.
+_lock = threading.RLock()
 
 
 def _next(name: str) -> int:
     """How many groups of that name this process has made before."""
-    with _lock:
-        number = _sequences.get(name, 0)
-        _sequences[name] = number + 1
-        return number
+    return next(_sequences.setdefault(name, itertools.count()))
+
+
+class _Handle:
+    """A tm_communicator. Every call that works with it counts from the moment at which it takes it until
+    it has returned, or its job is over (`Use`). Once the group is closed the last of them frees it: a call
+    that another thread began meanwhile goes on with what is there. Without a lock (_jobs.py)."""
+
+    def __init__(self, address: int, free: Any, owner: Any) -> None:
+        self.address = address
+        self.owner = owner  # What must outlive the communicator.
+        self.working: set[Any] = set()  # Calls that nobody waits for any more (_tasks.py).
+        self._free = free  # Here, because at exit the module may be gone before this is.
+        self._ended = _abi.ended
+        self._uses: list[object] = []
+        self._unfreed = [address]
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._free_unused()
+
+    def take(self) -> object:
+        mark = object()
+        self._uses.append(mark)
+        return mark
+
+    def give_back(self, mark: object) -> None:
+        try:
+            self._uses.remove(mark)
+        except ValueError:
+            return
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        if not self._closed or self._uses or self._ended[0]:
+            return
+        try:
+            address = self._unfreed.pop()
+        except IndexError:
+            return
+        self._free(address)
+        self.owner = None
+
+
+class Use:
+    """One use of a group's communicator: until `release`, the end of `with`, or when it is dropped."""
+
+    def __init__(self, of: _Handle) -> None:
+        self._of = of
+        self._mark = of.take()
+
+    @property
+    def address(self) -> int:
+        return self._of.address
+
+    @property
+    def working(self) -> set[Any]:
+        return self._of.working
+
+    def again(self) -> Use:
+        """A further one, which counts by itself."""
+        return Use(self._of)
+
+    def release(self) -> None:
+        self._of.give_back(self._mark)
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Group:
@@ -56,15 +130,12 @@ class Group:
     def __init__(self, address: int, owner: Any = None, kind: str = "tcp") -> None:
         lib = _abi.library()
         self._lib = lib
-        self._address: Optional[int] = address
-        self._owner = owner  # What must outlive the communicator.
+        self._open: Optional[_Handle] = _Handle(address, lib.tm_communicator_free, owner)
         self._kind = kind
         self._process = os.getpid()
-        self._working: set[threading.Event] = set()
         self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # Closed before it (_saver.py).
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
-        self._free = lib.tm_communicator_free  # At exit the module may be gone before this is.
         self._ended = _abi.ended
         self._cache: Any = None  # Layouts of earlier saves and loads; of _state.py.
 
@@ -86,7 +157,7 @@ class Group:
         return self._kind
 
     def __repr__(self) -> str:
-        state = "" if self._address is not None else ", closed"
+        state = "" if self._open is not None else ", closed"
         return f"<tensormount.Group: rank {self._rank} of {self._size} ({self._kind}{state})>"
 
     def __reduce__(self) -> Any:
@@ -97,42 +168,50 @@ class Group:
     def close(self) -> None:
         """Takes leave of the other ranks. What is under way ends first, within its time-outs. May
         be called again."""
-        if self._address is not None and _in_hook():
+        opened = self._open
+        if opened is None:
+            return
+        if _in_hook():
             raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
         jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
-        if self._address is not None and self._process == os.getpid():
+        if self._process == os.getpid():
             if jobs is not None:
                 jobs.await_all_of(self)
-            for over in list(self._working):  # Calls that nobody waits for any more (_tasks.py).
+            for over in list(opened.working):
                 while not over.wait(0.05):
                     pass
         for saver in list(self._savers):
             saver.close()
-        address, self._address = self._address, None
-        if address is not None:
-            self._free(address)
-        self._owner = None
+        self._open = None
+        opened.close()
 
     def __enter__(self) -> Group:
-        self._handle()
+        self._handle().release()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None and not self._ended[0]:
+        if getattr(self, "_open", None) is not None and not self._ended[0]:
             self.close()
 
-    def _handle(self) -> int:
-        if self._address is None:
+    def _handle(self) -> Use:
+        """For a call of the library: `with group._handle() as handle`, and `handle.address`. Counted until
+        then, also where another thread closes the group."""
+        opened = self._open
+        if opened is None:
             raise StaleError("the group is closed")
         if self._process != os.getpid():
             raise UnsupportedError(
                 f"the group belongs to process {self._process}, which this one was forked from: "
                 "make one here"
             )
-        return self._address
+        use = Use(opened)
+        if self._open is None:
+            use.release()
+            raise StaleError("the group is closed")
+        return use
 
     # ---- How it is made ----------------------------------------------------------------------
 
@@ -214,7 +293,8 @@ class Group:
             wait_for_workers=False,
         )
         made = cls.from_store(store, rank, size, name="env", timeout=timeout, **options)
-        made._owner = store  # Rank 0's serves those who come late.
+        assert made._open is not None
+        made._open.owner = store  # Rank 0's serves those who come late.
         return made
 
     @classmethod
@@ -340,6 +420,19 @@ def ranks_of_environment() -> Optional[Launched]:
             return launched
         found = found or launched
     return found
+
+
+def launched_among_others() -> Optional[Launched]:
+    """As `ranks_of_environment`, for whoever only asks whether there are other ranks: a variable alone,
+    or a pair that makes no sense, is no answer. None: this process is alone."""
+    for rank_name, size_name in _LAUNCHERS:
+        try:
+            rank, size = _number(rank_name), _number(size_name)
+        except InvalidArgumentError:
+            continue
+        if 0 <= rank < size and (rank_name == "RANK" or size > 1):
+            return Launched(rank, size, f"{rank_name}, {size_name}") if size > 1 else None
+    return None
 
 
 def _meeting_point(found: Launched) -> tuple[str, int]:
@@ -517,8 +610,10 @@ class _MpiSession:
     """MPI of this process: initialised once, and finalised at its end unless something failed."""
 
     _one: Optional[_MpiSession] = None
+    _begins = False
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.lib = _abi.mpi_library()
         out = ctypes.c_void_p()
         _check(self.lib.tm_mpi_init(ctypes.addressof(out)))
@@ -527,14 +622,22 @@ class _MpiSession:
     @classmethod
     def get(cls) -> _MpiSession:
         with _lock:
+            if cls._begins:
+                raise BusyError("MPI is being initialised by the code that this signal handler interrupted")
             if cls._one is None:
                 import atexit
 
-                cls._one = cls()
+                cls._begins = True
+                try:
+                    cls._one = cls()
+                finally:
+                    cls._begins = False
                 atexit.register(cls._one._end)
             return cls._one
 
     def _end(self) -> None:
+        if self.process != os.getpid():
+            return  # A forked child has none.
         jobs = sys.modules.get("tensormount._jobs")
         if jobs is not None:
             jobs.end_all()  # Saves under way need MPI.

@@ -4,15 +4,18 @@ memory that they use, and the end of the process."""
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import collections
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Optional, TypeVar
+from typing import Any, NoReturn, Optional, TypeVar
 
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
@@ -33,6 +36,13 @@ _SLICE_MS = 50
 _LAST_SECONDS = 10.0
 # How long it waits for saves under way that it has not, where `exit_wait` says nothing else.
 EXIT_WAIT = 600.0
+# Seconds that a silent rank is waited for, where `liveness` says nothing else.
+_LIVENESS = 30.0
+
+# There is no lock in here. A signal handler or a finalizer may come between any two steps of the main
+# thread, or of any thread, and ask for the same job: a lock would wait for itself, and one that may be
+# taken twice would let it see half a change. What several threads write to is changed by single steps of
+# Python's own containers (append, pop, remove of a set), of which one thread at most gets the object.
 
 _pin = ctypes.pythonapi.Py_IncRef
 _unpin = ctypes.pythonapi.Py_DecRef
@@ -210,23 +220,24 @@ class Job:
     _failures: dict[int, Any] = {}
 
     def __init__(self, out: ctypes.c_void_p, path: str, held: list[Any]) -> None:
-        """`out`: where the library will put its job (`begin`)."""
+        """`out`: where the library will put its job (`begin`). `held`: what its threads read or write,
+        which must outlive them even where nobody refers to the job any more."""
         self._lib = _abi.library()
-        self._out = out
         self._path = path
         self._process = os.getpid()
         self._report: Any = None
         self._failure: Optional[BaseException] = None
         self._done = False
-        self._lock = threading.Lock()
-        # The library's threads read or write this memory. It must outlive them even where nobody
-        # refers to the job any more, and where the interpreter has forgotten its modules.
-        self._held: list[Any] = held  # Held since before the library was called.
-        self._state = _Live(self)
+        self._takers: list[_Taker] = []
+        self._raised = [
+            one for item in held if isinstance(item, list) for one in item if isinstance(one, Raised)
+        ]
+        self._handle = _Handle(out, getattr(self._lib, self._free_function))
+        self._state = _Live(self, held)
 
     @property
     def _address(self) -> int:
-        return self._out.value or 0
+        return self._handle.address
 
     # ---- Waiting -----------------------------------------------------------------------------
 
@@ -252,10 +263,7 @@ class Job:
     def cancel(self) -> None:
         """Asks for the end of the job. The ranks vote: it ends with CancelledError on all of them, or
         its end comes first. Does not wait."""
-        self._state.cancelled = True
-        with self._lock:
-            if not self._done:
-                getattr(self._lib, self._cancel_function)(self._address)
+        self._state.cancel()
 
     def exception(self) -> Optional[BaseException]:
         """What the job failed with; None where it did not, or is not over."""
@@ -352,62 +360,85 @@ class Job:
     def _poll(self, most_ms: int) -> bool:
         """Waits for at most one slice; takes the verdict where it is there."""
         if self._done:
+            self._state.end()  # What came in between may have kept `_take` from it.
             return True
         self._check_process()
-        # Without the lock: waits of several threads are side by side.
         done = ctypes.c_int32()
-        report = ctypes.c_void_p()
-        status = getattr(self._lib, self._wait_function)(
-            self._address, most_ms, ctypes.addressof(done), ctypes.addressof(report)
-        )
+        # Waits of several threads are side by side.
+        status = self._look(most_ms, done, None)
         if status == 0 and not done.value:
             return False
+        taker = _Taker()
+        try:
+            self._takers.append(taker)
+            first = next(one for one in list(self._takers) if not one.over)
+            # One thread takes it: a load fills the request then, which is the caller's afterwards. A
+            # signal handler or finalizer in the middle of that cannot wait for it, and does the same.
+            if first.thread == taker.thread:
+                self._take()
+            elif most_ms > 0:
+                time.sleep(0.001)
+        finally:
+            taker.over = True
+            if taker in self._takers:
+                self._takers.remove(taker)
+        return self._done
+
+    def _look(self, most_ms: int, done: ctypes.c_int32, report: Optional[ctypes.c_void_p]) -> int:
+        status: int = getattr(self._lib, self._wait_function)(
+            self._address, most_ms, ctypes.addressof(done),
+            None if report is None else ctypes.addressof(report),
+        )
+        return status
+
+    def _take(self) -> None:
+        """The verdict, which is there."""
+        report = ctypes.c_void_p()
+        status = self._look(0, ctypes.c_int32(), report)
         failure: Optional[BaseException] = None
+        taken: Any = None
         if status:
             try:
                 _abi.fail(status, self._failures)
             except Exception as error:
-                failure = self._raised_by_hook(error)
-        with self._lock:
-            if self._done:
-                if report.value:
-                    self._free_report(report.value)
-                return True
-            if failure is None:
-                assert report.value is not None
-                self._report = self._take_report(report.value)
-            self._failure = failure
-            self._end()
-        return True
-
-    def _end(self) -> None:
-        # The library's job stays until this object goes: another thread may be waiting for it.
-        self._done = True
-        self._state.failed(self._failure)
+                # Without frames: they have this job, which nobody could drop then.
+                failure = self._raised_by_hook(error.with_traceback(None))
+        else:
+            assert report.value is not None
+            taken = self._take_report(report.value)
+        if not self._done:  # Who came in between has handed it out already.
+            self._report, self._failure = taken, failure
+            self._state.failed(failure)
+            self._done = True
+        for one in self._raised:
+            one.error = None  # It has frames, and these what was saved.
         self._state.end()
-        self._held = []
 
     def _descriptor(self, function: str) -> Optional[int]:
         """A descriptor of one's own that is readable once it is so; None where it is over."""
-        with self._lock:
-            if self._done:
-                return None
-            self._check_process()
-            fd = ctypes.c_int()
-            status = getattr(self._lib, function)(self._address, ctypes.addressof(fd))
-            if status:
-                _abi.fail(status)
-            return os.dup(fd.value)  # That of the job goes with it.
+        if self._done:
+            return None
+        self._check_process()
+        fd = ctypes.c_int()
+        status = getattr(self._lib, function)(self._address, ctypes.addressof(fd))
+        if status:
+            _abi.fail(status)
+        return os.dup(fd.value)  # That of the job goes with it.
 
     def _raised_by_hook(self, told: Exception) -> BaseException:
         """What a hook of this rank raised, where that is why the job failed."""
-        for item in self._held:
-            for one in item if isinstance(item, list) else ():
-                if isinstance(one, Raised) and one.error is not None:
-                    raised, one.error = one.error, None  # It has frames, and these what was saved.
-                    raised.__cause__ = told
-                    return raised
+        for one in self._raised:
+            raised = one.error
+            if raised is not None:
+                raised.__cause__ = told
+                return raised
         return told
+
+    def _refuse(self, own: BaseException) -> NoReturn:
+        """Raises what this rank itself found wrong, for which the job fails on the other ranks."""
+        self.cancel()
+        self._state.asked()
+        raise own
 
     def _take_report(self, address: int) -> Any:
         raise NotImplementedError
@@ -425,23 +456,30 @@ def begin(
     built: State,
     path: Any,
     group: Any,
-    handle: int,
+    handle: Any,
     given: Any,
     *kept: Any,
 ) -> _J:
-    """The job that a function of the library begins for a state, path, group (its `handle`) and
-    options. What the library may use lives from before the call: it copies of the options what it
-    needs but the hooks.
+    """The job that a function of the library begins for a state, path, group and options. `handle`: of
+    the group or saver, counted for the job until its end (`again`). What the library may use lives from
+    before the call: it copies of the options what it needs but the hooks.
     What a signal handler raises meanwhile goes on from here; nobody has the job then, which is
     cancelled."""
     name = path_bytes(path)
     out = ctypes.c_void_p()
+    tell_of_dropped()
+    _end_with_multiprocessing()
     held: list[Any] = [built, built.held, group, *kept]
     hold(held)
     # Before the call, so that there is no moment at which the library has a job and Python none.
     job = kind(out, os.fsdecode(name), held)
+    job._state.use = handle.again()
+    job._state.has_peers = group.size > 1
+    job._state.liveness = given.liveness_ms / 1000 or _LIVENESS
     try:
-        status = call(built.address, name, handle, ctypes.addressof(given), ctypes.addressof(out))
+        status = call(
+            built.address, name, handle.address, ctypes.addressof(given), ctypes.addressof(out)
+        )
         if status == 0:
             _live.add(job._state)
     except BaseException:
@@ -475,76 +513,99 @@ def _left(end: float) -> int:
     return max(0, min(_SLICE_MS, int((end - time.monotonic()) * 1000) + 1))
 
 
-class _Live:
-    """A job of the library, without the object that its user has.
+class _Taker:
+    """Who takes the verdict of a job, or wants to: the first that is not over does."""
 
-    The library's handle is freed once nobody waits for it any more, by whoever is the last; never at
-    the end of the interpreter, when threads stop in the middle of a wait.
-    """
+    __slots__ = ("over", "thread")
 
-    def __init__(self, job: Job) -> None:
-        self.out = job._out
-        self.process = job._process
-        self.lib = job._lib
-        self.names = (job._wait_function, job._cancel_function, job._free_function)
-        self.label = f"{job._word} {job._path}"
-        # Seconds that the end of the process waits for it; 0: it is cancelled.
-        self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
-        # What it failed with, until somebody was told. The text: an exception has frames, which have
-        # the job.
-        self.failure: Optional[str] = None
-        self.cancelled = False  # By this process.
-        self.keeps = False  # What it holds, beyond its end.
-        self.held = job._held
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.over = False
-        self.waiting = 0
-        self.nobodys = False
-        self.cancel_when_dropped = False
-        self.lock = threading.Lock()
-        weakref.finalize(job, self.dropped).atexit = False
+
+
+class _Handle:
+    """The library's job. It is freed when nobody refers to it any more: whoever calls the library with
+    it does meanwhile. Never at the end of the interpreter, when threads stop in the middle of a wait."""
+
+    __slots__ = ("_ended", "_free", "_out", "_process")
+
+    def __init__(self, out: ctypes.c_void_p, free: Any) -> None:
+        self._out = out
+        self._free = free  # Here, because at exit the module may be gone before this is.
+        self._ended = _abi.ended
+        self._process = os.getpid()
 
     @property
     def address(self) -> int:
-        """0: it has not begun, or was freed."""
-        return self.out.value or 0
+        """0: it has not begun."""
+        return self._out.value or 0
+
+    def __del__(self) -> None:
+        if not self._ended[0] and self._out.value and self._process == os.getpid():
+            self._free(self._out.value)
+
+
+class _Live:
+    """A job of the library, without the object that its user has."""
+
+    def __init__(self, job: Job, held: list[Any]) -> None:
+        self.handle = job._handle
+        self.process = job._process
+        self.lib = job._lib
+        self.names = (job._wait_function, job._cancel_function)
+        self.label = f"{job._word} {job._path}"
+        # Seconds that the end of the process waits for it; 0: it is cancelled.
+        self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
+        self.liveness = _LIVENESS
+        self.has_peers = False
+        # What it failed with, until somebody was told. The text: an exception has frames, which have
+        # the job.
+        self.failure: Optional[str] = None
+        self.known = False  # Somebody was told, or will be by another way.
+        self.cancelled = False  # By this process.
+        self.keeps = False  # What it holds, beyond its end.
+        self.pinned = [held]  # Empty once it is over: whoever takes it out ends it.
+        self.use: Any = None  # Of the group or saver.
+        self.cancel_when_dropped = False
+        weakref.finalize(job, self.dropped).atexit = False
+
+    @property
+    def over(self) -> bool:
+        return not self.pinned
+
+    def holds(self, one: Any) -> bool:
+        return any(any(item is one for item in held) for held in list(self.pinned))
 
     def end(self) -> None:
         """The verdict is there, or it never began: the library is done with the memory."""
-        with self.lock:
-            if self.over:
-                return
-            self.over = True
+        try:
+            held = self.pinned.pop()
+        except IndexError:
+            return
         _live.discard(self)
-        held, self.held = self.held, []
+        self.use = None
         if not self.keeps:
             _unpin(held)
 
     def dropped(self) -> None:
-        """Nobody has the job any more."""
+        """Nobody has the job any more. This is called by finalizers: wherever the collector happens to
+        run, with whatever locks are held there, those of logging among them."""
         if self.process != os.getpid() or _ending:
             return
-        self.nobodys = True
-        self.tell()
-        if self.over:
-            self.free()
-        else:
-            if self.cancel_when_dropped:
-                self.cancel()
-            # It ends by itself; somebody must give its memory back then.
-            threading.Thread(target=self.await_end, name="tensormount-job", daemon=True).start()
-
-    def free(self) -> None:
-        with self.lock:
-            if _ending or self.waiting > 0 or not self.nobodys or self.address == 0:
-                return
-            address, self.out.value = self.address, None
-        getattr(self.lib, self.names[2])(address)
+        if self.over and self.failure is None:
+            return
+        if self.cancel_when_dropped:
+            self.cancel()
+        # It ends by itself; somebody must give its memory back then.
+        try:
+            _thread.start_new_thread(_on_a_thread, (self.await_end,))
+        except RuntimeError:
+            _dropped.append(self)  # There is none to be had: later.
 
     def await_end(self) -> None:
-        if self.wait(None):
+        if self.over or self.wait(None):
             self.end()
             self.tell()
-            self.free()
 
     def failed(self, failure: Optional[BaseException]) -> None:
         """The verdict. Where it is a failure somebody is to be told of it; where a device is still at
@@ -553,64 +614,96 @@ class _Live:
             self.keeps = self.keeps or getattr(one, "memory_in_use", False)
         if failure is None or (self.cancelled and isinstance(failure, CancelledError)):
             return
+        if self.known or self.failure is not None:
+            return
         # The text of an exception of a hook may be anything, and may raise.
         text = status_of(failure)[1].decode("utf-8", "replace")
         self.failure = f"{type(failure).__name__}: {text}" if isinstance(failure, Error) else text
         _untold.add(self)
 
     def asked(self) -> None:
-        """Whoever has the job knows the verdict."""
+        """Whoever has the job knows the verdict, or what makes it fail."""
+        self.known = True
         self.failure = None
         _untold.discard(self)
 
     def tell(self) -> None:
-        """Logs a failure that nobody asked for. It is not raised: this rank alone would miss a
+        """Logs a failure that nobody asked for, once. It is not raised: this rank alone would miss a
         collective call, and the others hang in it."""
         failure = self.failure
-        if failure is not None:
-            self.asked()
+        if failure is None:
+            return
+        _telling.add(self)
+        try:
+            _untold.remove(self)
             log.error("%s failed: %s", self.label, failure)
+            self.asked()
+        except KeyError:
+            pass  # Another thread does.
+        finally:
+            _telling.discard(self)
 
     def wait(self, end: Optional[float]) -> bool:
         """Whether the verdict, which nobody asks for, came before `end`."""
-        with self.lock:
-            if self.address == 0:
-                return True
-            self.waiting += 1
+        handle = self.handle
+        if handle.address == 0:
+            return True
         done = ctypes.c_int32()
         function = getattr(self.lib, self.names[0])
-        try:
-            while True:
-                status = function(self.address, _SLICE_MS, ctypes.addressof(done), None)
-                if status != 0:
-                    try:
-                        _abi.fail(status)
-                    except Exception as error:
-                        self.failed(error)
-                    return True
-                if done.value:
-                    return True
-                if end is not None and time.monotonic() > end:
-                    return False
-        finally:
-            with self.lock:
-                self.waiting -= 1
+        while True:
+            left = _SLICE_MS if end is None else _left(end)
+            status = function(handle.address, left, ctypes.addressof(done), None)
+            if status != 0:
+                try:
+                    _abi.fail(status)
+                except Exception as error:
+                    self.failed(error)
+                return True
+            if done.value:
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
 
     def cancel(self) -> None:
         self.cancelled = True
-        with self.lock:
-            if not self.over and self.address != 0:
-                getattr(self.lib, self.names[1])(self.address)
+        handle = self.handle
+        if not self.over and handle.address != 0:
+            getattr(self.lib, self.names[1])(handle.address)
 
     def has_hook(self) -> bool:
         hooks = (_HOOK, _BEFORE_PUBLISH, _ON_COMMIT)
         return any(isinstance(item, list) and any(type(one) in hooks for one in item)
-                   for item in self.held)
+                   for held in list(self.pinned) for item in held)
 
 
 _live: set[_Live] = set()
 _untold: set[_Live] = set()  # Over, failed, and nobody asked.
+_telling: set[_Live] = set()  # Being logged.
+_dropped: collections.deque[_Live] = collections.deque()  # For want of a thread.
 _ending = False
+
+
+def _on_a_thread(call: Callable[[], None]) -> None:
+    """On a thread that threading knows, since logging asks for its name; this one, which a finalizer
+    could start without any lock, it does not know."""
+    try:
+        threading.Thread(target=call, name="tensormount-job", daemon=True).start()
+    except RuntimeError:
+        call()
+
+
+def tell_of_dropped() -> None:
+    """What was left to be done for jobs that nobody has; where a call of the user's begins."""
+    for _ in range(len(_dropped)):
+        try:
+            job = _dropped.popleft()
+        except IndexError:
+            return
+        if job.over or job.wait(0):
+            job.end()
+            job.tell()
+        else:
+            _dropped.append(job)
 
 
 def await_all_of(owner: Any) -> None:
@@ -626,57 +719,126 @@ def cancel_all_of(owner: Any) -> None:
 
 
 def _all_of(owner: Any) -> list[_Live]:
-    return [job for job in list(_live)
-            if job.process == os.getpid() and any(one is owner for one in job.held)]
+    return [job for job in list(_live) if job.process == os.getpid() and job.holds(owner)]
+
+
+# ---- The end of the process ------------------------------------------------------------------------
 
 
 @atexit.register
 def end_all() -> None:
     """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call
-    into nothing. Saves are finished, loads cancelled. What is lost is logged; this raises nothing."""
+    into nothing. Saves are finished, loads cancelled. What is lost is logged; this raises nothing:
+    Ctrl-C, or what another signal handler raises, ends the wait for saves, and they are cancelled."""
     global _ending
     _ending = True
-    jobs = [job for job in list(_live) if job.process == os.getpid()]
-    unfinished = [job for job in jobs if not _finish(job)]
-    for job in unfinished:
+    end = _End()
+    while True:
+        try:
+            end.run()
+            return
+        except BaseException:
+            end.interrupted += 1
+
+
+class _End:
+    """One end of the process. `run` begins again where it was interrupted."""
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self.crashed = _ends_by_exception()
+        self.interrupted = 0
+        self.last: Optional[float] = None
+
+    def run(self) -> None:
+        # Those that nobody waits for first: they end while others are waited for.
+        jobs = [job for job in list(_live) if job.process == os.getpid()]
+        for job in jobs:
+            if self.waits_until(job) <= self.begin:
+                self.give_up(job)
+        for job in jobs:
+            if not job.cancelled and not job.over:
+                job.wait(self.waits_until(job))
+                self.give_up(job)
+        if self.last is None:
+            self.last = time.monotonic() + _LAST_SECONDS
+        for job in jobs:
+            # One with a hook is waited for as long as it takes, but for a user who insists.
+            if not job.over and job.wait(None if job.has_hook() and self.interrupted < 3 else self.last):
+                job.end()
+            # Otherwise its memory stays for ever.
+        for job in list(_untold):
+            if job.process == os.getpid():
+                job.tell()
+        end = time.monotonic() + 1
+        while _telling and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def waits_until(self, job: _Live) -> float:
+        if self.interrupted or job.cancelled or job.cancel_when_dropped:
+            return self.begin
+        wait = job.exit_wait
+        if self.crashed and job.has_peers:
+            # They may wait for what this rank would have called next, and never come.
+            wait = min(wait, job.liveness)
+        return self.begin + wait
+
+    def give_up(self, job: _Live) -> None:
+        if job.wait(0):
+            job.end()
+            return
+        if not job.cancelled and not job.cancel_when_dropped and job.exit_wait > 0:
+            why = " (interrupted)" if self.interrupted else ""
+            if self.crashed and not self.interrupted:
+                why = " (after an uncaught exception the other ranks are waited for no longer)"
+            log.error(
+                "%s is lost: the process ends, and it was not over after %.0f s%s", job.label,
+                time.monotonic() - self.begin, why,
+            )
         job.cancel()
-    end = time.monotonic() + _LAST_SECONDS
-    for job in unfinished:
-        # One with a hook is waited for as long as it takes.
-        if job.wait(None if job.has_hook() else end):
-            job.end()
-        # Otherwise its memory stays for ever.
-    for job in list(_untold):
-        if job.process == os.getpid():
-            job.tell()
 
 
-_interrupted = False
+def _ends_by_exception() -> bool:
+    """Whether an exception that nobody caught ends this process."""
+    if hasattr(sys, "ps1"):
+        return False  # At a prompt they end nothing.
+    # In a child of multiprocessing it is on its way.
+    error = sys.exc_info()[1]
+    return getattr(sys, "last_value", None) is not None or not isinstance(error, (SystemExit, type(None)))
 
 
-def _finish(job: _Live) -> bool:
-    """Whether a job came to its end by itself, within its `exit_wait`. Ctrl-C ends the wait for all."""
-    global _interrupted
-    wait = 0.0 if job.cancel_when_dropped or _interrupted else job.exit_wait
-    begin = time.monotonic()
+_registered_in = 0
+
+
+def _end_with_multiprocessing() -> None:
+    """Its children end by os._exit(), without what atexit has; after finalizers of its own."""
+    global _registered_in
+    process = sys.modules.get("multiprocessing.process")
+    parent = getattr(process, "parent_process", None)
+    if parent is None or parent() is None or _registered_in == os.getpid():
+        return
+    from multiprocessing import util
+
+    _registered_in = os.getpid()
+    util.Finalize(None, _end_of_child, exitpriority=-100)  # After those of its queues.
+
+
+def _end_of_child() -> None:
     try:
-        if wait > 0 and job.wait(begin + wait):
-            job.end()
-            return True
-    except KeyboardInterrupt:
-        _interrupted = True
-    if job.exit_wait > 0 and not job.cancel_when_dropped:
-        log.error(
-            "%s is lost: the process ends, and it was not over after %.0f s%s", job.label,
-            time.monotonic() - begin, " (interrupted)" if _interrupted else "",
-        )
-    return False
+        # It would wait for them next, and they may still save.
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+    finally:
+        end_all()
 
 
 def _forked() -> None:
     global _ending
     _ending = False  # The child's own end comes later.
     _untold.clear()
+    _telling.clear()
+    _dropped.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

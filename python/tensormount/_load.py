@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fnmatch
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from glob import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
-from tensormount import _abi, _layouts, _shards, _tree
+from tensormount import _abi, _key_map, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
 from tensormount._progress import Progress
 from tensormount._save import _choice, _group, _numbers, _verdict, flag
-from tensormount._state import State, cache_of, rules_text, take_json, text, texts
+from tensormount._state import (
+    UNKNOWN_PATH,
+    State,
+    Unmade,
+    cache_of,
+    path_bytes,
+    take_json,
+    text,
+    texts,
+)
 from tensormount.errors import (
     Error,
     InvalidArgumentError,
@@ -37,6 +46,11 @@ _VIA = ("auto", "host", "devices")
 _GROW = ("error", "zero", "keep")
 _GRID = ("error", "by-index", "first", "skip")
 _FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT
+# Of two stored tensors at a time.
+_COMPARED_BYTES = 4 << 20
+
+_fnmatch = ctypes.CDLL(None).fnmatch
+_fnmatch.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
 
 
 class Loaded:
@@ -51,7 +65,8 @@ class Loaded:
     metadata    what the application said about the checkpoint as a whole.
     objects     bytes that were asked for, by (key, index).
     not_stored, not_requested   keys on one side only, where those options said "return". Of tensors
-                and, in not_stored, of plain values ("optim.param_groups.0.lr").
+                and, in not_stored, of plain values ("optim.param_groups.0.lr"). In not_stored also what
+                `optional` of tensormount.torch.load let be absent.
     skipped     keys of which nothing was loaded, by a rule; converted: whose elements were.
     uncovered   cells that the stored tensor lacks, by a rule: (key, begin, extent, zeroed).
     """
@@ -69,6 +84,8 @@ class Loaded:
     skipped: list[str]
     converted: list[str]
     uncovered: list[tuple[str, tuple[int, ...], tuple[int, ...], bool]]
+    # What this rank asked for and is not stored, whatever `not_stored` says.
+    _absent: frozenset[str]
 
     def __repr__(self) -> str:
         return f"<tensormount.Loaded {self.uuid}: {self.report['bytes_wanted']} bytes>"
@@ -88,6 +105,7 @@ class LoadOptions(TypedDict, total=False):
     exchange_group: int
     exchange_via: str
     threads: int
+    roots: Sequence[str]
     liveness: Optional[float]
     arrival: Optional[float]
     total: Optional[float]
@@ -160,7 +178,18 @@ class _Asked:
         self.stored_uuid: Optional[str] = None  # Of the checkpoint that names were taken from.
         self._bytes: Optional[int] = None
         self.flat: Optional[_tree.Flat] = None
-        self.missing: list[str] = []  # Plain values that are asked for and not stored.
+        self.key_map: Optional[_key_map.Rules] = None
+        self.optional: tuple[str, ...] = ()
+        # Of what this rank asks for and is not stored under its name, plain values, and tensors that
+        # `key_map` renamed or dropped: all, and those that `not_stored` of the result names.
+        self.absent: list[str] = []
+        self.missing: list[str] = []
+
+    def values_of(self, stored: Any) -> Any:
+        """The plain values of a checkpoint (`_stored_state`) under the names of the request."""
+        if self.key_map is None or self.flat is None or not self.flat.asks_for_values():
+            return stored
+        return _key_map.renamed_values(self.request, stored, self.key_map)
 
     def bytes(self) -> int:
         """Of the tensors that this rank wants."""
@@ -176,7 +205,7 @@ def load(
     group: Any = None,
     *,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
-    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    key_map: Optional[_key_map.Rules] = None,
     progress: Progress = None,
     **options: Unpack[LoadOptions],
 ) -> Loaded:
@@ -189,8 +218,9 @@ def load(
     source    "STORE/NAME", "STORE/latest", or what another program saved.
     group     Group; None: this process alone.
     objects   keys of objects to load, as a list; (key, index) for a part of those on a grid.
-    key_map   rules that rename what is stored to what `request` calls it, as --map has them:
-              [{"prefix": "model.", "to": ""}].
+    key_map   rules that rename what is stored, tensors and plain values, to what `request` calls it, as
+              --map has them: [{"prefix": "model.", "to": ""}]. What they rename or drop is not stored
+              under its old name.
     progress  called with the bytes that this rank has read and wants, while the call waits (others
               may read some for it); True: a bar, where tqdm is installed.
 
@@ -207,10 +237,12 @@ def load(
               docs/semantics.md.
     threads   that read what this rank reads for itself; 0: as many as have a core each, with the
               other ranks of the machine, at most 12.
+    roots     as of `open`.
     liveness, arrival, total, on_event   as of `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
-    LayoutError, DataLossError, PeerTimeout, PeerLost, CancelledError. After an exception the
+    LayoutError (another shape or dtype; one tensor under two keys whose stored tensors differ; a value
+    that cannot be read), DataLossError, PeerTimeout, PeerLost, CancelledError. After an exception the
     contents of the tensors are undefined; after one that a signal raised they are still written to
     until the read that is under way has ended.
 
@@ -220,9 +252,9 @@ def load(
         >>> loaded.report["bytes_wanted"]
         2048
     """
-    job, own = _begin(request, source, group, objects, key_map, options)
-    loaded: Loaded = _verdict(job, own, progress)
-    return loaded
+    return load_with(
+        request, source, group, options, objects=objects, key_map=key_map, progress=progress
+    )
 
 
 def async_load(
@@ -231,19 +263,36 @@ def async_load(
     group: Any = None,
     *,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
-    key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    key_map: Optional[_key_map.Rules] = None,
     **options: Unpack[LoadOptions],
 ) -> LoadJob:
     """As `load`, in the background: returns at once. The tensors are the load's until the verdict.
     Loads of one group run one after the other, in the order of the calls."""
     job, own = _begin(request, source, group, objects, key_map, options)
     if own is not None:
-        job.cancel()
-        raise own
+        job._refuse(own)
     return job
 
 
 # ---- How -----------------------------------------------------------------------------------------
+
+
+def load_with(
+    request: Any,
+    source: PathLike,
+    group: Any,
+    options: LoadOptions,
+    *,
+    objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]] = (),
+    key_map: Optional[_key_map.Rules] = None,
+    progress: Progress = None,
+    optional: Optional[Sequence[str]] = None,
+) -> Loaded:
+    """As `load`. `request` may be Unmade. `optional`: globs of keys that count as `strict_exempt` does,
+    but `not_stored` of the result names them; a KeyNotFoundError then says that there are such globs."""
+    job, own = _begin(request, source, group, objects, key_map, options, optional)
+    loaded: Loaded = _verdict(job, own, progress)
+    return loaded
 
 
 def _begin(
@@ -251,19 +300,42 @@ def _begin(
     source: PathLike,
     group: Any,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
-    key_map: Optional[Sequence[Mapping[str, str]]],
+    key_map: Optional[_key_map.Rules],
     options: LoadOptions,
+    optional: Optional[Sequence[str]] = None,
 ) -> tuple[LoadJob, Optional[BaseException]]:
-    given = read_options(**options)
-    policy = _ValuePolicy(
-        options.get("not_stored", "raise"), tuple(options.get("strict_exempt") or ())
-    )
     group = _group(group)
-    handle = group._handle()
-    asked = _Asked(request)
-    asked.group = group
-    built, own = _build(asked, source, objects, key_map, policy)
-    return start(built, source, group, handle, given, asked), own
+    with group._handle() as handle:
+        policy = _ValuePolicy("raise", (), None)
+        try:
+            options = options.copy()
+            exempt = globs("strict_exempt", options.get("strict_exempt") or ())
+            may_be_absent = globs("optional", optional or ())
+            policy = _ValuePolicy(
+                options.get("not_stored", "raise"), exempt, None if optional is None else may_be_absent
+            )
+            options["strict_exempt"] = exempt + may_be_absent
+            given = read_options(**options)
+            path_bytes(source)
+        except Exception as error:
+            if group.size == 1:
+                raise
+            # The load begins all the same, to fail on all ranks.
+            given, source, request = read_options(), UNKNOWN_PATH, Unmade(error)
+        asked = _Asked(request)
+        asked.group, asked.key_map = group, key_map
+        built, own = _build(asked, source, objects, policy)
+        return start(built, source, group, handle, given, asked), own
+
+
+def globs(name: str, given: Any) -> tuple[str, ...]:
+    """An option that is a list of globs. A text alone would be taken for a list of letters."""
+    if isinstance(given, (str, bytes)):
+        raise InvalidArgumentError(f"{name}={given!r}: a list of globs was expected: {name}=[{given!r}]")
+    found = tuple(given)
+    if not all(isinstance(glob, str) for glob in found):
+        raise InvalidArgumentError(f"{name}={given!r}: a list of globs was expected")
+    return found
 
 
 def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
@@ -284,6 +356,7 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
     given.exchange_group = options.get("exchange_group", 0)
     given.exchange_via = _choice("exchange_via", options.get("exchange_via", "auto"), _VIA)
     given.threads = options.get("threads", 0)
+    given.roots, given.root_count = texts(options.get("roots", ()), kept)
     rules = options.get("rules", ())
     if rules:
         table = (_abi.LoadRule * len(rules))()
@@ -306,12 +379,14 @@ def _build(
     asked: _Asked,
     source: PathLike,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
-    key_map: Optional[Sequence[Mapping[str, str]]],
     policy: _ValuePolicy,
 ) -> tuple[State, Optional[BaseException]]:
     built = State()
     group = asked.group
+    asked.optional = policy.optional or ()
     try:
+        if isinstance(asked.request, Unmade):
+            raise asked.request.error
         if isinstance(objects, str):
             raise InvalidArgumentError(f"objects={objects!r}: a list of keys was expected")
         for wanted in objects:
@@ -320,21 +395,22 @@ def _build(
             asked.objects.append((key, tuple(index)))
         with _look(source) as stored:
             keys = stored.keys() if stored is not None else []
-            names, values = {}, {}
-            if stored is not None:
-                values = stored._values()
-                names = stored._stored_names(values, frozenset(keys))
-            flat = _tree.flatten(asked.request, names, frozenset(keys))
+            values = stored._values() if stored is not None else {}
+            names = stored._stored_names(values, frozenset(keys)) if stored is not None else {}
+            renamed = None
+            if asked.key_map is not None:
+                renamed = _key_map.KeyMap(asked.key_map, keys, names)
+            flat = _tree.flatten(asked.request, renamed or names, frozenset(keys))
+            flat, hidden = _without_hidden(flat)
             asked.flat = flat
-            if stored is not None and (flat.common or flat.rank_common):
-                asked.missing = _missing_values(asked, stored, values, policy)
-            looked = names or key_map is not None or flat.common or flat.rank_common
-            if stored is not None and looked:
-                asked.stored_uuid = stored.uuid
-        items = flat.items()
-        if key_map is not None:
-            items = _renamed(items, keys, key_map)
-        built.add_tensors(items, _shards.LOAD, cache_of(group), group.size)
+            if stored is not None:
+                _check_merged(flat, stored, group.size)
+                if hidden or flat.asks_for_values():
+                    there = keys if renamed is None else renamed.new_names()
+                    _look_for_missing(asked, stored, values, hidden, there, policy)
+                if names or renamed is not None or flat.merged or flat.asks_for_values():
+                    asked.stored_uuid = stored.uuid
+        built.add_tensors(flat.items(), _shards.LOAD, cache_of(group), group.size)
     except Exception as error:
         built.fail(error)
         return built, error
@@ -356,31 +432,93 @@ def _look(source: PathLike) -> Iterator[Any]:
 
 
 class _ValuePolicy(NamedTuple):
-    """What `not_stored` and `strict_exempt` say, for plain values."""
+    """What `not_stored`, `strict_exempt` and `optional` say, for what the library does not see. `optional`
+    None: the caller has no such option."""
 
     not_stored: str
     exempt: tuple[str, ...]
+    optional: Optional[tuple[str, ...]]
 
 
-def _missing_values(
-    asked: _Asked, stored: Any, values: Mapping[str, Any], policy: _ValuePolicy
-) -> list[str]:
-    """Names of plain values that are asked for and not stored, as the library finds those of tensors.
-    KeyNotFoundError under "raise", before a byte is read, so that all ranks hear of it."""
-    if policy.not_stored == "ignore":
-        return []
+def _without_hidden(flat: _tree.Flat) -> tuple[_tree.Flat, list[str]]:
+    """What the library is asked for, and the names of tensors that `key_map` renamed or dropped."""
+    hidden = {key for key in flat.tensors if key.startswith(_key_map.HIDDEN)}
+    if not hidden:
+        return flat, []
+    tensors = {key: leaf for key, leaf in flat.tensors.items() if key not in hidden}
+    again = tuple(item for item in flat.again if item[0] not in hidden)
+    names = sorted(key[len(_key_map.HIDDEN) :] for key in hidden)
+    return flat._replace(tensors=tensors, again=again), names
+
+
+def _check_merged(flat: _tree.Flat, stored: Any, world_size: int) -> None:
+    """LayoutError where a request has one tensor under several keys, and the checkpoint has others under
+    these: one of them would be lost."""
+    for keys in flat.merged:
+        first, *others = (stored[key] for key in keys)
+        for other in others:
+            if not _same_cells(first, other, flat.tensors[keys[0]], world_size):
+                raise LayoutError(
+                    f"{first.key} and {other.key} are one tensor in the request and two different ones "
+                    f"in the checkpoint: ask for each in memory of its own, or leave one out "
+                    f'(key_map=[{{"drop": "{other.key}"}}])',
+                    key=other.key,
+                )
+
+
+def _same_cells(a: Any, b: Any, leaf: Any, world_size: int) -> bool:
+    """Whether two stored tensors are the same. Where they have no digests, in the rows that `leaf` is."""
+    if (a.dtype_name, a.shape) != (b.dtype_name, b.shape):
+        return False
+    if a.digest is not None and b.digest is not None:
+        return bool(a.digest == b.digest)
+    rows, begin, end = (a.shape[0] if a.shape else 1), a.nbytes, 0
+    row = a.nbytes // rows if rows and a.nbytes % rows == 0 else 0
+    for shard in _shards.describe(a.key, leaf, _shards.LOAD, world_size):
+        first, count = (shard.begin[0], shard.extent[0]) if row and shard.begin else (0, rows)
+        begin = min(begin, first * row)
+        end = max(end, (first + count) * row if row else a.nbytes)
+    for at in range(begin, end, _COMPARED_BYTES):
+        size = min(_COMPARED_BYTES, end - at)
+        if a.read_bytes(at, size) != b.read_bytes(at, size):
+            return False
+    return True
+
+
+def _look_for_missing(
+    asked: _Asked,
+    stored: Any,
+    values: Mapping[str, Any],
+    hidden: Sequence[str],
+    keys: Sequence[str],
+    policy: _ValuePolicy,
+) -> None:
+    """Plain values that are asked for and not stored, as the library finds tensors, and tensors that
+    `key_map` hides from it. KeyNotFoundError under "raise", before a byte is read, so that all ranks hear
+    of it. `keys`: of the stored tensors, as the request would name them."""
     kept: list[Any] = []
     ranks = stored._rank_values(asked.group.rank) or stored._rank_values(0)
-    _tree.refill(asked.request, _stored_state(values, ranks), kept)
-    missing = unmatched(map(_tree.dotted, kept), policy.exempt)
-    if not missing or policy.not_stored == "return":
-        return missing
-    objects, keys = frozenset(stored.objects), stored.keys()
+    _tree.refill(asked.request, asked.values_of(_stored_state(values, ranks)), kept)
+    asked.absent = list(dict.fromkeys([*hidden, *map(_tree.dotted, kept)]))
+    missing = unmatched(asked.absent, (*policy.exempt, *asked.optional))
+    named = set(matched(asked.absent, asked.optional))
+    if policy.not_stored == "return":
+        named.update(missing)
+    asked.missing = [name for name in asked.absent if name in named]
+    if not missing or policy.not_stored in ("return", "ignore"):
+        return
+    objects = frozenset(stored.objects)
     said = listed(missing, lambda name: _why_missing(name, objects, keys))
     if policy.not_stored == "raise":
-        raise KeyNotFoundError(f"asked for, but not stored: {said}", key=missing[0])
-    log.warning("%s: asked for, but not stored: %s", stored.path, said)
-    return []
+        hint = "" if policy.optional is None else optional_hint(missing)
+        raise KeyNotFoundError(f"{_abi.NOT_STORED}{said}{hint}", key=missing[0])
+    log.warning("%s: %s%s", stored.path, _abi.NOT_STORED, said)
+
+
+def optional_hint(names: Sequence[str]) -> str:
+    """The end of a message about names that are not stored, for who has an option `optional`."""
+    shown = [escape(name) for name in names[:4]] + ["..."] * (len(names) > 4)
+    return f"; optional={shown} lets what is absent stay as it is"
 
 
 def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str:
@@ -391,9 +529,18 @@ def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str
     return name
 
 
-def unmatched(names: Iterable[str], globs: Sequence[str]) -> list[str]:
-    """The names that none of the globs matches; '*' crosses '/'."""
-    return [name for name in names if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+def matched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that one of the globs matches, by the function that the library uses, so that both agree:
+    '*' crosses '/', and a backslash takes its meaning from the next character."""
+    packed = [pattern.encode() for pattern in patterns]
+    return [name for name in names if any(_fnmatch(one, text(name), 0) == 0 for one in packed)]
+
+
+def unmatched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that none of the globs matches."""
+    names = list(names)
+    found = set(matched(names, patterns))
+    return [name for name in names if name not in found]
 
 
 def listed(names: Sequence[str], shown: Callable[[str], str] = str) -> str:
@@ -411,32 +558,11 @@ def check_same(looked_at: Optional[str], loaded: str) -> None:
         )
 
 
-def _renamed(
-    items: Iterable[tuple[str, Any]], stored: Sequence[str], key_map: Sequence[Mapping[str, str]]
-) -> list[tuple[str, Any]]:
-    """The request under the names that are stored."""
-    of_new = {new: old for old, new in zip(stored, apply_key_map(key_map, stored)) if new}
-    return [(of_new.get(key, key), leaf) for key, leaf in items]
-
-
-def apply_key_map(rules: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[str]:
-    """New names of keys; "" for those that are dropped. `rules` as of `load`.
-
-    >>> import tensormount as tm
-    >>> tm.apply_key_map([{"drop": "optim.*"}, {"prefix": "model.", "to": ""}], ["model.w", "optim.m"])
-    ['w', '']
-    """
-    packed = b"".join(text(key) + b"\0" for key in keys)
-    return _abi.get_list(
-        _abi.library().tm_key_map_apply, rules_text(rules), packed, len(packed), len(keys),
-    )
-
-
 def start(
     built: State,
     source: PathLike,
     group: Any,
-    handle: int,
+    handle: Any,
     options: tuple[Any, list[Any]],
     asked: _Asked,
 ) -> LoadJob:
@@ -460,7 +586,11 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     check_same(asked.stored_uuid, found.uuid)
     for name in ("not_stored", "not_requested", "skipped", "converted"):
         setattr(found, name, _abi.get_list(getattr(lib, f"tm_load_report_{name}"), address))
-    found.not_stored += asked.missing
+    objects = {key for key, _ in asked.objects}
+    absent = [key for key in found.skipped if key not in objects]
+    found._absent = frozenset([*absent, *asked.absent])
+    told = [*found.not_stored, *matched(absent, asked.optional), *asked.missing]
+    found.not_stored = list(dict.fromkeys(told))
     found.uncovered = []
     row = _abi.Uncovered(struct_size=ctypes.sizeof(_abi.Uncovered))
     for i in range(lib.tm_load_report_uncovered_count(address)):
@@ -482,9 +612,12 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     structures = _tree.structures_of(values)
     found.common = _tree.plain_values(values, structures)
     found.rank_common = {asked.group.rank: _tree.plain_values(ranks, structures, "rank")}
+    found.state, found.kept = asked.request, []
+    if asked.flat is None:
+        return found  # Of tensors alone, which were described one by one.
     _written(asked.flat)
     kept: list[Any] = []
-    found.state = _tree.refill(asked.request, _stored_state(values, ranks), kept)
+    found.state = _tree.refill(asked.request, asked.values_of(_stored_state(values, ranks)), kept)
     found.kept = [_tree.path_text(path) for path in kept]
     _put_back(asked.request, found.state, _standing_twice(asked.request))
     if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
@@ -492,13 +625,13 @@ def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
     return found
 
 
-def _written(flat: Optional[_tree.Flat]) -> None:
+def _written(flat: _tree.Flat) -> None:
     """Tells autograd of PyTorch that tensors have other values now: a graph that kept an old one
     must not be used any more."""
     import sys
 
     torch = sys.modules.get("torch")
-    if torch is None or flat is None:
+    if torch is None:
         return
     for local in _layouts.local_tensors(leaf for _, leaf in flat.items()):
         if not local.is_inference():
@@ -540,24 +673,7 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
         _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _tree.ABSENT)
         for name in order
     ]
-    return _united(trees)
-
-
-def _united(trees: Sequence[Any]) -> Any:
-    tree = trees[0]
-    for other in trees[1:]:
-        tree = _unite(tree, other)
-    return tree
-
-
-def _unite(a: Any, b: Any) -> Any:
-    """`a`, with what only `b` has."""
-    if type(a) in _tree.SPLIT_DICTS and type(b) in _tree.SPLIT_DICTS:
-        merged = type(a)(a)
-        for key, item in b.items():
-            merged[key] = _unite(merged[key], item) if key in merged else item
-        return merged
-    return b if a is _tree.ABSENT else a
+    return _key_map.united(trees)
 
 
 def _standing_twice(request: Any) -> set[int]:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ class Mount:
 
     def __init__(self, path: str, program: str, made: bool) -> None:
         self.path = path
+        self._process = os.getpid()
         self._program: Optional[str] = program
         self._made = made  # The folder.
 
@@ -37,8 +38,11 @@ class Mount:
 
     def close(self, *, timeout: float = 60.0) -> None:
         """Unmounts. Error where something still uses it after `timeout` seconds; then it may be
-        called again."""
+        called again. A forked child leaves it to its parent."""
         if self._program is None:
+            return
+        if self._process != os.getpid():
+            self._program = None
             return
         _run([self._program, "unmount", self.path], timeout)
         self._program = None
@@ -84,7 +88,8 @@ def mount(
         _run(command, timeout)
     except BaseException:
         if made:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # Not what is in it: it may be mounted after all.
         raise
     return Mount(path, name, made)
 

@@ -21,7 +21,15 @@ from tensormount._jobs import (
     set_times,
 )
 from tensormount._progress import Progress
-from tensormount._state import State, cache_of, text, texts
+from tensormount._state import (
+    UNKNOWN_PATH,
+    State,
+    Unmade,
+    cache_of,
+    path_bytes,
+    text,
+    texts,
+)
 from tensormount._tasks import in_background
 from tensormount.errors import InvalidArgumentError, LayoutError
 
@@ -89,6 +97,7 @@ class SaveJob(Job):
             self._address, most_ms, ctypes.addressof(done)
         )
         if status:
+            self._state.asked()
             _abi.fail(status, _FAILURES)
         return bool(done.value)
 
@@ -183,8 +192,7 @@ def save(
         (1, 64)
     """
     job, own = _start(
-        "tm_save_in_place", state, path, group, read_options(**options), objects, rank_objects,
-        metadata,
+        "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata
     )
     report: dict[str, Any] = _verdict(job, own, progress)
     return report
@@ -221,12 +229,11 @@ def async_save(
     """
     wait = exit_wait_of(exit_wait)
     job, own = _start(
-        "tm_save_async", state, path, group, read_options(**options), objects, rank_objects, metadata
+        "tm_save_async", state, path, group, options, objects, rank_objects, metadata
     )
     job._state.exit_wait = wait
     if own is not None:
-        job.cancel()
-        raise own
+        job._refuse(own)
     return job
 
 
@@ -248,18 +255,18 @@ def validate(
     group = _group(group)
     given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions), limit=limit)
     set_times(given, liveness, arrival, total)
-    handle = group._handle()
-    built, own = build(state, group, _shards.VALIDATE)
-    sound = ctypes.c_int32()
+    with group._handle() as handle:
+        built, own = build(state, group, _shards.VALIDATE)
+        sound = ctypes.c_int32()
 
-    def call(task: int) -> bytes:
-        given.task = task
-        return _abi.get_text(
-            _abi.library().tm_validate, built.address, handle, ctypes.addressof(given),
-            ctypes.addressof(sound),
-        )
+        def call(task: int) -> bytes:
+            given.task = task
+            return _abi.get_text(
+                _abi.library().tm_validate, built.address, handle.address, ctypes.addressof(given),
+                ctypes.addressof(sound),
+            )
 
-    found = in_background(call, group=group, own=own)
+        found = in_background(call, handle=handle, own=own)
     import json
 
     report: dict[str, Any] = json.loads(found)
@@ -282,6 +289,8 @@ def build(
     job on all ranks, so the job must be begun all the same."""
     built = State()
     try:
+        if isinstance(state, Unmade):
+            raise state.error
         flat = _tree.flatten(state)
         built.add_tensors(flat.items(), purpose, cache_of(group), group.size)
         if purpose == _shards.SAVE:
@@ -317,10 +326,10 @@ def saving_group(group: Any) -> Any:
     """As `_group`, for whoever writes: ranks that each save alone would exclude each other, or the
     last would win."""
     if group is None:
-        from tensormount._group import ranks_of_environment
+        from tensormount._group import launched_among_others
 
-        found = ranks_of_environment()
-        if found is not None and found.size > 1:
+        found = launched_among_others()
+        if found is not None:
             raise InvalidArgumentError(
                 f"group=None: this is rank {found.rank} of {found.size} ({found.names}), and would save "
                 "alone. group=tm.Group.from_env() saves with the other ranks; within `if rank == 0:`, "
@@ -334,17 +343,31 @@ def _start(
     state: Any,
     path: PathLike,
     group: Any,
-    options: tuple[Any, list[Any]],
+    options: SaveOptions,
     objects: Optional[Mapping[str, bytes]],
     rank_objects: Optional[Mapping[str, bytes]],
     metadata: Optional[Mapping[str, Any]],
 ) -> tuple[SaveJob, Optional[BaseException]]:
     group = saving_group(group)
-    handle = group._handle()
-    given, kept = options
-    built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
-    call = getattr(_abi.library(), function)
-    return begin(SaveJob, call, built, path, group, handle, given, kept), own
+    with group._handle() as handle:
+        given, kept, state, path = _called(state, path, group, options)
+        built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
+        call = getattr(_abi.library(), function)
+        return begin(SaveJob, call, built, path, group, handle, given, kept), own
+
+
+def _called(
+    state: Any, path: PathLike, group: Any, options: SaveOptions
+) -> tuple[Any, list[Any], Any, PathLike]:
+    """tm_save_options, what they point to, state and path of a call. Where an argument is wrong on this
+    rank of several the state is Unmade: the save begins all the same, to fail on all ranks."""
+    try:
+        path_bytes(path)
+        return (*read_options(**options), state, path)
+    except Exception as error:
+        if group.size == 1:
+            raise
+        return (*read_options(), Unmade(error), UNKNOWN_PATH)
 
 
 def _verdict(job: Job, own: Optional[BaseException], progress: Progress = None) -> Any:

@@ -28,12 +28,16 @@ else:
 
 class _Handle:
     """A tm_saver, freed when nobody refers to it any more: who begins a save on another thread does
-    meanwhile, so that close() never takes it away from under it. Its group lives as long."""
+    meanwhile, and so does each of its jobs, so that close() never takes it away from under them. The
+    group's communicator, of which it is a use, is there as long."""
 
-    def __init__(self, address: int, group: Any) -> None:
+    def __init__(self, address: int, of_group: Any) -> None:
         self.address = address
         self.process = os.getpid()
-        _abi.free_with(self, _abi.library().tm_saver_free, address, group)
+        _abi.free_with(self, _abi.library().tm_saver_free, address, of_group)
+
+    def again(self) -> _Handle:
+        return self
 
 
 class Saver:
@@ -89,13 +93,14 @@ class Saver:
         self._cancel_on_drop = bool(given.cancel_on_free)
         self._call = _abi.library().tm_saver_save
         out = ctypes.c_void_p()
+        of_group = group._handle()
         status = _abi.library().tm_saver_new(
-            group._handle(), ctypes.addressof(given), ctypes.addressof(out)
+            of_group.address, ctypes.addressof(given), ctypes.addressof(out)
         )
         if status:
             _abi.fail(status)
         assert out.value is not None
-        self._handle = _Handle(out.value, group)
+        self._handle = _Handle(out.value, of_group)
         group._savers.add(self)
 
     @property
@@ -123,7 +128,7 @@ class Saver:
         their jobs; that there is no memory for the copies is in the job."""
         handle = self._opened()
         wait = exit_wait_of(exit_wait)
-        given, kept = _save.read_options(**options)
+        given, kept, state, path = _save._called(state, path, self._group, options)
         built, own = _save.build(
             state, self._group, _shards.SAVE, objects, rank_objects, metadata
         )
@@ -133,13 +138,12 @@ class Saver:
             return status
 
         job = begin(
-            _save.SaveJob, call, built, path, self._group, handle.address, given, kept, self
+            _save.SaveJob, call, built, path, self._group, handle, given, kept, self
         )
         job._state.cancel_when_dropped = self._cancel_on_drop
         job._state.exit_wait = wait
         if own is not None:
-            job.cancel()
-            raise own
+            job._refuse(own)
         return job
 
     def close(self) -> None:

@@ -112,6 +112,18 @@ class State:
         self._lib.tm_state_fail(self.address, *status_of(error))
 
 
+class Unmade:
+    """In the place of a state dict or request that this rank could not make. A job that is begun with it
+    fails with `error` on all ranks, who would wait for this one otherwise."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+# In the place of a path that is none, for a job that is begun only to fail.
+UNKNOWN_PATH = "?"
+
+
 def status_of(error: BaseException) -> tuple[int, bytes]:
     """A status of the library for an exception, and what it says. Whatever the exception is, this
     raises none: others would wait for a rank that could not even say what it found wrong."""

@@ -197,11 +197,17 @@ class Store:
 
 
 def verify(
-    path: PathLike, *, quick: bool = False, threads: int = 0, progress: Progress = None
+    path: PathLike,
+    *,
+    quick: bool = False,
+    threads: int = 0,
+    roots: Sequence[str] = (),
+    progress: Progress = None,
 ) -> dict[str, Any]:
     """Every byte of a checkpoint against its hashes.
 
     quick: commit record, lengths and index only; no data are read. threads: 0: as many as cores.
+    roots: as of `open`.
     progress: called with bytes done and in all; True: a bar, where tqdm is installed.
 
     Returns {"whole": True or False, "tensors", "bytes", ..., "damage": [{"object", "file", "offset",
@@ -215,6 +221,8 @@ def verify(
     given = _abi.VerifyOptions(
         struct_size=ctypes.sizeof(_abi.VerifyOptions), quick=int(quick), threads=threads
     )
+    kept: list[Any] = []
+    given.roots, given.root_count = texts(roots, kept)
     whole = ctypes.c_int32()
 
     return _watched(
@@ -403,26 +411,26 @@ def export(
     from tensormount._save import _group, flag
 
     group = _group(group)
-    handle = group._handle()
-    given = _abi.ExportOptions(struct_size=ctypes.sizeof(_abi.ExportOptions))
-    paths: tuple[Optional[bytes], Optional[bytes]] = (None, None)
-    own: Optional[Exception] = None
-    try:
-        given.replace = flag("replace", replace)
-        given.partial = flag("partial", partial)
-        given.format = text(format)
-        given.key_map = rules_text(key_map)
-        given.hf_part_bytes = hf_part_size or 0
-        given.hf_rules = rules_text(hf_rules)
-        set_times(given, liveness, arrival, total)
-        paths = (path_bytes(source), path_bytes(destination))
-    except Exception as error:  # The call tells the others, who would wait for this rank.
-        own = error
+    with group._handle() as handle:
+        given = _abi.ExportOptions(struct_size=ctypes.sizeof(_abi.ExportOptions))
+        paths: tuple[Optional[bytes], Optional[bytes]] = (None, None)
+        own: Optional[Exception] = None
+        try:
+            given.replace = flag("replace", replace)
+            given.partial = flag("partial", partial)
+            given.format = text(format)
+            given.key_map = rules_text(key_map)
+            given.hf_part_bytes = hf_part_size or 0
+            given.hf_rules = rules_text(hf_rules)
+            set_times(given, liveness, arrival, total)
+            paths = (path_bytes(source), path_bytes(destination))
+        except Exception as error:  # The call tells the others, who would wait for this rank.
+            own = error
 
-    return _watched(
-        given, "tm_export", *paths, handle, ctypes.addressof(given), progress=progress,
-        label=f"export {source!r}", group=group, own=own,
-    )
+        return _watched(
+            given, "tm_export", *paths, handle.address, ctypes.addressof(given), progress=progress,
+            label=f"export {source!r}", handle=handle, own=own,
+        )
 
 
 def wait_committed(
@@ -473,7 +481,7 @@ def _watched(
     *arguments: Any,
     progress: Progress,
     label: str,
-    group: Any = None,
+    handle: Any = None,
     own: Optional[Exception] = None,
 ) -> dict[str, Any]:
     """What a function that takes long gives as JSON. `given`: its options, which have a task."""
@@ -482,5 +490,5 @@ def _watched(
         given.task = task
         return _json(function, *arguments)
 
-    found: dict[str, Any] = in_background(call, progress, label, group, own)
+    found: dict[str, Any] = in_background(call, progress, label, handle, own)
     return found

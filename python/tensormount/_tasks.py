@@ -15,6 +15,26 @@ from tensormount._progress import Meter, Progress
 _SLICE = 0.05  # Seconds between two looks, so that a signal handler of the host gets its turn.
 
 
+class Once:
+    """Something that comes once, and is waited for. As threading.Event, but a signal handler in the middle
+    of a wait may wait, too, and `set` never waits for a thread that such a handler holds up."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Only once."""
+        self._came = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._came and self._lock.acquire(timeout=seconds):
+            self._lock.release()  # For the next; who misses it looks again after `seconds`.
+        return self._came
+
+
 class Task:
     """A tm_task."""
 
@@ -42,18 +62,19 @@ def in_background(
     call: Callable[[int], Any],
     progress: Progress = None,
     label: str = "",
-    group: Any = None,
+    handle: Any = None,
     own: Optional[BaseException] = None,
 ) -> Any:
     """What `call` returns for the address of a task, so that Ctrl-C ends the wait for it at once. The
-    task asks it to end then; the thread itself ends at its next block, and a `group` that it works with
-    is not closed before. `own`: what this rank itself found wrong, with all that it knows; the call
-    tells the others, and it is raised here.
+    task asks it to end then; the thread itself ends at its next block. `handle`: of the group that it
+    works with, which is counted until then, and whose close() waits for it. `own`: what this rank itself
+    found wrong, with all that it knows; the call tells the others, and it is raised here.
     """
     task = Task()
     result: list[Any] = []
     # And not join(): a thread whose join a signal handler ended counts as one that has stopped.
-    over = threading.Event()
+    over = Once()
+    mine = handle.again() if handle is not None else None
 
     def run() -> None:
         try:
@@ -61,14 +82,15 @@ def in_background(
         except Exception as error:
             result.append((None, error))
         finally:
-            if group is not None:
-                group._working.discard(over)
+            if mine is not None:
+                mine.release()
+                mine.working.discard(over)
             over.set()
 
     thread = threading.Thread(target=run, name="tensormount-call", daemon=True)
     try:
-        if group is not None:
-            group._working.add(over)
+        if mine is not None:
+            mine.working.add(over)
         try:
             thread.start()
         except RuntimeError:
@@ -80,8 +102,8 @@ def in_background(
             meter.end(*task.moved(), failed=result[0][1] is not None)
     except BaseException:
         task.cancel()
-        if group is not None and thread.ident is None:  # It was never begun.
-            group._working.discard(over)
+        if mine is not None and thread.ident is None:  # It was never begun.
+            mine.working.discard(over)
         raise
     value, failure = result[0]
     if own is not None:

@@ -25,6 +25,7 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Set,
     Tuple,
@@ -92,7 +93,8 @@ class Flat(NamedTuple):
 
     `tensors`: leaves by key, each once. `again`: further leaves for a key, where a request has two
     tensors for what was saved as one. `common` and `rank_common`: encoded values by name (see
-    `encode`). `structure`: None where the keys say all of it.
+    `encode`). `structure`: None where the keys say all of it. `merged`: of each tensor that a request
+    has under several keys, those that a checkpoint has, where these are more than one.
     """
 
     tensors: Dict[str, Any]
@@ -100,6 +102,13 @@ class Flat(NamedTuple):
     rank_common: Dict[str, Any]
     structure: Optional[Structure]
     again: Tuple[Tuple[str, Any], ...] = ()
+    merged: Tuple[Tuple[str, ...], ...] = ()
+
+    def asks_for_values(self) -> bool:
+        """Whether a request has anything but tensors; an empty container asks for values, too."""
+        nodes = self.structure["nodes"] if self.structure is not None else ()
+        empty = any(type(node) is not str and not node[1] for node in nodes)
+        return empty or bool(self.common) or bool(self.rank_common)
 
     def items(self) -> Collection[Tuple[str, Any]]:
         """All that has to be described: key and leaf."""
@@ -119,7 +128,8 @@ class Flat(NamedTuple):
 # ---- Names -----------------------------------------------------------------------------------
 
 
-def _step_text(key: Any) -> str:
+def step_text(key: Any) -> str:
+    """A step of a path in a dotted name."""
     kind = type(key)
     if kind is str:
         return str(key)
@@ -132,7 +142,7 @@ def _step_text(key: Any) -> str:
 
 def dotted(path: Path) -> str:
     """The steps joined by dots, as PyTorch's checkpoints and `kDotted` of tensormount/tree.h."""
-    return ".".join([step[1] if type(step[1]) is str else _step_text(step[1]) for step in path])
+    return ".".join([step[1] if type(step[1]) is str else step_text(step[1]) for step in path])
 
 
 def reversible(path: Path) -> str:
@@ -268,20 +278,29 @@ def _whole_value(value: Any, kind: int) -> bool:
         return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= NATIVE_SET
     if not value:
         return True
-    return _only_plain(value, 0)
+    return _only_plain(value, 0, [MAX_VALUES])
 
 
-def _only_plain(value: Any, depth: int) -> bool:
+def is_whole(value: Any) -> bool:
+    """`_whole_value` of a container."""
+    return _whole_value(value, _kind_of(value))
+
+
+def _only_plain(value: Any, depth: int, room: List[int]) -> bool:
+    """`room`: values that there may be. Lists that share lists have more than anybody could look at."""
     if set(map(type, value)) <= NATIVE_SET:
         return True
     if depth > MAX_DEPTH:
         return False
+    room[0] -= len(value)
+    if room[0] < 0:
+        raise LayoutError(f"a list or tuple of more than {MAX_VALUES} values; an array holds more")
     for item in value:
         kind = type(item)
         if kind in NATIVE_SET:
             continue
         if kind is list or kind is tuple:
-            if not _only_plain(item, depth + 1):
+            if not _only_plain(item, depth + 1, room):
                 return False
         elif is_tensor(item) or _kind_of(item) != _VALUE:
             return False
@@ -404,7 +423,7 @@ class _Walk:
                 f"{path_text(parent + ((step, key),))}: {type_name(value)} cannot be stored; "
                 "nothing is pickled"
             )
-        name = prefix + (key if type(key) is str else _step_text(key))
+        name = prefix + (key if type(key) is str else step_text(key))
         if kind in _CONTAINER_NAMES:
             path = parent + ((step, key),)
             if id(value) in self.inside:
@@ -425,6 +444,8 @@ class _Walk:
 
     def _container(self, value: Any, kind: int, path: Path, prefix: str) -> None:
         word = _CONTAINER_NAMES[kind]
+        if len(self.nodes) > MAX_VALUES:  # Containers that share containers, again.
+            raise LayoutError(f"{path_text(path)}: more than {MAX_VALUES} containers and leaves")
         if kind in (_LIST, _TUPLE):
             self.nodes.append([word, len(value)])
             step = _ITEM if kind == _LIST else _TUPLE_ITEM
@@ -448,9 +469,16 @@ class _Walk:
                 self._visit(item, path, prefix, _KEY, key)
 
 
+class Names(Protocol):
+    """Names that a checkpoint has for paths of a request: `stored_names`, or a `_key_map.KeyMap`."""
+
+    def get(self, path: Path, name: str, /) -> str:
+        """The stored name for a path; `name`, which the path has by itself, where there is no other."""
+
+
 def flatten(
     tree: Any,
-    stored: Optional[Mapping[Path, str]] = None,
+    stored: Optional[Names] = None,
     known: Optional[Container[str]] = None,
 ) -> Flat:
     """Takes a state dict (a dict, list or tuple) apart.
@@ -468,7 +496,7 @@ def flatten(
     walk = _Walk()
     walk.root(tree)
     found = walk.leaves[_TENSOR]
-    keys, unsaid = _tied(found.values, _names_of(found, False, stored), known)
+    keys, unsaid, merged = _tied(found.values, _names_of(found, False, stored), known)
     tensors: Dict[str, Any] = dict(zip(keys, found.values))
     again = []
     if unsaid or len(tensors) != len(keys):
@@ -493,11 +521,11 @@ def flatten(
         )
     flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
     if flat and not special and set(map(type, tree)) <= _TEXT:
-        return Flat(tensors, values[0], values[1], None, tuple(again))
+        return Flat(tensors, values[0], values[1], None, tuple(again), merged)
     if _node_values(walk.nodes) > MAX_VALUES - 4:
         raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
     structure = {"version": 1, "nodes": walk.nodes}
-    return Flat(tensors, values[0], values[1], structure, tuple(again))
+    return Flat(tensors, values[0], values[1], structure, tuple(again), merged)
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
@@ -505,9 +533,7 @@ def _node_values(nodes: Sequence[Any]) -> int:
     return len(nodes) + 2 * len(more) + sum(len(keys) for keys in more if type(keys) is list)
 
 
-def _names_of(
-    leaves: _Leaves, reserved: bool, stored: Optional[Mapping[Path, str]]
-) -> List[str]:
+def _names_of(leaves: _Leaves, reserved: bool, stored: Optional[Names]) -> List[str]:
     names = _assign_names(leaves.names, leaves.path, reserved)
     text = "".join(names)
     if not text.isascii() or "\0" in text or max(map(len, names), default=0) > MAX_KEY_BYTES:
@@ -536,19 +562,19 @@ def _memory_of(leaf: Any) -> Any:
 
 def _tied(
     leaves: Sequence[Any], names: List[str], known: Optional[Container[str]] = None
-) -> Tuple[List[str], Container[int]]:
+) -> Tuple[List[str], Container[int], Tuple[Tuple[str, ...], ...]]:
     """The names, but leaves that are one tensor have one: the first in the order of text, so that
     ranks with other orders agree; of those that are known, where some are.
 
     Of parts without cells nobody can tell here whether they are one tensor. Each keeps its name where
     a checkpoint has it (`known`). In a save ranks with cells say which it is, and of those parts all
-    but the first are not said at all: the second result, as places in `leaves`.
+    but the first are not said at all: the second result, as places in `leaves`. The third: `Flat.merged`.
     """
     memory: Optional[Sequence[Any]] = _layouts.bases(leaves)
     if memory is None or len(set(memory)) != len(leaves):
         memory = [_memory_of(leaf) for leaf in leaves]
     if len(set(memory)) == len(leaves):
-        return names, ()
+        return names, (), ()
     count = collections.Counter(memory)
     groups: Dict[Any, List[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -556,11 +582,15 @@ def _tied(
             groups.setdefault(identity(leaf), []).append(i)
     names = list(names)
     unsaid: Set[int] = set()
+    merged: List[Tuple[str, ...]] = []
     for members in groups.values():
         if len(members) > 1:
             own = [names[i] for i in members]
-            first = min([name for name in own if known is not None and name in known] or own)
+            there = sorted({name for name in own if known is not None and name in known})
+            first = there[0] if there else min(own)
             if not _may_be_tied(leaves[members[0]]):
+                if len(there) > 1:
+                    merged.append(tuple(there))
                 for i in members:
                     names[i] = first
             elif known is not None:
@@ -568,7 +598,7 @@ def _tied(
                     names[i] = names[i] if names[i] in known else first
             else:
                 unsaid.update(i for i in members if names[i] != first)
-    return names, unsaid
+    return names, unsaid, tuple(merged)
 
 
 def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
@@ -826,9 +856,11 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
 def refill(request: Any, stored: Any, kept: Optional[List[Path]] = None) -> Any:
     """A state dict like `request`, whose tensors stay the request's (a load has filled them), and
     whose other values are those that `stored` (of `unflatten`) has at the same path. Where it has
-    none, or has a tensor there, the request's stay, and `kept` gets their paths.
+    none, or has a tensor there, the request's stay, and `kept` gets their paths: each value's in a list
+    or dict that is not stored, and that of an empty one.
 
-    LayoutError: a value that is asked for and cannot be read."""
+    LayoutError: a value that is asked for and cannot be read. An empty dict asks for all that a dict
+    has."""
     return _refill(request, stored, (), kept if kept is not None else [])
 
 
@@ -839,8 +871,8 @@ ABSENT = object()
 def _refill(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
     kind = type(request)
     if kind in SPLIT_DICTS:
-        if not request and type(stored) in SPLIT_DICTS:
-            return without_absent(stored)
+        if not request:
+            return _taken(request, stored, path, kept)
         have = stored if type(stored) in SPLIT_DICTS else {}
         filled = kind()
         for key, item in request.items():
@@ -851,8 +883,9 @@ def _refill(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
         return request
     if kind is list or kind is tuple:
         alike = type(stored) is kind and len(stored) == len(request)
+        absent = stored is ABSENT
         if _holds(request, is_tensor) or (
-            alike and (_holds(request, _is_split) or _holds(stored, _is_absent))
+            (alike or absent) and _holds(request, _is_split) or alike and _holds(stored, _is_absent)
         ):
             step_kind = _ITEM if kind is list else _TUPLE_ITEM
             return kind(
@@ -861,8 +894,15 @@ def _refill(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
                     for i, item in enumerate(request)
                 ]
             )
+    return _taken(request, stored, path, kept)
+
+
+def _taken(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
+    """The stored value in the place of one value of a request."""
+    if type(request) in SPLIT_DICTS and type(stored) in SPLIT_DICTS:
+        stored = without_absent(stored)
     # What a tensor is in the checkpoint, or holds one, is no plain value.
-    if _holds(stored, _is_absent):
+    elif _holds(stored, _is_absent):
         kept.append(path)
         return request
     bad = first_unreadable(stored)

@@ -50,15 +50,15 @@ class Unreadable:
 def encode_special(value: Any) -> Optional[Dict[str, Any]]:
     """A value of a type that the form does not have, as an object of one key; None where the type
     is not known, or where decoding would not give the same value back."""
-    special = _special(value)
-    if special is None:
-        return None
     try:
+        special = _special(value)
+        if special is None:
+            return None
         back = decode(special)
-    except (LayoutError, UnsupportedError):
+        # A NaN is equal to nothing, but has a text.
+        same = type(back) is type(value) and (bool(back == value) or repr(back) == repr(value))
+    except Exception:  # Of NumPy, torch or the value itself, whatever they raise.
         return None
-    # A NaN is equal to nothing, but has a text.
-    same = type(back) is type(value) and (bool(back == value) or repr(back) == repr(value))
     return special if same else None
 
 
@@ -191,7 +191,8 @@ def _ints_fit(values: Sequence[Any]) -> bool:
 
 
 def decode(value: Any) -> Any:
-    """The other way. UnsupportedError: a kind that is not known, or whose package is missing."""
+    """The other way. UnsupportedError: a kind that is not known, or whose package is missing.
+    LayoutError: all else that is wrong with a value."""
     if type(value) is list or type(value) is tuple:
         if set(map(type, value)) <= SIMPLE_SET:
             return value
@@ -203,9 +204,9 @@ def decode(value: Any) -> Any:
     ((kind, payload),) = value.items()
     try:
         return _decode_special(kind, payload)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, (LayoutError, UnsupportedError)):
-            raise
+    except (LayoutError, UnsupportedError):
+        raise
+    except Exception as error:  # Of a torch.device that this PyTorch lacks, of a number too large, ...
         raise LayoutError(f"a stored value of kind {kind}: {error}") from None
 
 
@@ -330,9 +331,9 @@ def from_json(text: Union[str, bytes]) -> Any:
         return json.loads(text, object_hook=_from_object)
     except RecursionError:
         raise LayoutError("a common value: containers in each other without end") from None
-    except (ValueError, TypeError, KeyError, struct.error) as error:
-        if isinstance(error, LayoutError):
-            raise
+    except LayoutError:
+        raise
+    except Exception as error:
         raise LayoutError(f"a common value that cannot be read: {error}") from None
 
 

@@ -13,7 +13,7 @@ import unittest
 
 import tensormount as tm
 from support import GOLDEN, Folder, run, write_safetensors
-from tensormount import _abi, _held, _index, _load, _save, _saver, _store, _values, errors
+from tensormount import _abi, _held, _key_map, _index, _load, _save, _saver, _store, _values, errors
 
 
 class Golden(unittest.TestCase):
@@ -375,7 +375,7 @@ class Examples(Folder):
             self.skipTest("no NumPy")
         write_safetensors("m.safetensors", {"w": ("F32", (16, 32), struct.pack("<512f", *range(512)))})
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
-        for one in (module, _held, _save, _saver, _load, _store, tm):
+        for one in (module, _held, _key_map, _save, _saver, _load, _store, tm):
             result = doctest.testmod(one)
             self.assertEqual(result.failed, 0, one.__name__)
             self.assertGreater(result.attempted, 0)

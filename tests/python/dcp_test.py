@@ -490,6 +490,13 @@ class Dcp(support.Folder):
         into = {"w": torch.zeros(3), "step": 0}
         dcp.load(into, storage_reader=tm.torch.Reader("S/ours"))
         self.assertEqual((into["step"], into["w"].tolist()), (9, [1, 1, 1]))
+        with support.stored_as("odd", '{"torch.device":"x"}'):
+            tm.save({"w": torch.ones(1), "odd": 1}, "S/odd")
+        with self.assertRaisesRegex(BaseException, "odd: the stored value cannot be read"):
+            dcp.load(into := {"odd": 0}, storage_reader=tm.torch.Reader("S/odd"))
+        self.assertEqual(into, {"odd": 0})
+        dcp.load(into := {"w": torch.zeros(1)}, storage_reader=tm.torch.Reader("S/odd"))
+        self.assertEqual(int(into["w"]), 1)
         with self.assertRaises(TypeError):
             tm.torch.Writer("S/x", plcement="auto")
 
@@ -509,6 +516,14 @@ class Dcp(support.Folder):
             self.assertEqual(into["step"], number)
             for key, value in state["model"].items():
                 self.assertTrue(torch.equal(into["model"][key], value), key)
+
+    def test_the_report_is_of_the_last_save(self):
+        writer = tm.torch.Writer("S/reported")
+        dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
+        self.assertEqual(writer.report["tensors"], 1)
+        with self.assertRaisesRegex(BaseException, "exists already"):
+            dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
+        self.assertIsNone(writer.report)
 
     def test_a_plan_that_leaves_something_out(self):
         class Delta(DefaultSavePlanner):

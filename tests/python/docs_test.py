@@ -38,7 +38,7 @@ class Documents(Folder):
 
     def test_python_md(self):
         found = blocks("docs", "python.md")
-        self.assertEqual(len(found), 4)
+        self.assertEqual(len(found), 5)
         test = doctest.DocTestParser().get_doctest("\n".join(found), {}, "python.md", "python.md", 0)
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
         runner.run(test)

@@ -277,8 +277,16 @@ class Environment(unittest.TestCase):
                 self.assertFalse(os.path.exists(path))
                 tm.save({"step": 1}, path, tm.Group.single())
                 self.assertEqual(tm.load({"step": 0}, path).state, {"step": 1})
-            with self.given(SLURM_PROCID="0", SLURM_NTASKS="2"):
-                tm.save({"step": 1}, path, replace=True)
+            # What is left in an environment, or makes no sense, keeps nobody from saving.
+            for variables in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "8"},
+                              {"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"PMI_RANK": "0", "PMI_SIZE": ""},
+                              {"RANK": "-1", "WORLD_SIZE": "2"}, {"SLURM_STEP_NUM_TASKS": "2"}, {"RANK": "0", "WORLD_SIZE": "1"},
+                              {"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+                with self.subTest(variables), self.given(**variables):
+                    tm.save({"step": 1}, path, replace=True)
+            for variables in ({"RANK": "9", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"WORLD_SIZE": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}):
+                with self.given(**variables), self.assertRaisesRegex(tm.InvalidArgumentError, "rank 1 of 2"):
+                    tm.save({"step": 1}, path, replace=True)
 
 
 class Groups(support.Folder):

@@ -5,6 +5,7 @@ The package is that which `import tensormount` finds: an installed wheel, or wit
 tree, for which TENSORMOUNT_LIBRARY and TENSORMOUNT_COMMAND name the library and the command.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import tempfile
 import unittest
+from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HEADER = os.path.join(ROOT, "include", "tensormount", "c.h")
@@ -60,6 +62,21 @@ class Folder(unittest.TestCase):
         before = os.getcwd()
         os.chdir(cls.folder)
         cls.addClassCleanup(os.chdir, before)
+
+
+@contextlib.contextmanager
+def stored_as(name, text):
+    """Saves store that JSON as the plain value of that name, as another version might."""
+    from tensormount import _tree
+
+    plain = _tree.Flat.json_texts
+
+    def other(flat):
+        common, of_rank = plain(flat)
+        return {**common, name: text}, of_rank
+
+    with mock.patch.object(_tree.Flat, "json_texts", other):
+        yield
 
 
 def seed():

@@ -4,6 +4,7 @@
 import os
 import unittest
 
+import ranks
 import support
 import tensormount as tm
 from torchrun import LIMIT, main, torchrun
@@ -276,6 +277,150 @@ class States(support.Folder):
         loaded = tm.torch.load("S/weights", model=other, optim=fresh, optional=["optim.*"])
         self.assertTrue(all(key.startswith("optim.") for key in loaded.not_stored))
         self.assertTrue(loaded.not_stored)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def train_on(self, *optimizers):
+        self.zero_grad()
+        self.b(self.a(torch.ones(2, 3))).pow(2).mean().backward()
+        for one in optimizers:
+            one.step()
+
+
+class Absent(support.Folder):
+    """What models, optimizers and schedulers have now and had not when they were saved."""
+
+    def test_options_of_groups(self):
+        def made(*order):
+            net = Net()
+            parts = {"a": {"params": list(net.a.parameters()), "lr": 0.1}, "b": {"params": list(net.b.parameters()), "lr": 0.2}}
+            return net, torch.optim.AdamW([parts[name] for name in order])
+
+        net, optim = made("a", "b")
+        net.train_on(optim)
+        del optim.param_groups[1]["maximize"]
+        optim.param_groups[1]["own"] = 7
+        tm.torch.save("S/groups", model=net, optim=optim, extra={"n": 1})
+        # A scheduler adds initial_lr, a newer PyTorch an option; here the groups have another order, too.
+        other, fresh = made("b", "a")
+        schedule = torch.optim.lr_scheduler.StepLR(fresh, 1)
+        for group in fresh.param_groups:
+            group.update(lr=0.5, newer=[group["lr"]], own=9)
+        for options in ({}, {"not_stored": "ignore"}, {"optional": ["extra.*"]}):
+            loaded = tm.torch.load("S/groups", model=other, optim=fresh, **options)
+            self.assertEqual(sorted(loaded.not_stored), sorted(f"optim.param_groups.{name}" for name in (
+                "0.initial_lr", "0.newer", "0.own", "1.initial_lr", "1.newer", "1.maximize")))
+            found = [[group[key] for key in ("lr", "initial_lr", "newer", "own", "maximize")] for group in fresh.param_groups]
+            self.assertEqual(found, [[0.2, 0.2, [0.2], 7, False], [0.1, 0.1, [0.1], 9, False]])
+            fresh.param_groups[0]["own"] = 9
+            self.assertEqual(float(fresh.state[other.b.weight]["exp_avg"][0, 0]), float(optim.state[net.b.weight]["exp_avg"][0, 0]))
+        # The same by other names, where a rule says so.
+        with torch.no_grad():
+            other.a.weight.zero_()
+        tm.torch.save("S/plain", model=net, optim=optim)
+        tm.save({"net": net.state_dict(), "opt": tm.open("S/plain").state(torch=True)["optim"]}, "S/renamed")
+        rules = [{"prefix": "net.", "to": "model."}, {"prefix": "opt.", "to": "optim."}]
+        for more in ([], [{"drop": "opt.state.*"}]):
+            fresh = torch.optim.AdamW([{"params": other.a.parameters()}, {"params": other.b.parameters()}], lr=9)
+            options = {"optional": ["optim.state.*"]} if more else {}
+            tm.torch.load("S/renamed", model=other, optim=fresh, key_map=more + rules, **options)
+            self.assertTrue(torch.equal(other.a.weight, net.a.weight))
+            self.assertEqual(([group["lr"] for group in fresh.param_groups], len(fresh.state)), ([0.1, 0.2], 0 if more else 4))
+        # What a scheduler has besides is an error that says what helps.
+        tm.torch.save("S/schedule", extra={"schedule": schedule})
+        schedule.newer, schedule.newest = 1, {"x[0]": 2}
+        with self.assertRaisesRegex(tm.KeyNotFoundError, r"newer, .*; optional=\['extra.schedule.newer', '.*x\[\[\]0\]'\] lets") as caught:
+            tm.torch.load("S/schedule", extra={"schedule": schedule})
+        self.assertEqual(caught.exception.key, "extra.schedule.newer")
+        schedule.newer = 3
+        with self.assertRaisesRegex(tm.KeyNotFoundError, r"optional=\['model.a.bias'\]"):
+            tm.torch.load("S/schedule", model=Net())
+        loaded = tm.torch.load("S/schedule", extra={"schedule": schedule}, optional=["extra.schedule.new*"])
+        self.assertEqual(loaded.not_stored, ["extra.schedule.newer", "extra.schedule.newest.x[0]"])
+        self.assertEqual(schedule.newer, 3)
+        for wrong in ("extra.*", [5]):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "optional=.*a list of globs"):
+                tm.torch.load("S/schedule", extra={"schedule": schedule}, optional=wrong)
+
+    def test_moments_that_were_made_up_and_not_loaded(self):
+        """Are as if nobody had loaded: for NAdam another first step would show."""
+        def made():
+            net = Net()
+            return net, [torch.optim.NAdam(part.parameters(), lr=0.1) for part in (net.a, net.b)]
+
+        net, both = made()
+        net.train_on(*both)
+        tm.torch.save("S/one", model=net, optim=both[0])
+        weights = {f"model.{key}": value.clone() for key, value in net.state_dict().items()}
+        tm.save({**weights}, "S/weights")
+
+        def moments(optim, parameter):
+            return {key: value.tolist() for key, value in optim.state.get(parameter, {}).items()}
+
+        for source, options in (("S/weights", {"not_stored": "ignore"}), ("S/weights", {"strict_exempt": ["optim.*"]}),
+                                ("S/weights", {"optional": ["optim.*"]})):
+            other, fresh = made()
+            with self.subTest(source=source, options=options):
+                options = dict(options)
+                tm.torch.load(source, model=other, optim=fresh, **options)
+                self.assertEqual([len(one.state) for one in fresh], [0, 0])
+        # One of two has stepped, and keeps what it has; the other one has not.
+        other, fresh = made()
+        other.train_on(fresh[0])
+        before = moments(fresh[0], other.a.weight)
+        tm.torch.load("S/weights", model=other, optim=fresh, not_stored="ignore")
+        self.assertEqual((moments(fresh[0], other.a.weight), len(fresh[1].state)), (before, 0))
+        other.load_state_dict(net.state_dict())
+        expected, plain = made()
+        expected.train_on(plain[0])
+        expected.load_state_dict(net.state_dict())
+        for model, optimizers in ((other, fresh), (expected, plain)):
+            model.train_on(*optimizers)
+        self.assertTrue(torch.equal(other.b.weight, expected.b.weight))
+
+    def test_all_ranks_hear_of_what_one_finds_before_it_asks(self):
+        net = Net()
+        optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net.train_on(optim)
+        tm.torch.save("S/net", model=net, optim=optim, extra={"n": 1})
+
+        class Broken:
+            def state_dict(self):
+                raise RuntimeError("no state today")
+
+        def wrong(group, rank, what):
+            other = Net()
+            with torch.no_grad():
+                other.a.weight.zero_()
+            optim = torch.optim.LBFGS(other.parameters()) if what == "optim" and rank else torch.optim.SGD(
+                other.parameters(), lr=1, momentum=0.9)
+            extra = {"extra": Broken(), "value": {"m": 0}}.get(what) if rank else {"n": 0}
+            extra = {"n": 0, "x": extra} if isinstance(extra, Broken) else extra or {"n": 0}
+            try:
+                if what == "save":
+                    return tm.torch.save("S/never", extra={"x": Broken()} if rank else {"x": 1}, group=group)
+                if what == "saver":
+                    with tm.Saver(group) as saver:
+                        return tm.torch.async_save("S/never", extra={"x": Broken()} if rank else {"x": 1}, saver=saver).wait()
+                return tm.torch.load("S/net", model=other, optim=optim, extra=extra, group=group,
+                                     optional="n" if what == "optional" and rank else ["z"])
+            finally:
+                assert not other.a.weight.any(), "something was loaded"
+
+        for what, said in (("optim", "LBFGS"), ("extra", "no state today"), ("value", "extra.m"), ("optional", "optional="),
+                           ("save", "no state today"), ("saver", "no state today|rank 1")):
+            with self.subTest(what=what):
+                outcomes = ranks.threads(lambda group, rank, what=what: wrong(group, rank, what), 2)
+                self.assertRegex(str(outcomes[1]), said if what != "saver" else "no state today")
+                self.assertIsInstance(outcomes[0], tm.Error)
+                self.assertRegex(str(outcomes[0]), f"rank 1.*({said})")
+                self.assertEqual(outcomes[0].rank, 1)
+        self.assertFalse(os.path.exists("S/never"))
 
 
 if __name__ == "__main__":

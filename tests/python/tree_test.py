@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import struct
+import time
 import unittest
+from unittest import mock
 
 from support import needs, scaled, seeded
 
@@ -295,6 +297,28 @@ class Values(unittest.TestCase):
         with self.assertRaisesRegex(LayoutError, r"\['nested'\]\['bad'\].*<f1"):
             _tree.refill({"nested": {"bad": 0}}, back)
 
+    @needs("numpy", "torch")
+    def test_whatever_a_package_raises_is_one_bad_value(self):
+        import torch  # noqa: F401: its kinds are known once it is there.
+
+        structure = flatten({"good": 1, "bad": 2}).structure
+        for bad in ({"torch.device": "nonsense:1"}, {"numpy": ["int8", 1 << 70]}, {"numpy": ["float32", b""]}, {"dict": [[[], 1]]}, {"int": []}):
+            with self.assertRaises((LayoutError, UnsupportedError)):
+                decode(bad)
+            back = unflatten(structure, {}, {"good": 1, "bad": bad})
+            self.assertEqual((back["good"], type(back["bad"])), (1, _values.Unreadable))
+        with self.assertRaises(LayoutError):
+            from_json('{"$float":{"a":1}}')
+
+        class Odd(complex):
+            """Raises whatever is asked of it."""
+
+        def raises(value):
+            raise RuntimeError
+
+        with mock.patch.object(_values, "_special", raises), self.assertRaisesRegex(UnsupportedError, "'x'.*Odd"):
+            flatten({"x": Odd(1)})
+
     def test_what_torch_puts_beside_tensors(self):
         import torch
 
@@ -321,6 +345,23 @@ class Hostile(unittest.TestCase):
         plain.append(plain)
         with self.assertRaisesRegex(LayoutError, "contains itself|deep"):
             flatten({"x": plain})
+
+    def test_containers_that_share_containers(self):
+        """Of few bytes there may be more values than anybody could look at."""
+        for wrap in (lambda v: [v, v], lambda v: (v, [v]), lambda v: {"a": v, "b": v}):
+            for begin in ([1], [Leaf()]):
+                for depth in (4, 18):
+                    tree = begin
+                    for _ in range(depth):
+                        tree = wrap(tree)
+                    with mock.patch.object(_tree, "MAX_VALUES", 1000), self.subTest(depth=depth):
+                        if depth == 4:
+                            flatten({"x": tree})
+                            continue
+                        begun = time.monotonic()
+                        with self.assertRaisesRegex(LayoutError, "more than 1000"):
+                            flatten({"x": tree})
+                        self.assertLess(time.monotonic() - begun, 1)
 
     def test_depth_is_refused_by_name_and_never_ends_the_stack(self):
         for wrap in (lambda v: {"a": v}, lambda v: [v], lambda v: (v,), lambda v: [v, Leaf()]):
@@ -468,6 +509,12 @@ class Ranks(unittest.TestCase):
         filled = _tree.refill({"g": groups}, {"g": [{"lr": _tree.ABSENT, "betas": (0.8, 0.9)}]}, kept)
         self.assertEqual(filled, {"g": [{"lr": 1e-3, "betas": (0.8, 0.9)}]})
         self.assertEqual(list(map(_tree.dotted, kept)), ["g.0.lr"])
+        # Of a list of dicts that is not stored each value is named; an empty container is a value.
+        for asked, names in (([{"a": 1}, {"b": 2, "c": []}], ["x.0.a", "x.1.b", "x.1.c"]), ([({},)], ["x.0.0"]), ({}, ["x"]), ((), ["x"])):
+            for stored in ({}, {"x": _tree.ABSENT}):
+                kept = []
+                self.assertEqual(_tree.refill({"x": asked}, stored, kept), {"x": asked})
+                self.assertEqual(list(map(_tree.dotted, kept)), names)
         # An empty dict asks for all plain values that are there.
         self.assertEqual(_tree.refill({}, {"a": 1, "w": theirs, "l": [theirs], "d": {"t": theirs, "b": 2}}),
                          {"a": 1, "d": {"b": 2}})

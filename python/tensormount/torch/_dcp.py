@@ -42,9 +42,10 @@ from torch.futures import Future
 from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
 from tensormount._group import Group
 from tensormount._held import Shards
-from tensormount._jobs import begin
+from tensormount._jobs import begin, log
 from tensormount._state import State
 from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
+from tensormount.torch import _paths
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,8 +54,6 @@ else:
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-# Common values that say which path of the nested state dict a flat key stood for.
-_MAPPINGS = _tree.RESERVED + "dcp"
 # Options of a save that are functions of the process.
 _HOOKS = ("on_event", "before_publish", "on_commit")
 
@@ -125,7 +124,7 @@ class Writer(_AtPath, StorageWriter):
 
     @property
     def report(self) -> Optional[dict[str, Any]]:
-        """The report of the last save, as of `tensormount.save`; None before."""
+        """The report of the last save, as of `tensormount.save`; None where it failed, and before."""
         return self._report
 
     # ---- What DCP calls, in this order ---------------------------------------------------------
@@ -133,6 +132,7 @@ class Writer(_AtPath, StorageWriter):
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
         super().reset(checkpoint_id)
         self._plan = None
+        self._report = None
 
     def storage_meta(self) -> Optional[StorageMeta]:
         return StorageMeta(checkpoint_id=self._path)
@@ -150,7 +150,7 @@ class Writer(_AtPath, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[Any]]:
-        mine, self._plan = self._plan, None
+        mine, self._plan, self._report = self._plan, None, None
         path = self._path
         assert path is not None
         group = self._ranks()
@@ -239,7 +239,7 @@ class Writer(_AtPath, StorageWriter):
         if mappings:
             text = _values.to_json(_values.encode(mappings))
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-            built.set_values({f"{_MAPPINGS}.{digest}": text}, {})
+            built.set_values({f"{_paths.MAPPINGS}.{digest}": text}, {})
 
 
 def _whole_plan(plan: SavePlan, planner: Any) -> SavePlan:
@@ -320,13 +320,17 @@ class Reader(_AtPath, StorageReader):
         self._convert = bool(_save.flag("convert", convert))
         _load.read_options(verify=verify)  # What is wrong is said now.
         self._checkpoint: Any = None
+        self._names: Optional[_paths.DcpNames] = None
+        self._common: Optional[dict[str, Any]] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None}
+        return {**self.__dict__, "_checkpoint": None, "_names": None, "_common": None}
 
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
         super().reset(checkpoint_id)
         self._checkpoint = None
+        self._names = None
+        self._common = None
 
     def _opened(self) -> Any:
         if self._checkpoint is None:
@@ -337,29 +341,38 @@ class Reader(_AtPath, StorageReader):
             self._checkpoint = open_checkpoint(self._path)
         return self._checkpoint
 
+    def _named(self) -> _paths.DcpNames:
+        """What DCP calls the values of the checkpoint."""
+        if self._names is None:
+            checkpoint = self._opened()
+            keys, values = list(checkpoint.keys()), checkpoint._values()
+            try:
+                names = checkpoint._stored_names(values, frozenset(keys))
+            except (LayoutError, UnsupportedError):
+                names = {}
+            self._names = _paths.dcp_names(keys, checkpoint.objects, values, names)
+        return self._names
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         checkpoint = self._opened()
+        named = self._named()
         found: dict[str, Any] = {}
-        for key, tensor in checkpoint.items():
-            size = torch.Size(tensor.shape)
-            found[key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=_dtypes.torch_dtype(tensor._row)),
+        for fqn, key in named.tensors.items():
+            tensor = checkpoint[key]
+            try:
+                dtype = _dtypes.torch_dtype(tensor._row)
+                size = torch.Size(_dtypes.torch_dims(tensor._row, tuple(tensor.shape)))
+            except UnsupportedError as error:
+                log.warning("tensor %s: left out: %s", key, error)
+                continue
+            found[fqn] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype),
                 size=size,
                 # One for all: the planner makes one request a local part of it.
                 chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
             )
-        values = checkpoint._values()
-        for key in checkpoint.objects:
-            found.setdefault(key, BytesStorageMetadata())
-        for name in values:
-            if not name.startswith(_tree.RESERVED):
-                found.setdefault(name, BytesStorageMetadata())
-        paths: dict[str, Any] = {key: (key,) for key in found}
-        for name in sorted(values):
-            if name.startswith(_MAPPINGS + "."):
-                for key, path in _values.decode(values[name]).items():
-                    paths[key] = tuple(path)
-        return Metadata(state_dict_metadata=found, planner_data=paths)
+        found.update({fqn: BytesStorageMetadata() for fqn in (*named.values, *named.made)})
+        return Metadata(state_dict_metadata=found, planner_data=named.paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -375,14 +388,15 @@ class Reader(_AtPath, StorageReader):
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         checkpoint = self._opened()
         _refuse_strided(planner)
+        named = self._named()
         built = State()
         shards = []
         copies: list[tuple[Any, Any]] = []
         tensors = []
         for item in plan.items:
-            key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 continue
+            key = named.tensors.get(item.storage_index.fqn, item.storage_index.fqn)
             target = planner.resolve_tensor(item).detach()
             tensors.append((item, target))
             stored = checkpoint[key]
@@ -394,7 +408,8 @@ class Reader(_AtPath, StorageReader):
             memory = _shards._local_memory(key, into, _shards.LOAD)
             shards.append(
                 _shards._torch_shard(
-                    key, memory, tuple(stored.shape), begin, extent, (0,) * len(extent),
+                    key, memory, _dtypes.torch_dims(stored._row, tuple(stored.shape)), begin, extent,
+                    (0,) * len(extent),
                     _shards.UNLABELLED,
                 )
             )
@@ -427,7 +442,8 @@ class Reader(_AtPath, StorageReader):
         """Where a request begins in the whole tensor, and its extent. LayoutError where the planner's
         memory or metadata are of another tensor than the stored one."""
         key = item.storage_index.fqn
-        shape, extent = tuple(stored.shape), tuple(item.lengths)
+        shape = _dtypes.torch_dims(stored._row, tuple(stored.shape))
+        extent = tuple(item.lengths)
         if tuple(target.shape) != extent:
             raise LayoutError(
                 f"tensor {key}: the planner's memory is {tuple(target.shape)}, its plan says "
@@ -452,10 +468,14 @@ class Reader(_AtPath, StorageReader):
             )
         return begin, extent
 
-    def _bytes(self, key: str) -> bytes:
+    def _bytes(self, fqn: str) -> bytes:
         """The bytes of a byte item; of a plain value of `tensormount.save`, what torch.save makes of
         it."""
         checkpoint = self._opened()
+        named = self._named()
+        if fqn in named.made:
+            return _saved(named.made[fqn], fqn)
+        key = named.values.get(fqn, fqn)
         if key in checkpoint.objects:
             try:
                 return bytes(checkpoint.object(key))
@@ -463,12 +483,21 @@ class Reader(_AtPath, StorageReader):
                 # Each rank has its own (Writer(per_rank=...)).
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
                 return bytes(checkpoint.object(key, (rank,)))
-        values = checkpoint.common
+        if self._common is None:
+            self._common = checkpoint.common
+        values = self._common
         if key not in values:
             raise KeyNotFoundError(f"no object {key}", key=key)
-        out = io.BytesIO()
-        torch.save(values[key], out)
-        return out.getvalue()
+        return _saved(values[key], key)
+
+
+def _saved(value: Any, key: str) -> bytes:
+    bad = _tree.first_unreadable(value)
+    if bad is not None:
+        raise LayoutError(f"{key}: the stored value cannot be read: {bad.reason}", key=key)
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
 class LoadPlanner(DefaultLoadPlanner):

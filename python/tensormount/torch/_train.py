@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tensormount import _load, _save, _saver, _tree
+from tensormount import _key_map, _load, _save, _saver, _tree
+from tensormount._state import Unmade
 from tensormount._tree import PerRank
 from tensormount.errors import (
     InvalidArgumentError,
@@ -57,7 +58,7 @@ def save(
     No step is taken: an optimizer that has no moments yet is saved without, and is loaded as it was.
     Returns the report.
     """
-    return _save.save(_state(model, optim, extra, ignore_frozen), path, group, **options)
+    return _save.save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
 
 
 def async_save(
@@ -77,12 +78,12 @@ def async_save(
     saver   of `tensormount.Saver`, which has the group then: copies on the devices, bounds of memory.
     """
     if saver is None:
-        return _save.async_save(_state(model, optim, extra, ignore_frozen), path, group, **options)
+        return _save.async_save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
     if not isinstance(saver, _saver.Saver):
         raise InvalidArgumentError(f"saver={saver!r}: a tensormount.Saver was expected")
     if group is not None and group is not saver.group:
         raise InvalidArgumentError("group and saver: the saver is of another group")
-    return saver.save(_state(model, optim, extra, ignore_frozen), path, **options)
+    return saver.save(_to_save(model, optim, extra, ignore_frozen), path, **options)
 
 
 def load(
@@ -105,54 +106,100 @@ def load(
                model, optimizer or `extra` has of them stays, and `not_stored` of the result names them.
                Without one that matches, what is not stored is KeyNotFoundError: nothing is ever left
                or reset in silence.
-    options    as of `tensormount.load`.
+    options    as of `tensormount.load`. `not_stored` and `strict_exempt` hold for what no glob of
+               `optional` matches.
+
+    Options of a group of parameters that the saved group lacks (those of a newer PyTorch, a scheduler's
+    "initial_lr") keep the optimizer's values, and `not_stored` names them.
 
     An optimizer that has not stepped yet is given its moments by a step without gradients and with a
     learning rate of 0, as torch.distributed.checkpoint.state_dict does it, so that there is memory to
     load into; one whose step() wants a closure (LBFGS) is UnsupportedError then. It is as before where
     the load fails, and where it was saved before its first step, too.
     """
-    if optional:
-        options.setdefault("not_stored", "return")
-    optimizers = _optimizers(optim)
-    saved = _saved_moments(source) if optim is not None else None
-    with _moments_to_fill(optimizers, saved) as made_up:
-        request = _state(model, optim, extra, ignore_frozen)
-        if saved is not None:
-            _leave_out_unsaved(request["optim"], saved)
-        groups = _groups_of(request["optim"]) if optim is not None else []
-        loaded = _load.load(request, source, group, **options)
-        _load.check_same(saved.uuid if saved is not None else None, loaded.uuid)
-        if optional:
-            _check_not_stored(loaded.not_stored, optional)
-        state = loaded.state
-        if optim is not None and _groups_of(state["optim"]) != groups:
-            raise LayoutError(
-                "the optimizer that was saved had other groups of parameters: "
-                f"{len(_groups_of(state['optim']))} of them, this one has {len(groups)}; nothing was "
-                "set, but tensors that were asked for are filled",
-                key="optim.param_groups",
+    arguments = {name: options.pop(name) for name in ("objects", "key_map", "progress") if name in options}
+    with contextlib.ExitStack() as stack:
+        asked: Any = None
+        try:
+            key_map = arguments.get("key_map")
+            asked = _Asked(stack, source, key_map, model, optim, extra, ignore_frozen)
+            request: Any = asked.request
+        except Exception as error:
+            request = Unmade(error)  # The load begins all the same, or the other ranks would wait.
+        try:
+            loaded = _load.load_with(
+                request, source, group, cast(_load.LoadOptions, options), optional=optional, **arguments
             )
+        except KeyNotFoundError as error:
+            if error.key is not None and "optional=" not in error.message:
+                error.message += _load.optional_hint([error.key])
+            raise
+        state = loaded.state
+        if optim is not None:
+            loaded.not_stored += asked.take(state["optim"], loaded)
         if model is not None:
             set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
         if optim is not None:
-            if len(made_up) == len(optimizers):
-                _drop_unloaded(state["optim"]["state"], loaded.not_stored)
-            with _without_a_step(optimizers):
+            with _without_a_step(asked.optimizers):
                 set_optimizer_state_dict(
                     _module(model), optim, state["optim"], options=_options(ignore_frozen)
                 )
-            for one in optimizers:
+            for one in asked.optimizers:
                 _drop_empty(one)
     if extra is not None:
         _give_back(extra, state["extra"])
     return loaded
 
 
-def _check_not_stored(not_stored: Sequence[str], optional: Sequence[str]) -> None:
-    lost = _load.unmatched(not_stored, optional)
-    if lost:
-        raise KeyNotFoundError(f"asked for, but not stored: {_load.listed(lost)}", key=lost[0])
+class _Asked:
+    """The request of a `load`, and what its result needs besides."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        source: PathLike,
+        key_map: Optional[_key_map.Rules],
+        model: Any,
+        optim: Any,
+        extra: Any,
+        ignore_frozen: bool,
+    ) -> None:
+        """`stack`: takes back what optimizers were given, where its block raises."""
+        self.optimizers = _optimizers(optim)
+        self.saved = _saved_moments(source, key_map) if optim is not None else None
+        fresh = stack.enter_context(_moments_to_fill(self.optimizers, self.saved))
+        self.request = _state(model, optim, extra, ignore_frozen)
+        if optim is None:
+            return
+        asked = self.request["optim"]
+        # Of each group: its options as they are.
+        self.groups = [dict(group) for group in asked["param_groups"]]
+        self.made_up = _parameters_of(fresh, self.optimizers, self.groups)
+        self.empty: list[str] = []  # Parameters without moments, here and there.
+        self.new_options: list[str] = []
+        if self.saved is not None:
+            self.empty = _leave_out_unsaved(asked, self.saved)
+            self.new_options = _leave_out_new_options(asked, self.saved)
+
+    def take(self, optim: dict[str, Any], loaded: _load.Loaded) -> list[str]:
+        """Makes the state dict whole that was loaded for the optimizers, for PyTorch to set. Names of
+        options of groups that were not asked for."""
+        _load.check_same(self.saved.uuid if self.saved is not None else None, loaded.uuid)
+        if _groups_of(optim) != _groups_of({"param_groups": self.groups}):
+            raise LayoutError(
+                "the optimizer that was saved had other groups of parameters: "
+                f"{len(_groups_of(optim))} of them, this one has {len(self.groups)}; nothing was "
+                "set, but tensors that were asked for are filled",
+                key="optim.param_groups",
+            )
+        own = {frozenset(group["params"]): group for group in self.groups}
+        for group in optim["param_groups"]:
+            for key, value in own[frozenset(group["params"])].items():
+                group.setdefault(key, value)
+        for name in self.empty:
+            optim["state"][name] = {}
+        _drop_unloaded(optim["state"], self.made_up, loaded._absent)
+        return self.new_options
 
 
 def rng_state() -> PerRank:
@@ -221,6 +268,14 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     return state
 
 
+def _to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> Any:
+    """What is saved. Where this rank cannot make it the save begins all the same, to fail on all ranks."""
+    try:
+        return _state(model, optim, extra, ignore_frozen)
+    except Exception as error:
+        return Unmade(error)
+
+
 def _optimizers(optim: Any) -> list[Any]:
     """Of the argument `optim`, which is one, several or None."""
     if optim is None:
@@ -269,7 +324,7 @@ def _moments_to_fill(
     nothing; none where none were saved. Yields these optimizers. Where the block raises they are as
     before."""
     fresh = [one for one in optimizers if _is_fresh(one)]
-    if saved is not None and not any(saved.moments.values()):
+    if saved is not None and saved.moments is not None and not any(saved.moments.values()):
         fresh = []
     groups = [(group, dict(group)) for one in fresh for group in one.param_groups]
     gradients = [(p, p.grad) for one in fresh for p in _parameters(one)]
@@ -310,14 +365,16 @@ def _moments_to_fill(
 
 
 class _Saved(NamedTuple):
-    """Of an optimizer in a checkpoint: moments by parameter, and all parameters that it had."""
+    """Of an optimizer in a checkpoint: moments by parameter, all parameters that it had, and its groups
+    of them. Without moments (None) all are asked for."""
 
-    moments: dict[str, Any]
+    moments: Optional[dict[str, Any]]
     parameters: frozenset[str]
+    groups: list[Any]
     uuid: Optional[str]  # Of the checkpoint.
 
 
-def _saved_moments(source: PathLike) -> Optional[_Saved]:
+def _saved_moments(source: PathLike, key_map: Optional[_key_map.Rules]) -> Optional[_Saved]:
     """None where the checkpoint is not one of `save`, or this rank cannot open it: then all moments are
     asked for."""
     with _load._look(source) as checkpoint:
@@ -325,30 +382,81 @@ def _saved_moments(source: PathLike) -> Optional[_Saved]:
             return None
         uuid = checkpoint.uuid
         stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0))
+    if key_map is not None:
+        stored = _key_map.renamed_values({"optim": None}, stored, key_map)
     optim = stored.get("optim") if isinstance(stored, dict) else None
-    if not isinstance(optim, dict) or not isinstance(optim.get("state"), dict):
+    if not isinstance(optim, dict):
         return None
-    moments, groups = optim["state"], optim.get("param_groups")
+    moments, groups = optim.get("state"), optim.get("param_groups")
+    moments = moments if isinstance(moments, dict) else None
+    groups = groups if isinstance(groups, list) else []
     named: set[str] = set()
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and isinstance(group.get("params"), list):
-            named.update(name for name in group["params"] if isinstance(name, str))
-    return _Saved(moments, frozenset(named), uuid)
+    for group in groups:
+        named.update(_params_of(group) or ())
+    return _Saved(moments, frozenset(named), groups, uuid)
 
 
-def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> None:
-    """Of parameters that had no moments when they were saved none are asked for."""
+def _params_of(group: Any) -> Optional[frozenset[str]]:
+    """The names of the parameters of a stored group; None where it is no such group."""
+    params = group.get("params") if isinstance(group, dict) else None
+    if not isinstance(params, list):
+        return None
+    return frozenset(name for name in params if isinstance(name, str))
+
+
+def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> list[str]:
+    """Of parameters that had no moments when they were saved none are asked for: these."""
     own = set(itertools.chain.from_iterable(group["params"] for group in request["param_groups"]))
-    for name in own & saved.parameters:
-        if not saved.moments.get(name):
-            request["state"][name] = {}
+    moments = saved.moments
+    if moments is None:
+        return []
+    empty = [
+        name
+        for name in sorted(own)
+        if not moments.get(name)
+        and (name in saved.parameters or not request["state"].get(name, True))
+    ]
+    for name in empty:
+        request["state"].pop(name, None)
+    return empty
 
 
-def _drop_unloaded(moments: dict[str, Any], not_stored: Sequence[str]) -> None:
+def _leave_out_new_options(request: dict[str, Any], saved: _Saved) -> list[str]:
+    """Options that a group of parameters has here and had not when it was saved are not asked for: their
+    names. The groups of the request are brought into the order of the stored ones."""
+    stored = {_params_of(group): group for group in saved.groups}
+    own = {frozenset(group["params"]): group for group in request["param_groups"]}
+    if stored.keys() != own.keys() or len(own) != len(saved.groups):
+        return []  # Other groups, or none: an error.
+    names = []
+    request["param_groups"] = [own[params] for params in stored if params is not None]
+    for number, (group, had) in enumerate(zip(request["param_groups"], saved.groups)):
+        for key in [key for key in group if key not in had]:
+            del group[key]
+            names.append(f"optim.param_groups.{number}.{key}")
+    return names
+
+
+def _parameters_of(
+    some: Sequence[Any], optimizers: Sequence[Any], groups: Sequence[dict[str, Any]]
+) -> list[str]:
+    """The names of the parameters of some optimizers. `groups`: of the state dict of all, in order."""
+    whose = [one for one in optimizers for _ in one.param_groups]
+    chosen = {id(one) for one in some}
+    if len(chosen) == len(optimizers):
+        whose = whose[:1] * len(groups)  # All, however PyTorch names the groups.
+    elif len(whose) != len(groups):
+        return []
+    return [name for one, group in zip(whose, groups) if id(one) in chosen for name in group["params"]]
+
+
+def _drop_unloaded(
+    moments: dict[str, Any], made_up: Sequence[str], absent: Container[str]
+) -> None:
     """Made-up moments of parameters of which nothing was stored: the next step makes right ones."""
-    lost = set(not_stored)
-    for name, of in moments.items():
-        if of and all(f"optim.state.{name}.{part}" in lost for part in of):
+    for name in made_up:
+        of = moments.get(name)
+        if of and all(f"optim.state.{name}.{part}" in absent for part in of):
             moments[name] = {}
 
 
