@@ -9,7 +9,8 @@ using namespace tensormount;
 extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
   const std::string bytes(reinterpret_cast<const char*>(data), size);
   pickle::Options options;
-  for (const auto unknown : {pickle::Unknown::kRefuse, pickle::Unknown::kInert}) {
+  for (const auto unknown :
+       {pickle::Unknown::kRefuse, pickle::Unknown::kInert, pickle::Unknown::kForeignClasses}) {
     options.unknown = unknown;
     options.trailing_bytes = unknown == pickle::Unknown::kInert;
     const Result<pickle::Document> document = pickle::Parse(bytes, options);

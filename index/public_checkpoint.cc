@@ -3,8 +3,8 @@
 // because it uses all of its rooms, foreign formats too.
 //
 // Everything is a copy of values or a shared pointer to the opened checkpoint, so a Tensor may
-// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves or pages:
-// whoever uses the library gets verified bytes.
+// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves or
+// pages: whoever uses the library gets verified bytes.
 #include "index/public_checkpoint.h"
 
 #include "base/file_system.h"
@@ -103,7 +103,8 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
   }
   auto impl = std::make_shared<Impl>();
   impl->threads = options.threads;
-  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenNamed(HostFileSystem(), path, options.roots));
+  const std::string chosen = options.file.empty() ? path : JoinPath(path, options.file);
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenNamed(HostFileSystem(), chosen, options.roots));
   return Checkpoint(std::move(impl));
 }
 

@@ -49,9 +49,21 @@ tensormount::Result<tensormount::fs::Layout> LayoutOf(const tm_checkpoint* check
 }  // namespace
 
 tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
+  return tm_checkpoint_open_with(path, nullptr, out);
+}
+
+tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* options,
+                                  tm_checkpoint** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {out, "out"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Checkpoint opened, Checkpoint::Open(path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_open_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_open_options"));
+    tensormount::OpenOptions how;
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        how.roots,
+        tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_open_options.roots"));
+    if (given.file != nullptr) how.file = given.file;
+    TENSORMOUNT_ASSIGN_OR_RETURN(Checkpoint opened, Checkpoint::Open(path, how));
     std::string uuid = opened.uuid();
     *out = new tm_checkpoint{std::move(opened), std::move(uuid)};
     return {};

@@ -81,6 +81,9 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
       out.strict_exempt,
       tensormount::c_api::ReadTexts(given.strict_exempt, given.strict_exempt_count,
                                     "tm_load_options.strict_exempt"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      out.roots,
+      tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_load_options.roots"));
   if (given.rule_count != 0) {
     TENSORMOUNT_RETURN_IF_ERROR(Need({{given.rules, "tm_load_options.rules"}}));
   }

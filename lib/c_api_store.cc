@@ -15,6 +15,7 @@
 #include "index/foreign/adopt.h"
 #include "index/foreign/open_source.h"
 #include "index/foreign/verify_foreign.h"
+#include "index/read/known_defects.h"
 #include "index/read/report_json.h"
 #include "index/records/key_renames.h"
 #include "index/store/costs.h"
@@ -192,6 +193,11 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
                                      ? VerifyForeign(fs, found.path, how)
                                      : VerifyCheckpoint(fs, found.path, how));
     if (found.kind != SourceKind::kForeign) NameSharers(fs, found.path, report);
+    if (const auto opened = OpenFound(fs, found, how.roots); opened.ok()) {
+      for (std::string& note : tensormount::FindKnownDefects(*opened.value())) {
+        report.warnings.push_back(std::move(note));
+      }
+    }
     OrderedJson document = VerifiedJson(report, how.quick);
     OrderedJson& damage = document["damage"] = OrderedJson::array();
     for (const auto& one : report.damages) damage.push_back(DamageJson(one));

@@ -343,7 +343,7 @@ void AddLifecycle(Program& p) {
   c->add_flag("--dry-run", p.rm.dry_run, "Only say what would go");
   c->add_flag("--force", p.rm.force, "Also what is pinned");
 
-  c = p.Command("prune", "Removes the checkpoints that no rule keeps; gc frees their space",
+  c = p.Command("prune", "Removes the checkpoints that no rule keeps, and frees their space",
                 "tensormount prune STORE --keep-last 3 --keep-every 1000 --dry-run", p.prune,
                 RunPrune);
   c->add_option("STORE", p.prune.store)->required();
@@ -355,6 +355,10 @@ void AddLifecycle(Program& p) {
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->option_text("M");
+  c->add_option(
+       "--match", p.prune.match,
+       "Only checkpoints of these names (\"runA-*\"): all others stay and count for nothing")
+      ->option_text("NAMES");
   c->add_option("--keep-best", p.prune.keep_best,
                 "The K with the highest or lowest value of the common state. May be given several "
                 "times")
@@ -426,7 +430,7 @@ void AddLifecycle(Program& p) {
       ->check(CLI::Range(0.0, 1e9));
 }
 
-// --root, of every command that opens sources.
+// --root and --file, of every command that opens sources.
 // Added last, by name: it is a property of the terminal, since opening a source asks it for all
 // that the user said about sources.
 void AddRoots(Program& p) {
@@ -443,6 +447,13 @@ void AddRoots(Program& p) {
         ->expected(1)
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
         ->option_text("DIR");
+    if (std::string_view(name) == "fsck" || std::string_view(name) == "prune") continue;
+    command
+        ->add_option("--file", p.terminal.file,
+                     "The file or index to read of a source that is a folder with several sets of "
+                     "weights: the same as SOURCE/NAME")
+        ->expected(1)
+        ->option_text("NAME");
   }
 }
 

@@ -235,6 +235,7 @@ struct PruneArgs {
   std::string keep_last;
   std::vector<std::string> keep_every;
   std::vector<std::string> keep_best;
+  std::string match;  // Names that the rules are for; empty: all.
   std::string rules;  // All in one text.
   bool dry_run = false;
   // Then nothing is removed.

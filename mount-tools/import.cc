@@ -230,7 +230,9 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
 }
 
 // Rank 0's report: sums of all ranks where the library sums them.
-void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
+// `beside`: what else the source's folder holds (OpenedCheckpoint::beside).
+void PrintImport(const SaveReport& report, const std::vector<std::string>& beside, int ranks,
+                 Terminal& terminal) {
   // The save alone; reading the source before it is not in it.
   const double seconds = report.validate_seconds + report.plan_seconds + report.reuse_seconds +
                          report.write_seconds + report.compare_seconds + report.publish_seconds;
@@ -240,25 +242,26 @@ void PrintImport(const SaveReport& report, int ranks, Terminal& terminal) {
   }
   for (const std::string& why : report.not_pruned) terminal.Warn("not removed by rule: " + why);
   if (terminal.json) {
-    const nlohmann::ordered_json json = {{"path", report.path},
-                                         {"uuid", report.uuid},
-                                         {"generation", report.generation},
-                                         {"ranks", ranks},
-                                         {"tensors", report.tensors},
-                                         {"bytes", report.bytes},
-                                         {"bytes_written", report.bytes_written},
-                                         {"replica_bytes", report.replica_bytes},
-                                         {"replica_bytes_compared", report.replica_bytes_compared},
-                                         {"validate_seconds", report.validate_seconds},
-                                         {"plan_seconds", report.plan_seconds},
-                                         {"reuse_seconds", report.reuse_seconds},
-                                         {"write_seconds", report.write_seconds},
-                                         {"compare_seconds", report.compare_seconds},
-                                         {"publish_seconds", report.publish_seconds},
-                                         {"files", FilesJson(report)},
-                                         {"reused", ReusedJson(report.reused)},
-                                         {"pruned", report.pruned},
-                                         {"not_pruned", report.not_pruned}};
+    nlohmann::ordered_json json = {{"path", report.path},
+                                   {"uuid", report.uuid},
+                                   {"generation", report.generation},
+                                   {"ranks", ranks},
+                                   {"tensors", report.tensors},
+                                   {"bytes", report.bytes},
+                                   {"bytes_written", report.bytes_written},
+                                   {"replica_bytes", report.replica_bytes},
+                                   {"replica_bytes_compared", report.replica_bytes_compared},
+                                   {"validate_seconds", report.validate_seconds},
+                                   {"plan_seconds", report.plan_seconds},
+                                   {"reuse_seconds", report.reuse_seconds},
+                                   {"write_seconds", report.write_seconds},
+                                   {"compare_seconds", report.compare_seconds},
+                                   {"publish_seconds", report.publish_seconds},
+                                   {"files", FilesJson(report)},
+                                   {"reused", ReusedJson(report.reused)},
+                                   {"pruned", report.pruned},
+                                   {"not_pruned", report.not_pruned}};
+    if (!beside.empty()) json["beside"] = beside;
     terminal.Json(json);
     return;
   }
@@ -373,7 +376,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return interrupt.ExitStatus(status, group.Fail(terminal, status));
-  if (group.prints()) PrintImport(report, group.size(), terminal);
+  if (group.prints()) PrintImport(report, source->beside(), group.size(), terminal);
   return terminal.Flush();
 }
 

@@ -14,8 +14,10 @@
 #include "base/glob.h"
 #include "fs/views/checkpoint_text.h"
 #include "index/foreign/format.h"
+#include "index/read/known_defects.h"
 #include "index/records/common_state.h"
 #include "index/records/layer_names.h"
+#include "index/records/store_paths.h"
 #include "index/store/costs.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
@@ -534,6 +536,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
   if (!common.ok()) return terminal.Fail(common.status());
   auto layers = index.Layers();
   if (!layers.ok()) return terminal.Fail(layers.status());
+  const std::vector<std::string> notes = FindKnownDefects(checkpoint);
   std::uint64_t file_bytes = 0;
   for (const FileRecord& file : index.files()) file_bytes += file.length;
   const CheckpointInfo& info = index.info();
@@ -556,8 +559,10 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
                                {"objects", objects.value().size()},
                                {"common_values", common.value().values.size()},
                                {"self_contained", info.self_contained},
-                               {"warnings", checkpoint.warnings()}};
+                               {"warnings", checkpoint.warnings()},
+                               {"notes", notes}};
     if (!info.self_contained) json["root"] = info.root;
+    if (!checkpoint.beside().empty()) json["beside"] = checkpoint.beside();
     for (const auto& [key, pattern] : layers.value()->patterns()) json["layers"][key] = pattern;
     if (!metadata.items.empty()) {
       json["content"] = nlohmann::ordered_json::parse(CommonToJson(metadata));
@@ -599,6 +604,11 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
     terminal.Line(
         fmt::format("self-contained no: the data lie in files of others below {}", info.root));
   }
+  if (!checkpoint.beside().empty()) {
+    terminal.Line(
+        fmt::format("beside         {} (no part of it)", ListedNames(checkpoint.beside())));
+  }
+  for (const std::string& note : notes) terminal.Line("note           " + note);
   return terminal.Flush();
 }
 
@@ -647,13 +657,20 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     } else if (!list.empty()) {
       terminal.Warn(latest.status().message());
     }
+    const auto below = [&](std::string_view folder) {
+      return OwnBytes::Below(HostFileSystem(), JoinPath(store.value().path(), folder));
+    };
+    const std::uint64_t trash = below(store_paths::kTrashFolder);
+    const std::uint64_t staging = below(store_paths::kStagingFolder);
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},
                                            {"checkpoints", list.size()},
                                            {"latest", name},
                                            {"stored_bytes", costs.value().stored_bytes()},
-                                           {"shared_bytes", costs.value().shared_bytes()}});
+                                           {"shared_bytes", costs.value().shared_bytes()},
+                                           {"trash_bytes", trash},
+                                           {"staging_bytes", staging}});
     } else {
       terminal.Line(fmt::format("store        {}", source.value().path));
       terminal.Line(fmt::format("uuid         {}", store.value().uuid().ToString()));
@@ -662,6 +679,14 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
       terminal.Line(fmt::format("stored       {}, {} of them shared by several checkpoints",
                                 HumanBytes(costs.value().stored_bytes()),
                                 HumanBytes(costs.value().shared_bytes())));
+      if (trash > 0) {
+        terminal.Line(fmt::format("removed      {} in .trash, which gc frees", HumanBytes(trash)));
+      }
+      if (staging > 0) {
+        terminal.Line(
+            fmt::format("under way    {} in .staging: saves and copies, or what was left of them",
+                        HumanBytes(staging)));
+      }
     }
     return terminal.Flush();
   }

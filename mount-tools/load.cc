@@ -7,11 +7,13 @@
 #include "tensormount/load.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <sys/resource.h>
+#include <string>
 #include <unordered_set>
 
 #include <fmt/core.h>
@@ -48,10 +50,15 @@ struct RankFigures {
   double seconds = 0;
 };
 
+// Of this program since its start. The ru_maxrss of getrusage is also that of the process which
+// started it.
 std::uint64_t PeakMemory() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.starts_with("VmHWM:")) return std::strtoull(line.c_str() + 6, nullptr, 10) * 1024;
+  }
+  return 0;
 }
 
 // The key, or what the map makes of it; empty where that drops it.

@@ -48,20 +48,20 @@ Result<T> Choose(const std::map<std::string, T>& choices, const std::string& opt
   return Status(Code::kInvalidArgument, fmt::format("{} {}: one of {}", option, text, names));
 }
 
-Result<fs::MountOptions> MakeMountOptions(const MountArgs& args,
-                                          const std::vector<std::string>& roots) {
+Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal& terminal) {
   using Tier = fs::MountOptions::Tier;
   using Verify = fs::ServeVerify;
   fs::MountOptions options;
   FileSystem& host = HostFileSystem();
   // Taken before the daemon leaves this folder, and "latest" once.
-  for (const std::string& root : roots) {
+  for (const std::string& root : terminal.roots) {
     Result<std::string> resolved = host.Resolve(root);
     if (!resolved.ok()) return resolved.status().WithContext("--root");
     options.roots.push_back(std::move(resolved).value());
   }
   Terminal quiet;  // What a daemon has to say goes to its log.
   quiet.roots = options.roots;
+  quiet.file = terminal.file;
   const Result<FoundSource> found = FindNamed(host, args.source, quiet);
   if (found.status().code() == Code::kUnsupported) {
     const auto entries = host.List(args.source);
@@ -223,7 +223,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const Status opened = LogToFile(args.log_file);
     if (!opened.ok()) return terminal.Fail(opened);
   }
-  auto made = MakeMountOptions(args, terminal.roots);
+  auto made = MakeMountOptions(args, terminal);
   if (!made.ok()) return terminal.Fail(made.status());
   const fs::MountOptions options = made.value();
 

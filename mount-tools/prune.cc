@@ -28,6 +28,7 @@ Result<RetentionRules> RulesOf(const PruneArgs& args) {
       text += c;
     }
   };
+  if (!args.match.empty()) add("match", args.match);
   if (!args.keep_last.empty()) add("last", args.keep_last);
   for (const std::string& every : args.keep_every) add("every", every);
   for (const std::string& best : args.keep_best) add("best", best);
@@ -175,10 +176,14 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
     }
     terminal.Line(fmt::format("{} {}, {} stay{}", Counted(gone, "checkpoint"),
                               args.dry_run ? "would go" : "removed", kept, kept == 1 ? "s" : ""));
-    if (gone > 0 && !args.dry_run) {
-      terminal.Line(fmt::format("space is freed by `tensormount gc {}`", store.value().path()));
+    if (report.bytes_freed > 0) terminal.Line(HumanBytes(report.bytes_freed) + " freed");
+    if (!report.waiting.empty()) {
+      terminal.Line(fmt::format("{} wait in .trash for `tensormount gc {}`:",
+                                HumanBytes(report.bytes_waiting), store.value().path()));
+      for (const std::string& waits : report.waiting) terminal.Line("  " + waits);
     }
   }
+  for (const std::string& note : report.notes) terminal.Warn(note);
   for (const PruneReport::Decision& d : report.decisions) {
     if (!d.failed.ok()) terminal.Fail(d.failed.WithContext(d.checkpoint));
     // It may have been the newest.

@@ -62,8 +62,16 @@ std::string NearlyThere(FileSystem& host, const std::string& text) {
 
 }  // namespace
 
+Result<FoundSource> ChosenFile(FileSystem& fs, FoundSource source, const Terminal& terminal) {
+  if (terminal.file.empty() || source.kind != SourceKind::kForeign) return source;
+  const Result<FileInfo> info = fs.Stat(source.path);
+  if (!info.ok() || info.value().kind != FileKind::kDirectory) return source;
+  return FindSource(fs, JoinPath(source.path, terminal.file), terminal.roots);
+}
+
 Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal) {
   Result<FoundSource> found = FindSource(fs, text, terminal.roots);
+  if (found.ok()) return ChosenFile(fs, std::move(found).value(), terminal);
   if (found.status().code() == Code::kUnsupported) {
     if (const auto shown = ShownByMount(fs, text)) {
       terminal.Note(fmt::format("{}: a mount shows {} there", text, *shown));
@@ -80,17 +88,34 @@ Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal&
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal, IfLost lost) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindNamed(fs, text, terminal));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource one, LatestOf(fs, found, terminal.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(fs, found, terminal.roots));
+  const bool latest = one.path != found.path;
   // A note and no warning: that is what was asked for.
-  if (one.path != found.path) {
+  if (latest) {
     terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
                               one.path.substr(one.path.rfind('/') + 1)));
+  }
+  if (latest) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(one, ChosenFile(fs, std::move(one), terminal));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(auto opened,
                                OpenFound(fs, one, terminal.roots, lost == IfLost::kLeaveOut));
   for (const std::string& warning : opened->warnings()) terminal.Warn(warning);
   if (lost == IfLost::kRefuse) TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*opened));
+  if (lost != IfLost::kShow && !opened->beside().empty()) {
+    terminal.Warn(fmt::format("{}: beside it and no part of it: {}", opened->directory(),
+                              ListedNames(opened->beside())));
+  }
   return opened;
+}
+
+std::string ListedNames(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 8;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
 Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tensormount/key_map.h"
 #include "tensormount/status.h"
@@ -18,8 +19,13 @@
 namespace tensormount::tools {
 
 // FindSource, and what people mean besides: a folder that a mount of ours shows (MNT, MNT/step-1)
-// is its source, said in a note. Of what is not there the message says what is nearly.
+// is its source, said in a note. Of what is not there the message says what is nearly. With --file
+// the file of a foreign checkpoint's folder.
 Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal);
+
+// The file of a foreign checkpoint's folder that --file names; other sources, and all where the
+// option was not given, as they are. kNotFound: there is no such file.
+Result<FoundSource> ChosenFile(FileSystem& fs, FoundSource source, const Terminal& terminal);
 
 // Opens a source (FindNamed, with the terminal's --root) as one checkpoint; of a store or a
 // training directory the latest, said in a note. Warnings of the open (damaged copy, rebuilt index,
@@ -35,6 +41,9 @@ enum class IfLost {
 Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
                                                      Terminal& terminal,
                                                      IfLost lost = IfLost::kShow);
+
+// "a, b, c and 5 more".
+std::string ListedNames(const std::vector<std::string>& names);
 
 // Of --partial.
 inline IfLost IfLostOf(bool partial) { return partial ? IfLost::kLeaveOut : IfLost::kRefuse; }

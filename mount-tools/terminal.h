@@ -45,6 +45,9 @@ class Terminal {
   // Here and not in each structure of arguments: OpenSource and FindSource take them from the
   // terminal.
   std::vector<std::string> roots;
+  // --file: of a source that is a folder of a foreign format, the file or index to read; empty: not
+  // given.
+  std::string file;
 
   // Colours are for people who look at a terminal: not in files, pipes or JSON, nor where NO_COLOR
   // is set or TERM says "dumb".

@@ -14,6 +14,7 @@
 #include "base/counted.h"
 #include "index/foreign/format.h"
 #include "index/foreign/verify_foreign.h"
+#include "index/read/known_defects.h"
 #include "index/read/report_json.h"
 #include "index/store/costs.h"
 #include "index/store/store.h"
@@ -42,6 +43,12 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
     } else if (damage.lost) {
       terminal.Line(fmt::format("{}: {}: {}{}", name, damage.object,
                                 damage.file.empty() ? "" : damage.file + ": ", damage.reason));
+      // The line above names one key, or the first few.
+      if (terminal.verbose && damage.keys.size() > 1) {
+        for (const std::string& key : damage.keys) {
+          terminal.Line(fmt::format("{}: lost: {}", name, key));
+        }
+      }
     } else {
       terminal.Line(fmt::format("{}: {}: {}: byte {}: {}", name, damage.object, damage.file,
                                 damage.offset, damage.reason));
@@ -96,6 +103,12 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
   if (!foreign) NameSharers(HostFileSystem(), source.path, report.value());
+  // The bytes are right; what was saved may not be what was meant.
+  if (const auto opened = OpenFound(HostFileSystem(), source, terminal.roots); opened.ok()) {
+    for (std::string& note : FindKnownDefects(*opened.value())) {
+      report.value().warnings.push_back(std::move(note));
+    }
+  }
   return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
 }
 

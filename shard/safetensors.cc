@@ -85,7 +85,10 @@ bool HasLongString(std::string_view json) {
 // first thing that it does not ends the parse with `error`.
 class Reader : public nlohmann::json_sax<nlohmann::json> {
  public:
+  explicit Reader(UnknownDType unknown_dtype) : unknown_dtype_(unknown_dtype) {}
+
   std::vector<SafetensorsEntry> entries;
+  std::map<std::string, std::string> unknown;  // SafetensorsHeader::unknown.
   std::map<std::string, std::string> metadata;
   Status error;
 
@@ -205,12 +208,14 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     }
     if (at_ == At::kDType) {
       const auto dtype = FromSafetensorsName(value);
-      if (!dtype) {
+      if (!dtype && unknown_dtype_ == UnknownDType::kLeaveOut) {
+        unknown.emplace(key_, value.substr(0, 64));
+      } else if (!dtype) {
         error = Status(Code::kUnsupported, "safetensors header: " + QuotedKey(key_) + ": dtype '" +
                                                value.substr(0, 64) + "' is not known");
         return false;
       }
-      entry_.dtype = *dtype;
+      entry_.dtype = dtype.value_or(DType::kU8);
       has_dtype_ = true;
       at_ = At::kField;
       return true;
@@ -325,6 +330,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
+  UnknownDType unknown_dtype_;
   At at_ = At::kStart;
   std::size_t skip_ = 0;  // Depth inside a value that is ignored.
   std::string key_;
@@ -343,14 +349,17 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
 // gap, no overlap, no byte with two meanings. What a gap holds no reader would show, and a
 // checkpoint could carry it along unseen. Empty tensors share a begin and sort before the one that
 // has bytes. Offsets against shapes, against each other and against the length of the data part.
-Status CheckLayout(const std::vector<SafetensorsEntry>& entries, std::uint64_t data_bytes) {
+// `unknown`: tensors whose bytes nobody can count.
+Status CheckLayout(const std::vector<SafetensorsEntry>& entries,
+                   const std::map<std::string, std::string>& unknown, std::uint64_t data_bytes) {
   std::uint64_t at = 0;
   const SafetensorsEntry* before = nullptr;
   for (const SafetensorsEntry& e : entries) {
     const std::string place =
         QuotedKey(e.key) + ": bytes " + std::to_string(e.begin) + " to " + std::to_string(e.end);
     if (e.end < e.begin) return BadSafetensorsHeader(place + " end before they begin");
-    const auto bytes = PackedBytes(e.dtype, e.shape);
+    const auto bytes =
+        unknown.contains(e.key) ? std::optional(e.end - e.begin) : PackedBytes(e.dtype, e.shape);
     if (!bytes) {
       return BadSafetensorsHeader(QuotedKey(e.key) + ": shape " + e.shape.ToString() + " of " +
                                   std::string(InfoOf(e.dtype).safetensors) +
@@ -417,7 +426,7 @@ Status BadEntry(Code code, std::string_view key, const std::string& why) {
 }  // namespace
 
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
-                                                 std::uint64_t file_size) {
+                                                 std::uint64_t file_size, UnknownDType unknown) {
   if (header_json.size() > kMaxHeaderBytes) {
     return BadSafetensorsHeader(std::to_string(header_json.size()) + " bytes, the format allows " +
                                 std::to_string(kMaxHeaderBytes));
@@ -436,7 +445,7 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
   }
   // The parser copies strings and knows no limit of its own, so what is too long was refused
   // before.
-  Reader reader;
+  Reader reader(unknown);
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? BadSafetensorsHeader("is not JSON") : reader.error;
   }
@@ -446,15 +455,18 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
               if (a.end != b.end) return a.end < b.end;
               return a.key < b.key;
             });
-  TENSORMOUNT_RETURN_IF_ERROR(CheckLayout(reader.entries, file_size - data_offset));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckLayout(reader.entries, reader.unknown, file_size - data_offset));
+  std::erase_if(reader.entries,
+                [&](const SafetensorsEntry& e) { return reader.unknown.contains(e.key); });
   SafetensorsHeader header;
+  header.unknown = std::move(reader.unknown);
   header.entries = std::move(reader.entries);
   header.metadata = std::move(reader.metadata);
   header.data_offset = data_offset;
   return header;
 }
 
-Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
+Result<SafetensorsHeader> ReadSafetensorsHeader(File& file, UnknownDType unknown) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (info.size < 8) {
     return BadSafetensorsHeader("a file of " + std::to_string(info.size) +
@@ -477,7 +489,7 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file) {
   }
   std::string json(length, '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(8, json.data(), json.size()));
-  auto header = ParseSafetensorsHeader(json, info.size);
+  auto header = ParseSafetensorsHeader(json, info.size, unknown);
   if (!header.ok()) return header.status().WithContext(file.path());
   return header;
 }

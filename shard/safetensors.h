@@ -34,8 +34,17 @@ struct SafetensorsEntry {
 // bytes are as many as its shape takes.
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;  // Sorted by begin, end (empty ones first), key.
+  // Tensors of element types that we do not know, by key, with the type's name: not in `entries`.
+  // Their bytes are within the data part, and nothing else is.
+  std::map<std::string, std::string> unknown;
   std::map<std::string, std::string> metadata;
   std::uint64_t data_offset = 0;  // 8 + header length: where the data part begins in the file.
+};
+
+// What to do about a tensor of an element type that we do not know.
+enum class UnknownDType {
+  kRefuse,   // kUnsupported for the whole file.
+  kLeaveOut  // SafetensorsHeader::unknown.
 };
 
 // `file_size` is the whole file's. kDataLoss says which rule is broken and by which key: header
@@ -45,8 +54,10 @@ struct SafetensorsHeader {
 // of over 16 MiB and metadata of over 32 MiB. Memory besides the text is that of the entries and
 // the metadata.
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
-                                                 std::uint64_t file_size);
-Result<SafetensorsHeader> ReadSafetensorsHeader(File& file);
+                                                 std::uint64_t file_size,
+                                                 UnknownDType unknown = UnknownDType::kRefuse);
+Result<SafetensorsHeader> ReadSafetensorsHeader(File& file,
+                                                UnknownDType unknown = UnknownDType::kRefuse);
 
 // Writes a header, tensor by tensor: the order of calls is that of the data. Entries are placed
 // without gaps, as the format demands.

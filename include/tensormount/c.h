@@ -215,6 +215,20 @@ typedef struct tm_checkpoint tm_checkpoint;
 // (docs/formats-adopted.md). Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS,
 // TM_UNSUPPORTED (written in a newer format).
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
+typedef struct tm_open_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  // Folders below which data of adopted checkpoints may lie, and which links of checkpoints in
+  // foreign formats may lead into.
+  const char* const* roots;
+  size_t root_count;
+  // Of a folder in a foreign format that holds several sets of weights: the file or index to read.
+  // May be NULL.
+  const char* file;
+} tm_open_options;
+// The same with options, which may be NULL.
+TM_EXPORT tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* options,
+                                            tm_checkpoint** out);
 TM_EXPORT void tm_checkpoint_close(tm_checkpoint* checkpoint);
 
 // Where it was found, without links and "latest"; and the 32 hex digits that no other checkpoint
@@ -725,6 +739,8 @@ typedef struct tm_load_options {
   int64_t total_ms;  // The whole call; 0: no limit.
   int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 12.
   int32_t exchange_via;
+  const char* const* roots;  // As those of tm_open_options.
+  size_t root_count;
 } tm_load_options;
 
 // What a load found out besides the bytes, which are in the caller's buffers.

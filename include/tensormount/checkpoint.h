@@ -66,6 +66,9 @@ struct OpenOptions {
   // Folders that may be trusted: below them data of adopted checkpoints may lie, whoever published
   // these, and links of checkpoints in foreign formats may lead to other places in them.
   std::vector<std::string> roots = {};
+  // Of a folder in a foreign format that holds several sets of weights: the file or index to read.
+  // The same as `path`/file. Empty: the format decides.
+  std::string file = {};
   // A read of a tensor is shared between threads, one for each 4 MiB of it, or 1,024 short runs, at
   // most so many; the caller's is one of them, and none is left when the read returns. 0: as many
   // as cores, at most 8. 1: the caller's alone.

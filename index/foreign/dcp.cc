@@ -196,11 +196,19 @@ class DcpReader {
     return last_file_;
   }
 
-  // The file of an item of `key` that can be read in place. Null: it cannot, which was told.
+  // Where an item should be and is not: its file, and what is wrong with that.
+  struct LostItem {
+    std::string file;
+    std::string reason;
+    bool operator==(const LostItem&) const = default;
+  };
+
+  // The file of an item of `key` that can be read in place. Null: it cannot, which was told, or is
+  // what `lost` says then.
   // An extension (zstd and others) may have transformed the bytes of an item; it is named, and the
   // tensor is left out, since its bytes stand nowhere as they are.
   Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::What what,
-                                      std::string_view key) {
+                                      std::string_view key, std::optional<LostItem>& lost) {
     if (!item.transform.empty()) {
       left_out_.Add(
           what == ForeignBuilder::What::kTensor ? "tensor" : "object", key,
@@ -210,14 +218,13 @@ class DcpReader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOf(item.path));
     const std::string name = below_ + std::string(item.path);
     if (!file->missing.empty()) {
-      builder_.Lose(name, file->missing, what, key);
+      lost = {.file = name, .reason = std::string(file->missing)};
       return nullptr;
     }
     if (item.offset > file->length || item.length > file->length - item.offset) {
-      builder_.Lose(
-          name,
-          "the file ends after " + std::to_string(file->length) + " bytes, before an item does",
-          what, key);
+      lost = {.file = name,
+              .reason = "the file ends after " + std::to_string(file->length) +
+                        " bytes, before an item does"};
       return nullptr;
     }
     return file;
@@ -249,8 +256,8 @@ class DcpReader {
     // only add their chunks to it.
     std::optional<std::uint32_t>* shared = nullptr;
     if (united != nullptr) {
-      const auto found = united->find(tensor.fqn);
-      if (found != united->end()) shared = &found->second;
+      const auto at = united->find(tensor.fqn);
+      if (at != united->end()) shared = &at->second;
     }
     const std::string key = (shared != nullptr ? "" : key_prefix_) + std::string(tensor.fqn);
     if (const Status usable = CheckKey(key); !usable.ok()) {
@@ -264,6 +271,8 @@ class DcpReader {
     };
     const Dims shape = metadata.Shape(tensor);
     const MegatronFlatShape* flat = FlatShape(tensor, shape);
+    std::vector<LostItem> lost;  // Each once.
+    std::size_t found = 0;
     for (std::size_t i = 0; i < tensor.count; ++i) {
       const DcpItem& item = metadata.items[tensor.first + i];
       const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
@@ -273,11 +282,23 @@ class DcpReader {
       if (!region.ok()) return contradicted(region.status().message());
       // Zero-size chunks were passed over above, so this is a real hole.
       if (!item.stored) continue;  // A hole, which the builder tells of.
+      std::optional<LostItem> gone;
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
-                                   FileOfItem(item, ForeignBuilder::What::kTensor, key));
-      if (file == nullptr) return Status();
+                                   FileOfItem(item, ForeignBuilder::What::kTensor, key, gone));
+      if (file == nullptr && !gone) return Status();
+      if (gone) {
+        if (std::ranges::find(lost, *gone) == lost.end()) lost.push_back(std::move(*gone));
+        continue;
+      }
       files[i] = file->number;
+      ++found;
     }
+    // What other files hold of it is there, and the builder tells of the hole.
+    const bool part = found > 0;
+    for (const LostItem& gone : lost) {
+      builder_.Lose(gone.file, gone.reason, ForeignBuilder::What::kTensor, key, part);
+    }
+    if (!lost.empty() && !part) return Status();
     const bool known = shared != nullptr && shared->has_value();
     Result<std::uint32_t> added =
         known ? Result<std::uint32_t>(**shared)
@@ -370,8 +391,10 @@ class DcpReader {
                       ForeignBuilder::What::kObject, names[i]);
         continue;
       }
+      std::optional<LostItem> gone;
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
-                                   FileOfItem(item, ForeignBuilder::What::kObject, names[i]));
+                                   FileOfItem(item, ForeignBuilder::What::kObject, names[i], gone));
+      if (gone) builder_.Lose(gone->file, gone->reason, ForeignBuilder::What::kObject, names[i]);
       if (file == nullptr) continue;
       ObjectRecord part = megatron ? std::move(parsed[i]) : ObjectRecord{.key = names[i]};
       part.file = file->number;

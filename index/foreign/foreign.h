@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tensormount/common_value.h"
@@ -23,19 +24,24 @@
 
 namespace tensormount {
 
-// A folder (or one file) of a foreign checkpoint, and the root that nothing may lead out of: the
-// folder itself, or one above it that the operator named. Names are relative to the folder and have
-// no "..". Thread-safe.
+// A folder (or one file) of a foreign checkpoint, and the folders that nothing may lead out of: the
+// folder itself, or one above it that the operator named, and others that links of it lead into:
+// named ones, and the blobs of a hub's cache. Names are relative to the folder and have no "..".
+// Thread-safe.
 class ForeignFolder {
  public:
-  // `path` is resolved (ResolveSourcePath). `roots`: folders that the operator named besides; the
-  // deepest that `path` lies below is the root, else `path` (of a file: its folder) itself.
+  // `path` is resolved (ResolveSourcePath). `roots`: folders that the operator named besides. Of
+  // those that `path` lies below the deepest counts, else `path` (of a file: its folder) itself; of
+  // the others those that a link in the folder leads into.
   static Result<ForeignFolder> Open(FileSystem& fs, const std::string& path,
                                     std::span<const std::string> roots);
 
   FileSystem& fs() const { return *fs_; }
   const std::string& path() const { return path_; }  // As resolved; of a file: the file's.
+  // What names of records are relative to: the folder that holds all of bounds().
   const std::string& root() const { return root_; }
+  // Files are opened below these, and below nothing else.
+  const std::vector<std::string>& bounds() const { return bounds_; }
   // The name of the only file where the source is one; empty: a folder.
   const std::string& file() const { return file_; }
   std::string Shown(std::string_view name) const;  // For messages.
@@ -60,18 +66,22 @@ class ForeignFolder {
   // BelowRoot of what the name leads to, where an absolute link stands on the way: a name that can
   // be opened without following it. The same errors as OpenRead.
   Result<std::string> Locate(std::string_view name) const;
+  // Opens what Locate gave, and nothing that leads out of its bound.
+  Result<std::unique_ptr<File>> OpenLocated(const std::string& below) const;
   // What is there. The same errors.
   Result<FileInfo> Stat(std::string_view name) const;
 
  private:
   template <typename F>
-  auto Beneath(std::string_view name, F f) const -> decltype(f(std::string()));
+  auto Beneath(std::string_view name, F f) const -> decltype(f(std::string(), std::string()));
   Status DamageOf(std::string_view name, const Status& status) const;
+  Status AddBounds(std::span<const std::string> roots);
 
   FileSystem* fs_ = nullptr;
   std::string path_;
   std::string root_;
-  std::string folder_;  // Relative to the root; empty: the root itself.
+  std::string folder_;               // Relative to the root; empty: the root itself.
+  std::vector<std::string> bounds_;  // Resolved; the one that holds the folder is the first.
   std::string file_;
 };
 
@@ -108,6 +118,8 @@ class ForeignBuilder {
   Result<std::uint32_t> AddFile(std::string_view name);
   std::uint64_t FileLength(std::uint32_t file) const;
   std::int64_t FileTime(std::uint32_t file) const;  // Its mtime in seconds.
+  // Whether AddFile was called for the name, or for one below it.
+  bool Uses(std::string_view name) const;
   // Opened for reading once and kept while the builder lives (at most some hundred at a time).
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 
@@ -137,6 +149,8 @@ class ForeignBuilder {
   // Reserved names and trees over the limits are left out with a warning.
   void AddCommon(const std::string& name, CommonValue value);
   void Warn(std::string warning);
+  // ForeignInventory::beside.
+  void Beside(std::string name) { beside_.push_back(std::move(name)); }
   // Leaves a tensor out and warns: "tensor w: left out: ...". What it should be is lost.
   void Drop(std::uint32_t tensor, std::string_view why);
   // The same where its bytes are there, or stand for themselves, in a form that we do not read.
@@ -144,7 +158,9 @@ class ForeignBuilder {
   // The checkpoint names the tensor or object, which was not added, and its files lack it.
   // `file`: empty where it is in none; `reason`: "the file is missing". Told in one line a reason.
   enum class What { kTensor, kObject };
-  void Lose(std::string_view file, std::string_view reason, What what, std::string_view key);
+  // `part`: a tensor that was added, of which other cells are there.
+  void Lose(std::string_view file, std::string_view reason, What what, std::string_view key,
+            bool part = false);
   // The same of a file of which nobody knows what was in it.
   void LoseFile(std::string_view file, std::string_view reason);
 
@@ -165,6 +181,7 @@ class ForeignBuilder {
 
   const ForeignFolder& folder_;
   Inventory inventory_;
+  std::vector<std::string> beside_;
   const std::set<std::string>* only_ = nullptr;
   struct Rep;
   std::unique_ptr<Rep> rep_;

@@ -18,6 +18,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -87,14 +88,15 @@ struct ForeignBuilder::Rep {
 
   CompletenessCheck completeness;
 
-  std::unordered_map<std::string, std::uint32_t> files;
+  std::map<std::string, std::uint32_t, std::less<>> files;  // By name below the root.
   std::unordered_set<std::uint32_t, ByKey, ByKey> tensors;
   // By number of tensor: left out, or not among the wanted keys. Records stay until Finish, so that
   // numbers that adapters hold stay true.
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
-  // By file and reason, so that the loss of one file is one line whatever it held.
-  std::map<std::pair<std::string, std::string>, ForeignLoss> lost_by_file;  // And reason.
+  // By file, reason and whether it is of parts, so that the loss of one file is one line whatever
+  // it held.
+  std::map<std::tuple<std::string, std::string, bool>, ForeignLoss> lost_by_file;
   std::vector<ForeignLoss> lost;
   // Keys of what came after kMaxWarnings reasons: each still counts as lost, for `--partial` and
   // `load --keys` ask by key.
@@ -144,12 +146,20 @@ std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
   return file < inventory_.files.size() ? inventory_.files[file].mtime_seconds : 0;
 }
 
+bool ForeignBuilder::Uses(std::string_view name) const {
+  const Result<std::string> below = folder_.BelowRoot(name);
+  if (!below.ok()) return false;
+  if (rep_->files.contains(below.value())) return true;
+  const std::string folder = below.value() + "/";
+  const auto first = rep_->files.lower_bound(folder);
+  return first != rep_->files.end() && first->first.starts_with(folder);
+}
+
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
   if (file >= inventory_.files.size()) return DataLoss("a file that is not in the table");
   if (std::shared_ptr<File> known = rep_->open.Get(file)) return known;
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      std::unique_ptr<File> opened,
-      folder_.fs().OpenReadBeneath(folder_.root(), inventory_.files[file].name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
+                               folder_.OpenLocated(inventory_.files[file].name));
   return rep_->open.Put(file, std::move(opened), 1);
 }
 
@@ -311,16 +321,17 @@ void ForeignBuilder::Lost(ForeignLoss loss) {
 
 // Found by key of file and reason first; where there are too many reasons the key alone is kept.
 void ForeignBuilder::Lose(std::string_view file, std::string_view reason, What what,
-                          std::string_view key) {
+                          std::string_view key, bool part) {
   auto& by_file = rep_->lost_by_file;
-  auto at = by_file.find({std::string(file), std::string(reason)});
+  auto at = by_file.find({std::string(file), std::string(reason), part});
   if (at == by_file.end() && by_file.size() >= kMaxWarnings) {
+    if (part) return;  // The holes tell of it.
     (what == What::kTensor ? rep_->more_lost.tensors : rep_->more_lost.objects).emplace_back(key);
     return;
   }
   if (at == by_file.end()) {
-    ForeignLoss loss{.file = std::string(file), .reason = std::string(reason)};
-    at = by_file.emplace(std::pair(loss.file, loss.reason), loss).first;
+    const ForeignLoss loss{.file = std::string(file), .reason = std::string(reason), .holes = part};
+    at = by_file.emplace(std::tuple(loss.file, loss.reason, part), loss).first;
   }
   (what == What::kTensor ? at->second.tensors : at->second.objects).emplace_back(key);
 }
@@ -330,7 +341,7 @@ void ForeignBuilder::LoseFile(std::string_view file, std::string_view reason) {
   ForeignLoss loss{.file = std::string(file), .reason = std::string(reason)};
   // A marker of its own where so many files are gone that their names are not kept.
   if (by_file.size() >= kMaxWarnings) loss = {.file = "other files", .reason = "are damaged"};
-  by_file.emplace(std::pair(loss.file, loss.reason), loss);
+  by_file.emplace(std::tuple(loss.file, loss.reason, false), loss);
 }
 
 // Files first, each in one line.
@@ -556,6 +567,8 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   out.inventory = std::move(inventory_);
   out.resolver = std::move(rep_->resolver);
   out.warnings = std::move(rep_->warnings);
+  out.beside = std::move(beside_);
+  if (folder_.bounds().size() > 1) out.bounds = folder_.bounds();
   return out;
 }
 

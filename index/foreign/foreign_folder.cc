@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "index/foreign/foreign.h"
+#include "index/read/foreign_file.h"
 
 namespace tensormount {
 namespace {
@@ -58,9 +59,54 @@ std::string JoinedBelow(const std::string& folder, std::string_view name) {
   return name.empty() ? folder : JoinPath(folder, name);
 }
 
+// "models--x/blobs" of "models--x/snapshots/0123" and what lies below that, where it is a folder: a
+// hub's cache keeps files there, and links to them in the snapshot. nullopt: no such cache.
+std::optional<std::string> BlobsOf(FileSystem& fs, const std::string& folder) {
+  constexpr std::string_view kSnapshots = "/snapshots/";
+  const std::size_t at = folder.rfind(kSnapshots);
+  if (at == std::string::npos) return std::nullopt;
+  const Result<std::string> blobs = fs.Resolve(folder.substr(0, at) + "/blobs");
+  if (!blobs.ok()) return std::nullopt;
+  const Result<FileInfo> info = fs.Stat(blobs.value());
+  if (!info.ok() || info.value().kind != FileKind::kDirectory) return std::nullopt;
+  return blobs.value();
+}
+
+// Takes those of `roots` away that a link below `folder` leads into, and adds them to `bounds`.
+// Looks at so many entries and no more, `left`.
+void FindBounds(FileSystem& fs, const std::string& folder, int depth, std::size_t& left,
+                std::vector<std::string>& roots, std::vector<std::string>& bounds) {
+  constexpr int kMaxLinkDepth = 4;
+  const Result<std::vector<DirectoryEntry>> entries = fs.List(folder);
+  if (!entries.ok()) return;
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (roots.empty() || left == 0) return;
+    --left;
+    const std::string path = JoinPath(folder, entry.name);
+    if (entry.kind == FileKind::kDirectory && depth < kMaxLinkDepth) {
+      FindBounds(fs, path, depth + 1, left, roots, bounds);
+    }
+    if (entry.kind != FileKind::kSymlink) continue;
+    const Result<std::string> real = fs.Resolve(path);
+    if (!real.ok()) continue;
+    const auto found = std::ranges::find_if(
+        roots, [&](const std::string& root) { return RelativeTo(root, real.value()).has_value(); });
+    if (found == roots.end()) continue;
+    bounds.push_back(*found);
+    roots.erase(found);
+  }
+}
+
+// The deepest folder that both lie in.
+std::string Above(const std::string& a, const std::string& b) {
+  std::string out = a;
+  while (!RelativeTo(out, b)) out = ParentOrHere(out);
+  return out;
+}
+
 }  // namespace
 
-// The deepest of several roots that fit is taken: it allows the least.
+// The deepest of several roots that the folder lies below is taken: it allows the least.
 Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& path,
                                           std::span<const std::string> roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -75,17 +121,39 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
     return Status(Code::kInvalidArgument, path + ": neither a file nor a folder");
   }
   out.root_ = folder;
-  std::size_t deepest = 0;
-  for (const std::string& named : roots) {
-    Result<std::string> root = fs.Resolve(named);
-    if (!root.ok()) return root.status().WithContext("--root " + named);
-    const std::optional<std::string> below = RelativeTo(root.value(), folder);
-    if (!below || root.value().size() <= deepest) continue;
-    deepest = root.value().size();
-    out.root_ = root.value();
-    out.folder_ = *below;
-  }
+  TENSORMOUNT_RETURN_IF_ERROR(out.AddBounds(roots));
   return out;
+}
+
+// root_ is the folder itself before. A root that nothing in the folder leads into does not count,
+// so that a root for another source changes no name here.
+Status ForeignFolder::AddBounds(std::span<const std::string> roots) {
+  constexpr std::size_t kMaxLinksLookedAt = 10'000;
+  const std::string folder = root_;
+  std::string home = folder;
+  std::size_t deepest = 0;
+  std::vector<std::string> elsewhere;
+  for (const std::string& named : roots) {
+    Result<std::string> root = fs_->Resolve(named);
+    if (!root.ok()) return root.status().WithContext("--root " + named);
+    if (!RelativeTo(root.value(), folder)) {
+      if (!RelativeTo(folder, root.value())) elsewhere.push_back(root.value());
+    } else if (root.value().size() > deepest) {
+      deepest = root.value().size();
+      home = root.value();
+    }
+  }
+  if (const std::optional<std::string> blobs = BlobsOf(*fs_, folder);
+      blobs && !RelativeTo(home, *blobs)) {
+    elsewhere.push_back(*blobs);
+  }
+  bounds_ = {home};
+  root_ = home;
+  std::size_t left = kMaxLinksLookedAt;
+  if (!elsewhere.empty()) FindBounds(*fs_, folder, 0, left, elsewhere, bounds_);
+  for (const std::string& bound : bounds_) root_ = Above(root_, bound);
+  folder_ = RelativeTo(root_, folder).value_or(std::string());
+  return {};
 }
 
 std::string ForeignFolder::Shown(std::string_view name) const {
@@ -125,48 +193,64 @@ Status ForeignFolder::DamageOf(std::string_view name, const Status& status) cons
   return {Code::kDataLoss, status.message()};
 }
 
-// Calls f with a name relative to the root, and again with where an absolute link leads to: the
-// kernel takes none of these, though it may stay inside.
+// Calls f with a bound and a name below it, and again with where a link out of the first bound
+// leads to: the kernel takes none of these, though it may stay inside.
 template <typename F>
-auto ForeignFolder::Beneath(std::string_view name, F f) const -> decltype(f(std::string())) {
+auto ForeignFolder::Beneath(std::string_view name, F f) const
+    -> decltype(f(std::string(), std::string())) {
   std::string below = folder_;
   if (!name.empty()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(below, BelowRoot(name));
   }
-  auto result = f(below);
+  const std::string path = below.empty() ? root_ : JoinPath(root_, below);
+  const std::string& home = bounds_.front();
+  auto result = f(home, RelativeTo(home, path).value_or(std::string()));
   if (result.ok()) return result;
   // RESOLVE_BENEATH answers EXDEV for an absolute link, wherever it leads. Some tools write
   // absolute links to files that are inside, so it is resolved by hand, and opened again below the
-  // root by the name that came out: if somebody replaces a link in between, the second open refuses
-  // what leads out.
+  // bound by the name that came out: if somebody replaces a link in between, the second open
+  // refuses what leads out.
   if (result.status().ToErrno() != EXDEV) return DamageOf(name, result.status());
-  const Result<std::string> real = fs_->Resolve(JoinedBelow(root_, below));
+  const Result<std::string> real = fs_->Resolve(path);
   if (!real.ok()) return DamageOf(name, real.status());
-  if (const std::optional<std::string> inside = RelativeTo(root_, real.value())) {
-    auto found = f(*inside);
+  for (const std::string& bound : bounds_) {
+    const std::optional<std::string> inside = RelativeTo(bound, real.value());
+    if (!inside) continue;
+    auto found = f(bound, *inside);
     if (found.ok()) return found;
     return DamageOf(name, found.status());
   }
   return Status(Code::kPermissionDenied, Shown(name) + ": leads to " + real.value() + ", out of " +
-                                             root_ + ": name a folder that holds both with --root");
+                                             home + ": name a folder that holds it with --root");
 }
 
 Result<std::unique_ptr<File>> ForeignFolder::OpenRead(std::string_view name) const {
   if (name.empty()) return BelowRoot(name).status();
-  return Beneath(name,
-                 [&](const std::string& below) { return fs_->OpenReadBeneath(root_, below); });
+  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+    return fs_->OpenReadBeneath(bound, below);
+  });
+}
+
+Result<std::unique_ptr<File>> ForeignFolder::OpenLocated(const std::string& below) const {
+  const std::optional<BoundedName> found = NameWithin(bounds_, JoinPath(root_, below));
+  return found ? fs_->OpenReadBeneath(found->bound, found->name)
+               : fs_->OpenReadBeneath(bounds_.front(), below);
 }
 
 Result<FileInfo> ForeignFolder::Stat(std::string_view name) const {
-  return Beneath(name, [&](const std::string& below) { return fs_->StatBeneath(root_, below); });
+  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+    return fs_->StatBeneath(bound, below);
+  });
 }
 
 Result<std::string> ForeignFolder::Locate(std::string_view name) const {
   if (name.empty()) return BelowRoot(name).status();
-  return Beneath(name, [&](const std::string& below) -> Result<std::string> {
-    TENSORMOUNT_RETURN_IF_ERROR(fs_->StatBeneath(root_, below).status());
-    return below;
-  });
+  return Beneath(name,
+                 [&](const std::string& bound, const std::string& below) -> Result<std::string> {
+                   TENSORMOUNT_RETURN_IF_ERROR(fs_->StatBeneath(bound, below).status());
+                   const std::string path = below.empty() ? bound : JoinPath(bound, below);
+                   return RelativeTo(root_, path).value_or(std::string());
+                 });
 }
 
 Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t max_bytes,
@@ -195,7 +279,9 @@ Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t
 }
 
 Result<std::vector<DirectoryEntry>> ForeignFolder::List(std::string_view name) const {
-  return Beneath(name, [&](const std::string& below) { return fs_->ListBeneath(root_, below); });
+  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+    return fs_->ListBeneath(bound, below);
+  });
 }
 
 // What cannot be looked at is not there, for probes; whoever then opens it gets the reason.
@@ -210,8 +296,13 @@ Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
   // stays.
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
-  out.path_ = JoinedBelow(root_, out.folder_);
+  out.path_ = JoinPath(root_, out.folder_);
   out.file_.clear();
+  // A link may lead into another bound, which then is the first to look into.
+  const auto holds = std::ranges::find_if(out.bounds_, [&](const std::string& bound) {
+    return RelativeTo(bound, out.path_).has_value();
+  });
+  if (holds != out.bounds_.end()) std::iter_swap(out.bounds_.begin(), holds);
   return out;
 }
 

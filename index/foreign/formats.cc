@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
 #include "index/records/store_paths.h"
 
@@ -34,6 +35,9 @@ Status LinksLeadOut(const ForeignFolder& folder) {
 // verdict.
 std::string Instead(const ForeignFolder& folder) {
   if (!folder.file().empty()) {
+    if (BeginOf(folder, folder.file()) == FileBegin::kLfsPointer) {
+      return IsLfsPointer(folder.file()).message();
+    }
     return "no file of a format that we read (.safetensors, .pt, .npz and such)";
   }
   if (store_paths::EvidentlyStore(folder.fs(), folder.path())) {
@@ -61,6 +65,37 @@ std::string Instead(const ForeignFolder& folder) {
     return "in a format that we do not read";
   }
   return "no COMMIT, no store.json, and nothing that a format which we read begins with";
+}
+
+// Data in the folder that the format did not take: a trainer's optimizer.pt beside its model. By
+// names, for files, and by what a probe says of folders.
+void NoteBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
+  constexpr std::array<std::string_view, 11> kData = {".safetensors", ".pt",  ".pth", ".bin",
+                                                      ".ckpt",        ".tar", ".npy", ".npz",
+                                                      ".distcp",      ".pkl", ".gguf"};
+  constexpr std::size_t kMaxNoted = 100;
+  constexpr std::size_t kMaxProbed = 100;
+  // Of a file that the user named nothing else is looked at.
+  if (!folder.file().empty()) return;
+  const Result<std::vector<DirectoryEntry>> entries = folder.List("");
+  if (!entries.ok()) return;
+  std::size_t noted = 0;
+  std::size_t probed = 0;
+  for (const DirectoryEntry& entry : entries.value()) {
+    if (entry.name.starts_with('.') || builder.Uses(entry.name)) continue;
+    bool data = false;
+    if (entry.kind == FileKind::kDirectory) {
+      if (++probed > kMaxProbed) continue;
+      const Result<ForeignFolder> below = folder.Below(entry.name);
+      data = below.ok() && FindForeignFormat(below.value()) != nullptr;
+    } else {
+      data = std::ranges::any_of(kData,
+                                 [&](std::string_view end) { return entry.name.ends_with(end); });
+    }
+    if (!data) continue;
+    if (++noted > kMaxNoted) return;
+    builder.Beside(entry.name + (entry.kind == FileKind::kDirectory ? "/" : ""));
+  }
 }
 
 }  // namespace
@@ -103,6 +138,7 @@ Result<ForeignInventory> ReadForeign(const ForeignFolder& folder) {
     return Status(Code::kStale, folder.path() + ": was written to while it was opened");
   }
   TENSORMOUNT_RETURN_IF_ERROR(read);
+  NoteBeside(folder, builder);
   return builder.Finish();
 }
 

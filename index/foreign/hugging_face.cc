@@ -7,7 +7,6 @@
 // and the bytes of all tensors without gaps. So every tensor is one packed chunk, or one of several
 // where files hold shards, and nothing but headers is read to open a checkpoint.
 #include <algorithm>
-#include <array>
 #include <map>
 #include <optional>
 #include <string>
@@ -18,10 +17,11 @@
 #include <nlohmann/json.hpp>
 
 #include "base/checked.h"
-#include "base/coding.h"
 #include "base/errors.h"
+#include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
 #include "index/foreign/model_files.h"
+#include "index/foreign/weight_files.h"
 #include "index/records/common_state.h"
 #include "shard/safetensors.h"
 #include "shard/strict_json.h"
@@ -31,22 +31,9 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kSuffix = ".safetensors";
-constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
-constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // As the format's header.
 // In `__metadata__` of the files of HuggingFaceStorageWriter: where the tensors of this file begin
 // in the global ones.
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
-
-// Begins like a file of the format: a header length that fits, and the header's '{'.
-// Enough to tell it from a pickle, a zip or text; the header itself is checked when it is read.
-bool BeginsLikeSafetensors(File& file) {
-  std::array<char, 9> head{};
-  const Result<FileInfo> info = file.Stat();
-  if (!info.ok() || !file.ReadExactAt(0, head.data(), head.size()).ok()) return false;
-  const auto length = LoadLittle<std::uint64_t>(head.data());
-  return length >= 2 && length <= kMaxIndexBytes && length <= info.value().size - 8 &&
-         head[8] == '{';
-}
 
 // A tensor as it stands in one file.
 // A whole tensor is a shard that begins at 0.
@@ -54,7 +41,8 @@ struct StoredShard {
   std::string key;
   DType dtype = DType::kU8;
   Dims shape;
-  Dims begin;  // In the global tensor.
+  Dims begin;         // In the global tensor.
+  bool whole = true;  // No offsets were stored for it.
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -94,9 +82,13 @@ class HuggingFaceReader {
 
   Status Read() {
     if (!folder_.file().empty()) {
-      TENSORMOUNT_RETURN_IF_ERROR(ReadHeader(folder_.file(), nullptr, false));
+      TENSORMOUNT_RETURN_IF_ERROR(ReadNamed(folder_.file(), false));
+      // Of a file that has nothing else nobody could tell that it has something.
+      if (shards_.empty() && !unknown_.empty()) return Status(Code::kUnsupported, unknown_);
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(ReadFolder());
+    }
+    if (folder_.file().empty() || IsWeightIndex(folder_.file())) {
       TENSORMOUNT_RETURN_IF_ERROR(AddModelFiles(folder_, builder_));
     }
     return AddShards();
@@ -107,38 +99,86 @@ class HuggingFaceReader {
   // Whether each was found, to say afterwards which the file lacks.
   using Wanted = std::map<std::string, bool, std::less<>>;
 
+  // A file of tensors, or an index and what it lists.
+  Status ReadNamed(const std::string& name, bool in_folder) {
+    return IsWeightIndex(name) ? ReadByIndex(name) : ReadHeader(name, nullptr, in_folder);
+  }
+
   Status ReadFolder() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(""));
-    std::vector<std::string> files;
-    std::vector<std::string> indices;
-    for (const DirectoryEntry& entry : entries) {
-      if (entry.kind == FileKind::kDirectory) continue;
-      if (entry.name.ends_with(kSuffix)) files.push_back(entry.name);
-      if (entry.name.ends_with(kIndexSuffix)) indices.push_back(entry.name);
+    const WeightFiles files = SafetensorsFiles(entries);
+    if (!files.single.empty() && !files.index.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const std::string chosen,
+          ChooseWeights(files, builder_, [&](const std::string& name) -> Result<ForeignInventory> {
+            ForeignBuilder alone(folder_, {});
+            HuggingFaceReader reader(folder_, alone);
+            TENSORMOUNT_RETURN_IF_ERROR(reader.ReadNamed(name, true));
+            TENSORMOUNT_RETURN_IF_ERROR(reader.AddShards());
+            return alone.Finish();
+          }));
+      return ReadNamed(chosen, true);
     }
-    // An index decides: files beside it that it does not list belong to something else
-    // (consolidated copies, adapters).
-    if (!indices.empty()) return ReadByIndex(ChooseIndex(indices));
-    // model.safetensors is a whole model: files beside it belong to something else.
-    const auto whole = std::find(files.begin(), files.end(), "model.safetensors");
-    if (whole != files.end()) return ReadHeader(*whole, nullptr, true);
-    WarnOfMissing(files);
-    for (const std::string& name : files) {
-      TENSORMOUNT_RETURN_IF_ERROR(ReadHeader(name, nullptr, true));
+    if (!files.single.empty()) return ReadHeader(files.single, nullptr, true);
+    if (!files.index.empty()) return ReadByIndex(files.index);
+    if (!files.indices.empty()) {
+      return AmbiguousWeights(folder_, "holds several indices", files.indices);
+    }
+    // transformers takes the torch file, vLLM the others.
+    const WeightFiles torch = TorchWeightFiles(entries);
+    if (!torch.empty()) {
+      std::vector<std::string> all = files.loose;
+      all.insert(all.begin(), torch.single.empty() ? torch.index : torch.single);
+      return AmbiguousWeights(folder_, "holds several sets of weights", all);
+    }
+    WarnOfMissing(files.loose);
+    for (const std::string& name : files.loose) {
+      TENSORMOUNT_RETURN_IF_ERROR(ReadOrLose(name, nullptr));
+    }
+    return AnyRead();
+  }
+
+  // A file that is damaged or leads nowhere takes away what it held and nothing else.
+  Status ReadOrLose(const std::string& name, Wanted* wanted) {
+    const std::size_t before = shards_.size();
+    const Status status = ReadHeader(name, wanted, true);
+    if (status.ok()) {
+      ++files_read_;
+      return status;
+    }
+    if (status.code() != Code::kDataLoss && status.code() != Code::kNotFound &&
+        status.code() != Code::kUnsupported) {
+      return status;
+    }
+    shards_.resize(before);
+    unread_.push_back(status);
+    std::string reason = status.message();
+    // A loss begins with the name of its file.
+    if (const std::size_t at = reason.find(name + ": "); at != std::string::npos) {
+      reason.erase(0, at + name.size() + 2);
+    }
+    if (status.code() == Code::kNotFound) reason = "the file is missing, or its link leads nowhere";
+    if (wanted == nullptr) builder_.LoseFile(name, reason);
+    if (wanted == nullptr) return {};
+    for (auto& [key, found] : *wanted) {
+      found = true;  // Told here.
+      builder_.Lose(name, reason, ForeignBuilder::What::kTensor, key);
     }
     return {};
   }
 
-  // The last name of the list that is there wins, so transformers' comes before diffusers'.
-  std::string ChooseIndex(const std::vector<std::string>& indices) {
-    std::string chosen = indices.front();
-    for (const char* usual :
-         {"diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json"}) {
-      if (std::find(indices.begin(), indices.end(), usual) != indices.end()) chosen = usual;
+  // What ReadOrLose told is all that there is to say where no file could be read.
+  Status AnyRead() const {
+    if (files_read_ > 0 || unread_.empty()) return {};
+    constexpr std::size_t kShown = 8;
+    std::string text = unread_.front().message();
+    for (std::size_t i = 1; i < std::min(unread_.size(), kShown); ++i) {
+      text += "; " + unread_[i].message();
     }
-    if (indices.size() > 1)
-      builder_.Warn("several indices: " + chosen + " is the one that is read");
-    return chosen;
+    if (unread_.size() > kShown) {
+      text += "; and " + std::to_string(unread_.size() - kShown) + " more";
+    }
+    return unread_.front().WithMessage(text);
   }
 
   // "model-00002-of-00005.safetensors" is not there, though others of the five are.
@@ -165,48 +205,48 @@ class HuggingFaceReader {
     }
   }
 
+  // An index decides: files beside it that it does not list belong to something else.
   Status ReadByIndex(const std::string& name) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
-                                 folder_.ReadFile(name, kMaxIndexBytes, "{"));
-    std::map<std::string, Wanted> by_file;
-    // Called for each member of weight_map as the parser meets it, so that an index of 100 MB never
-    // becomes a tree in memory.
-    const auto member = [&](const std::string& key, nlohmann::json& value) -> Status {
-      if (!value.is_string()) return DataLoss("weight_map: '" + key + "' is in no file");
-      const auto& file = value.get_ref<const std::string&>();
-      TENSORMOUNT_RETURN_IF_ERROR(folder_.BelowRoot(file).status());
-      by_file[file].emplace(key, false);
-      return {};
-    };
-    const Result<nlohmann::json> rest = ParseStrictJson(text, "weight_map", member);
-    if (!rest.ok()) return rest.status().WithContext(folder_.Shown(name));
-    const auto map = rest.value().find("weight_map");
-    if (map != rest.value().end() && !map->is_object()) {
-      return DataLoss(folder_.Shown(name) + ": weight_map is no object");
-    }
-    // Members went to the callback and are not in `rest`: an empty map looks like none there.
-    if (by_file.empty() && text.find("\"weight_map\"") == std::string::npos) {
-      return DataLoss(folder_.Shown(name) + ": no weight_map");
-    }
-    for (auto& [file, wanted] : by_file) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap map, ReadWeightMap(folder_, name));
+    for (const auto& [file, keys] : map) {
       if (!folder_.Has(file)) {
         // A link that leads out is not a file that is missing.
         const Status why = folder_.Stat(file).status();
         if (why.code() == Code::kPermissionDenied) return why;
-        for (const auto& [key, found] : wanted) {
+        for (const std::string& key : keys) {
           builder_.Lose(file, "is in " + name + ", but not in the folder",
                         ForeignBuilder::What::kTensor, key);
         }
         continue;
       }
-      TENSORMOUNT_RETURN_IF_ERROR(ReadHeader(file, &wanted, true));
+      Wanted wanted;
+      for (const std::string& key : keys) wanted.emplace_hint(wanted.end(), key, false);
+      TENSORMOUNT_RETURN_IF_ERROR(ReadOrLose(file, &wanted));
       for (const auto& [key, found] : wanted) {
         if (found) continue;
         builder_.Lose(file, "does not hold what " + name + " says", ForeignBuilder::What::kTensor,
                       key);
       }
     }
-    return {};
+    return AnyRead();
+  }
+
+  // The header, or what the file is instead.
+  Result<SafetensorsHeader> HeaderOf(const std::string& name, File& file) {
+    Result<SafetensorsHeader> header = ReadSafetensorsHeader(file, UnknownDType::kLeaveOut);
+    if (header.ok()) return header;
+    switch (BeginOf(file)) {
+      case FileBegin::kLfsPointer:
+        return IsLfsPointer(folder_.Shown(name));
+      case FileBegin::kTorchZip:
+      case FileBegin::kLegacyTorch:
+        return DataLoss(folder_.Shown(name) + ": written by torch.save, and no safetensors file");
+      case FileBegin::kZip:
+      case FileBegin::kNumpyZip:
+        return DataLoss(folder_.Shown(name) + ": a zip archive, and no safetensors file");
+      default:
+        return header;
+    }
   }
 
   // `wanted`: the tensors that the index says are in it; null: all are wanted.
@@ -216,7 +256,7 @@ class HuggingFaceReader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
     file_names_[file] = name;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
-    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(*opened));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsHeader header, HeaderOf(name, *opened));
     SavedOffsets offsets;
     if (const auto info = header.metadata.find(std::string(kShardingKey));
         info != header.metadata.end()) {
@@ -227,6 +267,16 @@ class HuggingFaceReader {
       offsets = std::move(parsed).value();
     }
     AddMetadata(name, std::move(header.metadata));
+    for (const auto& [key, dtype] : header.unknown) {
+      if (wanted != nullptr) {
+        const auto listed = wanted->find(key);
+        if (listed == wanted->end()) continue;
+        listed->second = true;
+      }
+      unknown_ = name + ": tensor " + key.substr(0, 256) + ": left out: dtype '" + dtype +
+                 "' is not known";
+      builder_.Warn(unknown_);
+    }
     std::size_t unlisted = 0;
     std::size_t shards = 0;
     for (SafetensorsEntry& entry : header.entries) {
@@ -249,6 +299,7 @@ class HuggingFaceReader {
         const bool moved = !(at->second == shard.begin);
         shards += moved ? 1 : 0;
         if (in_folder) shard.begin = at->second;
+        shard.whole = false;
       }
       shard.key = std::move(entry.key);
       shard.dtype = entry.dtype;
@@ -305,6 +356,14 @@ class HuggingFaceReader {
       builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
       return {};
     }
+    if (shards.size() > 1 && std::ranges::any_of(shards, &StoredShard::whole)) {
+      std::vector<std::string> names;
+      for (const StoredShard& shard : shards) names.push_back(file_names_[shard.file]);
+      return AmbiguousWeights(
+          folder_,
+          "tensor " + first.key.substr(0, 256) + " is in " + names[0] + " and in " + names[1],
+          names);
+    }
     Dims shape = first.shape;
     for (const StoredShard& shard : shards) {
       if (shard.dtype != first.dtype || shard.shape.rank() != shape.rank()) {
@@ -332,6 +391,9 @@ class HuggingFaceReader {
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   std::vector<StoredShard> shards_;
+  std::string unknown_;  // The warning of a tensor whose dtype is not known; empty: none.
+  std::size_t files_read_ = 0;
+  std::vector<Status> unread_;  // Why files of the folder were not read.
   std::map<std::uint32_t, std::string> file_names_;
   std::map<std::string, std::string> common_;  // What the files said so far.
 };
@@ -342,17 +404,14 @@ class HuggingFace final : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (!folder.file().empty()) {
-      if (folder.file().ends_with(kSuffix)) return true;
-      // What hubs keep has no name that says what it is.
-      const Result<std::unique_ptr<File>> file = folder.OpenRead(folder.file());
-      return file.ok() && BeginsLikeSafetensors(*file.value());
+      // What hubs keep has no name that says what it is, and a name may be wrong.
+      const FileBegin begin = BeginOf(folder, folder.file());
+      if (begin == FileBegin::kSafetensors) return true;
+      return begin == FileBegin::kElse && (folder.file().ends_with(kSuffix) ||
+                                           folder.file().ends_with(".safetensors.index.json"));
     }
     const Result<std::vector<DirectoryEntry>> entries = folder.List("");
-    return entries.ok() &&
-           std::any_of(entries.value().begin(), entries.value().end(), [](const auto& entry) {
-             return entry.kind != FileKind::kDirectory &&
-                    (entry.name.ends_with(kSuffix) || entry.name.ends_with(kIndexSuffix));
-           });
+    return entries.ok() && !SafetensorsFiles(entries.value()).empty();
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
 #include "index/foreign/zip_archive.h"
 #include "shard/npy.h"
@@ -163,11 +164,16 @@ bool HasArrays(const ForeignFolder& folder, const std::string& below, bool desce
   const Result<std::vector<DirectoryEntry>> entries = folder.List(below);
   if (!entries.ok()) return false;
   for (const DirectoryEntry& entry : entries.value()) {
-    if (entry.kind != FileKind::kDirectory && entry.name.ends_with(kNpy)) return true;
+    if (entry.kind != FileKind::kDirectory && !entry.name.starts_with('.') &&
+        entry.name.ends_with(kNpy)) {
+      return true;
+    }
   }
   if (!descend) return false;
   for (const DirectoryEntry& entry : entries.value()) {
-    if (entry.kind == FileKind::kDirectory && HasArrays(folder, entry.name, false)) return true;
+    if (entry.kind == FileKind::kDirectory && !entry.name.starts_with('.') &&
+        HasArrays(folder, entry.name, false))
+      return true;
   }
   return false;
 }
@@ -178,23 +184,19 @@ class Numpy : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (folder.file().empty()) return HasArrays(folder, "", true);
-    const bool npy = folder.file().ends_with(kNpy);
-    if (!npy && !folder.file().ends_with(kNpz)) return false;
-    const Result<std::unique_ptr<File>> file = folder.OpenRead(folder.file());
-    if (!file.ok()) return false;
-    std::array<char, 6> magic{};
-    const Result<std::size_t> got = file.value()->ReadAt(0, magic.data(), magic.size());
-    if (!got.ok()) return false;
-    const std::string_view head(magic.data(), got.value());
-    // An archive without entries begins with its end record.
-    return npy ? head == "\x93NUMPY" : head.starts_with("PK\3\4") || head.starts_with("PK\5\6");
+    // By bytes, since a hub or a link may give a file any name. An archive without entries, or of
+    // others first, is told by its name.
+    const FileBegin begin = BeginOf(folder, folder.file());
+    return begin == FileBegin::kNpy || begin == FileBegin::kNumpyZip ||
+           (begin == FileBegin::kZip && folder.file().ends_with(kNpz));
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     if (folder.file().empty()) return ReadBelow(folder, builder, "", 0);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder.AddFile(folder.file()));
-    if (folder.file().ends_with(kNpz)) return ReadNpz(builder, number);
-    const std::string key = folder.file().substr(0, folder.file().size() - kNpy.size());
+    if (BeginOf(folder, folder.file()) != FileBegin::kNpy) return ReadNpz(builder, number);
+    std::string key = folder.file();
+    if (key.ends_with(kNpy) && key.size() > kNpy.size()) key.resize(key.size() - kNpy.size());
     return AddArray(builder, key, number, 0, builder.FileLength(number))
         .WithContext(folder.Shown(folder.file()));
   }

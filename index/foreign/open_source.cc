@@ -10,6 +10,7 @@
 
 #include "index/foreign/foreign.h"
 #include "index/foreign/format.h"
+#include "index/foreign/weight_files.h"
 #include "index/records/commit_record.h"
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
@@ -68,13 +69,30 @@ Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
   return ReadForeign(folder).status();  // Says what is there instead.
 }
 
+// The path of an index of weights without links but for its own name: the files that it lists stand
+// beside the name and not beside what a hub's link leads to. nullopt: no such file.
+std::optional<std::string> AsWeightIndex(FileSystem& fs, const std::string& text) {
+  if (!IsWeightIndex(text)) return std::nullopt;
+  const Result<FileInfo> info = fs.Stat(text);
+  if (!info.ok() || info.value().kind != FileKind::kFile) return std::nullopt;
+  const std::size_t slash = text.rfind('/');
+  const std::string folder = slash == std::string::npos ? "."
+                             : slash == 0               ? "/"
+                                                        : text.substr(0, slash);
+  const Result<std::string> resolved = fs.Resolve(folder);
+  if (!resolved.ok()) return std::nullopt;
+  return JoinPath(resolved.value(), text.substr(slash + 1));
+}
+
 }  // namespace
 
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
   std::vector<std::string> warnings;
-  const Result<std::string> path = ResolveSourcePath(fs, text, &warnings);
+  const std::optional<std::string> index = AsWeightIndex(fs, text);
+  const Result<std::string> path =
+      index ? Result<std::string>(*index) : ResolveSourcePath(fs, text, &warnings);
   if (path.ok()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, FindResolved(fs, path.value(), roots));
     found.warnings = std::move(warnings);

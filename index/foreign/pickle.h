@@ -78,6 +78,9 @@ class Value {
   // attributes; of a pair (dict, slots) either). nullopt: none.
   std::optional<Value> Find(std::string_view key) const;
 
+  // Tells records of the document apart that a stream may change after it made them: lists, sets,
+  // dicts and objects.
+  std::uint64_t record() const { return bits_; }
   // The same record in the document (not equality).
   // True of two references to one record; of two equal texts only where the stream memoized them.
   bool SameAs(const Value& other) const { return rep_ == other.rep_ && bits_ == other.bits_; }
@@ -118,6 +121,10 @@ class Document {
 enum class Unknown {
   kRefuse,  // A name that is not in pickle_classes.h ends the parse.
   kInert,   // It stays a name. For listings, which show what a stream would have asked for.
+  // A class of a package that is not ours to know stays a name, and what is made of it a value
+  // without a meaning (IsForeignName); names of Python's own modules, and of torch but for its
+  // modules and optimizers, end the parse. Everything else is as with kRefuse.
+  kForeignClasses,
 };
 
 // Defaults are for metadata, which must be all of their file and know every name in it.
@@ -139,6 +146,9 @@ struct Options {
 // the records would pass 48 MiB + 4 x the stream.
 // Takes the bytes over: texts of values are views of them.
 Result<Document> Parse(std::string bytes, const Options& options = {});
+
+// Whether the value is a name that the parse let be (kForeignClasses), or was made by one.
+bool IsForeign(const Value& value);
 
 // What the document holds, for a person: one line a value, indented, names that were asked for
 // marked "(not called)", long ones cut, at most `max_lines`. Shared values are shown once.

@@ -76,6 +76,11 @@ enum class KnownClass : std::uint8_t {
 // Pure, and safe on any thread: the table is made once, at the first call.
 KnownClass FindClass(std::string_view module, std::string_view name);
 
+// Whether a name that is not in the table is of another package: of none of Python's own modules,
+// whose functions could change what a stream made before, and not of torch's, numpy's and ours,
+// whose names the table has. torch's modules and optimizers are plain classes, and count.
+bool IsForeignName(std::string_view module);
+
 // The name of an operation of the language that no checkpoint uses; empty: something else.
 std::string_view UnusedOperation(unsigned char op);
 

@@ -340,7 +340,7 @@ class Machine {
     } else {
       return Misused("sets", " items of ", into);
     }
-    if (options_.unknown == Unknown::kRefuse) {
+    if (options_.unknown != Unknown::kInert) {
       if (c->copied) {
         return Fail(Code::kUnsupported, "changes a dict that was copied into an object");
       }
@@ -386,7 +386,9 @@ class Machine {
     KnownClass prefix = KnownClass::kUnknown;
     const ClassRow* row = FindClassRow(module, name, &prefix);
     if (row == nullptr) {
-      if (prefix == KnownClass::kUnknown && options_.unknown == Unknown::kRefuse) {
+      const bool kept = options_.unknown == Unknown::kInert ||
+                        (options_.unknown == Unknown::kForeignClasses && IsForeignName(module));
+      if (prefix == KnownClass::kUnknown && !kept) {
         return Fail(Code::kUnsupported,
                     "asks for " + ShownName(std::string(module) + "." + std::string(name)) +
                         ", which is not among the names that a checkpoint may speak of");
@@ -685,6 +687,11 @@ bool Machine::Refused(unsigned char op) {
                 "asks for the operation " + std::string(name) + ", which no checkpoint uses");
   }
   return Damaged("operation " + std::to_string(op) + " does not exist");
+}
+
+bool IsForeign(const Value& value) {
+  if (value.kind() == Kind::kGlobal) return value.known() == KnownClass::kUnknown;
+  return value.kind() == Kind::kObject && value.callee().known() == KnownClass::kUnknown;
 }
 
 Result<Document> Parse(std::string bytes, const Options& options) {

@@ -11,44 +11,23 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
+#include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
 #include "index/foreign/model_files.h"
 #include "index/foreign/torch_archive.h"
 #include "index/foreign/torch_tree.h"
-#include "shard/strict_json.h"
+#include "index/foreign/weight_files.h"
 
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kTorchIndexName = "pytorch_model.bin.index.json";
-constexpr std::string_view kSingleName = "pytorch_model.bin";
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
-constexpr std::uint64_t kMaxIndex = std::uint64_t{64} << 20;
 // Of all paths, in the common values, which are read whole when a checkpoint is opened.
 constexpr std::string_view kPlannerData = "torch.planner_data";
 // Bytes.
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;
-// PROTO 2, LONG1 of the magic number, STOP: how torch.save began before it wrote zips.
-constexpr std::string_view kLegacyMagic("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
-                                        15);
-
-enum class Begins { kElse, kZip, kLegacy };
-
-Begins BeginningOf(const ForeignFolder& folder, const std::string& name) {
-  const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
-  if (!file.ok()) return Begins::kElse;
-  std::array<char, kLegacyMagic.size()> head{};
-  const Result<std::size_t> got = file.value()->ReadAt(0, head.data(), head.size());
-  if (!got.ok()) return Begins::kElse;
-  const std::string_view bytes(head.data(), got.value());
-  if (bytes.starts_with("PK\3\4")) return Begins::kZip;
-  return bytes == kLegacyMagic ? Begins::kLegacy : Begins::kElse;
-}
-
 // Without its folder and what follows the last dot.
 std::string StemOf(std::string_view name) {
   name = name.substr(name.rfind('/') + 1);
@@ -75,16 +54,19 @@ class TorchSaveReader {
   Status AddFile(const std::string& name, const std::string& prefix,
                  const std::set<std::string>* listed = nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder_.AddFile(name));
-    if (BeginningOf(folder_, name) == Begins::kLegacy) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder_.OpenFile(number));
+    const FileBegin begin = BeginOf(*file);
+    if (begin == FileBegin::kLfsPointer) return IsLfsPointer(folder_.Shown(name));
+    if (begin == FileBegin::kLegacyTorch) {
       return Status(Code::kUnsupported,
                     folder_.Shown(name) +
                         ": written by torch.save before 1.6, or told to write no zip: load it and "
                         "save it again");
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder_.OpenFile(number));
     const std::uint64_t length = builder_.FileLength(number);
     pickle::Options options;
     options.max_bytes = kMaxTorchPickle;
+    options.unknown = pickle::Unknown::kForeignClasses;
     // Looked at below: that it is a program is the better answer where both are true.
     const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
     if (IsTorchScript(*file, length)) {
@@ -127,32 +109,25 @@ class TorchSaveReader {
   // The form of several files: which tensor stands in which.
   // As with safetensors the index decides: a tensor belongs to the file that the index names for
   // it, wherever else that key occurs.
-  Status AddIndexed() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
-                                 folder_.ReadFile(kTorchIndexName, kMaxIndex, "{"));
-    std::map<std::string, std::set<std::string>> files;
-    const auto rest = ParseStrictJson(
-        text, "weight_map", [&](const std::string& key, const nlohmann::json& file) {
-          if (!file.is_string()) {
-            return Status(Code::kDataLoss, "weight_map names no file for " + key.substr(0, 256));
-          }
-          files[file.get<std::string>()].insert(key);
-          return Status();
-        });
-    if (!rest.ok()) return rest.status().WithContext(folder_.Shown(kTorchIndexName));
-    if (!rest.value().contains("weight_map") || !rest.value()["weight_map"].is_object()) {
-      return Status(Code::kDataLoss,
-                    folder_.Shown(kTorchIndexName) + ": has no object 'weight_map'");
-    }
+  Status AddIndexed(const std::string& index) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap files, ReadWeightMap(folder_, index));
+    Status first;
+    std::size_t read = 0;
     for (const auto& [name, keys] : files) {
       const Status status = AddFile(name, "", &keys);
-      if (status.code() == Code::kNotFound) {
+      // One file that is missing or damaged takes away its own tensors and no others.
+      if (status.code() == Code::kNotFound || status.code() == Code::kDataLoss ||
+          status.code() == Code::kUnsupported) {
+        const bool missing = status.code() == Code::kNotFound;
+        if (!missing && first.ok()) first = status;
         for (const std::string& key : keys) {
-          builder_.Lose(name, "the file is missing", ForeignBuilder::What::kTensor, key);
+          builder_.Lose(name, missing ? "the file is missing" : ReasonOf(status, name),
+                        ForeignBuilder::What::kTensor, key);
         }
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(status);
+      ++read;
       const std::set<std::string>& held = held_[name];
       const auto unlisted = std::ranges::count_if(
           held, [&listed = keys](const std::string& key) { return !listed.contains(key); });
@@ -166,7 +141,12 @@ class TorchSaveReader {
                       key);
       }
     }
-    return Status();
+    return read > 0 ? Status() : first;
+  }
+
+  // A file of tensors, or an index and what it lists.
+  Status AddNamed(const std::string& name) {
+    return IsWeightIndex(name) ? AddIndexed(name) : AddFile(name, "");
   }
 
   // Megatron-LM before dist_checkpointing: nothing says how the ranks' tensors go together.
@@ -179,17 +159,21 @@ class TorchSaveReader {
     for (const std::string& rank : ranks) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(rank));
       for (const DirectoryEntry& entry : entries) {
-        if (entry.kind == FileKind::kDirectory || !entry.name.ends_with(".pt")) continue;
+        if (entry.kind == FileKind::kDirectory || entry.name.starts_with('.') ||
+            !entry.name.ends_with(".pt")) {
+          continue;
+        }
         const bool model = std::ranges::find(kRankModels, entry.name) != kRankModels.end();
         const std::string name = rank + "/" + entry.name;
         const Status status =
             AddFile(name, rank + "/" + (model ? std::string() : StemOf(entry.name) + "/"));
         if (status.ok()) {
           ++added;
-        } else if (status.code() == Code::kUnsupported || status.code() == Code::kDataLoss) {
+        } else if (status.code() == Code::kUnsupported || status.code() == Code::kDataLoss ||
+                   status.code() == Code::kNotFound) {
           if (first.ok()) first = status;
-          if (status.code() == Code::kDataLoss) {
-            builder_.LoseFile(name, status.message());
+          if (status.code() != Code::kUnsupported) {
+            builder_.LoseFile(name, ReasonOf(status, name));
           } else {
             builder_.Warn("file " + name + ": left out: " + status.message());
           }
@@ -203,6 +187,13 @@ class TorchSaveReader {
   }
 
  private:
+  // A loss begins with the name of its file: the reason without it.
+  static std::string ReasonOf(const Status& status, const std::string& name) {
+    const std::size_t at = status.message().rfind(name + ": ");
+    return at == std::string::npos ? status.message()
+                                   : status.message().substr(at + name.size() + 2);
+  }
+
   // 16 bytes stand for what records cost beside texts. Past the limit all are dropped, and the
   // count stays above it.
   void AddPath(const std::string& key, const std::vector<TorchNames::Part>& path) {
@@ -258,32 +249,57 @@ class TorchSave : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (folder.file().empty()) {
-      return folder.Has(kTorchIndexName) || folder.Has(kSingleName) || !RankFolders(folder).empty();
+      return !WeightsOf(folder).empty() || !RankFolders(folder).empty();
     }
-    for (const std::string_view end : {".pt", ".pth", ".bin", ".ckpt"}) {
-      if (folder.file().ends_with(end)) {
-        return BeginningOf(folder, folder.file()) != Begins::kElse;
-      }
+    if (IsWeightIndex(folder.file())) return folder.file().ends_with(".bin.index.json");
+    // The name says it of whatever could be such a file; bytes do where a hub or a link gave it
+    // another name.
+    switch (BeginOf(folder, folder.file())) {
+      case FileBegin::kTorchZip:
+      case FileBegin::kLegacyTorch:
+        return true;
+      case FileBegin::kZip:
+      case FileBegin::kNumpyZip:
+        for (const std::string_view end : {".pt", ".pth", ".pth.tar", ".bin", ".ckpt"}) {
+          if (folder.file().ends_with(end)) return true;
+        }
+        return false;
+      default:
+        return false;
     }
-    return false;
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     TorchSaveReader reader(folder, builder);
-    TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, builder, reader));
+    const WeightFiles files = folder.file().empty() ? WeightsOf(folder) : WeightFiles();
+    TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, files, builder, reader));
     reader.AddPaths();
     // A model of transformers from before safetensors.
-    const bool model =
-        folder.file().empty() && (folder.Has(kTorchIndexName) || folder.Has(kSingleName));
+    const bool model = !files.empty() || IsWeightIndex(folder.file());
     return model ? AddModelFiles(folder, builder) : Status();
   }
 
  private:
-  static Status ReadAll(const ForeignFolder& folder, ForeignBuilder& builder,
-                        TorchSaveReader& reader) {
-    if (!folder.file().empty()) return reader.AddFile(folder.file(), "");
-    if (folder.Has(kTorchIndexName)) return reader.AddIndexed();
-    if (folder.Has(kSingleName)) return reader.AddFile(std::string(kSingleName), "");
+  static WeightFiles WeightsOf(const ForeignFolder& folder) {
+    const Result<std::vector<DirectoryEntry>> entries = folder.List("");
+    return entries.ok() ? TorchWeightFiles(entries.value()) : WeightFiles();
+  }
+
+  static Status ReadAll(const ForeignFolder& folder, const WeightFiles& files,
+                        ForeignBuilder& builder, TorchSaveReader& reader) {
+    if (!folder.file().empty()) return reader.AddNamed(folder.file());
+    if (!files.single.empty() && !files.index.empty()) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const std::string chosen,
+          ChooseWeights(files, builder, [&](const std::string& name) -> Result<ForeignInventory> {
+            ForeignBuilder alone(folder, {});
+            TorchSaveReader one(folder, alone);
+            TENSORMOUNT_RETURN_IF_ERROR(one.AddNamed(name));
+            return alone.Finish();
+          }));
+      return reader.AddNamed(chosen);
+    }
+    if (!files.empty()) return reader.AddNamed(files.single.empty() ? files.index : files.single);
     builder.SetProducer("megatron-lm");
     return reader.AddRankFolders(RankFolders(folder));
   }

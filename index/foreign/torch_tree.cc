@@ -10,9 +10,11 @@
 // other, so nothing is hashed or looked up.
 #include "index/foreign/torch_tree.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
+#include "index/foreign/pickle_calls.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -109,6 +111,17 @@ Status ForEachChild(const Value& value, F f) {
   return Status();
 }
 
+std::string ForeignClass(const Value& foreign) {
+  return pickle::FullName(foreign.kind() == Kind::kGlobal ? foreign : foreign.callee());
+}
+
+// Nothing that a stream does to a value of these changes it.
+bool IsImmutable(const Value& object) {
+  return object.Is(KnownClass::kTorchSize) || object.Is(KnownClass::kTorchDevice) ||
+         object.Is(KnownClass::kTorchLayout) || object.Is(KnownClass::kPath) ||
+         object.Is(KnownClass::kDatetime) || object.Is(KnownClass::kNumpyDtype);
+}
+
 // Whether it concerns one tensor only.
 bool LeavesOut(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
@@ -149,6 +162,7 @@ std::string TorchTree::Shown() const { return options_.prefix + JoinedPath(path_
 Status TorchTree::Add() {
   const Value root = options_.root ? *options_.root : archive_.document().root();
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
+  if (!foreign_.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckForeign(root));
   // A root that is a list without tensors is one common value, called like the file.
   const bool container =
       IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
@@ -166,6 +180,12 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
   }
   nodes_.push_back(0);
   bool any = TorchArchive::IsTensor(value);
+  tensors_ += any ? 1 : 0;
+  // Met again by Emit, as tensors are.
+  if (pickle::IsForeign(value)) {
+    if (foreign_.empty()) foreign_ = ForeignClass(value);
+    any = true;
+  }
   if (!any && depth < kMaxTreeDepth) {
     TENSORMOUNT_RETURN_IF_ERROR(ForEachChild(value, [&](const auto&, const Value& child) {
       const Result<bool> below = Scan(child, depth + 1);
@@ -181,12 +201,88 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
   return any;
 }
 
+Status TorchTree::NoteAll(const Value& value, int depth, Records& into) {
+  if (++noted_ > kMinValues + 2 * archive_.document().bytes() || depth > kMaxTreeDepth) {
+    return Status(Code::kUnsupported, "asks for " + foreign_ + ", which is given too many values");
+  }
+  const auto items = [&]() -> Status {
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.item(i), depth + 1, into));
+    }
+    return {};
+  };
+  switch (value.kind()) {
+    case Kind::kTuple:
+      return items();
+    case Kind::kDict:
+    case Kind::kList:
+    case Kind::kSet:
+      // What it holds was noted with it.
+      return into.insert(std::to_string(value.record())).second ? items() : Status();
+    case Kind::kPersistent: {
+      const Value id = value.args();
+      const bool storage =
+          id.kind() == Kind::kTuple && id.size() > 2 && id.item(2).kind() == Kind::kString;
+      into.insert("storage " + std::string(storage ? id.item(2).text() : ""));
+      return {};
+    }
+    case Kind::kObject:
+      if (IsImmutable(value)) return {};
+      if (!into.insert(std::to_string(value.record())).second) return {};
+      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.args(), depth + 1, into));
+      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.state(), depth + 1, into));
+      return items();
+    default:
+      return {};
+  }
+}
+
+Status TorchTree::NoteApart(const Value& value, int depth, Records& shown, Records& given) {
+  if (pickle::IsForeign(value)) return NoteAll(value, depth, given);
+  if (TorchArchive::IsTensor(value)) return NoteAll(value, depth, shown);
+  if (depth >= kMaxTreeDepth) return {};
+  const bool record = value.kind() == Kind::kDict || value.kind() == Kind::kList ||
+                      value.kind() == Kind::kSet || value.kind() == Kind::kObject;
+  if (record && !IsImmutable(value) && !shown.insert(std::to_string(value.record())).second) {
+    return {};
+  }
+  if (value.kind() == Kind::kObject) {
+    TENSORMOUNT_RETURN_IF_ERROR(NoteApart(value.args(), depth + 1, shown, given));
+    TENSORMOUNT_RETURN_IF_ERROR(NoteApart(value.state(), depth + 1, shown, given));
+  }
+  return ForEachChild(value, [&](const auto&, const Value& child) {
+    return NoteApart(child, depth + 1, shown, given);
+  });
+}
+
+Status TorchTree::CheckForeign(const Value& root) {
+  const auto refused = [&](const std::string& why) {
+    return Status(Code::kUnsupported,
+                  "asks for " + foreign_ +
+                      ", which is not among the names that a checkpoint may speak of" + why);
+  };
+  if (tensors_ == 0) return refused("");
+  Records shown;
+  Records given;
+  TENSORMOUNT_RETURN_IF_ERROR(NoteApart(root, 0, shown, given));
+  const bool apart =
+      std::ranges::none_of(given, [&](const std::string& one) { return shown.contains(one); });
+  return apart ? Status() : refused(", and may change what others of its values show");
+}
+
 // Adds what was found in `value`, which is the next one of nodes_.
 // Items that cannot be named are passed over with their whole subtree: next_ jumps to the end of
 // it.
 Status TorchTree::Emit(const Value& value) {
   ++next_;
   if (TorchArchive::IsTensor(value)) return AddTensor(value);
+  if (pickle::IsForeign(value)) {
+    builder_.Lose({},
+                  "it is of " + ForeignClass(value) +
+                      ", which is not loaded: save plain values or a state_dict() instead",
+                  ForeignBuilder::What::kObject, Shown());
+    return Status();
+  }
   std::uint64_t number = 0;  // Names an item whose key is none.
   return ForEachChild(value, [&](const auto& key, const Value& child) {
     ++number;

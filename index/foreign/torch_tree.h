@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -88,6 +89,15 @@ class TorchTree {
   // The chunk is the whole tensor: torch.save cuts nothing.
   Status AddStored(const std::string& key, const StoredTensor& stored);
   void AddCommon(const pickle::Value& value);
+  // Records and storages, by what tells them apart.
+  using Records = std::set<std::string>;
+  // Notes all that a value holds, a bounded number of values.
+  Status NoteAll(const pickle::Value& value, int depth, Records& into);
+  // Notes what is shown, and what values of classes that we do not know were given.
+  Status NoteApart(const pickle::Value& value, int depth, Records& shown, Records& given);
+  // kUnsupported, as of the first class that we do not know: nothing else is there, or what such a
+  // class was given is shown elsewhere, too, and it may have changed that.
+  Status CheckForeign(const pickle::Value& root);
   // To options_.nested, where the name alone does not say how it was nested.
   void TellPath(const std::string& name) const;
   std::string Shown() const;
@@ -103,6 +113,9 @@ class TorchTree {
   // what it holds, and, in the top bit, whether there is a tensor among them.
   std::vector<std::uint32_t> nodes_;
   std::size_t next_ = 0;  // While they are met again.
+  std::string foreign_;   // The first class that we do not know; empty: none.
+  std::size_t tensors_ = 0;
+  std::size_t noted_ = 0;
   std::vector<TorchNames::Part> path_;
   std::size_t path_bytes_ = 0;  // Of its texts, and a dot each.
 };

@@ -46,11 +46,15 @@ class ForeignVerifier {
     std::unordered_set<std::string> told;
     for (const ForeignLoss& loss : opened_.lost()) {
       told.insert(loss.ToString());
-      report_.damages.push_back({.object = loss.What(),
-                                 .file = loss.file,
-                                 .offset = 0,
-                                 .reason = loss.reason + loss.Examples(),
-                                 .lost = true});
+      const bool parts = loss.holes && !loss.file.empty();
+      VerifyReport::Damage damage{.object = (parts ? "parts of " : "") + loss.What(),
+                                  .file = loss.file,
+                                  .offset = 0,
+                                  .reason = loss.reason + loss.Examples(),
+                                  .lost = true};
+      damage.keys = loss.tensors;
+      damage.keys.insert(damage.keys.end(), loss.objects.begin(), loss.objects.end());
+      report_.damages.push_back(std::move(damage));
     }
     for (const std::string& warning : opened_.warnings()) {
       if (!told.contains(warning)) report_.warnings.push_back(warning);
@@ -251,8 +255,8 @@ class ForeignVerifier {
   const OpenedCheckpoint& opened_;
   const VerifyOptions& options_;
   VerifyReport report_;
-  Status unread_;  // Why something was not checked.
-  Status ended_;   // By the watch.
+  Status unread_;                 // Why something was not checked.
+  Status ended_;                  // By the watch.
   std::uint64_t in_archive_ = 0;  // Bytes of the archive that is looked at.
   Inventory inventory_;
   std::vector<ScanRange> ranges_;

@@ -113,6 +113,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->resolver_ = std::move(inventory.resolver);
   opened->warnings_ = std::move(inventory.warnings);
   opened->lost_ = std::move(inventory.lost);
+  opened->beside_ = std::move(inventory.beside);
   const Inventory& found = inventory.inventory;
   for (const FileRecord& file : found.files) {
     if (file.placement != Placement::kForeign || found.info.self_contained) {
@@ -123,7 +124,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromInventory(found));
-  opened->foreign_base_ = std::make_unique<const ForeignBase>(ForeignBase{found.info.root, ""});
+  opened->foreign_base_ = std::make_unique<const ForeignBase>(
+      ForeignBase{found.info.root, "", std::move(inventory.bounds)});
   return opened;
 }
 

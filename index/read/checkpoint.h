@@ -105,6 +105,9 @@ class OpenedCheckpoint {
   // What a foreign checkpoint names and its files lack; its warnings tell of it too. Those of ours
   // have none: what they lack fails the open or the read.
   const std::vector<ForeignLoss>& lost() const { return lost_; }
+  // What else holds data in the folder of a foreign checkpoint and is no part of it
+  // (ForeignInventory::beside).
+  const std::vector<std::string>& beside() const { return beside_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
   // Which bytes of data files were found good by reads with kOnce.
   ProvenRanges& proven() const { return *proven_; }
@@ -212,6 +215,7 @@ class OpenedCheckpoint {
   bool index_rebuilt_ = false;
   std::vector<std::string> warnings_;
   std::vector<ForeignLoss> lost_;
+  std::vector<std::string> beside_;
   std::unique_ptr<File> lock_;
   std::shared_ptr<ProvenRanges> proven_;
   std::unique_ptr<Files> files_;
@@ -242,6 +246,8 @@ struct VerifyReport {
     // Other checkpoints of the store that have this very file, by name. Not filled in by
     // VerifyCheckpoint, which knows of no store (NameSharers of index/store/costs.h).
     std::vector<std::string> shared_with = {};
+    // Of what is lost: keys of tensors, then of objects, all of them. `object` counts them.
+    std::vector<std::string> keys = {};
   };
   std::vector<Damage> damages;
   // What is damaged, and of which something else in the store serves whole (an index that fsck

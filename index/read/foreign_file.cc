@@ -50,10 +50,23 @@ Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, con
   return Status();
 }
 
+std::optional<BoundedName> NameWithin(const std::vector<std::string>& bounds,
+                                      const std::string& path) {
+  std::optional<BoundedName> out;
+  for (const std::string& bound : bounds) {
+    const std::string above = bound == "/" ? bound : bound + "/";
+    if (!path.starts_with(above) || (out && out->bound.size() >= bound.size())) continue;
+    out = {.bound = bound, .name = path.substr(above.size())};
+  }
+  return out;
+}
+
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted) {
   const std::string name = base.below.empty() ? record.name : JoinPath(base.below, record.name);
-  Result<std::unique_ptr<File>> file = fs.OpenReadBeneath(base.directory, name);
+  const auto within = NameWithin(base.bounds, JoinPath(base.directory, name));
+  Result<std::unique_ptr<File>> file = within ? fs.OpenReadBeneath(within->bound, within->name)
+                                              : fs.OpenReadBeneath(base.directory, name);
   // Says whether the file or its whole root is gone (an unmounted disk): two different repairs.
   if (file.status().code() == Code::kNotFound) {
     const std::string root =

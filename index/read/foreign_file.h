@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,18 @@ class ForeignChanges {
 struct ForeignBase {
   std::string directory;
   std::string below;  // Empty: directly in it.
+  // Folders in `directory`: each file is opened below the one that holds it. Empty: all below
+  // `directory` itself.
+  std::vector<std::string> bounds = {};
 };
+
+// The deepest of `bounds` that `path` lies below, and its name there. nullopt: none.
+struct BoundedName {
+  std::string bound;
+  std::string name;
+};
+std::optional<BoundedName> NameWithin(const std::vector<std::string>& bounds,
+                                      const std::string& path);
 
 // Opens it below the base, which nothing leads out of (kPermissionDenied; adopted: kStale, it did
 // not), and checks that it did not change (kStale; nothing else is). kNotFound names the file and

@@ -34,6 +34,11 @@ struct ForeignInventory {
   // What was left out or is not whole, and why, cut at some number. What is lost comes first.
   std::vector<std::string> warnings;
   std::vector<ForeignLoss> lost;
+  // Names of files and folders in the folder that hold data as well and are no part of this:
+  // optimizer.pt beside a model. Cut at some number.
+  std::vector<std::string> beside = {};
+  // ForeignBase::bounds.
+  std::vector<std::string> bounds = {};
 };
 
 }  // namespace tensormount

@@ -51,6 +51,7 @@ std::string ForeignLoss::ToString() const {
     return What() + ": " + (holes ? "" : "left out: ") + reason + Examples();
   }
   if (tensors.empty() && objects.empty()) return file + ": " + reason + ": what it held is lost";
+  if (holes) return file + ": " + reason + ": parts of " + What() + " are lost" + Examples();
   const bool one = tensors.size() + objects.size() <= 1;
   return file + ": " + reason + ": " + What() + (one ? " is left out" : " are left out") +
          Examples();

@@ -27,7 +27,7 @@ struct ForeignLoss {
   // The first few keys where What() only counts: ": a, b, c, ..."; else empty.
   std::string Examples() const;
   // "__2_0.distcp: the file is missing: 14 tensors are left out: a, b, c, ...", or, of one thing
-  // without a file, "tensor w: left out: ...".
+  // without a file, "tensor w: left out: ...". With holes "parts of 14 tensors are lost".
   std::string ToString() const;
 };
 

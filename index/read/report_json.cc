@@ -74,6 +74,7 @@ nlohmann::ordered_json DamageJson(const VerifyReport::Damage& damage) {
                       {"reason", damage.reason},
                       {"lost", damage.lost}};
   if (!damage.shared_with.empty()) json["shared_with"] = damage.shared_with;
+  if (!damage.keys.empty()) json["keys"] = damage.keys;
   return json;
 }
 

@@ -166,10 +166,10 @@ TEST(TorchSaveTest, IndexesLeadNowhereElse) {
   };
   EXPECT_THAT(adopt(R"({"weight_map":{"w":"../../x.bin"}})"), HasCode(Code::kPermissionDenied));
   EXPECT_THAT(adopt(R"({"weight_map":{"w":"/etc/passwd"}})"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(adopt(R"({"weight_map":{"w":7}})"), HasMessage("weight_map names no file for w"));
+  EXPECT_THAT(adopt(R"({"weight_map":{"w":7}})"), HasMessage("weight_map: 'w' is in no file"));
   EXPECT_THAT(adopt(R"({"weight_map":{"w":"a","w":"b"}})"), HasMessage("'w' occurs twice"));
-  EXPECT_THAT(adopt(R"({"weight_map":[]})"), HasMessage("has no object 'weight_map'"));
-  EXPECT_THAT(adopt("{}"), HasMessage("has no object 'weight_map'"));
+  EXPECT_THAT(adopt(R"({"weight_map":[]})"), HasMessage("weight_map is no object"));
+  EXPECT_THAT(adopt("{}"), HasMessage("no weight_map"));
 }
 
 // A zip around a pickle that was written by hand.
@@ -179,6 +179,53 @@ std::string Archive(const std::string& pickle) {
   zip.Add("x/byteorder", "little");
   zip.Add("x/version", "3\n");
   return zip.Finish();
+}
+
+// A value of a class that nobody here knows takes itself away and nothing else.
+TEST(TorchSaveTest, AnUnknownClassHidesOnlyItsValue) {
+  const TempDir dir;
+  const auto text = [](const std::string& t) {
+    return "X" + std::string(1, static_cast<char>(t.size())) + std::string(3, '\0') + t;
+  };
+  const std::string tensor = "ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") +
+                             "ctorch\nFloatStorage\n" + text("0") + text("cpu") +
+                             std::string("K\1tQK\0))\x89NtR", 12);
+  const auto open = [&](const std::string& items) {
+    ZipBuilder zip;
+    zip.Add("x/data.pkl", "\x80\x02}(" + items + "u.");
+    zip.Add("x/byteorder", "little");
+    zip.Add("x/data/0", std::string("\0\0\x80?", 4));
+    zip.Add("x/version", "3\n");
+    PutFile(dir.Join("a.pt"), zip.Finish());
+    return Adopt(TorchSaveFormat(), dir.Join("a.pt"));
+  };
+  const std::string config = "cacme.config\nConfig\n)\x81}" + text("lr") + "K\1sb";
+  const auto adopted = open(text("w") + tensor + text("args") + "}" + text("cfg") + config + "s" +
+                            text("step") + "K\7");
+  ASSERT_OK(adopted);
+  EXPECT_THAT(KeysOf(adopted.value()), ElementsAre("w"));
+  EXPECT_EQ(AdoptedCommon(adopted.value()).at("step"), CommonValue(7));
+  ASSERT_EQ(adopted.value()->lost().size(), 1u);
+  const ForeignLoss& loss = adopted.value()->lost()[0];
+  EXPECT_THAT(loss.objects, ElementsAre("args.cfg"));
+  EXPECT_THAT(loss.reason, HasSubstr("acme.config.Config"));
+  EXPECT_THAT(loss.reason, HasSubstr("state_dict()"));
+  EXPECT_THAT(CheckNoLoss(adopted.value()->lost()), HasCode(Code::kDataLoss));
+  // Where there is nothing else there is nothing.
+  EXPECT_THAT(open(text("cfg") + config), HasMessage("asks for acme.config.Config, which is not"));
+  // A whole module of torch.
+  EXPECT_OK(open(text("w") + tensor + text("m") + "ctorch.nn.modules.linear\nLinear\n)\x81"));
+  // Functions that could change what was made before: Python's own, and any that is given a value
+  // that is shown elsewhere, or its storage.
+  for (const std::string& value :
+       {std::string("coperator\nsetitem\n)R"), std::string("cposix\nsystem\n)R"),
+        std::string("ctorch._C\nzero_\n)R"), std::string("cacme\nf\nh\1\x85R"),
+        "cacme\nf\n" + tensor + "\x85R"}) {
+    const auto refused =
+        open(text("d") + "}q" + std::string(1, '\1') + text("w") + tensor + text("x") + value);
+    EXPECT_THAT(refused, HasCode(Code::kUnsupported)) << value;
+    EXPECT_THAT(refused, HasMessage("is not among the names")) << value;
+  }
 }
 
 // Tuples that hold the one before twice: 2^60 paths, or circles, out of some hundred bytes.

@@ -517,6 +517,13 @@ static void what_cannot_be(void) {
   FAILS(tm_checkpoint_open(NULL, &checkpoint), TM_INVALID_ARGUMENT, "'path' is NULL");
   FAILS(tm_checkpoint_open("nowhere/step-1", &checkpoint), TM_NOT_FOUND, "nowhere");
   CHECK(checkpoint == NULL && tm_last_errno() == ENOENT);
+  tm_open_options open = {.struct_size = sizeof(open), .file = "model.safetensors"};
+  FAILS(tm_checkpoint_open_with("nowhere", &open, &checkpoint), TM_NOT_FOUND,
+        "nowhere/model.safetensors");
+  const char* roots[] = {NULL};
+  open = (tm_open_options){.struct_size = sizeof(open), .roots = roots, .root_count = 1};
+  FAILS(tm_checkpoint_open_with("nowhere", &open, &checkpoint), TM_INVALID_ARGUMENT,
+        "tm_open_options.roots");
   FAILS(tm_checkpoint_keys(NULL, NULL), TM_INVALID_ARGUMENT, "'checkpoint'");
   tm_checkpoint_close(NULL);
   tm_list_free(NULL);

@@ -142,14 +142,22 @@ TEST_F(ForeignMountTest, AStepThatIsReplacedIsAnotherOne) {
   EXPECT_THAT(ops_->ReadAll("step5/tensors/new"), IsOkAndHolds(Tensor("new").bytes()));
 }
 
-TEST_F(ForeignMountTest, LinksIntoAHubNeedARoot) {
-  ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join("hub/blobs")));
-  ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join("hub/snapshots/x")));
+TEST_F(ForeignMountTest, LinksOutNeedARootAndAHubsNeedNone) {
+  for (const char* folder : {"hub/blobs", "hub/snapshots/x", "hub/links/x"}) {
+    ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join(folder)));
+  }
   WriteSafetensors(dir_.Join("hub/blobs/0123"), {Tensor("w")});
-  ASSERT_EQ(symlink("../../blobs/0123", dir_.Join("hub/snapshots/x/model.safetensors").c_str()), 0);
-  EXPECT_THAT(Vfs::Open(HostFileSystem(), {dir_.Join("hub/snapshots/x")}),
+  for (const char* folder : {"hub/snapshots/x", "hub/links/x"}) {
+    const std::string link = dir_.Join(folder) + "/model.safetensors";
+    ASSERT_EQ(symlink("../../blobs/0123", link.c_str()), 0);
+  }
+  EXPECT_THAT(Vfs::Open(HostFileSystem(), {dir_.Join("hub/links/x")}),
               HasCode(Code::kPermissionDenied));
-  Open(dir_.Join("hub/snapshots/x"), {dir_.Join("hub")});
+  Open(dir_.Join("hub/links/x"), {dir_.Join("hub")});
+  EXPECT_THAT(ops_->ReadAll("tensors/w"), IsOkAndHolds(Tensor("w").bytes()));
+  Open(dir_.Join("hub/links/x"), {dir_.Join("hub/blobs")});
+  EXPECT_THAT(ops_->ReadAll("tensors/w"), IsOkAndHolds(Tensor("w").bytes()));
+  Open(dir_.Join("hub/snapshots/x"));
   EXPECT_THAT(ops_->ReadAll("tensors/w"), IsOkAndHolds(Tensor("w").bytes()));
 }
 

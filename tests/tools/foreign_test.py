@@ -83,7 +83,7 @@ class Foreign(harness.ToolTest):
         self.assertIn("[1:2] is stored twice", result.stdout)
         self.assertIn("shard-00002-model-00001-of-00001.safetensors", result.stdout)
         os.truncate(self.step / "model-00002-of-00002.safetensors", 30)
-        self.assertIn("model-00002-of-00002", self.run_tool("verify", self.step, expect=1).stderr)
+        self.assertIn("model-00002-of-00002", self.run_tool("verify", self.step, expect=1).stdout)
 
     def test_verify_checks_the_crcs_of_archives(self):
         path = self.dir / "x.npz"
@@ -125,11 +125,11 @@ class Foreign(harness.ToolTest):
 
     def test_roots(self):
         hub = self.dir / "hub"
-        (hub / "blobs").mkdir(parents=True)
-        (hub / "snapshots" / "s").mkdir(parents=True)
-        harness.write_safetensors(hub / "blobs" / "0123", {"w": ("U8", (4,), b"abcd")})
-        (hub / "snapshots" / "s" / "model.safetensors").symlink_to("../../blobs/0123")
-        source = hub / "snapshots" / "s"
+        (hub / "kept").mkdir(parents=True)
+        (hub / "links" / "s").mkdir(parents=True)
+        harness.write_safetensors(hub / "kept" / "0123", {"w": ("U8", (4,), b"abcd")})
+        (hub / "links" / "s" / "model.safetensors").symlink_to("../../kept/0123")
+        source = hub / "links" / "s"
         for command in (["ls"], ["info"], ["cat", "w"], ["verify"], ["load"]):
             args = [command[0], source, *command[1:]]
             failed = self.run_tool(*args, expect=2)
@@ -137,6 +137,7 @@ class Foreign(harness.ToolTest):
             self.assertIn("--root", failed.stderr)
             self.run_tool(*args, "--root", "/nowhere/at/all", expect=2)
             self.run_tool(*args, "--root", self.dir / "run", "--root", hub)
+            self.run_tool(*args, "--root", hub / "kept", "--root", self.dir / "run")
         self.run_tool("adopt", source, self.store / "s", "--root", hub)
         self.assertEqual(self.run_tool("cat", self.store / "s", "w").stdout, "abcd")
 
@@ -313,14 +314,14 @@ class WhichRankHoldsWhat(harness.ToolTest):
         self.check_same(folder, {"w": whole})
 
 
-class HubCache(harness.ToolTest):
-    """What huggingface_hub keeps: a link out of the folder that is named."""
+class LinksOut(harness.ToolTest):
+    """A link out of the folder that is named, and what huggingface_hub keeps."""
 
     def setUp(self):
         harness.need_fuse()
         super().setUp()
         self.hub = self.dir / "models--org--name"
-        self.source = self.hub / "snapshots" / "0123abcd"
+        self.source = self.hub / "links" / "0123abcd"
         self.source.mkdir(parents=True)
         (self.hub / "blobs").mkdir()
         harness.write_safetensors(self.hub / "blobs" / "89ab", self.tensors)
@@ -343,6 +344,12 @@ class HubCache(harness.ToolTest):
         self.check_refused(self.run_tool("mount", self.source, self.mnt, expect=2))
         self.check_refused(self.run_tool("mount", self.source, self.mnt, "--root", self.source.parent, expect=2))
         self.run_tool("mount", self.source, self.mnt, "--root", self.hub)
+        self.check()
+
+    def test_a_hubs_cache_needs_no_root(self):
+        snapshots = self.hub / "snapshots"
+        (self.hub / "links").rename(snapshots)
+        self.run_tool("mount", snapshots / "0123abcd", self.mnt)
         self.check()
 
     def test_as_mount_8_calls_it(self):

@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import sys
 import pathlib
 import subprocess
 import unittest
@@ -72,6 +73,12 @@ class Maps(harness.ToolTest):
         self.assertEqual(report["tensors"], 2)
         out = self.run_tool("load", path, "--map", self.rules, "--compare", self.model, expect=1)
         self.assertIn("tensor head/bias: missing in the second source", out.stderr)
+
+    def test_the_peak_memory_of_load_is_its_own(self):
+        # The resource usage of a process begins with that of the program it was before exec.
+        code = "import os, sys; held = b'x' * (300 << 20); os.execv(sys.argv[1], sys.argv[1:])"
+        out = self.run_tool("--json", "load", self.model, prefix=(sys.executable, "-c", code)).stdout
+        self.assertLess(json.loads(out)["peak_memory"], 250 << 20)
 
     def test_the_mount_shows_the_names_of_the_map(self):
         path = self.save("a", "--ranks", "2")
