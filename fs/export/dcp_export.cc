@@ -15,6 +15,7 @@
 // objects that may be archives already.
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 
@@ -22,8 +23,8 @@
 
 #include "base/checked.h"
 #include "fs/export/export_plan.h"
-#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
+#include "index/read/saved_paths.h"
 
 namespace tensormount::fs {
 namespace {
@@ -45,16 +46,17 @@ struct Cut {
 Cut CutOf(const TensorMeta& meta, std::uint64_t chunk_bytes) {
   Cut cut;
   if (meta.bytes() <= chunk_bytes) return cut;
+  const Dims shape = TorchDims(meta.dtype(), meta.shape());
   // Of [1, 8, 64] axis 1 is cut.
-  while (meta.shape()[cut.axis] == 1) ++cut.axis;  // It has elements, and more than one.
-  const std::int64_t extent = meta.shape()[cut.axis];
+  while (shape[cut.axis] == 1) ++cut.axis;  // It has elements, and more than one.
+  const std::int64_t extent = shape[cut.axis];
   cut.row_bytes = meta.bytes() / static_cast<std::uint64_t>(extent);
   cut.rows = static_cast<std::int64_t>(std::max<std::uint64_t>(chunk_bytes / cut.row_bytes, 1));
   cut.chunks = static_cast<std::uint64_t>((extent + cut.rows - 1) / cut.rows);
   return cut;
 }
 
-// The same chunk as DCP names it and as bytes of the tensor.
+// The same chunk as DCP names it, in torch's elements, and as bytes of the tensor.
 struct DcpChunk {
   Dims offsets;
   Dims sizes;
@@ -64,13 +66,13 @@ struct DcpChunk {
 
 DcpChunk ChunkAt(const TensorMeta& meta, const Cut& cut, std::uint64_t n) {
   DcpChunk chunk{.offsets = Dims::Filled(meta.shape().rank(), 0),
-                 .sizes = meta.shape(),
+                 .sizes = TorchDims(meta.dtype(), meta.shape()),
                  .skip = 0,
                  .bytes = meta.bytes()};
   if (cut.chunks == 1) return chunk;
   const std::int64_t first = static_cast<std::int64_t>(n) * cut.rows;
   chunk.offsets[cut.axis] = first;
-  chunk.sizes[cut.axis] = std::min(cut.rows, meta.shape()[cut.axis] - first);
+  chunk.sizes[cut.axis] = std::min(cut.rows, chunk.sizes[cut.axis] - first);
   chunk.skip = static_cast<std::uint64_t>(first) * cut.row_bytes;
   chunk.bytes = static_cast<std::uint64_t>(chunk.sizes[cut.axis]) * cut.row_bytes;
   return chunk;
@@ -90,6 +92,9 @@ struct ByteItem {
   std::string stored;
   const CommonValue* value = nullptr;  // Null: part number `part`.
   std::vector<CommonKey> below = {};   // Of what is in a dict: where, from the value `stored`.
+  std::optional<SavedPath> path = {};  // Where it stood, if the stored name does not tell.
+  std::vector<ByteItem> items = {};    // Not empty: a list, or a tuple, of these.
+  bool tuple = false;
   std::uint32_t part = 0;
   Item item;
 };
@@ -176,7 +181,11 @@ class Planner {
         lost.push_back(name);
       }
     }
-    NoteLost("dcp", lost, plan_);
+    NoteLost("dcp cannot hold the values", lost, plan_);
+    for (const SavedPaths::Empty& empty : paths_.empty()) {
+      byte_items_.push_back(
+          {.fqn = Dotted(empty.path), .stored = {}, .value = &empty.value, .path = empty.path});
+    }
     return {};
   }
 
@@ -232,14 +241,20 @@ class Planner {
   // For planner_data: the path of the value that the leaf was cut from, and the way to it from
   // there.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
-    if (item.below.empty()) return PlannerPath(paths_.OfValue(item.fqn, item.stored), item.fqn);
+    if (flat_) return {CommonKey(item.fqn)};
+    if (item.below.empty()) return PlannerPath(PathOfValue(item), item.fqn);
     std::vector<CommonKey> path = SavedPaths::ForPlanner(paths_.OfValue(item.stored, item.stored));
     path.insert(path.end(), item.below.begin(), item.below.end());
     return path;
   }
 
+  SavedPath PathOfValue(const ByteItem& item) const {
+    return item.path ? *item.path : paths_.OfValue(item.fqn, item.stored);
+  }
+
   // The path of an item for planner_data, whose outermost is a dict.
-  static std::vector<CommonKey> PlannerPath(const SavedPath& path, const std::string& key) {
+  std::vector<CommonKey> PlannerPath(const SavedPath& path, const std::string& key) const {
+    if (flat_) return {CommonKey(key)};
     if (path.front().kind == PathStep::Kind::kName ||
         path.front().kind == PathStep::Kind::kNumberKey) {
       return SavedPaths::ForPlanner(path);
@@ -253,19 +268,175 @@ class Planner {
     return out;
   }
 
-  // `names`: those that are taken.
-  Status FindTied(std::set<std::string, std::less<>>& names) {
+  // Fills named_. `names`: those that are taken.
+  Status FindNames(std::set<std::string, std::less<>>& names) {
     return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
       const std::string& key = tensor.meta.key();
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
-      for (const SavedPath& path : paths_.Of(key, stored)) {
+      const std::vector<SavedPath> paths = paths_.Of(key, stored);
+      std::vector<Named> found;
+      for (const SavedPath& path : paths) {
         std::string fqn = Dotted(path);
-        if (names.insert(fqn).second) {
-          tied_[n].push_back({std::move(fqn), SavedPaths::ForPlanner(path)});
+        if (fqn == key || (!fqn.empty() && names.insert(fqn).second)) {
+          found.push_back({std::move(fqn), path});
         }
       }
+      if (found.size() < paths.size()) twins_.push_back(key);
+      // At the root, where nothing else can have the name.
+      if (found.empty()) found.push_back({key, {{key, PathStep::Kind::kName}}});
+      const bool as_stored =
+          found.size() == 1 && found.front().fqn == key && found.front().path == paths.front();
+      if (!as_stored) named_.emplace(n, std::move(found));
       return {};
     });
+  }
+
+  // A value that the checkpoint has under another name than planners would give it gets theirs.
+  void NameAsPlannersDo(std::set<std::string, std::less<>>& names, ByteItem& item) const {
+    SavedPath path = AsPlanned(PathOf(item));
+    std::string dotted = Dotted(path);
+    if (dotted == item.fqn || dotted.empty() || dotted.front() == '$' ||
+        SavedPaths::IsInternal(dotted) || !names.insert(dotted).second) {
+      return;
+    }
+    names.erase(item.fqn);
+    item.fqn = std::move(dotted);
+    item.path = std::move(path);
+    item.below.clear();
+  }
+
+  // Whether some value would stand within another one. Then each stands under its name.
+  Status FindFlat() {
+    if (!paths_.nested() &&
+        std::ranges::all_of(byte_items_, [](const ByteItem& item) { return item.below.empty(); })) {
+      return {};
+    }
+    std::set<CommonKey> values;
+    std::set<CommonKey> containers;
+    const auto add = [&](const std::vector<CommonKey>& path) {
+      (path.size() == 1 ? values : containers).insert(path.front());
+    };
+    for (const ByteItem& item : byte_items_) add(PathOf(item));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
+          for (const Named& name : names) add(PlannerPath(name.path, name.fqn));
+          return {};
+        }));
+    flat_ =
+        std::ranges::any_of(values, [&](const CommonKey& key) { return containers.contains(key); });
+    if (flat_) plan_.notes.emplace_back("its values' paths contradict each other: a flat dict");
+    return {};
+  }
+
+  // What planner_data says of a list: the positions that have values.
+  struct ListItems {
+    std::set<std::int64_t> there;
+    std::int64_t count = 0;
+    std::map<std::int64_t, std::size_t> leaves;  // Numbers of byte items that a pickle can hold.
+    bool tuple = false;
+  };
+  using Lists = std::map<SavedPath, ListItems>;
+
+  // As planner_data has a path: what is no position is text.
+  static SavedPath AsPlanned(std::vector<CommonKey> keys) {
+    SavedPath path;
+    for (CommonKey& key : keys) {
+      const bool position = std::holds_alternative<std::int64_t>(key);
+      path.push_back(
+          {std::move(key), position ? PathStep::Kind::kListItem : PathStep::Kind::kName});
+    }
+    return path;
+  }
+
+  // `leaf`: the number of a byte item that can be an item of another one.
+  static void AddToLists(Lists& lists, const SavedPath& path, std::optional<std::size_t> leaf) {
+    for (std::size_t i = 0; i < path.size(); ++i) {
+      const auto* position = std::get_if<std::int64_t>(&path[i].key);
+      if (position == nullptr) continue;
+      ListItems& items = lists[{path.begin(), path.begin() + static_cast<std::ptrdiff_t>(i)}];
+      items.there.insert(*position);
+      items.count = std::max(items.count, *position + 1);
+      if (leaf && i + 1 == path.size()) items.leaves.emplace(*position, *leaf);
+    }
+  }
+
+  // torch makes its lists anew from planner_data, and then asks for what it has cut from them: for
+  // every item of one that holds tensors or dicts, and for one without these as a whole.
+  Status MendLists(std::set<std::string, std::less<>>& names) {
+    Lists lists;
+    for (std::size_t n = 0; n < byte_items_.size(); ++n) {
+      AddToLists(lists, AsPlanned(PathOf(byte_items_[n])),
+                 byte_items_[n].value != nullptr ? std::optional(n) : std::nullopt);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto of, NamesOf(n, tensor.meta.key()));
+          for (const Named& name : of) {
+            AddToLists(lists, AsPlanned(PlannerPath(name.path, name.fqn)), std::nullopt);
+          }
+          return {};
+        }));
+    for (const auto& [path, container] : paths_.containers()) {
+      const auto list = lists.find(AsPlanned(SavedPaths::ForPlanner(path)));
+      if (list == lists.end()) continue;
+      list->second.count = std::max(list->second.count, container.items);
+      list->second.tuple = container.kind == SavedPaths::Container::Kind::kTuple;
+    }
+    // The innermost first.
+    std::vector<Lists::value_type*> order;
+    for (auto& list : lists) order.push_back(&list);
+    std::ranges::stable_sort(
+        order, [](const auto* a, const auto* b) { return a->first.size() > b->first.size(); });
+    std::set<std::size_t> merged;
+    for (const auto* list : order) {
+      const auto& [path, items] = *list;
+      std::string fqn = Dotted(path);
+      const bool plain = items.leaves.size() == items.there.size();
+      if (plain && !path.empty() && names.insert(fqn).second) {
+        ByteItem whole{.fqn = std::move(fqn), .stored = {}, .path = path, .tuple = items.tuple};
+        for (std::int64_t position = 0; position < items.count; ++position) {
+          const auto leaf = items.leaves.find(position);
+          if (leaf == items.leaves.end()) {
+            whole.items.push_back({.fqn = {}, .stored = {}, .value = &None()});
+            continue;
+          }
+          merged.insert(leaf->second);
+          whole.items.push_back(std::move(byte_items_[leaf->second]));
+        }
+        byte_items_.push_back(std::move(whole));
+        AddLeaf(lists, path, byte_items_.size() - 1);
+        continue;
+      }
+      for (std::int64_t position = 0; position < items.count; ++position) {
+        if (items.there.contains(position)) continue;
+        SavedPath gap = path;
+        gap.push_back({position, PathStep::Kind::kListItem});
+        std::string name = Dotted(gap);
+        if (!names.insert(name).second) continue;
+        byte_items_.push_back(
+            {.fqn = std::move(name), .stored = {}, .value = &None(), .path = std::move(gap)});
+      }
+    }
+    std::vector<ByteItem> kept;
+    for (std::size_t n = 0; n < byte_items_.size(); ++n) {
+      if (!merged.contains(n)) kept.push_back(std::move(byte_items_[n]));
+    }
+    byte_items_ = std::move(kept);
+    return {};
+  }
+
+  // A list that became one item is an item of the list that it lies in.
+  static void AddLeaf(Lists& lists, const SavedPath& path, std::size_t leaf) {
+    const auto* position = std::get_if<std::int64_t>(&path.back().key);
+    if (position == nullptr) return;
+    const auto list = lists.find({path.begin(), path.end() - 1});
+    if (list != lists.end()) list->second.leaves.emplace(*position, leaf);
+  }
+
+  static const CommonValue& None() {
+    static const CommonValue none;
+    return none;
   }
 
   // How much there is in all, and whether every name is there once.
@@ -282,11 +453,6 @@ class Planner {
     const auto add = [&total](std::uint64_t bytes) {
       total = total ? CheckedAdd(*total, bytes) : total;
     };
-    for (const ByteItem& item : byte_items_) {
-      if (!names.insert(item.fqn).second) return twice(item.fqn);
-      add(kItemOverhead);
-      if (item.value == nullptr) add(shown_.objects.parts()[item.part].length);
-    }
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
           if (!names.insert(tensor.meta.key()).second) return twice(tensor.meta.key());
@@ -294,7 +460,41 @@ class Planner {
           add(CutOf(tensor.meta, chunk_bytes_).chunks * kItemOverhead);
           return {};
         }));
-    if (paths_.nested()) TENSORMOUNT_RETURN_IF_ERROR(FindTied(names));
+    // What an empty container would be called may be another rank's value.
+    std::set<std::string, std::less<>> values;
+    for (const ByteItem& item : byte_items_) {
+      if (!item.path) values.insert(item.fqn);
+    }
+    std::erase_if(byte_items_, [&](const ByteItem& item) {
+      if (!item.path) return false;
+      const bool twin =
+          item.fqn.empty() || names.contains(item.fqn) || !values.insert(item.fqn).second;
+      if (twin) twins_.push_back(item.fqn);
+      return twin;
+    });
+    for (const ByteItem& item : byte_items_) {
+      if (!names.insert(item.fqn).second) return twice(item.fqn);
+      add(kItemOverhead);
+      if (item.value == nullptr) add(shown_.objects.parts()[item.part].length);
+    }
+    if (paths_.nested()) {
+      TENSORMOUNT_RETURN_IF_ERROR(FindNames(names));
+      for (ByteItem& item : byte_items_) {
+        if (item.path) continue;
+        NameAsPlannersDo(names, item);
+        if (item.path || Dotted(AsPlanned(PathOf(item))) == item.fqn) continue;
+        item.below.clear();
+        item.path = SavedPath{{item.fqn, PathStep::Kind::kName}};
+        twins_.push_back(item.fqn);
+      }
+    }
+    NoteLost("dcp has one name for values whose paths read alike; under another one, or left out",
+             twins_, plan_);
+    TENSORMOUNT_RETURN_IF_ERROR(FindFlat());
+    if (paths_.nested() && !flat_) {
+      TENSORMOUNT_RETURN_IF_ERROR(MendLists(names));
+      for (std::size_t n = 0; n < byte_items_.size(); ++n) add(kItemOverhead);
+    }
     // Leaves room for the product in NextItem.
     if (!total || !CheckedMul(*total, files_)) {
       return Status(Code::kUnsupported, "dcp: too many bytes for one checkpoint");
@@ -349,7 +549,7 @@ class Planner {
     if (!added) return it->second;
     PickleWriter pickle(2);
     PickleTensor(pickle, dtype, shape, "0");
-    std::uint64_t bytes = InfoOf(dtype).bits / 8;
+    std::uint64_t bytes = TorchElementBytes(dtype);
     for (const std::int64_t extent : shape) bytes *= static_cast<std::uint64_t>(extent);
     ZipWriter zip;
     std::string head;
@@ -395,14 +595,30 @@ class Planner {
     return text.starts_with("PK\x03\x04") && text.substr(30, name).ends_with("/data.pkl");
   }
 
-  Status AddBytes(ByteItem& bytes) {
-    if (bytes.value != nullptr) {
-      NextItem(0);
-      bytes.item = {.file = file_, .offset = builder_.size(), .length = 0};
-      PickleWriter pickle(2);
+  // Recursive; as deep as paths are long.
+  void PickleItem(PickleWriter& pickle, const ByteItem& bytes) const {
+    if (bytes.items.empty()) {
       if (!paths_.IsEncoded(bytes.stored) || !PickleEncoded(pickle, *bytes.value)) {
         pickle.Common(*bytes.value);
       }
+      return;
+    }
+    if (!bytes.tuple) pickle.EmptyList();
+    pickle.Mark();
+    for (const ByteItem& item : bytes.items) PickleItem(pickle, item);
+    if (bytes.tuple) {
+      pickle.TupleFromMark();
+    } else {
+      pickle.Appends();
+    }
+  }
+
+  Status AddBytes(ByteItem& bytes) {
+    if (bytes.value != nullptr || !bytes.items.empty()) {
+      NextItem(0);
+      bytes.item = {.file = file_, .offset = builder_.size(), .length = 0};
+      PickleWriter pickle(2);
+      PickleItem(pickle, bytes);
       ZipWriter zip;
       std::string text;
       zip.Add("data.pkl", pickle.Finish(), text);
@@ -488,7 +704,7 @@ class Planner {
     pickle.String("properties");
     PickleProperties(pickle, tensor.meta.dtype());
     pickle.String("size");
-    PickleSize(pickle, tensor.meta.shape());
+    PickleSize(pickle, TorchDims(tensor.meta.dtype(), tensor.meta.shape()));
     pickle.String("chunks");
     pickle.EmptyList();
     pickle.Mark();
@@ -568,10 +784,9 @@ class Planner {
     pickle.Mark();
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
-          pickle.String(tensor.meta.key());
-          PickleState(pickle, tensor);
-          for (const Tied& tied : TiedTo(n)) {
-            pickle.String(tied.fqn);
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
+          for (const Named& name : names) {
+            pickle.String(name.fqn);
             PickleState(pickle, tensor);
           }
           return {};
@@ -587,13 +802,10 @@ class Planner {
     pickle.Mark();
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
-          const std::string& key = tensor.meta.key();
-          TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
-          pickle.String(key);
-          PicklePath(pickle, PlannerPath(paths_.Of(key, stored).front(), key));
-          for (const Tied& tied : TiedTo(n)) {
-            pickle.String(tied.fqn);
-            PicklePath(pickle, tied.path);
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
+          for (const Named& name : names) {
+            pickle.String(name.fqn);
+            PicklePath(pickle, PlannerPath(name.path, name.fqn));
           }
           return {};
         }));
@@ -615,13 +827,12 @@ class Planner {
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t number, const TensorEntry& tensor) -> Status {
           const Cut cut = CutOf(tensor.meta, chunk_bytes_);
+          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(number, tensor.meta.key()));
           for (std::uint64_t n = 0; n < cut.chunks; ++n) {
             const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
             const Item& item = items_.at(next++);
-            PickleIndex(pickle, tensor.meta.key(), &chunk.offsets, n);
-            PickleWhere(pickle, item);
-            for (const Tied& tied : TiedTo(number)) {
-              PickleIndex(pickle, tied.fqn, &chunk.offsets, n);
+            for (const Named& name : names) {
+              PickleIndex(pickle, name.fqn, &chunk.offsets, n);
               PickleWhere(pickle, item);
             }
           }
@@ -639,16 +850,16 @@ class Planner {
     return pickle.Finish();
   }
 
-  // A further name of a tensor, by which the state dict had it, too: DCP has all of them, and the
-  // bytes once.
-  struct Tied {
+  // A name of a tensor and where it stood in the state dict. DCP has all names of a tied tensor,
+  // and the bytes once.
+  struct Named {
     std::string fqn;
-    std::vector<CommonKey> path;
+    SavedPath path;
   };
-  const std::vector<Tied>& TiedTo(std::uint32_t n) const {
-    static const std::vector<Tied> none;
-    const auto found = tied_.find(n);
-    return found == tied_.end() ? none : found->second;
+  Result<std::vector<Named>> NamesOf(std::uint32_t n, const std::string& key) const {
+    if (const auto found = named_.find(n); found != named_.end()) return found->second;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
+    return std::vector<Named>{{key, paths_.Of(key, stored).front()}};
   }
 
   const CheckpointView& view_;
@@ -658,7 +869,10 @@ class Planner {
   ExportPlan& plan_;
   CommonState common_;
   SavedPaths paths_;
-  std::map<std::uint32_t, std::vector<Tied>> tied_;  // By the number of the tensor.
+  // By the number of the tensor, where its key does not say all.
+  std::map<std::uint32_t, std::vector<Named>> named_;
+  std::vector<std::string> twins_;  // Whose dotted paths others have.
+  bool flat_ = false;
   std::vector<ByteItem> byte_items_;
   std::vector<Item> items_;  // Of tensors' chunks, in order.
   std::uint64_t total_ = 1;

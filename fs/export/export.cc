@@ -132,7 +132,8 @@ class Job {
     return AgreeOn(identity.bytes(), "export: same plan",
                    [](int rank, const std::string&, const std::string&) {
                      return fmt::format(
-                         "ranks 0 and {} see different sources, or have other rules for keys", rank);
+                         "ranks 0 and {} see different sources, or have other rules for keys",
+                         rank);
                    });
   }
 

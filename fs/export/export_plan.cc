@@ -9,7 +9,11 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
+#include "fs/export/torch_text.h"
+#include "fs/views/tied_names.h"
 #include "fs/views/zarr_metadata.h"
+#include "index/foreign/weight_files.h"
+#include "index/read/saved_paths.h"
 #include "index/records/safetensors_order.h"
 #include "shard/npy.h"
 
@@ -47,7 +51,7 @@ bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
       return !ZarrType(dtype).empty();
     case ExportFormat::kDcp:
     case ExportFormat::kTorch:
-      return !InfoOf(dtype).torch.empty();
+      return TorchHolds(tensor.meta);
   }
   return false;
 }
@@ -135,6 +139,13 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
                                : std::string(ExportFormatName(format));
   const Node top{.slot = 0, .view = kOwnView, .item = kRootItem};
   Result<Child> found = view.Lookup(top, name);
+  if (!found.ok() && found.status().code() == Code::kNotFound &&
+      format == ExportFormat::kSafetensors) {
+    return Status(
+        Code::kUnsupported,
+        "one safetensors file cannot hold it: its header would pass the 100,000,000 bytes "
+        "that the format allows; --to hf writes several files");
+  }
   if (!found.ok()) return found.status().WithContext("the view " + name);
   const Child& root = found.value();
   plan.folder = root.attributes.kind == FileKind::kDirectory;
@@ -150,72 +161,105 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   }
   if (format != ExportFormat::kSafetensors && format != ExportFormat::kHf) return {};
   for (ExportFile& file : plan.files) {
+    if (IsWeightIndex(file.name) && file.size > kMaxWeightIndexBytes) {
+      return Status(Code::kUnsupported, fmt::format("{}: {} bytes; an index of at most {} is read",
+                                                    file.name, file.size, kMaxWeightIndexBytes));
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, plan.Open(view, file));
     file.backed = opened->BackingPath().ok();
   }
   return {};
 }
 
+// Names that a note lists, the first few of them.
+class ListedNames {
+ public:
+  void Add(std::string_view name) {
+    if (count_++ < kMostNamed) text_ += fmt::format("{}{}", text_.empty() ? "" : ", ", name);
+  }
+  std::size_t count() const { return count_; }
+  std::string Text() const {
+    return count_ > kMostNamed ? fmt::format("{} and {} more", text_, count_ - kMostNamed) : text_;
+  }
+
+ private:
+  std::size_t count_ = 0;
+  std::string text_;
+};
+
+// Whether the objects of a checkpoint stand in an export, too.
+bool HasObject(const ObjectRecord& part, ExportFormat format, const CommonValues& common,
+               const ExportPlan& plan) {
+  switch (format) {
+    case ExportFormat::kDcp:
+      return true;
+    case ExportFormat::kHf:
+      // Beside the parts.
+      return part.grid.rank() == 0 && std::ranges::any_of(plan.files, [&](const ExportFile& file) {
+               return file.name == part.key || part.key.ends_with("/" + file.name);
+             });
+    case ExportFormat::kTorch:
+      // Plain values of adopted checkpoints are objects, too.
+      return part.grid.rank() == 0 &&
+             (common.contains(part.key) || plan.objects_as_values.contains(part.key));
+    default:
+      return false;
+  }
+}
+
 // What these formats have no place for.
 // Told and not refused: tensors are what an export is for, and whoever needs the rest keeps the
 // checkpoint.
 Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
-  std::size_t objects = view.shown().objects.parts().size();
-  if (format == ExportFormat::kHf) {
-    for (const ExportFile& file : plan.files) {
-      if (objects > 0 && !file.name.starts_with("model")) --objects;  // Stands beside the parts.
-    }
-  }
-  if (format == ExportFormat::kDcp) objects = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
-  const bool values = format == ExportFormat::kDcp || format == ExportFormat::kTorch;
-  std::string
-      names;  // Of the objects that are left out, of which some may be plain values of torch.save.
-  if (format == ExportFormat::kTorch) {
-    std::size_t named = 0;
-    for (const ObjectRecord& part : view.shown().objects.parts()) {
-      // Plain values of adopted checkpoints are objects, too.
-      const bool there = part.grid.rank() == 0 && (common.values.contains(part.key) ||
-                                                   plan.objects_as_values.contains(part.key));
-      if (there) {
-        --objects;
-      } else if (++named <= kMostNamed) {
-        names += (names.empty() ? " (" : ", ") + part.key;
-      }
-    }
-    if (named > kMostNamed) names += ", ...";
-    if (!names.empty()) names += ")";
+  const auto note = [&](const ListedNames& names, std::string_view what) {
+    if (names.count() == 0) return;
+    plan.notes.push_back(fmt::format("{} has no place for {} {}{} ({}): left out",
+                                     ExportFormatName(format), names.count(), what,
+                                     names.count() == 1 ? "" : "s", names.Text()));
+  };
+  ListedNames objects;
+  for (const ObjectRecord& part : view.shown().objects.parts()) {
+    if (!HasObject(part, format, common.values, plan)) objects.Add(part.key);
   }
+  note(objects, "object");
   // Values that tell how a state dict was nested are ours, and nothing of it is lost without them.
-  std::size_t left = 0;
-  const auto count_own = [&left](const CommonValues& of) {
-    left += static_cast<std::size_t>(std::ranges::count_if(
-        of, [](const auto& item) { return !SavedPaths::IsInternal(item.first); }));
-  };
-  if (!values) count_own(common.values);
-  for (const auto& [rank, of] : common.ranks) count_own(of);
-  const auto note = [&](std::size_t count, std::string_view what, std::string_view which) {
-    if (count == 0) return;
-    plan.notes.push_back(fmt::format("{} has no place for {} {}{}{}: left out",
-                                     ExportFormatName(format), count, what, count == 1 ? "" : "s",
-                                     which));
-  };
-  note(objects, "object", names);
-  note(left, "common value", "");
+  ListedNames values;
+  if (format != ExportFormat::kDcp && format != ExportFormat::kTorch) {
+    for (const auto& [name, value] : common.values) {
+      if (!SavedPaths::IsInternal(name)) values.Add(name);
+    }
+  }
+  for (const auto& [rank, of] : common.ranks) {
+    for (const auto& [name, value] : of) {
+      if (!SavedPaths::IsInternal(name)) values.Add(fmt::format("{} of rank {}", name, rank));
+    }
+  }
+  note(values, "common value");
+  if (format == ExportFormat::kDcp || format == ExportFormat::kTorch ||
+      format == ExportFormat::kHf) {
+    return {};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames tied, TiedNames::Make(view.shown()));
+  ListedNames names;
+  for (const auto& [number, further] : tied.all()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, view.shown().tensors.KeyAt(number));
+    for (const std::string& name : further) names.Add(fmt::format("{} is {}", name, key));
+  }
+  if (names.count() > 0) {
+    plan.notes.push_back(fmt::format("{} has one name of each tied tensor: {}",
+                                     ExportFormatName(format), names.Text()));
+  }
   return {};
 }
 
 }  // namespace
 
-void NoteLost(std::string_view format, const std::vector<std::string>& names, ExportPlan& plan) {
+void NoteLost(std::string_view what, const std::vector<std::string>& names, ExportPlan& plan) {
   if (names.empty()) return;
-  std::string text(format);
-  text += " cannot hold the values: ";
-  for (std::size_t i = 0; i < std::min(names.size(), kMostNamed); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > kMostNamed) text += fmt::format(" and {} more", names.size() - kMostNamed);
-  plan.notes.push_back(std::move(text));
+  ListedNames listed;
+  for (const std::string& name : names) listed.Add(name);
+  plan.notes.push_back(fmt::format("{}: {}", what, listed.Text()));
 }
 
 std::string_view ExportFormatName(ExportFormat format) {

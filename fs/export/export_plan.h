@@ -125,8 +125,9 @@ class FileBuilder {
   std::vector<FileSegments::Segment> segments_;
 };
 
-// Notes the names of values that a format cannot hold; none is nothing.
-void NoteLost(std::string_view format, const std::vector<std::string>& names, ExportPlan& plan);
+// Notes the names of values that a format cannot hold; none is nothing. `what`: how the note
+// begins, "dcp cannot hold the values".
+void NoteLost(std::string_view what, const std::vector<std::string>& names, ExportPlan& plan);
 
 // Adds a file to a plan.
 // The file keeps `view` open.

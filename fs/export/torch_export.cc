@@ -10,10 +10,10 @@
 #include <fmt/core.h>
 
 #include "fs/export/export_plan.h"
-#include "fs/export/saved_paths.h"
 #include "fs/export/torch_text.h"
 #include "index/foreign/dcp_objects.h"
 #include "index/foreign/value_budget.h"
+#include "index/read/saved_paths.h"
 
 namespace tensormount::fs {
 namespace {
@@ -28,6 +28,7 @@ struct StateValue {
   std::string stored;                  // As the checkpoint has it.
   const CommonValue* value = nullptr;  // Null: a tensor, of which all below is.
   bool encoded = false;                // The value, as the Python package stores it.
+  bool ordered = false;                // An OrderedDict, which is empty.
   DType dtype = DType::kU8;
   Dims shape;
   std::uint32_t ordinal = 0;  // In the index.
@@ -41,7 +42,8 @@ struct StateValue {
 struct Tree {
   std::map<CommonKey, Tree> below;
   const StateValue* leaf = nullptr;
-  bool number_keys = false;  // A dict, of which some keys are numbers.
+  const SavedPaths::Container* container = nullptr;  // What a structure says of it.
+  bool number_keys = false;                          // A dict, of which some keys are numbers.
   bool tuple = false;
 
   // False where something else stands there.
@@ -63,19 +65,63 @@ struct Tree {
   // Otherwise it is a dict with integers as keys.
   bool IsList() const {
     if (number_keys) return false;
+    if (container != nullptr && container->kind != SavedPaths::Container::Kind::kList &&
+        container->kind != SavedPaths::Container::Kind::kTuple) {
+      return false;
+    }
     if (below.empty() || !std::holds_alternative<std::int64_t>(below.rbegin()->first)) return false;
     const std::int64_t last =
         std::get<std::int64_t>(below.rbegin()->first);  // Integers come first.
     return std::get<std::int64_t>(below.begin()->first) >= 0 &&
-           last < 64 + 4 * static_cast<std::int64_t>(below.size());
+           (container != nullptr || last < 64 + 4 * static_cast<std::int64_t>(below.size()));
   }
 };
+
+void BeginOrderedDict(PickleWriter& pickle) {
+  pickle.Global("collections", "OrderedDict");
+  pickle.EmptyTuple();
+  pickle.Reduce();
+}
+
+void PickleTree(PickleWriter& pickle, const Tree& tree);
+
+void PickleDict(PickleWriter& pickle, const Tree& tree) {
+  using Kind = SavedPaths::Container::Kind;
+  if (tree.container != nullptr && tree.container->kind == Kind::kOrderedDict) {
+    BeginOrderedDict(pickle);
+  } else {
+    pickle.EmptyDict();
+  }
+  pickle.Mark();
+  const auto put = [&](const CommonKey& key, const Tree& below) {
+    if (const auto* number = std::get_if<std::int64_t>(&key)) {
+      pickle.Int(*number);
+    } else {
+      pickle.String(std::get<std::string>(key));
+    }
+    PickleTree(pickle, below);
+  };
+  // In the order in which they were saved; others, that a map of keys made, behind them.
+  std::set<CommonKey> done;
+  if (tree.container != nullptr) {
+    for (const CommonKey& key : tree.container->order) {
+      const auto below = tree.below.find(key);
+      if (below != tree.below.end() && done.insert(key).second) put(key, below->second);
+    }
+  }
+  for (const auto& [key, below] : tree.below) {
+    if (!done.contains(key)) put(key, below);
+  }
+  pickle.SetItems();
+}
 
 // Recursive; kMaxDepth bounds it.
 void PickleTree(PickleWriter& pickle, const Tree& tree) {
   if (tree.leaf != nullptr) {
     const StateValue& leaf = *tree.leaf;
-    if (leaf.value != nullptr && leaf.encoded) {
+    if (leaf.ordered) {
+      BeginOrderedDict(pickle);
+    } else if (leaf.value != nullptr && leaf.encoded) {
       (void)PickleEncoded(pickle, *leaf.value);  // That it can PlanTorch has seen.
     } else if (leaf.value != nullptr) {
       pickle.Common(*leaf.value);
@@ -95,6 +141,8 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
       PickleTree(pickle, below);
       ++next;
     }
+    // Items at the end that the format cannot hold.
+    for (; tree.container != nullptr && next < tree.container->items; ++next) pickle.None();
     if (tree.tuple) {
       pickle.TupleFromMark();
     } else {
@@ -102,17 +150,7 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
     }
     return;
   }
-  pickle.EmptyDict();
-  pickle.Mark();
-  for (const auto& [key, below] : tree.below) {
-    if (const auto* number = std::get_if<std::int64_t>(&key)) {
-      pickle.Int(*number);
-    } else {
-      pickle.String(std::get<std::string>(key));
-    }
-    PickleTree(pickle, below);
-  }
-  pickle.SetItems();
+  PickleDict(pickle, tree);
 }
 
 // A plain value that a checkpoint has as torch.save wrote it, as our writer for DCP stores them.
@@ -172,6 +210,15 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
       if (paths.empty()[i].path.size() <= kMaxDepth)
         (void)nested.Put(paths.empty()[i].path, empty[i]);
     }
+    for (const auto& [path, container] : paths.containers()) {
+      Tree* at = &nested;
+      for (const PathStep& step : path) {
+        const auto below = at->below.find(step.key);
+        at = below == at->below.end() ? nullptr : &below->second;
+        if (at == nullptr) break;
+      }
+      if (at != nullptr) at->container = &container;
+    }
     // The outermost must be a dict: it is the state dict.
     if (fits && !nested.IsList()) return nested;
     plan.notes.emplace_back("its values' paths contradict each other: a flat dict");
@@ -204,7 +251,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
                        .stored = std::move(stored),
                        .value = nullptr,
                        .dtype = meta.dtype(),
-                       .shape = meta.shape(),
+                       .shape = TorchDims(meta.dtype(), meta.shape()),
                        .ordinal = tensor.ordinal,
                        .bytes = meta.bytes(),
                        .storage = static_cast<std::uint32_t>(all.size())});
@@ -223,7 +270,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
     }
     all.push_back({.key = name, .stored = name, .value = &value, .encoded = encoded});
   }
-  NoteLost("torch", lost, plan);
+  NoteLost("torch cannot hold the values", lost, plan);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectValue> objects,
                                ValuesOfObjects(view, common.values, keys));
   for (const ObjectValue& object : objects) {
@@ -231,7 +278,8 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
     plan.objects_as_values.insert(object.key);
   }
   std::vector<StateValue> empty;
-  for (const SavedPaths::Empty& one : paths.empty()) empty.push_back({.value = &one.value});
+  for (const SavedPaths::Empty& one : paths.empty())
+    empty.push_back({.value = &one.value, .ordered = one.ordered});
   // From here on neither must change: the tree points into them.
   TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, empty, paths, plan));
   PickleWriter pickle(2);

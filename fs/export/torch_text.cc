@@ -6,10 +6,12 @@
 #include <optional>
 #include <vector>
 
-#include "fs/export/saved_paths.h"
+#include "index/read/saved_paths.h"
 
 namespace tensormount::fs {
 namespace {
+
+constexpr std::string_view kPairsOfF4 = "torch.float4_e2m1fn_x2";
 
 // Of the types that had a storage class of their own before torch 2.1; others are bytes with a
 // type.
@@ -185,9 +187,25 @@ bool WriteEncoded(PickleWriter* pickle, const CommonValue& value) {
 
 }  // namespace
 
+bool TorchHolds(const TensorMeta& meta) {
+  if (meta.dtype() != DType::kF4) return !InfoOf(meta.dtype()).torch.empty();
+  const int axes = meta.shape().rank();
+  return axes > 0 && meta.shape()[axes - 1] % 2 == 0;
+}
+
+Dims TorchDims(DType dtype, const Dims& dims) {
+  Dims out = dims;
+  if (dtype == DType::kF4 && out.rank() > 0) out[out.rank() - 1] /= 2;
+  return out;
+}
+
+std::uint64_t TorchElementBytes(DType dtype) {
+  return dtype == DType::kF4 ? 1 : InfoOf(dtype).bits / 8;
+}
+
 // The table has "torch.bfloat16"; a pickle wants module and name.
 void PickleDType(PickleWriter& pickle, DType dtype) {
-  std::string_view name = InfoOf(dtype).torch;
+  std::string_view name = dtype == DType::kF4 ? kPairsOfF4 : InfoOf(dtype).torch;
   name.remove_prefix(std::min(name.size(), std::string_view("torch.").size()));
   pickle.Global("torch", name);
 }
@@ -216,7 +234,8 @@ void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::str
   }
   pickle.String(storage);
   pickle.String("cpu");
-  pickle.Int(typed.empty() ? elements * (InfoOf(dtype).bits / 8) : elements);
+  pickle.Int(typed.empty() ? elements * static_cast<std::int64_t>(TorchElementBytes(dtype))
+                           : elements);
   pickle.TupleFromMark();
   pickle.PersistentId();
   pickle.Int(0);

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_FS_EXPORT_TORCH_TEXT_H_
 #define TENSORMOUNT_FS_EXPORT_TORCH_TEXT_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -17,8 +18,15 @@
 
 namespace tensormount::fs {
 
+// torch has no type of one f4 element: its float4_e2m1fn_x2 is two of them in a byte, along the
+// last axis. Whether torch has a type for the tensor.
+bool TorchHolds(const TensorMeta& meta);
+// A shape, offsets or sizes, in torch's elements; `dtype` and dims are of a tensor that it holds.
+Dims TorchDims(DType dtype, const Dims& dims);
+std::uint64_t TorchElementBytes(DType dtype);
+
 // A CPU tensor of packed rows over the storage of that name: what torch.save writes of one.
-// `dtype` has a torch name.
+// `shape`: in torch's elements (TorchDims).
 // torch rebuilds it as _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks),
 // where storage is a persistent id ("storage", type, name, "cpu", elements) and the bytes are the
 // archive's entry data/NAME. Types without a storage class of their own use the untyped storage and

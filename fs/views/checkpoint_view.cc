@@ -97,7 +97,8 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
                                  .tensors = *tensors_,
                                  .tensor_tree = *tensor_tree_,
                                  .layers = *layers_,
-                                 .objects = *objects_});
+                                 .objects = *objects_,
+                                 .map = options_.map.get()});
   data_.emplace(*opened_, *objects_, options.verify);
   return MakeViews();
 }

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
+#include <utility>
 
 #include <fmt/core.h>
 
 #include "base/checked.h"
 #include "fs/views/checkpoint_text.h"
+#include "fs/views/tied_names.h"
 #include "index/records/safetensors_order.h"
 
 namespace tensormount::fs {
@@ -83,13 +86,16 @@ Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& option
 
 Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& shown,
                                                      const HfOptions& options,
-                                                     std::uint64_t whole_bytes) {
+                                                     std::uint64_t whole_bytes,
+                                                     bool tied_embeddings) {
   std::unique_ptr<HfParts> hf(new HfParts(shown, options));
+  TENSORMOUNT_RETURN_IF_ERROR(hf->FindTied(tied_embeddings));
   TENSORMOUNT_RETURN_IF_ERROR(hf->Divide());
   // One part under the stored names is model.safetensors itself: then hf/ opens that file, which
   // may be served by the kernel.
   Part& first = hf->parts_[0];
-  if (hf->parts_.size() == 1 && !options.rules && whole_bytes > first.data_bytes) {
+  if (hf->parts_.size() == 1 && !options.rules && hf->tied_.empty() &&
+      whole_bytes > first.data_bytes) {
     hf->is_whole_ = true;
     first.header_bytes = whole_bytes - first.data_bytes;
     return std::unique_ptr<const HfParts>(std::move(hf));
@@ -103,6 +109,47 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
   return std::unique_ptr<const HfParts>(std::move(hf));
 }
 
+Status HfParts::FindTied(bool tied_embeddings) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames found, TiedNames::Make(shown_));
+  if (found.empty()) return {};
+  std::map<std::string, std::uint32_t, std::less<>> further;  // Names besides those of keys.
+  for (const auto& [number, names] : found.all()) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, shown_.tensors.KeyAt(number));
+    std::vector<std::string>& all = tied_[number];
+    if (std::string own = Renamed(key); !own.empty()) all.push_back(std::move(own));
+    for (const std::string& name : names) {
+      std::string renamed = Renamed(name);
+      // Keys come first: rules may give one name to several names of a tensor.
+      if (!CheckKey(renamed).ok() || std::ranges::find(all, renamed) != all.end()) continue;
+      if (further.try_emplace(renamed, number).second) all.push_back(std::move(renamed));
+    }
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(
+      shown_.tensors.Scan(0, [&](std::uint32_t number, const std::string& key, const TensorEntry*) {
+        const auto same = further.find(Renamed(key));
+        if (same != further.end() && same->second != number) {
+          std::erase(tied_[same->second], same->first);
+        }
+        return true;
+      }));
+  for (auto& [number, names] : tied_) {
+    if (tied_embeddings && !std::ranges::all_of(names, IsOutputEmbedding)) {
+      std::erase_if(names, IsOutputEmbedding);
+    }
+    std::ranges::sort(names);
+    further_names_ += names.size() > 1 ? names.size() - 1 : 0;
+  }
+  return {};
+}
+
+std::vector<std::string> HfParts::NamesOf(std::uint32_t number,
+                                          const std::string& shown_key) const {
+  if (const auto it = tied_.find(number); it != tied_.end()) return it->second;
+  std::string name = Renamed(shown_key);
+  if (name.empty()) return {};
+  return {std::move(name)};
+}
+
 Status HfParts::Divide() {
   const std::uint32_t count = shown_.tensors.count();
   first_held_ = first_left_out_ = count;
@@ -111,18 +158,23 @@ Status HfParts::Divide() {
   bool empty = true;         // The open part has no tensor yet.
   TENSORMOUNT_RETURN_IF_ERROR(
       shown_.tensors.ForEachEntry(0, count, [&](std::uint32_t number, const TensorEntry& entry) {
-        const std::string name = TensorName(entry.meta.key());
-        if (name.empty()) return Status();
-        if (!SafetensorsHolds(entry.meta.dtype(), name)) {
-          if (left_out_++ == 0) first_left_out_ = number;
-          return Status();
+        std::optional<std::uint64_t> bytes = 0;
+        std::uint64_t more = 0;
+        bool held = false;
+        for (const std::string& name : NamesOf(number, entry.meta.key())) {
+          if (!SafetensorsHolds(entry.meta.dtype(), name)) {
+            if (left_out_++ == 0) first_left_out_ = number;
+            continue;
+          }
+          held = true;
+          if (first_held_ == count) first_held_ = number;
+          if (bytes) bytes = CheckedAdd(*bytes, entry.meta.bytes());
+          more += HeaderBytesBound(name, entry.meta);
         }
-        if (first_held_ == count) first_held_ = number;
-        const std::uint64_t bytes = entry.meta.bytes();
-        const std::uint64_t more = HeaderBytesBound(name, entry.meta);
+        if (!held) return Status();
         // A part has at least one tensor, however large; otherwise one of over part_bytes would fit
         // nowhere.
-        const auto with = CheckedAdd(part.data_bytes, bytes);
+        const auto with = bytes ? CheckedAdd(part.data_bytes, *bytes) : std::nullopt;
         if (!empty && (!with || *with > options_.part_bytes || header + more > kMaxHeaderBytes)) {
           part.end = number;
           parts_.push_back(part);
@@ -130,10 +182,10 @@ Status HfParts::Divide() {
           header = 0;
         }
         empty = false;
-        part.data_bytes += bytes;
-        header += more;
-        const auto total = CheckedAdd(total_bytes_, bytes);
+        const auto total = bytes ? CheckedAdd(total_bytes_, *bytes) : std::nullopt;
         if (!total) return Status(Code::kUnsupported, "hf/: too many bytes for one model");
+        part.data_bytes += *bytes;
+        header += more;
         total_bytes_ = *total;
         return Status();
       }));
@@ -152,14 +204,15 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
   std::vector<TensorMeta> metas;
   std::vector<std::uint32_t> ordinals;
   TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.ForEachEntry(
-      part.first, part.end, [&](std::uint32_t, const TensorEntry& entry) {
-        std::string name = TensorName(entry.meta.key());
-        if (name.empty() || !SafetensorsHolds(entry.meta.dtype(), name)) return Status();
-        TENSORMOUNT_ASSIGN_OR_RETURN(
-            TensorMeta meta,
-            TensorMeta::Make(std::move(name), entry.meta.dtype(), entry.meta.shape()));
-        metas.push_back(std::move(meta));
-        ordinals.push_back(entry.ordinal);
+      part.first, part.end, [&](std::uint32_t tensor, const TensorEntry& entry) {
+        for (std::string& name : NamesOf(tensor, entry.meta.key())) {
+          if (!SafetensorsHolds(entry.meta.dtype(), name)) continue;
+          TENSORMOUNT_ASSIGN_OR_RETURN(
+              TensorMeta meta,
+              TensorMeta::Make(std::move(name), entry.meta.dtype(), entry.meta.shape()));
+          metas.push_back(std::move(meta));
+          ordinals.push_back(entry.ordinal);
+        }
         return Status();
       }));
   std::vector<const TensorMeta*> pointers;
@@ -225,10 +278,12 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
     const std::uint32_t last = std::min(end, lists);
     TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.ForEachEntry(
         first, last, [&](std::uint32_t number, const TensorEntry& entry) {
-          const std::string name = TensorName(entry.meta.key());
-          if (name.empty() || SafetensorsHolds(entry.meta.dtype(), name)) return Status();
-          out += number == first_left_out_ ? "\n      " : ",\n      ";
-          out += JsonString(name);
+          bool first_of_all = number == first_left_out_;
+          for (const std::string& name : NamesOf(number, entry.meta.key())) {
+            if (SafetensorsHolds(entry.meta.dtype(), name)) continue;
+            out += std::exchange(first_of_all, false) ? "\n      " : ",\n      ";
+            out += JsonString(name);
+          }
           return Status();
         }));
     if (last == lists) {
@@ -247,12 +302,12 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
   return shown_.tensors.ForEachEntry(
       first, end - lists, [&](std::uint32_t number, const TensorEntry& entry) {
         while (number >= parts_[part].end) ++part;
-        const std::string name = TensorName(entry.meta.key());
-        if (name.empty() || !SafetensorsHolds(entry.meta.dtype(), name)) {
-          return Status();
+        bool first_of_all = number == first_held_;
+        for (const std::string& name : NamesOf(number, entry.meta.key())) {
+          if (!SafetensorsHolds(entry.meta.dtype(), name)) continue;
+          out += std::exchange(first_of_all, false) ? "\n    " : ",\n    ";
+          out += fmt::format("{}: \"{}\"", JsonString(name), NameOf(part));
         }
-        out += number == first_held_ ? "\n    " : ",\n    ";
-        out += fmt::format("{}: \"{}\"", JsonString(name), NameOf(part));
         return Status();
       });
 }

@@ -3,6 +3,7 @@
 #define TENSORMOUNT_FS_VIEWS_HF_PARTS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -46,9 +47,11 @@ class HfParts {
   static Status CheckRules(const ShownCheckpoint& shown, const HfOptions& options);
   // Reads every tensor's entry once or twice. `shown` must outlive the layout. `whole_bytes` are
   // those of model.safetensors, the file of all tensors beside hf/; 0: there is none.
+  // `tied_embeddings`: the model's configuration says that its output layer is its input embedding.
   static Result<std::unique_ptr<const HfParts>> Make(const ShownCheckpoint& shown,
                                                      const HfOptions& options,
-                                                     std::uint64_t whole_bytes);
+                                                     std::uint64_t whole_bytes,
+                                                     bool tied_embeddings = false);
 
   // At least one: without tensors it is a file with an empty header.
   // In the order of shown keys.
@@ -66,20 +69,29 @@ class HfParts {
   bool has_index() const { return parts_.size() > 1 || left_out_ > 0; }
   // Its text; the layout must outlive it.
   Result<std::shared_ptr<const GeneratedText>> IndexJson() const;
-  // The name of a tensor there; empty where the rules drop it.
-  std::string TensorName(std::string_view shown_key) const {
-    return options_.rules ? options_.rules->Apply(shown_key) : std::string(shown_key);
-  }
+  // Further names of tied tensors that are written, the tensor's bytes once for each.
+  std::uint64_t further_names() const { return further_names_; }
 
  private:
   HfParts(const ShownCheckpoint& shown, const HfOptions& options)
       : shown_(shown), options_(options) {}
+  // The name of a key there; empty where the rules drop it.
+  std::string Renamed(std::string_view shown_key) const {
+    return options_.rules ? options_.rules->Apply(shown_key) : std::string(shown_key);
+  }
+  // All names of a tensor; none where the rules drop it.
+  std::vector<std::string> NamesOf(std::uint32_t number, const std::string& shown_key) const;
+  // Fills tied_. Models that tie their output layer have the embedding alone in their files, and
+  // their readers want it; where nothing says so, every name is written.
+  Status FindTied(bool tied_embeddings);
   Status Divide();
   Status RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const;
 
   ShownCheckpoint shown_;
   HfOptions options_;
   std::vector<Part> parts_;
+  std::map<std::uint32_t, std::vector<std::string>> tied_;  // All names, by number of the tensor.
+  std::uint64_t further_names_ = 0;
   bool is_whole_ = false;
   std::uint64_t total_bytes_ = 0;  // Of all tensors that are held.
   std::uint32_t left_out_ = 0;     // Tensors that the format cannot hold.

@@ -6,12 +6,15 @@
 #include <algorithm>
 #include <cerrno>
 
+#include <nlohmann/json.hpp>
+
 #include "fs/answers.h"
 #include "index/foreign/model_files.h"
 
 namespace tensormount::fs {
 namespace {
 
+constexpr std::uint64_t kMaxConfigBytes = 1 << 20;
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
 // What an object would be called in hf/: the last name of its key.
@@ -44,6 +47,32 @@ void HfView::FindCarried() {
   for (const auto& [name, part] : found) carried_.push_back(part);
 }
 
+bool HfView::HasTiedEmbeddings() const {
+  const std::vector<ObjectRecord>& objects = shown_.objects.parts();
+  const auto config = std::ranges::find_if(
+      carried_, [&](std::uint32_t n) { return CarriedName(objects[n]) == "config.json"; });
+  if (config == carried_.end() || objects[*config].length > kMaxConfigBytes) return false;
+  std::string text(static_cast<std::size_t>(objects[*config].length), '\0');
+  if (!shown_.opened.ReadObject(objects[*config], 0, text.data(), text.size()).ok()) return false;
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  bool tied = false;
+  bool apart = false;
+  const auto look = [&](const nlohmann::json& of) {
+    const auto said = of.find("tie_word_embeddings");
+    if (said == of.end() || !said->is_boolean()) return;
+    (said->get<bool>() ? tied : apart) = true;
+  };
+  if (!json.is_object()) return false;
+  look(json);
+  // Models of several kinds of input have the text model's configuration within their own. Where
+  // the two differ, releases of transformers differ in which they follow.
+  if (const auto text_config = json.find("text_config");
+      text_config != json.end() && text_config->is_object()) {
+    look(*text_config);
+  }
+  return tied && !apart;
+}
+
 Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
   const std::lock_guard lock(mutex_);
   if (!parts_) {
@@ -52,7 +81,8 @@ Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
     const Result<ViewNode> whole = whole_.Stat(kRoot);
     if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        parts_, HfParts::Make(shown_, options_, whole.ok() ? whole.value().size : 0));
+        parts_,
+        HfParts::Make(shown_, options_, whole.ok() ? whole.value().size : 0, HasTiedEmbeddings()));
   }
   return parts_;
 }

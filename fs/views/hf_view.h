@@ -65,6 +65,8 @@ class HfView : public View {
   // call tries again.
   Result<std::shared_ptr<const HfParts>> Parts() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
+  // Whether config.json says that the output layer is the input embedding (tie_word_embeddings).
+  bool HasTiedEmbeddings() const;
   // Segments of a part, from part_files_ or laid out now.
   Result<FileSegments> PartFile(const HfParts& parts, std::size_t part) const;
   // kStale for what is no item.

@@ -6,6 +6,7 @@
 
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/file_view.h"
+#include "fs/views/tied_names.h"
 #include "index/records/safetensors_order.h"
 
 namespace tensormount::fs {
@@ -20,7 +21,7 @@ using Segment = FileSegments::Segment;
 // Where the bytes of the header come from:
 //   a foreign .safetensors file, keys not mapped   that file: the view is it, byte for byte
 //   a checkpoint of ours, keys not mapped          the index, which had it made at publish
-//   keys mapped, or an index in memory             made here, and kept
+//   keys mapped, tied tensors, an index in memory  made here, and kept
 // The order of tensors is found once, when somebody asks for the size. 32 bytes a tensor then.
 class SafetensorsView : public FileView {
  public:
@@ -68,9 +69,10 @@ class SafetensorsView : public FileView {
       TENSORMOUNT_ASSIGN_OR_RETURN(made.is_source, LayOutSource(segments));
     }
     if (!made.is_source) {
-      TENSORMOUNT_RETURN_IF_ERROR(own_keys && !shown_.opened.index().in_memory()
+      TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames tied, TiedNames::Make(shown_));
+      TENSORMOUNT_RETURN_IF_ERROR(own_keys && tied.empty() && !shown_.opened.index().in_memory()
                                       ? LayOutRecorded(segments)
-                                      : LayOutAnew(segments, made.header));
+                                      : LayOutAnew(segments, tied, made.header));
     }
     // Readers compute positions from the header and refuse gaps; an index that says otherwise is
     // damaged.
@@ -162,11 +164,10 @@ class SafetensorsView : public FileView {
     });
   }
 
-  // The names in the header are others than those that the index has it with, or the index is in
-  // memory and has none.
+  // The header says other names than the index's header, or the index is in memory and has none.
   // As publishing does it (LayOutSafetensors): the same tensors give the same file on every
   // machine.
-  Status LayOutAnew(std::vector<Segment>& segments,
+  Status LayOutAnew(std::vector<Segment>& segments, const TiedNames& tied,
                     std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;
     entries.reserve(shown_.tensors.count());
@@ -176,7 +177,13 @@ class SafetensorsView : public FileView {
       entries.push_back(std::move(entry));
       metas.push_back(&entries.back().meta);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder order, LayOutSafetensors(metas));
+    // As safetensors.torch.save_model has it: its load_model refuses a second name of one tensor.
+    std::map<std::string, std::string> metadata;
+    for (const auto& [number, names] : tied.all()) {
+      for (const std::string& name : names) metadata[name] = metas[number]->key();
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder order,
+                                 LayOutSafetensors(metas, std::move(metadata)));
     if (order.header.empty()) return None();
     segments.push_back({.kind = Segment::Kind::kLiteral, .length = order.header.size()});
     for (std::size_t i = 0; i < entries.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
 #include "fs/views/key_tree.h"
@@ -56,6 +57,7 @@ struct ShownCheckpoint {
   const KeyTree& tensor_tree;
   const LayerFiles& layers;
   const ShownObjects& objects;
+  const KeyMap* map = nullptr;  // Null: keys are shown as they are stored.
 
   // The tensor of a number of `tensors`, or, where hidden, of `layers`. kStale where there is none.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;

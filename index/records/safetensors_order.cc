@@ -18,7 +18,8 @@ bool SafetensorsHolds(const TensorMeta& tensor) {
   return SafetensorsHolds(tensor.dtype(), tensor.key());
 }
 
-Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors) {
+Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors,
+                                           std::map<std::string, std::string> metadata) {
   SafetensorsOrder layout;
   layout.offsets.assign(tensors.size(), 0);
   layout.held.assign(tensors.size(), false);
@@ -30,10 +31,11 @@ Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> te
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return tensors[a]->bits() > tensors[b]->bits();
   });
+  // "pt" is what readers of the Hugging Face family ask for before they load anything.
+  metadata["format"] = "pt";
   const auto write = [&]() -> Result<std::string> {
     SafetensorsHeaderWriter writer(order.size());
-    // "pt" is what readers of the Hugging Face family ask for before they load anything.
-    TENSORMOUNT_RETURN_IF_ERROR(writer.AddMetadata({{"format", "pt"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(writer.AddMetadata(metadata));
     for (const std::size_t i : order) {
       const TensorMeta& tensor = *tensors[i];
       TENSORMOUNT_ASSIGN_OR_RETURN(layout.offsets[i],

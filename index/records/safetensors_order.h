@@ -3,6 +3,7 @@
 #define TENSORMOUNT_INDEX_RECORDS_SAFETENSORS_ORDER_H_
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -32,7 +33,9 @@ struct SafetensorsOrder {
 };
 // Shared by the index, which stores the header, and by views and exports that must show the same
 // file. O(n log n) in the number of tensors.
-Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors);
+// `metadata`: entries of the header's metadata besides "format".
+Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors,
+                                           std::map<std::string, std::string> metadata = {});
 
 }  // namespace tensormount
 

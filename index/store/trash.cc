@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// See trash.h. What lies there counts by its COMMIT, and never by the name of its entry: whoever
+// moved it may have died before he saw what it was.
 #include "index/store/trash.h"
 
 #include <optional>

@@ -228,6 +228,33 @@ TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
   }
 }
 
+// torch has two of these elements in a byte (float4_e2m1fn_x2).
+TEST_F(ExportTest, TorchFormatsHoldPairsOfF4) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors = {{.key = "long", .dtype = DType::kF4, .shape = {6000}},
+                  {.key = "rows", .dtype = DType::kF4, .shape = {5, 8}},
+                  {.key = "w", .dtype = DType::kF32, .shape = {3}}};
+  Write(spec);
+  for (const ExportFormat format : {ExportFormat::kDcp, ExportFormat::kTorch}) {
+    ExportOptions options;
+    options.format = format;
+    options.dcp_chunk_bytes = 1000;
+    const std::string name = format == ExportFormat::kTorch ? "f4.pt" : "f4";
+    ASSERT_OK(Run(name, options, 2).status());
+    const Result<Tree> got = ReadForeignTensors(dir_.Join("out/") + name);
+    ASSERT_OK(got.status());
+    EXPECT_TRUE(got.value() == TensorsOf(spec)) << name;
+  }
+  // Elements that do not fall on pairs.
+  spec.tensors = {{.key = "odd", .dtype = DType::kF4, .shape = {2, 3}}};
+  ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir_.Join("store"), "step-2", spec));
+  ASSERT_OK_AND_ASSIGN(source_,
+                       OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("store/step-2"), {}));
+  ExportOptions options;
+  options.format = ExportFormat::kTorch;
+  EXPECT_THAT(Run("odd.pt", options, 1), HasCode(Code::kUnsupported));
+}
+
 TEST_F(ExportTest, ValuesOfTorch) {
   TinySpec spec = DefaultTinySpec();
   spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};

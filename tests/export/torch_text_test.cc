@@ -8,11 +8,11 @@
 
 #include "base/crc32.h"
 #include "fs/export/pickle_writer.h"
-#include "fs/export/saved_paths.h"
 #include "fs/export/zip_writer.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/pickle.h"
 #include "index/foreign/zip_archive.h"
+#include "index/read/saved_paths.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 
@@ -201,7 +201,7 @@ PathStep Item(std::int64_t index) { return {index, PathStep::Kind::kListItem}; }
 TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
   CommonDict dict;
   dict.items["model.w"] = CommonTuple{{"model", "w"}};
-  dict.items["opt.1"] = CommonTuple{{"opt", 1}};
+  dict.items["list.1"] = CommonTuple{{"list", 1}};
   dict.items["opt.2.m"] = CommonTuple{{"opt", CommonList{{2}}, "m"}};
   dict.items["bad"] = CommonTuple{{0.5}};
   const SavedPaths paths =
@@ -213,13 +213,57 @@ TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
   };
   EXPECT_TRUE(paths.nested());
   EXPECT_EQ(path("model.w", "model.w"), Path({Name("model"), Name("w")}));
-  EXPECT_EQ(path("opt.1", "opt.1"), Path({Name("opt"), Item(1)}));
+  EXPECT_EQ(path("list.1", "list.1"), Path({Name("list"), Item(1)}));
   EXPECT_EQ(path("opt.2.m", "opt.2.m"), Path({Name("opt"), Number(2), Name("m")}));
   EXPECT_EQ(path("new", "model.w"), Path({Name("new")}));
   EXPECT_EQ(path("model.w", "old"), Path({Name("model.w")}));
   EXPECT_EQ(path("bad", "bad"), Path({Name("bad")}));
   EXPECT_EQ(SavedPaths::ForPlanner(path("opt.2.m", "opt.2.m")),
             (std::vector<CommonKey>{"opt", "2", "m"}));
+}
+
+// Anybody may have written planner_data.
+TEST(SavedPathsTest, PathsOfWhichNoStateDictCanBeMadeAreDropped) {
+  const auto known = [](const std::map<std::string, CommonValue>& paths) {
+    CommonDict dict;
+    for (const auto& [key, path] : paths) dict.items[key] = path;
+    const SavedPaths made = SavedPaths::Make({{std::string(kPlannerData), dict}},
+                                             [](std::string_view) { return true; });
+    std::string found;
+    for (const auto& [key, path] : paths) {
+      if (made.Of(key, key).front() != Path({Name(key)})) found += key;
+    }
+    return found;
+  };
+  const auto path = [](std::vector<CommonValue> steps) { return CommonTuple{std::move(steps)}; };
+  EXPECT_EQ(known({{"1", path({"a", 0})}, {"2", path({"a", 3})}}), "12");
+  EXPECT_EQ(known({{"1", path({"a", -1})}, {"2", path({"a", 0})}}), "2");
+  EXPECT_EQ(known({{"1", path({"a", std::int64_t{1} << 40})}}), "");
+  EXPECT_EQ(known({{"1", path({"a", std::int64_t{1} << 40, "b"})}, {"2", path({"c", "d"})}}), "2");
+  // A value within a value, two at one place, a dict that is a list, too.
+  EXPECT_EQ(known({{"1", path({"a", "b"})}, {"2", path({"a", "b", "c"})}}), "2");
+  EXPECT_EQ(known({{"1", path({"a", "b"})}, {"2", path({"a", "b"})}}), "2");
+  EXPECT_EQ(known({{"1", path({"a", 0})}, {"2", path({"a", "b"})}}), "2");
+  EXPECT_EQ(known({{"1", CommonTuple{std::vector<CommonValue>(100, CommonValue("a"))}}}), "");
+}
+
+TEST(SavedPathsTest, ContainersAsTheyWereSaved) {
+  // {"z": OrderedDict(b=t, a=t), "list": [t, v], "none": OrderedDict()}
+  const CommonList nodes = {{CommonList{{"dict", CommonList{{"z", "list", "none"}}}},
+                             CommonList{{"odict", CommonList{{"b", "a"}}}}, "tensor", "tensor",
+                             CommonList{{"list", 2}}, "tensor", "value",
+                             CommonList{{"odict", CommonList{}}}}};
+  const SavedPaths paths =
+      SavedPaths::Make({{"tensormount.tree.0", CommonDict{{{"version", 1}, {"nodes", nodes}}}}},
+                       [](std::string_view) { return true; });
+  using Kind = SavedPaths::Container::Kind;
+  ASSERT_EQ(paths.containers().size(), 4u);
+  EXPECT_EQ(paths.containers().at({}).order, (std::vector<CommonKey>{"z", "list", "none"}));
+  EXPECT_EQ(paths.containers().at(Path({Name("z")})).kind, Kind::kOrderedDict);
+  EXPECT_EQ(paths.containers().at(Path({Name("z")})).order, (std::vector<CommonKey>{"b", "a"}));
+  EXPECT_EQ(paths.containers().at(Path({Name("list")})).items, 2);
+  ASSERT_EQ(paths.empty().size(), 1u);
+  EXPECT_TRUE(paths.empty().front().ordered);
 }
 
 TEST(SavedPathsTest, OfStructuresOfSeveralRanks) {

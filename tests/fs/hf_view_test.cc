@@ -302,5 +302,99 @@ TEST_F(HfTest, ManyPartsStayRightWhileFewAreKept) {
   EXPECT_EQ(last.count(spec.tensors.back().key), 1u);
 }
 
+// As the Python package stores {"lm_head.weight": e, "model.embed_tokens.weight": e, "norm": n}.
+TinySpec TiedSpec(std::string_view config = "") {
+  TinySpec spec;
+  spec.tensors = {{.key = "lm_head.weight", .dtype = DType::kF32, .shape = Dims({4, 8}), .seed = 3},
+                  {.key = "norm", .dtype = DType::kF32, .shape = Dims({8}), .seed = 4}};
+  if (!config.empty()) spec.objects = {{.key = "config.json", .bytes = std::string(config)}};
+  const CommonList keys{{"lm_head.weight", "model.embed_tokens.weight", "norm"}};
+  const CommonList nodes{
+      {CommonList{{"dict", keys}}, "tensor", CommonList{{"tensor", "lm_head.weight"}}, "tensor"}};
+  spec.common["tensormount.tree.0"] = CommonDict{{{"version", 1}, {"nodes", nodes}}};
+  return spec;
+}
+
+std::map<std::string, std::string> TiedBytes(const TinySpec& spec,
+                                             const std::vector<std::string>& names) {
+  std::map<std::string, std::string> bytes = {{"norm", TinyBytes(spec.tensors[1])}};
+  for (const std::string& name : names) bytes[name] = TinyBytes(spec.tensors[0]);
+  return bytes;
+}
+
+// transformers wants the embedding and drops the output layer where config.json says that they are
+// one; where nothing says so, it may want either.
+TEST_F(HfTest, TiedTensorsHaveTheNamesThatTheModelKeeps) {
+  const std::vector<std::string> both = {"lm_head.weight", "model.embed_tokens.weight"};
+  const std::vector<std::string> embedding = {"model.embed_tokens.weight"};
+  const std::pair<std::string, std::vector<std::string>> cases[] = {
+      {"", both},
+      {"{}", both},
+      {"no JSON", both},
+      {R"({"tie_word_embeddings": false})", both},
+      {R"({"tie_word_embeddings": true})", embedding},
+      {R"({"text_config": {"tie_word_embeddings": true}})", embedding},
+      {R"({"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}})", both}};
+  for (const auto& [config, names] : cases) {
+    SCOPED_TRACE(config);
+    const TinySpec spec = TiedSpec(config);
+    ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("store")));
+    Write(spec);
+    ASSERT_OK(TryOpen(HfOptions().part_bytes));
+    std::map<std::string, std::string> found;
+    ReadPart("model.safetensors", spec, found);
+    EXPECT_TRUE(found == TiedBytes(spec, names));
+  }
+}
+
+TEST_F(HfTest, TiedTensorsInPartsAndUnderRules) {
+  const TinySpec spec = TiedSpec();
+  Write(spec);
+  ASSERT_OK(TryOpen(256));
+  std::map<std::string, std::string> found;
+  ReadPart("model-00001-of-00002.safetensors", spec, found);
+  ReadPart("model-00002-of-00002.safetensors", spec, found);
+  EXPECT_TRUE(found == TiedBytes(spec, {"lm_head.weight", "model.embed_tokens.weight"}));
+  EXPECT_EQ(Index()["metadata"]["total_size"], 128 + 128 + 32);
+  EXPECT_EQ(Index()["weight_map"].size(), 3u);
+  EXPECT_EQ(Index()["weight_map"]["model.embed_tokens.weight"], "model-00001-of-00002.safetensors");
+  // Rules are for every name; two names of one tensor may become one, those of keys come first.
+  const std::pair<std::string, std::vector<std::string>> cases[] = {
+      {R"([{"drop": "lm_head.*"}])", {"model.embed_tokens.weight"}},
+      {R"([{"key": "lm_head.weight", "to": "model.embed_tokens.weight"}])",
+       {"model.embed_tokens.weight"}},
+      {R"([{"key": "model.embed_tokens.weight", "to": "norm"}])", {"lm_head.weight"}},
+      {R"([{"prefix": "model.", "to": ""}])", {"embed_tokens.weight", "lm_head.weight"}}};
+  for (const auto& [rules, names] : cases) {
+    for (const bool map : {false, true}) {
+      SCOPED_TRACE(rules);
+      if (map && rules.find("drop") != rules.npos) continue;  // A map drops the stored key.
+      ASSERT_OK(TryOpen(HfOptions().part_bytes, map ? "" : rules, map ? rules : ""));
+      found.clear();
+      ReadPart("model.safetensors", spec, found);
+      EXPECT_TRUE(found == TiedBytes(spec, names));
+    }
+  }
+}
+
+// As safetensors.torch.save_model writes them and load_model wants them: once.
+TEST_F(HfTest, ModelSafetensorsHasTiedTensorsOnce) {
+  const TinySpec spec = TiedSpec();
+  Write(spec);
+  ASSERT_OK(TryOpen(HfOptions().part_bytes));
+  ASSERT_OK_AND_ASSIGN(const std::string all, ops_->ReadAll("model.safetensors"));
+  ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().CreateExclusive(dir_.Join("whole")));
+  ASSERT_OK(file->WriteAt(0, all.data(), all.size()));
+  ASSERT_OK_AND_ASSIGN(const SafetensorsHeader header, ReadSafetensorsHeader(*file));
+  EXPECT_EQ(header.metadata,
+            (std::map<std::string, std::string>{{"format", "pt"},
+                                                {"model.embed_tokens.weight", "lm_head.weight"}}));
+  ASSERT_EQ(header.entries.size(), 2u);
+  for (const SafetensorsEntry& entry : header.entries) {
+    EXPECT_EQ(all.substr(header.data_offset + entry.begin, entry.end - entry.begin),
+              TiedBytes(spec, {"lm_head.weight"}).at(entry.key));
+  }
+}
+
 }  // namespace
 }  // namespace tensormount::fs

@@ -22,9 +22,12 @@ namespace tensormount {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::AllOf;
+using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 using testing::SizeIs;
 
 using Every = RetentionRules::Every;
@@ -308,6 +311,72 @@ TEST_F(RemovalTest, SweepingPinsSeesWhatIsReplacedMeanwhile) {
   EXPECT_TRUE(moved);
   EXPECT_THAT(report.removed, IsEmpty());
   EXPECT_TRUE(pins::Find(fs(), StorePath(), uuid, 1).value().has_value());
+}
+
+// ---- Space, and other runs -----------------------------------------------------------------
+
+// A run with room for three checkpoints, whatever it saves.
+TEST_F(RemovalTest, WhatRulesRemoveIsFreedWhereNobodyReadsIt) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  auto reader = OpenedCheckpoint::Open(fs(), InStore("step-1"), {});
+  ASSERT_OK(reader);
+  auto pruned = Prune(fs(), "last=1");
+  ASSERT_OK(pruned);
+  EXPECT_GT(pruned.value().bytes_freed, 0u) << "step-2";
+  EXPECT_GT(pruned.value().bytes_waiting, 0u);
+  EXPECT_THAT(pruned.value().waiting, ElementsAre("step-1: still read"));
+  EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
+  EXPECT_TRUE(HoldsWhole(InStore(".trash/" + NamesIn(InStore(".trash"))[0]), RetainedStepSpec(1)));
+  reader.value().reset();
+  ASSERT_OK(MakeStore().Gc({.grace = seconds(0)}));
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+  // Without locks nobody can tell.
+  ASSERT_OK(Save("step-4", RetainedStepSpec(4)));
+  ObservedFileSystem without(fs(), [](const FileEvent& e) {
+    return e.op == FileOp::kLock ? Status::FromErrno(ENOSYS, "flock", e.path) : Status();
+  });
+  pruned = Prune(without, "last=1");
+  ASSERT_OK(pruned);
+  EXPECT_EQ(pruned.value().bytes_freed, 0u);
+  EXPECT_THAT(pruned.value().waiting, Each(HasSubstr("no locks")));
+  EXPECT_THAT(pruned.value().waiting, Not(IsEmpty()));
+}
+
+TEST_F(RemovalTest, RulesAreForTheRunThatTheyName) {
+  for (int i = 1; i <= 3; ++i) {
+    ASSERT_OK(Save("a-" + std::to_string(i), RetainedStepSpec(1)));
+    ASSERT_OK(Save("b-" + std::to_string(i), RetainedStepSpec(1)));
+  }
+  ASSERT_OK(Prune(fs(), "match=a-*,last=2"));
+  EXPECT_THAT(Left(), ElementsAre("a-2", "a-3", "b-1", "b-2", "b-3"));
+  const auto dry = retention::Prune(
+      fs(), MakeStore(),
+      {.rules = RetentionRules::Parse("last=1,match=b-?").value(), .dry_run = true});
+  ASSERT_OK(dry);
+  EXPECT_EQ(dry.value().rules, "match=b-?,last=1");
+  std::string other_run;
+  std::string goes;
+  for (const auto& d : dry.value().decisions) {
+    if (d.checkpoint == "a-2") other_run = d.reason;
+    if (!d.kept) goes += d.checkpoint + " ";
+  }
+  EXPECT_EQ(other_run, "the rules are for b-?");
+  EXPECT_EQ(goes, "b-2 b-1 ");
+  ASSERT_OK(Prune(fs(), "last=1,match=none-*"));
+  EXPECT_THAT(Left(), SizeIs(5));
+  for (const char* wrong : {"match=a-*", "match=", "match=a,match=b,last=1"}) {
+    EXPECT_THAT(RetentionRules::Parse(wrong), HasCode(Code::kInvalidArgument)) << wrong;
+  }
+  EXPECT_EQ(RetentionRules::Parse(R"(match=a\,b,last=1)").value().match, "a,b");
+}
+
+TEST_F(RemovalTest, AMetricThatNothingHasIsSaid) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
+  const auto pruned = Prune(fs(), "last=1,best=nothing.of.it:min:1");
+  ASSERT_OK(pruned);
+  EXPECT_THAT(Left(), SizeIs(3));
+  EXPECT_THAT(pruned.value().notes, ElementsAre(AllOf(HasSubstr("best=nothing.of.it:min:1"),
+                                                      HasSubstr("all of them stay"))));
 }
 
 // ---- Copies -----------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ struct Told {
   std::int64_t at = 0;  // When.
 };
 
-struct Operation {
+struct StoreOperation {
   std::string name;
   std::function<void(FileSystem&, Told&)> run;
 };
@@ -254,8 +254,8 @@ void WithStore(FileSystem& fs, Told& told, F use) {
   if (store.ok()) use(store.value());
 }
 
-const std::vector<Operation>& Operations() {
-  static const auto* const all = new std::vector<Operation>{
+const std::vector<StoreOperation>& Operations() {
+  static const auto* const all = new std::vector<StoreOperation>{
       {"save",
        [](FileSystem& fs, Told& told) {
          const auto saved = WriteTinyCheckpoint(fs, kStore, "step-5", SpecOf(5));
@@ -344,7 +344,7 @@ class Schedule {
   explicit Schedule(std::vector<int> operations) : operations_(std::move(operations)) {
     told_.resize(operations_.size());
     for (std::size_t p = 0; p < operations_.size(); ++p) {
-      const Operation& operation = Op(p);
+      const StoreOperation& operation = Op(p);
       programs_.push_back(
           {operation.name, [this, p, &operation](FileSystem& fs) { operation.run(fs, told_[p]); }});
     }
@@ -390,7 +390,7 @@ class Schedule {
   const std::vector<Interleaving::Program>& programs() const { return programs_; }
 
  private:
-  const Operation& Op(std::size_t p) const {
+  const StoreOperation& Op(std::size_t p) const {
     return Operations()[static_cast<std::size_t>(operations_[p])];
   }
   std::string DamageOf(const std::string& directory, const Uuid& uuid) const {
@@ -698,7 +698,7 @@ class RemovalModelTest : public testing::Test {
       if (c < '0' || c > '9') kind += c;
     }
     if (kinds_[kind.substr(0, 60)]++ < 1) {
-      ADD_FAILURE() << Describe(schedule.programs(), moves)
+      ADD_FAILURE() << DescribeMoves(schedule.programs(), moves)
                     << (sleepers == Sleepers::kLetOthersGo ? "" : ", impatient") << ": " << wrong;
     }
   }

@@ -3,9 +3,12 @@
 and tied as they were."""
 
 import collections
-import io
+import json
 import os
-import random
+import pickle
+import shutil
+import struct
+import subprocess
 import unittest
 
 import support
@@ -14,113 +17,218 @@ import tensormount as tm
 try:
     import torch
     import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file, load_model, save_model
+    from torch.distributed.checkpoint import _version
+    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 except ImportError as error:
     raise unittest.SkipTest(str(error))
-
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
-
-
-class Maker:
-    """State dicts of what torch.save takes and a state dict may hold."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.tensors = []
-
-    def tensor(self):
-        if self.tensors and self.random.random() < 0.2:
-            return self.random.choice(self.tensors)  # Tied.
-        shape = [self.random.randint(0, 4) for _ in range(self.random.randint(0, 3))]
-        made = torch.empty(shape, dtype=self.random.choice(DTYPES))
-        made.view(-1).view(torch.uint8)[:] = torch.tensor(
-            [self.random.randint(0, 1) for _ in range(made.nbytes)], dtype=torch.uint8)
-        self.tensors.append(made)
-        return made
-
-    def plain(self):
-        return self.random.choice([
-            None, True, 7, -(1 << 40), 0.1, float("inf"), "größe", b"\0\xff", [1, 2.5, "x"], (0.9, 0.95), [], (),
-            torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), [(1, [2]), {"in a list": (3,)}],
-            collections.OrderedDict(a=1), collections.Counter({3: 2, "x": 1}), {5: "five"}, {"deep": {"er": 1}}])
-
-    def key(self):
-        return self.random.choice(["w", "layers.0.w", "a b", "0", "state", "ü"]) + str(self.random.randint(0, 9))
-
-    def container(self, depth):
-        kind = self.random.choice(["dict", "dict", "numbers", "list", "tuple", "odict"]) if depth else "dict"
-        count = self.random.randint(1 if depth == 0 else 0, 4)
-        items = [self.value(depth + 1) for _ in range(count)]
-        if kind in ("list", "tuple"):
-            return items if kind == "list" else tuple(items)
-        keys = [self.random.randint(0, 9) if kind == "numbers" else self.key() for _ in items]
-        return (collections.OrderedDict if kind == "odict" else dict)(zip(keys, items))
-
-    def value(self, depth):
-        kind = self.random.random()
-        if depth < 4 and kind < 0.4:
-            return self.container(depth)
-        return self.tensor() if kind < 0.7 else self.plain()
-
-    def state(self):
-        return {"model": self.container(1), "w": self.tensor(), "optim": {"state": {0: {"m": self.tensor(), "step": 3}},
-                "param_groups": [{"lr": 0.5, "betas": (0.9, 0.95), "params": [0]}]}, **self.container(0)}
+from random_states import FP4, Compared, Maker, difference, has_twins, in_odd_container, in_tuple, leaves, same_tensor, tensor_bytes, tied_groups
+from random_states import named as report_names
 
 
-def difference(a, b, text_keys=False, path=""):
-    """Where two state dicts differ; None. OrderedDicts are dicts to PyTorch's formats of nested values; `text_keys`:
-    so are keys of numbers texts, and tuples lists."""
-    if isinstance(a, torch.Tensor):
-        if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"{path}: {a!r:.80} and {b!r:.80}"
-        same = bytes(a.contiguous().view(-1).view(torch.uint8).tolist()) == bytes(b.contiguous().view(-1).view(torch.uint8).tolist())
-        return None if same else f"{path}: other bytes"
-    if isinstance(a, dict) and isinstance(b, dict):
-        first = {str(key) if text_keys else key: item for key, item in a.items()}
-        second = {str(key) if text_keys else key: item for key, item in b.items()}
-        if set(first) != set(second):
-            return f"{path}: keys {sorted(map(repr, first))} and {sorted(map(repr, second))}"
-        found = (difference(item, second[key], text_keys, f"{path}[{key!r}]") for key, item in first.items())
-        return next(filter(None, found), None)
-    if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size):
-        alike = isinstance(b, (list, tuple)) if text_keys else type(a) is type(b)
-        if not alike or len(a) != len(b):
-            return f"{path}: {a!r:.80} and {b!r:.80}"
-        found = (difference(x, y, text_keys, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b)))
-        return next(filter(None, found), None)
-    return None if type(a) is type(b) and (a == b or a != a) else f"{path}: {a!r:.80} and {b!r:.80}"
+def content_of(tensor):
+    # The format counts elements of FP4, torch pairs.
+    shape = list(tensor.shape)
+    if tensor.dtype is FP4:
+        shape[-1] *= 2
+    return tensor.nbytes, shape, tensor_bytes(tensor)
 
 
-def has_dict_with_text_twins(value):
-    """Whether DCP would give two values one name: {0: .., "0": ..}."""
-    if isinstance(value, dict):
-        return len({str(key) for key in value}) < len(value) or any(map(has_dict_with_text_twins, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(has_dict_with_text_twins, value))
+def read_safetensors(path):
+    """({name: content}, metadata); where the library of the format reads it, it says the same."""
+    with open(path, "rb") as file:
+        size, = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+        data = file.read()
+    metadata = header.pop("__metadata__", {})
+    found = {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        found[name] = (end - begin, about["shape"], data[begin:end])
+    if all(about["dtype"] != "F4" for about in header.values()):
+        assert {name: content_of(item) for name, item in load_file(path).items()} == found
+    return found, metadata
+
+
+def zeros_of(state):
+    """Its tensors as zeros, in dicts and lists; tuples are one value to DCP."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state.view(torch.uint8)).view(state.dtype) if state.dtype is FP4 else torch.zeros_like(state)
+    if isinstance(state, dict):
+        made = {key: zeros_of(item) for key, item in state.items()}
+        return {key: item for key, item in made.items() if item is not None} or None
+    if isinstance(state, list):
+        made = [zeros_of(item) for item in state]
+        return made if made and all(item is not None for item in made) else None
+    return None
+
+
+def at(state, path):
+    for step in path:
+        state = state[int(step)] if isinstance(state, list) else {str(key): item for key, item in state.items()}[step]
+    return state
+
 
 
 class Exports(support.Folder):
+    """Each state is saved in one of the ways that there are, exported to each format, and read by the
+    library whose format it is. Leaves are counted: a test that compares nothing fails."""
+
     def test_states_at_random(self):
         generator, seed = support.seeded()
-        for number in range(support.scaled(60)):
-            with self.subTest(seed=seed, number=number):
-                self.one(Maker(generator.getrandbits(64)).state(), f"{seed}-{number}")
+        self.leaves = collections.Counter()
+        ways = [self.of_save, self.of_torch_save, self.of_writer, self.of_torch_file]
+        rounds = support.scaled(60)
+        for number in range(rounds):
+            with self.subTest(seed=seed, number=number, way=ways[number % 4].__name__):
+                maker = Maker(generator.getrandbits(64), fp4=number % 5 == 1)
+                ways[number % 4](maker.state(), f"{seed}-{number}")
+        # 15 leaves of a state on the average, 5 of them tensors.
+        for way in ("save", "torch", "writer", "file"):
+            for format in ("torch", "dcp", "tensors")[:3 if way in ("save", "torch") else 2]:
+                self.assertGreater(self.leaves[way, format], 2 * rounds // 4, self.leaves)
 
-    def one(self, state, name):
+    def of_save(self, state, name):
         tm.save(state, f"S/{name}")
-        tm.export(f"S/{name}", f"{name}.pt", format="torch")
-        back = torch.load(f"{name}.pt", weights_only=True)
-        self.assertIsNone(difference(state, back))
-        self.check_ties(state, back)
-        os.unlink(f"{name}.pt")
-        # A file of torch.save, read in place.
-        torch.save(state, f"{name}-theirs.pt")
+        self.exact(state, f"S/{name}", "save")
+
+    def of_torch_save(self, state, name):
+        model = torch.nn.Module()
+        model.embed = torch.nn.Embedding(3, 2)
+        model.head = torch.nn.Linear(2, 3, bias=False)
+        model.head.weight = model.embed.weight
+        tm.torch.save(f"S/{name}", model=model, extra=state)
+        whole = {"model": {key: item.detach() for key, item in model.state_dict().items()}, "extra": state}
+        whole["model"]["head.weight"] = whole["model"]["embed.weight"]
+        self.exact(whole, f"S/{name}", "torch", ordered=False)
+
+    def exact(self, state, source, way, ordered=True):
+        """What the Python package saved."""
+        if self.export(state, source, "x.pt", "torch") is not None:
+            back = torch.load("x.pt", weights_only=True)
+            self.assertIsNone(difference(state, back, ordered=ordered))
+            self.check_ties(state, back)
+            self.leaves[way, "torch"] += len(list(leaves(state)))
+        self.to_dcp(state, source, way, exact=True)
+        self.to_safetensors(state, source, way)
+        self.to_hf(state, source, way)
+
+    def of_writer(self, state, name):
+        if has_twins(state):
+            return
+        dcp.save(state, storage_writer=tm.torch.Writer(f"S/{name}"))
+        self.loose(state, f"S/{name}", "writer")
+
+    def of_torch_file(self, state, name):
+        torch.save(state, "theirs.pt")
+        source = "theirs.pt"
+        if name.endswith("3"):  # Each fifth: the command takes its time to begin.
+            support.run("import", "theirs.pt", f"S/{name}")
+            source = f"S/{name}"
+        self.loose(state, source, "file")
+
+    def loose(self, state, source, way):
+        """What PyTorch saved: without what is more than plain data, which the report names."""
+        report = self.export(state, source, "x.pt", "torch")
+        if report is not None:
+            self.check(state, torch.load("x.pt", weights_only=True), way, "torch", report)
+        self.to_dcp(state, source, way, exact=False)
+
+    def export(self, state, source, to, format):
+        """The report; None where the export is refused, as it may be."""
         try:
-            tm.export(f"{name}-theirs.pt", f"{name}.pt", format="torch")
+            return tm.export(source, to, format=format, replace=True)
         except tm.UnsupportedError as error:
-            self.assertIn("two of", str(error))
+            if "has no element type for" in str(error):
+                self.assertTrue(any(isinstance(leaf, torch.Tensor) and leaf.dtype is FP4 for _, leaf in leaves(state)))
+            else:
+                self.assertIn("two of", str(error))
+                self.assertTrue(has_twins(state))
+            return None
+
+    def check(self, state, back, way, format, report):
+        compared = Compared(state, back)
+        self.assertEqual((compared.other, compared.more), ([], []))
+        for path, leaf in compared.lost:
+            # Tuples are one value to DCP; readers of torch.save files leave out lists and dicts without tensors
+            # of which they do not know some value.
+            if not in_odd_container(state, path) and not (way == "writer" and in_tuple(state, path)):
+                self.assertNotIsInstance(leaf, (torch.Tensor, int, float, str, bytes), path)
+        self.leaves[way, format] += compared.equal
+        if way != "writer":  # What is in no file, nobody can name here.
+            return
+        count, names = report_names(report)
+        told = [path for path, leaf in compared.lost if leaf != {}]
+        if format == "torch":
+            self.assertLessEqual(count, len(told))
+            for path in told if count == len(names) else ():
+                self.assertTrue(any(".".join(path[:i]) in names for i in range(1, len(path) + 1)), (path, names))
+
+    def to_dcp(self, state, source, way, exact):
+        report = self.export(state, source, "x.dcp", "dcp")
+        if report is None:
+            return
+        try:
+            dcp_to_torch_save("x.dcp", "x.dcp.pt")
+        except dcp.CheckpointException:
+            # A list of plain values and empty dicts only, which DCP's own writer cuts and then cannot read. After a
+            # failure it would go on to take state dicts apart as PyTorch 2.3 did.
+            _version._derived_version = None
+            self.assertEqual(way, "writer")
+            shutil.rmtree("own.dcp", ignore_errors=True)
+            dcp.save(state, checkpoint_id="own.dcp")
+            with self.assertRaises(dcp.CheckpointException):
+                dcp_to_torch_save("own.dcp", "x.dcp.pt")
+            _version._derived_version = None
+            return
+        back = torch.load("x.dcp.pt", weights_only=False)
+        compared = Compared(state, back)
+        if has_twins(state):
+            self.assertEqual(compared.other, [])
+            if exact and (compared.lost or compared.more):
+                self.assertIn("paths read alike", str(report["notes"]))
+        elif exact:
+            self.assertEqual((compared.lost, compared.other, compared.more), ([], [], []))
+            self.leaves[way, "dcp"] += compared.equal
         else:
-            again = torch.load(f"{name}.pt", weights_only=True)
-            self.assertIsNone(difference(again.get("optim"), state["optim"]))
+            self.check(state, back, way, "dcp", report)
+        # Into the tensors of a state dict of this form, under the names that DCP gives them.
+        request = zeros_of(state)
+        if request and not has_twins(state):
+            dcp.load(request, checkpoint_id="x.dcp")
+            for path, leaf in leaves(request):
+                self.assertTrue(same_tensor(at(state, path), leaf), path)
+            self.assertGreaterEqual(compared.tensors, len(list(leaves(request))))
+
+    def to_safetensors(self, state, source, way):
+        """One name of each tensor, the first; the header's metadata have the others."""
+        tm.export(source, "x.safetensors", format="safetensors", replace=True)
+        found, metadata = read_safetensors("x.safetensors")
+        groups = tied_groups(state)
+        self.assertEqual(len(found), len(groups))
+        self.assertEqual(sorted(map(repr, found.values())),
+                         sorted(repr(content_of(group[0][1])) for group in groups))
+        if has_twins(state):
+            return
+        for group in groups:
+            names = sorted(".".join(path) for path, _ in group)
+            self.assertEqual(found[names[0]], content_of(group[0][1]), names)
+            self.assertEqual([metadata.get(name) for name in names[1:]], names[:1] * (len(names) - 1))
+        self.leaves[way, "tensors"] += len(groups)
+
+    def to_hf(self, state, source, way):
+        """Every name."""
+        tm.export(source, "x.hf", format="hf", replace=True)
+        found = {}
+        for file in os.listdir("x.hf"):
+            if file.endswith(".safetensors"):
+                found.update(read_safetensors(os.path.join("x.hf", file))[0])
+        if not has_twins(state):
+            wanted = {".".join(path): content_of(leaf) for group in tied_groups(state) for path, leaf in group}
+            self.assertEqual(found, wanted)
+        self.leaves[way, "tensors"] += len(found)
 
     def check_ties(self, state, back):
         """Tensors that were one share their memory again."""
@@ -154,7 +262,7 @@ class Exports(support.Folder):
         tm.Store("S")
         for name in ("a.pt", "b.pt"):
             back = torch.load(name, weights_only=True)
-            self.assertIsNone(difference(state, back))
+            self.assertIsNone(difference(state, back, ordered=name == "b.pt"))
             fresh = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
             fresh.load_state_dict(back["optimizer"])
             self.assertEqual(len(fresh.state), 2)
@@ -224,9 +332,162 @@ class Exports(support.Folder):
         done = support.run("export", "S/odd", "odd.pt", "--to", "torch")
         del done
         back = torch.load("odd.pt", weights_only=True)
-        self.assertEqual((back["fine"], list(back)), (0.5, ["fine", "w"]))
+        self.assertEqual((back["fine"], list(back)), (0.5, ["w", "fine"]))
         report = tm.export("S/odd", "again.pt", format="torch")
         self.assertIn("odd.big, odd.dtype", str(report))
+
+
+class ReaderOfOthers(support.Folder):
+    """tm.torch.Reader gives DCP the names and paths that the state dict had, whoever wrote it."""
+
+    def test_names_and_paths(self):
+        w = torch.arange(4.0)
+        state = {"model": {"a.b": w, "c": torch.ones(2), "tied": w}, "step": 7,
+                 "optim": {"state": {0: {"m": torch.zeros(2), "step": 3}}, "groups": [{"lr": 0.5, "params": [0, 1]}],
+                           "none": [], "odd": ["plain", {}], "tensors": [{}, torch.ones(1)]}}
+        dcp.save(state, checkpoint_id="theirs")
+        dcp.save(state, storage_writer=tm.torch.Writer("S/writer"))
+        torch.save(state, "file.pt")
+        tm.save(state, "S/own")
+        for source in ("S/own", "theirs"):
+            tm.export(source, f"{os.path.basename(source)}.dcp", format="dcp")
+        own = {"S/own", "file.pt", "own.dcp"}
+        for source in ("theirs", "S/writer", "file.pt", "S/own", "own.dcp", "theirs.dcp"):
+            with self.subTest(source):
+                metadata = tm.torch.Reader(source).read_metadata()
+                self.assertFalse([key for key in metadata.state_dict_metadata if "tensormount." in key or "planner_data" in key])
+                for key in ("model", "model.a.b", "optim.groups"):
+                    found = _load_state_dict_from_keys(key, storage_reader=tm.torch.Reader(source))
+                    wanted = {name: item for name, item in state.items() if key.startswith(name)}
+                    compared = Compared(wanted, found)
+                    self.assertEqual((compared.other, compared.more), ([], []))
+                    prefix = tuple(key.split(".", 1))
+                    self.assertFalse([path for path, _ in compared.lost if path[:len(prefix)] == prefix], key)
+                    self.assertGreater(compared.equal, 0)
+                if source in own:  # DCP's writer cuts what its readers cannot put together.
+                    found = _load_state_dict_from_keys(None, storage_reader=tm.torch.Reader(source))
+                    compared = Compared(state, found)
+                    self.assertEqual((compared.lost, compared.other, compared.more), ([], [], []))
+                    self.assertGreater(compared.equal, 12)
+                into = {"model": {"a.b": torch.zeros(4), "tied": torch.zeros(4)}, "step": 0,
+                        "optim": {"groups": [{"lr": 0.0, "params": []}]}}
+                dcp.load(into, storage_reader=tm.torch.Reader(source))
+                self.assertEqual((into["step"], into["optim"]["groups"]), (7, state["optim"]["groups"]))
+                for name in into["model"]:
+                    self.assertTrue(torch.equal(into["model"][name], w))
+
+    def test_paths_of_which_no_state_dict_can_be_made(self):
+        from tensormount.torch._paths import possible_paths
+
+        huge = 1 << 40
+        for paths in (
+            {"a": ("x", huge), "b": ("x", 0)}, {"a": ("x", -1)}, {"a": (3, "x")}, {"a": ("x", "y"), "b": ("x", "y", "z")},
+            {"a": ("x", "y"), "b": ("x", "y")}, {"a": ("x", 0), "b": ("x", "y")}, {"a": ("b", "c"), "b": None},
+            {"a": ("x",) * 100}, {"a": 5, "b": ((1, 2),), "c": ("c", 0.5)}, {"a": ("x", True)},
+            {f"k{i}": (f"k{i - 1}", "x") for i in range(1, 200)} | {"k0": (3,)},
+        ):
+            found, state = possible_paths(paths), {}
+            self.assertEqual(set(found), set(paths))
+            for number, key in enumerate(found):
+                set_element(state, found[key], number)
+            self.assertEqual(sorted(leaf for _, leaf in leaves(state) if leaf is not None), list(range(len(paths))))
+        self.assertEqual(possible_paths({"a": ("x", [7], "m"), "b": ["x", [8], 0]}), {"a": ("x", "7", "m"), "b": ("x", "8", 0)})
+
+    def test_hostile_planner_data(self):
+        """Positions in planner_data of a DCP folder make no list of their size, wherever it goes."""
+        dcp.save({"model": [torch.ones(2), torch.zeros(2)], "b": {"c": torch.ones(1)}}, checkpoint_id="hostile")
+        with open("hostile/.metadata", "rb") as file:
+            metadata = pickle.load(file)
+        metadata.planner_data["model.0"] = ("model", 1 << 40)
+        metadata.planner_data["b.c"] = ("model", -5)
+        with open("hostile/.metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        tm.export("hostile", "hostile.pt", format="torch")
+        tm.export("hostile", "hostile.dcp", format="dcp")
+        dcp_to_torch_save("hostile.dcp", "again.pt")
+        of_reader = _load_state_dict_from_keys(None, storage_reader=tm.torch.Reader("hostile"))
+        for found in (torch.load("hostile.pt"), torch.load("again.pt"), of_reader):
+            tensors = [leaf for _, leaf in leaves(found) if isinstance(leaf, torch.Tensor)]
+            self.assertEqual(sorted(map(torch.Tensor.tolist, tensors)), [[0.0, 0.0], [1.0], [1.0, 1.0]])
+
+
+class TiedModels(support.Folder):
+    def model(self):
+        made = torch.nn.Module()
+        made.model = torch.nn.Module()
+        made.model.embed_tokens = torch.nn.Embedding(5, 3)
+        made.lm_head = torch.nn.Linear(3, 5, bias=False)
+        made.lm_head.weight = made.model.embed_tokens.weight
+        return made
+
+    def test_safetensors_is_what_load_model_wants(self):
+        model = self.model()
+        tm.save(model.state_dict(), "S/tied")
+        report = tm.export("S/tied", "m.safetensors", format="safetensors")
+        self.assertIn("model.embed_tokens.weight is lm_head.weight", str(report["notes"]))
+        save_model(model, "theirs.safetensors")
+        self.assertEqual(read_safetensors("m.safetensors")[0], read_safetensors("theirs.safetensors")[0])
+        metadata = read_safetensors("m.safetensors")[1]
+        self.assertEqual(metadata, {"format": "pt", **read_safetensors("theirs.safetensors")[1]})
+        fresh = self.model()
+        self.assertEqual(load_model(fresh, "m.safetensors"), (set(), []))
+        self.assertTrue(torch.equal(fresh.lm_head.weight, model.lm_head.weight))
+
+    def test_hf_has_the_names_that_the_model_keeps(self):
+        model = self.model()
+        state = model.state_dict()
+        for config, names in ((None, list(state)), ({"tie_word_embeddings": True}, ["model.embed_tokens.weight"]),
+                              ({"tie_word_embeddings": False}, list(state))):
+            objects = {} if config is None else {"config.json": json.dumps(config).encode()}
+            tm.save(state, "S/model", objects=objects, replace=True)
+            tm.export("S/model", "hf", format="hf", replace=True)
+            self.assertEqual({name: item.tolist() for name, item in load_file("hf/model.safetensors").items()},
+                             {name: state[name].tolist() for name in names})
+            self.assertEqual(os.path.exists("hf/config.json"), config is not None)
+
+    @support.needs("transformers")
+    def test_transformers_reads_it(self):
+        import transformers
+
+        config = transformers.LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                          num_attention_heads=2, tie_word_embeddings=True)
+        model = transformers.LlamaForCausalLM(config)
+        for text in (config.to_json_string(use_diff=False), None):
+            objects = {} if text is None else {"config.json": text.encode()}
+            tm.save(model.state_dict(), "S/llama", objects=objects, replace=True)
+            folder = "llama" if text is None else "llama-with-config"
+            tm.export("S/llama", folder, format="hf")
+            if text is None:
+                config.save_pretrained(folder)
+            back, info = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+            self.assertFalse(info["missing_keys"])
+            self.assertTrue(torch.equal(back.lm_head.weight, model.lm_head.weight))
+            self.assertTrue(torch.equal(back.model.embed_tokens.weight, model.lm_head.weight))
+
+
+class OldDefects(support.Folder):
+    """What earlier versions made is named by `info` and `verify`, and is no damage."""
+
+    def test_they_are_named(self):
+        optimizer = {"state": {"0": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        torch.save({"optimizer": optimizer}, "text.pt")
+        support.run("import", "text.pt", "S/text")
+        steps = {"state": {"w": {"mu_product": torch.tensor(0.9), "step": torch.tensor(0.0)}},
+                 "param_groups": [{"lr": 0.1, "momentum_decay": 4e-3, "params": ["w"]}]}
+        tm.save({"optim": steps}, "S/fresh")
+        for source, text in (("text.pt", "optimizer.state has text as keys"), ("S/text", "optimizer.state has text as keys"),
+                             ("S/fresh", "(optim.state.w) say step 0")):
+            found = tm.verify(source)
+            self.assertTrue(found["whole"])
+            self.assertIn(text, str(found["warnings"]))
+            self.assertIn(text, support.run("info", source))
+            self.assertIn(text, json.loads(support.run("--json", "info", source))["notes"][0])
+            done = subprocess.run([support.command(), "verify", source], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 0)
+            self.assertIn(text, done.stderr)
+        right = {"optim": {**steps, "state": {"w": {"mu_product": torch.tensor(0.9), "step": torch.tensor(1.0)}}}}
+        tm.save(right, "S/right")
+        self.assertEqual(tm.verify("S/right")["warnings"], [])
 
 
 if __name__ == "__main__":

@@ -184,8 +184,8 @@ std::vector<Interleaving::Ended> Interleaving::Run(const std::vector<Move>& move
   return ended;
 }
 
-std::string Describe(const std::vector<Interleaving::Program>& programs,
-                     const std::vector<Interleaving::Move>& moves) {
+std::string DescribeMoves(const std::vector<Interleaving::Program>& programs,
+                          const std::vector<Interleaving::Move>& moves) {
   std::string text;
   for (const Interleaving::Move& move : moves) {
     if (!text.empty()) text += ", ";

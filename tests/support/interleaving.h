@@ -56,8 +56,8 @@ class Interleaving {
 };
 
 // "prune to its call 7 (rename /s/step-1), pin, prune" for messages of tests.
-std::string Describe(const std::vector<Interleaving::Program>& programs,
-                     const std::vector<Interleaving::Move>& moves);
+std::string DescribeMoves(const std::vector<Interleaving::Program>& programs,
+                          const std::vector<Interleaving::Move>& moves);
 
 }  // namespace tensormount
 

@@ -32,11 +32,12 @@ struct MemoryFileSystem::Node {
   const void* exclusive_lock = nullptr;
 };
 
-class MemoryFile final : public File {
+class InMemoryFile final : public File {
  public:
-  MemoryFile(MemoryFileSystem& fs, MemoryFileSystem::NodePtr node, std::string path, bool writable)
+  InMemoryFile(MemoryFileSystem& fs, MemoryFileSystem::NodePtr node, std::string path,
+               bool writable)
       : fs_(fs), node_(std::move(node)), path_(std::move(path)), writable_(writable) {}
-  ~MemoryFile() override { (void)Close(); }
+  ~InMemoryFile() override { (void)Close(); }
 
   Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
     const std::lock_guard lock(fs_.mutex_);
@@ -250,14 +251,14 @@ Result<std::unique_ptr<File>> MemoryFileSystem::OpenRead(const std::string& path
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, FindNode(path));
   if (node->kind == FileKind::kDirectory) return Failed(EISDIR, "open", path);
-  return std::unique_ptr<File>(std::make_unique<MemoryFile>(*this, node, path, false));
+  return std::unique_ptr<File>(std::make_unique<InMemoryFile>(*this, node, path, false));
 }
 
 Result<std::unique_ptr<File>> MemoryFileSystem::CreateExclusive(const std::string& path) {
   const std::lock_guard lock(mutex_);
   const NodePtr node = NewNode(FileKind::kFile);
   TENSORMOUNT_RETURN_IF_ERROR(Put(path, node));
-  return std::unique_ptr<File>(std::make_unique<MemoryFile>(*this, node, path, true));
+  return std::unique_ptr<File>(std::make_unique<InMemoryFile>(*this, node, path, true));
 }
 
 Result<std::unique_ptr<File>> MemoryFileSystem::OpenShared(const std::string& path) {
@@ -269,7 +270,7 @@ Result<std::unique_ptr<File>> MemoryFileSystem::OpenShared(const std::string& pa
     TENSORMOUNT_RETURN_IF_ERROR(Put(path, node));
   }
   if (node->kind == FileKind::kDirectory) return Failed(EISDIR, "open", path);
-  return std::unique_ptr<File>(std::make_unique<MemoryFile>(*this, node, path, true));
+  return std::unique_ptr<File>(std::make_unique<InMemoryFile>(*this, node, path, true));
 }
 
 Status MemoryFileSystem::CreateDirectory(const std::string& path) {

@@ -32,8 +32,8 @@ class MemoryFileSystem : public FileSystem {
   // For damage: the bytes of a file in place of what it holds.
   Status SetBytes(const std::string& path, std::string bytes);
   Status SetMtime(const std::string& path, std::int64_t seconds);
-  // Whether `path` here and `other_path` in what this was cloned from, or the reverse, have the same
-  // names below them and files that neither of the two has written to since.
+  // Whether `path` here and `other_path` in what this was cloned from, or the reverse, have the
+  // same names below them and files that neither of the two has written to since.
   bool SameBelow(const std::string& path, const MemoryFileSystem& other,
                  const std::string& other_path) const;
 
@@ -56,7 +56,7 @@ class MemoryFileSystem : public FileSystem {
   void SleepFor(std::chrono::milliseconds time) override;
 
  private:
-  friend class MemoryFile;
+  friend class InMemoryFile;
   struct Node;
   using NodePtr = std::shared_ptr<Node>;
   struct Place {
