@@ -87,7 +87,7 @@ bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {
 }
 
 bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view class_name) {
-  const std::vector<CommonValue>* items = ItemsOf(pairs);
+  const std::vector<CommonValue>* items = ListItems(pairs);
   if (items == nullptr) return false;
   if (pickle != nullptr) {
     if (class_name.empty()) {
@@ -100,7 +100,7 @@ bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view
     pickle->Mark();
   }
   for (const CommonValue& item : *items) {
-    const std::vector<CommonValue>* pair = ItemsOf(item);
+    const std::vector<CommonValue>* pair = ListItems(item);
     if (pair == nullptr || pair->size() != 2 || !IsHashable(pair->front()) ||
         !WriteItems(pickle, *pair)) {
       return false;
@@ -112,7 +112,7 @@ bool WritePairs(PickleWriter* pickle, const CommonValue& pairs, std::string_view
 
 bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
   const CommonValue& payload = *tagged.payload;
-  const std::vector<CommonValue>* items = ItemsOf(payload);
+  const std::vector<CommonValue>* items = ListItems(payload);
   const auto* text = payload.get_if<std::string>();
   if (tagged.tag == "dict") return WritePairs(pickle, payload, "");
   if (tagged.tag == "odict") return WritePairs(pickle, payload, "OrderedDict");
@@ -163,7 +163,7 @@ bool WriteEncoded(PickleWriter* pickle, const CommonValue& value) {
     const std::optional<Tagged> tagged = TaggedOf(value);
     return tagged.has_value() && WriteTagged(pickle, *tagged);
   }
-  const std::vector<CommonValue>* items = ItemsOf(value);
+  const std::vector<CommonValue>* items = ListItems(value);
   if (items == nullptr || pickle == nullptr) {
     if (pickle != nullptr) pickle->Common(value);
     return items == nullptr || WriteItems(nullptr, *items);

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// See file_begin.h. Of a zip the list at its end is read, because what it is for is said by the
+// names of its entries alone.
 #include "index/foreign/file_begin.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modules that Python itself has (sys.stdlib_module_names of 3.10 to 3.13, and names of Python 2
-// that pickles of protocol 2 have), sorted.
+// Of pickle_classes.h: modules that Python itself has (sys.stdlib_module_names of 3.10 to 3.13, and
+// names of Python 2 that pickles of protocol 2 have), sorted.
 #include <algorithm>
 #include <array>
 #include <string_view>

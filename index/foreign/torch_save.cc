@@ -17,6 +17,7 @@
 #include "index/foreign/torch_archive.h"
 #include "index/foreign/torch_tree.h"
 #include "index/foreign/weight_files.h"
+#include "index/read/saved_paths.h"
 
 namespace tensormount {
 namespace {
@@ -24,7 +25,6 @@ namespace {
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
 // Of all paths, in the common values, which are read whole when a checkpoint is opened.
-constexpr std::string_view kPlannerData = "torch.planner_data";
 // Bytes.
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;

@@ -41,7 +41,7 @@ std::string Listed(const std::vector<std::string>& names) {
 bool HasTensor(const Subject& of, std::string_view key) { return of.opened.index().Find(key).ok(); }
 
 // The first numbers of a tensor; empty where they cannot be told.
-std::vector<double> Numbers(const Subject& of, std::string_view key) {
+std::vector<double> FirstNumbers(const Subject& of, std::string_view key) {
   const Result<TensorEntry> tensor = of.opened.index().Find(key);
   if (!tensor.ok()) return {};
   const TensorMeta& meta = tensor.value().meta;
@@ -104,16 +104,16 @@ void CheckTextKeys(const Subject& of, Notes& notes) {
   std::map<std::string, bool> numbered;
   const auto has_numbers = [&](const std::string& optimizer) {
     const auto groups = of.common.values.find(optimizer + "param_groups");
-    const auto* list = groups == of.common.values.end() ? nullptr : ItemsOf(groups->second);
+    const auto* list = groups == of.common.values.end() ? nullptr : ListItems(groups->second);
     if (list == nullptr || list->empty()) return false;
     const auto* group = list->front().get_if<CommonDict>();
     const CommonValue* params = group == nullptr ? nullptr : group->Find(std::string("params"));
-    const auto* items = params == nullptr ? nullptr : ItemsOf(*params);
+    const auto* items = params == nullptr ? nullptr : ListItems(*params);
     return items != nullptr && !items->empty() && items->front().get_if<std::int64_t>() != nullptr;
   };
   std::set<std::string> told;
   for (const auto& [key, path] : paths->items) {
-    const std::vector<CommonValue>* steps = ItemsOf(path);
+    const std::vector<CommonValue>* steps = ListItems(path);
     if (steps == nullptr) continue;
     std::string before;
     for (std::size_t i = 0; i + 1 < steps->size(); ++i) {
@@ -142,7 +142,7 @@ void CheckFalseTies(const Subject& of, Notes& notes) {
   std::set<SavedPath> tied;
   for (const auto& [name, value] : of.common.values) {
     if (!name.starts_with(kStructurePrefix)) continue;
-    const std::vector<StructureLeaf> leaves = LeavesOf(value);
+    const std::vector<StructureLeaf> leaves = StructureLeaves(value);
     std::map<std::string_view, int> count;
     for (const StructureLeaf& leaf : leaves) count[leaf.name] += leaf.tensor ? 1 : 0;
     for (const StructureLeaf& leaf : leaves) {
@@ -198,9 +198,9 @@ void CheckFreshMoments(const Subject& of, Notes& notes) {
     });
     std::vector<std::string> wrong;
     for (const std::string& key : keys) {
-      const std::vector<double> step = Numbers(of, key + ".step");
+      const std::vector<double> step = FirstNumbers(of, key + ".step");
       if (step.size() != 1 || step.front() != 0.0) continue;
-      const std::vector<double> moments = Numbers(of, key + std::string(kind.moment));
+      const std::vector<double> moments = FirstNumbers(of, key + std::string(kind.moment));
       const bool stepped = !moments.empty() && std::ranges::all_of(moments, [&](double moment) {
         return (moment == kind.number) != kind.is_fresh;
       });

@@ -11,7 +11,7 @@
 namespace tensormount {
 namespace {
 
-using Kind = PathStep::Kind;
+using StepKind = PathStep::Kind;
 
 // As deep as state dicts may be, so that no input can exhaust a stack.
 constexpr std::size_t kMostNested = 64;
@@ -25,7 +25,7 @@ constexpr std::int64_t kListGapsPerItem = 4;
 
 // Empty where it is no sequence of names and positions.
 SavedPath PathFrom(const CommonValue& value) {
-  const std::vector<CommonValue>* items = ItemsOf(value);
+  const std::vector<CommonValue>* items = ListItems(value);
   SavedPath path;
   if (items == nullptr || items->size() > kMostNested) return path;
   for (const CommonValue& item : *items) {
@@ -33,9 +33,9 @@ SavedPath PathFrom(const CommonValue& value) {
     const bool number_key = one != nullptr && one->items.size() == 1;
     if (const auto* number = (number_key ? one->items.front() : item).get_if<std::int64_t>()) {
       if (!number_key && *number < 0) return {};
-      path.push_back({*number, number_key ? Kind::kNumberKey : Kind::kListItem});
+      path.push_back({*number, number_key ? StepKind::kNumberKey : StepKind::kListItem});
     } else if (const auto* name = item.get_if<std::string>()) {
-      path.push_back({*name, Kind::kName});
+      path.push_back({*name, StepKind::kName});
     } else {
       return {};
     }
@@ -58,7 +58,7 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
     const PathStep& step = (*paths[at])[depth];
     std::size_t next = at;
     while (next < end && (*paths[next])[depth] == step) ++next;
-    const bool item = step.kind == Kind::kListItem;
+    const bool item = step.kind == StepKind::kListItem;
     names = names || !item;
     if (item) {
       ++items;
@@ -70,7 +70,7 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
   const bool list =
       !names && last < kListGaps + kListGapsPerItem * static_cast<std::int64_t>(items);
   for (const auto& [from, to] : steps) {
-    if (!list && (*paths[from])[depth].kind == Kind::kListItem) {
+    if (!list && (*paths[from])[depth].kind == StepKind::kListItem) {
       std::fill(bad.begin() + static_cast<std::ptrdiff_t>(from),
                 bad.begin() + static_cast<std::ptrdiff_t>(to), true);
     } else {
@@ -87,7 +87,7 @@ class StructureReader {
     const CommonValue* nodes = dict != nullptr ? dict->Find(std::string("nodes")) : nullptr;
     const CommonValue* version = dict != nullptr ? dict->Find(std::string("version")) : nullptr;
     if (nodes == nullptr || version == nullptr || !(*version == CommonValue(1))) return;
-    nodes_ = ItemsOf(*nodes);
+    nodes_ = ListItems(*nodes);
     if (nodes_ == nullptr || !Read() || next_ != nodes_->size()) {
       leaves.clear();
       empty.clear();
@@ -128,7 +128,7 @@ class StructureReader {
       if (bytes_ > kMostPathBytes) return false;
       std::string found = name != nullptr ? *name : Dotted(path_);
       // Below a key of another type it stands at the root, by its name.
-      SavedPath path = odd_ > 0 ? SavedPath{{found, Kind::kName}} : path_;
+      SavedPath path = odd_ > 0 ? SavedPath{{found, StepKind::kName}} : path_;
       leaves.push_back({std::move(path), std::move(found), *word == "tensor"});
       return true;
     }
@@ -153,9 +153,9 @@ class StructureReader {
       // None, bools, floats, tuples: what planners of torch name values by has no such keys.
       const bool odd = name == nullptr && number == nullptr;
       if (number != nullptr) {
-        path_.push_back({*number, Kind::kNumberKey});
+        path_.push_back({*number, StepKind::kNumberKey});
       } else {
-        path_.push_back({name != nullptr ? *name : std::string("?"), Kind::kName});
+        path_.push_back({name != nullptr ? *name : std::string("?"), StepKind::kName});
       }
       path_bytes_ += size;
       bytes_ += size;
@@ -177,7 +177,7 @@ class StructureReader {
     (void)AddContainer(tuple ? Container::Kind::kTuple : Container::Kind::kList, *items);
     if (bytes_ > kMostPathBytes) return false;
     for (std::int64_t i = 0; i < *items; ++i) {
-      path_.push_back({i, tuple ? Kind::kTupleItem : Kind::kListItem});
+      path_.push_back({i, tuple ? StepKind::kTupleItem : StepKind::kListItem});
       if (!Read()) return false;
       path_.pop_back();
     }
@@ -196,12 +196,12 @@ class StructureReader {
 const std::vector<CommonValue>* PairsOf(const CommonValue& mappings) {
   const auto* dict = mappings.get_if<CommonDict>();
   const CommonValue* pairs = dict != nullptr ? dict->Find(std::string("dict")) : nullptr;
-  return pairs != nullptr ? ItemsOf(*pairs) : nullptr;
+  return pairs != nullptr ? ListItems(*pairs) : nullptr;
 }
 
 }  // namespace
 
-std::vector<StructureLeaf> LeavesOf(const CommonValue& structure) {
+std::vector<StructureLeaf> StructureLeaves(const CommonValue& structure) {
   return std::move(StructureReader(structure).leaves);
 }
 
@@ -210,7 +210,7 @@ std::vector<std::string> MappedKeys(const CommonValue& mappings) {
   const std::vector<CommonValue>* items = PairsOf(mappings);
   if (items == nullptr) return keys;
   for (const CommonValue& item : *items) {
-    const std::vector<CommonValue>* pair = ItemsOf(item);
+    const std::vector<CommonValue>* pair = ListItems(item);
     const auto* key =
         pair != nullptr && !pair->empty() ? pair->front().get_if<std::string>() : nullptr;
     if (key != nullptr) keys.push_back(*key);
@@ -228,7 +228,7 @@ std::string Dotted(const SavedPath& path) {
   return text;
 }
 
-const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
+const std::vector<CommonValue>* ListItems(const CommonValue& value) {
   if (const auto* tuple = value.get_if<CommonTuple>()) return &tuple->items;
   if (const auto* list = value.get_if<CommonList>()) return &list->items;
   return nullptr;
@@ -275,7 +275,7 @@ void SavedPaths::AddMappings(const CommonValue& value) {
   const std::vector<CommonValue>* items = PairsOf(value);
   if (items == nullptr) return;
   for (const CommonValue& item : *items) {
-    const std::vector<CommonValue>* pair = ItemsOf(item);
+    const std::vector<CommonValue>* pair = ListItems(item);
     if (pair == nullptr || pair->size() != 2) continue;
     AddPath(pair->front().get_if<std::string>(), pair->back());
   }
@@ -349,7 +349,7 @@ std::vector<SavedPath> SavedPaths::Of(std::string_view shown, std::string_view s
     const auto it = paths_.find(shown);
     if (it != paths_.end()) return it->second;
   }
-  return {{{std::string(shown), Kind::kName}}};
+  return {{{std::string(shown), StepKind::kName}}};
 }
 
 SavedPath SavedPaths::OfValue(std::string_view shown, std::string_view stored) const {
@@ -357,7 +357,7 @@ SavedPath SavedPaths::OfValue(std::string_view shown, std::string_view stored) c
     const auto it = value_paths_.find(shown);
     if (it != value_paths_.end()) return it->second;
   }
-  return {{std::string(shown), Kind::kName}};
+  return {{std::string(shown), StepKind::kName}};
 }
 
 std::map<std::string, std::vector<std::string>> SavedPaths::Tied() const {

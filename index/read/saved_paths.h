@@ -23,7 +23,7 @@ namespace tensormount {
 inline constexpr std::string_view kPlannerData = "torch.planner_data";
 
 // Of a list or tuple; null for anything else.
-const std::vector<CommonValue>* ItemsOf(const CommonValue& value);
+const std::vector<CommonValue>* ListItems(const CommonValue& value);
 
 struct PathStep {
   // A number that is no key of a dict is the position in a list or tuple.
@@ -45,7 +45,7 @@ struct StructureLeaf {
   bool tensor = false;
 };
 // Of a structure that the Python package saved; none of what is malformed.
-std::vector<StructureLeaf> LeavesOf(const CommonValue& structure);
+std::vector<StructureLeaf> StructureLeaves(const CommonValue& structure);
 // The keys that the mappings of our writer for DCP speak of.
 std::vector<std::string> MappedKeys(const CommonValue& mappings);
 

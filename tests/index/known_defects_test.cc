@@ -14,7 +14,7 @@ using ::testing::IsEmpty;
 
 CommonList DictNode(CommonList keys) { return CommonList{{"dict", std::move(keys)}}; }
 CommonList TensorNode(std::string key) { return CommonList{{"tensor", std::move(key)}}; }
-CommonValue StructureOf(CommonList nodes) {
+CommonValue MadeStructure(CommonList nodes) {
   return CommonDict{{{"version", 1}, {"nodes", std::move(nodes)}}};
 }
 
@@ -70,10 +70,10 @@ TEST_F(KnownDefectsTest, TiesThatOnlySomeRanksHad) {
   TinySpec spec;
   spec.tensors = {{.key = "a", .dtype = DType::kF32, .shape = Dims({2})},
                   {.key = "b", .dtype = DType::kF32, .shape = Dims({2}), .seed = 1}};
-  const CommonValue tied = StructureOf({{DictNode({{"a", "b"}}), "tensor", TensorNode("a")}});
+  const CommonValue tied = MadeStructure({{DictNode({{"a", "b"}}), "tensor", TensorNode("a")}});
   spec.common["tensormount.tree.1"] = tied;
   EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored each by itself: b with a")));
-  spec.common["tensormount.tree.2"] = StructureOf({{DictNode({{"a", "b"}}), "tensor", "tensor"}});
+  spec.common["tensormount.tree.2"] = MadeStructure({{DictNode({{"a", "b"}}), "tensor", "tensor"}});
   EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored each by itself: b with a")));
   TinySpec right;
   right.tensors = {spec.tensors.front()};

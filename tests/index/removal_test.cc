@@ -328,7 +328,7 @@ TEST_F(RemovalTest, WhatRulesRemoveIsFreedWhereNobodyReadsIt) {
   EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
   EXPECT_TRUE(HoldsWhole(InStore(".trash/" + NamesIn(InStore(".trash"))[0]), RetainedStepSpec(1)));
   reader.value().reset();
-  ASSERT_OK(MakeStore().Gc({.grace = seconds(0)}));
+  ASSERT_OK(MakeStore().Gc({.grace = std::chrono::seconds(0)}));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
   // Without locks nobody can tell.
   ASSERT_OK(Save("step-4", RetainedStepSpec(4)));
