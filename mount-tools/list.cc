@@ -490,7 +490,8 @@ Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json
   const auto parts = SplitCheckpointPath(checkpoint.directory());
   if (checkpoint.commit() == nullptr || !parts.ok()) return {};
   const auto store = Store::Open(HostFileSystem(), parts.value().store);
-  if (!store.ok()) return {};
+  if (store.status().code() == Code::kNotFound) return {};
+  TENSORMOUNT_RETURN_IF_ERROR(store.status());
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs,
                                StoreCosts::Of(HostFileSystem(), store.value()));
   const CheckpointCost* const cost = costs.Find(parts.value().name);

@@ -165,6 +165,14 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
           end - i + (outside == gathered.elsewhere.end() ? 0 : outside->second);
       const Result<FileInfo> first = look(i);
       const Result<FileInfo> last = look(end - 1);
+      // What cannot be looked at may be shared: a number that leaves it out would be a wrong one.
+      const auto unknown = [](const Result<FileInfo>& info) {
+        return !info.ok() && info.status().code() != Code::kNotFound &&
+               info.status().code() != Code::kStale;
+      };
+      for (const Result<FileInfo>* info : {&first, &last}) {
+        if (unknown(*info)) return info->status();
+      }
       const bool all = first.ok() && last.ok() && first.value().links == names &&
                        first.value().device == last.value().device &&
                        first.value().inode == last.value().inode;
@@ -180,6 +188,7 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
       }
       for (std::size_t m = i; m < end; ++m) {
         const Result<FileInfo> info = m == i ? first : m == end - 1 ? last : look(m);
+        if (unknown(info)) return info.status();
         // What is not there, or no link, is shared with nobody.
         if (!info.ok() || info.value().links < 2) continue;
         inodes.emplace_back(info.value().device, info.value().inode, items[m].checkpoint);

@@ -64,7 +64,9 @@ struct Pair {
         b(0, std::make_unique<WireEnd>(w, 1), changes) {}
   // Until nothing moves any more.
   void Settle() {
-    while (a.Advance() | b.Advance()) {
+    for (bool moved = true; moved;) {
+      moved = a.Advance();
+      moved = b.Advance() || moved;
     }
   }
   std::atomic<std::uint64_t> changes{0};

@@ -2,6 +2,8 @@
 // What checkpoints cost that share files, and who is named where a shared file is damaged.
 #include "index/store/costs.h"
 
+#include <atomic>
+#include <cerrno>
 #include <map>
 #include <mutex>
 #include <set>
@@ -144,6 +146,23 @@ TEST_F(CostsTest, NamesElsewhereInTheStoreHideNoCopy) {
     ASSERT_OK(fs().Link(InStore("base/data/" + file), JoinPath(inner, file)));
   }
   agree();
+}
+
+// A number that leaves out what could not be looked at would be a wrong one.
+TEST_F(CostsTest, WhatCannotBeLookedAtFails) {
+  for (const int err : {EACCES, EIO}) {
+    for (int point = 0; point < 12; ++point) {
+      std::atomic<int> seen = 0;
+      ObservedFileSystem failing(fs(), [&](const FileEvent& e) {
+        const bool data = e.path.find("/data/") != std::string::npos;
+        return e.op == FileOp::kStat && data && seen++ == point
+                   ? Status::FromErrno(err, "injected", e.path)
+                   : Status();
+      });
+      ASSERT_OK_AND_ASSIGN(const Store store, Store::Open(failing, StorePath()));
+      EXPECT_FALSE(StoreCosts::Of(failing, store).ok()) << point;
+    }
+  }
 }
 
 TEST_F(CostsTest, OnesWithAProblemCostNothingThatIsKnown) {

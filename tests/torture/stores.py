@@ -94,9 +94,16 @@ def copy(template, at):
 
 
 def code_is_named(text):
-    """Whether an error is said as the command says errors."""
-    return any(line.startswith("tensormount: ") and ": " in line[13:] and line[13:].partition(":")[0].isupper()
-               for line in text.splitlines())
+    """Whether an error is said as the command says errors: in words, or with --json as an object."""
+    def named(line):
+        if line.startswith("{"):
+            try:
+                error = json.loads(line)["error"]
+                return error["code"].isupper() and bool(error["message"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return False
+        return line.startswith("tensormount: ") and ": " in line[13:] and line[13:].partition(":")[0].isupper()
+    return any(map(named, text.splitlines()))
 
 
 def fake_tool(context, script):
