@@ -516,6 +516,18 @@ TEST_F(RetentionStoreTest, RemovingNeedsNoRoom) {
   EXPECT_THAT(Left(), SizeIs(3));
 }
 
+// What a power cut leaves of a save that is over keeps nothing in .trash.
+TEST_F(RetentionStoreTest, ADamagedBaseKeepsNothingInTrash) {
+  ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
+  const Staging staging = Written(MakeStore(), "step-3", RetainedStepSpec(3));
+  WriteWholeFile(JoinPath(staging.directory, "BASE"), std::string(33, '\0'));
+  ASSERT_OK(MakeStore().Remove("step-1"));
+  const auto report = MakeStore().Gc({.grace = seconds(0)});
+  ASSERT_OK(report);
+  EXPECT_THAT(report.value().failed, IsEmpty());
+  EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
+}
+
 // A removal that took another one than it meant, and died before it saw that.
 TEST_F(RetentionStoreTest, WhatAnInterruptedRemovalTookComesBack) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
