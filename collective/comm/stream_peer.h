@@ -109,8 +109,8 @@ class StreamPeer {
     kAbandon = 7,     // id: the sender cancelled.
   };
   struct Header {
-    // Of all that follows (HeaderCheck). A bit that flips on the way, which TCP's 16 bits miss once
-    // in 65,536 times, would make both ends wait for each other while heartbeats go on.
+    // A checksum of the fields behind it (HeaderCheck). TCP's own of 16 bits misses one damage in
+    // 65,536, after which both ends would wait for each other while heartbeats go on.
     std::uint32_t check = 0;
     std::uint32_t kind = 0;
     std::uint32_t tag = 0;
@@ -186,7 +186,7 @@ class StreamPeer {
   std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
   std::map<std::uint64_t, MessagePtr> filling_;  // Large ones under way, by the sender's id.
   std::size_t early_bytes_ = 0;
-  std::size_t early_announced_ = 0;  // Of early_, those that are not small.
+  std::size_t early_announced_ = 0;  // How many of early_ are announcements.
   std::size_t credit_owed_ = 0;      // Taken, and not given back yet.
 };
 

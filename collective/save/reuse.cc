@@ -4,9 +4,7 @@
 #include "collective/save/reuse.h"
 
 #include <algorithm>
-#include <chrono>
 #include <set>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,7 +16,6 @@
 #include "collective/save/save_messages.h"
 #include "collective/save_load.h"
 #include "index/records/layer_names.h"
-#include "index/records/store_paths.h"
 
 namespace tensormount {
 namespace {
@@ -115,31 +112,8 @@ Result<Decision> DecodeDecision(std::string_view bytes, std::size_t tensors, std
   return decision;
 }
 
-// The base under its name, or where it was moved to meanwhile.
-Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(FileSystem& fs, const Staging& staging) {
-  const std::string named = JoinPath(staging.store, staging.base_name);
-  const std::string trash =
-      JoinPath(JoinPath(staging.store, store_paths::kTrashFolder), staging.base.ToString());
-  Status failed;
-  // Who prunes may be moving it back this moment, since the staging names it.
-  for (int attempt = 0; attempt < 3; ++attempt) {
-    if (attempt > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    for (const std::string& directory : {named, trash}) {
-      auto opened = OpenedCheckpoint::Open(fs, directory, {});
-      if (opened.ok() && opened.value()->index().info().uuid == staging.base &&
-          opened.value()->commit() != nullptr) {
-        return opened;
-      }
-      const Status why = opened.ok()
-                             ? Status(Code::kStale, directory + ": replaced by another checkpoint")
-                             : opened.status();
-      if (failed.ok()) failed = why;
-      if (why.code() != Code::kNotFound && why.code() != Code::kStale) {
-        return why.WithContext("base " + staging.base_name);
-      }
-    }
-  }
-  return failed.WithContext("base " + staging.base_name);
+Result<std::shared_ptr<OpenedCheckpoint>> OpenBaseOf(FileSystem& fs, const Staging& staging) {
+  return OpenBase(fs, staging.store, staging.base_name, staging.base);
 }
 
 // As where ranks vote, and that one asked to end the save.
@@ -226,7 +200,7 @@ class Taking {
     // smaller harm.
     const auto patience = std::min(PatienceOf(input_.options.timeouts), kLongestWait);
     const Deadline deadline = Deadline::After(patience / 2);
-    TENSORMOUNT_ASSIGN_OR_RETURN(base_, OpenBase(input_.fs, input_.staging));
+    TENSORMOUNT_ASSIGN_OR_RETURN(base_, OpenBaseOf(input_.fs, input_.staging));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         found_,
         CompareWithBase(input_.fs, *base_, input_.state, input_.task, input_.options.placement,
@@ -389,7 +363,7 @@ Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging) {
   if (staging.base.IsZero() && staging.base_problem.ok()) return Status();
   const auto check = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(staging.base_problem);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBase(fs, staging));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBaseOf(fs, staging));
     if (!options.inherit.empty()) return Status();
     if (!base->index().info().self_contained) {
       return Status(Code::kUnsupported, staging.base_name +

@@ -43,25 +43,6 @@ Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& 
                          listing.uuid.ToString() + "\n", InsteadOfExchange::kNoneForAMoment);
 }
 
-// Under its name; or, where that is another one's by now, wherever it is: also in .trash, where it
-// stays as long as the staging says that it needs it.
-Result<std::shared_ptr<OpenedCheckpoint>> StagedReuse::OpenBase(
-    const std::string& name, const std::optional<Uuid>& uuid) const {
-  const auto open = [&](const std::string& path) -> Result<std::shared_ptr<OpenedCheckpoint>> {
-    TENSORMOUNT_ASSIGN_OR_RETURN(auto base, OpenedCheckpoint::Open(fs_, path, {}));
-    if (uuid && base->index().info().uuid != *uuid) {
-      return Status(Code::kNotFound, path + ": another checkpoint has this name");
-    }
-    return base;
-  };
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  auto base = open(store_.CheckpointPath(name));
-  if (base.ok() || !uuid) return base;
-  const std::string trash = JoinPath(store_.path(), store_paths::kTrashFolder);
-  auto removed = open(JoinPath(trash, uuid->ToString()));
-  return removed.ok() ? std::move(removed) : std::move(base);
-}
-
 void StagedReuse::Open(const std::string& reuse) {
   if (reuse == "off") return;
   const auto open = [&]() -> Status {
@@ -75,7 +56,11 @@ void StagedReuse::Open(const std::string& reuse) {
     } else if (staging_.parent.IsZero()) {
       return Status();
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBase(name, wanted));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
+    // Of a staging that an older program made the name is all there is.
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto base, wanted ? OpenBase(fs_, store_.path(), name, *wanted)
+                                : OpenedCheckpoint::Open(fs_, store_.CheckpointPath(name), {}));
     const CheckpointInfo& info = base->index().info();
     if (base->commit() == nullptr || !info.self_contained) return Status();
     in_a_row_ = SavesInARowThatReused(base->index());

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,8 +53,6 @@ class StagedReuse {
   const std::string& note() const { return note_; }
 
  private:
-  Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(const std::string& name,
-                                                     const std::optional<Uuid>& uuid) const;
   Status Compare(const TensorEntry& entry, const std::vector<StagedChunk>& chunks, bool* same);
   Status CompareBytes(const TensorEntry& entry, const StagedChunk& chunk, bool* same);
 

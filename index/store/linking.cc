@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include "base/errors.h"
 #include "index/read/rebuild.h"
 #include "index/records/manifest.h"
+#include "index/records/store_paths.h"
 #include "index/store/store_moves.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
@@ -120,6 +122,31 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
     if (dead[f] > 0) plan.header_lies[f] = true;
   }
   return plan;
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(FileSystem& fs, const std::string& store,
+                                                   const std::string& name, const Uuid& uuid) {
+  const std::string named = JoinPath(store, name);
+  const std::string trash = JoinPath(JoinPath(store, store_paths::kTrashFolder), uuid.ToString());
+  Status failed;
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    if (attempt > 0) fs.SleepFor(std::chrono::milliseconds(10));
+    for (const std::string& directory : {named, trash}) {
+      auto opened = OpenedCheckpoint::Open(fs, directory, {});
+      if (opened.ok() && opened.value()->index().info().uuid == uuid &&
+          opened.value()->commit() != nullptr) {
+        return opened;
+      }
+      const Status why = opened.ok()
+                             ? Status(Code::kStale, directory + ": replaced by another checkpoint")
+                             : opened.status();
+      if (failed.ok()) failed = why;
+      if (why.code() != Code::kNotFound && why.code() != Code::kStale) {
+        return why.WithContext("base " + name);
+      }
+    }
+  }
+  return failed.WithContext("base " + name);
 }
 
 std::string CopiedPackName(const Staging& staging, std::uint32_t part) {

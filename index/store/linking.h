@@ -133,6 +133,12 @@ class BaseLinker {
   std::vector<std::vector<CheckedRange>> ranges_;  // By file, of a share; empty: not found yet.
 };
 
+// The base of a staging: the checkpoint of this uuid at STORE/NAME, or in .trash where it was moved
+// to meanwhile. Looks a few times: who prunes may be moving it back, since the staging names it.
+// kNotFound, kStale: it is gone, or another one has its name; others: what opening it failed with.
+Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(FileSystem& fs, const std::string& store,
+                                                   const std::string& name, const Uuid& uuid);
+
 // "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.
 std::string CopiedPackName(const Staging& staging, std::uint32_t part);
 

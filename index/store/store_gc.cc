@@ -78,11 +78,8 @@ class Collector {
 
   Status Run(const std::vector<CheckpointListing>& live) {
     for (const CheckpointListing& c : live) {
-      const Result<FileInfo> info = fs_.LinkStat(JoinPath(store_, c.name));
-      // Without knowing what is alive nothing is deleted.
-      if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
-      if (!info.ok()) continue;
-      live_[IdOf(info.value())] = c.name;
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool there, AddLive(c.name));
+      if (!there) continue;
       if (c.problem.ok()) StagingLeftovers(c.name);
       if (c.state == CheckpointListing::State::kUnread) Fail(c.name, c.problem);
     }
@@ -99,15 +96,12 @@ class Collector {
   // Run for entries of .trash that have just come.
   void Free(const std::vector<std::string>& names, const std::vector<std::string>& entries) {
     for (const std::string& name : names) {
-      const Result<FileInfo> info = fs_.LinkStat(Path(name));
-      if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(name, info.status());
-      if (info.ok()) live_[IdOf(info.value())] = name;
+      const Status known = AddLive(name).status();
+      if (!known.ok()) return Fail(name, known);
     }
     for (const std::string& below : entries) {
       const std::string entry = below.substr(below.find('/') + 1);
-      if (KeptAsHeld(entry)) continue;
-      DeleteFromTrash(entry);
-      if (!fs_.Exists(Path(below))) (void)fs_.RemoveFile(store_moves::MarkOf(Path(below)));
+      if (!KeptAsHeld(entry)) DeleteFromTrash(entry);
     }
     SyncDeleted();
   }
@@ -115,6 +109,14 @@ class Collector {
   Store::GcReport& report() { return report_; }
 
  private:
+  // Whether a checkpoint is there. Without knowing what is alive nothing is deleted.
+  Result<bool> AddLive(const std::string& name) {
+    const Result<FileInfo> info = fs_.LinkStat(Path(name));
+    if (info.status().code() == Code::kNotFound) return false;
+    TENSORMOUNT_RETURN_IF_ERROR(info.status());
+    live_[IdOf(info.value())] = name;
+    return true;
+  }
   // Without a journal the next save may get inodes and blocks that deleted files and folders still
   // have on the disk, and repairing the filesystem after a power cut would take them from it: its
   // data/ was found as a deleted .generations/7.
@@ -310,7 +312,6 @@ class Collector {
       return Keep(below, "too young");
     }
     DeleteFromTrash(entry.name);
-    if (!options_.dry_run && !fs_.Exists(Path(below))) (void)fs_.RemoveFile(mark);  // Next time.
   }
 
   // What its grace is over for. Whoever moves it back needs it under its name here: so it gets
@@ -367,6 +368,7 @@ class Collector {
       return Keep(undone.ok() ? below : doomed, same ? kept.value().why : "it has just come");
     }
     Delete(doomed, std::move(commit), below);
+    (void)fs_.RemoveFile(store_moves::MarkOf(Path(below)));  // Next time.
   }
 
   void Derived(const std::vector<CheckpointListing>& live) {

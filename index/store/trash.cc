@@ -62,9 +62,10 @@ Result<Kept> WhyKept(FileSystem& fs, const std::string& store, const std::string
       add("a save under way takes files of it: " + base->second);
     }
   }
-  const bool published = store_moves::ReadCommit(fs, path).ok();
+  // Not before it matters: COMMIT is large where there are many ranks.
+  const auto published = [&] { return store_moves::ReadCommit(fs, path).ok(); };
   const bool aborted = entry.find(store_paths::kAbortedSuffix) != std::string::npos;
-  if (lies.ok() && named && lies.value() != *named && published && !aborted) {
+  if (lies.ok() && named && lies.value() != *named && !aborted && published()) {
     add("it is checkpoint " + lies.value().ToString() +
         ", which an interrupted removal of another one took from its name");
     if (kept.back_to.empty()) kept.back_to = store_moves::NameInMark(fs, path);
@@ -72,7 +73,7 @@ Result<Kept> WhyKept(FileSystem& fs, const std::string& store, const std::string
   if (kept.why.empty()) return kept;
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool stands, Stands(fs, store, *uuid));
   if (stands) return Kept();  // What is held is held there.
-  if (!published || !CheckCheckpointName(kept.back_to).ok()) kept.back_to.clear();
+  if (!published() || !CheckCheckpointName(kept.back_to).ok()) kept.back_to.clear();
   return kept;
 }
 

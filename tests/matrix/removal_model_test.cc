@@ -216,8 +216,7 @@ struct Told {
   PruneReport prune;
   Uuid made;  // By a save.
   std::uint64_t generation = 0;
-  Standing then;        // What stood when it ended.
-  std::int64_t at = 0;  // When.
+  Standing then;  // What stood when it ended.
 };
 
 struct StoreOperation {
@@ -359,7 +358,6 @@ class Schedule {
         Interleaving(*fs_, programs_, Decides).Run(moves, sleepers, [&](int program) {
           Told& told = told_[static_cast<std::size_t>(program)];
           told.then = Look(*fs_, kStore);
-          told.at = ++clock_;
         });
     for (std::size_t p = 0; p < ended.size(); ++p) told_[p].ended = !ended[p].killed;
     return ended;
@@ -369,8 +367,6 @@ class Schedule {
   std::string Check() {
     wrong_.clear();
     const Standing now = Look(*fs_, kStore);
-    std::string all;
-    for (const auto& [name, uuid] : now) all += name + " ";
     Answers();
     MustStand(now);
     for (const auto& [name, uuid] : now) {
@@ -674,7 +670,6 @@ class Schedule {
   std::vector<Told> told_;
   std::unique_ptr<MemoryFileSystem> fs_;
   std::int64_t begin_ = 0;
-  std::int64_t clock_ = 0;
   int number_ = 0;
   std::set<Uuid> kept_in_trash_;
   std::vector<std::string> kept_;
