@@ -10,8 +10,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
-#include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -164,7 +164,9 @@ class Turns {
   std::uint64_t next_ = 0;
 };
 
-// What a lane has to do: saves, one after the other, on a channel and a thread of its own.
+// What a lane has to do: saves, one after the other, on a channel and a thread of its own. In the
+// order of their numbers, whichever of several callers comes first: each waits for its turn, and
+// one that held the thread before its turn would wait for what stands behind it.
 struct Task {
   std::uint64_t number = 0;  // Of its turn.
   std::shared_ptr<SaveHandle::Rep> job;
@@ -184,6 +186,12 @@ class Lane {
         pool_(std::move(pool)),
         on_devices_(std::move(on_devices)),
         turns_(std::move(turns)) {}
+
+  // A save that will be added. Numbers rise from call to call.
+  void Expect(std::uint64_t number) {
+    std::lock_guard lock(mutex_);
+    expected_.insert(expected_.end(), number);
+  }
 
   // Waits for what is in the queue.
   ~Lane() {
@@ -212,8 +220,7 @@ class Lane {
           return {};
         });
       }
-      if (failure.ok()) queue_.push_back(std::move(task));
-      ++unfinished_;
+      if (failure.ok()) queue_.emplace(task.number, std::move(task));
     }
     if (failure.ok()) {
       changed_.notify_all();
@@ -229,10 +236,14 @@ class Lane {
     Work(std::optional<Task>(std::move(task)));
   }
 
-  // Until nothing is under way; false where `limit` passes before.
-  bool WaitIdle(std::chrono::milliseconds limit) {
+  // Until nothing before `number` is under way; false where `limit` passes before.
+  bool WaitUntil(std::uint64_t number, std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] { return unfinished_ == 0; });
+    return changed_.wait_for(lock, std::min(limit, kLongestWait),
+                             [&] { return expected_.empty() || *expected_.begin() >= number; });
+  }
+  bool WaitIdle(std::chrono::milliseconds limit) {
+    return WaitUntil(std::numeric_limits<std::uint64_t>::max(), limit);
   }
   // Whether this is called by what it is working on, a callback.
   bool IsThisThread() {
@@ -244,10 +255,12 @@ class Lane {
   void Run() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      changed_.wait(lock, [&] {
+        return queue_.empty() ? stop_ : queue_.begin()->first == *expected_.begin();
+      });
       if (queue_.empty()) return;
-      std::optional<Task> task(std::move(queue_.front()));
-      queue_.pop_front();
+      std::optional<Task> task(std::move(queue_.begin()->second));
+      queue_.erase(queue_.begin());
       lock.unlock();
       Work(std::move(task));
       lock.lock();
@@ -269,7 +282,7 @@ class Lane {
     job->Ended(std::move(verdict), in_place);
     {
       std::lock_guard lock(mutex_);
-      --unfinished_;
+      expected_.erase(number);
     }
     changed_.notify_all();
   }
@@ -341,8 +354,8 @@ class Lane {
   const std::shared_ptr<Turns> turns_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Task> queue_;
-  int unfinished_ = 0;
+  std::map<std::uint64_t, Task> queue_;
+  std::set<std::uint64_t> expected_;  // That have not ended, whether they are in the queue or not.
   bool stop_ = false;
   std::thread thread_;  // Once there is something to do. Last: stops first.
 };
@@ -366,6 +379,18 @@ struct AsyncSaver::Rep {
       places->changed.notify_all();
     }
   }
+  // The number of a save that will be added to its lane.
+  std::uint64_t Enter(std::string_view path) {
+    std::lock_guard lock(entering);  // A lane expects numbers in their order.
+    const std::uint64_t number = turns->Enter(WithoutTrailingSlashes(path));
+    try {
+      lanes[number % kLanes]->Expect(number);
+    } catch (...) {
+      turns->Leave(number);
+      throw;
+    }
+    return number;
+  }
   Status MakeLanes(Communicator& comm) {
     for (std::uint32_t i = 0; i < kLanes; ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
@@ -382,6 +407,7 @@ struct AsyncSaver::Rep {
   std::shared_ptr<SnapshotPool> pool;
   std::shared_ptr<DeviceSnapshots> on_devices;
   std::shared_ptr<Turns> turns;
+  std::mutex entering;
   std::array<std::unique_ptr<Lane>, kLanes> lanes;
 };
 
@@ -589,11 +615,11 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
   job->bytes_total = BytesOf(state);
   if (options.progress != nullptr) job->written = options.progress;
   Task task;
-  task.number = rep_->turns->Enter(WithoutTrailingSlashes(path));
-  Lane& lane = *rep_->lanes[task.number % kLanes];
   task.job = job;
   task.path = std::string(path);
   task.options = options;
+  task.number = rep_->Enter(path);
+  Lane& lane = *rep_->lanes[task.number % kLanes];
   // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
   // of it instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
@@ -609,7 +635,7 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       return {};
     }
     // The save before the last must be over: its memory is what this one is staged in.
-    if (!lane.WaitIdle(PatienceOf(options.timeouts))) {
+    if (!lane.WaitUntil(task.number, PatienceOf(options.timeouts))) {
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
     }

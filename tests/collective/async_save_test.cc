@@ -260,6 +260,41 @@ TEST_F(AsyncSaveTest, GenerationsAreInTheOrderOfTheCalls) {
   }));
 }
 
+// Calls of several threads of a process: one that copies much is overtaken by those that copy
+// little, and each save that it holds up has its number. They waited for each other for ever.
+TEST_F(AsyncSaveTest, ThreadsSaveOnOneSaverAtTheSameTime) {
+  const auto comm = MakeSelfCommunicator();
+  ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
+  std::vector<float> much(6'000'000, 1);
+  const float little = 2;
+  const auto save = [&](const std::string& name, const float* data, std::int64_t n) -> Status {
+    Shard shard;
+    shard.global_shape = {n};
+    shard.region = Box::Make({0}, {n}).value();
+    shard.data = BufferView::Host(DType::kF32, const_cast<float*>(data), {n});
+    StateDict state;
+    TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor("w", shard));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path(name)));
+    return handle.WaitCommitted().status();
+  };
+  std::atomic<bool> over = false;
+  std::thread slow([&] {
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_OK(save("much-" + std::to_string(i), much.data(), 6'000'000));
+    }
+    over = true;
+  });
+  const auto save_little = [&](const std::string& name) {
+    for (int i = 0; i < 200 && !over; ++i) {
+      EXPECT_OK(save(name + std::to_string(i), &little, 1));
+    }
+  };
+  std::thread quick([&] { save_little("little-"); });
+  save_little("small-");
+  slow.join();
+  quick.join();
+}
+
 // ...nor, where both go to one name, in what stays there.
 TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {

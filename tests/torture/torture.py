@@ -33,7 +33,7 @@ import stores
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FAMILIES = ("faults", "hosts", "crash", "corrupt", "beside", "ranks", "foreign")
+FAMILIES = ("faults", "hosts", "crash", "corrupt", "beside", "ranks", "foreign", "steps", "python", "wire")
 TURN_SECONDS = 20
 BROKEN_AT_MOST = 5
 
