@@ -190,6 +190,7 @@ Status Status::With(const ErrorFields& more) const {
     mine.box_extent = more.box_extent;
   }
   mine.memory_in_use = mine.memory_in_use || more.memory_in_use;
+  if (mine.device.empty()) mine.device = more.device;
   return Status(std::move(rep));
 }
 

@@ -22,6 +22,7 @@ nlohmann::ordered_json StatusJson(const Status& failure) {
   if (!fields.file.empty()) json["file"] = fields.file;
   if (!fields.cause.empty()) json["cause"] = fields.cause;
   if (fields.memory_in_use) json["memory_in_use"] = true;
+  if (!fields.device.empty()) json["device"] = fields.device;
   return json;
 }
 

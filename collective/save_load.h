@@ -48,6 +48,9 @@ struct LoadControl {
   // is there, and brought to the next exchange, which fails with kCancelled on all ranks.
   const std::atomic<bool>* cancel = nullptr;
   std::shared_ptr<const DeviceFences> fences = nullptr;  // As in SaveControl.
+  // The program goes on meanwhile, and may have NCCL at work itself: an exchange goes between
+  // devices only where it must. Two communicators at a time may wait for each other (docs/bulk.md).
+  bool background = false;
   // Below this an exchange goes between devices only where it must: NCCL takes a second or two to
   // connect.
   std::uint64_t worth_a_way = std::uint64_t{2} << 30;

@@ -23,10 +23,12 @@ Status DeviceHashes::Mark(Batch& batch) {
   if (!batch.mark) {
     Result<DeviceQueue*> queue = queues_.Of(batch.device);
     if (!queue.ok()) return queue.status();
-    batch.mark = queue.value()->Mark();
+    Submission submission = MarkSubmitted(*queue.value(), Status());
+    // A second mark says nothing of what the first one failed for.
+    batch.mark = submission.status.ok() ? std::move(submission.mark) : submission.status;
     open_.erase(batch.device);
   }
-  return batch.mark->status().WithContext(batch.device->ops->name());
+  return batch.device->Name(batch.mark->status());
 }
 
 Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>& device,
@@ -45,7 +47,7 @@ Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>&
   jobs_.push_back({number, batch.leaves.size() - 1, count});
   const Status submitted =
       queue->HashLeaves(gather, base, bytes, leaf_bytes, batch.leaves.back().get());
-  if (!submitted.ok()) return submitted.WithContext(device->ops->name());
+  if (!submitted.ok()) return device->Name(submitted);
   // What was submitted first is asked for first, while the device is at the rest.
   if (batch.leaves.size() == kHashesOfMark) TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
   return jobs_.size() - 1;

@@ -45,6 +45,13 @@ struct DeviceCopy {
   std::byte* to = nullptr;
 };
 
+// How long a queue may wait where it must: where so much is under way that the device takes no
+// more, and where host memory is not pinned. `cancel`, if not null, must outlive it.
+struct QueueRules {
+  std::chrono::milliseconds patience{60'000};
+  const std::atomic<bool>* cancel = nullptr;
+};
+
 // Work of one device in the order in which it was submitted. What is between two submissions is in
 // that order; the copies of one submission may be done in any. Of one thread at a time.
 // An error of a call may leave a part of it submitted: memory that it names is free again once a
@@ -79,13 +86,12 @@ class DeviceQueue {
   // before and only now handed to the device: it is told once, and the next mark stands for what
   // the device got.
   virtual Result<std::shared_ptr<DeviceMark>> Mark() = 0;
-};
+  // Where no mark is to be had now: stands for what was submitted so far from the next one on that
+  // is, and fails with the queue where there is none. Null: the queue has no such marks.
+  virtual std::shared_ptr<DeviceMark> MarkLater() { return nullptr; }
 
-// How long a queue may wait where it must: where so much is under way that the device takes no
-// more, and where host memory is not pinned. `cancel`, if not null, must outlive it.
-struct QueueRules {
-  std::chrono::milliseconds patience{60'000};
-  const std::atomic<bool>* cancel = nullptr;
+  // What it may wait for from now on. A queue that never waits needs not know.
+  virtual void SetRules(const QueueRules& /*rules*/) {}
 };
 
 // Pinned memory that a device is given: blocks of one size. As many as there are threads that fill
@@ -114,7 +120,8 @@ class DeviceOps {
   // Page-locked memory of the host, page-aligned. kResourceExhausted where there is none.
   virtual Result<std::byte*> AllocatePinned(std::size_t bytes) = 0;
   virtual void FreePinned(std::byte* data) = 0;
-  // The device's own.
+  // The device's own. Neither waits for streams of the program. No work on what is freed may be
+  // under way (DeviceRemains, where a queue that is gone may have left some).
   virtual Result<std::byte*> Allocate(std::size_t bytes) = 0;
   virtual void Free(std::byte* data) = 0;
 

@@ -23,18 +23,57 @@ PlacedBox Packed(const Box& box, std::uint64_t offset) {
 }  // namespace
 
 Status DeviceRules::Await(DeviceMark& mark, const OpenedDevice& device) const {
-  return AwaitMark(mark, Deadline::After(patience), cancel).WithContext(device.ops->name());
+  return device.Name(AwaitMark(mark, Deadline::After(patience), cancel));
 }
 
 Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) const {
   return device.ring->Take(Deadline::After(patience), cancel);
 }
 
+namespace {
+
+// Made before they are needed: then there may be no memory for them.
+const Status& NoMemory() {
+  static const Status status(Code::kResourceExhausted, "out of memory");
+  return status;
+}
+const Status& Unmarked() {
+  static const Status status(Code::kInternal, "work that no mark stands for");
+  return status;
+}
+
+Result<std::shared_ptr<DeviceMark>> TryMark(DeviceQueue& queue) {
+  Result<std::shared_ptr<DeviceMark>> mark = Unmarked();
+  const Status thrown = NothingThrown([&] {
+    mark = queue.Mark();
+    return Status();
+  });
+  return thrown.ok() ? mark : thrown;
+}
+
+}  // namespace
+
+Status NothingThrown(const std::function<Status()>& work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return NoMemory();
+  } catch (const std::exception& e) {
+    return {Code::kInternal, e.what()};
+  }
+}
+
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted) {
-  Submission s{submitted, queue.Mark()};
+  Submission s{submitted, TryMark(queue)};
   if (s.status.ok()) s.status = s.mark.status();
   // Of what was submitted before: its memory need not be lost.
-  if (!s.mark.ok()) s.mark = queue.Mark();
+  if (!s.mark.ok()) s.mark = TryMark(queue);
+  if (!s.mark.ok()) {
+    (void)NothingThrown([&] {
+      if (auto later = queue.MarkLater(); later != nullptr) s.mark = std::move(later);
+      return Status();
+    });
+  }
   return s;
 }
 
@@ -45,11 +84,12 @@ void FlyingBlock::Settle(const Deadline& deadline) {
 }
 
 Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
-  // Also where it fails: a part of it may be under way.
+  // Also where it fails, or throws: a part of it may be under way.
+  mark_ = Unmarked();
   landed_ = false;
-  Submission submission = MarkSubmitted(queue, work());
+  Submission submission = MarkSubmitted(queue, NothingThrown(work));
   mark_ = std::move(submission.mark);
-  return submission.status.WithContext(device_->ops->name());
+  return device_->Name(submission.status);
 }
 
 Status FlyingBlock::Land(const DeviceRules& rules) {
@@ -62,20 +102,52 @@ Status FlyingBlock::Land(const DeviceRules& rules) {
 
 namespace {
 
+// Stands for work for which no mark was to be had, from the next mark of its queue on.
+class LateMark final : public DeviceMark {
+ public:
+  Result<bool> Reached() override {
+    std::shared_ptr<DeviceMark> mark;
+    {
+      std::lock_guard lock(mutex_);
+      TENSORMOUNT_RETURN_IF_ERROR(known_.status());
+      mark = known_.value();
+    }
+    return mark == nullptr ? Result<bool>(false) : mark->Reached();
+  }
+  // The mark; or that there will be none.
+  void Know(const Result<std::shared_ptr<DeviceMark>>& mark) {
+    std::lock_guard lock(mutex_);
+    known_ = mark;
+  }
+
+ private:
+  std::mutex mutex_;
+  Result<std::shared_ptr<DeviceMark>> known_ = std::shared_ptr<DeviceMark>();
+};
+
+// Remembers what it leaves under way when it is destroyed: memory is freed after that, and streams
+// wait for it.
 class FencedQueue final : public DeviceQueue {
  public:
+  // `fences`: null where the call has none.
   FencedQueue(const OpenedDevice& device, std::unique_ptr<DeviceQueue> queue,
-              const DeviceFences& fences)
+              const DeviceFences* fences)
       : device_(device), queue_(std::move(queue)), fences_(fences) {}
   ~FencedQueue() override {
     try {
-      if (given_) last_ = MarkSubmitted(*queue_, Status()).mark;
+      Result<std::shared_ptr<DeviceMark>> last = last_;
+      for (int tries = 0; given_ && tries < 2; ++tries) last = TryMark(*this);
+      if (given_) last_ = last;
+      for (const auto& late : late_) late->Know(last);
       // Work that failed has ended; work behind it may not have.
       const Result<bool> over = last_.ok() && last_.value() != nullptr ? last_.value()->Reached()
                                                                        : Result<bool>(last_.ok());
-      if (!over.ok() || !over.value()) fences_.Hold(device_, last_);
+      if (over.ok() && over.value()) return;
+      device_.remains->Add(last_);
+      if (fences_ != nullptr) fences_->Hold(device_, last_);
     } catch (const std::exception&) {  // No memory, where a call fails for want of it.
-      fences_.Lose();
+      device_.remains->Add(Unmarked());
+      if (fences_ != nullptr) fences_->Lose();
     }
   }
 
@@ -107,16 +179,25 @@ class FencedQueue final : public DeviceQueue {
     if (mark.ok()) {
       last_ = mark;
       given_ = false;
+      for (const auto& late : late_) late->Know(mark);
+      late_.clear();
     }
     return mark;
   }
+  std::shared_ptr<DeviceMark> MarkLater() override {
+    given_ = true;
+    late_.push_back(std::make_shared<LateMark>());
+    return late_.back();
+  }
+  void SetRules(const QueueRules& rules) override { queue_->SetRules(rules); }
 
  private:
   const OpenedDevice& device_;
   const std::unique_ptr<DeviceQueue> queue_;
-  const DeviceFences& fences_;
+  const DeviceFences* const fences_;
   bool given_ = false;  // Work since the last mark.
   Result<std::shared_ptr<DeviceMark>> last_ = std::shared_ptr<DeviceMark>();
+  std::vector<std::shared_ptr<LateMark>> late_;
 };
 
 }  // namespace
@@ -125,10 +206,11 @@ Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceRules& rules) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue,
                                device.ops->MakeQueue({rules.patience, rules.cancel}));
-  if (rules.fences == nullptr) return queue;
-  TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
+  if (rules.fences != nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
+  }
   return std::unique_ptr<DeviceQueue>(
-      std::make_unique<FencedQueue>(device, std::move(queue), *rules.fences));
+      std::make_unique<FencedQueue>(device, std::move(queue), rules.fences));
 }
 
 Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {
@@ -176,20 +258,29 @@ Status DeviceWriter::TakeDigests(Line& line) {
   return status.code() == Code::kResourceExhausted ? Status() : status;
 }
 
-// The block goes back to the ring by itself, whatever this waits for meanwhile.
+// The block goes back to the ring by itself, whatever this waits for meanwhile; also where
+// something is thrown, which may be when a part of it is under way.
 Status DeviceWriter::Launch(Line& line) {
   PinnedRing::Block block = std::move(*line.block);
   line.block.reset();
   line.used = 0;
   if (line.copies.empty()) return {};
-  Status submitted = line.queue->CopyIn(line.copies);
-  line.copies.clear();  // Not its memory: there may be thousands for each block.
-  if (submitted.ok()) submitted = TakeDigests(line);
-  const auto [status, mark] = MarkSubmitted(*line.queue, submitted);
-  block.GiveUp(mark);
-  if (mark.ok()) line.last = mark.value();
-  line.lost = line.lost || !mark.ok();
-  return status.WithContext(line.device->ops->name());
+  Submission submission{{}, Unmarked()};
+  {
+    const AtExit give_up([&] {
+      block.GiveUp(submission.mark);
+      if (submission.mark.ok()) line.last = submission.mark.value();
+      line.lost = line.lost || !submission.mark.ok();
+      line.copies.clear();  // Not its memory: there may be thousands for each block.
+      line.landings.clear();
+    });
+    const Status submitted = NothingThrown([&] {
+      const Status copied = line.queue->CopyIn(line.copies);
+      return copied.ok() ? TakeDigests(line) : copied;
+    });
+    submission = MarkSubmitted(*line.queue, submitted);
+  }
+  return line.device->Name(submission.status);
 }
 
 Status DeviceWriter::PushLocked() {
@@ -321,6 +412,7 @@ void DeviceWriter::WaitOn(std::chrono::milliseconds patience) {
   std::lock_guard lock(mutex_);
   rules_.cancel = nullptr;
   rules_.patience = patience;
+  for (const std::unique_ptr<Line>& line : lines_) line->queue->SetRules({patience, nullptr});
 }
 
 Status DeviceWriter::Finish() {
@@ -358,6 +450,31 @@ Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
   return {};
 }
 
+// As many as a block has room for; false: the device has no memory for it. The block is given back
+// before the host does it instead, which takes one of its own.
+Result<bool> DigestThere(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
+                         std::span<const DigestWanted* const> wanted, const DeviceRules& rules) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*device));
+  FlyingBlock block(std::move(taken), device);
+  auto* const results = reinterpret_cast<Crc64*>(block.data());
+  const Status launched = block.Launch(queue, [&]() -> Status {
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      const DeviceBoxes& boxes = wanted[i]->boxes;
+      TENSORMOUNT_RETURN_IF_ERROR(
+          queue.Digest(boxes.placed, boxes.base, wanted[i]->byte_shape, results + i));
+    }
+    return {};
+  });
+  if (launched.code() == Code::kResourceExhausted) {
+    block.Settle(Deadline::After(rules.patience));
+    return false;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(launched);
+  TENSORMOUNT_RETURN_IF_ERROR(block.Land(rules));
+  for (std::size_t i = 0; i < wanted.size(); ++i) *wanted[i]->out = results[i];
+  return true;
+}
+
 Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules) {
   DeviceQueues queues(rules);
   std::map<std::shared_ptr<const OpenedDevice>, std::vector<const DigestWanted*>> by_device;
@@ -367,28 +484,9 @@ Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules&
     const std::size_t at_once = device->ring->block_bytes() / sizeof(Crc64);
     for (std::size_t from = 0; from < all.size(); from += at_once) {
       const auto some = std::span(all).subspan(from, std::min(at_once, all.size() - from));
-      TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*device));
-      FlyingBlock block(std::move(taken), device);
-      auto* const results = reinterpret_cast<Crc64*>(block.data());
-      const auto digest = [&]() -> Status {
-        for (std::size_t i = 0; i < some.size(); ++i) {
-          const DeviceBoxes& boxes = some[i]->boxes;
-          TENSORMOUNT_RETURN_IF_ERROR(
-              queue->Digest(boxes.placed, boxes.base, some[i]->byte_shape, results + i));
-        }
-        return {};
-      };
-      const Status launched = block.Launch(*queue, digest);
-      if (launched.code() == Code::kResourceExhausted) {
-        block.Settle(Deadline::After(rules.patience));
-        for (const DigestWanted* one : some) {
-          TENSORMOUNT_RETURN_IF_ERROR(DigestHere(*one, rules));
-        }
-        continue;
-      }
-      TENSORMOUNT_RETURN_IF_ERROR(launched);
-      TENSORMOUNT_RETURN_IF_ERROR(block.Land(rules));
-      for (std::size_t i = 0; i < some.size(); ++i) *some[i]->out = results[i];
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool digested, DigestThere(device, *queue, some, rules));
+      if (digested) continue;
+      for (const DigestWanted* one : some) TENSORMOUNT_RETURN_IF_ERROR(DigestHere(*one, rules));
     }
   }
   return {};

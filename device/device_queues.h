@@ -50,6 +50,9 @@ struct Submission {
   Result<std::shared_ptr<DeviceMark>> mark;
 };
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted);
+// Runs what submits: no exception may come between a submission and its mark, without which the
+// memory that it names counts as free.
+Status NothingThrown(const std::function<Status()>& work);
 
 // Where the next bytes of a block of pinned memory may begin: at a cache line, which vector loads
 // and device copies like.
@@ -85,7 +88,8 @@ class FlyingBlock {
 };
 
 // A queue to a device, behind the fences of the call. Where it is destroyed before its work is
-// done, the streams of the fences wait for that (DeviceFences::Hold).
+// done, the streams of the fences wait for that (DeviceFences::Hold), and memory that is freed
+// later (DeviceRemains).
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceRules& rules);
 
@@ -142,8 +146,8 @@ class DeviceWriter {
   Status Push();
   // Lets go of what was not sent.
   void Drop();
-  // From now on waits go on where the call is cancelled, and take `patience`. Of no use while
-  // another thread writes, as Drop and Finish.
+  // From now on waits go on where the call is cancelled, and take `patience`; those of queues that
+  // were made before, too. Of no use while another thread writes, as Drop and Finish.
   void WaitOn(std::chrono::milliseconds patience);
   // Until all is there.
   Status Finish();

@@ -66,7 +66,8 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     return Status(Code::kUnavailable,
                   NameOf(device) +
                       ": this process was forked from one that had opened it; a device can only be "
-                      "used in a process that was spawned");
+                      "used in a process that was spawned")
+        .With({.device = NameOf(device)});
   }
   Known& known = Devices();
   std::lock_guard lock(known.mutex);
@@ -82,7 +83,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
       known.source ? known.source(device) : OpenByModule(device);
   if (!found.ok()) {
     if (known.entries.empty()) opened_here = false;
-    return found.status();
+    return found.status().With({.device = NameOf(device)});
   }
   std::shared_ptr<DeviceOps> ops = std::move(found).value();
   // One device may be described in two ways, with its UUID and without.
@@ -91,8 +92,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     if (entry.opened->ops == ops) opened = entry.opened;
   }
   if (opened == nullptr) {
-    auto ring = std::make_shared<PinnedRing>(ops, ops->pinned());
-    opened = std::make_shared<const OpenedDevice>(OpenedDevice{std::move(ops), std::move(ring)});
+    opened = std::make_shared<const OpenedDevice>(std::move(ops));
   }
   known.entries.push_back({device, opened});
   return opened;
@@ -101,7 +101,9 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
 Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const OpenedDevice> opened,
                                OpenDevice(device));
-  return opened->ops->OpenLink();
+  Result<std::unique_ptr<DeviceLink>> link = opened->ops->OpenLink();
+  if (!link.ok()) return link.status().With({.device = opened->ops->name()});
+  return link;
 }
 
 Status CheckMemory(const BufferView& view) {
@@ -111,7 +113,46 @@ Status CheckMemory(const BufferView& view) {
                                OpenDevice(view.device));
   // Where there is nothing, frameworks hand out any pointer.
   const bool empty = std::find(view.shape.begin(), view.shape.end(), 0) != view.shape.end();
-  return empty ? Status() : device->ops->Check(view);
+  const Status checked = empty ? Status() : device->ops->Check(view);
+  return checked.ok() ? checked : checked.With({.device = device->ops->name()});
+}
+
+void DeviceRemains::Add(const Result<std::shared_ptr<DeviceMark>>& work) noexcept {
+  std::lock_guard lock(mutex_);
+  try {
+    if (work.ok()) work_.push_back(work.value());
+    lost_ = lost_ || !work.ok();
+  } catch (const std::exception&) {  // No memory to remember it.
+    lost_ = true;
+  }
+}
+
+bool DeviceRemains::OverLocked() {
+  std::erase_if(work_, [this](const std::shared_ptr<DeviceMark>& mark) {
+    const Result<bool> reached = mark->Reached();
+    // Work that failed has ended; work behind it may not have.
+    lost_ = lost_ || !reached.ok();
+    return !reached.ok() || reached.value();
+  });
+  if (!work_.empty() || lost_) return false;
+  for (std::byte* data : waiting_) ops_->Free(data);
+  waiting_.clear();
+  return true;
+}
+
+bool DeviceRemains::Over() {
+  std::lock_guard lock(mutex_);
+  return OverLocked();
+}
+
+void DeviceRemains::Free(std::byte* data) noexcept {
+  if (data == nullptr || ops_->gone()) return;
+  std::lock_guard lock(mutex_);
+  try {
+    waiting_.push_back(data);
+    (void)OverLocked();
+  } catch (const std::exception&) {  // No memory to remember it: the device keeps the memory.
+  }
 }
 
 Status DeviceFences::Add(const BufferView& view) {
@@ -126,8 +167,9 @@ Status DeviceFences::Add(const BufferView& view) {
   for (const Fence& fence : fences_) {
     if (fence.device == device && fence.stream == view.stream) return {};
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<DeviceMark> mark,
-                               device->ops->MarkStream(view.stream));
+  Result<std::shared_ptr<DeviceMark>> marked = device->ops->MarkStream(view.stream);
+  if (!marked.ok()) return marked.status().With({.device = device->ops->name()});
+  std::shared_ptr<DeviceMark> mark = std::move(marked).value();
   fences_.push_back({std::move(device), view.stream, std::move(mark), std::this_thread::get_id()});
   return {};
 }

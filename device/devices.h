@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -18,10 +19,42 @@
 
 namespace tensormount {
 
-// A device that was asked for once, with the pinned memory that all saves and loads share.
+// Work that queues which are gone have left under way on a device, and memory that is freed once it
+// is over: a stream that the work is behind may hang, and nobody waits for that. Thread-safe.
+class DeviceRemains {
+ public:
+  explicit DeviceRemains(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
+  // `work`: the last mark of a queue. A failed one says that nobody can know when its work ends.
+  void Add(const Result<std::shared_ptr<DeviceMark>>& work) noexcept;
+  // Whether none of it is under way any more.
+  bool Over();
+  // Frees memory of the device that no queue works on; now or, until Over, later.
+  void Free(std::byte* data) noexcept;
+
+ private:
+  bool OverLocked();
+
+  const std::shared_ptr<DeviceOps> ops_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<DeviceMark>> work_;
+  bool lost_ = false;  // Work that no mark stands for.
+  std::vector<std::byte*> waiting_;
+};
+
+// A device that was asked for once, with what all its saves and loads share: pinned memory, and
+// what was left under way.
 struct OpenedDevice {
+  explicit OpenedDevice(std::shared_ptr<DeviceOps> device)
+      : ops(std::move(device)),
+        ring(std::make_shared<PinnedRing>(ops, ops->pinned())),
+        remains(std::make_shared<DeviceRemains>(ops)) {}
+  // A failure of this device, named in words and as a field.
+  Status Name(const Status& failure) const {
+    return failure.ok() ? failure : failure.WithContext(ops->name()).With({.device = ops->name()});
+  }
   std::shared_ptr<DeviceOps> ops;
   std::shared_ptr<PinnedRing> ring;
+  std::shared_ptr<DeviceRemains> remains;
 };
 
 // Finds a device. Thread-safe.

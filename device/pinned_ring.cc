@@ -129,6 +129,10 @@ void PinnedRing::CollectLost() {
   });
 }
 
+Status PinnedRing::Name(const Status& failure) const {
+  return failure.WithContext(ops_->name()).With({.device = ops_->name()});
+}
+
 Status PinnedRing::Make() {
   const Result<std::byte*> pinned = ops_->AllocatePinned(shape_.block_bytes);
   if (pinned.ok()) {
@@ -159,12 +163,13 @@ Result<std::byte*> PinnedRing::TakeLocked() {
   if (!lost_.empty()) CollectLost();
   if (free_.empty() && made_.size() < shape_.blocks) {
     const Status made = Make();
-    if (made_.empty()) return made;  // Otherwise it goes on with those that there are.
+    // Otherwise it goes on with those that there are.
+    if (made_.empty()) return made.With({.device = ops_->name()});
   }
   const bool all_failed =
       lost_.size() == made_.size() &&
       std::none_of(lost_.begin(), lost_.end(), [](const Lost& lost) { return lost.mark.ok(); });
-  if (all_failed) return lost_.front().mark.status().WithContext(ops_->name());
+  if (all_failed) return Name(lost_.front().mark.status());
   if (free_.empty()) return nullptr;
   std::byte* const data = free_.back();
   free_.pop_back();
@@ -189,10 +194,10 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
     }
     if (IsSet(cancel)) return Cancelled();
     if (deadline.Passed()) {
-      return Status(Code::kDeadlineExceeded,
-                    ops_->name() + ": all " + std::to_string(made_.size()) +
-                        " blocks of pinned memory are in use, " + std::to_string(lost_.size()) +
-                        " of them by copies that did not end");
+      return Name(Status(Code::kDeadlineExceeded, "all " + std::to_string(made_.size()) +
+                                                      " blocks of pinned memory are in use, " +
+                                                      std::to_string(lost_.size()) +
+                                                      " of them by copies that did not end"));
     }
     // Blocks that were given up come back without a word; who is not the first is told.
     const bool looks = waiting_.front() == &self && !lost_.empty();

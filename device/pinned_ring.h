@@ -90,6 +90,7 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   // With the lock held. Null where none is free, and no more may be made.
   Result<std::byte*> TakeLocked();
   Status Make();
+  Status Name(const Status& failure) const;
   void CollectLost();
 
   const std::shared_ptr<DeviceOps> ops_;

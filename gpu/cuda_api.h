@@ -59,8 +59,27 @@ struct ModuleRep;
 using Module = ModuleRep*;
 struct FunctionRep;
 using Function = FunctionRep*;
+struct PoolRep;
+using Pool = PoolRep*;
 struct Uuid {
   std::uint8_t bytes[16];
+};
+// Where memory of a pool is, and who may work with it.
+struct Location {
+  int type = 0;
+  int ordinal = 0;
+};
+struct PoolProperties {
+  int type = 0;     // Of its memory.
+  int handles = 0;  // For other processes.
+  Location location;
+  void* security = nullptr;
+  std::size_t most_bytes = 0;
+  std::uint8_t reserved[56] = {};
+};
+struct PoolAccess {
+  Location location;
+  int flags = 0;
 };
 
 // The default streams, which are handles that stand for themselves.
@@ -70,6 +89,10 @@ inline constexpr std::uintptr_t kPerThreadStream = 2;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kRegisterPortable = 1;
+
+inline constexpr int kPinnedAllocation = 1;
+inline constexpr int kLocationDevice = 1;
+inline constexpr int kAccessReadWrite = 3;
 
 inline constexpr int kCaptureNone = 0;         // Of a stream.
 inline constexpr int kCaptureModeRelaxed = 2;  // Of a thread.
@@ -82,6 +105,7 @@ inline constexpr unsigned kMemoryDevice = 2;
 
 inline constexpr int kAttributeMajor = 75;
 inline constexpr int kAttributeMinor = 76;
+inline constexpr int kAttributeMemoryPools = 115;
 inline constexpr int kAttributeHostNumaId = 134;
 
 // Functions as they are asked for with this version: X(name, parameters).
@@ -96,6 +120,7 @@ inline constexpr int kVersion = 12000;
   X(cuDeviceGetName, (char* name, int bytes, Device device))                                      \
   X(cuDeviceGetUuid, (Uuid * uuid, Device device))                                                \
   X(cuDeviceGetAttribute, (int* value, int attribute, Device device))                             \
+  X(cuDeviceCanAccessPeer, (int* can, Device device, Device peer))                                \
   X(cuDevicePrimaryCtxRetain, (Context * context, Device device))                                 \
   X(cuDevicePrimaryCtxRelease, (Device device))                                                   \
   X(cuCtxPushCurrent, (Context context))                                                          \
@@ -112,6 +137,11 @@ inline constexpr int kVersion = 12000;
                      Stream stream, void** parameters, void** extra))                             \
   X(cuMemAlloc, (Address * address, std::size_t bytes))                                           \
   X(cuMemFree, (Address address))                                                                 \
+  X(cuMemPoolCreate, (Pool * pool, const PoolProperties* properties))                             \
+  X(cuMemPoolDestroy, (Pool pool))                                                                \
+  X(cuMemPoolSetAccess, (Pool pool, const PoolAccess* access, std::size_t count))                 \
+  X(cuMemAllocFromPoolAsync, (Address * address, std::size_t bytes, Pool pool, Stream stream))    \
+  X(cuMemFreeAsync, (Address address, Stream stream))                                             \
   X(cuMemHostRegister, (void* data, std::size_t bytes, unsigned flags))                           \
   X(cuMemHostUnregister, (void* data))                                                            \
   X(cuPointerGetAttribute, (void* value, int attribute, Address address))                         \

@@ -33,7 +33,8 @@ CudaContext::~CudaContext() {
 
 Status CudaContext::Check(cuda::Result result, std::string_view doing) {
   if (result == cuda::kSuccess) return {};
-  const Status status = CudaStatus(*driver_, result, doing).WithContext(name_);
+  const Status status =
+      CudaStatus(*driver_, result, doing).WithContext(name_).With({.device = name_});
   // An invalid context may also be one that somebody names with a stream of another.
   if (result == cuda::kContextIsDestroyed || result == cuda::kDeinitialized ||
       (result == cuda::kInvalidContext && WasReset())) {

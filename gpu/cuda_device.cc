@@ -135,7 +135,8 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
     numa_node_ = -1;
   }
   pinned_ = std::make_shared<PinnedMemory>(context_, numa_node_);
-  scratch_ = std::make_shared<ScratchPool>(context_, options_.scratch_bytes);
+  TENSORMOUNT_ASSIGN_OR_RETURN(areas_, AreaPool::Make(context_, ordinal_));
+  scratch_ = std::make_shared<ScratchPool>(context_, areas_, options_.scratch_bytes);
   results_ = std::make_shared<ResultSlabs>(pinned_);
   return {};
 }
@@ -205,20 +206,20 @@ void CudaDevice::FreePinned(std::byte* data) { pinned_->Free(data); }
 Result<std::byte*> CudaDevice::Allocate(std::size_t bytes) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  cuda::Address address = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(
-      // Whole words, of which kernels read all where they want a part.
-      context_->Check(context_->driver().cuMemAlloc(
-                          &address, std::max<std::size_t>((bytes + 15) / 16 * 16, 16)),
-                      "allocate " + std::to_string(bytes) + " bytes"));
+  // Whole words, of which kernels read all where they want a part.
+  TENSORMOUNT_ASSIGN_OR_RETURN(const cuda::Address address,
+                               areas_->Allocate(std::max<std::size_t>((bytes + 15) / 16 * 16, 16)));
   return reinterpret_cast<std::byte*>(address);
 }
 
 void CudaDevice::Free(std::byte* data) {
   const CudaScope scope(*context_);
-  if (scope.status().ok()) {
-    (void)context_->driver().cuMemFree(reinterpret_cast<cuda::Address>(data));
-  }
+  if (scope.status().ok()) areas_->Free(reinterpret_cast<cuda::Address>(data));
+}
+
+void CudaDevice::LetReach(const CudaDevice& peer) {
+  const CudaScope scope(*context_);
+  if (scope.status().ok()) areas_->LetReach(peer.context_->device(), peer.ordinal_);
 }
 
 // The driver's handle of a stream that can be given work. In a CudaScope.
@@ -335,6 +336,11 @@ Result<std::shared_ptr<DeviceOps>> CudaDevices::Open(const Device& device) {
   std::shared_ptr<CudaDevice>& opened = opened_[ordinal];
   if (opened == nullptr || opened->gone()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(opened, CudaDevice::Open(driver_, ordinal, image_, options_));
+    for (const auto& [number, other] : opened_) {
+      if (other == nullptr || other == opened || other->gone()) continue;
+      opened->LetReach(*other);
+      other->LetReach(*opened);
+    }
   }
   return std::shared_ptr<DeviceOps>(opened);
 }

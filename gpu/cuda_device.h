@@ -58,6 +58,8 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   const std::shared_ptr<ScratchPool>& scratch() const { return scratch_; }
   const std::shared_ptr<ResultSlabs>& results() const { return results_; }
   PinnedMemory& pinned_memory() { return *pinned_; }
+  // Kernels of `peer` may work with this device's memory, where it can be reached.
+  void LetReach(const CudaDevice& peer);
 
   std::string name() const override { return context_->name(); }
   PinnedShape pinned() const override { return options_.pinned; }
@@ -89,6 +91,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   cuda::Module module_ = nullptr;
   CudaKernels kernels_;
   std::shared_ptr<PinnedMemory> pinned_;
+  std::shared_ptr<AreaPool> areas_;
   std::shared_ptr<ScratchPool> scratch_;
   std::shared_ptr<ResultSlabs> results_;
 };

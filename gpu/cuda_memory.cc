@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <iterator>
 #include <string>
@@ -12,6 +13,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <utility>
+
+#include "base/deadline.h"
+#include "device/pinned_ring.h"
 
 namespace tensormount::gpu {
 namespace {
@@ -96,14 +100,106 @@ void PinnedMemory::Release(std::byte* data, std::size_t bytes) {
   }
 }
 
+// ---- AreaPool --------------------------------------------------------------------------------
+
+Result<std::shared_ptr<AreaPool>> AreaPool::Make(std::shared_ptr<CudaContext> context,
+                                                 int ordinal) {
+  const cuda::Driver& driver = context->driver();
+  // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): the constructor is private.
+  std::shared_ptr<AreaPool> made(new AreaPool(std::move(context)));
+  int has_pools = 0;
+  (void)driver.cuDeviceGetAttribute(&has_pools, cuda::kAttributeMemoryPools,
+                                    made->context_->device());
+  if (has_pools == 0) return made;
+  cuda::PoolProperties properties;
+  properties.type = cuda::kPinnedAllocation;
+  properties.location = {cuda::kLocationDevice, ordinal};
+  const Status pooled = made->context_->Check(driver.cuMemPoolCreate(&made->pool_, &properties),
+                                              "make a pool of memory");
+  if (!pooled.ok()) {
+    made->pool_ = nullptr;
+    if (pooled.code() == Code::kUnavailable) return pooled;
+    return made;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(made->context_->Check(
+      driver.cuStreamCreateWithPriority(&made->stream_, cuda::kStreamNonBlocking, 0),
+      "make a stream"));
+  return made;
+}
+
+AreaPool::~AreaPool() {
+  const CudaScope scope(*context_);
+  if (!scope.status().ok()) return;
+  const cuda::Driver& driver = context_->driver();
+  for (const auto& [bytes, data] : kept_) (void)driver.cuMemFree(data);
+  if (stream_ != nullptr) (void)driver.cuStreamDestroy(stream_);
+  // What was not given back stays with who has it.
+  if (pool_ != nullptr) (void)driver.cuMemPoolDestroy(pool_);
+}
+
+Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
+  // The stream has nothing to wait for: only allocations, and memory that nobody works on.
+  constexpr std::chrono::seconds kPatience{30};
+  const cuda::Driver& driver = context_->driver();
+  const auto check = [&](cuda::Result result) {
+    return result == cuda::kSuccess
+               ? Status()
+               : context_->Check(result, "allocate " + std::to_string(bytes) + " bytes");
+  };
+  cuda::Address data = 0;
+  if (pool_ != nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        check(driver.cuMemAllocFromPoolAsync(&data, bytes, pool_, stream_)));
+    const auto mark = CudaMark::Record(context_, stream_);
+    Status there = mark.status();
+    if (there.ok()) there = AwaitMark(*mark.value(), Deadline::After(kPatience));
+    if (there.ok()) return data;
+    (void)driver.cuMemFreeAsync(data, stream_);
+    return there;
+  }
+  std::lock_guard lock(mutex_);
+  const auto fits = kept_.lower_bound(bytes);
+  if (fits != kept_.end() && fits->first / 2 <= bytes) {
+    data = fits->second;
+    kept_.erase(fits);
+    return data;
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(check(driver.cuMemAlloc(&data, bytes)));
+  sizes_[data] = bytes;
+  return data;
+}
+
+void AreaPool::Free(cuda::Address data) {
+  if (pool_ != nullptr) {
+    (void)context_->driver().cuMemFreeAsync(data, stream_);
+    return;
+  }
+  std::lock_guard lock(mutex_);
+  kept_.emplace(sizes_[data], data);
+}
+
+void AreaPool::LetReach(cuda::Device peer, int ordinal) {
+  int can = 0;
+  const cuda::Driver& driver = context_->driver();
+  if (pool_ == nullptr ||
+      driver.cuDeviceCanAccessPeer(&can, peer, context_->device()) != cuda::kSuccess || can == 0) {
+    return;
+  }
+  const cuda::PoolAccess access{{cuda::kLocationDevice, ordinal}, cuda::kAccessReadWrite};
+  // Where it fails, NCCL finds no way between the two either.
+  (void)driver.cuMemPoolSetAccess(pool_, &access, 1);
+}
+
 // ---- ScratchPool -----------------------------------------------------------------------------
 
 ScratchPool::~ScratchPool() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
   for (const Returned& returned : returned_) {
+    // Work that is still due on it keeps it.
+    const bool over = context_->driver().cuEventQuery(returned.free) == cuda::kSuccess;
     (void)context_->driver().cuEventDestroy(returned.free);
-    (void)context_->driver().cuMemFree(returned.scratch.data);
+    if (over) areas_->Free(returned.scratch.data);
   }
 }
 
@@ -116,11 +212,10 @@ Result<Scratch> ScratchPool::Make() {
   for (int halvings = 0; halvings <= kHalvings; ++halvings) {
     const std::size_t bytes =
         std::max((made_ < kLarge ? bytes_ : bytes_ / 16) >> halvings, kLeastBytes);
-    cuda::Address data = 0;
-    const cuda::Result result = context_->driver().cuMemAlloc(&data, bytes + kResultBytes);
-    status = context_->Check(result, "allocate a buffer of " + std::to_string(bytes) + " bytes");
-    if (status.ok()) return Scratch{data, bytes, true};
-    if (result != cuda::kOutOfMemory) break;
+    const Result<cuda::Address> data = areas_->Allocate(bytes + kResultBytes);
+    if (data.ok()) return Scratch{data.value(), bytes, true};
+    status = data.status();
+    if (status.code() != Code::kResourceExhausted) break;
   }
   if (status.code() == Code::kResourceExhausted) {
     refused_ = std::chrono::steady_clock::now();

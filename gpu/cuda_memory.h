@@ -44,6 +44,36 @@ class PinnedMemory {
   std::map<std::byte*, std::size_t> all_;
 };
 
+// Memory of the device, from a pool of our own: it is taken and given back without waiting for
+// other work of the program, as cuMemFree does, which waits for every stream of the context. Where
+// the device has no pools, what is given back is kept and used again. Thread-safe.
+class AreaPool {
+ public:
+  // In a CudaScope, as all of it.
+  static Result<std::shared_ptr<AreaPool>> Make(std::shared_ptr<CudaContext> context, int ordinal);
+  ~AreaPool();
+  AreaPool(const AreaPool&) = delete;
+  AreaPool& operator=(const AreaPool&) = delete;
+
+  // kResourceExhausted where the device has no more.
+  Result<cuda::Address> Allocate(std::size_t bytes);
+  // No work on it may be under way.
+  void Free(cuda::Address data);
+  // Kernels of another device may work with it, as NCCL's do where ranks are threads of one
+  // process. Memory of a pool needs that to be said, other memory does not.
+  void LetReach(cuda::Device peer, int ordinal);
+
+ private:
+  explicit AreaPool(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
+  const std::shared_ptr<CudaContext> context_;
+  cuda::Pool pool_ = nullptr;  // Null: there are none.
+  cuda::Stream stream_ = nullptr;
+  std::mutex mutex_;
+  // Without a pool, by size.
+  std::multimap<std::size_t, cuda::Address> kept_;
+  std::map<cuda::Address, std::size_t> sizes_;
+};
+
 // Memory of the device through which strided bytes go, and into which kernels write hashes.
 struct Scratch {
   cuda::Address data = 0;
@@ -65,8 +95,9 @@ class ScratchPool {
 
   // `bytes` of data each. Where the device has not so much, halves of it are tried, so many times.
   static constexpr int kHalvings = 4;
-  ScratchPool(std::shared_ptr<CudaContext> context, std::size_t bytes)
-      : context_(std::move(context)), bytes_(bytes) {}
+  ScratchPool(std::shared_ptr<CudaContext> context, std::shared_ptr<AreaPool> areas,
+              std::size_t bytes)
+      : context_(std::move(context)), areas_(std::move(areas)), bytes_(bytes) {}
   ~ScratchPool();
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
@@ -84,6 +115,7 @@ class ScratchPool {
   };
   Result<Scratch> Make();
   const std::shared_ptr<CudaContext> context_;
+  const std::shared_ptr<AreaPool> areas_;
   const std::size_t bytes_;
   std::mutex mutex_;
   std::size_t made_ = 0;

@@ -42,6 +42,7 @@ class CudaQueue : public DeviceQueue {
   Status Digest(std::span<const PlacedBox> placed, const std::byte* base, const Dims& byte_shape,
                 Crc64* out) override;
   Result<std::shared_ptr<DeviceMark>> Mark() override;
+  void SetRules(const QueueRules& rules) override { rules_ = rules; }
 
  private:
   class Results;
@@ -126,7 +127,7 @@ class CudaQueue : public DeviceQueue {
   const std::shared_ptr<CudaContext> context_;
   const std::shared_ptr<ScratchPool> pool_;
   const cuda::Stream stream_;
-  const QueueRules rules_;
+  QueueRules rules_;
   const std::shared_ptr<Results> results_;
   const std::unique_ptr<Copies> copies_;  // Of one call.
   std::optional<Scratch> scratch_;        // Once it was needed.

@@ -60,7 +60,8 @@ struct StateDict::Rep {
     std::shared_ptr<const OpenedDevice> device;  // Null: the host's.
     void operator()(void* p) const {
       if (device != nullptr) {
-        device->ops->Free(static_cast<std::byte*>(p));
+        // A load that failed may have left work on it.
+        device->remains->Free(static_cast<std::byte*>(p));
       } else {
         std::free(p);  // NOLINT(cppcoreguidelines-no-malloc)
       }

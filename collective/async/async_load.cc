@@ -46,7 +46,7 @@ struct LoadHandle::Rep {
     Result<LoadReport> verdict = Status(Code::kInternal, "the load did not run");
     options.progress = read;
     const Status ran = Guarded([&]() -> Status {
-      const LoadControl control{.cancel = &cancel, .fences = fences};
+      const LoadControl control{.cancel = &cancel, .fences = fences, .background = true};
       verdict = LoadOn(HostFileSystem(), request, path, comm, options, control);
       return {};
     });

@@ -9,9 +9,7 @@
 namespace tensormount {
 
 DeviceSnapshots::~DeviceSnapshots() {
-  for (Block& block : blocks_) {
-    if (!block.doubtful && IsQuiet(block)) Free(block);
-  }
+  for (Block& block : blocks_) Free(block);
 }
 
 DeviceSnapshots::Memory::~Memory() {
@@ -35,9 +33,18 @@ bool DeviceSnapshots::IsQuiet(Block& block) {
   return true;
 }
 
+bool DeviceSnapshots::IsIdle(Block& block) {
+  if (block.doubtful) block.doubtful = !block.device->remains->Over();
+  return !block.doubtful && IsQuiet(block);
+}
+
 void DeviceSnapshots::Free(Block& block) {
   if (block.data == nullptr) return;
-  if (!block.device->ops->gone()) block.device->ops->Free(block.data);
+  if (!IsIdle(block)) {
+    block.device->remains->Free(block.data);
+  } else if (!block.device->ops->gone()) {
+    block.device->ops->Free(block.data);
+  }
   block.data = nullptr;
   block.size = 0;
 }
@@ -58,7 +65,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
   }
   // Not a larger one beside a smaller one that nobody uses.
   for (Block& block : blocks_) {
-    if (block.device != device || block.taken || block.doubtful || !IsQuiet(block)) continue;
+    if (block.device != device || block.taken || block.data == nullptr || !IsIdle(block)) continue;
     held -= block.size;
     Free(block);
   }

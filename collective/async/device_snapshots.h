@@ -22,7 +22,7 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
  public:
   // At most `bound` bytes of each device at a time; 0: none at all.
   explicit DeviceSnapshots(std::uint64_t bound) : bound_(bound) {}
-  // Frees what it has, but for memory that a device may still read or write.
+  // Frees what it has; memory that a device may still read or write later (DeviceRemains).
   ~DeviceSnapshots();
 
   // Goes back when destroyed.
@@ -38,7 +38,8 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
     void AwaitWrites(Result<std::shared_ptr<DeviceMark>> mark) { writes_ = std::move(mark); }
     // The writes have ended.
     void WritesArrived() { writes_.reset(); }
-    // The save that it was for has failed, and the device may be reading here still.
+    // The save that it was for has failed, and what its queues left under way may be reading here
+    // still. They are gone before this is.
     void Doubt() { doubtful_ = true; }
 
    private:
@@ -70,6 +71,8 @@ class DeviceSnapshots : public std::enable_shared_from_this<DeviceSnapshots> {
   void Free(Block& block);
   // Whether no write of an earlier save is due any more.
   static bool IsQuiet(Block& block);
+  // The same of reads, too: it may be freed.
+  static bool IsIdle(Block& block);
 
   const std::uint64_t bound_;
   std::mutex mutex_;

@@ -85,10 +85,11 @@ class CopiesWithin {
     marks_.reserve(marks_.size() + 1);
     // Until there is a mark, and for good where an exception is thrown before.
     memory.AwaitWrites(Status(Code::kInternal, "copies that no mark stands for"));
-    Submission submission = MarkSubmitted(*queue, queue->CopyWithin(copies));
+    Submission submission =
+        MarkSubmitted(*queue, NothingThrown([&] { return queue->CopyWithin(copies); }));
     memory.AwaitWrites(submission.mark);
     marks_.push_back({device, std::move(submission.mark), &memory});
-    return submission.status.WithContext(device->ops->name());
+    return device->Name(submission.status);
   }
   Status Finish() {
     for (const Under& way : marks_) {

@@ -23,12 +23,15 @@ BufferView ViewOfNote(char* bytes, std::size_t size) {
   return BufferView::Host(DType::kU8, bytes, Dims{static_cast<std::int64_t>(size)});
 }
 
+constexpr std::size_t kMaxNoteDevice = 64;
+
 // What fits into a note: the code, the words, whose fault it was.
 Status CutToNote(const Status& status) {
   if (status.ok()) return status;
   return Status::FromParts(status.code(), status.ToErrno(),
                            status.message().substr(0, kMaxNoteMessage))
-      .With({.rank = status.fields().rank});
+      .With({.rank = status.fields().rank,
+             .device = status.fields().device.substr(0, kMaxNoteDevice)});
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ Status GaveUp(int rank, const Status& why) {
 Status Cut(const Status& status) {
   if (status.ok()) return status;
   ErrorFields fields = status.fields();
-  for (std::string* field : {&fields.key, &fields.file, &fields.cause}) {
+  for (std::string* field : {&fields.key, &fields.file, &fields.cause, &fields.device}) {
     if (field->size() > kMaxVerdictField) field->clear();
   }
   const bool whole = status.message().size() <= kMaxVerdictMessage;

@@ -28,6 +28,7 @@ void WriteFields(ByteWriter& out, const ErrorFields& fields) {
   WriteField(out, fields.key);
   WriteField(out, fields.file);
   WriteField(out, fields.cause);
+  WriteField(out, fields.device);
   const std::size_t axes = fields.box_begin.size();
   const bool box = axes <= static_cast<std::size_t>(kMaxRank) && axes == fields.box_extent.size();
   out.U8(box ? static_cast<std::uint8_t>(axes) : std::uint8_t{0});
@@ -41,6 +42,7 @@ bool ReadFields(ByteReader& in, ErrorFields& fields) {
   fields.key = in.String(kMaxStatusField);
   fields.file = in.String(kMaxStatusField);
   fields.cause = in.String(kMaxStatusField);
+  fields.device = in.String(kMaxStatusField);
   const std::size_t axes = in.U8();
   if (rank > static_cast<std::uint32_t>(std::numeric_limits<int>::max()) ||
       axes > static_cast<std::size_t>(kMaxRank)) {

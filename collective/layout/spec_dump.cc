@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DumpSpec of tensormount/validate.h: a running job as a description, gathered from its ranks; what
 // `check` reads back.
+#include <atomic>
 #include <map>
 #include <string>
 #include <vector>
@@ -93,7 +94,12 @@ Result<std::string> SpecOf(int world, const std::vector<GatheredLayout>& layouts
 }  // namespace
 
 Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const Timeouts& timeouts) {
-  Collective collective(comm, timeouts);
+  return DumpSpec(state, comm, timeouts, nullptr);
+}
+
+Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const Timeouts& timeouts,
+                             const std::atomic<bool>* cancel) {
+  Collective collective(comm, timeouts, cancel);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<GatheredLayout> layouts,
                                GatherLayouts(collective, state));
   ByteWriter mine;

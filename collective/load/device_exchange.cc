@@ -42,7 +42,9 @@ class Placing {
   Placing& operator=(const Placing&) = delete;
 
   Status Begin(DeviceQueue& queue, std::span<const DeviceCopy> copies) {
-    Submission submission = MarkSubmitted(queue, queue.CopyWithin(copies));
+    lost_ = true;  // Until there is a mark.
+    Submission submission =
+        MarkSubmitted(queue, NothingThrown([&] { return queue.CopyWithin(copies); }));
     lost_ = !submission.mark.ok();
     if (submission.mark.ok()) mark_ = std::move(submission.mark).value();
     return submission.status;

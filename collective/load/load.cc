@@ -181,7 +181,12 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(fenced_);
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
-      return part.status();
+      TENSORMOUNT_RETURN_IF_ERROR(part.status());
+      // All ranks must take the same way: one that may not keeps the others from it.
+      if (control_.background && options_.exchange_via == ExchangeVia::kAuto) {
+        part.value().on_device = false;
+      }
+      return {};
     });
     if (!prepared.ok()) part = prepared;
     TENSORMOUNT_ASSIGN_OR_RETURN(

@@ -55,6 +55,9 @@ struct ErrorFields {
   // A device may still read or write memory of the call that failed, and the caller's streams do
   // not wait for it: that memory must not be given to anything else as long as the process lives.
   bool memory_in_use = false;
+  // The device that failed, and whose driver: "cuda:0", with its model where that is known. With
+  // kUnavailable: the device is gone, not a rank; `rank` says whose it is.
+  std::string device = {};
 
   friend bool operator==(const ErrorFields&, const ErrorFields&) = default;
 };

@@ -203,10 +203,11 @@ class Job:
     """A save or load that goes on in the background.
 
     Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
-    What the library works with (`held`) lives until the verdict, whatever happens to the job object:
-    dropping it, an exception in `with`, the end of the interpreter. That end waits for saves
-    (`exit_wait`) and cancels loads. A failure that nobody asked for by wait() or exception() is logged
-    as an error (logger "tensormount") when the job is dropped or the process ends.
+    What the library works with (`held`) lives until the verdict, tensors until their bytes are copied,
+    whatever happens to the job object: dropping it, an exception in `with`, the end of the
+    interpreter. That end waits for saves (`exit_wait`) and cancels loads. A failure that nobody asked
+    for by wait() or exception() is logged as an error (logger "tensormount") when the job is dropped or
+    the process ends.
     """
 
     _word = "job"
@@ -216,6 +217,8 @@ class Job:
     _fd_function = ""
     _cancel_function = ""
     _free_function = ""
+    # Says when the library is done with the tensors, before the verdict; "": it works on until then.
+    _staged_function = ""
     # Status to class, where a status means something narrower.
     _failures: dict[int, Any] = {}
 
@@ -339,6 +342,7 @@ class Job:
                     if end is not None and time.monotonic() >= end:
                         break
                 else:
+                    self._state.release()
                     if meter.on and poll == self._poll:
                         meter.end(*self._moved(), failed=self._failure is not None)
                     return
@@ -363,6 +367,7 @@ class Job:
             self._state.end()  # What came in between may have kept `_take` from it.
             return True
         self._check_process()
+        self._state.release()
         done = ctypes.c_int32()
         # Waits of several threads are side by side.
         status = self._look(most_ms, done, None)
@@ -474,6 +479,7 @@ def begin(
     # Before the call, so that there is no moment at which the library has a job and Python none.
     job = kind(out, os.fsdecode(name), held)
     job._state.use = handle.again()
+    job._state.tensors = built.held
     job._state.has_peers = group.size > 1
     job._state.liveness = given.liveness_ms / 1000 or _LIVENESS
     try:
@@ -492,6 +498,7 @@ def begin(
     if status:
         job._state.end()
         _abi.fail(status, kind._failures)
+    job._state.release()
     return job
 
 
@@ -553,6 +560,8 @@ class _Live:
         self.process = job._process
         self.lib = job._lib
         self.names = (job._wait_function, job._cancel_function)
+        self.staged_function = job._staged_function
+        self.tensors: Optional[list[Any]] = None  # A part of what is held, until it is let go.
         self.label = f"{job._word} {job._path}"
         # Seconds that the end of the process waits for it; 0: it is cancelled.
         self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
@@ -575,6 +584,19 @@ class _Live:
 
     def holds(self, one: Any) -> bool:
         return any(any(item is one for item in held) for held in list(self.pinned))
+
+    def release(self) -> None:
+        """Lets go of tensors once their bytes are copied: a state that was gathered for the save is
+        as large as the model. Where that failed a device may be at them still: the verdict says so."""
+        address = self.handle.address
+        if not self.staged_function or not self.tensors or not address:
+            return
+        done = ctypes.c_int32()
+        staged = getattr(self.lib, self.staged_function)
+        if staged(address, 0, ctypes.addressof(done)) == 0 and done.value:
+            tensors, self.tensors = self.tensors, None
+            if tensors:  # A finalizer in between has let them go.
+                tensors.clear()
 
     def end(self) -> None:
         """The verdict is there, or it never began: the library is done with the memory."""
@@ -661,6 +683,7 @@ class _Live:
                 return True
             if done.value:
                 return True
+            self.release()
             if end is not None and time.monotonic() >= end:
                 return False
 

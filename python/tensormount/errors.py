@@ -22,6 +22,7 @@ class Error(Exception):
     box     (begin, extent) of the cells, two tuples of int
     file    path of the data file
     cause   the likely cause, in words
+    device  that failed, or whose driver did: "cuda:0 (NVIDIA H100 80GB HBM3)"
     memory_in_use   a device may still read or write memory of the call that failed: it must not be used
             for anything else as long as the process lives (a job that knows it keeps it)
 
@@ -35,6 +36,7 @@ class Error(Exception):
     box: Optional[tuple[tuple[int, ...], tuple[int, ...]]]
     file: Optional[str]
     cause: Optional[str]
+    device: Optional[str]
     memory_in_use: bool
     message: str
 
@@ -49,6 +51,7 @@ class Error(Exception):
         file: Optional[str] = None,
         cause: Optional[str] = None,
         memory_in_use: bool = False,
+        device: Optional[str] = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -59,6 +62,7 @@ class Error(Exception):
         self.file = file
         self.cause = cause
         self.memory_in_use = memory_in_use
+        self.device = device
 
     def __str__(self) -> str:
         # That of KeyError would quote it.
@@ -66,7 +70,7 @@ class Error(Exception):
 
     def __reduce__(self) -> Any:
         # Workers hand exceptions to their parents as pickles, and those of Python forget keywords.
-        fields = ("errno", "rank", "key", "box", "file", "cause", "memory_in_use")
+        fields = ("errno", "rank", "key", "box", "file", "cause", "memory_in_use", "device")
         return (_rebuild, (type(self), self.message, {n: getattr(self, n) for n in fields}))
 
 
@@ -134,7 +138,13 @@ class DataLossError(Error, OSError):
 
 
 class PeerLost(Error, ConnectionError):
-    """A rank is gone; or, with rank None, a device, its driver or a file system (UNAVAILABLE)."""
+    """A rank is gone; or, with rank None, a file system (UNAVAILABLE)."""
+
+    code = "UNAVAILABLE"
+
+
+class DeviceError(Error, RuntimeError):
+    """A device (`device`) or its driver is gone, or cannot be had: on rank `rank`, which is alive."""
 
     code = "UNAVAILABLE"
 
@@ -193,7 +203,7 @@ class InternalError(Error):
     code = "INTERNAL"
 
 
-# By number of the status, as c.h has them.
+# By number of the status, as c.h has them. UNAVAILABLE of a device is a DeviceError.
 CLASSES: tuple[type[Error], ...] = (
     Error,
     InvalidArgumentError,

@@ -109,6 +109,8 @@ TEST(StatusTest, FieldsStayWithTheFailure) {
   EXPECT_EQ(more.fields().key, "w");
   EXPECT_EQ(more.fields().file, "data/w.bin");
   EXPECT_EQ(more.fields().cause, "transposed");
+  const Status there = s.With({.device = "cuda:0"}).With({.device = "cuda:1"});
+  EXPECT_EQ(there.fields().device, "cuda:0");
   const Status keyed = Status(Code::kDataLoss, "x").With({.key = "w"});
   EXPECT_THAT(keyed.With({.key = "v", .box_begin = {1}, .box_extent = {1}}).fields().box_begin,
               testing::IsEmpty());

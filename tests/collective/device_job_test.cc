@@ -273,6 +273,40 @@ TEST_F(DeviceJobTest, CopiesThatAreStillDueDoNotReachTheNextSave) {
   }));
 }
 
+// What a save that failed read from does not count against the bound for ever.
+TEST_F(DeviceJobTest, ALargerSnapshotHasRoomAfterASaveThatFailed) {
+  std::byte* const row = Make('a');
+  std::byte* const other = Make('b');
+  std::atomic<int> copies = 0;
+  device().SetFault([&](std::string_view what) {
+    copies += what == "copy-within" ? 1 : 0;
+    return Status();
+  });
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto saver,
+                                 AsyncSaver::Make(comm, {.device_staging_bytes = 250'000}));
+    const auto save = [&](const std::string& name, bool both) -> Status {
+      StateDict state;
+      for (const auto& [key, data] : {std::pair("w", row), std::pair("v", other)}) {
+        if (data == other && !both) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(
+            state.AddTensor(key, {{kRowBytes}, Box::Whole({kRowBytes}), View(data, {kRowBytes})}));
+      }
+      TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle, saver->Save(state, Path(name), {}));
+      return handle.WaitCommitted().status();
+    };
+    TENSORMOUNT_RETURN_IF_ERROR(save("a", false));
+    EXPECT_THAT(save("a", false), HasCode(Code::kAlreadyExists));
+    EXPECT_EQ(copies, 2);
+    TENSORMOUNT_RETURN_IF_ERROR(save("b", true));
+    EXPECT_EQ(copies, 3);
+    return {};
+  }));
+  device().SetFault({});
+  device().Quiesce();
+  EXPECT_EQ(device().allocations(), 2u);  // Those of the test.
+}
+
 // Kernels that were given before a load and write where it loads have run before it.
 TEST_F(DeviceJobTest, ALoadComesAfterWhatItsStreamsWereGiven) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);
@@ -505,6 +539,10 @@ TEST_P(DeviceFaultTest, WhatTheDeviceSaysIsTheVerdictOfAllRanks) {
     const std::vector<Status> results = SaveRows("step");
     ExpectOnAll(results, Code::kUnavailable, "tensor w: cuda:0 (host device): ");
     ExpectOnAll(results, Code::kUnavailable, "GPU has fallen off the bus");
+    // So that nobody takes the rank for dead.
+    for (const Status& status : results) {
+      EXPECT_EQ(status.fields().device, "cuda:0 (host device)");
+    }
     ExpectNothingIn("store");
   }
 }
@@ -614,6 +652,36 @@ TEST_F(DeviceJobTest, MemoryThatNoStreamOrdersIsSaidToBeInUse) {
   gate_.Open();
   device().Quiesce();
   device().SetFault({});
+}
+
+// Memory that a state dict allocated goes with it, but not below a load that failed.
+TEST_F(DeviceJobTest, MemoryOfAStateIsFreedAfterWhatALoadLeftUnderWay) {
+  for (const Status& status : SaveRows("step")) ASSERT_OK(status);
+  device().SetFault([&](std::string_view what) {
+    if (what == "run copy-in") gate_.Pass();
+    return Status();
+  });
+  LoadOptions options;
+  options.timeouts = Short();
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    StateDict request;
+    Shard shard{.global_shape = {kTwo, kRowBytes}, .region = Box::Whole({kTwo, kRowBytes})};
+    shard.data.dtype = DType::kU8;
+    shard.data.shape = {kTwo, kRowBytes};
+    shard.metadata_only = true;
+    TENSORMOUNT_RETURN_IF_ERROR(request.AddTensor("w", shard));
+    TENSORMOUNT_RETURN_IF_ERROR(request.AllocateData({DeviceKind::kCuda, 0}, Fill::kUninitialized));
+    EXPECT_THAT(Load(request, Path("step"), comm, options), HasCode(Code::kDeadlineExceeded));
+    return {};
+  }));
+  EXPECT_EQ(device().allocations(), memory_.size() + 1);
+  gate_.Open();
+  device().Quiesce();
+  device().SetFault({});
+  const auto opened = OpenDevice({DeviceKind::kCuda, 0}).value();
+  const Deadline deadline = Deadline::After(std::chrono::seconds(10));
+  while (!opened->remains->Over() && !deadline.Passed()) std::this_thread::yield();
+  EXPECT_EQ(device().allocations(), memory_.size());
 }
 
 TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheLoadByItsDeadline) {

@@ -25,12 +25,13 @@ Status Wrong(const std::string& what, std::uint64_t seed, int number) {
           what + ", seed " + std::to_string(seed) + ", case " + std::to_string(number)};
 }
 
-// Memory of a device with a copy on the host.
+// Memory of a device with a copy on the host. Where something failed since all work was last known
+// to be over, it stays with the device: some work on it may be under way.
 class Twin {
  public:
   Twin(DeviceOps& ops, std::string bytes) : ops_(ops), here_(std::move(bytes)) {}
   ~Twin() {
-    if (there_ != nullptr) ops_.Free(there_);
+    if (there_ != nullptr && all_over_) ops_.Free(there_);
   }
   Twin(const Twin&) = delete;
   Twin& operator=(const Twin&) = delete;
@@ -43,24 +44,29 @@ class Twin {
     TENSORMOUNT_ASSIGN_OR_RETURN(there_, ops_.Allocate(words.size()));
     StridedCopy all;
     all.run = words.size();
-    const DeviceCopy copy{all, reinterpret_cast<const std::byte*>(words.data()), there_};
+    const DeviceCopy copy{all, reinterpret_cast<const std::byte*>(words.data()), there()};
     TENSORMOUNT_RETURN_IF_ERROR(queue.CopyIn({&copy, 1}));
     return Settle(queue);
   }
-  Result<std::string> Download(DeviceQueue& queue) const {
+  Result<std::string> Download(DeviceQueue& queue) {
     std::string bytes(here_.size(), '\0');
-    const DeviceCopy copy{Whole(), there_, reinterpret_cast<std::byte*>(bytes.data())};
+    const DeviceCopy copy{Whole(), there(), reinterpret_cast<std::byte*>(bytes.data())};
     TENSORMOUNT_RETURN_IF_ERROR(queue.CopyOut({&copy, 1}));
     TENSORMOUNT_RETURN_IF_ERROR(Settle(queue));
     return bytes;
   }
   static Status Settle(DeviceQueue& queue) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceMark> mark, queue.Mark());
-    return AwaitMark(*mark, Deadline::After(kSoon));
+    const Status over = AwaitMark(*mark, Deadline::After(kSoon));
+    all_over_ = over.ok();
+    return over;
   }
 
   std::byte* here() { return reinterpret_cast<std::byte*>(here_.data()); }
-  std::byte* there() { return there_; }
+  std::byte* there() {
+    all_over_ = false;  // Whoever asks works with it.
+    return there_;
+  }
   const std::string& bytes() const { return here_; }
 
  private:
@@ -69,6 +75,7 @@ class Twin {
     all.run = here_.size();
     return all;
   }
+  static inline thread_local bool all_over_ = false;
   DeviceOps& ops_;
   std::string here_;
   std::byte* there_ = nullptr;

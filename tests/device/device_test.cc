@@ -337,6 +337,151 @@ TEST(DeviceWriterTest, AFillThatThrowsLeavesNothingUnderWay) {
   devices[0].Free(there);
 }
 
+// However often marks fail: the block comes back with the first one that does not.
+TEST(DeviceWriterTest, MarksThatFailForAWhileLoseNoBlock) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(5);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
+  const PlacedBox to = ByteRow(256);
+  const auto nothing = [](const PlacedBox&, std::byte*) { return Status(); };
+  for (const int failing : {2, 3}) {
+    std::atomic<int> left = failing;
+    devices[0].SetFault([&](std::string_view what) {
+      return what == "mark" && left-- > 0 ? Status(Code::kUnavailable, "planted") : Status();
+    });
+    {
+      DeviceWriter writer(rules);
+      EXPECT_THAT(writer.Write(device, to.box, to, there, nothing), HasMessage("planted"));
+    }
+    EXPECT_OK(device->ring->Take(Deadline::After(std::chrono::seconds(5)))) << failing;
+  }
+  // Where there is none for as long as the queue lives, nobody knows.
+  devices[0].SetFault([](std::string_view what) {
+    return what == "mark" ? Status(Code::kUnavailable, "planted") : Status();
+  });
+  {
+    DeviceWriter writer(rules);
+    EXPECT_THAT(writer.Write(device, to.box, to, there, nothing), HasMessage("planted"));
+  }
+  EXPECT_FALSE(device->ring->Take(Deadline::After(milliseconds(50))).ok());
+  devices[0].SetFault({});
+  devices[0].Quiesce();
+  devices[0].Free(there);
+}
+
+// There is no memory between a copy and the digest behind it: the block stays with the device until
+// the copy is done.
+TEST(DeviceWriterTest, WhatIsThrownWhileABlockIsLaunchedKeepsTheBlock) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(5);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
+  std::atomic<bool> go = false;
+  devices[0].SetFault([&](std::string_view what) -> Status {
+    if (what == "digest") throw std::bad_alloc();
+    if (what == "run copy-in") go.wait(false);
+    return {};
+  });
+  const PlacedBox to = ByteRow(256);
+  {
+    DeviceWriter writer(rules);
+    DeviceWriter::Arrived arrived{.byte_shape = Dims{256}};
+    const Status status = writer.Write(
+        device, to.box, to, there,
+        [](const PlacedBox&, std::byte* base) {
+          std::memset(base, 'z', 256);
+          return Status();
+        },
+        &arrived);
+    EXPECT_THAT(status, HasCode(Code::kResourceExhausted));
+    EXPECT_FALSE(writer.Settle(Soon()));
+  }
+  EXPECT_FALSE(device->ring->TryTake().has_value());
+  go = true;
+  go.notify_all();
+  EXPECT_OK(device->ring->Take(Deadline::After(std::chrono::seconds(10))));
+  devices[0].Quiesce();
+  devices[0].Free(there);
+}
+
+TEST(DeviceQueuesTest, WhatIsThrownWhileABlockIsLaunchedIsAFailure) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(5);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
+  for (const char* const where : {"copy-out", "mark"}) {
+    std::atomic<bool> thrown = false;
+    devices[0].SetFault([&](std::string_view what) -> Status {
+      if (what == where && !thrown.exchange(true)) throw std::bad_alloc();
+      return {};
+    });
+    const PlacedBox whole = ByteRow(256);
+    std::vector<std::byte> back;
+    EXPECT_THAT(ReadBack({device, {&whole, 1}, there}, rules, back),
+                HasCode(Code::kResourceExhausted))
+        << where;
+    EXPECT_OK(ReadBack({device, {&whole, 1}, there}, rules, back)) << where;
+  }
+  devices[0].SetFault({});
+  devices[0].Free(there);
+}
+
+// A device that is full: the host digests, through the one block that there is.
+TEST(DeviceQueuesTest, TheHostDigestsWithoutHoldingABlock) {
+  HostDevices devices({HostDevice::Options{.pinned = {1, 256}}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  DeviceRules rules;
+  rules.patience = std::chrono::seconds(2);
+  const std::string text = Random(3).Bytes(300);
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(text.size()));
+  std::memcpy(devices[0].Reveal(there), text.data(), text.size());
+  devices[0].SetFault([](std::string_view what) {
+    return what == "digest" ? Status(Code::kResourceExhausted, "it is full") : Status();
+  });
+  const PlacedBox whole = ByteRow(300);
+  Crc64 digest = 0;
+  const DigestWanted wanted{{device, {&whole, 1}, there}, Dims{300}, &digest};
+  ASSERT_OK(DigestsOnDevices({&wanted, 1}, rules));
+  EXPECT_EQ(digest, Crc64Extend(0, text.data(), text.size()));
+  devices[0].SetFault({});
+  devices[0].Free(there);
+}
+
+// Memory that a queue which is gone may still work on is freed after that, and nobody waits.
+TEST(DeviceRemainsTest, MemoryIsFreedOnceWhatQueuesLeftIsOver) {
+  HostDevices devices({HostDevice::Options{.delay_us = 0}});
+  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(8));
+  std::atomic<bool> go = false;
+  devices[0].SetFault([&](std::string_view what) {
+    if (what == "run copy-in") go.wait(false);
+    return Status();
+  });
+  std::byte here[8] = {};
+  StridedCopy all;
+  all.run = 8;
+  const DeviceCopy copy{all, here, there};
+  EXPECT_TRUE(device->remains->Over());
+  {
+    ASSERT_OK_AND_ASSIGN(const auto queue, MakeFencedQueue(*device, {}));
+    ASSERT_OK(queue->CopyIn({&copy, 1}));
+  }
+  device->remains->Free(there);
+  EXPECT_FALSE(device->remains->Over());
+  EXPECT_EQ(devices[0].allocations(), 1u);
+  go = true;
+  go.notify_all();
+  devices[0].Quiesce();
+  const Deadline deadline = Deadline::After(std::chrono::seconds(10));
+  while (!device->remains->Over() && !deadline.Passed()) std::this_thread::yield();
+  EXPECT_EQ(devices[0].allocations(), 0u);
+  devices[0].SetFault({});
+}
+
 TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
   // Room for eight digests at a time.
   HostDevices devices({HostDevice::Options{.pinned = {2, 64}}});

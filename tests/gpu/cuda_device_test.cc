@@ -13,6 +13,7 @@
 
 #include <gtest/gtest.h>
 
+#include "device/device_queues.h"
 #include "device/devices.h"
 #include "device/pinned_ring.h"
 #include "gpu/cuda_driver.h"
@@ -362,6 +363,86 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
   device->Free(there);
 }
 
+// Memory is taken and given back beside a stream of the program that hangs. cuMemFree would wait
+// for it.
+TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
+  for (const bool pools : {true, false}) {
+    if (!pools) FailAt("memory pools", cuda::kNotPermitted);
+    const auto fresh = std::make_unique<FakeCudaDevices>();
+    const auto device = fresh->cuda().Open(kFirst).value();
+    TheFakeCuda().set_fault({});
+    void* const stream = (*fresh)[0].MakeStream();
+    std::atomic<bool> go = false;
+    TheFakeCuda().enqueue(0, stream, [&] { go.wait(false); });
+    std::atomic<bool> over = false;
+    std::thread other([&] {
+      const std::byte* last = nullptr;
+      for (int i = 0; i < 3; ++i) {
+        const auto memory = device->Allocate(1000);
+        ASSERT_OK(memory);
+        // Where there are no pools it is kept.
+        if (!pools && i > 0) {
+          EXPECT_EQ(memory.value(), last);
+        }
+        last = memory.value();
+        device->Free(memory.value());
+      }
+      EXPECT_OK(CopiesAreExact(*device, TestSeed(), 2));
+      over = true;
+    });
+    const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+    while (!over && !deadline.Passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_TRUE(over) << (pools ? "with" : "without") << " pools";
+    go = true;
+    go.notify_all();
+    other.join();
+    TheFakeCuda().quiesce();
+  }
+}
+
+// Ranks may be threads of one process: NCCL's kernels then work in each other's memory.
+TEST_F(CudaDeviceTest, DevicesOfAProcessReachEachOthersMemory) {
+  (void)First();
+  const std::size_t before = TheFakeCuda().pools_opened();
+  (void)devices_.cuda().Open(kSecond).value();
+  EXPECT_EQ(TheFakeCuda().pools_opened() - before, 2u);
+}
+
+// While ranks exchange, a load that is cancelled goes on until all are told: by queues that were
+// made before, too.
+TEST_F(CudaDeviceTest, AWriterThatWaitsOnIsNotCancelled) {
+  FailAt("cuMemHostRegister", cuda::kNotPermitted);  // So that each copy is a wait.
+  const FakeCudaDevices fresh;
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice(kFirst));
+  ASSERT_OK_AND_ASSIGN(std::byte* const there, opened->ops->Allocate(1000));
+  std::atomic<bool> cancel = false;
+  DeviceRules rules;
+  rules.cancel = &cancel;
+  rules.patience = std::chrono::seconds(20);
+  {
+    DeviceWriter writer(rules);
+    const PlacedBox to{Box::Make({0}, {1000}).value(), 0, {1}};
+    const auto write = [&] {
+      const Status status = writer.Write(opened, to.box, to, there,
+                                         [](const PlacedBox&, std::byte*) { return Status(); });
+      return status.ok() ? writer.Push() : status;
+    };
+    ASSERT_OK(write());
+    ASSERT_OK(writer.Finish());
+    TheFakeCuda().set_fault([](std::string_view what) {
+      if (what.starts_with("run ")) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      return what == "cuMemHostRegister" ? cuda::kNotPermitted : cuda::kSuccess;
+    });
+    ASSERT_OK(write());
+    cancel = true;
+    writer.WaitOn(std::chrono::seconds(20));
+    EXPECT_OK(write());
+    EXPECT_OK(writer.Finish());
+  }
+  TheFakeCuda().set_fault({});
+  opened->ops->Free(there);
+}
+
 // ---- Which device, whose memory --------------------------------------------------------------
 
 TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
@@ -574,7 +655,7 @@ TEST_F(CudaDeviceTest, AForkedChildIsTold) {
 // Every function that may fail, at its first and at later calls: an error in words, and the next
 // try is right.
 TEST_F(CudaDeviceTest, EveryFunctionMayFail) {
-  const char* const functions[] = {"cuMemAlloc",
+  const char* const functions[] = {"cuMemAllocFromPoolAsync",
                                    "cuMemHostRegister",
                                    "cuLaunchKernel",
                                    "cuMemcpyHtoDAsync",

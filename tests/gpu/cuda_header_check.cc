@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares what gpu/cuda_api.h declares with the header of a toolkit, where one is there. Nothing
 // of it runs: it compiles, or says what differs.
+#include <cstddef>
 #include <cuda.h>
 #include <type_traits>
 
@@ -50,6 +51,15 @@ static_assert(!Alike<int (*)(int), CUresult (*)(int, int)>::value);
 static_assert(!Alike<int (*)(const char*), CUresult (*)(char*)>::value);
 
 static_assert(sizeof(ours::Uuid) == sizeof(CUuuid));
+static_assert(sizeof(ours::Location) == sizeof(CUmemLocation));
+static_assert(sizeof(ours::PoolProperties) == sizeof(CUmemPoolProps));
+static_assert(offsetof(ours::PoolProperties, location) == offsetof(CUmemPoolProps, location));
+static_assert(sizeof(ours::PoolAccess) == sizeof(CUmemAccessDesc));
+static_assert(offsetof(ours::PoolAccess, flags) == offsetof(CUmemAccessDesc, flags));
+static_assert(ours::kPinnedAllocation == CU_MEM_ALLOCATION_TYPE_PINNED);
+static_assert(ours::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE);
+static_assert(ours::kAccessReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+static_assert(ours::kAttributeMemoryPools == CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
 static_assert(ours::kSuccess == CUDA_SUCCESS);
 static_assert(ours::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(ours::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);

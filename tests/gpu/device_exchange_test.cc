@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -62,6 +63,7 @@ class OnItsDevice {
     }
   }
   ~OnItsDevice() {
+    TheFakeCuda().quiesce();  // What failed may have left work on it.
     for (const Moved& one : moved_) {
       std::memcpy(one.here, TheFakeCuda().reveal(one.there), one.bytes);
       ops_.Free(one.memory);
@@ -106,7 +108,8 @@ class DeviceExchangeTest : public testing::Test {
                                const std::vector<std::vector<Wish>>& wishes,
                                const LoadOptions& options,
                                const std::function<int(int rank)>& ordinal = {},
-                               const std::atomic<bool>* cancel = nullptr) {
+                               const std::atomic<bool>* cancel = nullptr,
+                               const std::function<bool(int rank)>& background = {}) {
     LoadSetup setup;
     setup.options = [&](int) { return options; };
     setup.load = [&](FileSystem& fs, const StateDict& request, Communicator& comm,
@@ -118,6 +121,7 @@ class DeviceExchangeTest : public testing::Test {
       LoadControl control;
       control.cancel = cancel;
       control.worth_a_way = 1;
+      control.background = background && background(comm.rank());
       return LoadOn(fs, moved.dict, path, comm, of_rank, control);
     };
     return LoadWishesWith(path, tensors, wishes, setup);
@@ -276,6 +280,49 @@ TEST_F(DeviceExchangeTest, WhatDoesNotConnectGoesThroughTheHost) {
     EXPECT_THAT(rank.status, HasMessage("did not connect in time"));
   }
   shim_.reset();
+}
+
+// A load in the background goes on beside the program's own NCCL, with which it could deadlock: so
+// where one rank's does, all go through the host, but who asks for devices has them.
+TEST_F(DeviceExchangeTest, LoadsInTheBackgroundGoThroughTheHost) {
+  const std::vector<GlobalTensor> tensors = Several();
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  LoadOptions options = Between();
+  for (const ExchangeVia via : {ExchangeVia::kAuto, ExchangeVia::kDevices}) {
+    options.exchange_via = via;
+    for (const int background : {1, kExchangeRanks}) {
+      const auto loaded =
+          Load(path, tensors, wishes, options, {}, nullptr, [&](int r) { return r < background; });
+      EXPECT_EQ(WhatIsWrong(tensors, wishes, loaded), "");
+      for (const LoadedRank& rank : loaded) {
+        EXPECT_EQ(rank.report.bytes_between_devices > 0, via == ExchangeVia::kDevices);
+      }
+    }
+  }
+}
+
+// The memory of the exchange is given back beside a stream of the program that hangs.
+TEST_F(DeviceExchangeTest, ReturnsWhileAStreamOfTheProgramHangs) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  void* const stream = devices_[0].MakeStream();
+  std::atomic<bool> go = false;
+  TheFakeCuda().enqueue(0, stream, [&] { go.wait(false); });
+  std::atomic<bool> over = false;
+  std::thread load([&] {
+    EXPECT_EQ(WhatIsWrong(tensors, wishes, Load(path, tensors, wishes, Between())), "");
+    over = true;
+  });
+  const Deadline deadline = Deadline::After(std::chrono::seconds(60));
+  while (!over && !deadline.Passed()) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_TRUE(over);
+  go = true;
+  go.notify_all();
+  load.join();
 }
 
 TEST_F(DeviceExchangeTest, DamageIsFoundByTheDigestOfWhatArrived) {

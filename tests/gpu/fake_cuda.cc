@@ -48,6 +48,10 @@ struct FunctionRep {
   unsigned threads = kernels::kBlockThreads;  // Of a block.
   ModuleRep* module = nullptr;
 };
+struct PoolRep {
+  ContextRep* context = nullptr;
+  std::uint64_t context_id = 0;
+};
 struct ModuleRep {
   ContextRep* context = nullptr;
   Address tables = 0;
@@ -74,6 +78,7 @@ struct Allocation {
   int ordinal = 0;
   bool managed = false;
   std::size_t bytes = 0;
+  bool pooled = false;
 };
 
 struct Fake {
@@ -95,6 +100,9 @@ struct Fake {
   std::atomic<bool> lies = false;
   std::atomic<int> delay_us = 50;
   std::atomic<int> pending = 0;
+  std::atomic<int> of_program = 0;  // Work that a test gave to streams.
+  std::set<cuda::Pool> pools;       // Also of contexts that are gone.
+  std::atomic<std::size_t> reached = 0;
   std::atomic<std::size_t> launches = 0;
   std::atomic<std::size_t> copies = 0;
   std::atomic<std::size_t> crossed = 0;
@@ -398,6 +406,7 @@ Error cuDeviceGetAttribute(int* value, int attribute, cuda::Device) {
   if (attribute == cuda::kAttributeMajor) *value = 9;
   if (attribute == cuda::kAttributeMinor) *value = 0;
   if (attribute == cuda::kAttributeHostNumaId) *value = 0;
+  if (attribute == cuda::kAttributeMemoryPools) *value = Faulted("memory pools") == 0 ? 1 : 0;
   return cuda::kSuccess;
 }
 Error cuDevicePrimaryCtxRetain(cuda::Context* context, cuda::Device device) {
@@ -407,6 +416,10 @@ Error cuDevicePrimaryCtxRetain(cuda::Context* context, cuda::Device device) {
   cuda::ContextRep& own = State().contexts[static_cast<std::size_t>(device - 100)];
   if (!own.alive) own = {device - 100, ++State().ids, true, cuda::kSuccess};
   *context = &own;
+  return cuda::kSuccess;
+}
+Error cuDeviceCanAccessPeer(int* can, cuda::Device device, cuda::Device peer) {
+  *can = device != peer ? 1 : 0;
   return cuda::kSuccess;
 }
 Error cuDevicePrimaryCtxRelease(cuda::Device) { return cuda::kSuccess; }
@@ -506,8 +519,7 @@ Error cuLaunchKernel(cuda::Function function, unsigned grid_x, unsigned grid_y, 
   }
   return Submit("cuLaunchKernel", stream, false, std::move(work));
 }
-Error cuMemAlloc(Address* address, std::size_t bytes) {
-  if (const Error entered = Enter("cuMemAlloc"); entered != 0) return entered;
+Error NewAllocation(Address* address, std::size_t bytes, bool pooled) {
   if (bytes == 0) return cuda::kInvalidValue;
   std::lock_guard lock(State().mutex);
   const int ordinal = Mine().stack.back()->ordinal;
@@ -515,14 +527,11 @@ Error cuMemAlloc(Address* address, std::size_t bytes) {
   if (used + bytes > State().limit) return cuda::kOutOfMemory;
   used += bytes;
   std::byte* const data = State().memory.Add(bytes);
-  State().allocations[data] = {ordinal, false, bytes};
+  State().allocations[data] = {ordinal, false, bytes, pooled};
   *address = reinterpret_cast<Address>(data);
   return cuda::kSuccess;
 }
-// As the real one it waits for the work of the device.
-Error cuMemFree(Address address) {
-  if (const Error entered = Enter("cuMemFree"); entered != 0) return entered;
-  while (State().pending > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+Error Release(Address address) {
   std::lock_guard lock(State().mutex);
   auto* const data = reinterpret_cast<std::byte*>(address);
   const auto found = State().allocations.find(data);
@@ -530,6 +539,73 @@ Error cuMemFree(Address address) {
   State().used[static_cast<std::size_t>(found->second.ordinal)] -= found->second.bytes;
   State().allocations.erase(found);
   if (!State().memory.Remove(data)) AbortDevice("freed what was not allocated");
+  return cuda::kSuccess;
+}
+Error cuMemAlloc(Address* address, std::size_t bytes) {
+  if (const Error entered = Enter("cuMemAlloc"); entered != 0) return entered;
+  return NewAllocation(address, bytes, false);
+}
+// As the real one it waits for all work of the device, the program's too.
+Error cuMemFree(Address address) {
+  if (const Error entered = Enter("cuMemFree"); entered != 0) return entered;
+  while (State().pending > 0 || State().of_program > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return Release(address);
+}
+Error cuMemPoolCreate(cuda::Pool* pool, const cuda::PoolProperties* properties) {
+  if (const Error entered = Enter("cuMemPoolCreate"); entered != 0) return entered;
+  const cuda::Context context = Mine().stack.back();
+  if (properties->type != cuda::kPinnedAllocation ||
+      properties->location.type != cuda::kLocationDevice ||
+      properties->location.ordinal != context->ordinal) {
+    return cuda::kInvalidValue;
+  }
+  std::lock_guard lock(State().mutex);
+  *pool = new cuda::PoolRep{context, context->id};
+  State().pools.insert(*pool);
+  return cuda::kSuccess;
+}
+// What was not freed stays.
+Error cuMemPoolDestroy(cuda::Pool pool) {
+  if (const Error entered = Enter("cuMemPoolDestroy"); entered != 0) return entered;
+  std::lock_guard lock(State().mutex);
+  if (State().pools.erase(pool) != 1) AbortDevice("a pool that there is not");
+  delete pool;
+  return cuda::kSuccess;
+}
+Error cuMemPoolSetAccess(cuda::Pool pool, const cuda::PoolAccess* access, std::size_t count) {
+  if (const Error entered = Enter("cuMemPoolSetAccess"); entered != 0) return entered;
+  MustBeAlive(pool, "a pool");
+  if (count != 1 || access->flags != cuda::kAccessReadWrite ||
+      access->location.ordinal == pool->context->ordinal) {
+    return cuda::kInvalidValue;
+  }
+  ++State().reached;
+  return cuda::kSuccess;
+}
+Error cuMemAllocFromPoolAsync(Address* address, std::size_t bytes, cuda::Pool pool,
+                              cuda::Stream stream) {
+  if (const Error entered = Enter("cuMemAllocFromPoolAsync"); entered != 0) return entered;
+  MustBeAlive(pool, "a pool");
+  // What was freed before it is there again.
+  Resolve(stream).thread->Here()->Wait();
+  return NewAllocation(address, bytes, true);
+}
+// In the order of the stream, and of nothing else.
+Error cuMemFreeAsync(Address address, cuda::Stream stream) {
+  if (const Error entered = Enter("cuMemFreeAsync"); entered != 0) return entered;
+  {
+    std::lock_guard lock(State().mutex);
+    const auto found = State().allocations.find(reinterpret_cast<std::byte*>(address));
+    if (found == State().allocations.end() || !found->second.pooled) return cuda::kInvalidValue;
+  }
+  ++State().pending;
+  Resolve(stream).thread->Add([address]() -> Status {
+    (void)Release(address);
+    --State().pending;
+    return {};
+  });
   return cuda::kSuccess;
 }
 Error cuMemHostRegister(void* data, std::size_t bytes, unsigned) {
@@ -729,8 +805,10 @@ const FakeCuda control = {
     },
     [](int ordinal, void* stream, std::function<void()> work) {
       const InContext in(ordinal);
+      ++State().of_program;
       Resolve(static_cast<cuda::Stream>(stream)).thread->Add([work = std::move(work)]() -> Status {
         work();
+        --State().of_program;
         return {};
       });
     },
@@ -764,7 +842,7 @@ const FakeCuda control = {
     },
     [](int microseconds) { State().delay_us = microseconds; },
     [] {
-      while (State().pending > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      while (State().pending > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
     },
     [] {
       std::lock_guard lock(State().mutex);
@@ -781,6 +859,7 @@ const FakeCuda control = {
     [] { return static_cast<int>(Mine().stack.size()); },
     [] { return Mine().capture_mode; },
     [] { return Mine().stack.empty() ? -1 : Mine().stack.back()->ordinal; },
+    [] { return State().reached.load(); },
 };
 
 }  // namespace

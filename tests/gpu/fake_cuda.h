@@ -57,6 +57,8 @@ struct FakeCuda {
   int (*contexts_on_stack)();
   int (*capture_mode)();
   int (*current_device)();  // Its ordinal; -1: none.
+  // How often a pool was opened to another device, since the library was opened.
+  std::size_t (*pools_opened)();
 };
 
 // The name of `const FakeCuda* fake_cuda_control()` in the library.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "device/devices.h"
+#include "gpu/cuda_driver.h"
 #include "tests/support/twin_memory.h"
 
 namespace tensormount {
@@ -17,8 +18,16 @@ constexpr std::byte kImage[] = {std::byte{'f'}, std::byte{'a'}, std::byte{'k'}, 
 class FakeCudaDevice : public TestDevice {
  public:
   FakeCudaDevice(gpu::CudaDevices& cuda, int ordinal) : cuda_(cuda), ordinal_(ordinal) {}
-  std::byte* NewMemory(std::size_t bytes) override { return Ops()->Allocate(bytes).value(); }
-  void FreeMemory(std::byte* data) override { Ops()->Free(data); }
+  // By cuMemAlloc and cuMemFree, as programs do: the latter waits for what a failure left on it.
+  std::byte* NewMemory(std::size_t bytes) override {
+    gpu::cuda::Address there = 0;
+    // Whole words, of which kernels read all where they want a part.
+    In([&] { return Driver().cuMemAlloc(&there, (bytes + 16) / 16 * 16); });
+    return reinterpret_cast<std::byte*>(there);
+  }
+  void FreeMemory(std::byte* data) override {
+    In([&] { return Driver().cuMemFree(reinterpret_cast<gpu::cuda::Address>(data)); });
+  }
   Device device() const override { return {DeviceKind::kCuda, ordinal_}; }
   void Put(std::byte* there, const void* here, std::size_t bytes) override {
     std::memcpy(TheFakeCuda().reveal(there), here, bytes);
@@ -35,7 +44,22 @@ class FakeCudaDevice : public TestDevice {
   void Synchronize(void* handle) override { TheFakeCuda().synchronize(ordinal_, handle); }
 
  private:
-  std::shared_ptr<DeviceOps> Ops() { return cuda_.Open({DeviceKind::kCuda, ordinal_}).value(); }
+  static const gpu::cuda::Driver& Driver() {
+    static const auto driver = gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA).value();
+    return *driver;
+  }
+  template <typename Fn>
+  void In(Fn fn) {
+    (void)cuda_.Open({DeviceKind::kCuda, ordinal_}).value();  // Before the first memory is made.
+    gpu::cuda::Device device = 0;
+    gpu::cuda::Context context = nullptr;
+    if (Driver().cuDeviceGet(&device, ordinal_) != 0 ||
+        Driver().cuDevicePrimaryCtxRetain(&context, device) != 0 ||
+        Driver().cuCtxPushCurrent(context) != 0 || fn() != 0 ||
+        Driver().cuCtxPopCurrent(&context) != 0) {
+      AbortDevice("the driver of the tests failed");
+    }
+  }
   gpu::CudaDevices& cuda_;
   const int ordinal_;
 };

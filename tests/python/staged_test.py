@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a save in the background holds on to: tensors until their bytes are copied, the rest until the
+verdict."""
+
+import gc
+import threading
+import unittest
+import weakref
+
+import numpy
+from support import Folder
+
+import tensormount as tm
+
+
+class StagedTensors(Folder):
+    """The save is held up where it begins to write, so that its verdict is not there."""
+
+    def setUp(self):
+        super().setUp()
+        self.go_on = threading.Event()
+        self.held_up = threading.Event()
+
+    def hold_up(self, event):
+        if event["phase"] == "write" and event["kind"] == "start":
+            self.held_up.set()
+            self.go_on.wait(60)
+
+    def check_let_go(self, begin, ask):
+        """`begin` saves a state; once `ask` has looked at the job nobody has the state any more."""
+        state = {"w": numpy.ones(10_000), "of": {"b": numpy.zeros(10)}, "step": 3}
+        refs = [weakref.ref(state["w"]), weakref.ref(state["of"]["b"])]
+        job = begin(state)
+        try:
+            del state
+            self.assertTrue(self.held_up.wait(60))
+            ask(job)
+            gc.collect()
+            self.assertEqual([ref() is None for ref in refs], [True, True])
+            self.assertFalse(job.done())
+        finally:
+            self.go_on.set()
+        self.assertEqual(job.wait()["tensors"], 2)
+        with tm.open("store/step") as read:
+            self.assertTrue((read["w"][...] == 1).all())
+
+    def test_async_save(self):
+        self.check_let_go(
+            lambda state: tm.async_save(state, "store/step", on_event=self.hold_up), lambda job: None
+        )
+
+    def test_wait_staged_and_done_of_a_saver(self):
+        for ask in (lambda job: job.wait_staged(60), lambda job: job.done()):
+            self.held_up.clear()
+            self.go_on.clear()
+            with tm.Saver(stage_in_background=True) as saver:
+                self.check_let_go(
+                    lambda state: saver.save(state, "store/step", replace=True, on_event=self.hold_up), ask
+                )
+
+
+if __name__ == "__main__":
+    unittest.main()
