@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// tensormount/store.h and retention.h over Store, on the host's files.
+// tensormount/store.h, retention.h and store_repair.h over Store, on the host's files.
 #include <chrono>
 
 #include "tensormount/retention.h"
 #include "tensormount/store.h"
+#include "tensormount/store_repair.h"
 
 #include "base/file_system.h"
+#include "index/foreign/open_source.h"
 #include "index/store/costs.h"
 #include "index/store/pins.h"
+#include "index/store/repair.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
@@ -76,6 +79,18 @@ Result<GarbageReport> CollectGarbage(const std::string& store, const GarbageOpti
                        .kept = std::move(report.kept),
                        .failed = std::move(report.failed),
                        .bytes_freed = report.bytes_freed};
+}
+
+Result<RepairReport> RepairCheckpoint(const std::string& path, const std::string& from,
+                                      const RepairOptions& options) {
+  FileSystem& fs = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, FindSource(fs, from, options.roots));
+  if (found.kind == SourceKind::kStore) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName parts, SplitCheckpointPath(path));
+    found = {.kind = SourceKind::kCheckpoint, .path = JoinPath(found.path, parts.name)};
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto other, OpenFound(fs, found, options.roots));
+  return RepairOn(fs, path, std::move(other), options);
 }
 
 Result<PinnedCheckpoint> PinCheckpoint(const std::string& path, const PinOptions& options) {

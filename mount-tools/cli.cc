@@ -68,6 +68,7 @@ struct Program {
   PinArgs pin;
   std::string unpinned;
   CopyArgs copy;
+  RepairArgs repair;
   GcArgs gc;
   FsckArgs fsck;
   PublishArgs publish;
@@ -401,6 +402,17 @@ void AddLifecycle(Program& p) {
       ->required()
       ->expected(2, CLI::detail::expected_max_vector_size);
   c->add_option("--limit-rate", p.copy.limit_rate, "Most bytes a second that are read, as 200MB");
+
+  c = p.Command("repair", "Makes damaged files of a checkpoint whole out of another checkpoint",
+                "tensormount repair STORE/step-1000 --from /backup/STORE/step-1000", p.repair,
+                RunRepair);
+  c->add_option("STORE/NAME", p.repair.checkpoint)->required();
+  c->add_option("--from", p.repair.from,
+                "A checkpoint that holds the same tensors: a copy, one that was cut otherwise, or "
+                "one of another program; of a STORE that of the same name")
+      ->required()
+      ->option_text("SOURCE");
+  c->add_flag("--dry-run", p.repair.dry_run, "Only say what is damaged and what SOURCE can repair");
 
   c = p.Command("gc", "Frees what was removed or left behind", "tensormount gc STORE", p.gc, RunGc);
   c->add_option("STORE", p.gc.store)->required();

@@ -263,6 +263,16 @@ struct CopyArgs {
 // interrupted is gone on with by the next one.
 int RunCopy(const CopyArgs& args, Terminal& terminal);
 
+struct RepairArgs {
+  std::string checkpoint;  // STORE/NAME
+  std::string from;        // A source that holds the same.
+  bool dry_run = false;
+};
+// Makes damaged files of a checkpoint whole out of another one that holds the same tensors.
+// 0 where it is whole afterwards (of a dry run: would be); 1 where something is damaged still,
+// which is named, and the rest is repaired; 2 where nothing can be said.
+int RunRepair(const RepairArgs& args, Terminal& terminal);
+
 struct GcArgs {
   std::string store;
   bool dry_run = false;

@@ -5,11 +5,17 @@
 #include "fs/save/publish.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
 #include <set>
 #include <thread>
 #include <utility>
 
+#include "base/checked.h"
 #include "fs/save/journal.h"
 #include "fs/save/resolve_journals.h"
 #include "fs/save/schema.h"
@@ -20,6 +26,7 @@
 #include "fs/save/staging_folder.h"
 #include "fs/save/tensor_assembly.h"
 #include "index/records/common_state.h"
+#include "shard/leaf_hash.h"
 
 // docs/format.md, "Staging of mounts": how journals become manifests. Nothing of what mounts wrote
 // is changed; the publisher adds manifests and perhaps a patch file, which a later try makes anew.
@@ -28,6 +35,7 @@ namespace tensormount::fs {
 namespace {
 
 constexpr std::string_view kJournalSuffix = ".tmj";
+constexpr std::uint64_t kWidestElement = 16;  // Bytes.
 constexpr const char* kProducer = "tensormount 0.1 (mount)";
 
 // One try. Steps are in Run; everything up to Verdict only reads, but for the patch file, and adds
@@ -56,7 +64,7 @@ class Publisher {
 
     TENSORMOUNT_RETURN_IF_ERROR(DropManifests());
     StagedManifests manifests(staging_, journals_);
-    TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests));
+    TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests, patches));
     if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
     TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
     // The store checks and commits as for a save by the library: `shared` says that several mounts
@@ -79,6 +87,27 @@ class Publisher {
   }
 
  private:
+  struct AssembledTensor {
+    const TensorMeta* meta = nullptr;  // Of the schema.
+    std::vector<StagedChunk> chunks;
+  };
+  struct CheckedObject {
+    std::uint32_t journal = 0;
+    const StagedObject* object = nullptr;  // Of the journal, or of moved_objects_.
+    Dims grid;
+  };
+  // Bytes of a written file that the checkpoint needs: of a chunk or of an object.
+  struct LiveRange {
+    std::uint32_t bits = 0;  // Of an element; 0: of an object.
+    std::uint32_t journal = 0;
+    std::uint32_t file = 0;
+    std::uint64_t offset = 0;
+    std::uint64_t length = 0;
+    const std::vector<Hash128>* leaves = nullptr;
+    StagedChunk* chunk = nullptr;
+    CheckedObject* object = nullptr;
+  };
+
   static Status NotAll(const StagingReport& report) {
     const StagingReport::Problem& first = report.problems.front();
     const std::uint64_t others = report.problems.size() - 1 + report.more;
@@ -167,7 +196,7 @@ class Publisher {
   }
 
   // Everything but what the parent holds, byte for byte.
-  Status Fill(StagedManifests& manifests) {
+  Status Fill(StagedManifests& manifests, PatchFile& patches) {
     StagedReuse reuse(store_, fs_, staging_, journals_);
     reuse.Open(schema_.reuse());
     std::vector<bool> tensors_taken;
@@ -183,6 +212,9 @@ class Publisher {
     report_.reused_tensors = reuse.tensors();
     report_.reused_bytes = reuse.bytes();
     report_.reuse_note = reuse.note();
+    if (linked) {
+      TENSORMOUNT_RETURN_IF_ERROR(CopyFromMostlyDead(tensors_taken, objects_taken, patches));
+    }
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       if (linked && tensors_taken[i]) continue;
       manifests.AddTensor(*tensors_[i].meta, tensors_[i].chunks);
@@ -192,6 +224,123 @@ class Publisher {
       const StagedObject& object = *objects_[i].object;
       manifests.AddObject(object.length == 0 ? kPublisher : objects_[i].journal, object,
                           objects_[i].grid);
+    }
+    return Status();
+  }
+
+  // Of a written file of which the base holds more than half the live ranges are copied into the
+  // publisher's file, and no manifest names the written one. Small tensors share a pack: one that
+  // changed would keep all of it. Where the disk is full the written files serve.
+  Status CopyFromMostlyDead(const std::vector<bool>& tensors_taken,
+                            const std::vector<bool>& objects_taken, PatchFile& patches) {
+    std::vector<LiveRange> live = RangesOfMostlyDead(tensors_taken, objects_taken);
+    if (live.empty()) return Status();
+    // Wide elements first, so that each is aligned for them without gaps.
+    std::stable_sort(live.begin(), live.end(),
+                     [](const LiveRange& a, const LiveRange& b) { return a.bits > b.bits; });
+    const std::uint64_t before = patches.size();
+    std::vector<std::uint64_t> offsets;
+    const Status copied = CopyRanges(live, patches, offsets);
+    if (copied.code() == Code::kResourceExhausted) return patches.CutTo(before);
+    TENSORMOUNT_RETURN_IF_ERROR(copied);
+    for (std::size_t i = 0; i < live.size(); ++i) {
+      if (live[i].chunk != nullptr) {
+        live[i].chunk->journal = kPublisher;
+        live[i].chunk->file = 0;
+        live[i].chunk->offset = offsets[i];
+      } else {
+        StagedObject& object = moved_objects_.emplace_back(*live[i].object->object);
+        object.offset = offsets[i];
+        live[i].object->journal = kPublisher;
+        live[i].object->object = &object;
+      }
+    }
+    return Status();
+  }
+
+  std::vector<LiveRange> RangesOfMostlyDead(const std::vector<bool>& tensors_taken,
+                                            const std::vector<bool>& objects_taken) {
+    struct Use {
+      bool taken = false;  // Something of it.
+      std::uint64_t live_bytes = 0;
+      std::vector<LiveRange> ranges;
+    };
+    std::map<std::pair<std::uint32_t, std::uint32_t>, Use> files;
+    const auto add = [&files](const LiveRange& range, bool taken) {
+      if (range.journal == kPublisher || range.length == 0) return;
+      Use& use = files[{range.journal, range.file}];
+      use.taken = use.taken || taken;
+      if (taken) return;
+      use.live_bytes = CheckedAdd(use.live_bytes, range.length).value_or(UINT64_MAX);
+      use.ranges.push_back(range);
+    };
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      for (StagedChunk& chunk : tensors_[i].chunks) {
+        add({.bits = tensors_[i].meta->bits(),
+             .journal = chunk.journal,
+             .file = chunk.file,
+             .offset = chunk.offset,
+             .length = chunk.length,
+             .leaves = &chunk.leaves,
+             .chunk = &chunk},
+            tensors_taken[i]);
+      }
+    }
+    for (std::size_t i = 0; i < objects_.size(); ++i) {
+      const StagedObject& object = *objects_[i].object;
+      add({.journal = objects_[i].journal,
+           .file = object.file,
+           .offset = object.offset,
+           .length = object.length,
+           .leaves = &object.leaves,
+           .object = &objects_[i]},
+          objects_taken[i]);
+    }
+    std::vector<LiveRange> live;
+    for (const auto& [id, use] : files) {
+      if (!use.taken || use.ranges.empty()) continue;
+      const Result<FileInfo> info =
+          fs_.LinkStat(JoinPath(staging_.directory, journals_[id.first].files[id.second]));
+      // What is wrong with the file is said where it is sealed.
+      if (!info.ok()) continue;
+      const std::uint64_t size = info.value().size;
+      if (use.live_bytes >= size - std::min(use.live_bytes, size)) continue;
+      live.insert(live.end(), use.ranges.begin(), use.ranges.end());
+    }
+    return live;
+  }
+
+  // Compared with the journal's hashes on the way: a copy of damaged bytes would be one more.
+  Status CopyRanges(const std::vector<LiveRange>& ranges, PatchFile& patches,
+                    std::vector<std::uint64_t>& offsets) const {
+    const std::array<std::byte, kWidestElement> zeros{};
+    const std::uint64_t odd = patches.size() % kWidestElement;
+    if (odd != 0) {
+      TENSORMOUNT_RETURN_IF_ERROR(
+          patches.Append(zeros.data(), static_cast<std::size_t>(kWidestElement - odd)));
+    }
+    std::vector<std::byte> leaf(kLeafBytes);
+    std::unique_ptr<File> from;
+    const LiveRange* open = nullptr;
+    for (const LiveRange& range : ranges) {
+      if (open == nullptr || open->journal != range.journal || open->file != range.file) {
+        TENSORMOUNT_ASSIGN_OR_RETURN(
+            from,
+            fs_.OpenRead(JoinPath(staging_.directory, journals_[range.journal].files[range.file])));
+        open = &range;
+      }
+      offsets.push_back(patches.size());
+      for (std::size_t i = 0; i < range.leaves->size(); ++i) {
+        const std::uint64_t at = i * kLeafBytes;
+        const auto n = static_cast<std::size_t>(std::min(kLeafBytes, range.length - at));
+        TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(range.offset + at, leaf.data(), n));
+        if (Xxh3(leaf.data(), n) != (*range.leaves)[i]) {
+          return Status(Code::kDataLoss, from->path() + ": bytes from " +
+                                             std::to_string(range.offset + at) +
+                                             " on are not those that were written");
+        }
+        TENSORMOUNT_RETURN_IF_ERROR(patches.Append(leaf.data(), n));
+      }
     }
     return Status();
   }
@@ -312,18 +461,9 @@ class Publisher {
   StagingSchema schema_;
   std::vector<Journal> journals_;
   SortedJournals sorted_;
-  // What is sound of it, by key.
-  struct AssembledTensor {
-    const TensorMeta* meta = nullptr;  // Of the schema.
-    std::vector<StagedChunk> chunks;
-  };
-  std::vector<AssembledTensor> tensors_;
-  struct CheckedObject {
-    std::uint32_t journal = 0;
-    const StagedObject* object = nullptr;  // Of the journal.
-    Dims grid;
-  };
+  std::vector<AssembledTensor> tensors_;  // What is sound of it, by key.
   std::vector<CheckedObject> objects_;
+  std::deque<StagedObject> moved_objects_;  // Those that stand in the publisher's file.
 };
 
 // Both are for people; nothing relies on them.

@@ -119,7 +119,7 @@ void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& objec
   record.index = object.index;
   record.grid = grid;
   record.file = writer.FileNumber(journal == kPublisher ? 0 : object.file);
-  record.offset = journal == kPublisher ? 0 : object.offset;
+  record.offset = object.length == 0 ? 0 : object.offset;
   record.length = object.length;
   record.hash = ChunkRoot(object.leaves, object.length);
   record.first_leaf = writer.AddLeaves(object.leaves);

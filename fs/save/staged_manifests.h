@@ -30,7 +30,8 @@ class StagedManifests {
 
   // Chunks of one tensor; tensors in rising order of their keys.
   void AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
-  // `object` as a part of `grid`, of that journal; kPublisher for one without bytes.
+  // `object` as a part of `grid`, of that journal; kPublisher for one without bytes, and for one
+  // that stands in the publisher's file.
   void AddObject(std::uint32_t journal, const StagedObject& object, const Dims& grid);
   // Whether the publisher's file must be there though it has no bytes: objects without bytes
   // must be in some file.

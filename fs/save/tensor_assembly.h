@@ -27,9 +27,10 @@ inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 // The publish otherwise copies nothing. What can force a copy: a program wrote single bytes of an
 // element in several calls, or two mounts wrote overlapping boxes of which odd shapes are left.
 // Then the bytes are read back (and proven, StagedReader), and go here side by side.
-// What the publisher itself has to write: elements whose bytes came in several writes, and boxes
-// that later writes left of earlier ones too scattered to be chunks. Made when the first
-// byte comes; removed by the destructor unless Finish was ok. One thread.
+// What the publisher itself has to write: elements whose bytes came in several writes, boxes
+// that later writes left of earlier ones too scattered to be chunks, and what is live of files of
+// which the base holds most. Made when the first byte comes; removed by the destructor unless
+// Finish was ok. One thread.
 class PatchFile {
  public:
   PatchFile(FileSystem& fs, const Staging& staging) : fs_(fs), staging_(staging) {}
@@ -38,6 +39,9 @@ class PatchFile {
   Status Open();
   // Appends; the offset of the first byte is size() before.
   Status Append(const std::byte* data, std::size_t size);
+  // Ends the file at `size` again, after an Append that failed, too. Without bytes there is no
+  // file.
+  Status CutTo(std::uint64_t size);
   std::uint64_t size() const { return size_; }
   bool used() const { return file_ != nullptr; }
   const std::string& name() const { return name_; }  // "data/…"

@@ -48,6 +48,17 @@ Status PatchFile::Append(const std::byte* data, std::size_t size) {
   return Status();
 }
 
+Status PatchFile::CutTo(std::uint64_t size) {
+  if (file_ == nullptr) return Status();
+  if (size == 0) {
+    Discard();
+  } else {
+    TENSORMOUNT_RETURN_IF_ERROR(file_->Truncate(size));
+  }
+  size_ = size;
+  return Status();
+}
+
 Status PatchFile::Finish() {
   if (file_ == nullptr) return Status();
   TENSORMOUNT_RETURN_IF_ERROR(file_->Seal());

@@ -29,6 +29,7 @@
 #include "tensormount/status.h"
 #include "tensormount/store.h"
 #include "tensormount/store_copy.h"
+#include "tensormount/store_repair.h"
 #include "tensormount/tcp_group.h"
 #include "tensormount/tree.h"
 #include "tensormount/validate.h"

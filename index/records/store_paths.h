@@ -33,6 +33,8 @@ inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and
 // ".copy-<uuid>" in .staging/: where a checkpoint of another store is copied to (docs/format.md,
 // "Copies"). No name of a checkpoint begins with a dot, so it is nobody's staging.
 inline constexpr std::string_view kCopyPrefix = ".copy-";
+// In .staging/: where a repair builds files (docs/format.md, "Repair"). One for a store.
+inline constexpr std::string_view kRepairFolder = ".repair";
 // In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
 // whose mtime says since when.
 inline constexpr std::string_view kAbortedSuffix = ".aborted";

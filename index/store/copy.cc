@@ -353,27 +353,7 @@ Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
 // filesystem has no locks nobody does; then files and the checkpoint are still named by renames
 // that replace nothing.
 Result<std::unique_ptr<File>> Copier::Lock(const std::string& outer) {
-  const std::string path = JoinPath(outer, store_paths::kLockFile);
-  for (int attempt = 0; attempt < 16; ++attempt) {
-    // Another copy of it was done a moment ago, or gc took the folder.
-    const Status made = fs_.EnsureDirectory(outer);
-    if (made.code() == Code::kNotFound) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(made);
-    Result<std::unique_ptr<File>> lock = fs_.OpenShared(path);
-    if (lock.status().code() == Code::kNotFound) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(lock.status());
-    const Status locked = lock.value()->TryLockExclusive();
-    if (locked.code() == Code::kBusy) {
-      return Status(Code::kBusy, outer + ": another copy of this checkpoint is under way");
-    }
-    if (!locked.ok() && !HasNoLocks(locked)) return locked;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo mine, lock.value()->Stat());
-    const Result<FileInfo> named = fs_.LinkStat(path);
-    if (named.ok() && named.value().device == mine.device && named.value().inode == mine.inode) {
-      return lock;
-    }
-  }
-  return Status(Code::kBusy, outer + ": it comes and goes");
+  return store_moves::LockWorkFolder(fs_, outer, "another copy of this checkpoint is under way");
 }
 
 // What an earlier copy left that belongs to no copy: COMMIT, too, which is written last.

@@ -123,6 +123,12 @@ class Checker {
     }
     Retention();
     for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) {
+      if (e.name == store_paths::kRepairFolder) {
+        Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
+             "a repair that is under way, or was interrupted",
+             "the same repair goes on; gc removes it after a day");
+        continue;
+      }
       const bool copy = e.name.starts_with(store_paths::kCopyPrefix);
       Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
            copy ? "a copy that is under way, or was interrupted"

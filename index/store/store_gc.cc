@@ -219,11 +219,14 @@ class Collector {
     if (!there.ok()) return Fail(mark, there.status());
     const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), store_paths::kCommitFile));
     if (!commit.ok()) return Fail(name, commit.status());
-    if (options_.dry_run || Young(commit.value().mtime_seconds, options_.grace)) return;
-    const Result<std::uint64_t> swept = store_moves::SweepShared(fs_, Path(name));
-    deleted_ = true;
+    if (Young(commit.value().mtime_seconds, options_.grace)) return;
+    const auto swept = store_moves::SweepShared(fs_, Path(name), options_.dry_run);
+    deleted_ = deleted_ || !options_.dry_run;
     if (!swept.ok()) return Fail(name, swept.status());
-    report_.bytes_freed += swept.value();
+    for (const std::string& file : swept.value().data_files) {
+      report_.removed.push_back(JoinPath(name, file));
+    }
+    report_.bytes_freed += swept.value().bytes;
   }
 
   // What a creator of the store left that lost the race or died.
@@ -257,10 +260,11 @@ class Collector {
         KeptAsYoung(below, kMaxGcDepth, options_.staging_age, "too young to be called abandoned")) {
       return;
     }
-    // Whoever has files open in it holds a shared lock, and whoever copies into one has it alone.
-    // Kept until it is in .trash.
+    // Whoever has files open in it holds a shared lock; who copies into one, or repairs, has it
+    // alone. Kept until it is in .trash.
     std::unique_ptr<File> lock;
-    if (shared || entry.name.starts_with(store_paths::kCopyPrefix)) {
+    if (shared || entry.name.starts_with(store_paths::kCopyPrefix) ||
+        entry.name == store_paths::kRepairFolder) {
       // For writing: over NFS an exclusive lock asks for it.
       const std::string path = JoinPath(Path(below), store_paths::kLockFile);
       const Status there = fs_.LinkStat(path).status();

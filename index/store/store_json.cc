@@ -61,6 +61,32 @@ nlohmann::ordered_json DeriveJson(const DeriveReport& report) {
           {"refused", report.refused}};
 }
 
+nlohmann::ordered_json RepairJson(const RepairReport& report) {
+  nlohmann::ordered_json json = {{"path", report.path},
+                                 {"uuid", report.uuid},
+                                 {"from", report.from},
+                                 {"dry_run", report.dry_run},
+                                 {"whole", report.left.empty()},
+                                 {"bytes_checked", report.bytes_checked},
+                                 {"files", nlohmann::json::array()},
+                                 {"left", nlohmann::json::array()}};
+  for (const RepairedFile& file : report.files) {
+    json["files"].push_back(nlohmann::ordered_json{{"file", file.file},
+                                                   {"damage", file.damage},
+                                                   {"bytes_damaged", file.bytes_damaged},
+                                                   {"bytes_repaired", file.bytes_repaired},
+                                                   {"whole", file.whole},
+                                                   {"shared_with", file.shared_with}});
+  }
+  for (const RepairLeft& left : report.left) {
+    json["left"].push_back(nlohmann::ordered_json{{"file", left.file},
+                                                  {"object", left.object},
+                                                  {"offset", left.offset},
+                                                  {"reason", left.reason}});
+  }
+  return json;
+}
+
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run) {
   return {{"removed", report.removed},
           {"kept", report.kept},

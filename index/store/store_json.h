@@ -6,6 +6,7 @@
 
 #include "tensormount/derive.h"
 #include "tensormount/store_copy.h"
+#include "tensormount/store_repair.h"
 
 #include "index/store/costs.h"
 #include "index/store/store.h"
@@ -23,6 +24,7 @@ void AddCostJson(const CheckpointCost& cost, nlohmann::ordered_json& json);
 // A line of `copy`: its event is copied, there or failed.
 nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one);
 nlohmann::ordered_json DeriveJson(const DeriveReport& report);
+nlohmann::ordered_json RepairJson(const RepairReport& report);
 nlohmann::ordered_json GcJson(const Store::GcReport& report, bool dry_run);
 
 }  // namespace tensormount

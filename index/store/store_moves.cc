@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "index/read/pinned_commit.h"
 #include "index/records/store_paths.h"
 
 namespace tensormount::store_moves {
@@ -68,6 +69,31 @@ bool LinkIsRefused(const Status& status) {
     default:
       return false;
   }
+}
+
+Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& folder,
+                                             std::string_view busy) {
+  const std::string path = JoinPath(folder, store_paths::kLockFile);
+  for (int attempt = 0; attempt < 16; ++attempt) {
+    // Whoever used it was done a moment ago, or gc took the folder.
+    const Status made = fs.EnsureDirectory(folder);
+    if (made.code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(made);
+    Result<std::unique_ptr<File>> lock = fs.OpenShared(path);
+    if (lock.status().code() == Code::kNotFound) continue;
+    TENSORMOUNT_RETURN_IF_ERROR(lock.status());
+    const Status locked = lock.value()->TryLockExclusive();
+    if (locked.code() == Code::kBusy) {
+      return Status(Code::kBusy, folder + ": " + std::string(busy));
+    }
+    if (!locked.ok() && !HasNoLocks(locked)) return locked;
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo mine, lock.value()->Stat());
+    const Result<FileInfo> named = fs.LinkStat(path);
+    if (named.ok() && named.value().device == mine.device && named.value().inode == mine.inode) {
+      return lock;
+    }
+  }
+  return Status(Code::kBusy, folder + ": it comes and goes");
 }
 
 Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path) {

@@ -65,9 +65,13 @@ std::string NameInMark(FileSystem& fs, const std::string& entry);
 // Removes from a published checkpoint what its shared staging left there, staging.json last: names
 // that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
 // there is no staging.json. kDataLoss, and nothing is removed, where COMMIT is of another
-// checkpoint than staging.json. Failing is no harm: gc does it again. Only gc calls it. Returns how
-// many bytes no other name keeps.
-Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory);
+// checkpoint than staging.json. Failing is no harm: gc does it again. Only gc calls it.
+struct SweptShared {
+  std::vector<std::string> data_files;  // Below the checkpoint.
+  std::uint64_t bytes = 0;              // Those of data_files that no other name keeps.
+};
+// `dry_run`: says what it would remove.
+Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bool dry_run = false);
 
 // Where the uuid of a save is.
 enum class UuidLocation {
@@ -79,6 +83,12 @@ enum class UuidLocation {
   kUnreadable,  // Some folder could not be read, and the others do not have it.
 };
 UuidLocation Locate(FileSystem& fs, const Staging& staging);
+
+// Makes the folder `folder` in .staging/ where it is missing, and holds the exclusive lock of its
+// file `lock`, which gc looks for, as long as the result lives; without a lock where the filesystem
+// has none. kBusy "FOLDER: `busy`" where somebody else holds it.
+Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& folder,
+                                             std::string_view busy);
 
 // Whether a hard link is refused for what the file or the filesystem is: no failure of whoever
 // wanted it, as the file can be copied.

@@ -61,10 +61,10 @@ Status DecodeShared(std::string_view text, const std::string& path, Staging& sta
 
 namespace store_moves {
 
-Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory) {
+Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bool dry_run) {
   const std::string mark = JoinPath(directory, store_paths::kSharedFile);
-  if (!fs.Exists(mark)) return std::uint64_t{0};
-  std::uint64_t bytes = 0;
+  SweptShared swept_files;
+  if (!fs.Exists(mark)) return swept_files;
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
     // A COMMIT of another checkpoint names none of the files here.
@@ -79,7 +79,9 @@ Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory) 
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
     for (const DirectoryEntry& e : entries) {
-      if (e.name == store_paths::kSharedFile || !store_paths::IsSharedLeftover(e.name)) continue;
+      const bool leftover =
+          e.name != store_paths::kSharedFile && store_paths::IsSharedLeftover(e.name);
+      if (dry_run || !leftover) continue;
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, e.name)));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> files,
@@ -88,9 +90,11 @@ Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory) 
       const std::string name = "data/" + e.name;
       if (e.kind == FileKind::kDirectory || commit.record.Find(name) != nullptr) continue;
       const Result<FileInfo> info = fs.LinkStat(JoinPath(directory, name));
-      if (info.ok() && info.value().links <= 1) bytes += info.value().size;
-      TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, name)));
+      if (!dry_run) TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(directory, name)));
+      if (info.ok() && info.value().links <= 1) swept_files.bytes += info.value().size;
+      swept_files.data_files.push_back(name);
     }
+    if (dry_run) return Status();
     // Else the mark may be gone after a power cut and what it stands for not.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(directory, "data")));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(directory));
@@ -98,7 +102,7 @@ Result<std::uint64_t> SweepShared(FileSystem& fs, const std::string& directory) 
   };
   const Status swept = sweep();
   if (!swept.ok() && swept.code() != Code::kNotFound) return swept;
-  return bytes;
+  return swept_files;
 }
 
 }  // namespace store_moves

@@ -46,6 +46,7 @@ PUBLIC_HEADERS = {
     "retention.h": "index",
     "store.h": "index",
     "store_copy.h": "index",
+    "store_repair.h": "index",
     "communicator.h": "collective",
     "tcp_group.h": "collective",
     "async_load.h": "collective",

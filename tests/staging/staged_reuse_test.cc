@@ -2,6 +2,8 @@
 // Steps that are saved through mounts: what the parent holds is linked, whoever cut it how, and
 // what was written beside it goes with the rest of the staging.
 #include <cerrno>
+#include <functional>
+#include <map>
 
 #include <nlohmann/json.hpp>
 
@@ -187,6 +189,131 @@ TEST_F(StagedReuseTest, FaultsCostTheReuseAlone) {
   ASSERT_OK(PublishStaging(store_, fs(), "last", "last", &report_)) << report_.ToText();
   EXPECT_EQ(report_.reused_tensors, 3u);
   ExpectReads("last");
+}
+
+// Many small tensors and an object in the pack of one mount, as the daemon packs them.
+class SmallTensorsTest : public StagingTest {
+ protected:
+  static constexpr int kTensors = 20;
+  SmallTensorsTest() : store_(MakeStore()) {
+    for (int i = 0; i < kTensors; ++i) bytes_[KeyOf(i)] = Random(10 + i).Bytes(4000);
+  }
+  static std::string KeyOf(int i) { return "layer." + std::to_string(i); }
+
+  // Without an `object`, there is none.
+  Result<Store::Published> SaveStep(const std::string& name, std::string_view object = "state",
+                                    FileSystem* with = nullptr) {
+    nlohmann::json schema;
+    for (const auto& [key, bytes] : bytes_) {
+      schema["tensors"][key] = {{"dtype", "f32"}, {"shape", {1000}}};
+    }
+    const Staging staging = Make(store_, name, schema.dump());
+    TestMount mount(fs(), staging, static_cast<std::uint64_t>(++mounts_));
+    for (const auto& [key, bytes] : bytes_) mount.Write(mount.Whole(Meta(staging, key)), 0, bytes);
+    if (!object.empty()) mount.Object("rng", {}, object);
+    EXPECT_OK(mount.Flush());
+    if (before_publish_) before_publish_(staging);
+    const Store store = with == nullptr ? store_ : Store::Open(*with, store_.path()).value();
+    return PublishStaging(store, with == nullptr ? fs() : *with, name, name, &report_);
+  }
+  void ExpectReads(const std::string& name) {
+    SCOPED_TRACE(name);
+    for (const auto& [key, bytes] : bytes_) EXPECT_EQ(BytesOf(name, key), bytes) << key;
+    EXPECT_TRUE(IsSound(name));
+  }
+  // Of the data files that COMMIT lists and no other checkpoint has.
+  std::uint64_t OwnBytes(const std::string& name) {
+    std::uint64_t own = 0;
+    const DecodedCommit commit = store_moves::ReadCommit(fs(), InStore(name)).value();
+    for (const CommitRecord::Entry& file : commit.record.files) {
+      if (!file.name.starts_with("data/")) continue;
+      own += fs().LinkStat(InStore(name + "/" + file.name)).value().links > 1 ? 0 : file.length;
+    }
+    return own;
+  }
+
+  const Store store_;
+  int mounts_ = 0;
+  std::map<std::string, std::string> bytes_;
+  std::function<void(const Staging&)> before_publish_;
+  StagingReport report_;
+};
+
+// All of them are in one pack: of that of the new step nothing else is needed.
+TEST_F(SmallTensorsTest, OneThatChangedDoesNotKeepThePackOfAll) {
+  ASSERT_OK(SaveStep("step-1")) << report_.ToText();
+  EXPECT_GT(OwnBytes("step-1"), 80000u);
+  for (int step = 2; step <= 4; ++step) {
+    const std::string name = "step-" + std::to_string(step);
+    SCOPED_TRACE(name);
+    bytes_[KeyOf(step)] = Random(100 + step).Bytes(4000);
+    const std::string object = "state " + std::to_string(step);
+    ASSERT_OK(SaveStep(name, object)) << report_.ToText();
+    EXPECT_EQ(report_.reused_tensors, 19u);
+    EXPECT_EQ(OwnBytes(name), 4000u + object.size());
+    ExpectReads(name);
+    const auto opened = OpenedCheckpoint::Open(fs(), InStore(name), {});
+    ASSERT_OK(opened);
+    std::string read(object.size(), '?');
+    ASSERT_OK(opened.value()->ReadObject(opened.value()->index().Objects().value().at(0), 0,
+                                         read.data(), read.size()));
+    EXPECT_EQ(read, object);
+  }
+  // What was written goes at the next gc, which says so before and after.
+  Store::GcOptions options;
+  options.grace = std::chrono::seconds(0);
+  options.dry_run = true;
+  const auto dry = store_.Gc(options);
+  ASSERT_OK(dry);
+  EXPECT_GT(dry.value().bytes_freed, 3u * 80000u);
+  EXPECT_THAT(dry.value().removed, testing::Contains(testing::StartsWith("step-4/data/")));
+  options.dry_run = false;
+  const auto freed = store_.Gc(options);
+  ASSERT_OK(freed);
+  EXPECT_EQ(freed.value().bytes_freed, dry.value().bytes_freed);
+  EXPECT_EQ(freed.value().removed, dry.value().removed);
+  ExpectReads("step-4");
+}
+
+TEST_F(SmallTensorsTest, AFileThatIsHalfLiveIsKept) {
+  ASSERT_OK(SaveStep("step-1", "")) << report_.ToText();
+  for (int i = 0; i < 9; ++i) bytes_[KeyOf(i)] = Random(200 + i).Bytes(4000);
+  ASSERT_OK(SaveStep("step-2", "")) << report_.ToText();
+  EXPECT_EQ(OwnBytes("step-2"), 9u * 4000u);
+  // Then less than half of the base's file is live, which is copied as well.
+  ASSERT_OK(fs().RemoveTree(InStore("step-2")));
+  for (int i = 0; i < 11; ++i) bytes_[KeyOf(i)] = Random(300 + i).Bytes(4000);
+  ASSERT_OK(SaveStep("step-3", "")) << report_.ToText();
+  EXPECT_EQ(OwnBytes("step-3"), 20u * 4003u + 9u * 4000u) << "each 3 bytes apart";
+  ExpectReads("step-3");
+}
+
+TEST_F(SmallTensorsTest, DamageIsNotCopied) {
+  ASSERT_OK(SaveStep("step-1")) << report_.ToText();
+  bytes_[KeyOf(3)] = Random(5).Bytes(4000);
+  before_publish_ = [&](const Staging& staging) {
+    const std::string folder = JoinPath(staging.directory, "data");
+    const std::string path = JoinPath(folder, NamesIn(folder).at(0));
+    std::string file = ReadWholeFile(path);
+    file[file.find(bytes_[KeyOf(3)]) + 100] ^= 1;
+    WriteWholeFile(path, file);
+  };
+  const auto published = SaveStep("step-2");
+  EXPECT_THAT(published, HasCode(Code::kDataLoss));
+  EXPECT_THAT(published.status().message(), testing::HasSubstr("not those that were written"));
+}
+
+TEST_F(SmallTensorsTest, OnAFullDiskTheWrittenFileServes) {
+  ASSERT_OK(SaveStep("step-1")) << report_.ToText();
+  bytes_[KeyOf(3)] = Random(5).Bytes(4000);
+  ObservedFileSystem full(fs(), [&](const FileEvent& e) {
+    const bool copy = e.op == FileOp::kWrite && e.path.find("-patch-") != std::string::npos;
+    return copy ? Status::FromErrno(ENOSPC, "write", e.path) : Status();
+  });
+  ASSERT_OK(SaveStep("step-2", "state", &full)) << report_.ToText();
+  EXPECT_EQ(report_.reused_tensors, 19u);
+  EXPECT_GT(OwnBytes("step-2"), 80000u);
+  ExpectReads("step-2");
 }
 
 }  // namespace

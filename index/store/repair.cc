@@ -1,0 +1,733 @@
+// SPDX-License-Identifier: Apache-2.0
+// Repair of a checkpoint out of another one (docs/format.md, "Repair").
+//
+// COMMIT says what the manifests and the index must be, manifests say what each 64 KiB of each data
+// file must be, and nothing is kept that these hashes do not prove. A new file is built in
+// .staging/.repair/, synced, and exchanged with the damaged one; the names of other checkpoints
+// that share it come first, the checkpoint's own last: as long as that has the damaged file, the
+// next repair finds the others by its inode.
+#include "index/store/repair.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "base/at_exit.h"
+#include "base/counted.h"
+#include "base/errors.h"
+#include "index/read/derived_index.h"
+#include "index/read/pinned_commit.h"
+#include "index/read/rebuild.h"
+#include "index/read/scan.h"
+#include "index/read/verify_ranges.h"
+#include "index/records/manifest.h"
+#include "index/records/store_paths.h"
+#include "index/store/repair_ranges.h"
+#include "index/store/repair_source.h"
+#include "index/store/retention.h"
+#include "index/store/store.h"
+#include "index/store/store_moves.h"
+
+namespace tensormount {
+namespace {
+
+// Of manifests and the index, compared as a whole.
+constexpr std::size_t kRepairBlock = std::size_t{1} << 20;
+
+// To be synced: where the path leads through a descriptor its folder is a link there.
+std::string FolderOf(const std::string& path) {
+  return JoinPath(path.substr(0, path.rfind('/')), ".");
+}
+
+bool SameInode(const FileInfo& a, const FileInfo& b) {
+  return a.device == b.device && a.inode == b.inode;
+}
+
+class Repairer {
+ public:
+  Repairer(FileSystem& fs, Store store, std::string name, std::shared_ptr<OpenedCheckpoint> other,
+           const RepairOptions& options)
+      : fs_(fs),
+        store_(std::move(store)),
+        name_(std::move(name)),
+        other_(std::move(other)),
+        options_(options),
+        work_(JoinPath(JoinPath(store_.path(), store_paths::kStagingFolder),
+                       store_paths::kRepairFolder)),
+        buffer_(kRepairBlock) {}
+
+  Result<RepairReport> Run() {
+    report_.path = store_.CheckpointPath(name_);
+    report_.from = other_->directory();
+    report_.dry_run = options_.dry_run;
+    TENSORMOUNT_RETURN_IF_ERROR(OpenFolder());
+    if (!options_.dry_run) TENSORMOUNT_RETURN_IF_ERROR(BeginWork());
+    const AtExit end([this] { EndWork(); });
+    TENSORMOUNT_RETURN_IF_ERROR(ReadOwnCommit());
+    report_.uuid = record_.uuid.ToString();
+    TENSORMOUNT_RETURN_IF_ERROR(CheckManifests());
+    TENSORMOUNT_RETURN_IF_ERROR(CheckIndex());
+    if (inventory_) {
+      if (!inventory_->info.self_contained) {
+        return Status(Code::kUnsupported, report_.path +
+                                              ": an adopted checkpoint: its data are files of "
+                                              "another program below " +
+                                              inventory_->info.root + ", which are not written to");
+      }
+      TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles());
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(FinishCommit());
+    return std::move(report_);
+  }
+
+ private:
+  // Another checkpoint of the store.
+  struct Neighbour {
+    std::string name;
+    CommitRecord record;
+  };
+  // What stands under a name of the checkpoint.
+  struct OldFile {
+    std::unique_ptr<File> file;    // Null: there is none that can be read.
+    std::optional<FileInfo> info;  // Of a file that is there.
+    std::string damage;            // Why there is none.
+  };
+  struct SharedName {
+    std::string checkpoint;  // Empty: in .staging/ or .trash/.
+    std::string path;
+  };
+
+  std::string Own(const std::string& file) const { return JoinPath(*directory_, file); }
+
+  // ---- Begin and end ----
+
+  Status OpenFolder() {
+    Result<PinnedCommit> pinned = PinCommit(fs_, report_.path);
+    if (pinned.ok()) {
+      pinned_ = std::move(pinned).value();
+      directory_ = pinned_.directory;
+    } else {
+      // A checkpoint all the same, if it has manifests.
+      const bool is_one = pinned.status().code() == Code::kNotFound &&
+                          fs_.LinkStat(JoinPath(report_.path, "manifest")).ok();
+      if (!is_one) return pinned.status();
+      TENSORMOUNT_ASSIGN_OR_RETURN(directory_, fs_.PinDirectory(JoinPath(report_.path, ".")));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(folder_, fs_.Stat(JoinPath(*directory_, ".")));
+    const Result<FileInfo> there = fs_.Stat(JoinPath(other_->pinned_directory(), "."));
+    if (there.ok() && SameInode(folder_, there.value())) {
+      return InvalidArgument(report_.path +
+                             ": is the checkpoint that is to be repaired; name "
+                             "another one that holds the same tensors");
+    }
+    return Status();
+  }
+
+  Status BeginWork() {
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.EnsureDirectory(FolderOf(work_)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        lock_, store_moves::LockWorkFolder(fs_, work_, "another repair is under way"));
+    // What one that was interrupted left.
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(work_));
+    for (const DirectoryEntry& e : entries) {
+      if (e.name == store_paths::kLockFile) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(JoinPath(work_, e.name)));
+    }
+    return Status();
+  }
+
+  // Gc does it otherwise. What was deleted is made durable, too: without a journal a file that is
+  // written next could get its blocks, and lose them to a repair of the filesystem.
+  void EndWork() {
+    if (lock_ == nullptr) return;
+    (void)fs_.RemoveTree(work_);
+    if (changed_) (void)fs_.SyncFileSystem(store_.path());
+  }
+
+  std::string WorkPath() const { return JoinPath(work_, "part-" + Uuid::Random().Short()); }
+
+  void Left(const std::string& file, const std::string& object, std::uint64_t offset,
+            std::string reason) {
+    report_.left.push_back(
+        {.file = file, .object = object, .offset = offset, .reason = std::move(reason)});
+  }
+
+  Status Tell(std::uint64_t bytes) {
+    report_.bytes_checked += bytes;
+    return options_.watch ? options_.watch(report_.bytes_checked, total_) : Status();
+  }
+
+  // ---- COMMIT, manifests, index ----
+
+  Status ReadOwnCommit() {
+    const std::string name(kCommitName);
+    std::string bytes;
+    Status damage(Code::kDataLoss, "the file is missing");
+    if (pinned_.file != nullptr) {
+      Result<std::string> read = ReadCommitBytes(*pinned_.file, kCommitName);
+      Result<DecodedCommit> decoded = read.ok() ? DecodeCommit(read.value(), kCommitName)
+                                                : Result<DecodedCommit>(read.status());
+      damage = decoded.status();
+      if (decoded.ok()) {
+        record_ = std::move(decoded.value().record);
+        if (!decoded.value().one_copy_damaged) return Status();
+        damage = DataLoss(decoded.value().damage);
+        bytes = read.value();
+      } else if (!ProvesDamage(damage) || damage.code() == Code::kUnsupported) {
+        return damage;
+      }
+    }
+    RepairedFile file{.file = name, .damage = ReasonWithout(name, damage)};
+    if (bytes.empty()) {
+      TENSORMOUNT_RETURN_IF_ERROR(TakeCommit(damage));
+    } else {
+      commit_ = EncodeCommit(record_);
+      // A record of a newer program may say more than this one would write.
+      const std::size_t copy = commit_.size() / 2;
+      const std::string_view whole = std::string_view(commit_).substr(0, copy);
+      const std::string_view there = bytes;
+      if (!there.starts_with(whole) && (there.size() < copy || !there.ends_with(whole))) {
+        Left(name, name, 0, "its whole copy says more than this program knows");
+        commit_.clear();
+      }
+    }
+    file.bytes_damaged = commit_.size();
+    file.bytes_repaired = commit_.size();
+    file.whole = !commit_.empty();
+    report_.files.push_back(std::move(file));
+    return Status();
+  }
+
+  // Where no copy of COMMIT is left: that of the other checkpoint, if it is a copy of this one. A
+  // manifest has the uuid of its save, so one that is byte for byte the same proves it.
+  Status TakeCommit(const Status& damage) {
+    const Status refused = DataLoss(
+        JoinPath(report_.path, kCommitName),
+        ReasonWithout(kCommitName, damage) + ", and " + other_->directory() +
+            " is no copy of this checkpoint: without COMMIT nothing says what the files should be");
+    const DecodedCommit* commit = other_->commit();
+    if (commit == nullptr) return refused;
+    bool same = false;
+    for (const CommitRecord::Entry& entry : commit->record.files) {
+      if (!entry.name.starts_with("manifest/")) continue;
+      const Result<Manifest> manifest = ReadListedManifest(fs_, *directory_, entry);
+      same = same || (manifest.ok() && manifest.value().inventory.info.uuid == commit->record.uuid);
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::string own,
+        fs_.ReadFile(JoinPath(other_->pinned_directory(), kCommitName), kMaxCommitBytes));
+    if (!same) return refused;
+    record_ = commit->record;
+    commit_ = EncodeCommit(record_);
+    if (!own.starts_with(std::string_view(commit_).substr(0, commit_.size() / 2)) &&
+        !own.ends_with(std::string_view(commit_).substr(0, commit_.size() / 2))) {
+      return DataLoss(JoinPath(other_->directory(), kCommitName),
+                      "says more than this program knows");
+    }
+    return Status();
+  }
+
+  // The entry in the other one's COMMIT, where it lists the same file.
+  bool OtherHas(const CommitRecord::Entry& entry) const {
+    const DecodedCommit* commit = other_->commit();
+    const CommitRecord::Entry* there =
+        commit == nullptr ? nullptr : commit->record.Find(entry.name);
+    return there != nullptr && there->length == entry.length && there->hash == entry.hash;
+  }
+
+  Status CheckManifests() {
+    InventoryMerger merger;
+    Status merged;
+    for (const CommitRecord::Entry& entry : record_.files) {
+      if (!entry.name.starts_with("manifest/")) continue;
+      Result<Manifest> manifest = ReadListedManifest(fs_, *directory_, entry);
+      report_.bytes_checked += entry.length;
+      if (!manifest.ok()) {
+        if (!ProvesDamage(manifest.status())) return manifest.status();
+        RepairedFile file{.file = entry.name,
+                          .damage = ReasonWithout(entry.name, manifest.status()),
+                          .bytes_damaged = entry.length};
+        manifest = TakeManifest(entry);
+        if (manifest.ok()) {
+          TENSORMOUNT_RETURN_IF_ERROR(CopyWhole(entry, file));
+        } else {
+          Left(entry.name, entry.name, 0, manifest.status().message());
+        }
+        report_.files.push_back(std::move(file));
+      }
+      if (merged.ok()) {
+        merged =
+            manifest.ok() ? merger.Add(manifest.value().inventory, entry.name) : manifest.status();
+      }
+      if (manifest.ok()) leaves_[entry.name] = std::move(manifest.value().leaves);
+    }
+    if (merged.ok()) {
+      Result<Inventory> inventory = FinishRebuild(merger, record_);
+      TENSORMOUNT_RETURN_IF_ERROR(inventory.status());
+      inventory_ = std::move(inventory).value();
+    }
+    return Status();
+  }
+
+  Result<Manifest> TakeManifest(const CommitRecord::Entry& entry) const {
+    if (!OtherHas(entry)) {
+      return DataLoss(other_->directory() +
+                      " is no copy of this checkpoint, and only a copy has its manifests");
+    }
+    return ReadListedManifest(fs_, other_->pinned_directory(), entry);
+  }
+
+  // Without all manifests the index says what the data files should be.
+  Status CheckIndex() {
+    const CommitRecord::Entry* entry = record_.Find(kIndexName);
+    if (entry == nullptr) return Status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(OldFile old, OpenOld(entry->name));
+    Status damage = old.file == nullptr ? DataLoss(old.damage) : CompareWhole(*entry, *old.file);
+    if (!damage.ok() && !ProvesDamage(damage)) return damage;
+    if (!damage.ok()) {
+      RepairedFile file{
+          .file = entry->name, .damage = damage.message(), .bytes_damaged = entry->length};
+      if (OtherHas(*entry)) {
+        TENSORMOUNT_RETURN_IF_ERROR(CopyWhole(*entry, file));
+      } else {
+        Left(entry->name, entry->name, 0,
+             other_->directory() +
+                 " is no copy of this checkpoint, and only a copy has its index; `tensormount fsck "
+                 "STORE --rebuild` makes one that serves");
+      }
+      report_.files.push_back(std::move(file));
+    }
+    if (inventory_) return Status();
+    Result<std::shared_ptr<const CheckpointIndex>> index =
+        CheckpointIndex::OpenSst(fs_, *directory_, record_, ~std::uint64_t{0});
+    if (!index.ok()) index = OpenDerivedIndex(fs_, report_.path, record_);
+    Result<Inventory> inventory =
+        index.ok() ? index.value()->ToInventory() : Result<Inventory>(index.status());
+    if (inventory.ok()) {
+      inventory_ = std::move(inventory).value();
+    } else {
+      Left("data", "all data files", 0,
+           "without all manifests, or the index, nothing says what they should be");
+    }
+    return Status();
+  }
+
+  Result<OldFile> OpenOld(const std::string& name) {
+    OldFile old;
+    Result<std::unique_ptr<File>> opened = OpenListedFile(fs_, *directory_, name);
+    if (opened.ok()) {
+      old.file = std::move(opened).value();
+      TENSORMOUNT_ASSIGN_OR_RETURN(old.info, old.file->Stat());
+      return old;
+    }
+    if (!ProvesDamage(opened.status())) return opened.status();
+    old.damage = ReasonWithout(name, opened.status());
+    const Result<FileInfo> info = fs_.LinkStat(Own(name));
+    if (info.ok() && info.value().kind == FileKind::kFile) old.info = info.value();
+    return old;
+  }
+
+  // A file that COMMIT has a hash of all of. kDataLoss says what is wrong with it.
+  Status CompareWhole(const CommitRecord::Entry& entry, File& file, File* out = nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+    if (info.size != entry.length) return DataLoss(LengthText(info.size, entry.length));
+    Xxh3Stream hash;
+    for (std::uint64_t at = 0; at < entry.length;) {
+      const auto n =
+          static_cast<std::size_t>(std::min<std::uint64_t>(buffer_.size(), entry.length - at));
+      TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(at, buffer_.data(), n));
+      hash.Update(buffer_.data(), n);
+      if (out != nullptr) TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, buffer_.data(), n));
+      at += n;
+    }
+    return hash.Value() == entry.hash ? Status() : DataLoss("checksum differs");
+  }
+
+  static std::string LengthText(std::uint64_t is, std::uint64_t wanted) {
+    return std::to_string(is) + " bytes, " + std::to_string(wanted) + " expected";
+  }
+
+  // A manifest or the index, of which the other checkpoint has the same.
+  Status CopyWhole(const CommitRecord::Entry& entry, RepairedFile& file) {
+    const std::string part = WorkPath();
+    std::unique_ptr<File> out;
+    if (!options_.dry_run) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(out, fs_.CreateExclusive(part));
+    }
+    const Result<std::unique_ptr<File>> from =
+        OpenListedFile(fs_, other_->pinned_directory(), entry.name);
+    const Status copied = from.ok() ? CompareWhole(entry, *from.value(), out.get()) : from.status();
+    if (copied.code() == Code::kResourceExhausted) return copied;
+    if (!copied.ok()) {
+      Left(entry.name, entry.name, 0, other_->directory() + ": " + copied.message());
+      return Status();
+    }
+    file.bytes_repaired = entry.length;
+    file.whole = true;
+    if (options_.dry_run) return Status();
+    TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
+    TENSORMOUNT_RETURN_IF_ERROR(out->Close());
+    const Result<FileInfo> old = fs_.LinkStat(Own(entry.name));
+    return GiveNames(part, entry,
+                     old.ok() && old.value().kind == FileKind::kFile
+                         ? std::optional<FileInfo>(old.value())
+                         : std::nullopt,
+                     file);
+  }
+
+  // Last, when all that it vouches for is in place. Gc looks for the lock of readers on the file of
+  // this name, so one that is read is not exchanged.
+  Status FinishCommit() {
+    if (commit_.empty() || options_.dry_run) return Status();
+    const std::string name(kCommitName);
+    RepairedFile& file = *std::find_if(report_.files.begin(), report_.files.end(),
+                                       [&](const RepairedFile& f) { return f.file == name; });
+    if (pinned_.file != nullptr) {
+      const Status locked = pinned_.file->TryLockExclusive();
+      if (locked.code() == Code::kBusy) {
+        file.whole = false;
+        file.bytes_repaired = 0;
+        Left(name, name, 0,
+             "somebody reads the checkpoint: unmount it, end its readers, and repair it again");
+        return Status();
+      }
+      if (!locked.ok() && !HasNoLocks(locked)) return locked;
+    }
+    const std::string part = WorkPath();
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.WriteFileDurably(part, commit_));
+    const Result<FileInfo> old = fs_.LinkStat(Own(name));
+    return GiveNames(part, {.name = name, .length = commit_.size(), .hash = {}, .tail = {}},
+                     old.ok() && old.value().kind == FileKind::kFile
+                         ? std::optional<FileInfo>(old.value())
+                         : std::nullopt,
+                     file);
+  }
+
+  // ---- Data files ----
+
+  Status CheckDataFiles() {
+    std::set<Uuid> writers{record_.uuid, record_.parent};
+    TENSORMOUNT_RETURN_IF_ERROR(FindNeighbours());
+    for (const Neighbour& neighbour : neighbours_) writers.insert(neighbour.record.uuid);
+    if (other_->commit() != nullptr) writers.insert(other_->commit()->record.uuid);
+    TENSORMOUNT_ASSIGN_OR_RETURN(source_,
+                                 RepairSource::Make(other_, *inventory_, record_, writers));
+    ranges_.emplace(*inventory_, leaves_, *source_, other_->directory(),
+                    [this](std::uint64_t bytes) { return Tell(bytes); });
+    std::map<std::string, std::vector<ScanRange>, std::less<>> ranges;
+    for (const ScanRange& range : RangesOf(*inventory_)) {
+      if (range.length == 0 || range.file >= inventory_->files.size()) continue;
+      ranges[inventory_->files[range.file].name].push_back(range);
+    }
+    total_ = report_.bytes_checked;
+    for (const CommitRecord::Entry& entry : record_.files) {
+      if (entry.name.starts_with("data/")) total_ += entry.length;
+    }
+    for (const CommitRecord::Entry& entry : record_.files) {
+      if (!entry.name.starts_with("data/")) continue;
+      std::vector<ScanRange>& of_file = ranges[entry.name];
+      std::ranges::sort(of_file, {}, &ScanRange::offset);
+      TENSORMOUNT_RETURN_IF_ERROR(CheckDataFile(entry, of_file));
+    }
+    return Status();
+  }
+
+  // Those that can be read: what others hold is not known, and stays as it is.
+  Status FindNeighbours() {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store_.Names());
+    for (const std::string& name : names) {
+      const Result<FileInfo> info = fs_.LinkStat(store_.CheckpointPath(name));
+      if (!info.ok() || SameInode(info.value(), folder_)) continue;
+      Neighbour neighbour{.name = name, .record = {}};
+      if (store_.Look(name, &neighbour.record).problem.ok()) {
+        neighbours_.push_back(std::move(neighbour));
+      }
+    }
+    return Status();
+  }
+
+  Status CheckDataFile(const CommitRecord::Entry& entry, const std::vector<ScanRange>& ranges) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(OldFile old, OpenOld(entry.name));
+    RepairedFile file{.file = entry.name, .damage = old.damage};
+    bool length_differs = old.file == nullptr;
+    if (old.file != nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, old.file->Stat());
+      length_differs = info.size != entry.length;
+      if (length_differs) file.damage = LengthText(info.size, entry.length);
+    }
+    std::uint64_t damaged = 0;
+    for (const ScanRange& range : ranges) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
+                                   ranges_->BadBytes(old.file.get(), range, true));
+      file.bytes_damaged += bytes;
+      damaged += bytes > 0 ? 1 : 0;
+    }
+    if (damaged == 0 && !length_differs) return Status();
+    if (damaged > 0 && file.damage.empty()) {
+      file.damage = "checksums differ in " + std::to_string(damaged) + " of " +
+                    Counted(ranges.size(), "stored range");
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(Mend(entry, ranges, old, file));
+    report_.files.push_back(std::move(file));
+    return Status();
+  }
+
+  Status Mend(const CommitRecord::Entry& entry, const std::vector<ScanRange>& ranges,
+              const OldFile& old, RepairedFile& file) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string same, FindWhole(entry, ranges, old));
+    if (!same.empty()) {
+      file.bytes_repaired = file.bytes_damaged;
+      file.whole = true;
+      return options_.dry_run ? Status() : GiveNames(same, entry, old.info, file);
+    }
+    const std::string part = WorkPath();
+    std::unique_ptr<File> out;
+    if (!options_.dry_run) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(out, fs_.CreateExclusive(part));
+    }
+    const std::size_t left = report_.left.size();
+    std::uint64_t at = 0;
+    for (const ScanRange& range : ranges) {
+      TENSORMOUNT_RETURN_IF_ERROR(ranges_->CopyAsItIs(old.file.get(), out.get(), at, range.offset));
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          std::optional<RepairLeft> what,
+          ranges_->Mend(range, old.file.get(), out.get(), file.bytes_repaired));
+      if (what) report_.left.push_back(std::move(*what));
+      at = range.offset + range.length;  // Within the file: the merger has checked it.
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ranges_->CopyAsItIs(old.file.get(), out.get(), at, entry.length));
+    file.whole = report_.left.size() == left;
+    if (out == nullptr) return Status();
+    if (!file.whole && file.bytes_repaired == 0) {
+      out.reset();
+      return fs_.RemoveFile(part);
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(out->Truncate(entry.length));
+    TENSORMOUNT_RETURN_IF_ERROR(out->Seal());
+    TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
+    TENSORMOUNT_RETURN_IF_ERROR(out->Close());
+    return GiveNames(part, entry, old.info, file);
+  }
+
+  // The same file in another checkpoint of the store, under an inode of its own and whole: of an
+  // earlier repair that was interrupted, or of a save that could not link it. Empty: there is none.
+  Result<std::string> FindWhole(const CommitRecord::Entry& entry,
+                                const std::vector<ScanRange>& ranges, const OldFile& old) {
+    std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
+    if (old.info) seen.emplace(old.info->device, old.info->inode);
+    for (const Neighbour& neighbour : neighbours_) {
+      if (!ListsAlike(neighbour.record, entry)) continue;
+      const std::string folder = store_.CheckpointPath(neighbour.name);
+      const Result<std::unique_ptr<File>> opened = OpenListedFile(fs_, folder, entry.name);
+      if (!opened.ok()) continue;
+      const Result<FileInfo> info = opened.value()->Stat();
+      if (!info.ok() || !info.value().sealed() || info.value().size != entry.length ||
+          !seen.emplace(info.value().device, info.value().inode).second) {
+        continue;
+      }
+      bool whole = true;
+      for (const ScanRange& range : ranges) {
+        const Result<std::uint64_t> bad = ranges_->BadBytes(opened.value().get(), range, false);
+        whole = bad.ok() && bad.value() == 0;
+        if (!whole) break;
+      }
+      if (!whole) continue;
+      // What has the name is looked at once more: it was compared by its descriptor.
+      const std::string path = JoinPath(folder, entry.name);
+      const Result<FileInfo> named = fs_.LinkStat(path);
+      if (!named.ok() || !SameInode(named.value(), info.value())) continue;
+      if (options_.dry_run) return path;
+      const std::string link = WorkPath();
+      const Status linked = fs_.Link(path, link);
+      if (linked.ok()) return link;
+      if (linked.code() == Code::kNotFound || store_moves::LinkIsRefused(linked)) continue;
+      return linked;
+    }
+    return std::string();
+  }
+
+  static bool ListsAlike(const CommitRecord& record, const CommitRecord::Entry& entry) {
+    const CommitRecord::Entry* there = record.Find(entry.name);
+    return there != nullptr && there->length == entry.length && there->hash == entry.hash;
+  }
+
+  // ---- Names ----
+
+  // Whether all folders of `file` below `folder` are folders, and no links that lead elsewhere.
+  Result<bool> HasFolders(const std::string& folder, const std::string& file) {
+    for (std::size_t at = file.find('/'); at != std::string::npos; at = file.find('/', at + 1)) {
+      const Result<FileInfo> info = fs_.LinkStat(JoinPath(folder, file.substr(0, at)));
+      if (info.status().code() == Code::kNotFound) return false;
+      TENSORMOUNT_RETURN_IF_ERROR(info.status());
+      if (info.value().kind != FileKind::kDirectory) return false;
+    }
+    return true;
+  }
+
+  // Those of this checkpoint, made where they are lost.
+  Status MakeFolders(const std::string& file) {
+    for (std::size_t at = file.find('/'); at != std::string::npos; at = file.find('/', at + 1)) {
+      const std::string folder = Own(file.substr(0, at));
+      if (fs_.LinkStat(folder).status().code() != Code::kNotFound) continue;
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectory(folder));
+      TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(FolderOf(folder)));
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool there, HasFolders(*directory_, file));
+    if (there) return Status();
+    return DataLoss(JoinPath(report_.path, file),
+                    "a link or a file has the name of a folder above it; remove that, and repair "
+                    "the checkpoint again");
+  }
+
+  // Where else the damaged file stands: by its inode, also in stagings and .trash; and other
+  // checkpoints that list it and have nothing under its name.
+  Result<std::vector<SharedName>> OtherNames(const CommitRecord::Entry& entry,
+                                             const std::optional<FileInfo>& old) {
+    std::vector<SharedName> names;
+    // What cannot be looked at may be the damaged file: then nothing is replaced.
+    const auto look = [&](const std::string& checkpoint, const std::string& folder,
+                          bool lists) -> Status {
+      const Result<FileInfo> there = fs_.LinkStat(folder);
+      if (there.status().code() == Code::kNotFound) return Status();
+      TENSORMOUNT_RETURN_IF_ERROR(there.status());
+      if (SameInode(there.value(), folder_)) return Status();
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool folders, HasFolders(folder, entry.name));
+      if (!folders) return Status();
+      const std::string path = JoinPath(folder, entry.name);
+      const Result<FileInfo> info = fs_.LinkStat(path);
+      if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
+      const bool same = info.ok() && old && SameInode(info.value(), *old);
+      if (same || (lists && !info.ok())) {
+        names.push_back({.checkpoint = checkpoint, .path = path});
+      }
+      return Status();
+    };
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> published, store_.Names());
+    for (const std::string& name : published) {
+      const auto known =
+          std::find_if(neighbours_.begin(), neighbours_.end(),
+                       [&](const Neighbour& neighbour) { return neighbour.name == name; });
+      TENSORMOUNT_RETURN_IF_ERROR(
+          look(name, store_.CheckpointPath(name),
+               known != neighbours_.end() && ListsAlike(known->record, entry)));
+    }
+    for (const std::string_view below : {store_paths::kStagingFolder, store_paths::kTrashFolder}) {
+      const std::string folder = JoinPath(store_.path(), below);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                                   store_moves::ListIfThere(fs_, folder));
+      for (const DirectoryEntry& e : entries) {
+        if (e.kind != FileKind::kDirectory) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(look("", JoinPath(folder, e.name), false));
+      }
+    }
+    return names;
+  }
+
+  // Gives `fresh`, a file of the work folder, all names of the damaged one, this checkpoint's last.
+  Status GiveNames(const std::string& fresh, const CommitRecord::Entry& entry,
+                   const std::optional<FileInfo>& old, RepairedFile& file) {
+    TENSORMOUNT_RETURN_IF_ERROR(MakeFolders(entry.name));
+    changed_ = true;
+    std::set<std::string> refused;
+    TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(fresh, entry, old, refused, file));
+    TENSORMOUNT_RETURN_IF_ERROR(GiveName(fresh, Own(entry.name)));
+    // A save may have linked the damaged file until then.
+    return GiveToOthers(Own(entry.name), entry, old, refused, file);
+  }
+
+  // `refused`: paths that keep the damaged file, and are named already.
+  Status GiveToOthers(const std::string& from, const CommitRecord::Entry& entry,
+                      const std::optional<FileInfo>& old, std::set<std::string>& refused,
+                      RepairedFile& file) {
+    // More than once, as a save that shares the file may be published meanwhile.
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<SharedName> names, OtherNames(entry, old));
+      bool any = false;
+      for (const SharedName& name : names) {
+        if (refused.contains(name.path)) continue;
+        const std::string link = WorkPath();
+        Status given = fs_.Link(from, link);
+        if (store_moves::LinkIsRefused(given)) {
+          refused.insert(name.path);
+          if (!name.checkpoint.empty()) {
+            Left(entry.name, store_.CheckpointPath(name.checkpoint), 0,
+                 "has the damaged file still, since a link was refused (" + given.message() +
+                     "): repair it by itself");
+          }
+          continue;
+        }
+        if (given.ok()) given = GiveName(link, name.path);
+        // Removed or moved meanwhile: then its new name is found by the next look.
+        if (given.code() == Code::kNotFound) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(given);
+        any = true;
+        if (!name.checkpoint.empty()) file.shared_with.push_back(name.checkpoint);
+      }
+      if (!any) break;
+    }
+    return Status();
+  }
+
+  // In one step, and durably; what had the name is deleted.
+  Status GiveName(const std::string& fresh, const std::string& path) {
+    const Result<FileInfo> there = fs_.LinkStat(path);
+    Status given;
+    if (there.status().code() == Code::kNotFound) {
+      given = fs_.RenameNoReplace(fresh, path);
+    } else {
+      given = fs_.Exchange(fresh, path);
+      if (given.code() == Code::kUnsupported) {
+        // Without an exchange there is a moment without a file: the next repair finds it missing.
+        TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(path));
+        given = fs_.RenameNoReplace(fresh, path);
+      }
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(given);
+    // An exchange is durable once both folders are.
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(FolderOf(path)));
+    TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(work_));
+    return fs_.RemoveTree(fresh);
+  }
+
+  FileSystem& fs_;
+  const Store store_;
+  const std::string name_;
+  const std::shared_ptr<OpenedCheckpoint> other_;
+  const RepairOptions& options_;
+  const std::string work_;
+  RepairReport report_;
+  PinnedCommit pinned_;  // Without a file where COMMIT is missing.
+  std::shared_ptr<const std::string> directory_;
+  FileInfo folder_;
+  std::unique_ptr<File> lock_;  // Of the work folder; null in a dry run.
+  bool changed_ = false;
+  CommitRecord record_;
+  std::string commit_;  // What COMMIT is to be; empty: it is whole, or cannot be mended.
+  std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
+  std::optional<Inventory> inventory_;
+  std::vector<Neighbour> neighbours_;
+  std::unique_ptr<RepairSource> source_;
+  std::optional<RangeRepair> ranges_;
+  std::uint64_t total_ = 0;
+  std::vector<std::byte> buffer_;
+};
+
+}  // namespace
+
+Result<RepairReport> RepairOn(FileSystem& fs, const std::string& path,
+                              std::shared_ptr<OpenedCheckpoint> from,
+                              const RepairOptions& options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(StoreAndName parts, SplitCheckpointPath(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(fs, parts.store));
+  if (!options.dry_run) TENSORMOUNT_RETURN_IF_ERROR(store.CheckWritable());
+  const std::string where = store.path();
+  Result<RepairReport> repaired =
+      Repairer(fs, std::move(store), std::move(parts.name), std::move(from), options).Run();
+  if (repaired.ok()) return repaired;
+  return retention::WithTrashHint(fs, where, repaired.status().WithContext("repair " + path));
+}
+
+}  // namespace tensormount
