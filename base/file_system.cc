@@ -214,6 +214,11 @@ Status CheckIsPath(std::string_view text) {
                 "mount it here (sshfs, NFS), or use rsync. A folder of this name is ./" +
                 std::string(text)};
   }
+  if (text == "~" || text.starts_with("~/")) {
+    return {Code::kUnsupported, std::string(text) +
+                                    ": only a shell replaces ~ by your home directory: give the "
+                                    "whole path. A folder called ~ is ./~"};
+  }
   const std::size_t colon = text.find("://");
   if (colon == std::string_view::npos || colon == 0) return Status();
   for (std::size_t i = 0; i < colon; ++i) {

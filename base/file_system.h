@@ -211,7 +211,8 @@ FileSystem& HostFileSystem();
 std::string JoinPath(std::string_view directory, std::string_view name);
 // kUnsupported where somebody gave a URL ("s3://bucket/x"), or a path as scp takes it
 // ("user@host:x", "host:/x"): as a path it would be a folder "s3:" of this host, which is found by
-// nobody who looks in the bucket. "./s3:/bucket" is a path.
+// nobody who looks in the bucket; and of "~/x", which no shell has replaced. "./s3:/bucket" is a
+// path.
 Status CheckIsPath(std::string_view text);
 // One name for all ways to write a path: "/" stays.
 std::string WithoutTrailingSlashes(std::string_view path);

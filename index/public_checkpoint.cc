@@ -104,7 +104,14 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
   auto impl = std::make_shared<Impl>();
   impl->threads = options.threads;
   const std::string chosen = options.file.empty() ? path : JoinPath(path, options.file);
-  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenNamed(HostFileSystem(), chosen, options.roots));
+  FileSystem& fs = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, chosen, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(fs, found, options.roots));
+  if (one.path != found.path) {
+    one.warnings.push_back(chosen + " holds several checkpoints: this is the latest, " +
+                           one.path.substr(one.path.rfind('/') + 1));
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenFound(fs, one, options.roots));
   return Checkpoint(std::move(impl));
 }
 
@@ -152,6 +159,12 @@ Result<std::vector<std::string>> Checkpoint::objects() const {
   return keys;
 }
 
+Result<Dims> Checkpoint::object_grid(std::string_view key) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
+                               impl_->opened->index().ObjectParts(key));
+  return parts.empty() ? Dims() : parts.front().grid;
+}
+
 Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                impl_->opened->index().ObjectParts(key));
@@ -166,7 +179,11 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
     TENSORMOUNT_RETURN_IF_ERROR(impl_->opened->ReadObject(part, 0, bytes.data(), bytes.size()));
     return bytes;
   }
-  return Status(Code::kNotFound, "object " + std::string(key) + " has no part " + index.ToString());
+  const Dims grid = parts.empty() ? Dims() : parts.front().grid;
+  return Status(Code::kNotFound, "object " + std::string(key) +
+                                     (index.rank() == 0 && grid.rank() > 0
+                                          ? " is on a grid " + grid.ToString() + ": name a part"
+                                          : " has no part " + index.ToString()));
 }
 
 // Reserved records (values of single ranks, content metadata) are no common values of the user.

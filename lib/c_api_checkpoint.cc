@@ -3,6 +3,7 @@
 // An opened checkpoint is immutable, so all functions but close may be called from many threads at
 // once, and nothing here locks. Each look-up by key goes to the index; a program that reads one
 // tensor in many parts pays a search a part, which is little beside the read.
+#include <algorithm>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -175,6 +176,18 @@ tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key
   return Call([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, LayoutOf(checkpoint, key, {svg, "svg"}));
     return HandOut(LayoutSvg(layout), svg, nullptr);
+  });
+}
+
+tm_status tm_checkpoint_object_grid(const tm_checkpoint* checkpoint, const char* key, int64_t* grid,
+                                    int32_t* rank) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(
+        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {grid, "grid"}, {rank, "rank"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Dims found, checkpoint->checkpoint.object_grid(key));
+    std::copy(found.begin(), found.end(), grid);
+    *rank = found.rank();
+    return {};
   });
 }
 

@@ -36,9 +36,9 @@ Result<ExportOptions> ReadExportOptions(const tm_export_options& given) {
   if (given.format != nullptr) {
     const auto format = tensormount::fs::ExportFormatOf(given.format);
     if (!format) {
-      return Status(Code::kInvalidArgument,
-                    std::string("tm_export_options.format: ") + given.format +
-                        ": one of safetensors, hf, npy, zarr, dcp, torch");
+      return Status(Code::kInvalidArgument, std::string("tm_export_options.format: ") +
+                                                given.format +
+                                                ": one of safetensors, hf, npy, zarr, dcp, torch");
     }
     out.format = *format;
   }
@@ -75,7 +75,10 @@ tm_status tm_export(const char* source, const char* destination, tm_communicator
       TENSORMOUNT_ASSIGN_OR_RETURN(how, ReadExportOptions(given));
       TENSORMOUNT_RETURN_IF_ERROR(Need({{source, "source"}, {destination, "destination"}}));
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          opened, tensormount::OpenWhole(host, source, {}, /*partial=*/given.partial != 0));
+          const auto roots,
+          tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_export_options.roots"));
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          opened, tensormount::OpenWhole(host, source, roots, /*partial=*/given.partial != 0));
       // How much of it will be this rank's, nobody knows yet.
       if (given.task != nullptr && communicator->comm->size() == 1) {
         given.task->total = opened->index().tensor_bytes();
@@ -108,7 +111,7 @@ tm_status tm_store_publish(const char* staging, const tm_publish_options* option
         const Store::Published published,
         PublishStagingWhenDone(store, HostFileSystem(), path.name, name, wait, &report));
     if (json == nullptr) return {};
-    return HandOut(
-        tensormount::fs::PublishedJson(store.CheckpointPath(name), published, report), json);
+    return HandOut(tensormount::fs::PublishedJson(store.CheckpointPath(name), published, report),
+                   json);
   });
 }

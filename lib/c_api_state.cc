@@ -57,6 +57,39 @@ Status CommonFromText(const char* json, CommonValue* value) {
   return {};
 }
 
+// The state and options of a call that all ranks make about a layout. What cannot be done as asked
+// is told to the other ranks, as in tm_save: the state is then one that failed.
+class LayoutCall {
+ public:
+  LayoutCall(const tm_state* state, const tm_validate_options* options,
+             tensormount::c_api::Argument out) {
+    const Result<tm_validate_options> read =
+        tensormount::c_api::ReadStruct(options, "tm_validate_options");
+    Status status = Need({{state, "state"}, out});
+    if (status.ok()) status = read.status();
+    if (status.ok()) {
+      dict_ = &state->dict;
+    } else {
+      (void)failed_.Fail(status);
+    }
+    const tm_validate_options given = read.ok() ? read.value() : tm_validate_options{};
+    if (given.task != nullptr) options_.cancel = &given.task->cancel;
+    if (given.limit != 0) options_.limit = given.limit;
+    options_.timeouts =
+        tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
+  }
+  LayoutCall(const LayoutCall&) = delete;
+  LayoutCall& operator=(const LayoutCall&) = delete;
+
+  const tensormount::StateDict& dict() const { return *dict_; }
+  const tensormount::ValidateOptions& options() const { return options_; }
+
+ private:
+  tensormount::StateDict failed_;
+  const tensormount::StateDict* dict_ = &failed_;
+  tensormount::ValidateOptions options_;
+};
+
 }  // namespace
 
 tm_status tm_state_new(tm_state** out) {
@@ -164,27 +197,28 @@ tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                       const tm_validate_options* options, int32_t* sound, char** json) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(communicator, "communicator")}));
-    // What cannot be done as asked is told to the other ranks, as in tm_save.
-    const Result<tm_validate_options> read =
-        tensormount::c_api::ReadStruct(options, "tm_validate_options");
-    Status status = Need({{state, "state"}, {sound, "sound"}});
-    if (status.ok()) status = read.status();
-    const tm_validate_options given = read.ok() ? read.value() : tm_validate_options{};
-    tensormount::StateDict failed;
-    if (!status.ok()) (void)failed.Fail(status);
-    const tensormount::StateDict& dict = status.ok() ? state->dict : failed;
-    tensormount::ValidateOptions how;
-    if (given.task != nullptr) how.cancel = &given.task->cancel;
-    if (given.limit != 0) how.limit = given.limit;
-    how.timeouts =
-        tensormount::c_api::ReadTimeouts(given.liveness_ms, given.arrival_ms, given.total_ms);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::LayoutReport report,
-                                 tensormount::Validate(dict, *communicator->comm, how));
+    const LayoutCall call(state, options, {sound, "sound"});
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const tensormount::LayoutReport report,
+        tensormount::Validate(call.dict(), *communicator->comm, call.options()));
     if (json != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::HandOut(report.ToJson(), json, nullptr));
     }
     // A layout with findings is no failure of the call: the report is the result.
     *sound = report.ok() ? 1 : 0;
     return {};
+  });
+}
+
+tm_status tm_dump_spec(const tm_state* state, tm_communicator* communicator,
+                       const tm_validate_options* options, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(communicator, "communicator")}));
+    const LayoutCall call(state, options, {json, "json"});
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const std::string spec,
+        tensormount::DumpSpec(call.dict(), *communicator->comm, call.options().timeouts,
+                              call.options().cancel));
+    return tensormount::c_api::HandOut(spec, json, nullptr);
   });
 }

@@ -10,6 +10,7 @@
 #include "tensormount/derive.h"
 #include "tensormount/key_map.h"
 #include "tensormount/store_copy.h"
+#include "tensormount/store_repair.h"
 
 #include "base/file_system.h"
 #include "index/foreign/adopt.h"
@@ -208,6 +209,26 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
   });
 }
 
+tm_status tm_repair(const char* path, const char* from, const tm_repair_options* options,
+                    int32_t* whole, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {from, "from"}, {whole, "whole"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tm_repair_options given,
+                                 tensormount::c_api::ReadStruct(options, "tm_repair_options"));
+    tensormount::RepairOptions how;
+    how.dry_run = given.dry_run != 0;
+    how.watch = ReadTask(given.task);
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        how.roots,
+        tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_repair_options.roots"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::RepairReport report,
+                                 tensormount::RepairCheckpoint(path, from, how));
+    TENSORMOUNT_RETURN_IF_ERROR(GiveJson(tensormount::RepairJson(report), json));
+    *whole = report.left.empty() ? 1 : 0;
+    return {};
+  });
+}
+
 tm_status tm_diff(const char* first, const char* second, const tm_diff_options* options,
                   int32_t* same, char** json) {
   return Call([&]() -> Status {
@@ -216,8 +237,11 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
                                  tensormount::c_api::ReadStruct(options, "tm_diff_options"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
     FileSystem& fs = HostFileSystem();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(fs, first, {}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(fs, second, {}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto roots,
+        tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_diff_options.roots"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(fs, first, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(fs, second, roots));
     std::optional<KeyRenames> names;
     if (map != nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(names, KeyRenames::Make(a->index(), *map));
@@ -273,7 +297,11 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
     FileSystem& fs = HostFileSystem();
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        const auto opened, tensormount::OpenWhole(fs, source, {}, /*partial=*/given.partial != 0));
+        const auto roots,
+        tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_adopt_options.roots"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto opened,
+        tensormount::OpenWhole(fs, source, roots, /*partial=*/given.partial != 0));
     TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
     TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, parts.store));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,

@@ -80,10 +80,11 @@ TM_EXPORT int tm_last_errno(void);
 // All of it as fields, for programs: a JSON object with "code" ("NOT_FOUND"), "status" (its
 // number), "errno", "message", and, each where it is known, "rank" (that failed or did not come),
 // "key" (of a tensor, an object or a common value), "box" ({"begin": [], "extent": []}, of the
-// tensor "key"), "file" (of a checkpoint, or a path), "cause" (the likely one, in words) and
+// tensor "key"), "file" (of a checkpoint, or a path), "cause" (the likely one, in words),
 // "memory_in_use" (true: a device may still read or write memory of the call that failed, so that
-// it must not be used again as long as the process lives). Fields are only ever added. Freed with
-// tm_free. TM_NOT_FOUND where no call failed. Leaves the last error as it is.
+// it must not be used again as long as the process lives) and "device" ("cuda:0 (...)": that
+// failed; with "UNAVAILABLE" the rank is there, and its device is not). Fields are only ever added.
+// Freed with tm_free. TM_NOT_FOUND where no call failed. Leaves the last error as it is.
 TM_EXPORT tm_status tm_last_error_json(char** json);
 // Sets both, for libraries that add to this one, and returns `status`. `error_number` 0: that which
 // stands for the status. The fields that it had are gone.
@@ -211,9 +212,9 @@ typedef struct tm_buffer {
 // or replaced meanwhile.
 typedef struct tm_checkpoint tm_checkpoint;
 
-// `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or what another program saved
-// (docs/formats-adopted.md). Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS,
-// TM_UNSUPPORTED (written in a newer format).
+// `path`: a checkpoint ("STORE/step-1000"), "STORE/latest" or "STORE", which is its latest, or what
+// another program saved (docs/formats-adopted.md). Freed with tm_checkpoint_close. TM_NOT_FOUND,
+// TM_DATA_LOSS, TM_UNSUPPORTED (written in a newer format).
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
 typedef struct tm_open_options {
   uint32_t struct_size;
@@ -287,6 +288,10 @@ TM_EXPORT tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const 
 TM_EXPORT tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key,
                                           char** svg);
 
+// The grid that an object was saved on: *rank (0: it is one piece) and that many numbers in `grid`,
+// which has room for TM_MAX_RANK. TM_NOT_FOUND.
+TM_EXPORT tm_status tm_checkpoint_object_grid(const tm_checkpoint* checkpoint, const char* key,
+                                              int64_t* grid, int32_t* rank);
 // An object, or its part `index` (of `rank` numbers; 0 for objects without a grid). Freed with
 // tm_free. TM_NOT_FOUND.
 TM_EXPORT tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
@@ -861,6 +866,11 @@ typedef struct tm_validate_options {
 // rank. `options` may be NULL, and so may `json`, which is freed with tm_free.
 TM_EXPORT tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                                 const tm_validate_options* options, int32_t* sound, char** json);
+// Collective: the layout of the whole job as a spec (docs/spec.md), which `tensormount check`
+// judges as tm_validate does, without the job. Reads no data. *json, freed with tm_free, is the
+// text at rank 0 and "" elsewhere. `options` may be NULL; its limit is not looked at.
+TM_EXPORT tm_status tm_dump_spec(const tm_state* state, tm_communicator* communicator,
+                                 const tm_validate_options* options, char** json);
 
 // ---- The command -----------------------------------------------------------------------------
 

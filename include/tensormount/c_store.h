@@ -132,6 +132,26 @@ typedef struct tm_verify_options {
 TM_EXPORT tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
                               char** json);
 
+typedef struct tm_repair_options {
+  uint32_t struct_size;
+  int32_t dry_run;           // 1: reads and compares everything, and changes nothing.
+  const char* const* roots;  // As those of tm_verify_options, of `from`.
+  size_t root_count;
+  tm_task* task;  // May be NULL.
+} tm_repair_options;
+// Makes damaged, short and missing files of checkpoint "STORE/NAME" whole again with the bytes of
+// `from`, another checkpoint of the same tensors (tensormount/store_repair.h): *whole (1 or 0), and
+// {"path", "uuid", "from", "dry_run", "whole", "files": [{"file", "damage", "bytes_damaged",
+// "bytes_repaired", "whole", "shared_with"}], "left": [{"object", "file", "offset", "reason"}],
+// ...}. `options` and `json` may be NULL.
+//   TM_NOT_FOUND         no such checkpoint, or `from`
+//   TM_INVALID_ARGUMENT  `from` is the checkpoint itself
+//   TM_DATA_LOSS         COMMIT is lost, and `from` is no copy of this checkpoint
+//   TM_UNSUPPORTED       an adopted checkpoint
+//   TM_BUSY              another repair is under way in this store
+TM_EXPORT tm_status tm_repair(const char* path, const char* from, const tm_repair_options* options,
+                              int32_t* whole, char** json);
+
 typedef struct tm_diff_options {
   uint32_t struct_size;
   int32_t values;       // 1: says how far numbers are apart, which reads what differs.
@@ -139,6 +159,8 @@ typedef struct tm_diff_options {
   const char* key_map;  // Rules as JSON (tensormount/key_map.h) that rename the first; NULL: none.
   uint64_t limit;       // Mismatches that are listed; 0: 10,000.
   tm_task* task;        // May be NULL.
+  const char* const* roots;  // As those of tm_verify_options, of both checkpoints.
+  size_t root_count;
 } tm_diff_options;
 // What two checkpoints differ in: *same (1 or 0), and {"same", "added", "removed", "changed",
 // "equal", ..., "mismatches": [{"event", "what", "key", ...}], "more": how many are not listed}.
@@ -156,6 +178,8 @@ typedef struct tm_adopt_options {
   tm_task* task;        // May be NULL.
   int32_t partial;      // 1: without what the source's files lack, which is TM_DATA_LOSS otherwise.
   int32_t reserved;
+  const char* const* roots;  // As those of tm_open_options.
+  size_t root_count;
 } tm_adopt_options;
 // Records what another program saved as checkpoint "STORE/NAME", in place: {"path", "uuid",
 // "generation", "tensors", "chunks", "bytes"}. `options` and `json` may be NULL.
@@ -184,14 +208,16 @@ typedef struct tm_export_options {
   int32_t replace;  // 1: an earlier export of the same format is replaced.
   int32_t partial;  // As in tm_adopt_options.
   int32_t reserved;
-  const char* format;      // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp" or "torch".
-  const char* key_map;     // Rules as JSON; NULL: none.
-  uint64_t hf_part_bytes;  // Of "hf": at most in a part; 0: 5 GB.
-  const char* hf_rules;    // Of "hf": rules as JSON that make its names; NULL: none.
-  int64_t liveness_ms;     // 0: 30,000.
-  int64_t arrival_ms;      // 0: 1,800,000.
-  int64_t total_ms;        // The whole call; 0: no limit.
-  tm_task* task;           // May be NULL.
+  const char* format;        // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp" or "torch".
+  const char* key_map;       // Rules as JSON; NULL: none.
+  uint64_t hf_part_bytes;    // Of "hf": at most in a part; 0: 5 GB.
+  const char* hf_rules;      // Of "hf": rules as JSON that make its names; NULL: none.
+  int64_t liveness_ms;       // 0: 30,000.
+  int64_t arrival_ms;        // 0: 1,800,000.
+  int64_t total_ms;          // The whole call; 0: no limit.
+  tm_task* task;             // May be NULL.
+  const char* const* roots;  // As those of tm_open_options.
+  size_t root_count;
 } tm_export_options;
 // Collective: real files out of what tm_checkpoint_open opens, each byte read and checked once,
 // each rank its share. `destination` appears whole and durable in one step, or not at all: {"path",

@@ -92,9 +92,9 @@ struct OpenOptions {
 class TENSORMOUNT_EXPORT Checkpoint {
  public:
   // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a folder or file in a format of
-  // docs/formats-adopted.md.
+  // docs/formats-adopted.md. Of a store, or of a training directory in a foreign format, the
+  // latest: warnings() names it.
   //   kNotFound          nothing there
-  //   kInvalidArgument   it holds several checkpoints: name one, or "latest"
   //   kDataLoss          what describes it is damaged beyond repair
   //   kUnsupported       written in a newer format, or in one that is not read
   //   kPermissionDenied  it leads to places outside of it that no root covers
@@ -114,6 +114,8 @@ class TENSORMOUNT_EXPORT Checkpoint {
 
   // Keys of objects, in byte order.
   Result<std::vector<std::string>> objects() const;
+  // The grid that an object was saved on; no axes where it is one piece. kNotFound.
+  Result<Dims> object_grid(std::string_view key) const;
   // The bytes of an object, or of one part of it on its grid. kNotFound.
   Result<std::string> object(std::string_view key, const Dims& index = {}) const;
 

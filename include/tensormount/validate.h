@@ -106,6 +106,10 @@ TENSORMOUNT_EXPORT Result<LayoutReport> Validate(const StateDict& state, Communi
 // written once.
 TENSORMOUNT_EXPORT Result<std::string> DumpSpec(const StateDict& state, Communicator& comm,
                                                 const Timeouts& timeouts = {});
+// `cancel`: as in ValidateOptions.
+TENSORMOUNT_EXPORT Result<std::string> DumpSpec(const StateDict& state, Communicator& comm,
+                                                const Timeouts& timeouts,
+                                                const std::atomic<bool>* cancel);
 // The same check, of a described job of any size, by one process without data.
 // kInvalidArgument says where the text breaks a rule.
 TENSORMOUNT_EXPORT Result<LayoutReport> CheckSpec(std::string_view json, std::size_t limit = 100);

@@ -8,6 +8,7 @@
 
 #include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
+#include "index/records/commit_record.h"
 #include "index/records/store_paths.h"
 
 namespace tensormount {
@@ -30,6 +31,20 @@ Status LinksLeadOut(const ForeignFolder& folder) {
   return Status();
 }
 
+// The folder of a file where that is a checkpoint, as that of a .metadata; empty: it is none.
+std::string CheckpointAbove(const ForeignFolder& file) {
+  const std::string& path = file.path();
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos || slash == 0) return {};
+  const std::string above = path.substr(0, slash);
+  if (file.fs().LinkStat(JoinPath(above, kCommitName)).ok()) return above;
+  const Result<ForeignFolder> folder = ForeignFolder::Open(file.fs(), above, {});
+  // A note beside a model is no part of it.
+  if (!folder.ok()) return {};
+  if (!file.file().ends_with(".metadata") && !file.file().ends_with(".distcp")) return {};
+  return FindForeignFormat(folder.value()) != nullptr ? above : std::string();
+}
+
 // What is there instead of a checkpoint, where that can be told.
 // Looks at names only, as probes do. The first guess that fits is told; it is a hint and no
 // verdict.
@@ -38,6 +53,8 @@ std::string Instead(const ForeignFolder& folder) {
     if (BeginOf(folder, folder.file()) == FileBegin::kLfsPointer) {
       return IsLfsPointer(folder.file()).message();
     }
+    const std::string above = CheckpointAbove(folder);
+    if (!above.empty()) return "a file of the checkpoint " + above + ": open that folder";
     return "no file of a format that we read (.safetensors, .pt, .npz and such)";
   }
   if (store_paths::EvidentlyStore(folder.fs(), folder.path())) {

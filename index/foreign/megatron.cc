@@ -29,7 +29,9 @@ constexpr std::string_view kCommonFile = "common.pt";
 constexpr std::string_view kConfigFile = "metadata.json";
 constexpr std::array<std::string_view, 2> kBackends = {"torch_dist", "zarr"};
 constexpr const char* kBackendField = "sharded_backend";
-constexpr int kBackendVersion = 1;  // Of both, in every release so far.
+constexpr const char* kCommonBackendField = "common_backend";  // Of common.pt.
+constexpr std::string_view kCommonBackend = "torch";
+constexpr int kBackendVersion = 1;  // Of all, in every release so far.
 // It is read whole when the checkpoint is opened.
 constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
 
@@ -165,10 +167,21 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
     return unsupported("sharded_backend '" + backend.substr(0, 64) +
                        "', we read torch_dist and zarr");
   }
-  const auto version = json->find("sharded_backend_version");
-  if (version == json->end() || *version == kBackendVersion) return Status();
-  return unsupported("sharded_backend_version " + version->dump().substr(0, 64) + " of " + backend +
-                     ", we read version " + std::to_string(kBackendVersion));
+  const auto common = json->find(kCommonBackendField);
+  if (common != json->end() && *common != kCommonBackend) {
+    return unsupported(std::string(kCommonBackendField) + " " + common->dump().substr(0, 64) +
+                       ", we read " + std::string(kCommonBackend));
+  }
+  const std::pair<const char*, std::string_view> written_by[] = {
+      {kBackendField, backend}, {kCommonBackendField, kCommonBackend}};
+  for (const auto& [field, which] : written_by) {
+    const std::string name = std::string(field) + "_version";
+    const auto version = json->find(name);
+    if (version == json->end() || *version == kBackendVersion) continue;
+    return unsupported(name + " " + version->dump().substr(0, 64) + " of " + std::string(which) +
+                       ", we read version " + std::to_string(kBackendVersion));
+  }
+  return Status();
 }
 
 std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {

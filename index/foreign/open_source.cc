@@ -127,7 +127,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
       try {
         TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
         if (whole_only) LeaveOutLost(inventory);
-        return OpenedCheckpoint::OpenForeign(fs, std::move(inventory), source.path, options);
+        TENSORMOUNT_ASSIGN_OR_RETURN(
+            auto opened,
+            OpenedCheckpoint::OpenForeign(fs, std::move(inventory), source.path, options));
+        for (const std::string& warning : source.warnings) opened->AddWarning(warning);
+        return opened;
       } catch (const std::bad_alloc&) {
         return Status(Code::kResourceExhausted, source.path + ": not enough memory to open it");
       }

@@ -29,7 +29,8 @@ enum class SourceKind {
 struct FoundSource {
   SourceKind kind = SourceKind::kStore;
   std::string path;  // Resolved: symlinks and "latest" are taken once.
-  // Damaged checkpoints that were passed over for the latest. OpenFound makes them warnings().
+  // Damaged checkpoints that were passed over for the latest, and such. OpenFound makes them
+  // warnings().
   std::vector<std::string> warnings = {};
 };
 

@@ -5,7 +5,7 @@
 //   PREFIX/data.pkl     the pickle: what torch.save was given, storages as persistent ids
 //   PREFIX/data/0 ...   one stored entry a storage: raw elements
 //   PREFIX/byteorder    "little" or "big"; older releases wrote none
-//   PREFIX/version      not looked at
+//   PREFIX/version      of the format, a number in text; before it PREFIX/.data/version
 //
 // Torch and this reader must see the same tensors in one file, whoever made it: where torch would
 // be more lenient (names that differ in case, storages of two types) the archive is refused, since
@@ -13,7 +13,9 @@
 #include "index/foreign/torch_archive.h"
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -30,6 +32,8 @@ namespace {
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
 constexpr std::uint32_t kTorchLocalSignature = 0x04034b50;
 constexpr std::string_view kPickleName = "data.pkl";
+// torch writes three small entries there, of 64 to 200 bytes each.
+constexpr std::uint64_t kReadBehindPickle = 1024;
 
 Status At(const File& file, std::uint64_t begin, const Status& status) {
   return status.WithContext(file.path() + ": torch archive at byte " + std::to_string(begin));
@@ -44,6 +48,46 @@ Status CheckByteOrder(std::string_view text) {
   return Status(Code::kDataLoss, "its byteorder is neither little nor big");
 }
 
+// Bytes of the file that were read already.
+struct KnownBytes {
+  std::uint64_t offset = 0;
+  std::string bytes;
+};
+
+// Up to 32 bytes.
+Result<std::string> BeginOfEntry(File& file, const KnownBytes& known, const ZipEntry& entry) {
+  const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(entry.size, 32));
+  if (entry.offset >= known.offset &&
+      RangeWithin(entry.offset - known.offset, n, known.bytes.size())) {
+    return known.bytes.substr(static_cast<std::size_t>(entry.offset - known.offset), n);
+  }
+  std::string text(n, '\0');
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(entry.offset, text.data(), n));
+  return text;
+}
+
+const ZipEntry* VersionOf(const ZipArchive& zip, const std::string& prefix) {
+  const ZipEntry* entry = zip.Find(prefix + ".data/version");
+  return entry != nullptr ? entry : zip.Find(prefix + "version");
+}
+
+// As torch reads it (std::stoull): what stands behind the number does not matter. kUnsupported:
+// torch would refuse the archive.
+Status CheckVersion(File& file, const KnownBytes& known, const ZipEntry* entry) {
+  constexpr unsigned kFirst = 1;  // caffe2/serialize/versions.h
+  constexpr unsigned kLast = 10;
+  if (entry == nullptr) return Status();
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, BeginOfEntry(file, known, *entry));
+  const std::size_t first = std::min(text.find_first_not_of(" \t\n\v\f\r"), text.size());
+  const char* const last = text.data() + text.size();
+  unsigned version = 0;
+  const auto [end, error] = std::from_chars(text.data() + first, last, version);
+  if (error == std::errc() && version >= kFirst && version <= kLast) return Status();
+  const std::string shown(text.data() + first, error == std::errc() ? end : last);
+  return {Code::kUnsupported, "its format has version '" + shown + "', we read " +
+                                  std::to_string(kFirst) + " to " + std::to_string(kLast)};
+}
+
 // torch finds entries without regard to case, of equal ones any. What is wrong with the names;
 // empty: nothing.
 // miniz, which torch uses to find entries, ignores case. Two entries that differ in case only would
@@ -51,7 +95,7 @@ Status CheckByteOrder(std::string_view text) {
 std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   constexpr std::string_view kLookedFor[] = {
       "data.pkl",        "byteorder",          "version", "constants.pkl",
-      ".format_version", ".storage_alignment", ".data/"};
+      ".format_version", ".storage_alignment", ".data/",  ".data/version"};
   std::vector<std::string> lower;
   lower.reserve(zip.entries().size());
   for (const ZipEntry& entry : zip.entries()) {
@@ -108,27 +152,37 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
   if (out.zip_.Find(out.prefix_ + "constants.pkl") != nullptr) {
     return fail(Code::kUnsupported, "it is a TorchScript program, not a checkpoint");
   }
-  if (const ZipEntry* order = out.zip_.Find(out.prefix_ + "byteorder"); order != nullptr) {
-    char text[8] = {};
-    const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(order->size, sizeof(text)));
-    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(order->offset, text, n));
-    if (const Status status = CheckByteOrder({text, n}); !status.ok()) {
-      return At(file, begin, status);
-    }
-  }
   if (pickled->size > options.max_bytes) {
     return fail(Code::kResourceExhausted, "its data.pkl takes " + std::to_string(pickled->size) +
                                               " bytes, over the limit of " +
                                               std::to_string(options.max_bytes));
   }
-  std::string bytes(static_cast<std::size_t>(pickled->size), '\0');
+  // What follows data.pkl comes with it: byteorder, where torch wrote the archive.
+  const std::uint64_t pickle_end = pickled->offset + pickled->size;
+  const std::uint64_t behind = std::min(kReadBehindPickle, begin + length - pickle_end);
+  std::string bytes(static_cast<std::size_t>(pickled->size + behind), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(pickled->offset, bytes.data(), bytes.size()));
+  const KnownBytes known = {.offset = pickle_end,
+                            .bytes = bytes.substr(static_cast<std::size_t>(pickled->size))};
+  bytes.resize(static_cast<std::size_t>(pickled->size));
+  const ZipEntry* version = VersionOf(out.zip_, out.prefix_);
+  if (const Status status = CheckVersion(file, known, version); !status.ok()) {
+    return At(file, begin, status);
+  }
+  if (const ZipEntry* order = out.zip_.Find(out.prefix_ + "byteorder"); order != nullptr) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, BeginOfEntry(file, known, *order));
+    if (const Status status = CheckByteOrder(text); !status.ok()) return At(file, begin, status);
+  }
   // Zero where torch was told not to compute CRCs.
   if (pickled->crc != 0 && Crc32Extend(0, bytes.data(), bytes.size()) != pickled->crc) {
     return fail(Code::kDataLoss, "its data.pkl fails its CRC-32");
   }
   Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);
   if (!document.ok()) return At(file, begin, document.status());
+  // Damage comes first: an archive that was cut may lack it, too.
+  if (version == nullptr) {
+    return fail(Code::kUnsupported, "it has no version, and torch does not read it");
+  }
   out.document_ = std::make_unique<pickle::Document>(std::move(document).value());
   out.two_kinds_ = StoragesOfTwoKinds(*out.document_);
   return out;

@@ -44,7 +44,8 @@ class TorchArchive {
   // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is
   // missing or fails its CRC, where entries lie outside of its folder, and where names differ in
   // nothing but case, or in case from what torch looks for: it finds them; kUnsupported where
-  // byteorder says "big" (none: little) and of TorchScript programs.
+  // byteorder says "big" (none: little), where `version` is none that we know or is not there (torch
+  // refuses both), and of TorchScript programs.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 

@@ -33,6 +33,7 @@ _NAMES = {
     "PerRank": "_tree",
     "SaveJob": "_save",
     "async_save": "_save",
+    "dump_spec": "_save",
     "save": "_save",
     "validate": "_save",
     "Saver": "_saver",
@@ -48,6 +49,7 @@ _NAMES = {
     "derive": "_store",
     "diff": "_store",
     "export": "_store",
+    "repair": "_store",
     "verify": "_store",
     "wait_committed": "_store",
     "Mount": "_mount",
@@ -67,6 +69,7 @@ _NAMES = {
     "CheckpointNotFoundError": "errors",
     "ClosedError": "errors",
     "DataLossError": "errors",
+    "DeviceError": "errors",
     "Error": "errors",
     "InternalError": "errors",
     "InvalidArgumentError": "errors",
@@ -111,6 +114,7 @@ if TYPE_CHECKING:
     from tensormount._save import (
         SaveJob as SaveJob,
         async_save as async_save,
+        dump_spec as dump_spec,
         save as save,
         validate as validate,
     )
@@ -122,6 +126,7 @@ if TYPE_CHECKING:
         derive as derive,
         diff as diff,
         export as export,
+        repair as repair,
         verify as verify,
         wait_committed as wait_committed,
     )
@@ -134,6 +139,7 @@ if TYPE_CHECKING:
         CheckpointNotFoundError as CheckpointNotFoundError,
         ClosedError as ClosedError,
         DataLossError as DataLossError,
+        DeviceError as DeviceError,
         Error as Error,
         InternalError as InternalError,
         InvalidArgumentError as InvalidArgumentError,

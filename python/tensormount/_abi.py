@@ -378,6 +378,18 @@ class VerifyOptions(Structure):
     ]
 
 
+class RepairOptions(Structure):
+    """tm_repair_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("dry_run", c_int32),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
+        ("task", c_void_p),
+    ]
+
+
 class DiffOptions(Structure):
     """tm_diff_options"""
 
@@ -388,6 +400,8 @@ class DiffOptions(Structure):
         ("key_map", c_char_p),
         ("limit", c_uint64),
         ("task", c_void_p),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
     ]
 
 
@@ -417,6 +431,8 @@ class AdoptOptions(Structure):
         ("task", c_void_p),
         ("partial", c_int32),
         ("reserved", c_int32),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
     ]
 
 
@@ -447,6 +463,8 @@ class ExportOptions(Structure):
         ("arrival_ms", c_int64),
         ("total_ms", c_int64),
         ("task", c_void_p),
+        ("roots", POINTER(c_char_p)),
+        ("root_count", c_size_t),
     ]
 
 
@@ -499,6 +517,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "tm_copy_options": CopyOptions,
     "tm_gc_options": GcOptions,
     "tm_verify_options": VerifyOptions,
+    "tm_repair_options": RepairOptions,
     "tm_diff_options": DiffOptions,
     "tm_adopt_options": AdoptOptions,
     "tm_derive_options": DeriveOptions,
@@ -536,6 +555,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_checkpoint_tensor": (_STATUS, [_P, c_char_p, _P]),
     "tm_checkpoint_read": (_STATUS, [_P, c_char_p, _P, _P]),
     "tm_checkpoint_read_bytes": (_STATUS, [_P, c_char_p, c_uint64, _P, c_size_t]),
+    "tm_checkpoint_object_grid": (_STATUS, [_P, c_char_p, _P, _P]),
     "tm_checkpoint_object": (_STATUS, [_P, c_char_p, _P, c_int32, _P, _P]),
     "tm_checkpoint_common": (_STATUS, [_P, c_char_p, _P, _P]),
     "tm_checkpoint_rank_common": (_STATUS, [_P, c_int32, c_char_p, _P, _P]),
@@ -616,6 +636,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_load_report_metadata": (_STATUS, [_P, _P, _P]),
     # Layouts, stores.
     "tm_validate": (_STATUS, [_P, _P, _P, _P, _P]),
+    "tm_dump_spec": (_STATUS, [_P, _P, _P, _P]),
     "tm_store_list": (_STATUS, [c_char_p, _P]),
     "tm_store_latest": (_STATUS, [c_char_p, _P]),
     "tm_store_remove_with": (_STATUS, [c_char_p, _P]),
@@ -634,6 +655,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_task_free": (None, [_P]),
     "tm_export": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_verify": (_STATUS, [c_char_p, _P, _P, _P]),
+    "tm_repair": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_diff": (_STATUS, [c_char_p, c_char_p, _P, _P, _P]),
     "tm_adopt": (_STATUS, [c_char_p, c_char_p, _P, _P]),
     "tm_derive": (_STATUS, [c_char_p, c_char_p, _P, _P]),
@@ -797,9 +819,11 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     from tensormount.errors import (
         CLASSES,
         CheckpointNotFoundError,
+        DeviceError,
         InternalError,
         KeyNotFoundError,
         NotFoundError,
+        PeerLost,
     )
 
     lib = library()
@@ -813,6 +837,8 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
         # without a key (tm_state_fail).
         known = fields["key"] is not None or NOT_STORED in message
         kind = KeyNotFoundError if known else CheckpointNotFoundError
+    if kind is PeerLost and fields.get("device"):
+        kind = DeviceError
     raise (kinds or {}).get(status, kind)(message, **fields)
 
 
@@ -831,7 +857,7 @@ def _fields(lib: Any) -> dict[str, Any]:
         lib.tm_free(text)
     found = {
         name: said[name]
-        for name in ("errno", "message", "rank", "key", "file", "cause", "memory_in_use")
+        for name in ("errno", "message", "rank", "key", "file", "cause", "memory_in_use", "device")
         if said.get(name) is not None
     }
     box = said.get("box")

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
-from tensormount import _abi, _dtypes, _index, _shards
+from tensormount import _abi, _dtypes, _index, _reads
+from tensormount._objects import Objects
 from tensormount.errors import (
+    CancelledError,
     CheckpointNotFoundError,
     ClosedError,
     InvalidArgumentError,
@@ -20,7 +21,6 @@ from tensormount.errors import (
     OutOfRangeError,
     StaleError,
     UnsupportedError,
-    UnsupportedIndexError,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ _NOT_FOUND = 2  # TM_NOT_FOUND
 _OPENED = {_NOT_FOUND: CheckpointNotFoundError}
 _LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
 _MOST_WITHOUT_VALUES = 1000
+# "Did you mean": of each checkpoint for so many keys that are not there, among so many that are.
+_MOST_HINTS = 8
+_MOST_HINT_KEYS = 20_000
 
 _addressof = ctypes.addressof
 _getpid = os.getpid
@@ -65,14 +68,15 @@ def open(
     """Opens a checkpoint for reading.
 
     path: a checkpoint ("STORE/step-1000"), the newest of a store ("STORE/latest"), or the file or
-    folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Runs
-    no code from it and writes nothing. roots: folders that links of such a folder may lead into, and
+    folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Of a
+    store or a training directory the latest, as the command takes it; `warnings` names it. Runs no code
+    from it and writes nothing. roots: folders that links of such a folder may lead into, and
     below which data of checkpoints that another user adopted may lie. file: of such a folder that holds
     several sets of weights, the file or index to read; the same as path/file.
 
     Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, UnsupportedError where it
-    has a newer format or none that is known, PermissionDeniedError, InvalidArgumentError where
-    several checkpoints are there.
+    has a newer format or none that is known, or the path is a URL or begins with "~/", which only
+    shells expand; PermissionDeniedError.
 
         >>> import tensormount as tm
         >>> checkpoint = tm.open("STORE/step-1")
@@ -124,6 +128,7 @@ class Checkpoint:
         self._handle = _Handle(out.value, lib.tm_checkpoint_close)
         self._read = lib.tm_checkpoint_read
         self._keys: Optional[list[str]] = None
+        self._hints = _MOST_HINTS
         self._path = os.path.abspath(os.fsdecode(lib.tm_checkpoint_path(out.value)))
         self._uuid = lib.tm_checkpoint_uuid(out.value).decode() or None
 
@@ -166,7 +171,7 @@ class Checkpoint:
     def _opened_here(self, inherited: _Handle) -> _Handle:
         """In a forked child (a worker of a DataLoader): the same checkpoint, opened anew, because a
         lock of the parent's may be held by a thread that is not here."""
-        mine = Checkpoint(self._path)
+        mine = Checkpoint(self._path, roots=self._roots)
         if mine._uuid != self._uuid:
             raise StaleError(
                 f"{self._path}: another checkpoint has this name since process "
@@ -225,9 +230,28 @@ class Checkpoint:
     def __getitem__(self, key: str) -> Tensor:
         """The tensor of that key, or of a layer of a stacked one. Reads no data of it.
 
-        Raises KeyNotFoundError, which is a KeyError.
+        Raises KeyNotFoundError, which is a KeyError; it says which key has nearly that name.
         """
-        return Tensor(self, key)
+        try:
+            return Tensor(self, key)
+        except KeyNotFoundError as error:
+            self._add_hint(error, key, self.keys)
+            raise
+
+    def _add_hint(
+        self, error: KeyNotFoundError, key: object, keys: Callable[[], list[str]]
+    ) -> None:
+        """"did you mean" for the first keys that are looked for in vain: programs may try many."""
+        if self._hints <= 0 or not isinstance(key, str):
+            return
+        self._hints -= 1
+        known = keys()
+        if len(known) <= _MOST_HINT_KEYS and key not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(key, known, 1)
+            if near:
+                error.message += f"; did you mean {near[0]}?"
 
     def __contains__(self, key: object) -> bool:
         """Whether `checkpoint[key]` is there; also for layers of stacked tensors, which keys() does
@@ -267,16 +291,16 @@ class Checkpoint:
             yield Tensor(self, key)
 
     def read_many(
-        self, wanted: Mapping[str, Any], *, threads: Optional[int] = None
+        self, wanted: Union[Mapping[str, Any], Iterable[str]], *, threads: Optional[int] = None
     ) -> dict[str, Any]:
         """Reads several boxes at a time.
 
         wanted: a name of the caller's to a key, or to (key, index) with what would stand between
-        brackets: {"rows": ("w", slice(0, 128)), "all": "b"}.
+        brackets: {"rows": ("w", slice(0, 128)), "all": "b"}. Or a list of keys.
         threads: at most so many reads at a time; None: as many as cores, at most 8.
 
-        Returns arrays by the same names. Where one fails the first of them, in order, is raised once
-        those that were begun are done.
+        Returns arrays by the same names, or by key. Where one fails the first of them, in order, is
+        raised once those that were begun are done; large ones end at their next part.
 
             >>> import tensormount as tm
             >>> with tm.open("STORE/step-1") as checkpoint:
@@ -285,9 +309,12 @@ class Checkpoint:
             ((2, 32), (16, 32))
         """
         jobs = []
-        for name, what in wanted.items():
+        stop: list[bool] = []
+        for name, what in _named(wanted).items():
             key, index = (what, ...) if isinstance(what, str) else what
-            jobs.append((name, Tensor(self, key), index))
+            tensor = self[key]
+            tensor._stop = stop
+            jobs.append((name, tensor, index))
         most = threads if threads is not None else min(8, os.cpu_count() or 1)
         if most < 1:
             raise InvalidArgumentError(f"threads={most}: 1 or more")
@@ -307,6 +334,7 @@ class Checkpoint:
                 read += [tensor[i] for _, tensor, i in jobs[len(begun) :]]
                 return {name: array for (name, _, _), array in zip(jobs, read)}
             except BaseException:
+                stop.append(True)
                 for job in begun:
                     job.cancel()
                 raise
@@ -318,10 +346,23 @@ class Checkpoint:
         """Objects by key, as bytes; one part of those on a grid by (key, index, ...)."""
         return Objects(self)
 
+    def _object_names(self) -> list[str]:
+        return self._list(self._lib.tm_checkpoint_objects)
+
+    def _object_grid(self, key: str) -> tuple[int, ...]:
+        handle = self._opened()
+        grid, rank = _abi.Dims(), ctypes.c_int32()
+        status = self._lib.tm_checkpoint_object_grid(
+            handle.address, _encode(key), _addressof(grid), _addressof(rank)
+        )
+        if status:
+            _abi.fail(status, _LOOKED_UP, key)
+        return tuple(grid[: rank.value])
+
     def object(self, key: str, index: tuple[int, ...] = ()) -> bytes:
         """The bytes of an object, or of its part `index` where it was saved on a grid.
 
-        Raises KeyNotFoundError.
+        Raises KeyNotFoundError: no such object, or it is on a grid and `index` names no part of it.
         """
         handle = self._opened()
         numbers = _abi.indices(index)
@@ -332,7 +373,11 @@ class Checkpoint:
             _addressof(size),
         )
         if status:
-            _abi.fail(status, _LOOKED_UP, key)
+            try:
+                _abi.fail(status, _LOOKED_UP, key)
+            except KeyNotFoundError as error:
+                self._add_hint(error, key, self._object_names)
+                raise
         return _abi.take_bytes(data.value, size.value)
 
     @property
@@ -486,33 +531,6 @@ class Checkpoint:
         return _abi.get_list(function, handle.address)
 
 
-class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
-    """Objects of a checkpoint: keys to bytes. `objects["rng", 3]` is part 3 of a grid."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, key: Union[str, tuple[Any, ...]]) -> bytes:
-        if isinstance(key, tuple):
-            return self._checkpoint.object(key[0], tuple(key[1:]))
-        return self._checkpoint.object(key)
-
-    def __contains__(self, key: object) -> bool:
-        if isinstance(key, str):
-            return key in list(self)  # Without reading it; parts of a grid too.
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        checkpoint = self._checkpoint
-        return iter(checkpoint._list(checkpoint._lib.tm_checkpoint_objects))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __repr__(self) -> str:
-        return f"<objects {list(self)!r}>"
-
-
 class Tensor:
     """One tensor of an opened checkpoint: its shape and dtype, and its bytes when it is indexed.
 
@@ -534,10 +552,14 @@ class Tensor:
     has them; those of under a byte are refused (read_bytes gives them as they are stored).
 
     A DataLossError where stored bytes are missing or fail their checksum. Keeps the checkpoint open
-    as long as that is not closed; any number of threads may read.
+    as long as that is not closed; any number of threads may read. What is over 128 MiB is read in parts
+    of that size, and Ctrl-C ends it between two of them.
     """
 
-    __slots__ = ("_checkpoint", "_key", "_name", "_row", "_shape", "_nbytes", "_digest", "_numpy")
+    __slots__ = (
+        "_checkpoint", "_key", "_name", "_row", "_shape", "_nbytes", "_digest", "_numpy", "_large",
+        "_stop",
+    )
 
     def __init__(self, checkpoint: Checkpoint, key: str) -> None:
         name = _encode(key)
@@ -554,6 +576,8 @@ class Tensor:
         self._nbytes: int = found.bytes
         self._digest: Optional[int] = found.digest if found.has_digest else None
         self._numpy: Any = None
+        self._large: bool = found.bytes > _reads.PART_BYTES
+        self._stop: Sequence[bool] = ()  # Not empty: nobody wants what is being read any more.
 
     # ---- What it is --------------------------------------------------------------------------
 
@@ -676,7 +700,7 @@ class Tensor:
         """
         dtype = self.dtype
         plan = _index.plan(index, self._shape)
-        offset, count = _run(plan, self._shape, self._key)
+        offset, count = _reads.run(plan, self._shape, self._key)
         width = dtype.itemsize
         mapping = _Mapping(self._checkpoint, self, offset * width, count * width)
         return _dtypes.numpy_view(mapping, dtype).reshape(plan.shape)
@@ -718,7 +742,7 @@ class Tensor:
         if out is None:
             return self[index]
         plan = _index.plan(index, self._shape)
-        memory = _Memory.of(out, self._key)
+        memory = _reads.Memory.of(out, self._key)
         if memory.number != self._row.number:
             raise InvalidArgumentError(
                 f"{self._key}: out has elements of {out.dtype}, not {self._row.name}",
@@ -734,7 +758,7 @@ class Tensor:
         if plan.steps is not None:
             memory.assign(self.torch(index=index) if memory.torch else self[index])
             return out
-        strides = _strides(plan, memory, index, self._shape)
+        strides = _reads.strides_of(plan, memory, index, self._shape)
         self._fill(plan, memory.address, strides)
         return out
 
@@ -751,11 +775,13 @@ class Tensor:
         memory = ctypes.create_string_buffer(max(size, 1))
         checkpoint = self._checkpoint
         handle = checkpoint._opened()
-        status = checkpoint._lib.tm_checkpoint_read_bytes(
-            handle.address, self._name, offset, _addressof(memory), size
-        )
-        if status:
-            _abi.fail(status, _LOOKED_UP, self._key)
+        for at in range(0, max(size, 1), _reads.PART_BYTES):
+            status = checkpoint._lib.tm_checkpoint_read_bytes(
+                handle.address, self._name, offset + at, _addressof(memory) + at,
+                min(_reads.PART_BYTES, size - at),
+            )
+            if status:
+                _abi.fail(status, _LOOKED_UP, self._key)
         return memory.raw[:size]
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any:
@@ -779,8 +805,13 @@ class Tensor:
         `index`, which counts single elements, takes pairs of it.
 
         Raises LibraryError where torch is not installed or too old for the dtype, UnsupportedError
-        for f6, which torch lacks, and an index that cuts pairs of f4.
+        for f6, which torch lacks, and an index that cuts pairs of f4; TypeError for an index without
+        its name: torch(index=slice(10, 20)).
         """
+        if device is None or device is Ellipsis or isinstance(device, (slice, tuple)):
+            raise TypeError(
+                f"{self._key}: torch({device!r}) names no device; an index is torch(index={device!r})"
+            )
         kind = _dtypes.torch_dtype(self._row)
         torch = _dtypes.import_torch()
         plan = _index.plan(index, self._shape)
@@ -827,7 +858,10 @@ class Tensor:
         return (1, 0)  # kDLCPU
 
     def _fill(self, plan: _index.Plan, address: int,
-              strides: Optional[tuple[int, ...]] = None) -> None:
+              strides: Optional[tuple[int, ...]] = None, cut: bool = True) -> None:
+        if self._large and cut:
+            self._fill_parts(plan, address, strides)
+            return
         checkpoint = self._checkpoint
         handle = checkpoint._handle  # A reference until the library has returned.
         if handle is None or handle.process != _getpid():
@@ -856,6 +890,18 @@ class Tensor:
             _abi.fail(status, _LOOKED_UP, self._key)
 
 
+    def _fill_parts(
+        self, plan: _index.Plan, address: int, strides: Optional[tuple[int, ...]]
+    ) -> None:
+        known = _reads.packed(plan.extent) if strides is None else strides
+        for begin, extent, offset in _reads.parts(plan.begin, plan.extent, known, self._row.bits):
+            if self._stop:
+                raise CancelledError(f"{self._key}: nobody waits for this read any more")
+            self._fill(
+                plan._replace(begin=begin, extent=extent), address + offset, strides, cut=False
+            )
+
+
 class _Mapping:
     """Bytes of a tensor where they are stored. Arrays refer to it, and so keep it."""
 
@@ -879,81 +925,6 @@ class _Mapping:
         }
 
 
-def _run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]:
-    """First element and number of elements of a box, where it is one run in the order of rows."""
-    if 0 in plan.extent:
-        return 0, 0
-    offset, count, stride, whole = 0, 1, 1, True
-    for begin, extent, size in zip(reversed(plan.begin), reversed(plan.extent), reversed(shape)):
-        if extent > 1 and not whole:
-            break
-        offset += begin * stride
-        count *= extent
-        stride *= size
-        whole = whole and extent == size
-    else:
-        if plan.steps is None:
-            return offset, count
-    raise UnsupportedIndexError(f"{key}: that is no run of rows, and can only be read")
-
-
-class _Memory(NamedTuple):
-    """Where the elements of an `out` are; numbers of elements of the stored type."""
-
-    out: Any
-    number: int
-    shape: tuple[int, ...]
-    address: int
-    strides: tuple[int, ...]
-    torch: bool
-
-    @classmethod
-    def of(cls, out: Any, key: str) -> _Memory:
-        """What a load checks of memory that it writes to holds here, too (`_shards.describe`)."""
-        torch = hasattr(out, "data_ptr") and hasattr(out, "stride")
-        if not torch and not hasattr(out, "__array_interface__"):
-            raise InvalidArgumentError(
-                f"{key}: out is a {type(out).__name__}: a NumPy array or a torch tensor is possible"
-            )
-        shard = _shards.destination(key, out)
-        strides = shard.strides
-        if strides is None:
-            strides = tuple(
-                math.prod(shard.extent[axis + 1 :]) for axis in range(len(shard.extent))
-            )
-        return cls(out, shard.dtype, shard.extent, shard.address, strides, torch)
-
-    def assign(self, values: Any) -> None:
-        self.out[...] = values
-
-
-def _strides(plan: _index.Plan, memory: _Memory, index: Any,
-             shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of each axis of the box in `out`: an axis that an integer named has none, a new axis counts
-    for nothing."""
-    items = index if isinstance(index, tuple) else (index,)
-    named = sum(1 for item in items if item is not None and item is not Ellipsis)
-    strides: list[int] = []
-    at = 0  # Axis of out.
-    seen = False
-    for item in items:
-        if item is None:
-            at += 1
-        elif item is Ellipsis:
-            seen = True
-            for _ in range(len(shape) - named):
-                strides.append(memory.strides[at])
-                at += 1
-        elif isinstance(item, slice):
-            strides.append(memory.strides[at])
-            at += 1
-        else:
-            strides.append(1)
-    if not seen:
-        strides.extend(memory.strides[at:])
-    return tuple(strides)
-
-
 def _reopen(
     kind: type[Checkpoint], path: str, uuid: Optional[str], roots: Sequence[str] = ()
 ) -> Checkpoint:
@@ -961,6 +932,19 @@ def _reopen(
     if opened.uuid != uuid:
         raise StaleError(f"{path}: another checkpoint has this name since it was pickled")
     return opened
+
+
+def _named(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]:
+    """What `read_many` is asked for, by the names that its results have."""
+    if isinstance(wanted, Mapping):
+        return wanted
+    keys = [] if isinstance(wanted, (str, bytes)) else list(wanted)
+    if isinstance(wanted, (str, bytes)) or not all(isinstance(key, str) for key in keys):
+        raise InvalidArgumentError(
+            f"read_many({wanted!r}): a list of keys, or a dict of names to keys or (key, index), was "
+            "expected"
+        )
+    return {key: key for key in keys}
 
 
 def _encode(key: object) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
 from tensormount import _abi, _key_map, _layouts, _shards, _tree
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
-from tensormount._progress import Progress
+from tensormount._progress import Progress, check_progress
 from tensormount._save import _choice, _group, _numbers, _verdict, flag
 from tensormount._state import (
     UNKNOWN_PATH,
@@ -180,6 +180,7 @@ class _Asked:
         self.flat: Optional[_tree.Flat] = None
         self.key_map: Optional[_key_map.Rules] = None
         self.optional: tuple[str, ...] = ()
+        self.roots: Sequence[str] = ()
         # Of what this rank asks for and is not stored under its name, plain values, and tensors that
         # `key_map` renamed or dropped: all, and those that `not_stored` of the result names.
         self.absent: list[str] = []
@@ -290,7 +291,7 @@ def load_with(
 ) -> Loaded:
     """As `load`. `request` may be Unmade. `optional`: globs of keys that count as `strict_exempt` does,
     but `not_stored` of the result names them; a KeyNotFoundError then says that there are such globs."""
-    job, own = _begin(request, source, group, objects, key_map, options, optional)
+    job, own = _begin(request, source, group, objects, key_map, options, optional, progress)
     loaded: Loaded = _verdict(job, own, progress)
     return loaded
 
@@ -303,10 +304,12 @@ def _begin(
     key_map: Optional[_key_map.Rules],
     options: LoadOptions,
     optional: Optional[Sequence[str]] = None,
+    progress: Progress = None,
 ) -> tuple[LoadJob, Optional[BaseException]]:
     group = _group(group)
     with group._handle() as handle:
         policy = _ValuePolicy("raise", (), None)
+        asked = _Asked(request)
         try:
             options = options.copy()
             exempt = globs("strict_exempt", options.get("strict_exempt") or ())
@@ -317,12 +320,13 @@ def _begin(
             options["strict_exempt"] = exempt + may_be_absent
             given = read_options(**options)
             path_bytes(source)
+            check_progress(progress)
+            asked.roots = options.get("roots") or ()
         except Exception as error:
             if group.size == 1:
                 raise
             # The load begins all the same, to fail on all ranks.
-            given, source, request = read_options(), UNKNOWN_PATH, Unmade(error)
-        asked = _Asked(request)
+            given, source, asked = read_options(), UNKNOWN_PATH, _Asked(Unmade(error))
         asked.group, asked.key_map = group, key_map
         built, own = _build(asked, source, objects, policy)
         return start(built, source, group, handle, given, asked), own
@@ -393,7 +397,7 @@ def _build(
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
             asked.objects.append((key, tuple(index)))
-        with _look(source) as stored:
+        with _look(source, asked.roots) as stored:
             keys = stored.keys() if stored is not None else []
             values = stored._values() if stored is not None else {}
             names = stored._stored_names(values, frozenset(keys)) if stored is not None else {}
@@ -418,12 +422,12 @@ def _build(
 
 
 @contextlib.contextmanager
-def _look(source: PathLike) -> Iterator[Any]:
+def _look(source: PathLike, roots: Sequence[str]) -> Iterator[Any]:
     """The checkpoint, opened; None where it cannot be: the load says that, to all ranks."""
     from tensormount._checkpoint import open as open_checkpoint
 
     try:
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_checkpoint(source, roots=roots)
     except Error:
         yield None
         return
@@ -507,7 +511,7 @@ def _look_for_missing(
     asked.missing = [name for name in asked.absent if name in named]
     if not missing or policy.not_stored in ("return", "ignore"):
         return
-    objects = frozenset(stored.objects)
+    objects = frozenset(stored.objects.names())
     said = listed(missing, lambda name: _why_missing(name, objects, keys))
     if policy.not_stored == "raise":
         hint = "" if policy.optional is None else optional_hint(missing)

@@ -14,12 +14,17 @@ from tensormount.errors import InvalidArgumentError
 Progress = Union[None, bool, Callable[[int, int], None]]
 
 
+def check_progress(progress: Any) -> None:
+    """Before what it would be told of begins."""
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise InvalidArgumentError(f"progress={progress!r}: True, or a function")
+
+
 class Meter:
     """Shows one work until the end of `with`. What the caller's function raises goes on from `show`."""
 
     def __init__(self, progress: Progress, label: str) -> None:
-        if not (progress is None or isinstance(progress, bool) or callable(progress)):
-            raise InvalidArgumentError(f"progress={progress!r}: True, or a function")
+        check_progress(progress)
         self._call: Optional[Callable[[int, int], None]] = progress if callable(progress) else None
         self._bar: Any = None
         if progress is True:

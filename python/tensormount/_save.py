@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: `save`, `async_save`, `validate`."""
+"""Saving: `save`, `async_save`, `validate`, `dump_spec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensormount._jobs import (
     set_save_hooks,
     set_times,
 )
-from tensormount._progress import Progress
+from tensormount._progress import Progress, check_progress
 from tensormount._state import (
     UNKNOWN_PATH,
     State,
@@ -83,6 +83,7 @@ class SaveJob(Job):
     _fd_function = "tm_save_job_fd"
     _cancel_function = "tm_save_job_cancel"
     _free_function = "tm_save_job_free"
+    _staged_function = "tm_save_job_wait_staged"
     _failures = _FAILURES
 
     def wait_staged(self, timeout: Optional[float] = None) -> None:
@@ -192,7 +193,7 @@ def save(
         (1, 64)
     """
     job, own = _start(
-        "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata
+        "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata, progress
     )
     report: dict[str, Any] = _verdict(job, own, progress)
     return report
@@ -274,6 +275,49 @@ def validate(
     return report
 
 
+def dump_spec(
+    state: Any,
+    path: Optional[PathLike] = None,
+    group: Any = None,
+    *,
+    liveness: Optional[float] = None,
+    arrival: Optional[float] = None,
+    total: Optional[float] = None,
+) -> str:
+    """The layout of what the ranks hold together, as a text that `tensormount check` judges as
+    `validate` does, without the job (docs/spec.md). Collective; reads no data, so that tensors on the
+    meta device will do.
+
+    state     as of `save`; plain values are left out.
+    path      where rank 0 writes the text; None: nowhere. OSError there, and on no other rank.
+    liveness, arrival, total   as of `save`.
+
+    Returns the text on rank 0, "" elsewhere.
+
+        >>> import numpy, tensormount as tm
+        >>> text = tm.dump_spec({"w": numpy.zeros((4, 8), "f4")}, "job.json")
+        >>> '"key":"w","dtype":"f32","shape":[4,8]' in text
+        True
+    """
+    group = _group(group)
+    given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions))
+    set_times(given, liveness, arrival, total)
+    with group._handle() as handle:
+        built, own = build(state, group, _shards.VALIDATE)
+
+        def call(task: int) -> bytes:
+            given.task = task
+            return _abi.get_text(
+                _abi.library().tm_dump_spec, built.address, handle.address, ctypes.addressof(given)
+            )
+
+        text: str = in_background(call, handle=handle, own=own).decode("utf-8", "surrogateescape")
+    if path is not None and group.rank == 0:
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+    return text
+
+
 # ---- How -----------------------------------------------------------------------------------------
 
 
@@ -347,22 +391,24 @@ def _start(
     objects: Optional[Mapping[str, bytes]],
     rank_objects: Optional[Mapping[str, bytes]],
     metadata: Optional[Mapping[str, Any]],
+    progress: Progress = None,
 ) -> tuple[SaveJob, Optional[BaseException]]:
     group = saving_group(group)
     with group._handle() as handle:
-        given, kept, state, path = _called(state, path, group, options)
+        given, kept, state, path = _called(state, path, group, options, progress)
         built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
         call = getattr(_abi.library(), function)
         return begin(SaveJob, call, built, path, group, handle, given, kept), own
 
 
 def _called(
-    state: Any, path: PathLike, group: Any, options: SaveOptions
+    state: Any, path: PathLike, group: Any, options: SaveOptions, progress: Progress = None
 ) -> tuple[Any, list[Any], Any, PathLike]:
     """tm_save_options, what they point to, state and path of a call. Where an argument is wrong on this
     rank of several the state is Unmade: the save begins all the same, to fail on all ranks."""
     try:
         path_bytes(path)
+        check_progress(progress)
         return (*read_options(**options), state, path)
     except Exception as error:
         if group.size == 1:

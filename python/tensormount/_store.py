@@ -231,6 +231,43 @@ def verify(
     )
 
 
+def repair(
+    path: PathLike,
+    source: PathLike,
+    *,
+    dry_run: bool = False,
+    roots: Sequence[str] = (),
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Makes damaged, short and missing files of checkpoint "STORE/NAME" whole again, with the bytes
+    of `source`: a copy, or any checkpoint of the same tensors, cut as it likes or of another program.
+    Only bytes that have the recorded hashes are taken. Checkpoints of the store that share a damaged
+    file have the new one, too.
+
+    dry_run: reads and compares everything, and changes nothing. roots: as of `open`, of `source`.
+    progress: as of `verify`.
+
+    Returns {"whole": True or False, "files": [{"file", "damage", "bytes_damaged", "bytes_repaired",
+    "whole", "shared_with"}], "left": [{"object", "file", "offset", "reason"}], ...}; "left" is what is
+    damaged still. Raises CheckpointNotFoundError, DataLossError where nothing says what was there,
+    BusyError while another repair is under way.
+
+        >>> import tensormount as tm
+        >>> said = tm.copy("STORE/step-1", "COPIES")
+        >>> tm.repair("STORE/step-1", "COPIES/step-1")["whole"]
+        True
+    """
+    given = _abi.RepairOptions(struct_size=ctypes.sizeof(_abi.RepairOptions), dry_run=int(dry_run))
+    kept: list[Any] = []
+    given.roots, given.root_count = texts(roots, kept)
+    whole = ctypes.c_int32()
+
+    return _watched(
+        given, "tm_repair", path_bytes(path), path_bytes(source), ctypes.addressof(given),
+        ctypes.addressof(whole), progress=progress, label=f"repair {os.fspath(path)}",
+    )
+
+
 def diff(
     first: PathLike,
     second: PathLike,
@@ -239,12 +276,14 @@ def diff(
     keys: Optional[str] = None,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
     limit: int = 10_000,
+    roots: Sequence[str] = (),
     progress: Progress = None,
 ) -> dict[str, Any]:
     """What two checkpoints differ in, in their own formats and shardings.
 
     values: how far numbers are apart, too, which reads what differs. keys: a glob. key_map: rules
-    that rename the first (`tm.load`). limit: mismatches that are listed. progress: as of `verify`.
+    that rename the first (`tm.load`). limit: mismatches that are listed. roots: as of `open`, for both.
+    progress: as of `verify`.
 
     Returns {"same", "added", "removed", "changed", "equal", ..., "mismatches": [{"event", "what",
     "key", ...}], "more"}.
@@ -258,6 +297,7 @@ def diff(
     )
     given.keys = keys.encode() if keys else None
     given.key_map = rules_text(key_map)
+    given.roots, given.root_count = texts(roots, [])
     same = ctypes.c_int32()
 
     return _watched(
@@ -314,19 +354,21 @@ def adopt(
     quick: bool = False,
     partial: bool = False,
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
+    roots: Sequence[str] = (),
     progress: Progress = None,
 ) -> dict[str, Any]:
     """Records what another program saved as checkpoint "STORE/NAME", in place; copies nothing.
 
     quick: no data are read, and later reads not verified. partial: without what its files lack, which
-    is a DataLossError otherwise. key_map: rules that rename keys (`tm.load`). progress: as of
-    `verify`. Returns {"path", "uuid", "generation", "tensors", "chunks", "bytes"}.
+    is a DataLossError otherwise. key_map: rules that rename keys (`tm.load`). roots: as of `open`.
+    progress: as of `verify`. Returns {"path", "uuid", "generation", "tensors", "chunks", "bytes"}.
     """
     given = _abi.AdoptOptions(
         struct_size=ctypes.sizeof(_abi.AdoptOptions), replace=int(replace), quick=int(quick),
         partial=int(partial),
     )
     given.key_map = rules_text(key_map)
+    given.roots, given.root_count = texts(roots, [])
 
     return _watched(
         given, "tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given),
@@ -379,6 +421,7 @@ def export(
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
     hf_part_size: Optional[int] = None,
     hf_rules: Optional[Sequence[Mapping[str, str]]] = None,
+    roots: Sequence[str] = (),
     liveness: Optional[float] = None,
     arrival: Optional[float] = None,
     total: Optional[float] = None,
@@ -396,6 +439,7 @@ def export(
     partial    of a checkpoint of another program whose files lack some of it: exports the rest.
     key_map    rules that rename keys (`tm.load`).
     hf_part_size, hf_rules   bytes of a part of "hf"; rules that make its names.
+    roots      as of `open`.
     liveness, arrival, total   as of `save`. progress: as of `verify`.
 
     Returns {"path", "format", "files", "tensors", "bytes", "bytes_written", "notes", "warnings", ...}.
@@ -422,6 +466,7 @@ def export(
             given.key_map = rules_text(key_map)
             given.hf_part_bytes = hf_part_size or 0
             given.hf_rules = rules_text(hf_rules)
+            given.roots, given.root_count = texts(roots, [])
             set_times(given, liveness, arrival, total)
             paths = (path_bytes(source), path_bytes(destination))
         except Exception as error:  # The call tells the others, who would wait for this rank.

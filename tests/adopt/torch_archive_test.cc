@@ -347,6 +347,28 @@ TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
   EXPECT_THAT(ReadItem(flipped.Finish()), HasMessage("data.pkl fails its CRC-32"));
   EXPECT_THAT(ReadItem(ArchiveOf(Glob("os", "system") + Str("x") + "\x85R", payload).Finish()),
               AllOf(HasCode(Code::kUnsupported), HasMessage("asks for os.system")));
+  // As torch 2.13 has it: from 1 to 10, and behind the number anything.
+  ZipBuilder other = ArchiveOf(ops, payload);
+  for (const char* version : {"1", "10\n", " \n3 and more"}) {
+    other.entries[4].data = version;
+    EXPECT_OK(ReadItem(other.Finish())) << version;
+  }
+  for (const char* version : {"0", "11\n", "999", "99999999999999999999", "-1", "x", ""}) {
+    other.entries[4].data = version;
+    EXPECT_THAT(ReadItem(other.Finish()),
+                AllOf(HasCode(Code::kUnsupported), HasMessage("its format has version '")))
+        << version;
+  }
+  other.entries[1].name = "archive/.data/version";  // torch asks for this one first.
+  other.entries[1].data = "3";
+  EXPECT_OK(ReadItem(other.Finish()));
+  other.entries[4].data = "3";
+  other.entries[1].data = "11";
+  EXPECT_THAT(ReadItem(other.Finish()), HasMessage("version '11', we read 1 to 10"));
+  ZipBuilder without = ArchiveOf(ops, payload);
+  without.entries.pop_back();
+  EXPECT_THAT(ReadItem(without.Finish()),
+              AllOf(HasCode(Code::kUnsupported), HasMessage("it has no version")));
   EXPECT_THAT(ReadItem("no archive at all"), HasCode(Code::kDataLoss));
   EXPECT_THAT(ReadItem(""), HasCode(Code::kDataLoss));
   const auto file = Open("short");

@@ -609,11 +609,11 @@ TEST(ObservedFileSystemTest, AfterSeesEachThingDone) {
 // As a path each would be a folder here, found by nobody who looks for it on that machine.
 TEST(CheckIsPathTest, WhatIsElsewhereIsNoPath) {
   for (const char* text : {"s3://bucket/x", "user@host:/backup", "user@host:backup", "host:/backup",
-                           "host:", "10.0.0.1:/x", "file:///x"}) {
+                           "host:", "10.0.0.1:/x", "file:///x", "~", "~/x"}) {
     EXPECT_THAT(CheckIsPath(text), HasCode(Code::kUnsupported)) << text;
   }
   for (const char* text : {"a", "/a:b", "./host:/x", "./user@host:x", "a:b", "step:1/x", "@x:y",
-                           "user@host", "a/b@c:d", ":x", ""}) {
+                           "user@host", "a/b@c:d", ":x", "", "~x", "./~/x"}) {
     EXPECT_OK(CheckIsPath(text)) << text;
   }
 }

@@ -83,6 +83,11 @@ static void save_alone(const char* path) {
   OK(tm_validate(state, comm, NULL, &sound, &json));
   CHECK(sound == 1 && json != NULL && json[0] == '{');
   tm_free(json);
+  OK(tm_dump_spec(state, comm, NULL, &json));
+  CHECK(strstr(json, "\"layouts\"") != NULL && strstr(json, "\"key\":\"w\"") != NULL);
+  tm_free(json);
+  FAILS(tm_dump_spec(NULL, comm, NULL, &json), TM_INVALID_ARGUMENT, "state");
+  FAILS(tm_dump_spec(state, comm, NULL, NULL), TM_INVALID_ARGUMENT, "json");
 
   int events[3] = {0, 0, 0};
   const tm_save_options options = {.struct_size = sizeof(options),
@@ -188,6 +193,15 @@ static void look_at(const char* path, int32_t world) {
   const int64_t last = world - 1;
   char words[32];
   snprintf(words, sizeof(words), "rng of rank %d", (int)last);
+  int64_t grid[TM_MAX_RANK] = {0};
+  int32_t axes = 9;
+  OK(tm_checkpoint_object_grid(checkpoint, "rng", grid, &axes));
+  CHECK(axes == 1 && grid[0] == world);
+  OK(tm_checkpoint_object_grid(checkpoint, "notes", grid, &axes));
+  CHECK(axes == 0);
+  FAILS(tm_checkpoint_object_grid(checkpoint, "none", grid, &axes), TM_NOT_FOUND, "none");
+  FAILS(tm_checkpoint_object(checkpoint, "rng", NULL, 0, &data, &size), TM_NOT_FOUND,
+        "name a part");
   OK(tm_checkpoint_object(checkpoint, "rng", &last, 1, &data, &size));
   CHECK(size == strlen(words) && strcmp(data, words) == 0);
   tm_free(data);

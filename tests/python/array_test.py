@@ -3,16 +3,18 @@
 
 import gc
 import random
+import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 import unittest
 from unittest import mock
 
 import tensormount as tm
-from support import Folder, run, seed, write_safetensors
-from tensormount import _dtypes
+from support import Folder, run, scaled, seed, write_safetensors
+from tensormount import _dtypes, _reads
 
 try:
     import ml_dtypes
@@ -280,6 +282,88 @@ else:
             for name, (key, _) in wanted.items():
                 self.same(read[name], self.expected[key], key)
 
+        keys = [key_of("f32", (5,)), key_of("i16", (7, 3))]
+        read = self.checkpoint.read_many(iter(keys))
+        self.assertEqual(list(read), keys)
+        self.same(read[keys[1]], self.expected[keys[1]], keys[1])
+        for wrong in ("w", ["w", 5]):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "a list of keys"):
+                self.checkpoint.read_many(wrong)
+
+    def test_large_reads_are_made_of_parts(self):
+        random_ = random.Random(seed() + 3)
+        with mock.patch.object(_reads, "PART_BYTES", 11):
+            for key, expected in self.expected.items():
+                tensor = self.checkpoint[key]
+                self.same(tensor[...], expected, key)
+                self.assertEqual(tensor.read_bytes(), self.data[key], key)
+                for _ in range(3):
+                    index = random_index(random_, expected.shape)
+                    self.same(tensor[index], expected[index], (key, index))
+                    wanted = np.asarray(expected[index])
+                    out = np.zeros(wanted.shape[::-1], wanted.dtype).T
+                    tensor.read(index, out=out)
+                    self.assertEqual(out.tobytes(), wanted.tobytes(), (key, index))
+            if torch is not None:
+                for key in self.data:
+                    if key.split("/")[0] == "f4" and hasattr(torch, "float4_e2m1fn_x2"):
+                        self.assertEqual(raw(self.checkpoint[key].torch().view(torch.uint8)), self.data[key])
+                    elif key.split("/")[0] == "bf16":
+                        self.assertEqual(raw(self.checkpoint[key].torch()), self.data[key])
+
+    def test_parts(self):
+        random_ = random.Random(seed() + 4)
+        for _ in range(scaled(100)):
+            shape = tuple(random_.choice([1, 2, 3, 5, 17]) for _ in range(random_.randint(0, 4)))
+            bits, most = random_.choice([(4, 2), (6, 3), (8, 1), (16, 7), (32, 64)])
+            cells = np.zeros(shape, int)
+            numbers = np.arange(cells.size).reshape(shape)
+            with mock.patch.object(_reads, "PART_BYTES", most):
+                for begin, extent, offset in _reads.parts((3,) * len(shape), shape, _reads.packed(shape), bits):
+                    box = tuple(slice(b - 3, b - 3 + e) for b, e in zip(begin, extent))
+                    cells[box] += 1
+                    part = numbers[box]
+                    self.assertEqual(int(part.flat[0]) * bits, offset * 8)
+                    self.assertTrue((np.diff(part.reshape(-1)) == 1).all())
+                    if bits >= 8:
+                        self.assertLessEqual(part.size * bits, max(most * 8, bits))
+            self.assertTrue((cells == 1).all(), (shape, bits, most))
+
+    def test_a_signal_ends_a_large_read(self):
+        """Between two parts, each of which takes 5 ms here."""
+        class Enough(Exception):
+            pass
+
+        def stop(number, frame):
+            raise Enough
+
+        key = key_of("f64", (7, 3))
+        with tm.open("STORE/step-1") as checkpoint, mock.patch.object(_reads, "PART_BYTES", 8):
+            read, begun, over = checkpoint._read, [], threading.Event()
+
+            def slow(*arguments):
+                begun.append(1)
+                time.sleep(0.005)
+                return read(*arguments)
+
+            checkpoint._read = slow
+            out = np.empty((7, 3))
+            before = signal.signal(signal.SIGALRM, stop)
+            try:
+                for call in (lambda: checkpoint[key][...], lambda: checkpoint[key].read(out=out),
+                             lambda: checkpoint.read_many([key, key_of("f64", (5,))]), checkpoint.state):
+                    del begun[:]
+                    signal.setitimer(signal.ITIMER_REAL, 0.02)
+                    with self.assertRaises(Enough):
+                        call()
+                    self.assertLess(len(begun), 15)  # Of 21 and more.
+                    count = len(begun)
+                    over.wait(0.02)
+                    self.assertEqual(len(begun), count)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+
     def test_threads_do_not_mix_their_reads(self):
         failures = []
 
@@ -321,6 +405,9 @@ else:
                 self.assertEqual(raw(out), wanted.tobytes(), (key, index))
         bf16 = self.checkpoint[key_of("bf16", (7, 3))]
         self.assertEqual(torch.from_dlpack(bf16).dtype, torch.bfloat16)
+        for index in (slice(0, 2), (0, 1), Ellipsis, None):
+            with self.assertRaisesRegex(TypeError, r"an index is torch\(index="):
+                bf16.torch(index)
         with self.assertRaises(tm.UnsupportedError):
             bf16.read(out=torch.zeros((7, 3), dtype=torch.bfloat16, device="meta"))
 

@@ -63,13 +63,26 @@ class Golden(unittest.TestCase):
 
     def test_has_objects(self):
         objects = self.checkpoint.objects
-        self.assertEqual(list(objects), ["config", "rng"])
+        # Whatever it gives can be asked for: a mapping.
+        whole = {"config": b"{}", ("rng", 0): b"first", ("rng", 1): b"second"}
+        self.assertEqual(dict(objects), whole)
+        self.assertEqual(list(objects.items()), list(whole.items()))
+        self.assertEqual(list(objects.values()), list(whole.values()))
+        self.assertEqual((len(objects), objects == whole), (3, True))
+        self.assertEqual(objects.names(), ["config", "rng"])
+        self.assertEqual((objects.grid("rng"), objects.grid("config")), ((2,), ()))
         self.assertEqual(objects["config"], b"{}")
         self.assertEqual((objects["rng", 0], objects["rng", 1]), (b"first", b"second"))
         self.assertEqual(self.checkpoint.object("rng", (1,)), b"second")
         self.assertIn("rng", objects)
+        self.assertIn(("rng", 1), objects)
+        self.assertNotIn(("rng", 2), objects)
+        for key, said in (("none", "no object|none"), ("rng", r"on a grid \[2\]: name a part"),
+                          (("rng", 2), r"no part \[2\]"), ("confg", "did you mean config[?]")):
+            with self.assertRaisesRegex(KeyError, said):
+                objects[key]
         with self.assertRaises(KeyError):
-            objects["none"]
+            objects.grid("none")
 
     def test_has_values_of_every_kind(self):
         common = self.checkpoint.common
@@ -113,6 +126,15 @@ class Opening(Folder):
                 checkpoint["v"]
             self.assertIsInstance(caught.exception, tm.NotFoundError)
             self.assertEqual(caught.exception.key, "v")
+            with self.assertRaisesRegex(KeyError, "did you mean <b>[?]"):
+                checkpoint["<b"]
+            with self.assertRaisesRegex(KeyError, "did you mean <b>[?]"):
+                checkpoint.read_many(["<b"])
+            for _ in range(10):  # Not for each of many.
+                self.assertNotIn("<bb", checkpoint)
+                with self.assertRaises(KeyError) as caught:
+                    checkpoint["<bb"]
+            self.assertNotIn("mean", str(caught.exception))
             # A NUL would end the key, and name another.
             with self.assertRaises(KeyError):
                 checkpoint["w\0"]
@@ -120,9 +142,25 @@ class Opening(Folder):
                 tm.open("STORE/step-1\0")
 
     def test_paths_of_every_kind(self):
-        for path in ("STORE/step-1", b"STORE/step-1", "STORE/latest", "m.safetensors"):
+        for path in ("STORE/step-1", b"STORE/step-1", "STORE/latest", "STORE", "m.safetensors"):
             with tm.open(path) as checkpoint:
                 self.assertEqual(checkpoint.keys(), ["<b>", "w"])
+                self.assertEqual(checkpoint.warnings, ["STORE holds several checkpoints: this is the latest, step-1"]
+                                 if path == "STORE" else [])
+        for step in (9, 10):
+            os.makedirs(f"RUN/step{step}")
+            write_safetensors(f"RUN/step{step}/model.safetensors", {"w": ("U8", (2,), bytes([step, step]))})
+        with tm.open("RUN") as checkpoint:
+            self.assertEqual(checkpoint["w"].read_bytes(), b"\n\n")
+            self.assertEqual(checkpoint.warnings, ["RUN holds several checkpoints: this is the latest, step10"])
+        for path in ("~/STORE", "~"):
+            with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
+                tm.open(path)
+        with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
+            tm.save({"n": 1}, "~/STORE/step-1")
+        self.assertFalse(os.path.exists("~"))
+        with self.assertRaisesRegex(tm.UnsupportedError, "a file of the checkpoint .*/step-1: open that folder"):
+            tm.open("STORE/step-1/COMMIT")
         from pathlib import Path
 
         with tm.open(Path("STORE") / "step-1") as checkpoint:

@@ -155,7 +155,8 @@ class Failures(support.Folder):
                 def emit(self, record):
                     with lock:
                         super().emit(record)
-            lock = threading.Lock()
+                        lines.append(record)
+            lock, lines = threading.Lock(), []
             logging.getLogger().addHandler(Handler())
             job = tm.async_save({"w": numpy.ones(3)}, "S/taken")
             while not job.done(): pass
@@ -176,6 +177,8 @@ class Failures(support.Folder):
                 del job
             _thread.start_new_thread = start
             job = tm.async_save({"w": numpy.ones(3)}, "S/next", replace=True)
+            end = time.monotonic() + 20
+            while len(lines) < 2 and time.monotonic() < end: time.sleep(0.01)
             print("told", file=sys.stderr)
             job.wait()
             """))

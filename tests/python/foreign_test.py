@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import unittest
+import warnings
 
 import support
 
@@ -60,9 +61,32 @@ class Foreign(support.Folder):
                 self.assertTrue(checkpoint.verify()["whole"])
                 with pickle.loads(pickle.dumps(checkpoint)) as again:
                     self.assertEqual(again["w"].read_bytes(), W)
+                checkpoint._handle.process = 0  # As in a forked child, which opens it anew.
+                self.assertEqual(checkpoint["w"].read_bytes(), W)
         self.assertTrue(tm.verify("ssd/snap", roots=["nfs"])["whole"])
-        with self.assertRaises(tm.PermissionDeniedError):
-            tm.verify("ssd/snap")
+        for call in (tm.verify, lambda one, **options: tm.diff(one, one, **options),
+                     lambda one, **options: tm.adopt(one, "ssd/store/x", **options),
+                     lambda one, **options: tm.export(one, "ssd/out.safetensors", **options)):
+            with self.assertRaises(tm.PermissionDeniedError):
+                call("ssd/snap")
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "a list of texts"):
+                call("ssd/snap", roots="nfs")
+            call("ssd/snap", roots=["nfs"])
+        # A load looks at what is stored by the same roots: a value that is not is no value that stays.
+        with self.assertRaisesRegex(tm.KeyNotFoundError, "step"):
+            tm.load({"step": 5}, "ssd/snap", roots=["nfs"])
+        if torch is not None:
+            import torch.distributed.checkpoint as dcp
+
+            state = {"w": torch.zeros(3)}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.load(state, storage_reader=tm.torch.Reader("ssd/snap", roots=["nfs"]), no_dist=True)
+            self.assertEqual(state["w"].tolist(), [1, 2, 3])
+        with tm.open("ssd/store/x", roots=["nfs"]) as checkpoint:
+            self.assertEqual(checkpoint["w"].read_bytes(), W)
+        with tm.open("ssd/out.safetensors") as checkpoint:
+            self.assertEqual(checkpoint["w"].read_bytes(), W)
 
     def test_which_of_several_sets_of_weights(self):
         self.tensors("both/model.safetensors", {"w": ("F32", (3,), W)})

@@ -7,13 +7,16 @@ import collections
 import ctypes
 import functools
 import gc
+import json
 import math
 import os
 import pickle
+import subprocess
 import threading
 import time
 import unittest
 
+import ranks
 import support
 import tensormount as tm
 from tensormount import _abi, _store, _tasks
@@ -590,6 +593,58 @@ class Stores(support.Folder):
         with self.assertRaises(TimeoutError):
             tm.wait_committed("S/step-9", timeout=0.05)
         self.assertTrue(tm.validate({"w": np.zeros((3, 3))})["ok"])
+
+    def test_a_spec_is_judged_without_the_job(self):
+        def dump(group, rank, rows=(0, 4)):
+            part = tm.Shards((8, 3), [((rows[rank], 0), np.zeros((4, 3), "f4"))])
+            state = {"model": {"w": part}, "step": rank, "rng": tm.PerRank(rank)}
+            return tm.dump_spec(state, "job.json", group), tm.validate(state, group)
+
+        for rows, sound in (((0, 4), True), ((0, 3), False)):
+            (text, report), (nothing, _) = ranks.threads(lambda group, rank, rows=rows: dump(group, rank, rows), 2)
+            self.assertEqual(nothing, "")
+            with open("job.json") as file:
+                self.assertEqual(file.read(), text)
+            done = subprocess.run([support.command(), "check", "job.json", "--json"], capture_output=True, text=True)
+            self.assertEqual((done.returncode, report["ok"]), (0 if sound else 1, sound), done.stderr)
+            judged = json.loads(done.stdout)
+            self.assertEqual(judged["findings"], report["findings"])
+        # What one rank finds wrong ends it on all.
+        def wrong(group, rank):
+            return tm.dump_spec({"w": {5} if rank else np.zeros(3)}, group=group)
+
+        outcomes = ranks.threads(wrong, 2)
+        self.assertIsInstance(outcomes[1], tm.Error)
+        self.assertRegex(str(outcomes[0]), "rank 1.*set")
+
+    def test_repair(self):
+        for step in (1, 2):
+            tm.save({"w": np.arange(90_000, dtype="f4"), "step": step}, f"D/{step}")
+        tm.copy("D/1", "E")
+        tm.save({"w": np.zeros(90_000, "f4"), "step": 1}, "D/other", reuse="off")
+        (name,) = [name for name in os.listdir("D/1/data") if os.stat(f"D/1/data/{name}").st_size >= 360_000]
+        at = f"D/1/data/{name}"
+        with open(at, "r+b") as file:
+            file.seek(200_000)
+            file.write(b"damage")
+        # Of other bytes nothing is taken.
+        self.assertFalse(tm.repair("D/1", "D/other")["whole"])
+        before = os.stat(at).st_ino
+        told = tm.repair("D/1", "E", dry_run=True)
+        self.assertEqual((told["whole"], [file["file"] for file in told["files"]]), (True, [f"data/{name}"]))
+        self.assertEqual(os.stat(at).st_ino, before)
+        self.assertFalse(tm.verify("D/2")["whole"])
+        calls = []
+        told = tm.repair("D/1", "E/1", progress=lambda *done: calls.append(done))
+        self.assertEqual((told["whole"], told["files"][0]["shared_with"], told["left"]), (True, ["2"], []))
+        for step in (1, 2):
+            self.assertTrue(tm.verify(f"D/{step}")["whole"])
+            with tm.open(f"D/{step}") as checkpoint:
+                self.assertTrue(np.array_equal(checkpoint["w"][...], np.arange(90_000, dtype="f4")))
+        with self.assertRaises(tm.CheckpointNotFoundError):
+            tm.repair("D/1", "E/none")
+        with self.assertRaises(tm.InvalidArgumentError):
+            tm.repair("D/1", "D/1")
 
     def test_what_stays(self):
         for step in range(6):

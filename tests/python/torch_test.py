@@ -116,9 +116,12 @@ class States(support.Folder):
         with self.assertRaisesRegex(tm.KeyNotFoundError, "extra.sched.last"):
             tm.torch.load("S/stepped", model=other, extra=extra, optional=["extra.step"])
         # Groups of parameters that are others are refused, where PyTorch would lose some.
-        split = torch.optim.AdamW([{"params": [other.weight]}, {"params": [other.bias]}], lr=0.5)
-        with self.assertRaises(tm.LayoutError):
-            tm.torch.load("S/stepped", model=other, optim=split)
+        for groups in ([{"params": [other.weight]}, {"params": [other.bias]}], [{"params": [other.weight]}]):
+            with torch.no_grad():
+                other.weight.zero_()
+            with self.assertRaisesRegex(tm.LayoutError, "none with bias, weight and otherwise new"):
+                tm.torch.load("S/stepped", model=other, optim=torch.optim.AdamW(groups, lr=0.5), optional=["*"])
+            self.assertFalse(other.weight.any())  # Before anything was loaded.
 
     def test_an_optimizer_that_is_looked_at_stays_as_it_was(self):
         """Bit for bit, for every optimizer of PyTorch, before its first step: saved, loaded as it was,
@@ -255,6 +258,17 @@ class States(support.Folder):
         optim.step()
         schedule.step()
         tm.torch.save("S/small", model=model, optim=optim, extra={"schedule": schedule, "n": 1})
+        # In lists and tuples, beside plain values.
+        saved = [schedule, 4, (schedule, {"n": 5})]
+        tm.torch.save("S/listed", extra={"all": saved, "own": tm.PerRank({"s": schedule})})
+        two = [torch.optim.lr_scheduler.StepLR(optim, 1) for _ in range(3)]
+        extra = {"all": [two[0], 0, (two[1], {"n": 0})], "own": tm.PerRank({"s": two[2]})}
+        everything = extra["all"]
+        tm.torch.load("S/listed", extra=extra)
+        self.assertIs(extra["all"], everything)
+        self.assertEqual((everything[0], everything[1], everything[2]), (two[0], 4, (two[1], {"n": 5})))
+        for one in two:
+            self.assertEqual(one.state_dict(), schedule.state_dict())
         other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
         for parameter in other[0].parameters():
             parameter.requires_grad_(False)
@@ -292,8 +306,146 @@ class Net(torch.nn.Module):
             one.step()
 
 
+class Adapted(Net):
+    """With what was added since."""
+
+    def __init__(self):
+        super().__init__()
+        self.new = torch.nn.Linear(3, 2)
+
+    def train_on(self, *optimizers):
+        self.zero_grad()
+        self.new(self.b(self.a(torch.ones(2, 3)))).pow(2).mean().backward()
+        for one in optimizers:
+            one.step()
+
+
 class Absent(support.Folder):
     """What models, optimizers and schedulers have now and had not when they were saved."""
+
+    def test_parameters_that_were_added(self):
+        kinds = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1}, "SGD+": {"lr": 0.1, "momentum": 0.9}}
+
+        def optimizer(kind, groups):
+            return getattr(torch.optim, kind.rstrip("+"))(groups, **kinds[kind])
+
+        def bits(optim, named):
+            return {name: {slot: value.numpy().tobytes() for slot, value in optim.state.get(parameter, {}).items()
+                           if isinstance(value, torch.Tensor)}
+                    for name, parameter in named if not name.startswith("new.")}
+
+        for kind in kinds:
+            net = Net()
+            optim = optimizer(kind, [{"params": net.a.parameters(), "lr": 0.3}, {"params": net.b.parameters()}])
+            for _ in range(2):
+                net.train_on(optim)
+            tm.torch.save(f"S/{kind}", model=net, optim=optim, extra={"n": 1})
+            for where in ("in a group", "a group"):
+                for stepped in (False, True):
+                    with self.subTest(kind=kind, where=where, stepped=stepped):
+                        other = Adapted()
+                        groups = [{"params": list(other.b.parameters())}, {"params": list(other.a.parameters())}]
+                        if where == "a group":
+                            groups.append({"params": list(other.new.parameters()), "lr": 0.7})
+                        else:
+                            groups[0]["params"][:0] = other.new.parameters()
+                        fresh = optimizer(kind, groups)
+                        if stepped:
+                            other.train_on(fresh)
+                        before = other.new.weight.detach().clone()
+                        kept = {slot: str(value) for slot, value in fresh.state.get(other.new.weight, {}).items()}
+                        old = other.a.weight.detach().clone()
+                        for options in ({}, {"optional": ["model.*"]}, {"optional": ["optim.*"]}):
+                            with self.assertRaisesRegex(tm.KeyNotFoundError, "new[.](bias|weight)"):
+                                tm.torch.load(f"S/{kind}", model=other, optim=fresh, **options)
+                        self.assertTrue(torch.equal(other.a.weight, old))
+                        loaded = tm.torch.load(f"S/{kind}", model=other, optim=fresh, optional=["*new*"])
+                        self.assertTrue(torch.equal(other.a.weight, net.a.weight))
+                        self.assertTrue(torch.equal(other.new.weight, before))
+                        found = fresh.state.get(other.new.weight, {})
+                        self.assertEqual({slot: str(value) for slot, value in found.items()}, kept)
+                        self.assertEqual(bits(fresh, other.named_parameters()), bits(optim, net.named_parameters()))
+                        self.assertEqual([group["lr"] for group in fresh.param_groups],
+                                         [0.1, 0.3] + [0.7] * (where == "a group"))
+                        self.assertEqual([len(group["params"]) for group in fresh.param_groups],
+                                         [2, 2, 2] if where == "a group" else [4, 2])
+                        self.assertEqual([set(group["params"]) for group in loaded.state["optim"]["param_groups"]],
+                                         [{name for name, p in other.named_parameters() if any(p is one for one in group["params"])}
+                                          for group in fresh.param_groups])
+                        self.assertIn("model.new.weight", loaded.not_stored)
+                        self.assertEqual("optim.param_groups.2" in loaded.not_stored, where == "a group")
+                        self.assertTrue(any(name.startswith("optim.state.new.bias") for name in loaded.not_stored))
+                        other.train_on(fresh)
+        # As many groups, but of others: nothing is put where it does not belong.
+        other = Net()
+        old = other.a.weight.detach().clone()
+        mixed = torch.optim.SGD([{"params": [other.a.weight, other.b.weight]}, {"params": [other.a.bias, other.b.bias]}], lr=9)
+        with self.assertRaisesRegex(tm.LayoutError, "other groups of parameters"):
+            tm.torch.load("S/SGD+", model=other, optim=mixed)
+        self.assertTrue(torch.equal(other.a.weight, old))
+        self.assertEqual([group["lr"] for group in mixed.param_groups], [9, 9])
+        # Of several ranks all hear of it, whoever lacks it.
+        def resume(group, rank, optional=([], []), kinds=(Net, Adapted)):
+            other = kinds[rank]()
+            optim = torch.optim.SGD(other.parameters(), lr=0.1)
+            return tm.torch.load("S/one-group", model=other, optim=optim, group=group, optional=optional[rank])
+
+        net = Net()
+        tm.torch.save("S/one-group", model=net, optim=torch.optim.SGD(net.parameters(), lr=0.1))
+        outcomes = ranks.threads(resume, 2)
+        for error in outcomes:
+            self.assertIsInstance(error, tm.KeyNotFoundError)
+            self.assertIn("optim.state.new.weight", str(error))
+        self.assertEqual(outcomes[0].rank, 1)
+        for globs in ((["*new*"], ["*new*"]), (["*n*"], ["*new*"])):
+            outcomes = ranks.threads(lambda group, rank, globs=globs: resume(group, rank, globs, (Adapted, Adapted)), 2)
+            if globs[0] == globs[1]:
+                self.assertIn("optim.state.new.weight", outcomes[1].not_stored)
+                self.assertTrue(torch.equal(outcomes[0].state["model"]["a.weight"], net.a.weight))
+                continue
+            for error in outcomes:
+                self.assertRegex(str(error), "other options than on rank 0")
+
+    def test_a_slot_that_is_missing(self):
+        net = Net()
+        optim = torch.optim.AdamW([{"params": net.a.parameters()}, {"params": net.b.parameters()}])
+        net.train_on(optim)
+        del optim.state[net.b.bias]  # As if it had no gradient: it is saved without moments.
+        tm.torch.save("S/without", model=net, optim=optim)
+        del optim.state[net.a.weight]["exp_avg"]
+        tm.torch.save("S/alone-of-its-kind", model=net, optim=optim)  # Another shape than the bias has.
+        del optim.state[net.a.bias]["exp_avg_sq"]
+        optim = torch.optim.AdamW(net.parameters())
+        net.train_on(optim)
+        del optim.state[net.b.weight]["exp_avg"]
+
+        with self.assertRaisesRegex(tm.LayoutError, "parameter b.weight has no exp_avg") as caught:
+            tm.torch.save("S/never", model=net, optim=optim)
+        self.assertEqual(caught.exception.key, "optim.state.b.weight.exp_avg")
+        whole = Net()
+        stepped = torch.optim.AdamW(whole.parameters())
+        whole.train_on(stepped)
+
+        def save(group, rank):
+            model, own = (net, optim) if rank else (whole, stepped)
+            return tm.torch.save("S/never", model=model, optim=own, group=group)
+
+        told = ranks.threads(save, 2)
+        self.assertRegex(str(told[0]), "rank 1.*parameter b.weight has no exp_avg")
+        self.assertFalse(os.path.exists("S/never"))
+        # An optimizer of somebody else's, whose slots depend on sizes.
+        class Small(torch.optim.AdamW):
+            pass
+
+        net = Adapted()
+        optim = Small(net.parameters())
+        net.train_on(optim)
+        for alone in net.new.parameters():
+            del optim.state[alone]["exp_avg"]
+        tm.torch.save("S/small", model=net, optim=optim)
+        del optim.state[net.a.weight]["exp_avg"]
+        with self.assertRaisesRegex(tm.LayoutError, "parameter a.weight has no exp_avg.*b.weight"):
+            tm.torch.save("S/never", model=net, optim=optim)
 
     def test_options_of_groups(self):
         def made(*order):

@@ -48,10 +48,17 @@ class Strange(harness.ToolTest):
                 ("text", {"sharded_backend": "torch_dist", "sharded_backend_version": "1"},
                  "sharded_backend_version \"1\""),
                 ("backend", {"sharded_backend": "fancy_backend", "sharded_backend_version": 1},
-                 "sharded_backend 'fancy_backend'")):
+                 "sharded_backend 'fancy_backend'"),
+                ("common", {"sharded_backend": "torch_dist", "common_backend": "fancy"},
+                 'common_backend "fancy"'),
+                ("common-version", {"sharded_backend": "torch_dist", "common_backend_version": 99},
+                 "common_backend_version 99 of torch")):
             folder = self.dir / name
             shutil.copytree(FIXTURES / "dcp-old" / "megatron", folder)
             self.run_tool("ls", folder)
+            (folder / "__9_0.distcp").write_bytes(b"several items")
+            for part in (".metadata", "__9_0.distcp"):
+                self.refused("UNSUPPORTED", "ls", folder / part, naming=f"{folder.name}: open that folder")
             (folder / "metadata.json").write_text(json.dumps(config))
             self.refused("UNSUPPORTED", "ls", folder, naming=naming)
             self.array(self.dir / f"z{name}" / "w")

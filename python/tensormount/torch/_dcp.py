@@ -300,7 +300,7 @@ class Reader(_AtPath, StorageReader):
     which unpickles them.
 
     path      None: the checkpoint_id that DCP is given. "STORE/latest" is looked up once.
-    verify    "auto", "leaves", "off".
+    verify    "auto", "leaves", "off". roots: as of `tensormount.open`.
     convert   elements may be converted to the dtype asked for, as by `tensormount.Rule(convert=True)`;
               otherwise another dtype is a LayoutError.
 
@@ -313,12 +313,18 @@ class Reader(_AtPath, StorageReader):
     """
 
     def __init__(
-        self, path: Optional[PathLike] = None, *, verify: str = "auto", convert: bool = False
+        self,
+        path: Optional[PathLike] = None,
+        *,
+        verify: str = "auto",
+        convert: bool = False,
+        roots: Sequence[str] = (),
     ) -> None:
         self._path = None if path is None else os.fspath(path)
         self._verify = verify
         self._convert = bool(_save.flag("convert", convert))
-        _load.read_options(verify=verify)  # What is wrong is said now.
+        self._roots = roots
+        _load.read_options(verify=verify, roots=roots)  # What is wrong is said now.
         self._checkpoint: Any = None
         self._names: Optional[_paths.DcpNames] = None
         self._common: Optional[dict[str, Any]] = None
@@ -338,7 +344,7 @@ class Reader(_AtPath, StorageReader):
 
             if self._path is None:
                 raise InvalidArgumentError("a Reader without a path needs a checkpoint_id")
-            self._checkpoint = open_checkpoint(self._path)
+            self._checkpoint = open_checkpoint(self._path, roots=self._roots)
         return self._checkpoint
 
     def _named(self) -> _paths.DcpNames:
@@ -350,7 +356,7 @@ class Reader(_AtPath, StorageReader):
                 names = checkpoint._stored_names(values, frozenset(keys))
             except (LayoutError, UnsupportedError):
                 names = {}
-            self._names = _paths.dcp_names(keys, checkpoint.objects, values, names)
+            self._names = _paths.dcp_names(keys, checkpoint.objects.names(), values, names)
         return self._names
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -419,7 +425,7 @@ class Reader(_AtPath, StorageReader):
             asked = _load._Asked({})
             asked.group = group
             # By the path that was opened: "latest" must not move on meanwhile.
-            options = _load.read_options(verify=self._verify, rules=rules)
+            options = _load.read_options(verify=self._verify, rules=rules, roots=self._roots)
             loaded = _load.start(
                 built, checkpoint.path, group, group._handle(), options, asked
             ).wait()

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tensormount import _key_map, _load, _save, _saver, _tree
+from tensormount import _abi, _key_map, _load, _save, _saver, _tree
+from tensormount._jobs import log
 from tensormount._state import Unmade
 from tensormount._tree import PerRank
 from tensormount.errors import (
@@ -31,6 +32,8 @@ from tensormount.errors import (
 )
 
 PathLike = Union[str, "os.PathLike[str]"]
+
+_OTHER_GROUPS = "the optimizer that was saved had other groups of parameters"
 
 
 def save(
@@ -50,13 +53,15 @@ def save(
                    torch.distributed.checkpoint.state_dict: keys are names of parameters, whatever
                    wraps them.
     extra          further values, as of `tensormount.save`; what has a state_dict() (a scheduler, a
-                   data loader) is asked for it. What each rank has for itself, or whose state is
-                   another on each rank, stands in PerRank(...).
+                   data loader; in dicts, lists and tuples, too) is asked for it. What each rank has for
+                   itself, or whose state is another on each rank, stands in PerRank(...).
     ignore_frozen  leaves out parameters without gradients, and their optimizer states.
     options        as of `tensormount.save`.
 
     No step is taken: an optimizer that has no moments yet is saved without, and is loaded as it was.
-    Returns the report.
+    A parameter without gradients has none of its optimizer's slots (exp_avg, ...); one that has some,
+    and lacks one that others like it in its group have, is a LayoutError that names both. Returns the
+    report.
     """
     return _save.save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
 
@@ -109,6 +114,11 @@ def load(
     options    as of `tensormount.load`. `not_stored` and `strict_exempt` hold for what no glob of
                `optional` matches.
 
+    Parameters that were added since the save, to a group or as groups of their own, are not stored:
+    `optional=["*adapter*"]` lets them keep what they have, and groups are found by the names of the
+    other parameters. One without moments here counts as the key "optim.state.NAME". Groups that were
+    split, united or lost parameters are a LayoutError, before anything is loaded.
+
     Options of a group of parameters that the saved group lacks (those of a newer PyTorch, a scheduler's
     "initial_lr") keep the optimizer's values, and `not_stored` names them.
 
@@ -122,7 +132,9 @@ def load(
         asked: Any = None
         try:
             key_map = arguments.get("key_map")
-            asked = _Asked(stack, source, key_map, model, optim, extra, ignore_frozen)
+            roots = options.get("roots") or ()
+            asked = _Asked(stack, source, key_map, roots, model, optim, extra, ignore_frozen)
+            asked.check_added(optional, options)
             request: Any = asked.request
         except Exception as error:
             request = Unmade(error)  # The load begins all the same, or the other ranks would wait.
@@ -159,6 +171,7 @@ class _Asked:
         stack: contextlib.ExitStack,
         source: PathLike,
         key_map: Optional[_key_map.Rules],
+        roots: Sequence[str],
         model: Any,
         optim: Any,
         extra: Any,
@@ -166,40 +179,76 @@ class _Asked:
     ) -> None:
         """`stack`: takes back what optimizers were given, where its block raises."""
         self.optimizers = _optimizers(optim)
-        self.saved = _saved_moments(source, key_map) if optim is not None else None
+        self.saved = _saved_moments(source, key_map, roots) if optim is not None else None
         fresh = stack.enter_context(_moments_to_fill(self.optimizers, self.saved))
         self.request = _state(model, optim, extra, ignore_frozen)
+        # Of each group the number of the stored one; None: it was added since. Without stored groups
+        # they are asked for as any value.
+        self.stored: Optional[list[Optional[int]]] = None
         if optim is None:
             return
         asked = self.request["optim"]
-        # Of each group: its options as they are.
-        self.groups = [dict(group) for group in asked["param_groups"]]
+        # Of each group: its options as they are. Lists, too: the load fills those of the request.
+        self.groups = [_plain(group) for group in asked["param_groups"]]
         self.made_up = _parameters_of(fresh, self.optimizers, self.groups)
         self.empty: list[str] = []  # Parameters without moments, here and there.
+        self.added: list[str] = []  # Keys of parameters and groups that were added, and stay.
         self.new_options: list[str] = []
         if self.saved is not None:
             self.empty = _leave_out_unsaved(asked, self.saved)
-            self.new_options = _leave_out_new_options(asked, self.saved)
+            if self.saved.groups:
+                self.stored = _stored_groups(self.groups, self.saved.groups)
+                self.new_options = _leave_out_new_options(asked, self.saved.groups, self.stored)
+
+    def check_added(self, optional: Sequence[str], options: dict[str, Any]) -> None:
+        """Parameters that were added to the optimizer since, and of which no moment is asked for, are
+        not stored either: KeyNotFoundError unless the options of the load let them stay."""
+        if self.stored is None or self.saved is None:
+            return
+        state = self.request["optim"]["state"]
+        added = [
+            f"optim.state.{name}"
+            for group in self.groups
+            for name in group["params"]
+            if name not in self.saved.parameters and not state.get(name)
+        ]
+        allowed = _load.globs("optional", optional)
+        exempt = _load.globs("strict_exempt", options.get("strict_exempt") or ())
+        policy = options.get("not_stored", "raise")
+        missing = _load.unmatched(added, (*allowed, *exempt))
+        if missing and policy == "raise":
+            raise KeyNotFoundError(
+                f"{_abi.NOT_STORED}{_load.listed(missing)} (added to the optimizer since the save)"
+                + _load.optional_hint(missing),
+                key=missing[0],
+            )
+        if missing and policy == "log":
+            log.warning("%s%s", _abi.NOT_STORED, _load.listed(missing))
+        self.added = _load.matched(added, allowed) + (missing if policy == "return" else [])
+        count = itertools.count(len(self.saved.groups))
+        self.added += [f"optim.param_groups.{next(count)}" for one in self.stored if one is None]
 
     def take(self, optim: dict[str, Any], loaded: _load.Loaded) -> list[str]:
         """Makes the state dict whole that was loaded for the optimizers, for PyTorch to set. Names of
-        options of groups that were not asked for."""
+        what was not asked for: options of groups, parameters and groups that were added."""
         _load.check_same(self.saved.uuid if self.saved is not None else None, loaded.uuid)
-        if _groups_of(optim) != _groups_of({"param_groups": self.groups}):
-            raise LayoutError(
-                "the optimizer that was saved had other groups of parameters: "
-                f"{len(_groups_of(optim))} of them, this one has {len(self.groups)}; nothing was "
-                "set, but tensors that were asked for are filled",
-                key="optim.param_groups",
-            )
-        own = {frozenset(group["params"]): group for group in self.groups}
-        for group in optim["param_groups"]:
-            for key, value in own[frozenset(group["params"])].items():
-                group.setdefault(key, value)
+        found = optim["param_groups"]
+        if self.stored is None:  # This rank could not look at them before.
+            self.stored = _stored_groups(self.groups, found)
+            known = {name for group in found for name in _params_of(group) or ()}
+            if any(name not in known for group in self.groups for name in group["params"]):
+                raise LayoutError(f"{_OTHER_GROUPS}: some were added", key="optim.param_groups")
+        optim["param_groups"] = [
+            {**group, **({} if number is None else found[number]), "params": group["params"]}
+            for group, number in zip(self.groups, self.stored)
+        ]
         for name in self.empty:
             optim["state"][name] = {}
         _drop_unloaded(optim["state"], self.made_up, loaded._absent)
-        return self.new_options
+        for group in self.groups:
+            for name in group["params"]:
+                optim["state"].setdefault(name, {})
+        return self.added + self.new_options
 
 
 def rng_state() -> PerRank:
@@ -271,9 +320,44 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
 def _to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> Any:
     """What is saved. Where this rank cannot make it the save begins all the same, to fail on all ranks."""
     try:
-        return _state(model, optim, extra, ignore_frozen)
+        state = _state(model, optim, extra, ignore_frozen)
+        if optim is not None:
+            _prove_slots(state["optim"], _optimizers(optim), state["model"])
+        return state
     except Exception as error:
         return Unmade(error)
+
+
+def _prove_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[str, Any]) -> None:
+    """As OptimizerState of the C++ library: a parameter lacks no slot that its group has. One without
+    gradients has none at all."""
+    groups = optim["param_groups"]
+    whose = _owners(optimizers, groups) or [None] * len(groups)
+    for number, (group, one) in enumerate(zip(groups, whose)):
+        alike: dict[Any, dict[str, Any]] = {}
+        for name in group["params"]:
+            slots = optim["state"].get(name)
+            if slots:
+                alike.setdefault(_kind_of(one, model.get(name)), {})[name] = slots
+        for states in alike.values():
+            wanted = {slot: name for name, slots in states.items() for slot in slots}
+            for name, slots in states.items():
+                for slot in wanted.keys() - slots.keys():
+                    raise LayoutError(
+                        f"parameter {name} has no {slot} in its optimizer, which {wanted[slot]} of the "
+                        f"same group ({number}) has",
+                        key=f"optim.state.{name}.{slot}",
+                    )
+
+
+def _kind_of(one: Any, parameter: Any) -> Any:
+    """Parameters of one group and kind have the same slots. Those of PyTorch's optimizers depend on
+    axes at most (Adafactor), those of others on sizes, too (8-bit optimizers)."""
+    if not hasattr(parameter, "shape"):
+        return None
+    if type(one).__module__.startswith("torch.optim."):
+        return len(parameter.shape)
+    return (tuple(parameter.shape), parameter.dtype)
 
 
 def _optimizers(optim: Any) -> list[Any]:
@@ -374,10 +458,12 @@ class _Saved(NamedTuple):
     uuid: Optional[str]  # Of the checkpoint.
 
 
-def _saved_moments(source: PathLike, key_map: Optional[_key_map.Rules]) -> Optional[_Saved]:
+def _saved_moments(
+    source: PathLike, key_map: Optional[_key_map.Rules], roots: Sequence[str]
+) -> Optional[_Saved]:
     """None where the checkpoint is not one of `save`, or this rank cannot open it: then all moments are
     asked for."""
-    with _load._look(source) as checkpoint:
+    with _load._look(source, roots) as checkpoint:
         if checkpoint is None:
             return None
         uuid = checkpoint.uuid
@@ -414,39 +500,70 @@ def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> list[str]:
         name
         for name in sorted(own)
         if not moments.get(name)
-        and (name in saved.parameters or not request["state"].get(name, True))
+        and (name in saved.parameters or not request["state"].get(name))
     ]
     for name in empty:
         request["state"].pop(name, None)
     return empty
 
 
-def _leave_out_new_options(request: dict[str, Any], saved: _Saved) -> list[str]:
+def _stored_groups(
+    groups: Sequence[dict[str, Any]], stored: Sequence[Any]
+) -> list[Optional[int]]:
+    """For each group of parameters the number of the stored one that had the same, but for parameters
+    that were in none; None: it is made of such alone. LayoutError: other groups."""
+    names = [_params_of(group) for group in stored]
+    where = {name: number for number, params in enumerate(names) for name in params or ()}
+    found: list[Optional[int]] = []
+    for group in groups:
+        own = frozenset(name for name in group["params"] if name in where)
+        number = next((where[name] for name in group["params"] if name in where), None)
+        if not group["params"]:
+            number = next((i for i, params in enumerate(names) if params == own and i not in found), None)
+        if number is not None and (names[number] != own or number in found):
+            break
+        found.append(number)
+    unknown = [number for number in range(len(names)) if number not in found]
+    if not unknown and len(found) == len(groups):
+        return found
+    had = _load.listed(sorted(names[unknown[0]] or ())) if unknown else "others"
+    raise LayoutError(
+        f"{_OTHER_GROUPS}: {len(stored)} of them, this one has {len(groups)}, and none with {had} and "
+        "otherwise new parameters alone",
+        key="optim.param_groups",
+    )
+
+
+def _leave_out_new_options(
+    request: dict[str, Any], saved: Sequence[Any], stored: Sequence[Optional[int]]
+) -> list[str]:
     """Options that a group of parameters has here and had not when it was saved are not asked for: their
-    names. The groups of the request are brought into the order of the stored ones."""
-    stored = {_params_of(group): group for group in saved.groups}
-    own = {frozenset(group["params"]): group for group in request["param_groups"]}
-    if stored.keys() != own.keys() or len(own) != len(saved.groups):
-        return []  # Other groups, or none: an error.
+    names. The groups of the request are brought into the order of the stored ones, and those that were
+    not saved are left out."""
     names = []
-    request["param_groups"] = [own[params] for params in stored if params is not None]
-    for number, (group, had) in enumerate(zip(request["param_groups"], saved.groups)):
+    own = dict(zip(stored, request["param_groups"]))
+    request["param_groups"] = [own[number] for number in range(len(saved))]
+    for number, (group, had) in enumerate(zip(request["param_groups"], saved)):
         for key in [key for key in group if key not in had]:
             del group[key]
             names.append(f"optim.param_groups.{number}.{key}")
     return names
 
 
+def _owners(optimizers: Sequence[Any], groups: Sequence[Any]) -> Optional[list[Any]]:
+    """Which optimizer each group of the state dict of all is of; None: PyTorch made others of them."""
+    whose = [one for one in optimizers for _ in one.param_groups]
+    return whose if len(whose) == len(groups) else None
+
+
 def _parameters_of(
     some: Sequence[Any], optimizers: Sequence[Any], groups: Sequence[dict[str, Any]]
 ) -> list[str]:
     """The names of the parameters of some optimizers. `groups`: of the state dict of all, in order."""
-    whose = [one for one in optimizers for _ in one.param_groups]
     chosen = {id(one) for one in some}
     if len(chosen) == len(optimizers):
-        whose = whose[:1] * len(groups)  # All, however PyTorch names the groups.
-    elif len(whose) != len(groups):
-        return []
+        return [name for group in groups for name in group["params"]]
+    whose = _owners(optimizers, groups) or []
     return [name for one, group in zip(whose, groups) if id(one) in chosen for name in group["params"]]
 
 
@@ -458,13 +575,6 @@ def _drop_unloaded(
         of = moments.get(name)
         if of and all(f"optim.state.{name}.{part}" in absent for part in of):
             moments[name] = {}
-
-
-def _groups_of(optim: Any) -> list[frozenset[str]]:
-    """Which parameters are in one group of an optimizer's state dict."""
-    return sorted(
-        (frozenset(group["params"]) for group in optim.get("param_groups", [])), key=sorted
-    )
 
 
 def _plain(value: Any) -> Any:
@@ -480,6 +590,8 @@ def _asked(extra: Any) -> Any:
     """`extra`, with the states of what has one."""
     if isinstance(extra, dict):
         return {key: _asked(item) for key, item in extra.items()}
+    if type(extra) in (list, tuple):
+        return type(extra)(map(_asked, extra))
     if isinstance(extra, PerRank):
         return PerRank(_asked(extra.value))
     if not _tree.is_tensor(extra) and hasattr(extra, "state_dict"):
@@ -487,20 +599,50 @@ def _asked(extra: Any) -> Any:
     return extra
 
 
+def _given_back(item: Any, loaded: Any) -> Any:
+    """What stands in the place of `item` after a load: itself, where it has a state or is filled in
+    place, or the value that was loaded."""
+    if isinstance(item, PerRank):
+        if not _has_states(item.value):
+            return loaded
+        given = _given_back(item.value, loaded.value)
+        return item if given is item.value else PerRank(given)
+    if _tree.is_tensor(item):
+        return item
+    if hasattr(item, "load_state_dict"):
+        item.load_state_dict(loaded)
+        return item
+    if isinstance(item, dict):
+        _give_back(item, loaded)
+        return item
+    if type(item) in (list, tuple) and _has_states(item):
+        each = [_given_back(one, new) for one, new in zip(item, loaded)]
+        each += item[len(each) :]
+        if type(item) is tuple:
+            return tuple(each)
+        item[:] = each
+        return item
+    return loaded
+
+
+def _has_states(value: Any) -> bool:
+    """Whether something in it is asked for a state, so that the container is the caller's."""
+    if isinstance(value, dict):
+        return any(map(_has_states, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(_has_states, value))
+    if isinstance(value, PerRank):
+        return _has_states(value.value)
+    return not _tree.is_tensor(value) and hasattr(value, "load_state_dict")
+
+
 def _give_back(extra: Any, loaded: Any) -> None:
     """Into the caller's dict, and to what has a load_state_dict()."""
     if not isinstance(extra, dict):
-        if hasattr(extra, "load_state_dict"):
-            extra.load_state_dict(loaded)
+        _given_back(extra, loaded)
         return
     for key, item in list(extra.items()):
-        if key not in loaded:
-            continue
-        if isinstance(item, PerRank) and hasattr(item.value, "load_state_dict"):
-            item.value.load_state_dict(loaded[key].value)
-        elif isinstance(item, dict):
-            _give_back(item, loaded[key])
-        elif not _tree.is_tensor(item) and hasattr(item, "load_state_dict"):
-            item.load_state_dict(loaded[key])
-        elif not _tree.is_tensor(item):
-            extra[key] = loaded[key]
+        if key in loaded:
+            given = _given_back(item, loaded[key])
+            if given is not item:
+                extra[key] = given

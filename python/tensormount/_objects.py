@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of an opened checkpoint: bytes by key."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Union
+
+if TYPE_CHECKING:
+    from tensormount._checkpoint import Checkpoint
+
+
+class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
+    """Objects of a checkpoint: keys to bytes. `objects["rng", 3]` is part 3 of a grid.
+
+    Iteration gives what can be asked for: the key of an object that is one piece, and (key, index,
+    ...) for each part of one on a grid. So items(), values() and dict() have all parts, and read them.
+    `in` knows keys, and parts, without reading; names() has each key once.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: Union[str, tuple[Any, ...]]) -> bytes:
+        if isinstance(key, tuple):
+            return self._checkpoint.object(key[0], tuple(key[1:]))
+        return self._checkpoint.object(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.names() if isinstance(key, str) else key in list(self)
+
+    def __iter__(self) -> Iterator[Union[str, tuple[Any, ...]]]:
+        for name in self.names():
+            grid = self.grid(name)
+            if grid:
+                for index in itertools.product(*map(range, grid)):
+                    yield (name, *index)
+            else:
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<objects {self.names()!r}>"
+
+    def names(self) -> list[str]:
+        """Keys of objects, in byte order; those on a grid, too."""
+        return self._checkpoint._object_names()
+
+    def grid(self, key: str) -> tuple[int, ...]:
+        """The grid that an object was saved on, (4,) for one part of each of four ranks; () for one
+        piece. Raises KeyNotFoundError."""
+        return self._checkpoint._object_grid(key)
