@@ -19,6 +19,14 @@ endif()
 set(TENSORMOUNT_WHEEL_FOLDER "${PROJECT_SOURCE_DIR}/build/wheel")
 set(TENSORMOUNT_WHEEL_ENVIRONMENTS "${TENSORMOUNT_WHEEL_FOLDER}/environments")
 
+# Of the release build, those that take longest to compile or to run; scripts/test --quick leaves them
+# out. Each part of the product has others that stay.
+set(TENSORMOUNT_SLOW_TESTS
+  collective_socket_test collective_tcp_test collective_thread_test communicator_tcp_test
+  device_exchange_test index_retention_test install limits_test matrix_mpi_test matrix_test mpi_test
+  package python_device python_ends python_group python_interrupts python_kills python_process
+  python_typing save_options_test state_test steps_model_test tools_adversity tools_mpi tools_waits)
+
 set(TENSORMOUNT_TIMEOUT_FACTOR 1)
 set(TENSORMOUNT_TEST_ENVIRONMENT "")
 if(TENSORMOUNT_SANITIZE)
@@ -60,7 +68,8 @@ endfunction()
 #
 # A whole run of scripts/test builds with TENSORMOUNT_ASAN_APART, and then a program that the preset
 # asan runs is built and run there alone, but for those that are PLAIN_TOO. DEVICES_TOO: built without
-# sanitizers too, for tests that run it with tensors on devices.
+# sanitizers too, for tests that run it with tensors on devices. With TENSORMOUNT_QUICK the latter and
+# TENSORMOUNT_SLOW_TESTS are left out.
 function(tensormount_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NO_SANITIZE;NO_TSAN;ASAN_LONG;TSAN_LONG;PLAIN_TOO;DEVICES_TOO"
     "TIMEOUT;TSAN_CASES;COST" "SOURCES;DEPS;LABELS")
@@ -78,13 +87,19 @@ function(tensormount_add_test name)
   if(TENSORMOUNT_SANITIZE AND (arg_NO_SANITIZE OR never OR (only_long AND NOT TENSORMOUNT_LONG)))
     return()
   endif()
+  if("tensormount::fs_mount" IN_LIST arg_DEPS AND NOT (arg_NO_SANITIZE OR arg_ASAN_LONG))
+    message(FATAL_ERROR "${name}: builds with sanitizers have no mount, so it would run nowhere: NO_SANITIZE")
+  endif()
   set(elsewhere FALSE)
   if(TENSORMOUNT_ASAN_APART AND NOT TENSORMOUNT_SANITIZE AND
      NOT (arg_NO_SANITIZE OR arg_ASAN_LONG OR arg_PLAIN_TOO))
-    if(NOT arg_DEVICES_TOO)
+    if(NOT arg_DEVICES_TOO OR TENSORMOUNT_QUICK)
       return()
     endif()
     set(elsewhere TRUE)
+  endif()
+  if(TENSORMOUNT_QUICK AND name IN_LIST TENSORMOUNT_SLOW_TESTS)
+    return()
   endif()
   if(NOT arg_LABELS)
     set(arg_LABELS unit)
@@ -115,11 +130,12 @@ function(tensormount_add_test_library name)
   tensormount_hot_sources(${arg_SOURCES})
 endfunction()
 
-# tensormount_add_script_test(<name> COMMAND command... [LABELS label...] [TIMEOUT seconds])
+# tensormount_add_script_test(<name> COMMAND command... [LABELS label...] [TIMEOUT seconds]
+#                             [COST seconds])
 # Not run under sanitizers.
 function(tensormount_add_script_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "COMMAND;LABELS")
-  if(TENSORMOUNT_SANITIZE)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;COST" "COMMAND;LABELS")
+  if(TENSORMOUNT_SANITIZE OR (TENSORMOUNT_QUICK AND name IN_LIST TENSORMOUNT_SLOW_TESTS))
     return()
   endif()
   if(NOT arg_LABELS)
@@ -130,4 +146,7 @@ function(tensormount_add_script_test name)
   endif()
   add_test(NAME ${name} COMMAND ${arg_COMMAND})
   tensormount_set_test_properties(${name} "${arg_LABELS}" ${arg_TIMEOUT})
+  if(arg_COST)
+    set_tests_properties(${name} PROPERTIES COST ${arg_COST})
+  endif()
 endfunction()
