@@ -133,13 +133,17 @@ class Turns {
     changed_.notify_all();
   }
 
-  // Until all earlier saves have come as far as `step`, or have ended.
-  void AwaitEarlier(std::uint64_t number, Step step) {
-    Await(number, [step](const Save& earlier, const Save&) { return earlier.step >= step; });
+  // Until all earlier saves have come as far as `step`, or have ended; false where `limit` passes
+  // before.
+  bool AwaitEarlier(std::uint64_t number, Step step,
+                    std::chrono::milliseconds limit = kLongestWait) {
+    return Await(number, limit,
+                 [step](const Save& earlier, const Save&) { return earlier.step >= step; });
   }
   // Until no earlier save to the same name is under way.
   void AwaitName(std::uint64_t number) {
-    Await(number, [](const Save& earlier, const Save& own) { return earlier.path != own.path; });
+    (void)Await(number, kLongestWait,
+                [](const Save& earlier, const Save& own) { return earlier.path != own.path; });
   }
 
  private:
@@ -149,9 +153,9 @@ class Turns {
   };
 
   template <typename Passed>
-  void Await(std::uint64_t number, Passed passed) {
+  bool Await(std::uint64_t number, std::chrono::milliseconds limit, Passed passed) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] {
+    return changed_.wait_for(lock, std::min(limit, kLongestWait), [&] {
       const auto own = saves_.find(number);
       return std::all_of(saves_.begin(), own,
                          [&](const auto& save) { return passed(save.second, own->second); });
@@ -233,7 +237,16 @@ class Lane {
       turns_->Reach(task.number, Turns::Step::kStaged);
       task.job->Staged(failure);
     }
+    (void)WaitUntil(task.number, PatienceOf(task.options.timeouts));
     Work(std::optional<Task>(std::move(task)));
+  }
+  // A save that is expected and could not be added: what comes after it does not wait for it.
+  void Forget(std::uint64_t number) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!queue_.contains(number)) expected_.erase(number);
+    }
+    changed_.notify_all();
   }
 
   // Until nothing before `number` is under way; false where `limit` passes before.
@@ -292,7 +305,7 @@ class Lane {
     if (!task.staged.has_value()) {
       // Memory is given out in the order of saves, on every rank. Otherwise the first save might
       // hold it on one rank and the second on another, and each wait for the other for ever.
-      turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
+      (void)turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
       const DeviceRules rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
       task.staged.emplace(
           StageState(task.state, *pool_, *on_devices_, rules, &job.bytes_staged, &job.stalled));
@@ -339,7 +352,7 @@ class Lane {
     const bool start = event.kind == Event::Kind::kStart;
     if (event.phase == "stage") {
       if (start) {
-        turns_->AwaitEarlier(task.number, Turns::Step::kBegun);
+        (void)turns_->AwaitEarlier(task.number, Turns::Step::kBegun);
       } else {
         turns_->Reach(task.number, Turns::Step::kBegun);
       }
@@ -620,6 +633,12 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
   task.options = options;
   task.number = rep_->Enter(path);
   Lane& lane = *rep_->lanes[task.number % kLanes];
+  const std::uint64_t number = task.number;
+  // Where there is not even the memory to say so.
+  AtExit forget([&] {
+    lane.Forget(number);
+    rep_->turns->Leave(number);
+  });
   // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
   // of it instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
@@ -635,9 +654,15 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       return {};
     }
     // The save before the last must be over: its memory is what this one is staged in.
-    if (!lane.WaitUntil(task.number, PatienceOf(options.timeouts))) {
+    const std::chrono::milliseconds patience = PatienceOf(options.timeouts);
+    if (!lane.WaitUntil(task.number, patience)) {
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
+    }
+    // As the lane does where it stages: one that has memory would wait for one that has none yet.
+    if (!rep_->turns->AwaitEarlier(task.number, Turns::Step::kStaged, patience)) {
+      return {Code::kDeadlineExceeded,
+              "save " + task.path + ": the tensors of an earlier save are not copied yet"};
     }
     const DeviceRules rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
     task.staged.emplace(StageState(state, *rep_->pool, *rep_->on_devices, rules, &job->bytes_staged,
@@ -658,6 +683,7 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
     }
   }
   lane.Add(std::move(task));
+  forget.Cancel();
   return SaveHandle(std::move(job));
 }
 

@@ -28,6 +28,7 @@
 #include "collective/save_load.h"
 #include "index/store/store.h"
 #include "tests/support/device_mode.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"
@@ -293,6 +294,45 @@ TEST_F(AsyncSaveTest, ThreadsSaveOnOneSaverAtTheSameTime) {
   save_little("small-");
   slow.join();
   quick.join();
+}
+
+// Memory is given out in the order of the calls: a save that has it would wait for the turn of one
+// that waits for memory.
+TEST_F(AsyncSaveTest, ThreadsShareTheMemoryOfASaver) {
+  const auto comm = MakeSelfCommunicator();
+  AsyncOptions bounded;
+  bounded.staging_bytes = std::uint64_t{32} << 20;
+  ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm, bounded));
+  SaveOptions options;
+  options.timeouts.arrival = std::chrono::seconds(5);
+  options.if_exists = IfExists::kReplace;
+  options.reuse = Reuse::kOff;
+  const std::vector<std::byte> bytes(std::size_t{32} << 20);  // Of the saver: all that it has.
+  const auto state_of = [&](int tensors, std::int64_t n) {
+    StateDict state;
+    Shard shard;
+    shard.global_shape = {n};
+    shard.region = Box::Make({0}, {n}).value();
+    shard.data = BufferView::Host(DType::kU8, const_cast<std::byte*>(bytes.data()), {n});
+    for (int i = 0; i < tensors; ++i) EXPECT_OK(state.AddTensor("w" + std::to_string(i), shard));
+    return state;
+  };
+  // One that takes long to look at before it asks for its memory.
+  const StateDict many = state_of(Amount(20'000, 5'000), 4);
+  const StateDict large = state_of(1, static_cast<std::int64_t>(bytes.size()));
+  std::atomic<bool> over = false;
+  std::thread other([&] {
+    for (int i = 0; i < 100 && !over; ++i) {
+      auto handle = saver->Save(large, Path("large"), options);
+      EXPECT_OK(handle.ok() ? handle.value().WaitCommitted().status() : handle.status());
+    }
+  });
+  for (int i = 0; i < 4; ++i) {
+    auto handle = saver->Save(many, Path("many"), options);
+    EXPECT_OK(handle.ok() ? handle.value().WaitCommitted().status() : handle.status());
+  }
+  over = true;
+  other.join();
 }
 
 // ...nor, where both go to one name, in what stays there.
