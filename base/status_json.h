@@ -2,6 +2,8 @@
 #ifndef TENSORMOUNT_BASE_STATUS_JSON_H_
 #define TENSORMOUNT_BASE_STATUS_JSON_H_
 
+#include <string_view>
+
 #include <nlohmann/json_fwd.hpp>
 
 #include "tensormount/status.h"
@@ -12,6 +14,10 @@ namespace tensormount {
 // "errno", "message"} and the fields that are known. Include <nlohmann/json.hpp> where it is used;
 // names in it come from outside and may be no UTF-8 (dump with error_handler_t::replace).
 nlohmann::ordered_json StatusJson(const Status& failure);
+
+// The other way, from what programs say: "status" and "message" must be there, all else may be.
+// What it does not know is ignored. kInvalidArgument for what is no such object.
+Status StatusFromJson(std::string_view json, Status& failure);
 
 }  // namespace tensormount
 

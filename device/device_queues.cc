@@ -42,24 +42,29 @@ const Status& Unmarked() {
   return status;
 }
 
-Result<std::shared_ptr<DeviceMark>> TryMark(DeviceQueue& queue) {
+Result<std::shared_ptr<DeviceMark>> TryMark(DeviceQueue& queue) noexcept {
   Result<std::shared_ptr<DeviceMark>> mark = Unmarked();
   const Status thrown = NothingThrown([&] {
     mark = queue.Mark();
     return Status();
   });
-  return thrown.ok() ? mark : thrown;
+  if (!thrown.ok()) mark = thrown;
+  return mark;
 }
 
 }  // namespace
 
-Status NothingThrown(const std::function<Status()>& work) {
+Status NothingThrown(const std::function<Status()>& work) noexcept {
   try {
     return work();
   } catch (const std::bad_alloc&) {
     return NoMemory();
   } catch (const std::exception& e) {
-    return {Code::kInternal, e.what()};
+    try {
+      return {Code::kInternal, e.what()};
+    } catch (const std::exception&) {
+      return NoMemory();
+    }
   }
 }
 
@@ -115,7 +120,7 @@ class LateMark final : public DeviceMark {
     return mark == nullptr ? Result<bool>(false) : mark->Reached();
   }
   // The mark; or that there will be none.
-  void Know(const Result<std::shared_ptr<DeviceMark>>& mark) {
+  void Know(const Result<std::shared_ptr<DeviceMark>>& mark) noexcept {
     std::lock_guard lock(mutex_);
     known_ = mark;
   }
@@ -132,23 +137,23 @@ class FencedQueue final : public DeviceQueue {
   // `fences`: null where the call has none.
   FencedQueue(const OpenedDevice& device, std::unique_ptr<DeviceQueue> queue,
               const DeviceFences* fences)
-      : device_(device), queue_(std::move(queue)), fences_(fences) {}
+      : device_(device), queue_(std::move(queue)), fences_(fences) {
+    (void)NoMemory();
+    (void)Unmarked();
+  }
   ~FencedQueue() override {
-    try {
-      Result<std::shared_ptr<DeviceMark>> last = last_;
-      for (int tries = 0; given_ && tries < 2; ++tries) last = TryMark(*this);
-      if (given_) last_ = last;
-      for (const auto& late : late_) late->Know(last);
-      // Work that failed has ended; work behind it may not have.
-      const Result<bool> over = last_.ok() && last_.value() != nullptr ? last_.value()->Reached()
-                                                                       : Result<bool>(last_.ok());
-      if (over.ok() && over.value()) return;
-      device_.remains->Add(last_);
-      if (fences_ != nullptr) fences_->Hold(device_, last_);
-    } catch (const std::exception&) {  // No memory, where a call fails for want of it.
-      device_.remains->Add(Unmarked());
-      if (fences_ != nullptr) fences_->Lose();
+    for (int tries = 0; given_ && tries < 2; ++tries) {
+      last_ = TryMark(*this);  // Mark says that nothing was given since.
     }
+    for (const auto& late : late_) late->Know(last_);
+    if (IsOver()) return;
+    device_.remains->Add(std::move(slot_), last_);
+    if (fences_ == nullptr) return;
+    const Status held = NothingThrown([&] {
+      fences_->Hold(device_, last_);
+      return Status();
+    });
+    if (!held.ok()) fences_->Lose();
   }
 
   Status After(const std::shared_ptr<DeviceMark>& mark) override { return queue_->After(mark); }
@@ -192,18 +197,32 @@ class FencedQueue final : public DeviceQueue {
   void SetRules(const QueueRules& rules) override { queue_->SetRules(rules); }
 
  private:
+  bool IsOver() const noexcept {
+    if (last_.ok() && last_.value() == nullptr) return true;
+    bool over = false;
+    (void)NothingThrown([&] {
+      // Work that failed has ended; work behind it may not have.
+      const Result<bool> reached = last_.ok() ? last_.value()->Reached() : Result<bool>(false);
+      over = reached.ok() && reached.value();
+      return Status();
+    });
+    return over;
+  }
+
   const OpenedDevice& device_;
   const std::unique_ptr<DeviceQueue> queue_;
   const DeviceFences* const fences_;
   bool given_ = false;  // Work since the last mark.
   Result<std::shared_ptr<DeviceMark>> last_ = std::shared_ptr<DeviceMark>();
   std::vector<std::shared_ptr<LateMark>> late_;
+  DeviceRemains::Slot slot_ = DeviceRemains::Slot(1);
 };
 
 }  // namespace
 
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
                                                      const DeviceRules& rules) {
+  (void)device.remains->Over();  // Frees what has waited for it.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue,
                                device.ops->MakeQueue({rules.patience, rules.cancel}));
   if (rules.fences != nullptr) {

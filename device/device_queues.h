@@ -52,7 +52,7 @@ struct Submission {
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted);
 // Runs what submits: no exception may come between a submission and its mark, without which the
 // memory that it names counts as free.
-Status NothingThrown(const std::function<Status()>& work);
+Status NothingThrown(const std::function<Status()>& work) noexcept;
 
 // Where the next bytes of a block of pinned memory may begin: at a cache line, which vector loads
 // and device copies like.

@@ -117,42 +117,84 @@ Status CheckMemory(const BufferView& view) {
   return checked.ok() ? checked : checked.With({.device = device->ops->name()});
 }
 
-void DeviceRemains::Add(const Result<std::shared_ptr<DeviceMark>>& work) noexcept {
+void DeviceRemains::Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>& work) noexcept {
   std::lock_guard lock(mutex_);
-  try {
-    if (work.ok()) work_.push_back(work.value());
-    lost_ = lost_ || !work.ok();
-  } catch (const std::exception&) {  // No memory to remember it.
-    lost_ = true;
+  slot.front() = {work.ok() ? work.value() : nullptr, ++count_};
+  work_.splice(work_.end(), slot);
+  Sweep();
+}
+
+// Forgets work that has ended, and frees what no other work can reach.
+void DeviceRemains::Sweep() noexcept {
+  work_.remove_if([](Left& left) {
+    if (left.mark == nullptr) return false;
+    try {
+      const Result<bool> reached = left.mark->Reached();
+      // Work that failed has ended; work behind it may not have.
+      if (!reached.ok()) left.mark.reset();
+      return reached.ok() && reached.value();
+    } catch (const std::exception&) {  // No memory: it is asked again.
+      return false;
+    }
+  });
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    if (!IsOverLocked(at->second)) {
+      ++at;
+      continue;
+    }
+    try {
+      if (!ops_->gone()) ops_->Free(at->first);
+    } catch (const std::exception&) {  // No memory for a call: the device keeps it.
+    }
+    at = waiting_.erase(at);
   }
 }
 
-bool DeviceRemains::OverLocked() {
-  std::erase_if(work_, [this](const std::shared_ptr<DeviceMark>& mark) {
-    const Result<bool> reached = mark->Reached();
-    // Work that failed has ended; work behind it may not have.
-    lost_ = lost_ || !reached.ok();
-    return !reached.ok() || reached.value();
+bool DeviceRemains::IsOverLocked(const Area& area) const {
+  return std::none_of(work_.begin(), work_.end(), [&](const Left& left) {
+    return area.since < left.number && left.number <= area.until;
   });
-  if (!work_.empty() || lost_) return false;
-  for (std::byte* data : waiting_) ops_->Free(data);
-  waiting_.clear();
-  return true;
 }
 
-bool DeviceRemains::Over() {
+bool DeviceRemains::Over() noexcept {
   std::lock_guard lock(mutex_);
-  return OverLocked();
+  Sweep();
+  return work_.empty();
+}
+
+Result<std::byte*> DeviceRemains::Allocate(std::size_t bytes) {
+  std::map<std::byte*, Area> entry;
+  entry[nullptr];  // Before there is memory that could be lost.
+  (void)Over();
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, ops_->Allocate(bytes));
+  std::lock_guard lock(mutex_);
+  auto node = entry.extract(entry.begin());
+  node.key() = data;
+  node.mapped().since = count_;
+  areas_.insert(std::move(node));
+  return data;
 }
 
 void DeviceRemains::Free(std::byte* data) noexcept {
-  if (data == nullptr || ops_->gone()) return;
   std::lock_guard lock(mutex_);
-  try {
-    waiting_.push_back(data);
-    (void)OverLocked();
-  } catch (const std::exception&) {  // No memory to remember it: the device keeps the memory.
-  }
+  auto node = areas_.extract(data);
+  if (node.empty()) return;
+  node.mapped().until = count_;
+  waiting_.insert(std::move(node));
+  Sweep();
+}
+
+bool DeviceRemains::IsOver(std::byte* data) noexcept {
+  std::lock_guard lock(mutex_);
+  Sweep();
+  const auto found = areas_.find(data);
+  return found != areas_.end() && IsOverLocked({found->second.since, count_});
+}
+
+void DeviceRemains::Renew(std::byte* data) noexcept {
+  std::lock_guard lock(mutex_);
+  const auto found = areas_.find(data);
+  if (found != areas_.end()) found->second.since = count_;
 }
 
 Status DeviceFences::Add(const BufferView& view) {

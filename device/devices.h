@@ -3,7 +3,11 @@
 #define TENSORMOUNT_DEVICE_DEVICES_H_
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -19,26 +23,49 @@
 
 namespace tensormount {
 
-// Work that queues which are gone have left under way on a device, and memory that is freed once it
-// is over: a stream that the work is behind may hang, and nobody waits for that. Thread-safe.
+// Memory of the device that is ours, and work that queues which are gone have left under way on it.
+// Memory that such work may reach is freed after it: a stream that the work is behind may hang, and
+// nobody waits for that. What has become free is looked for whenever a queue is made or goes, and
+// when memory is taken or given back. Thread-safe.
 class DeviceRemains {
  public:
   explicit DeviceRemains(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
-  // `work`: the last mark of a queue. A failed one says that nobody can know when its work ends.
-  void Add(const Result<std::shared_ptr<DeviceMark>>& work) noexcept;
+
+  // One entry, which a queue makes before it needs it: when it goes there may be no memory for it.
+  struct Left {
+    std::shared_ptr<DeviceMark> mark;  // Null: nobody can know when the work ends.
+    std::uint64_t number = 0;          // In the order in which queues went, from 1 on.
+  };
+  using Slot = std::list<Left>;
+  // `work`: the last mark of a queue; failed where none can be had.
+  void Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>& work) noexcept;
   // Whether none of it is under way any more.
-  bool Over();
-  // Frees memory of the device that no queue works on; now or, until Over, later.
+  bool Over() noexcept;
+
+  // Errors of DeviceOps::Allocate.
+  Result<std::byte*> Allocate(std::size_t bytes);
+  // Gives back memory of Allocate that no queue works on: it is freed once the work is over that
+  // was left since Allocate or Renew.
   void Free(std::byte* data) noexcept;
+  // Whether none of the work that was left since then is under way.
+  bool IsOver(std::byte* data) noexcept;
+  // The caller knows that none of it works on this memory.
+  void Renew(std::byte* data) noexcept;
 
  private:
-  bool OverLocked();
+  struct Area {
+    std::uint64_t since = 0;  // Work of later numbers may be on it,
+    std::uint64_t until = 0;  // and, once it was given back, up to this one.
+  };
+  void Sweep() noexcept;
+  bool IsOverLocked(const Area& area) const;
 
   const std::shared_ptr<DeviceOps> ops_;
   std::mutex mutex_;
-  std::vector<std::shared_ptr<DeviceMark>> work_;
-  bool lost_ = false;  // Work that no mark stands for.
-  std::vector<std::byte*> waiting_;
+  std::uint64_t count_ = 0;
+  Slot work_;
+  std::map<std::byte*, Area> areas_;
+  std::map<std::byte*, Area> waiting_;  // Given back; Free moves an entry and needs no memory.
 };
 
 // A device that was asked for once, with what all its saves and loads share: pinned memory, and

@@ -132,6 +132,7 @@ AreaPool::~AreaPool() {
   if (!scope.status().ok()) return;
   const cuda::Driver& driver = context_->driver();
   for (const auto& [bytes, data] : kept_) (void)driver.cuMemFree(data);
+  kept_.clear();
   if (stream_ != nullptr) (void)driver.cuStreamDestroy(stream_);
   // What was not given back stays with who has it.
   if (pool_ != nullptr) (void)driver.cuMemPoolDestroy(pool_);
@@ -157,16 +158,40 @@ Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
     (void)driver.cuMemFreeAsync(data, stream_);
     return there;
   }
-  std::lock_guard lock(mutex_);
-  const auto fits = kept_.lower_bound(bytes);
-  if (fits != kept_.end() && fits->first / 2 <= bytes) {
-    data = fits->second;
-    kept_.erase(fits);
-    return data;
+  {
+    std::lock_guard lock(mutex_);
+    const auto fits = kept_.lower_bound(bytes);
+    if (fits != kept_.end() && fits->first / 2 <= bytes) {
+      data = fits->second;
+      in_use_[data] = kept_.extract(fits);
+      return data;
+    }
   }
-  TENSORMOUNT_RETURN_IF_ERROR(check(driver.cuMemAlloc(&data, bytes)));
-  sizes_[data] = bytes;
+  Kept entry{{bytes, 0}};  // Before there is memory that could be lost.
+  std::map<cuda::Address, Kept::node_type> in_use;
+  in_use[0] = entry.extract(entry.begin());
+  Status allocated = check(driver.cuMemAlloc(&data, bytes));
+  if (allocated.code() == Code::kResourceExhausted && FreeKept()) {
+    allocated = check(driver.cuMemAlloc(&data, bytes));
+  }
+  TENSORMOUNT_RETURN_IF_ERROR(allocated);
+  auto node = in_use.extract(in_use.begin());
+  node.key() = data;
+  node.mapped().mapped() = data;
+  std::lock_guard lock(mutex_);
+  in_use_.insert(std::move(node));
   return data;
+}
+
+// Waits for all streams of the context, as cuMemFree does; others take and give back meanwhile.
+bool AreaPool::FreeKept() {
+  Kept kept;
+  {
+    std::lock_guard lock(mutex_);
+    kept.swap(kept_);
+  }
+  for (const auto& [bytes, data] : kept) (void)context_->driver().cuMemFree(data);
+  return !kept.empty();
 }
 
 void AreaPool::Free(cuda::Address data) {
@@ -175,7 +200,8 @@ void AreaPool::Free(cuda::Address data) {
     return;
   }
   std::lock_guard lock(mutex_);
-  kept_.emplace(sizes_[data], data);
+  auto node = in_use_.extract(data);
+  if (!node.empty()) kept_.insert(std::move(node.mapped()));
 }
 
 void AreaPool::LetReach(cuda::Device peer, int ordinal) {

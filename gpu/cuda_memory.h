@@ -46,7 +46,8 @@ class PinnedMemory {
 
 // Memory of the device, from a pool of our own: it is taken and given back without waiting for
 // other work of the program, as cuMemFree does, which waits for every stream of the context. Where
-// the device has no pools, what is given back is kept and used again. Thread-safe.
+// the device has no pools, what is given back is kept and used again, for half as many bytes or
+// more, and freed by cuMemFree once the device is full. Thread-safe.
 class AreaPool {
  public:
   // In a CudaScope, as all of it.
@@ -69,9 +70,11 @@ class AreaPool {
   cuda::Pool pool_ = nullptr;  // Null: there are none.
   cuda::Stream stream_ = nullptr;
   std::mutex mutex_;
-  // Without a pool, by size.
-  std::multimap<std::size_t, cuda::Address> kept_;
-  std::map<cuda::Address, std::size_t> sizes_;
+  // Without a pool: by size, and what comes back there. Free needs no memory of the host.
+  using Kept = std::multimap<std::size_t, cuda::Address>;
+  bool FreeKept();  // Whether there was any.
+  Kept kept_;
+  std::map<cuda::Address, Kept::node_type> in_use_;
 };
 
 // Memory of the device through which strided bytes go, and into which kernels write hashes.

@@ -5,6 +5,7 @@
 
 #include "tensormount/validate.h"
 
+#include "base/status_json.h"
 #include "lib/c_api.h"
 
 using tensormount::BufferView;
@@ -189,6 +190,16 @@ tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) 
       return {Code::kInvalidArgument, std::to_string(status) + " is no status of a failure"};
     }
     (void)state->dict.Fail(Status(static_cast<Code>(status), message));
+    return {};
+  });
+}
+
+tm_status tm_state_fail_json(tm_state* state, const char* json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}, {json, "json"}}));
+    Status failure;
+    TENSORMOUNT_RETURN_IF_ERROR(tensormount::StatusFromJson(json, failure));
+    (void)state->dict.Fail(failure);
     return {};
   });
 }

@@ -97,8 +97,9 @@ struct StateDict::Rep {
   }
   Result<void*> AllocateOn(const std::shared_ptr<const OpenedDevice>& device, std::uint64_t bytes,
                            Fill fill) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const memory, device->ops->Allocate(bytes));
-    owned.emplace_back(memory, Free{device});
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const memory, device->remains->Allocate(bytes));
+    std::unique_ptr<void, Free> own(memory, Free{device});
+    owned.push_back(std::move(own));
     if (fill == Fill::kUninitialized) return memory;
     DeviceRules rules;
     rules.patience = kDevicePatience;

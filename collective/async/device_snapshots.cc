@@ -34,17 +34,15 @@ bool DeviceSnapshots::IsQuiet(Block& block) {
 }
 
 bool DeviceSnapshots::IsIdle(Block& block) {
-  if (block.doubtful) block.doubtful = !block.device->remains->Over();
+  if (block.doubtful) block.doubtful = !block.device->remains->IsOver(block.data);
   return !block.doubtful && IsQuiet(block);
 }
 
 void DeviceSnapshots::Free(Block& block) {
   if (block.data == nullptr) return;
-  if (!IsIdle(block)) {
-    block.device->remains->Free(block.data);
-  } else if (!block.device->ops->gone()) {
-    block.device->ops->Free(block.data);
-  }
+  // What saves of other memory left under way keeps this one from nobody.
+  if (IsIdle(block)) block.device->remains->Renew(block.data);
+  block.device->remains->Free(block.data);
   block.data = nullptr;
   block.size = 0;
 }
@@ -58,6 +56,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
     Block& block = blocks_[i];
     if (block.device != device || block.data == nullptr) continue;
     if (!block.taken && block.size >= bytes && IsQuiet(block)) {
+      if (!block.doubtful) device->remains->Renew(block.data);
       block.taken = true;
       return std::unique_ptr<Memory>(new Memory(shared_from_this(), i, block.data));
     }
@@ -70,7 +69,7 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
     Free(block);
   }
   if (held > bound_ - bytes) return nullptr;
-  const Result<std::byte*> data = device->ops->Allocate(static_cast<std::size_t>(bytes));
+  const Result<std::byte*> data = device->remains->Allocate(static_cast<std::size_t>(bytes));
   if (!data.ok()) return nullptr;
   const auto unused = std::find_if(blocks_.begin(), blocks_.end(), [](const Block& block) {
     return block.data == nullptr && !block.taken;

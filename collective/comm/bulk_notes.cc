@@ -25,13 +25,26 @@ BufferView ViewOfNote(char* bytes, std::size_t size) {
 
 constexpr std::size_t kMaxNoteDevice = 64;
 
+// At most so many bytes, of whole characters (UTF-8).
+std::string CutToBytes(const std::string& text, std::size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;
+  return text.substr(0, most);
+}
+
+// "cuda:0 (NVIDIA ...)", or without the model where that is too long.
+std::string DeviceInNote(const std::string& device) {
+  return device.size() <= kMaxNoteDevice
+             ? device
+             : CutToBytes(device.substr(0, device.find(' ')), kMaxNoteDevice);
+}
+
 // What fits into a note: the code, the words, whose fault it was.
 Status CutToNote(const Status& status) {
   if (status.ok()) return status;
   return Status::FromParts(status.code(), status.ToErrno(),
-                           status.message().substr(0, kMaxNoteMessage))
-      .With({.rank = status.fields().rank,
-             .device = status.fields().device.substr(0, kMaxNoteDevice)});
+                           CutToBytes(status.message(), kMaxNoteMessage))
+      .With({.rank = status.fields().rank, .device = DeviceInNote(status.fields().device)});
 }
 
 }  // namespace

@@ -125,9 +125,10 @@ class WindowStream final : public LocalWork {
     settled_ = true;
     way_.transport().Abort({Code::kCancelled, "the load has ended"});
     const Deadline deadline = Deadline::After(kSettlePatience);
-    bool quiet = quiet_ && way_.transport().Settle(deadline).ok();
+    if (!way_.transport().Settle(deadline).ok()) way_.Doubt();
+    bool quiet = quiet_;
     for (Half& half : halves_) quiet = (!half.placing || half.placing->Settle(deadline)) && quiet;
-    if (!quiet) way_.Doubt();
+    if (!quiet) way_.LeaveQueues();
   }
 
  private:
@@ -343,7 +344,8 @@ Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const
   if (able.ok()) way->device_ = std::move(opened).value();
   for (std::uint64_t area = kAreaBytes; able.ok() && way->memory_ == nullptr; area /= 2) {
     way->area_bytes_ = area;
-    const auto memory = way->device_->ops->Allocate(static_cast<std::size_t>(way->memory_bytes()));
+    const auto memory =
+        way->device_->remains->Allocate(static_cast<std::size_t>(way->memory_bytes()));
     if (memory.ok()) way->memory_ = memory.value();
     if (!memory.ok() && area == kLeastAreaBytes) able = memory.status();
   }
@@ -379,8 +381,10 @@ Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const
 DeviceWay::~DeviceWay() {
   transport_.reset();
   if (memory_ == nullptr) return;
-  // Nobody knows when a device is done with what has failed.
-  if (!doubtful_ && !device_->ops->gone()) device_->ops->Free(memory_);
+  // Nobody knows when the transport of other ranks is done with it.
+  if (doubtful_) return;
+  if (quiet_) device_->remains->Renew(memory_);
+  device_->remains->Free(memory_);
 }
 
 Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units, DeviceWay& way,

@@ -35,14 +35,16 @@ class DeviceWay {
   // are connected.
   static Result<std::unique_ptr<DeviceWay>> Open(Collective& collective, const Device& device,
                                                  std::chrono::milliseconds patience);
-  // Leaves its memory to the device where something may be under way still.
+  // Leaves its memory to the device where the transport may be at work still.
   ~DeviceWay();
   DeviceWay(const DeviceWay&) = delete;
   DeviceWay& operator=(const DeviceWay&) = delete;
 
   BulkTransport& transport() { return *transport_; }
-  // Something may be under way that nobody will hear of.
+  // The transport may be at work still, and nobody will hear of its end.
   void Doubt() { doubtful_ = true; }
+  // Queues may be at work still: the memory is freed after that (DeviceRemains).
+  void LeaveQueues() { quiet_ = false; }
   const std::shared_ptr<const OpenedDevice>& device() const { return device_; }
   // Of each area; the same on all ranks.
   std::uint64_t area_bytes() const { return area_bytes_; }
@@ -59,6 +61,7 @@ class DeviceWay {
   std::byte* memory_ = nullptr;
   std::uint64_t area_bytes_ = 0;
   bool doubtful_ = false;
+  bool quiet_ = true;
 };
 
 // How a batch of units is moved. What it names must outlive the call.

@@ -488,6 +488,10 @@ TM_EXPORT tm_status tm_state_name_layers(tm_state* state, const char* key, const
 // What the caller itself found wrong: fails the save or load on all ranks, instead of leaving them
 // waiting for one that gave up. Returns TM_OK where that was noted.
 TM_EXPORT tm_status tm_state_fail(tm_state* state, tm_status status, const char* message);
+// The same with the fields of the failure, which all ranks then get ("key", "device", ...), in the
+// form of tm_last_error_json: "status" and "message" must be there, "code" does not count, and
+// what this version does not know is ignored.
+TM_EXPORT tm_status tm_state_fail_json(tm_state* state, const char* json);
 
 // ---- Events, waiting -----------------------------------------------------------------------
 

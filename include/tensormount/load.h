@@ -56,8 +56,9 @@ enum class LoadPath { kAuto, kDirect, kExchange };
 // a rank asks for is in memory of one device, of its own. So go tensors that a digest proves, and
 // with LoadVerify::kOff all; others go through the host. kUnsupported, kUnavailable or
 // kDeadlineExceeded say why it cannot be. kAuto: so go tensors that a digest proves, where it can
-// be and they have more than 2 GiB; otherwise, and with AsyncLoad always, all through the host:
-// NCCL beside the program's own NCCL may deadlock (docs/bulk.md).
+// be and they have more than 2 GiB; else all go through the host. With AsyncLoad kAuto is kHost,
+// because NCCL beside the program's own NCCL may deadlock; kDevices stays what it is
+// (docs/bulk.md).
 enum class ExchangeVia { kAuto, kHost, kDevices };
 
 // What a load does where the stored tensor or object differs from the one that is asked for.

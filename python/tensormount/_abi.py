@@ -591,6 +591,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tm_state_set_rank_common": (_STATUS, [_P, c_char_p, c_char_p]),
     "tm_state_set_metadata": (_STATUS, [_P, c_char_p]),
     "tm_state_fail": (_STATUS, [_P, c_int32, c_char_p]),
+    "tm_state_fail_json": (_STATUS, [_P, c_char_p]),
     # Saves.
     "tm_save_async": (_STATUS, [_P, c_char_p, _P, _P, _P]),
     "tm_save_in_place": (_STATUS, [_P, c_char_p, _P, _P, _P]),
@@ -833,8 +834,7 @@ def fail(status: int, kinds: Optional[dict[int, Any]] = None, key: Optional[str]
     message = fields.pop("message", message)
     kind = CLASSES[status] if 0 < status < len(CLASSES) else InternalError
     if kind is NotFoundError:
-        # What has a key was looked for in something that is there; what another rank found absent comes
-        # without a key (tm_state_fail).
+        # What has a key was looked for in something that is there.
         known = fields["key"] is not None or NOT_STORED in message
         kind = KeyNotFoundError if known else CheckpointNotFoundError
     if kind is PeerLost and fields.get("device"):

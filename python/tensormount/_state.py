@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
@@ -95,21 +96,23 @@ class State:
 
     def set_values(self, common: Mapping[str, str], rank_common: Mapping[str, str]) -> None:
         """Values as JSON, by name."""
-        for name, json in common.items():
-            self.check(self._lib.tm_state_set_common(self.address, text(name), json.encode()))
-        for name, json in rank_common.items():
-            self.check(self._lib.tm_state_set_rank_common(self.address, text(name), json.encode()))
+        for name, value in common.items():
+            self.check(self._lib.tm_state_set_common(self.address, text(name), value.encode()))
+        for name, value in rank_common.items():
+            self.check(self._lib.tm_state_set_rank_common(self.address, text(name), value.encode()))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        json = _values.to_json(dict(metadata))
-        self.check(self._lib.tm_state_set_metadata(self.address, json.encode()))
+        value = _values.to_json(dict(metadata))
+        self.check(self._lib.tm_state_set_metadata(self.address, value.encode()))
 
     # ---- Failure -----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """What this rank found wrong by itself: the job fails with it on all ranks, who would wait
         for this one otherwise."""
-        self._lib.tm_state_fail(self.address, *status_of(error))
+        status, message = status_of(error)
+        if self._lib.tm_state_fail_json(self.address, _failure(status, message, error)) != 0:
+            self._lib.tm_state_fail(self.address, status, message)
 
 
 class Unmade:
@@ -140,6 +143,30 @@ def status_of(error: BaseException) -> tuple[int, bytes]:
         return status, type(error).__name__.encode("utf-8", "replace")
 
 
+def _failure(status: int, message: bytes, error: BaseException) -> bytes:
+    """A failure with what `error` knows of it, as tm_state_fail_json takes it. Raises nothing, either."""
+    told: dict[str, Any] = {"status": status, "message": message.decode("utf-8", "replace")}
+    try:
+        said = dict(told)
+        if isinstance(error, Error):
+            for name in ("key", "file", "cause", "device"):
+                value = getattr(error, name, None)
+                if value is not None:
+                    # A lone half of a surrogate is not JSON, and NUL would end a text.
+                    said[name] = str(value).encode("utf-8", "replace").decode().replace("\0", "?")
+            for name in ("errno", "rank"):
+                value = getattr(error, name, None)
+                if isinstance(value, int):
+                    said[name] = value
+            if error.box is not None:
+                begin, extent = error.box
+                said["box"] = {"begin": [int(n) for n in begin], "extent": [int(n) for n in extent]}
+            said["memory_in_use"] = bool(error.memory_in_use)
+        return json.dumps(said).encode()
+    except Exception:
+        return json.dumps(told).encode()
+
+
 def text(key: str) -> bytes:
     """A key or name for the library."""
     encoded = key.encode("utf-8", "surrogateescape")
@@ -168,8 +195,6 @@ def path_bytes(path: Any) -> bytes:
 
 def rules_text(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
     """Rules of a key map for the library."""
-    import json
-
     if rules is None:
         return None
     if isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules):

@@ -418,6 +418,21 @@ static void* run_rank(void* argument) {
     if (rank == 1) OK(tm_state_fail(bad, TM_BUSY, "the optimizer is not ready"));
     FAILS(tm_save(bad, args->half_path, half, NULL, NULL), TM_BUSY, "rank 1: the optimizer");
     tm_state_free(bad);
+    // With its fields, which the other rank gets too.
+    OK(tm_state_new(&bad));
+    if (rank == 1) {
+      OK(tm_state_fail_json(bad,
+                            "{\"status\": 8, \"message\": \"it fell off the bus\", \"key\": \"w\","
+                            "\"device\": \"cuda:0\", \"of a later version\": [1]}"));
+    }
+    FAILS(tm_save(bad, args->half_path, half, NULL, NULL), TM_UNAVAILABLE, "rank 1: it fell off");
+    char* json = NULL;
+    OK(tm_last_error_json(&json));
+    CHECK(strstr(json, "\"device\":\"cuda:0\"") != NULL);
+    CHECK(strstr(json, "\"key\":\"w\"") != NULL);
+    CHECK(strstr(json, "\"rank\":1") != NULL);
+    tm_free(json);
+    tm_state_free(bad);
     tm_communicator_free(half);
   }
   tm_state_free(request);
@@ -576,6 +591,12 @@ static void what_cannot_be(void) {
   data.dtype = 99;
   FAILS(tm_state_add_tensor(state, "w", &shard), TM_INVALID_ARGUMENT, "99");
   FAILS(tm_state_fail(state, TM_OK, "fine"), TM_INVALID_ARGUMENT, "0");
+  FAILS(tm_state_fail_json(state, "[]"), TM_INVALID_ARGUMENT, "not a JSON object");
+  FAILS(tm_state_fail_json(state, "{\"status\": 0, \"message\": \"\"}"), TM_INVALID_ARGUMENT,
+        "status");
+  FAILS(tm_state_fail_json(state, "{\"status\": 16, \"message\": \"\"}"), TM_INVALID_ARGUMENT,
+        "status");
+  FAILS(tm_state_fail_json(state, "{\"status\": 1}"), TM_INVALID_ARGUMENT, "message");
   tm_save_options options = {.struct_size = sizeof(options), .strategy = 9};
   FAILS(tm_save(state, "nowhere/step-1", comm, &options, NULL), TM_INVALID_ARGUMENT, "strategy: 9");
   tm_state_free(state);

@@ -300,14 +300,14 @@ TEST_F(AsyncSaveTest, ThreadsSaveOnOneSaverAtTheSameTime) {
 // that waits for memory.
 TEST_F(AsyncSaveTest, ThreadsShareTheMemoryOfASaver) {
   const auto comm = MakeSelfCommunicator();
+  const std::vector<std::byte> bytes(Amount(std::size_t{32}, std::size_t{2}) << 20);
   AsyncOptions bounded;
-  bounded.staging_bytes = std::uint64_t{32} << 20;
+  bounded.staging_bytes = bytes.size();  // One of the saves below takes all of it.
   ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm, bounded));
   SaveOptions options;
-  options.timeouts.arrival = std::chrono::seconds(5);
+  options.timeouts.arrival = std::chrono::seconds(20);
   options.if_exists = IfExists::kReplace;
   options.reuse = Reuse::kOff;
-  const std::vector<std::byte> bytes(std::size_t{32} << 20);  // Of the saver: all that it has.
   const auto state_of = [&](int tensors, std::int64_t n) {
     StateDict state;
     Shard shard;

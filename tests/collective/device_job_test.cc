@@ -307,6 +307,31 @@ TEST_F(DeviceJobTest, ALargerSnapshotHasRoomAfterASaveThatFailed) {
   EXPECT_EQ(device().allocations(), 2u);  // Those of the test.
 }
 
+// A saver that goes while a stream hangs keeps its memory of the device until the stream goes on
+// and somebody uses the device again.
+TEST_F(DeviceJobTest, ASaverThatGoesWhileAStreamHangsLeavesNoMemory) {
+  std::byte* const row = Make('a');
+  void* const stream = MakeStream();
+  device().Enqueue(stream, [this] { gate_.Pass(); });
+  EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
+    TENSORMOUNT_ASSIGN_OR_RETURN(
+        const auto saver, AsyncSaver::Make(comm, {.stage_in_background = true,
+                                                  .device_staging_bytes = std::uint64_t{1} << 20}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(SaveHandle handle,
+                                 saver->Save(Rows(0, row, stream), Path("a"), {}));
+    while (device().allocations() == memory_.size()) std::this_thread::yield();
+    handle.Cancel();
+    EXPECT_FALSE(handle.WaitCommitted().ok());
+    return {};
+  }));
+  EXPECT_EQ(device().allocations(), memory_.size() + 1);
+  gate_.Open();
+  device().Synchronize(stream);
+  device().Quiesce();
+  for (const Status& status : SaveRows("b")) EXPECT_OK(status);
+  EXPECT_EQ(device().allocations(), memory_.size());
+}
+
 // Kernels that were given before a load and write where it loads have run before it.
 TEST_F(DeviceJobTest, ALoadComesAfterWhatItsStreamsWereGiven) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);

@@ -452,34 +452,135 @@ TEST(DeviceQueuesTest, TheHostDigestsWithoutHoldingABlock) {
 }
 
 // Memory that a queue which is gone may still work on is freed after that, and nobody waits.
-TEST(DeviceRemainsTest, MemoryIsFreedOnceWhatQueuesLeftIsOver) {
-  HostDevices devices({HostDevice::Options{.delay_us = 0}});
-  ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(8));
-  std::atomic<bool> go = false;
-  devices[0].SetFault([&](std::string_view what) {
-    if (what == "run copy-in") go.wait(false);
-    return Status();
-  });
-  std::byte here[8] = {};
-  StridedCopy all;
-  all.run = 8;
-  const DeviceCopy copy{all, here, there};
-  EXPECT_TRUE(device->remains->Over());
-  {
-    ASSERT_OK_AND_ASSIGN(const auto queue, MakeFencedQueue(*device, {}));
-    ASSERT_OK(queue->CopyIn({&copy, 1}));
+class DeviceRemainsTest : public testing::Test {
+ protected:
+  ~DeviceRemainsTest() override {
+    Resume();
+    devices_[0].SetFault({});
   }
-  device->remains->Free(there);
-  EXPECT_FALSE(device->remains->Over());
-  EXPECT_EQ(devices[0].allocations(), 1u);
-  go = true;
-  go.notify_all();
-  devices[0].Quiesce();
-  const Deadline deadline = Deadline::After(std::chrono::seconds(10));
-  while (!device->remains->Over() && !deadline.Passed()) std::this_thread::yield();
-  EXPECT_EQ(devices[0].allocations(), 0u);
-  devices[0].SetFault({});
+  // From now on copies to the device hang.
+  void Hang() {
+    go_ = false;
+    devices_[0].SetFault([this](std::string_view what) {
+      if (what == "run copy-in") go_.wait(false);
+      return Status();
+    });
+  }
+  void Resume() {
+    go_ = true;
+    go_.notify_all();
+    devices_[0].Quiesce();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // Until marks are reached, too.
+  }
+  // A queue that goes with a copy to this memory under way.
+  void Leave(std::byte* there) {
+    StridedCopy all;
+    all.run = sizeof(here_);
+    const DeviceCopy copy{all, here_, there};
+    auto queue = MakeFencedQueue(*device_, {});
+    ASSERT_OK(queue);
+    ASSERT_OK(queue.value()->CopyIn({&copy, 1}));
+  }
+  // A queue that goes with work under way for which there is no mark.
+  void Lose(std::byte* there) {
+    devices_[0].SetFault([](std::string_view what) {
+      return what == "mark" ? Status(Code::kUnavailable, "it is broken") : Status();
+    });
+    Leave(there);
+    devices_[0].SetFault({});
+    devices_[0].Quiesce();
+  }
+  std::byte* Allocate() { return device_->remains->Allocate(sizeof(here_)).value(); }
+
+  HostDevices devices_{{HostDevice::Options{.delay_us = 0}}};
+  std::shared_ptr<const OpenedDevice> device_ = OpenDevice({DeviceKind::kCuda, 0}).value();
+  std::byte here_[8] = {};
+  std::atomic<bool> go_ = true;
+};
+
+TEST_F(DeviceRemainsTest, MemoryIsFreedOnceWhatQueuesLeftIsOver) {
+  Hang();
+  std::byte* const there = Allocate();
+  EXPECT_TRUE(device_->remains->Over());
+  Leave(there);
+  device_->remains->Free(there);
+  EXPECT_FALSE(device_->remains->Over());
+  EXPECT_EQ(devices_[0].allocations(), 1u);
+  Resume();
+  EXPECT_TRUE(device_->remains->Over());
+  EXPECT_EQ(devices_[0].allocations(), 0u);
+}
+
+// Whoever uses the device next frees it; nobody needs to give back other memory for that.
+TEST_F(DeviceRemainsTest, TheNextQueueOrAllocationFreesWhatHasWaited) {
+  for (const bool by_queue : {true, false}) {
+    Hang();
+    std::byte* const there = Allocate();
+    Leave(there);
+    device_->remains->Free(there);
+    Resume();
+    EXPECT_EQ(devices_[0].allocations(), 1u);
+    if (by_queue) {
+      EXPECT_OK(MakeFencedQueue(*device_, {}));
+    } else {
+      // Before it asks the device, which may be full.
+      std::size_t seen = 1;
+      devices_[0].SetFault([&](std::string_view what) {
+        if (what == "allocate") seen = devices_[0].allocations();
+        return Status();
+      });
+      device_->remains->Free(Allocate());
+      EXPECT_EQ(seen, 0u);
+    }
+    EXPECT_EQ(devices_[0].allocations(), 0u);
+  }
+}
+
+// Work of which nobody knows when it ends keeps the memory that it may reach, and no other.
+TEST_F(DeviceRemainsTest, LostWorkKeepsOnlyMemoryThatItMayReach) {
+  std::byte* const reached = Allocate();
+  Lose(reached);
+  device_->remains->Free(reached);
+  EXPECT_EQ(devices_[0].allocations(), 1u);
+  device_->remains->Free(Allocate());
+  EXPECT_EQ(devices_[0].allocations(), 1u);
+}
+
+// The same of work that hangs; and of memory whose owner knows that nothing works on it.
+TEST_F(DeviceRemainsTest, WorkThatHangsKeepsNoMemoryThatItCannotReach) {
+  std::byte* const reached = Allocate();
+  std::byte* const renewed = Allocate();
+  Hang();
+  Leave(reached);
+  EXPECT_FALSE(device_->remains->IsOver(renewed));
+  device_->remains->Free(Allocate());
+  EXPECT_EQ(devices_[0].allocations(), 2u);
+  device_->remains->Renew(renewed);
+  EXPECT_TRUE(device_->remains->IsOver(renewed));
+  device_->remains->Free(renewed);
+  device_->remains->Free(reached);
+  EXPECT_EQ(devices_[0].allocations(), 1u);
+  Resume();
+  EXPECT_TRUE(device_->remains->Over());
+  EXPECT_EQ(devices_[0].allocations(), 0u);
+}
+
+// Also where the failure cannot be put into words, as where the host has no memory for them.
+TEST_F(DeviceRemainsTest, AMarkThatCannotBeMadeLaterIsSaidToFail) {
+  struct Wordless : std::exception {
+    const char* what() const noexcept override { return nullptr; }  // std::string throws.
+  };
+  devices_[0].SetFault([](std::string_view what) -> Status {
+    if (what == "mark") throw Wordless();
+    return {};
+  });
+  ASSERT_OK_AND_ASSIGN(auto queue, MakeFencedQueue(*device_, {}));
+  const std::shared_ptr<DeviceMark> late = queue->MarkLater();
+  EXPECT_THAT(late->Reached(), testing::Truly([](const Result<bool>& reached) {
+                return reached.ok() && !reached.value();
+              }));
+  queue.reset();
+  EXPECT_THAT(late->Reached(), HasCode(Code::kResourceExhausted));
 }
 
 TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {

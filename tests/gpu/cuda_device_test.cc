@@ -400,6 +400,26 @@ TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
   }
 }
 
+// What a device without pools keeps makes room where it is full.
+TEST_F(CudaDeviceTest, KeptMemoryIsFreedWhereTheDeviceIsFull) {
+  FailAt("memory pools", cuda::kNotPermitted);
+  const auto fresh = std::make_unique<FakeCudaDevices>();
+  const auto device = fresh->cuda().Open(kFirst).value();
+  TheFakeCuda().set_fault({});
+  const std::size_t before = TheFakeCuda().counts().allocations;
+  std::vector<std::byte*> small;
+  for (int i = 0; i < 3; ++i) small.push_back(device->Allocate(std::size_t{10} << 20).value());
+  for (std::byte* const data : small) device->Free(data);
+  EXPECT_EQ(TheFakeCuda().counts().allocations, before + 3);
+  TheFakeCuda().set_memory_limit(std::size_t{64} << 20);
+  const auto large = device->Allocate(std::size_t{50} << 20);
+  EXPECT_OK(large);
+  EXPECT_EQ(TheFakeCuda().counts().allocations, before + 1);
+  EXPECT_THAT(device->Allocate(std::size_t{50} << 20), HasCode(Code::kResourceExhausted));
+  if (large.ok()) device->Free(large.value());
+  TheFakeCuda().set_memory_limit(std::size_t{1} << 40);
+}
+
 // Ranks may be threads of one process: NCCL's kernels then work in each other's memory.
 TEST_F(CudaDeviceTest, DevicesOfAProcessReachEachOthersMemory) {
   (void)First();

@@ -325,6 +325,41 @@ TEST_F(DeviceExchangeTest, ReturnsWhileAStreamOfTheProgramHangs) {
   load.join();
 }
 
+// The memory of an exchange that failed under a copy that hangs is freed once the copy has ended,
+// by whatever uses the device next.
+TEST_F(DeviceExchangeTest, MemoryIsFreedAfterACopyThatHung) {
+  const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
+  const std::string path = dir_.Join("store/step");
+  ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
+  const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
+  ASSERT_EQ(WhatIsWrong(tensors, wishes, Load(path, tensors, wishes, Between())), "");
+  TheFakeCuda().quiesce();
+  const std::size_t allocations = TheFakeCuda().counts().allocations;
+  std::atomic<bool> go = false;
+  TheFakeCuda().set_fault([&](std::string_view what) {
+    if (what == "run cuMemcpyHtoDAsync") go.wait(false);
+    return gpu::cuda::Result{0};
+  });
+  LoadOptions options = Between();
+  options.timeouts.arrival = std::chrono::seconds(1);
+  // Well after the loads have failed, whose tensors the test frees once the device is quiet.
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::seconds(4));
+    go = true;
+    go.notify_all();
+  });
+  for (const LoadedRank& rank : Load(path, tensors, wishes, options)) {
+    EXPECT_THAT(rank.status, HasCode(Code::kDeadlineExceeded));
+  }
+  EXPECT_GT(TheFakeCuda().counts().allocations, allocations);
+  later.join();
+  TheFakeCuda().quiesce();
+  TheFakeCuda().set_fault({});
+  ASSERT_EQ(WhatIsWrong(tensors, wishes, Load(path, tensors, wishes, Between())), "");
+  TheFakeCuda().quiesce();
+  EXPECT_EQ(TheFakeCuda().counts().allocations, allocations);
+}
+
 TEST_F(DeviceExchangeTest, DamageIsFoundByTheDigestOfWhatArrived) {
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
   const std::string path = dir_.Join("store/step");

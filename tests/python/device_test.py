@@ -11,10 +11,11 @@ import sys
 import threading
 import unittest
 
+import ranks
 from support import Folder, needs
 
 import tensormount as tm
-from tensormount import _shards
+from tensormount import _shards, _state
 
 BUILD = os.path.dirname(os.path.dirname(os.path.realpath(os.environ.get("TENSORMOUNT_LIBRARY", "/none/none/none"))))
 DRIVER = os.path.join(BUILD, "fake_driver", "libcuda.so.1")
@@ -162,6 +163,37 @@ class DeviceTensors(Folder):
             self.assertEqual((caught.exception.code, caught.exception.device), ("UNAVAILABLE", "cuda:0"))
         finally:
             _shards._device_words = words
+
+
+class ErrorsOfOtherRanks(Folder):
+    """What one rank says of its failure is what all ranks get."""
+
+    def test_the_fields_of_an_error_reach_the_other_ranks(self):
+        def call(group, rank, error):
+            state = {"w": 1} if rank == 0 else _state.Unmade(error)
+            tm.save(state, "store/step", group=group, arrival=30)
+
+        for error in (tm.DeviceError("it fell off the bus", device="cuda:0", key="w", box=((0, 1), (2, 3))),
+                      tm.DataLossError("damaged", file="data/0\0\udc80", cause="a disk", errno=5),
+                      tm.KeyNotFoundError("not there", key="lr")):
+            got, own = ranks.threads(lambda group, rank, error=error: call(group, rank, error), 2)
+            self.assertIs(own, error)
+            self.assertIs(type(got), type(error))
+            self.assertEqual(got.rank, 1)
+            for name in ("device", "key", "box", "cause", "errno"):
+                self.assertEqual(getattr(got, name), getattr(error, name), name)
+            self.assertEqual(got.file, error.file and "data/0??")
+            self.assertIn(error.message, str(got))
+
+    def test_an_error_whose_fields_cannot_be_told_is_told_without_them(self):
+        def call(group, rank):
+            error = tm.DeviceError("it fell off the bus", device="cuda:0")
+            error.box = "none"
+            tm.save({"w": 1} if rank == 0 else _state.Unmade(error), "store/step", group=group, arrival=30)
+
+        for got in ranks.threads(call, 2):
+            self.assertEqual(got.code, "UNAVAILABLE")
+            self.assertIn("it fell off the bus", str(got))
 
 
 if __name__ == "__main__":
