@@ -108,7 +108,8 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, chosen, options.roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(fs, found, options.roots));
   if (one.path != found.path) {
-    one.warnings.push_back(chosen + " holds several checkpoints: this is the latest, " +
+    const char* kind = found.kind == SourceKind::kStore ? "a store" : "a training directory";
+    one.warnings.push_back(chosen + " is " + kind + ": this is its latest, " +
                            one.path.substr(one.path.rfind('/') + 1));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenFound(fs, one, options.roots));

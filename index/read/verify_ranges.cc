@@ -244,7 +244,7 @@ class RangeVerifier {
 }  // namespace
 
 // Codes that speak of this process, this machine or this moment. Everything else (I/O errors,
-// missing files, short reads) speaks of the stored bytes.
+// missing files, short reads) speaks of the stored bytes. What a newer program wrote may be whole.
 bool ProvesDamage(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
@@ -254,6 +254,7 @@ bool ProvesDamage(const Status& status) {
     case Code::kDeadlineExceeded:
     case Code::kBusy:
     case Code::kStale:
+    case Code::kUnsupported:
     case Code::kCancelled:
       return false;
     default:

@@ -87,17 +87,22 @@ class Repairer {
   // Another checkpoint of the store.
   struct Neighbour {
     std::string name;
+    FileInfo folder;
     CommitRecord record;
   };
   // What stands under a name of the checkpoint.
   struct OldFile {
-    std::unique_ptr<File> file;    // Null: there is none that can be read.
-    std::optional<FileInfo> info;  // Of a file that is there.
-    std::string damage;            // Why there is none.
+    std::unique_ptr<File> file;  // Null: there is none that can be read.
+    // Of a file that is held by `file`, or by a link in the work folder: a file of a save beside
+    // this repair cannot get its inode number.
+    std::optional<FileInfo> info;
+    std::string damage;  // Why there is none.
   };
   struct SharedName {
     std::string checkpoint;  // Empty: in .staging/ or .trash/.
-    std::string path;
+    std::string folder;
+    FileInfo folder_info;
+    bool lacks = false;  // There is nothing under its name.
   };
 
   std::string Own(const std::string& file) const { return JoinPath(*directory_, file); }
@@ -176,7 +181,7 @@ class Repairer {
         if (!decoded.value().one_copy_damaged) return Status();
         damage = DataLoss(decoded.value().damage);
         bytes = read.value();
-      } else if (!ProvesDamage(damage) || damage.code() == Code::kUnsupported) {
+      } else if (!ProvesDamage(damage)) {
         return damage;
       }
     }
@@ -186,6 +191,7 @@ class Repairer {
     } else {
       commit_ = EncodeCommit(record_);
       // A record of a newer program may say more than this one would write.
+      file.bytes_damaged = commit_.size();
       const std::size_t copy = commit_.size() / 2;
       const std::string_view whole = std::string_view(commit_).substr(0, copy);
       const std::string_view there = bytes;
@@ -194,7 +200,7 @@ class Repairer {
         commit_.clear();
       }
     }
-    file.bytes_damaged = commit_.size();
+    file.bytes_damaged = std::max<std::uint64_t>(file.bytes_damaged, commit_.size());
     file.bytes_repaired = commit_.size();
     file.whole = !commit_.empty();
     report_.files.push_back(std::move(file));
@@ -326,7 +332,11 @@ class Repairer {
     if (!ProvesDamage(opened.status())) return opened.status();
     old.damage = ReasonWithout(name, opened.status());
     const Result<FileInfo> info = fs_.LinkStat(Own(name));
-    if (info.ok() && info.value().kind == FileKind::kFile) old.info = info.value();
+    if (options_.dry_run || !info.ok() || info.value().kind != FileKind::kFile) return old;
+    // Where the link is refused, too, the file is not looked for under other names.
+    const std::string link = WorkPath();
+    if (!fs_.Link(Own(name), link).ok()) return old;
+    TENSORMOUNT_ASSIGN_OR_RETURN(old.info, fs_.LinkStat(link));
     return old;
   }
 
@@ -370,12 +380,8 @@ class Repairer {
     if (options_.dry_run) return Status();
     TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
     TENSORMOUNT_RETURN_IF_ERROR(out->Close());
-    const Result<FileInfo> old = fs_.LinkStat(Own(entry.name));
-    return GiveNames(part, entry,
-                     old.ok() && old.value().kind == FileKind::kFile
-                         ? std::optional<FileInfo>(old.value())
-                         : std::nullopt,
-                     file);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const OldFile old, OpenOld(entry.name));
+    return GiveNames(part, entry, old.info, file);
   }
 
   // Last, when all that it vouches for is in place. Gc looks for the lock of readers on the file of
@@ -398,12 +404,9 @@ class Repairer {
     }
     const std::string part = WorkPath();
     TENSORMOUNT_RETURN_IF_ERROR(fs_.WriteFileDurably(part, commit_));
-    const Result<FileInfo> old = fs_.LinkStat(Own(name));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const OldFile old, OpenOld(name));
     return GiveNames(part, {.name = name, .length = commit_.size(), .hash = {}, .tail = {}},
-                     old.ok() && old.value().kind == FileKind::kFile
-                         ? std::optional<FileInfo>(old.value())
-                         : std::nullopt,
-                     file);
+                     old.info, file);
   }
 
   // ---- Data files ----
@@ -441,7 +444,7 @@ class Repairer {
     for (const std::string& name : names) {
       const Result<FileInfo> info = fs_.LinkStat(store_.CheckpointPath(name));
       if (!info.ok() || SameInode(info.value(), folder_)) continue;
-      Neighbour neighbour{.name = name, .record = {}};
+      Neighbour neighbour{.name = name, .folder = info.value(), .record = {}};
       if (store_.Look(name, &neighbour.record).problem.ok()) {
         neighbours_.push_back(std::move(neighbour));
       }
@@ -589,40 +592,48 @@ class Repairer {
     std::vector<SharedName> names;
     // What cannot be looked at may be the damaged file: then nothing is replaced.
     const auto look = [&](const std::string& checkpoint, const std::string& folder,
-                          bool lists) -> Status {
+                          const Neighbour* lists) -> Status {
       const Result<FileInfo> there = fs_.LinkStat(folder);
       if (there.status().code() == Code::kNotFound) return Status();
       TENSORMOUNT_RETURN_IF_ERROR(there.status());
       if (SameInode(there.value(), folder_)) return Status();
       TENSORMOUNT_ASSIGN_OR_RETURN(const bool folders, HasFolders(folder, entry.name));
       if (!folders) return Status();
-      const std::string path = JoinPath(folder, entry.name);
-      const Result<FileInfo> info = fs_.LinkStat(path);
+      const Result<FileInfo> info = fs_.LinkStat(JoinPath(folder, entry.name));
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       const bool same = info.ok() && old && SameInode(info.value(), *old);
-      if (same || (lists && !info.ok())) {
-        names.push_back({.checkpoint = checkpoint, .path = path});
+      // Another checkpoint may have the name by now.
+      const bool lacks = !info.ok() && lists != nullptr && SameInode(there.value(), lists->folder);
+      if (same || lacks) {
+        names.push_back({.checkpoint = checkpoint,
+                         .folder = folder,
+                         .folder_info = there.value(),
+                         .lacks = lacks});
       }
       return Status();
     };
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> published, store_.Names());
-    for (const std::string& name : published) {
-      const auto known =
-          std::find_if(neighbours_.begin(), neighbours_.end(),
-                       [&](const Neighbour& neighbour) { return neighbour.name == name; });
-      TENSORMOUNT_RETURN_IF_ERROR(
-          look(name, store_.CheckpointPath(name),
-               known != neighbours_.end() && ListsAlike(known->record, entry)));
-    }
-    for (const std::string_view below : {store_paths::kStagingFolder, store_paths::kTrashFolder}) {
+    const auto look_below = [&](std::string_view below) -> Status {
       const std::string folder = JoinPath(store_.path(), below);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                                    store_moves::ListIfThere(fs_, folder));
       for (const DirectoryEntry& e : entries) {
         if (e.kind != FileKind::kDirectory) continue;
-        TENSORMOUNT_RETURN_IF_ERROR(look("", JoinPath(folder, e.name), false));
+        TENSORMOUNT_RETURN_IF_ERROR(look("", JoinPath(folder, e.name), nullptr));
       }
+      return Status();
+    };
+    // In the order in which most folders move.
+    TENSORMOUNT_RETURN_IF_ERROR(look_below(store_paths::kStagingFolder));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> published, store_.Names());
+    for (const std::string& name : published) {
+      const auto known =
+          std::find_if(neighbours_.begin(), neighbours_.end(),
+                       [&](const Neighbour& neighbour) { return neighbour.name == name; });
+      const bool lists = known != neighbours_.end() && ListsAlike(known->record, entry);
+      TENSORMOUNT_RETURN_IF_ERROR(
+          look(name, store_.CheckpointPath(name), lists ? &*known : nullptr));
     }
+    TENSORMOUNT_RETURN_IF_ERROR(look_below(store_paths::kTrashFolder));
     return names;
   }
 
@@ -633,12 +644,19 @@ class Repairer {
     changed_ = true;
     std::set<std::string> refused;
     TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(fresh, entry, old, refused, file));
-    TENSORMOUNT_RETURN_IF_ERROR(GiveName(fresh, Own(entry.name)));
-    // A save may have linked the damaged file until then.
-    return GiveToOthers(Own(entry.name), entry, old, refused, file);
+    TENSORMOUNT_RETURN_IF_ERROR(GiveOwnName(fresh, Own(entry.name)));
+    // A save may have linked the damaged file until then. That has the name `fresh` now, and keeps
+    // its inode until this is over. Other links: of a folder that was moved while it was looked
+    // for, or outside of the store.
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(Own(entry.name), entry, old, refused, file));
+      const Result<FileInfo> replaced = fs_.LinkStat(fresh);
+      if (!replaced.ok() || replaced.value().links < 2) break;
+    }
+    return fs_.RemoveTree(fresh);
   }
 
-  // `refused`: paths that keep the damaged file, and are named already.
+  // `refused`: folders that keep the damaged file, and are named already.
   Status GiveToOthers(const std::string& from, const CommitRecord::Entry& entry,
                       const std::optional<FileInfo>& old, std::set<std::string>& refused,
                       RepairedFile& file) {
@@ -647,22 +665,28 @@ class Repairer {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<SharedName> names, OtherNames(entry, old));
       bool any = false;
       for (const SharedName& name : names) {
-        if (refused.contains(name.path)) continue;
+        if (refused.contains(name.folder)) continue;
         const std::string link = WorkPath();
-        Status given = fs_.Link(from, link);
-        if (store_moves::LinkIsRefused(given)) {
-          refused.insert(name.path);
+        const Status linked = fs_.Link(from, link);
+        if (store_moves::LinkIsRefused(linked)) {
+          refused.insert(name.folder);
           if (!name.checkpoint.empty()) {
             Left(entry.name, store_.CheckpointPath(name.checkpoint), 0,
-                 "has the damaged file still, since a link was refused (" + given.message() +
+                 "has the damaged file still, since a link was refused (" + linked.message() +
                      "): repair it by itself");
           }
           continue;
         }
-        if (given.ok()) given = GiveName(link, name.path);
-        // Removed or moved meanwhile: then its new name is found by the next look.
-        if (given.code() == Code::kNotFound) continue;
-        TENSORMOUNT_RETURN_IF_ERROR(given);
+        // The checkpoint itself was deleted meanwhile.
+        if (linked.code() == Code::kNotFound) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(linked);
+        const Result<bool> given = GiveOtherName(link, entry.name, name, old);
+        TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(link));
+        // Deleted, or moved: then the next look finds it.
+        any = any || given.status().code() == Code::kNotFound;
+        if (given.status().code() == Code::kNotFound) continue;
+        TENSORMOUNT_RETURN_IF_ERROR(given.status());
+        if (!given.value()) continue;
         any = true;
         if (!name.checkpoint.empty()) file.shared_with.push_back(name.checkpoint);
       }
@@ -671,25 +695,59 @@ class Repairer {
     return Status();
   }
 
-  // In one step, and durably; what had the name is deleted.
-  Status GiveName(const std::string& fresh, const std::string& path) {
-    const Result<FileInfo> there = fs_.LinkStat(path);
-    Status given;
-    if (there.status().code() == Code::kNotFound) {
-      given = fs_.RenameNoReplace(fresh, path);
-    } else {
-      given = fs_.Exchange(fresh, path);
-      if (given.code() == Code::kUnsupported) {
-        // Without an exchange there is a moment without a file: the next repair finds it missing.
-        TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(path));
-        given = fs_.RenameNoReplace(fresh, path);
-      }
+  // This checkpoint's own name, durably. What had it has that of `fresh` then.
+  Status GiveOwnName(const std::string& fresh, const std::string& path) {
+    const bool taken = fs_.LinkStat(path).status().code() != Code::kNotFound;
+    TENSORMOUNT_RETURN_IF_ERROR(taken ? Swap(fresh, path) : fs_.RenameNoReplace(fresh, path));
+    return SyncNames(path);
+  }
+
+  // False: the name has another file by now, and keeps it. kNotFound: it is gone, or its folder
+  // has another name.
+  Result<bool> GiveOtherName(const std::string& fresh, const std::string& file,
+                             const SharedName& name, const std::optional<FileInfo>& old) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, fs_.PinDirectory(name.folder));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo there, fs_.Stat(JoinPath(*folder, ".")));
+    if (!SameInode(there, name.folder_info)) {
+      return Status(Code::kNotFound, name.folder + ": another folder has its name");
     }
+    const std::string path = JoinPath(*folder, file);
+    if (name.lacks) {
+      const Status given = fs_.RenameNoReplace(fresh, path);
+      if (given.code() == Code::kAlreadyExists) return false;
+      TENSORMOUNT_RETURN_IF_ERROR(given);
+      TENSORMOUNT_RETURN_IF_ERROR(SyncNames(path));
+      return true;
+    }
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo before, fs_.LinkStat(path));
+    if (!old || !SameInode(before, *old)) return false;
+    TENSORMOUNT_RETURN_IF_ERROR(Swap(fresh, path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo replaced, fs_.LinkStat(fresh));
+    const bool meant = SameInode(replaced, *old);
+    if (!meant) TENSORMOUNT_RETURN_IF_ERROR(Swap(fresh, path));
+    TENSORMOUNT_RETURN_IF_ERROR(SyncNames(path));
+    return meant;
+  }
+
+  // In one step where the filesystem can.
+  Status Swap(const std::string& fresh, const std::string& path) {
+    const Status swapped = fs_.Exchange(fresh, path);
+    if (swapped.code() != Code::kUnsupported) return swapped;
+    // For a moment there is no file: the next repair finds it missing.
+    const std::string aside = WorkPath();
+    const Status moved = fs_.RenameNoReplace(path, aside);
+    // Without the flag of rename an empty folder cannot be moved.
+    TENSORMOUNT_RETURN_IF_ERROR(moved.code() == Code::kUnsupported ? fs_.RemoveTree(path) : moved);
+    const Status given = fs_.RenameNoReplace(fresh, path);
+    if (!given.ok()) (void)fs_.RenameNoReplace(aside, path);
     TENSORMOUNT_RETURN_IF_ERROR(given);
-    // An exchange is durable once both folders are.
+    return moved.ok() ? fs_.RenameNoReplace(aside, fresh) : Status();
+  }
+
+  // An exchange is durable once both folders are.
+  Status SyncNames(const std::string& path) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(FolderOf(path)));
-    TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(work_));
-    return fs_.RemoveTree(fresh);
+    return fs_.SyncDirectory(work_);
   }
 
   FileSystem& fs_;

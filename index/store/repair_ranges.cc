@@ -200,18 +200,22 @@ Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leave
   std::vector<bool> got(static_cast<std::size_t>(count), false);
   for (const RepairSource::Way way : kWays) {
     if (std::find(got.begin(), got.end(), false) == got.end()) break;
-    const Status read = source_.Read(way, range, first * kLeafBytes, fetched_.data(),
-                                     WindowBytes(range, first, count));
-    TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(read));
-    if (!read.ok()) {
-      if (way == RepairSource::Way::kContent) reason = read.message();
-      continue;
-    }
+    const Status all = source_.Read(way, range, first * kLeafBytes, fetched_.data(),
+                                    WindowBytes(range, first, count));
+    TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(all));
     for (std::size_t i = 0; i < got.size(); ++i) {
+      if (got[i]) continue;
       const auto leaf = static_cast<std::size_t>(first + i);
       const std::size_t size = WindowBytes(range, leaf, 1);
-      const std::byte* const bytes = fetched_.data() + i * kLeafBytes;
-      if (got[i]) continue;
+      std::byte* const bytes = fetched_.data() + i * kLeafBytes;
+      // One bad sector does not cost its neighbours here, either.
+      const Status read =
+          all.ok() || count == 1 ? all : source_.Read(way, range, leaf * kLeafBytes, bytes, size);
+      TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(read));
+      if (!read.ok()) {
+        if (way == RepairSource::Way::kContent) reason = read.message();
+        continue;
+      }
       if (Xxh3(bytes, size) != leaves[leaf]) {
         reason = kOtherBytes;
         continue;

@@ -4,6 +4,7 @@
 #include "index/store/repair.h"
 
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 
@@ -32,6 +33,9 @@ void Damage(const std::string& path, const std::function<void()>& how) {
 }
 void Flip(const std::string& path, std::uint64_t at) {
   Damage(path, [&] { FlipByte(path, at); });
+}
+void Overwrite(const std::string& path, const std::string& bytes) {
+  Damage(path, [&] { WriteWholeFile(path, bytes); });
 }
 void Resize(const std::string& path, std::uint64_t size) {
   Damage(path, [&] { std::filesystem::resize_file(path, size); });
@@ -150,6 +154,24 @@ TEST_F(RepairTest, BothCopiesOfCommit) {
   EXPECT_THAT(read.left[0].reason, HasSubstr("somebody reads"));
 }
 
+// One that this program could write only shorter stays as it is, and is damaged still.
+TEST_F(RepairTest, ACommitThatSaysMoreIsLeft) {
+  const std::string path = InStore("link-1/COMMIT");
+  const std::string was = ReadWholeFile(path);
+  const std::string longer = was.substr(0, was.size() / 2) + std::string(4096, '\0');
+  Overwrite(path, longer + longer);
+  Flip(path, 20);
+  const std::string damaged = ReadWholeFile(path);
+  ASSERT_OK_AND_ASSIGN(const RepairReport report, Repair("link-1", InCopy("link-1")));
+  ASSERT_THAT(report.files, SizeIs(1));
+  EXPECT_FALSE(report.files[0].whole);
+  EXPECT_EQ(report.files[0].bytes_damaged, was.size());
+  EXPECT_EQ(report.files[0].bytes_repaired, 0u);
+  ASSERT_THAT(report.left, SizeIs(1));
+  EXPECT_THAT(report.left[0].reason, HasSubstr("says more than this program knows"));
+  EXPECT_EQ(ReadWholeFile(path), damaged);
+}
+
 TEST_F(RepairTest, AFileThatIsSharedIsRepairedForAll) {
   const std::string shared = DataOf("base", "-t");
   // A save under way that has linked it.
@@ -194,6 +216,136 @@ TEST_F(RepairTest, ASaveThatLinksTheDamagedFileMeanwhile) {
   ASSERT_OK(Repair(beside, "base", InCopy("base")));
   EXPECT_EQ(exchanges, 4);
   EXPECT_EQ(fs().LinkStat(late).value().inode, InodeOf("base/" + shared));
+}
+
+// The same, and it is moved while the last look goes through the folders of the store.
+TEST_F(RepairTest, ANameThatMovesWhileItIsLookedFor) {
+  const std::string shared = DataOf("base", "-t");
+  for (const char* from : {".staging/next", ".trash/next"}) {
+    SCOPED_TRACE(from);
+    ASSERT_OK(fs().CreateDirectories(InStore(from + std::string("/data"))));
+    Flip(InStore("base/" + shared), 5);
+    int exchanges = 0;
+    bool moved = false;
+    ObservedFileSystem beside(
+        fs(),
+        [&](const FileEvent& e) {
+          if (e.op != FileOp::kExchange || ++exchanges != 3) return Status();
+          return fs().Link(InStore("base/" + shared), InStore(JoinPath(from, shared)));
+        },
+        [&](const FileEvent& e) {
+          if (e.op != FileOp::kList || e.path != StorePath() || exchanges < 3) return;
+          if (!std::exchange(moved, true)) {
+            ASSERT_OK(fs().RenameNoReplace(InStore(from), InStore("next")));
+          }
+        });
+    ASSERT_OK(Repair(beside, "base", InCopy("base")));
+    EXPECT_TRUE(moved);
+    EXPECT_EQ(InodeOf("next/" + shared), InodeOf("base/" + shared));
+    ASSERT_OK(fs().RemoveTree(InStore("next")));
+  }
+}
+
+// As ext4, which gives the number of an inode that was just freed to the next file.
+class ReusesInodes : public ObservedFileSystem {
+ public:
+  // `next` makes that file, and says where it is.
+  ReusesInodes(std::uint64_t inode, std::function<std::string()> next)
+      : ObservedFileSystem(HostFileSystem(), {},
+                           [this](const FileEvent& e) {
+                             if (made_.empty() && e.op == FileOp::kRemoveFile && !InUse()) {
+                               made_ = next_();
+                             }
+                           }),
+        inode_(inode),
+        next_(std::move(next)) {}
+  Result<FileInfo> LinkStat(const std::string& path) override {
+    auto info = ObservedFileSystem::LinkStat(path);
+    if (info.ok() && path == made_) info.value().inode = inode_;
+    return info;
+  }
+  const std::string& made() const { return made_; }
+
+ private:
+  bool InUse() const {
+    if (std::filesystem::exists(names_)) {
+      for (const auto& e : std::filesystem::recursive_directory_iterator(names_)) {
+        if (InodeAt(e.path()) == inode_) return true;
+      }
+    }
+    for (const auto& e : std::filesystem::directory_iterator("/proc/self/fd")) {
+      if (InodeAt(e.path(), true) == inode_) return true;
+    }
+    return false;
+  }
+  static std::uint64_t InodeAt(const std::string& path, bool follow = false) {
+    struct stat st = {};
+    return (follow ? ::stat : ::lstat)(path.c_str(), &st) == 0 ? st.st_ino : 0;
+  }
+
+ public:
+  std::string names_;  // Below it all names of the file are.
+
+ private:
+  const std::uint64_t inode_;
+  const std::function<std::string()> next_;
+  std::string made_;
+};
+
+TEST_F(RepairTest, TheManifestOfASaveBesideItStays) {
+  for (const char* what : {"flipped", "not to be opened"}) {
+    SCOPED_TRACE(what);
+    const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
+    Flip(InStore("base/" + manifest), 500);
+    ASSERT_OK_AND_ASSIGN(const Staging staging, MakeStore().Begin("next", IfExists::kFail));
+    ReusesInodes reuses(InodeOf("base/" + manifest), [&] {
+      WriteWholeFile(JoinPath(staging.directory, manifest), "of another save");
+      return JoinPath(staging.directory, manifest);
+    });
+    reuses.names_ = StorePath();
+    ObservedFileSystem on(reuses, [&](const FileEvent& e) {
+      const bool fails = what == std::string("not to be opened") && e.op == FileOp::kOpenRead &&
+                         e.path == InStore("base/" + manifest);
+      return fails ? Status::FromErrno(EIO, "open", e.path) : Status();
+    });
+    ASSERT_OK(Repair(on, "base", InCopy("base")));
+    EXPECT_EQ(ReadWholeFile(InStore("base/" + manifest)),
+              ReadWholeFile(InCopy("base/") + manifest));
+    if (!reuses.made().empty()) {
+      EXPECT_EQ(ReadWholeFile(reuses.made()), "of another save");
+    }
+    ASSERT_OK(fs().RemoveTree(staging.directory));
+  }
+}
+
+// Between the look for other names and their exchange.
+TEST_F(RepairTest, ANameThatGotAnotherFileMeanwhileKeepsIt) {
+  const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
+  // By `cp -al`.
+  ASSERT_OK(fs().CreateDirectory(InStore("twin")));
+  ASSERT_OK(fs().CreateDirectory(InStore("twin/manifest")));
+  ASSERT_OK(fs().Link(InStore("base/" + manifest), InStore("twin/" + manifest)));
+  for (const bool exchange : {true, false}) {
+    SCOPED_TRACE(exchange);
+    Flip(InStore("base/" + manifest), 500);
+    const std::string twin = InStore("twin/" + manifest);
+    bool replaced = false;
+    ObservedFileSystem beside(fs(), [&](const FileEvent& e) {
+      if (e.op != FileOp::kExchange) return Status();
+      if (e.path2 == twin && !std::exchange(replaced, true)) {
+        TENSORMOUNT_RETURN_IF_ERROR(fs().RemoveFile(twin));
+        WriteWholeFile(twin, "a newer one");
+      }
+      return exchange ? Status() : Status(Code::kUnsupported, "exchange");
+    });
+    ASSERT_OK(Repair(beside, "base", InCopy("base")));
+    EXPECT_TRUE(replaced);
+    EXPECT_EQ(ReadWholeFile(twin), "a newer one");
+    EXPECT_EQ(ReadWholeFile(InStore("base/" + manifest)),
+              ReadWholeFile(InCopy("base/") + manifest));
+    ASSERT_OK(fs().RemoveFile(twin));
+    ASSERT_OK(fs().Link(InStore("base/" + manifest), twin));
+  }
 }
 
 // A checkpoint that was cut otherwise has neither the files nor the manifests.
@@ -285,6 +437,54 @@ TEST_F(RepairTest, WhatCanBeHadOfALostFile) {
   ASSERT_OK(
       opened->ReadBytes(entry, 0, bytes.data(), bytes.size(), ReadVerify::kExtendLeaves, nullptr));
   EXPECT_EQ(bytes, TinyBytes(part.tensors[0]));
+}
+
+// A sector of the source that cannot be read costs its 64 KiB, and no more.
+TEST_F(RepairTest, ABadSectorOfTheSource) {
+  TinySpec large;
+  large.tensors = {{"w", DType::kU8, {10 * 65536}, 3, 1, 0, true}};
+  ASSERT_OK(Save("large", large));
+  ASSERT_OK(CopyCheckpoints(fs(), {InStore("large")}, dir_.Join("copy"), {}));
+  const std::string file = DataOf("large", "-t");
+  for (std::uint64_t leaf = 0; leaf < 10; ++leaf) {
+    Flip(InStore("large/" + file), leaf * 65536 + 9);
+  }
+  ObservedFileSystem bad(fs(), [&](const FileEvent& e) {
+    constexpr std::uint64_t kSector = 3 * 65536 + 512;
+    const bool hit = e.op == FileOp::kRead && e.path.ends_with(file) && e.offset <= kSector &&
+                     e.offset + e.size > kSector;
+    return hit ? Status::FromErrno(EIO, "read", e.path) : Status();
+  });
+  OpenedCheckpoint::Options options;
+  ASSERT_OK_AND_ASSIGN(auto other, OpenedCheckpoint::Open(bad, InCopy("large"), options));
+  ASSERT_OK_AND_ASSIGN(const RepairReport report,
+                       RepairOn(fs(), InStore("large"), std::move(other), {}));
+  ASSERT_THAT(report.files, SizeIs(1));
+  EXPECT_EQ(report.files[0].bytes_repaired, 9u * 65536);
+  ASSERT_THAT(report.left, SizeIs(1));
+  EXPECT_EQ(report.left[0].offset, 3u * 65536);
+  EXPECT_THAT(report.left[0].reason, HasSubstr("Input/output error"));
+}
+
+// Nothing is known of the bytes: neither verify nor repair calls them damaged.
+TEST_F(RepairTest, AManifestOfANewerFormatIsNotDamage) {
+  const std::string commit = InStore("base/COMMIT");
+  ASSERT_OK_AND_ASSIGN(DecodedCommit decoded, DecodeCommit(ReadWholeFile(commit), "COMMIT"));
+  const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
+  std::string bytes = ReadWholeFile(InStore("base/" + manifest));
+  ++bytes[8];  // The version; the hash of the header stands in its last 16 bytes.
+  const Hash128 header = Xxh3(bytes.substr(0, 112));
+  std::memcpy(bytes.data() + 112, &header.low, 8);
+  std::memcpy(bytes.data() + 120, &header.high, 8);
+  Overwrite(InStore("base/" + manifest), bytes);
+  for (CommitRecord::Entry& entry : decoded.record.files) {
+    if (entry.name == manifest) entry.hash = Xxh3(bytes);
+  }
+  Overwrite(commit, EncodeCommit(decoded.record));
+  EXPECT_THAT(VerifyCheckpoint(fs(), InStore("base"), {}), HasCode(Code::kUnsupported));
+  const auto before = FilesBelow(StorePath());
+  EXPECT_THAT(Repair("base", InCopy("base")), HasCode(Code::kUnsupported));
+  EXPECT_EQ(FilesBelow(StorePath()), before);
 }
 
 TEST_F(RepairTest, Refused) {

@@ -25,6 +25,7 @@
 #include "index/store/copy.h"
 #include "index/store/derive.h"
 #include "index/store/pins.h"
+#include "index/store/repair.h"
 #include "index/store/retention.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
@@ -42,7 +43,8 @@ using Move = Interleaving::Move;
 using Sleepers = Interleaving::Sleepers;
 
 constexpr char kStore[] = "/s";
-constexpr char kOther[] = "/d";  // A copy of the store, with its pins.
+constexpr char kOther[] = "/d";   // A copy of the store, with its pins.
+constexpr char kBackup[] = "/r";  // A copy of step-1, which repairs take bytes from.
 
 // ---- Calls at which programs are stopped ----
 
@@ -126,6 +128,7 @@ TinySpec SpecOf(std::uint64_t seed) {
 // step-1 to step-4, the newest last; step-2 is pinned; the policy keeps the last one. In .trash a
 // damaged copy of step-1, and a mark that an earlier removal of step-3 left. A staging of mounts,
 // all written, that reuses step-1. /d: a copy of step-4, and the pin of step-1, which comes later.
+// Where there is a repair a file of step-1 is damaged.
 struct Template {
   std::unique_ptr<MemoryFileSystem> fs;
   std::map<std::string, Uuid> uuids;
@@ -185,6 +188,7 @@ const Template& TheStore() {
     EXPECT_OK(fs.SetMtime(stale + std::string(store_paths::kSinceSuffix), 1'799'000'000));
     WriteStagingOfMounts(fs, store, &out->published);
     EXPECT_OK(CopyCheckpoints(fs, {std::string(kStore) + "/step-4"}, kOther, {}));
+    EXPECT_OK(CopyCheckpoints(fs, {std::string(kStore) + "/step-1"}, kBackup, {}));
     const std::string pin = "/.pins/" + out->uuids["step-1"].ToString();
     EXPECT_OK(fs.CreateDirectory(std::string(kOther) + "/.pins"));
     EXPECT_OK(pins::Pin(fs, store, "step-1", {.reason = "here, too"}));
@@ -196,15 +200,35 @@ const Template& TheStore() {
   return *made;
 }
 
-// Empty: every byte of it is as it was saved. What no program has touched since is.
-std::string DamageOf(MemoryFileSystem& fs, const std::string& directory, const Uuid& uuid) {
+// The largest data file of step-1, or its last manifest: what a repair finds damaged.
+std::string FileToDamage(const std::string& folder) {
+  MemoryFileSystem& fs = *TheStore().fs;
+  std::pair<std::uint64_t, std::string> found;
+  for (const DirectoryEntry& e : fs.List(std::string(kStore) + "/step-1/" + folder).value()) {
+    const std::string file = folder + "/" + e.name;
+    found =
+        std::max(found, {fs.LinkStat(std::string(kStore) + "/step-1/" + file).value().size, file});
+  }
+  return found.second;
+}
+
+// Empty: every byte of it is as it was saved. What no program has touched since is. `planted`:
+// files that may hold these bytes.
+std::string DamageOf(MemoryFileSystem& fs, const std::string& directory, const Uuid& uuid,
+                     const std::map<std::string, std::string>& planted) {
   for (const auto& [name, known] : TheStore().uuids) {
     if (known == uuid && fs.SameBelow(directory, *TheStore().fs, JoinPath(kStore, name))) return "";
   }
   const auto report = VerifyCheckpoint(fs, directory, {.threads = 1});
   if (!report.ok()) return report.status().ToString();
-  if (report.value().damages.empty()) return "";
-  return report.value().damages[0].file + ": " + report.value().damages[0].reason;
+  for (const auto& damage : report.value().damages) {
+    const auto known = planted.find(damage.file);
+    const bool expected =
+        known != planted.end() &&
+        fs.ReadFile(JoinPath(directory, damage.file), 1 << 20).value() == known->second;
+    if (!expected) return damage.file + ": " + damage.reason;
+  }
+  return "";
 }
 
 // ---- Programs ----
@@ -214,6 +238,7 @@ struct Told {
   bool ended = false;  // It was not killed.
   Status status;
   PruneReport prune;
+  RepairReport repair;
   Uuid made;  // By a save.
   std::uint64_t generation = 0;
   Standing then;  // What stood when it ended.
@@ -243,6 +268,15 @@ void Collect(FileSystem& fs, const char* store, int grace, Told& told) {
   if (report.ok() && !report.value().failed.empty()) {
     told.status = Status(Code::kInternal, "gc: " + report.value().failed[0]);
   }
+}
+
+void Repair(FileSystem& fs, const std::string& name, Told& told) {
+  auto other = OpenedCheckpoint::Open(fs, std::string(kBackup) + "/step-1", {});
+  told.status = other.status();
+  if (!other.ok()) return;
+  auto report = RepairOn(fs, JoinPath(kStore, name), std::move(other).value(), {});
+  told.status = report.status();
+  if (report.ok()) told.repair = std::move(report).value();
 }
 
 // Store::Open of a killed program fails.
@@ -332,6 +366,8 @@ const std::vector<StoreOperation>& Operations() {
        [](FileSystem& fs, Told& told) {
          WithStore(fs, told, [&](const Store&) { Prune(fs, kOther, "last=1", told); });
        }},
+      {"repair", [](FileSystem& fs, Told& told) { Repair(fs, "step-1", told); }},
+      {"repair a manifest", [](FileSystem& fs, Told& told) { Repair(fs, "step-1", told); }},
   };
   return *all;
 }
@@ -353,6 +389,9 @@ class Schedule {
                                        Sleepers sleepers = Sleepers::kLetOthersGo) {
     for (Told& told : told_) told = Told();
     fs_ = TheStore().fs->Clone();
+    planted_.clear();
+    if (Has("repair")) Plant(FileToDamage("data"));
+    if (Has("repair a manifest")) Plant(FileToDamage("manifest"));
     begin_ = fs_->NowSeconds();
     std::vector<Interleaving::Ended> ended =
         Interleaving(*fs_, programs_, Decides).Run(moves, sleepers, [&](int program) {
@@ -367,6 +406,7 @@ class Schedule {
   std::string Check() {
     wrong_.clear();
     const Standing now = Look(*fs_, kStore);
+    TheRepairs();
     Answers();
     MustStand(now);
     for (const auto& [name, uuid] : now) {
@@ -390,7 +430,22 @@ class Schedule {
     return Operations()[static_cast<std::size_t>(operations_[p])];
   }
   std::string DamageOf(const std::string& directory, const Uuid& uuid) const {
-    return tensormount::DamageOf(*fs_, directory, uuid);
+    return tensormount::DamageOf(*fs_, directory, uuid, planted_);
+  }
+  void Plant(const std::string& file) {
+    const std::string path = JoinPath(std::string(kStore) + "/step-1", file);
+    std::string bytes = fs_->ReadFile(path, 1 << 20).value();
+    bytes.back() ^= 1;
+    planted_[file] = bytes;
+    EXPECT_OK(fs_->SetBytes(path, bytes));
+  }
+  bool HasRepair() const { return !Repairs().empty(); }
+  std::vector<const Told*> Repairs() const {
+    std::vector<const Told*> repairs;
+    for (std::size_t p = 0; p < operations_.size(); ++p) {
+      if (Op(p).name.starts_with("repair")) repairs.push_back(&told_[p]);
+    }
+    return repairs;
   }
   void Wrong(const std::string& what) {
     if (!wrong_.empty()) wrong_ += "; ";
@@ -422,6 +477,31 @@ class Schedule {
   }
   const Uuid& U(const std::string& name) const { return TheStore().uuids.at(name); }
 
+  // Where one was told that it is done no damage is left anywhere.
+  void TheRepairs() {
+    for (const Told* told : Repairs()) {
+      if (!told->ended || !told->status.ok()) continue;
+      for (const RepairLeft& left : told->repair.left) {
+        Wrong("repair left " + left.file + ": " + left.reason);
+      }
+      if (told->repair.uuid == U("step-1").ToString()) planted_.clear();
+    }
+  }
+  // After one that was killed or came too late the next one ends well, for each that needs it.
+  void RepairAgain(const Standing& now) {
+    if (planted_.empty()) return;
+    for (const char* store : {kStore, kOther}) {
+      for (const auto& [name, uuid] : store == kStore ? now : Look(*fs_, kOther)) {
+        if (tensormount::DamageOf(*fs_, JoinPath(store, name), uuid, {}).empty()) continue;
+        auto other = OpenedCheckpoint::Open(*fs_, std::string(kBackup) + "/step-1", {});
+        const auto repaired = RepairOn(*fs_, JoinPath(store, name), std::move(other).value(), {});
+        if (!repaired.ok()) Wrong("repair afterwards: " + repaired.status().ToString());
+        const std::string left = tensormount::DamageOf(*fs_, JoinPath(store, name), uuid, {});
+        if (!left.empty()) Wrong("a repair afterwards leaves " + left);
+      }
+    }
+  }
+
   // What each was told, by itself.
   void Answers() {
     const bool removers =
@@ -433,8 +513,11 @@ class Schedule {
       const Code code = told.status.code();
       const bool gone = code == Code::kNotFound || code == Code::kStale;
       const bool expected =
-          ((name == "derive" || name == "pin" || name == "copy" || name == "rm") && removers &&
-           gone) ||
+          ((name == "derive" || name == "pin" || name == "copy" || name == "rm" ||
+            name.starts_with("repair")) &&
+           removers && gone) ||
+          ((name == "derive" || name == "copy") && HasRepair() && code == Code::kDataLoss) ||
+          (name.starts_with("repair") && Repairs().size() > 1 && code == Code::kBusy) ||
           ((name == "rm" || name == "replace") && Has("pin") && code == Code::kPermissionDenied) ||
           // Where the other one has the lock for longer than anybody waits.
           ((name.starts_with("prune") || name.find("policy") != std::string::npos) &&
@@ -604,6 +687,7 @@ class Schedule {
 
   // Who comes later finds nothing stuck, and nothing that holds goes.
   void AfterThat(const Standing& now) {
+    RepairAgain(now);
     const Store store = Store::Open(*fs_, kStore).value();
     // Of checkpoints it looks at what was looked at above, so not every time.
     const auto findings =
@@ -669,6 +753,8 @@ class Schedule {
   std::vector<Interleaving::Program> programs_;
   std::vector<Told> told_;
   std::unique_ptr<MemoryFileSystem> fs_;
+  std::map<std::string, std::string>
+      planted_;  // Damaged files that may stand yet, and their bytes.
   std::int64_t begin_ = 0;
   int number_ = 0;
   std::set<Uuid> kept_in_trash_;
@@ -739,7 +825,7 @@ TEST_F(RemovalModelTest, EachAlone) {
 }
 
 TEST_F(RemovalModelTest, Pairs) {
-  share_ = std::min(1.0, 0.003 * ScaleFactor());
+  share_ = std::min(1.0, 0.0024 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       if (a == b) continue;
@@ -760,7 +846,7 @@ TEST_F(RemovalModelTest, Pairs) {
 }
 
 TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
-  share_ = std::min(1.0, 0.008 * ScaleFactor());
+  share_ = std::min(1.0, 0.0065 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       if (a == b) continue;
@@ -793,7 +879,7 @@ TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
 }
 
 TEST_F(RemovalModelTest, Triples) {
-  share_ = std::min(1.0, 0.00006 * ScaleFactor());
+  share_ = std::min(1.0, 0.00004 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
       for (int c = 0; c < Count(); ++c) {

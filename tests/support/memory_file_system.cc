@@ -121,7 +121,11 @@ MemoryFileSystem::~MemoryFileSystem() = default;
 
 MemoryFileSystem::NodePtr MemoryFileSystem::NewNode(FileKind kind) {
   auto node = std::make_shared<Node>();
-  node->id = next_id_++;
+  std::size_t id = 1;
+  while (id < nodes_.size() && !nodes_[id].expired()) ++id;
+  if (id == nodes_.size()) nodes_.emplace_back();
+  nodes_[id] = node;
+  node->id = id;
   node->kind = kind;
   node->mode = kind == FileKind::kDirectory ? 0755 : 0644;
   Touch(*node);
@@ -147,13 +151,14 @@ std::unique_ptr<MemoryFileSystem> MemoryFileSystem::Clone() const {
   const std::lock_guard lock(mutex_);
   auto out = std::make_unique<MemoryFileSystem>(0);
   out->now_milliseconds_ = now_milliseconds_;
-  out->next_id_ = next_id_;
+  out->nodes_.resize(nodes_.size());
   std::map<const Node*, NodePtr> copies;
   const auto copy = [&](const auto& self, const NodePtr& node) -> NodePtr {
     NodePtr& made = copies[node.get()];
     if (made != nullptr) return made;
     made = std::make_shared<Node>();
     made->id = node->id;
+    out->nodes_[node->id] = made;
     made->kind = node->kind;
     made->bytes = node->bytes;
     made->links = node->links;

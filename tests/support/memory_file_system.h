@@ -74,7 +74,8 @@ class MemoryFileSystem : public FileSystem {
 
   mutable std::mutex mutex_;
   NodePtr root_;
-  std::uint64_t next_id_ = 1;
+  // By inode number. As on ext4 the lowest one that nothing has any more is the next file's.
+  std::vector<std::weak_ptr<Node>> nodes_{1};
   std::int64_t now_milliseconds_ = 0;
   std::map<std::uint64_t, std::weak_ptr<Node>> pinned_;
 };

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store over many steps, by commands that run beside each other and are killed: saves with a base, replaced,
-derived and copied ones, rules, policies, pins, collections. What a command said is so, what is pinned or held
-stays, and every checkpoint that is there reads as it was."""
+derived and copied ones, rules, policies, pins, collections, repairs of damaged files. What a command said is so, what
+is pinned or held stays, and every checkpoint that is there reads as it was."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -59,15 +60,16 @@ class Model:
 class Command:
     """One command of a round: what it is, which names it changes, and what they hold when it succeeds."""
 
-    def __init__(self, words, after=None, pins=None, removes=(), model_of="store"):
+    def __init__(self, words, after=None, pins=None, removes=(), model_of="store", reads=None):
         self.words, self.after, self.pins, self.removes, self.model_of = words, after or {}, pins or {}, removes, model_of
+        self.reads = reads  # The checkpoint that a new one is made of.
 
 
 def some_command(context, rng, model, other, folder, number):
     """A command, or None where the store has nothing for it. `number` is not taken twice."""
     store, copies = folder / "S", folder / "T"
     names = model.names(only_certain=True)
-    kind = rng.choice(("save", "save", "save", "save", "replace", "derive", "rm", "pin", "unpin", "prune", "policy", "gc", "gc", "copy"))
+    kind = rng.choice(("save", "save", "save", "save", "replace", "derive", "rm", "pin", "unpin", "prune", "policy", "gc", "gc", "copy", "copy"))
     if kind in ("save", "replace"):
         base = model.certain(names[-1]) if names else None
         versions = dict(base if base else {key: number for key in KEYS})
@@ -90,7 +92,7 @@ def some_command(context, rng, model, other, folder, number):
     if kind == "derive":
         drop = rng.choice(sorted(KEYS))
         kept = {key: version for key, version in model.certain(name).items() if key != drop}
-        return Command(["derive", store / f"d-{number}", "--from", store / name, "--drop", drop], {f"d-{number}": kept})
+        return Command(["derive", store / f"d-{number}", "--from", store / name, "--drop", drop], {f"d-{number}": kept}, reads=name)
     if kind == "rm":
         return Command(["rm", store / name], removes=(name,))
     if kind == "pin":
@@ -191,6 +193,56 @@ def apply(model, command, status):
             model.pinned[name] = None
 
 
+def damage(file, rng):
+    """Flips a few bytes, as a disk does: mode and time stay."""
+    before = file.stat()
+    file.chmod(0o644)
+    with open(file, "r+b") as out:
+        for _ in range(rng.randrange(1, 5)):
+            at = rng.randrange(before.st_size)
+            out.seek(at)
+            byte = out.read(1)[0]
+            out.seek(at)
+            out.write(bytes([byte ^ rng.randrange(1, 256)]))
+    file.chmod(before.st_mode & 0o7777)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def damage_and_repair(context, rng, models, folder, wrong, history):
+    """A file of a checkpoint that has a copy is damaged; a repair, sometimes after one that was killed, makes it whole
+    for all that share it. Whether all read as before settle finds out."""
+    store, copies = folder / "S", folder / "T"
+    names = [name for name in models["store"].names(only_certain=True)
+             if models["other"].certain(name) == models["store"].certain(name)]
+    files = [file for name in names for file in sorted((store / name / "data").iterdir()) if file.stat().st_size > 0]
+    if not files:
+        return
+    file = rng.choice(files)
+    name = file.parent.parent.name
+    shared = [other for other in store.glob(f"*/data/{file.name}") if other.samefile(file)]
+    damage(file, rng)
+    repair = Command(["repair", store / name, "--from", copies / name])
+    history.append(f"bytes of {file} flipped, of {len(shared)} names; {' '.join(map(str, repair.words))}")
+    if rng.random() < 0.5:
+        child = start(context, repair, folder / "log-killed")
+        time.sleep(rng.random() ** 2 * 0.1)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    beside = start(context, Command(["gc", store, "--grace", "0", "--staging-age", "0"]), folder / "log-beside")
+    done = context.run([context.tool, *repair.words])
+    if beside.wait(60) != 0:
+        wrong(f"gc beside a repair ends with {beside.returncode}", (folder / "log-beside").read_text(errors="replace"))
+    if done.returncode != 0:
+        wrong(f"repair exits {done.returncode}", done.stdout.decode(errors="replace")[-800:] + done.stderr)
+    for other in shared:
+        if not other.samefile(file):
+            wrong(f"{other} is not the file that was repaired")
+        done = context.run([context.tool, "verify", other.parent.parent])
+        if done.returncode != 0:
+            wrong(f"after a repair of {name} verify of {other.parent.parent.name} exits {done.returncode}",
+                  done.stdout.decode(errors="replace")[-800:] + done.stderr)
+
+
 def run(context, index):
     rng = context.rng(index)
     folder = context.work / "run"
@@ -211,6 +263,9 @@ def run(context, index):
             # Two that make one name, or pin and unpin it, have no one outcome.
             names = set(command.after) | set(command.pins) | ({*command.removes} if command and command.words[0] == "rm" else set()) if command else set()
             if command is None or names & taken:
+                continue
+            # One that is replaced beside it may be read before or after.
+            if any(command.reads in other.after or other.reads in command.after for other in round_):
                 continue
             taken |= names
             round_.append(command)
@@ -256,6 +311,9 @@ def run(context, index):
                         models["store"].may[name] = [*models["store"].may[name], None]
         settle(context, models["store"], folder / "S", removed, wrong)
         settle(context, models["other"], folder / "T", set(), wrong)
+        if len(context.findings) == found_before and rng.random() < 0.3:
+            damage_and_repair(context, rng, models, folder, wrong, history)
+            settle(context, models["store"], folder / "S", set(), wrong)
         if len(context.findings) > found_before:
             break
     if len(context.findings) == found_before:
