@@ -169,6 +169,26 @@ Result<std::vector<CheckpointCost>> ReadListings(const Store& store, bool detail
   return all;
 }
 
+// Bytes of a store that are of no checkpoint.
+struct HiddenBytes {
+  std::uint64_t trash = 0;
+  std::uint64_t staging = 0;
+
+  static HiddenBytes Of(const Store& store) {
+    const auto below = [&](std::string_view folder) {
+      return OwnBytes::Below(HostFileSystem(), JoinPath(store.path(), folder));
+    };
+    return {below(store_paths::kTrashFolder), below(store_paths::kStagingFolder)};
+  }
+  std::string TrashText() const {
+    return fmt::format("{} in .trash, which gc frees", HumanBytes(trash));
+  }
+  std::string StagingText() const {
+    return fmt::format("{} in .staging: saves and copies, or what was left of them",
+                       HumanBytes(staging));
+  }
+};
+
 int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
   auto store = Store::Open(HostFileSystem(), source.path);
   if (!store.ok()) return terminal.Fail(store.status());
@@ -233,6 +253,11 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
                                     ? "no checkpoint: a folder without COMMIT"
                                     : item.problem.ToString()));
     }
+  }
+  if (args.details && !terminal.json && !terminal.quiet) {
+    const HiddenBytes hidden = HiddenBytes::Of(store.value());
+    if (hidden.trash > 0) terminal.Line("besides      " + hidden.TrashText());
+    if (hidden.staging > 0) terminal.Line("besides      " + hidden.StagingText());
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : worst;
@@ -658,11 +683,7 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     } else if (!list.empty()) {
       terminal.Warn(latest.status().message());
     }
-    const auto below = [&](std::string_view folder) {
-      return OwnBytes::Below(HostFileSystem(), JoinPath(store.value().path(), folder));
-    };
-    const std::uint64_t trash = below(store_paths::kTrashFolder);
-    const std::uint64_t staging = below(store_paths::kStagingFolder);
+    const HiddenBytes hidden = HiddenBytes::Of(store.value());
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},
@@ -670,8 +691,8 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
                                            {"latest", name},
                                            {"stored_bytes", costs.value().stored_bytes()},
                                            {"shared_bytes", costs.value().shared_bytes()},
-                                           {"trash_bytes", trash},
-                                           {"staging_bytes", staging}});
+                                           {"trash_bytes", hidden.trash},
+                                           {"staging_bytes", hidden.staging}});
     } else {
       terminal.Line(fmt::format("store        {}", source.value().path));
       terminal.Line(fmt::format("uuid         {}", store.value().uuid().ToString()));
@@ -680,14 +701,8 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
       terminal.Line(fmt::format("stored       {}, {} of them shared by several checkpoints",
                                 HumanBytes(costs.value().stored_bytes()),
                                 HumanBytes(costs.value().shared_bytes())));
-      if (trash > 0) {
-        terminal.Line(fmt::format("removed      {} in .trash, which gc frees", HumanBytes(trash)));
-      }
-      if (staging > 0) {
-        terminal.Line(
-            fmt::format("under way    {} in .staging: saves and copies, or what was left of them",
-                        HumanBytes(staging)));
-      }
+      if (hidden.trash > 0) terminal.Line("removed      " + hidden.TrashText());
+      if (hidden.staging > 0) terminal.Line("under way    " + hidden.StagingText());
     }
     return terminal.Flush();
   }

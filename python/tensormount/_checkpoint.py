@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -33,9 +33,8 @@ _NOT_FOUND = 2  # TM_NOT_FOUND
 _OPENED = {_NOT_FOUND: CheckpointNotFoundError}
 _LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
 _MOST_WITHOUT_VALUES = 1000
-# "Did you mean": of each checkpoint for so many keys that are not there, among so many that are.
+# "Did you mean": of each checkpoint for so many keys that are not there.
 _MOST_HINTS = 8
-_MOST_HINT_KEYS = 20_000
 
 _addressof = ctypes.addressof
 _getpid = os.getpid
@@ -69,8 +68,8 @@ def open(
 
     path: a checkpoint ("STORE/step-1000"), the newest of a store ("STORE/latest"), or the file or
     folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Of a
-    store or a training directory the latest, as the command takes it; `warnings` names it. Runs no code
-    from it and writes nothing. roots: folders that links of such a folder may lead into, and
+    store or a training directory the latest; `warnings` names it. Runs no code from it and writes
+    nothing. roots: folders that links of such a folder may lead into, and
     below which data of checkpoints that another user adopted may lie. file: of such a folder that holds
     several sets of weights, the file or index to read; the same as path/file.
 
@@ -230,28 +229,27 @@ class Checkpoint:
     def __getitem__(self, key: str) -> Tensor:
         """The tensor of that key, or of a layer of a stacked one. Reads no data of it.
 
-        Raises KeyNotFoundError, which is a KeyError; it says which key has nearly that name.
+        Raises KeyNotFoundError, which is a KeyError; it may say which key has nearly that name.
         """
         try:
             return Tensor(self, key)
         except KeyNotFoundError as error:
-            self._add_hint(error, key, self.keys)
+            self._add_hint(error, key, self._keys, self._lib.tm_checkpoint_keys)
             raise
 
     def _add_hint(
-        self, error: KeyNotFoundError, key: object, keys: Callable[[], list[str]]
+        self, error: KeyNotFoundError, key: object, known: Optional[list[str]], function: Any
     ) -> None:
-        """"did you mean" for the first keys that are looked for in vain: programs may try many."""
+        """"did you mean" for the first keys that are looked for in vain: programs may try many. `known`:
+        where they are listed already what `function` of the library lists."""
         if self._hints <= 0 or not isinstance(key, str):
             return
         self._hints -= 1
-        known = keys()
-        if len(known) <= _MOST_HINT_KEYS and key not in known:
-            from difflib import get_close_matches
+        from tensormount._hints import nearest
 
-            near = get_close_matches(key, known, 1)
-            if near:
-                error.message += f"; did you mean {near[0]}?"
+        near = nearest(key, known, self._path, lambda: self._list(function))
+        if near:
+            error.message += f"; did you mean {near}?"
 
     def __contains__(self, key: object) -> bool:
         """Whether `checkpoint[key]` is there; also for layers of stacked tensors, which keys() does
@@ -376,7 +374,7 @@ class Checkpoint:
             try:
                 _abi.fail(status, _LOOKED_UP, key)
             except KeyNotFoundError as error:
-                self._add_hint(error, key, self._object_names)
+                self._add_hint(error, key, None, self._lib.tm_checkpoint_objects)
                 raise
         return _abi.take_bytes(data.value, size.value)
 

@@ -203,9 +203,10 @@ class Job:
     """A save or load that goes on in the background.
 
     Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
-    What the library works with (`held`) lives until the verdict, tensors until their bytes are copied,
-    whatever happens to the job object: dropping it, an exception in `with`, the end of the
-    interpreter. That end waits for saves (`exit_wait`) and cancels loads. A failure that nobody asked
+    What the library works with (`held`) lives until the verdict, whatever happens to the job object:
+    dropping it, an exception in `with`, the end of the interpreter. The tensors of a save are let go of
+    before, once their bytes are copied: when the call that began it returns, or, where they are copied in
+    the background, by what asks the job or waits for it, and by the next save or load. That end waits for saves (`exit_wait`) and cancels loads. A failure that nobody asked
     for by wait() or exception() is logged as an error (logger "tensormount") when the job is dropped or
     the process ends.
     """
@@ -219,6 +220,7 @@ class Job:
     _free_function = ""
     # Says when the library is done with the tensors, before the verdict; "": it works on until then.
     _staged_function = ""
+    _staged_fd_function = ""
     # Status to class, where a status means something narrower.
     _failures: dict[int, Any] = {}
 
@@ -282,20 +284,26 @@ class Job:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        descriptor = self._descriptor(self._fd_function)
-        if descriptor is not None and not self._poll(0):
+        # The tensors are let go of (`_poll`) before the verdict, once their bytes are copied.
+        for function in (self._staged_fd_function, self._fd_function):
+            descriptor = self._descriptor(function) if function else None
+            if descriptor is None:
+                continue
             came = loop.create_future()
-            loop.add_reader(descriptor, _set, came)
             try:
-                await came
+                if self._poll(0):
+                    continue
+                loop.add_reader(descriptor, _set, came)
+                try:
+                    await came
+                finally:
+                    loop.remove_reader(descriptor)
             except asyncio.CancelledError:
                 self.cancel()
                 raise
             finally:
-                loop.remove_reader(descriptor)
                 os.close(descriptor)
-        elif descriptor is not None:
-            os.close(descriptor)
+            self._state.release()
         return self.wait()
 
     def __enter__(self) -> Any:
@@ -716,7 +724,10 @@ def _on_a_thread(call: Callable[[], None]) -> None:
 
 
 def tell_of_dropped() -> None:
-    """What was left to be done for jobs that nobody has; where a call of the user's begins."""
+    """What was left to be done for jobs that nobody has, or asked; where a call of the user's begins."""
+    for one in list(_live):
+        if one.process == os.getpid():
+            one.release()
     for _ in range(len(_dropped)):
         try:
             job = _dropped.popleft()

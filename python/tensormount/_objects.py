@@ -7,16 +7,39 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
+from tensormount.errors import KeyNotFoundError
+
 if TYPE_CHECKING:
     from tensormount._checkpoint import Checkpoint
+
+
+class _Part(tuple[Any, ...]):
+    """(key, index, ...), which sorts among keys that are texts as (key,) would."""
+
+    __slots__ = ()
+
+    def __lt__(self, other: Any) -> Any:
+        return super().__lt__((other,) if isinstance(other, str) else other)
+
+    def __le__(self, other: Any) -> Any:
+        return super().__le__((other,) if isinstance(other, str) else other)
+
+    def __gt__(self, other: Any) -> Any:
+        return super().__gt__((other,) if isinstance(other, str) else other)
+
+    def __ge__(self, other: Any) -> Any:
+        return super().__ge__((other,) if isinstance(other, str) else other)
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
 
 
 class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
     """Objects of a checkpoint: keys to bytes. `objects["rng", 3]` is part 3 of a grid.
 
-    Iteration gives what can be asked for: the key of an object that is one piece, and (key, index,
-    ...) for each part of one on a grid. So items(), values() and dict() have all parts, and read them.
-    `in` knows keys, and parts, without reading; names() has each key once.
+    Iteration gives what can be asked for, in order: the key of an object that is one piece, and (key,
+    index, ...) for each part of one on a grid. So items(), values() and dict() have all parts, and read
+    them. `in` looks up one key, on a grid or not, or one part; names() has each key once.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -28,14 +51,23 @@ class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
         return self._checkpoint.object(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.names() if isinstance(key, str) else key in list(self)
+        name, *index = key if isinstance(key, tuple) and key else (key,)
+        if not isinstance(name, str):
+            return False
+        try:
+            grid = self.grid(name)
+        except KeyNotFoundError:
+            return False
+        if isinstance(key, str):
+            return True
+        return len(index) == len(grid) and all(i in range(n) for i, n in zip(index, grid))
 
     def __iter__(self) -> Iterator[Union[str, tuple[Any, ...]]]:
         for name in self.names():
             grid = self.grid(name)
             if grid:
                 for index in itertools.product(*map(range, grid)):
-                    yield (name, *index)
+                    yield _Part((name, *index))
             else:
                 yield name
 

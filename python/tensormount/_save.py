@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from tensormount._state import (
     texts,
 )
 from tensormount._tasks import in_background
-from tensormount.errors import InvalidArgumentError, LayoutError
+from tensormount.errors import InvalidArgumentError, LayoutError, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,6 +85,7 @@ class SaveJob(Job):
     _cancel_function = "tm_save_job_cancel"
     _free_function = "tm_save_job_free"
     _staged_function = "tm_save_job_wait_staged"
+    _staged_fd_function = "tm_save_job_staged_fd"
     _failures = _FAILURES
 
     def wait_staged(self, timeout: Optional[float] = None) -> None:
@@ -111,6 +113,7 @@ class SaveJob(Job):
         status = self._lib.tm_save_job_progress(self._address, ctypes.addressof(found))
         if status:
             _abi.fail(status)
+        self._state.release()
         said = _numbers(found)
         said["state"] = _STATES[found.state]
         return said
@@ -254,8 +257,12 @@ def validate(
     box, ranks, message and likely cause), at most `limit` of them.
     """
     group = _group(group)
-    given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions), limit=limit)
-    set_times(given, liveness, arrival, total)
+    given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions))
+    try:
+        given.limit = limit
+        set_times(given, liveness, arrival, total)
+    except Exception as error:
+        state = Unmade(error)  # The call tells the other ranks, who would wait for this one.
     with group._handle() as handle:
         built, own = build(state, group, _shards.VALIDATE)
         sound = ctypes.c_int32()
@@ -289,7 +296,8 @@ def dump_spec(
     meta device will do.
 
     state     as of `save`; plain values are left out.
-    path      where rank 0 writes the text; None: nowhere. OSError there, and on no other rank.
+    path      the file that rank 0 writes, or exchanges for the new one; None: none. OSError there, and
+              on no other rank.
     liveness, arrival, total   as of `save`.
 
     Returns the text on rank 0, "" elsewhere.
@@ -301,7 +309,12 @@ def dump_spec(
     """
     group = _group(group)
     given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions))
-    set_times(given, liveness, arrival, total)
+    try:
+        set_times(given, liveness, arrival, total)
+        if path is not None and os.fsdecode(path_bytes(path)).split("/")[0] == "~":
+            raise UnsupportedError(f"{os.fspath(path)}: only a shell expands ~; os.path.expanduser() does")
+    except Exception as error:
+        state = Unmade(error)  # The call tells the other ranks, who would wait for this one.
     with group._handle() as handle:
         built, own = build(state, group, _shards.VALIDATE)
 
@@ -313,8 +326,7 @@ def dump_spec(
 
         text: str = in_background(call, handle=handle, own=own).decode("utf-8", "surrogateescape")
     if path is not None and group.rank == 0:
-        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        _write(os.fspath(path), text)
     return text
 
 
@@ -349,6 +361,27 @@ def build(
         built.fail(error)
         return built, error
     return built, None
+
+
+def _write(path: str, text: str) -> None:
+    """A file with that text, which appears whole, or in the place of an earlier one. What is no file (a
+    pipe, /dev/stdout) is written to."""
+    at = os.path.realpath(path)
+    plain = not os.path.exists(at) or os.path.isfile(at)
+    temporary = f"{at}.{os.getpid()}.tmp" if plain else path
+    try:
+        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            if plain:
+                file.flush()
+                os.fsync(file.fileno())
+        if plain:
+            os.replace(temporary, at)
+    except BaseException:
+        if plain:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise
 
 
 def _bytes(key: str, data: Any) -> bytes:

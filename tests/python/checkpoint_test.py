@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import unittest
+from unittest import mock
 
 import tensormount as tm
 from support import GOLDEN, Folder, run, write_safetensors
@@ -76,7 +77,13 @@ class Golden(unittest.TestCase):
         self.assertEqual(self.checkpoint.object("rng", (1,)), b"second")
         self.assertIn("rng", objects)
         self.assertIn(("rng", 1), objects)
-        self.assertNotIn(("rng", 2), objects)
+        for key in (("config",), *objects):
+            self.assertIn(key, objects)
+            objects[key]
+        for key in (("rng", 2), ("rng",), ("rng", 0, 0), ("config", 0), ("none",), (), (1,), 1, "none", "n\0"):
+            self.assertNotIn(key, objects)
+        self.assertEqual(sorted(objects), list(whole))
+        self.assertEqual(sorted([*objects, "s"], reverse=True), ["s", *list(whole)[::-1]])
         for key, said in (("none", "no object|none"), ("rng", r"on a grid \[2\]: name a part"),
                           (("rng", 2), r"no part \[2\]"), ("confg", "did you mean config[?]")):
             with self.assertRaisesRegex(KeyError, said):
@@ -141,18 +148,62 @@ class Opening(Folder):
             with self.assertRaises(tm.InvalidArgumentError):
                 tm.open("STORE/step-1\0")
 
+    def test_a_hint_costs_little_and_replaces_no_error(self):
+        import difflib
+
+        compared, listed = [], []
+
+        def compare(key, known, *more):
+            compared.append(len(known))
+            return plain(key, known, *more)
+
+        def count(function, *arguments):
+            listed.append(function)
+            return lists(function, *arguments)
+
+        plain, lists = difflib.get_close_matches, _abi.get_list
+        with mock.patch("difflib.get_close_matches", compare), mock.patch("tensormount._abi.get_list", count):
+            for number in (18_000, 30_000):
+                with tm.open("STORE/step-1") as checkpoint:
+                    checkpoint._keys = sorted(f"model.layers.{i // 192}.experts.{i % 64}.w{i // 64 % 3}.weight"
+                                              for i in range(number))
+                    key = "model.layers.7.experts.9.w1.weight"
+                    for wrong in ("model.layers.7.experts.9.w1.weigth", "layers.7.experts.9.w1.weight",
+                                  "module.layers.7.experts.9.w1.weight", "base.model.layers.7.experts.9.w1.weight"):
+                        with self.assertRaisesRegex(KeyError, f"did you mean {key}[?]"):
+                            checkpoint[wrong]
+            self.assertTrue(compared and max(compared) <= 40, compared)
+            self.assertEqual(listed, [])
+            # Nothing is kept, and many are not listed.
+            for most, calls, said in ((1 << 20, 1, "did you mean <b>"), (0, 0, "^((?!did you mean).)*$")):
+                listed.clear()
+                with mock.patch("tensormount._hints._MOST_INDEX_BYTES", most):
+                    for path in ("STORE/step-1", "m.safetensors"):
+                        with tm.open(path) as checkpoint:
+                            with self.assertRaisesRegex(KeyError, said):
+                                checkpoint["<b"]
+                            with self.assertRaises(KeyError):
+                                checkpoint.object("none")
+                            self.assertIsNone(checkpoint._keys)
+                self.assertEqual(len(listed), 4 * calls)
+        with mock.patch("tensormount._abi.get_list", side_effect=tm.DataLossError("damaged")):
+            with tm.open("STORE/step-1") as checkpoint:
+                for look_up in (checkpoint.__getitem__, checkpoint.object):
+                    with self.assertRaises(tm.KeyNotFoundError):
+                        look_up("<b")
+
     def test_paths_of_every_kind(self):
         for path in ("STORE/step-1", b"STORE/step-1", "STORE/latest", "STORE", "m.safetensors"):
             with tm.open(path) as checkpoint:
                 self.assertEqual(checkpoint.keys(), ["<b>", "w"])
-                self.assertEqual(checkpoint.warnings, ["STORE holds several checkpoints: this is the latest, step-1"]
+                self.assertEqual(checkpoint.warnings, ["STORE is a store: this is its latest, step-1"]
                                  if path == "STORE" else [])
         for step in (9, 10):
             os.makedirs(f"RUN/step{step}")
             write_safetensors(f"RUN/step{step}/model.safetensors", {"w": ("U8", (2,), bytes([step, step]))})
         with tm.open("RUN") as checkpoint:
             self.assertEqual(checkpoint["w"].read_bytes(), b"\n\n")
-            self.assertEqual(checkpoint.warnings, ["RUN holds several checkpoints: this is the latest, step10"])
+            self.assertEqual(checkpoint.warnings, ["RUN is a training directory: this is its latest, step10"])
         for path in ("~/STORE", "~"):
             with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
                 tm.open(path)

@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 import unittest
+from unittest import mock
 
 import ranks
 import support
@@ -616,6 +617,35 @@ class Stores(support.Folder):
         outcomes = ranks.threads(wrong, 2)
         self.assertIsInstance(outcomes[1], tm.Error)
         self.assertRegex(str(outcomes[0]), "rank 1.*set")
+
+    def test_a_spec_is_written_whole_or_not_at_all(self):
+        state = {"w": np.zeros((4, 3), "f4")}
+        with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
+            tm.dump_spec(state, "~/job.json")
+        with open("earlier.json", "w") as file:
+            file.write("earlier")
+        os.symlink("earlier.json", "link.json")
+        before = os.stat("earlier.json").st_ino
+        with mock.patch("os.replace", side_effect=OSError("full")), self.assertRaisesRegex(OSError, "full"):
+            tm.dump_spec(state, "link.json")
+        with open("earlier.json") as file:
+            self.assertEqual(file.read(), "earlier")
+        text = tm.dump_spec(state, "link.json")
+        with open("earlier.json") as file:
+            self.assertEqual(file.read(), text)
+        self.assertTrue(os.path.islink("link.json"))
+        self.assertNotEqual(os.stat("earlier.json").st_ino, before)
+        tm.dump_spec(state, "/dev/null")
+        self.assertEqual([name for name in os.listdir(".") if "tmp" in name], [])
+
+    def test_a_wrong_time_out_is_heard_of_by_all_ranks(self):
+        for call in (tm.validate, lambda state, group, **times: tm.dump_spec(state, None, group, **times)):
+            def wrong(group, rank, call=call):
+                return call({"w": np.zeros(3)}, group, **({"liveness": -1} if rank else {"arrival": 20}))
+
+            outcomes = ranks.threads(wrong, 2)
+            self.assertIsInstance(outcomes[1], ValueError)
+            self.assertRegex(str(outcomes[0]), "rank 1.*liveness=-1")
 
     def test_repair(self):
         for step in (1, 2):

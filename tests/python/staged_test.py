@@ -3,6 +3,7 @@
 """What a save in the background holds on to: tensors until their bytes are copied, the rest until the
 verdict."""
 
+import asyncio
 import gc
 import threading
 import unittest
@@ -58,6 +59,46 @@ class StagedTensors(Folder):
                 self.check_let_go(
                     lambda state: saver.save(state, "store/step", replace=True, on_event=self.hold_up), ask
                 )
+
+    def not_staged_yet(self, saver, name):
+        """A save whose bytes are not copied before `self.earlier`, because an earlier one has the memory."""
+        self.earlier = threading.Event()
+        first = saver.save({"w": numpy.zeros(10_000)}, "store/first", replace=True,
+                           on_event=lambda event: event["phase"] == "write" and self.earlier.wait(60))
+        state = {"w": numpy.ones(10_000)}
+        job = saver.save(state, name, on_event=self.hold_up)
+        return first, job, weakref.ref(state["w"])
+
+    def test_a_job_that_is_awaited(self):
+        async def awaited(job, ref):
+            task = asyncio.ensure_future(job)
+            await asyncio.sleep(0.05)
+            held = ref() is not None
+            self.earlier.set()
+            for _ in range(3000):
+                if ref() is None:
+                    break
+                await asyncio.sleep(0.001)
+            gone = ref() is None
+            self.go_on.set()
+            return held, gone, (await task)["tensors"]
+
+        with tm.Saver(stage_in_background=True, staging=100_000) as saver:
+            first, job, ref = self.not_staged_yet(saver, "store/awaited")
+            self.assertEqual(asyncio.run(awaited(job, ref)), (True, True, 1))
+            first.wait(60)
+
+    def test_the_next_save_lets_go_of_those_of_a_job_that_nobody_asks(self):
+        with tm.Saver(stage_in_background=True, staging=100_000) as saver:
+            first, job, ref = self.not_staged_yet(saver, "store/silent")
+            self.earlier.set()
+            self.assertTrue(self.held_up.wait(60))
+            self.assertIsNotNone(ref())
+            tm.save({"n": 1}, "store/next")
+            self.assertIsNone(ref())
+            self.go_on.set()
+            job.wait(60)
+            first.wait(60)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 import os
 import unittest
+from unittest import mock
 
 import ranks
 import support
@@ -12,6 +13,7 @@ from torchrun import LIMIT, main, torchrun
 try:
     import torch
     import torch.distributed as dist
+    from tensormount.torch import _train
 except ImportError as error:
     raise unittest.SkipTest(str(error))
 
@@ -248,6 +250,52 @@ class States(support.Folder):
                 self.assertEqual(repr(other), repr(plain))
                 self.assertEqual(steps(kind, fresh, again, 6), steps(kind, optim, schedule, 6))
 
+    def test_lists_of_other_lengths(self):
+        optim = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+
+        def schedule(epoch=0):
+            made = torch.optim.lr_scheduler.StepLR(optim, 1)
+            made.last_epoch = epoch
+            return made
+
+        tm.torch.save("S/lists", extra={"all": [schedule(5), 5, 6, 7], "of": {"t": (schedule(5), 1)}})
+        for wrong, name in ((lambda: {"all": [schedule(), 0]}, "extra.all"),
+                            (lambda: {"all": [schedule(), 0, 0, 0, 0, 8]}, "extra.all"),
+                            (lambda: {"of": {"t": (schedule(),)}}, "extra.of.t"),
+                            (lambda: {"of": [schedule()]}, "extra.of")):
+            extra = wrong()
+            with self.assertRaisesRegex(tm.LayoutError, name + ": .* items") as caught:
+                tm.torch.load("S/lists", extra=extra, optional=["*"])
+            self.assertEqual(caught.exception.key, name)
+
+        def resume(group, rank):
+            extra = {"all": [schedule(), 0, 0, 0] if rank == 0 else [schedule(), 0]}
+            try:
+                tm.torch.load("S/lists", extra=extra, group=group)
+            finally:
+                assert extra["all"][0].last_epoch == 0 and extra["all"][1] == 0
+
+        told = ranks.threads(resume, 2)
+        self.assertIsInstance(told[1], tm.LayoutError)
+        self.assertRegex(str(told[0]), "rank 1.*extra.all: .* 4 items")
+        # At the top: into the list or dict itself, or not at all.
+        tm.torch.save("S/top", extra=[schedule(5), 5])
+        tm.torch.save("S/plain", extra=[5, 6])
+        for name, extra in (("top", [schedule(), 0]), ("plain", [0, 0])):
+            loaded = tm.torch.load(f"S/{name}", extra=extra)
+            self.assertEqual(extra[-1], 6 if name == "plain" else 5)
+            self.assertEqual(loaded.not_stored, [])
+        extra = []
+        tm.torch.load("S/plain", extra=extra)
+        self.assertEqual(extra, [5, 6])
+        tm.torch.save("S/both", extra={"n": 5, "d": {"m": 6}})
+        for extra in ({}, {"n": 0, "d": {}}):
+            tm.torch.load("S/both", extra=extra)
+            self.assertEqual(extra, {"n": 5, "d": {"m": 6}})
+        for extra in ((0, 0), 7, tm.PerRank([0, 0]), (schedule(), 0)):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "a dict or list was expected"):
+                tm.torch.load("S/plain", extra=extra)
+
     def test_scheduler_and_frozen(self):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
         for parameter in model[0].parameters():
@@ -376,6 +424,13 @@ class Absent(support.Folder):
                         self.assertEqual("optim.param_groups.2" in loaded.not_stored, where == "a group")
                         self.assertTrue(any(name.startswith("optim.state.new.bias") for name in loaded.not_stored))
                         other.train_on(fresh)
+        # A stored group without parameters that has some now, and one that is gone.
+        net, other = Net(), Adapted()
+        tm.torch.save("S/empty", model=net, optim=torch.optim.SGD([{"params": net.parameters()}, {"params": []}]))
+        known = [*other.a.parameters(), *other.b.parameters()]
+        for groups in ([{"params": known}, {"params": other.new.parameters()}], [{"params": known}]):
+            with self.assertRaisesRegex(tm.LayoutError, "none for the saved group 1, which had no parameters"):
+                tm.torch.load("S/empty", model=other, optim=torch.optim.SGD(groups), optional=["*"])
         # As many groups, but of others: nothing is put where it does not belong.
         other = Net()
         old = other.a.weight.detach().clone()
@@ -433,19 +488,35 @@ class Absent(support.Folder):
         told = ranks.threads(save, 2)
         self.assertRegex(str(told[0]), "rank 1.*parameter b.weight has no exp_avg")
         self.assertFalse(os.path.exists("S/never"))
-        # An optimizer of somebody else's, whose slots depend on sizes.
-        class Small(torch.optim.AdamW):
+        # An optimizer of somebody else's, whose slots depend on names or sizes: it is told once, and saved.
+        class EightBit(torch.optim.AdamW):
             pass
 
-        net = Adapted()
-        optim = Small(net.parameters())
-        net.train_on(optim)
-        for alone in net.new.parameters():
-            del optim.state[alone]["exp_avg"]
-        tm.torch.save("S/small", model=net, optim=optim)
-        del optim.state[net.a.weight]["exp_avg"]
-        with self.assertRaisesRegex(tm.LayoutError, "parameter a.weight has no exp_avg.*b.weight"):
-            tm.torch.save("S/never", model=net, optim=optim)
+        own = EightBit(whole.parameters())
+        whole.train_on(own)
+        del own.state[whole.b.weight]["exp_avg_sq"]
+        with self.assertLogs("tensormount", "WARNING") as told:
+            for _ in range(2):
+                tm.torch.save("S/eight-bit", model=whole, optim=own, replace=True)
+        self.assertEqual(len(told.output), 1)
+        self.assertRegex(told.output[0], "parameter b.weight has no exp_avg_sq.*EightBit")
+        # An option that was switched on or off: slots of what had its first gradient since are others.
+        whole = Net()
+        own = torch.optim.AdamW(whole.parameters(), amsgrad=True)
+        whole.train_on(own)
+        own.param_groups[0]["amsgrad"] = False
+        del own.state[whole.b.weight]["max_exp_avg_sq"]
+        tm.torch.save("S/option", model=whole, optim=own)
+
+    @unittest.skipUnless(hasattr(torch.optim, "Adafactor"), "an older PyTorch")
+    def test_a_model_that_renames_its_parameters(self):
+        whole = Net()
+        own = torch.optim.Adafactor(whole.parameters())
+        whole.train_on(own)
+        tm.torch.save("S/adafactor", model=whole, optim=own)
+        with mock.patch.object(_train, "get_model_state_dict", lambda model, options: {
+                f"base.{name}": value for name, value in model.state_dict().items()}):
+            tm.torch.save("S/hooked", model=whole, optim=own)
 
     def test_options_of_groups(self):
         def made(*order):

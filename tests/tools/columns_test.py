@@ -107,6 +107,10 @@ class Columns(harness.ToolTest):
         self.assertTrue(begin - 2 <= last["created"] <= time.time() + 2)
         size = sum(file.stat().st_size for file in (self.store / "step-10" / "data").iterdir())
         self.assertEqual(last["file_bytes"], size)
+        self.run_tool("rm", self.store / "step-1")
+        lines = self.run_tool("ls", "-l", self.store).stdout.splitlines()
+        self.assertEqual(len(lines), 2, lines)
+        self.assertRegex(lines[1], r"^besides +[\d.]+ MB in \.trash, which gc frees$")
         # Without -l nothing is opened for it.
         self.assertEqual(set(self.json_lines("ls", self.store)[0]), {"checkpoint", "uuid", "generation", "latest"})
 

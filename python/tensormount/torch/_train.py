@@ -60,8 +60,9 @@ def save(
 
     No step is taken: an optimizer that has no moments yet is saved without, and is loaded as it was.
     A parameter without gradients has none of its optimizer's slots (exp_avg, ...); one that has some,
-    and lacks one that others like it in its group have, is a LayoutError that names both. Returns the
-    report.
+    and lacks one that others of its group have, is a LayoutError that names both. Of an optimizer that is
+    not of torch.optim that is a warning in the log, once, since its slots may depend on sizes. Returns
+    the report.
     """
     return _save.save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
 
@@ -105,8 +106,9 @@ def load(
     """Loads what `save` saved into a model and its optimizers, on any number of ranks and any mesh.
     Collective.
 
-    extra      a dict like that which was saved: plain values take the place of its own, what has a
-               load_state_dict() is given its state.
+    extra      a dict or list like that which was saved: plain values take the place of its own, what has
+               a load_state_dict() is given its state. A list or tuple that holds such has the length of
+               the one that was saved, or it is a LayoutError, on all ranks, before anything is loaded.
     optional   globs of keys ("optim.state.*.exp_avg", "extra.sampler*") that may be absent: what the
                model, optimizer or `extra` has of them stays, and `not_stored` of the result names them.
                Without one that matches, what is not stored is KeyNotFoundError: nothing is ever left
@@ -133,7 +135,9 @@ def load(
         try:
             key_map = arguments.get("key_map")
             roots = options.get("roots") or ()
+            rank = 0 if group is None else group.rank
             asked = _Asked(stack, source, key_map, roots, model, optim, extra, ignore_frozen)
+            _check_extra(extra, source, key_map, roots, rank)
             asked.check_added(optional, options)
             request: Any = asked.request
         except Exception as error:
@@ -328,36 +332,55 @@ def _to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> Any:
         return Unmade(error)
 
 
+# Slots that parameters have only while an option of their group is on; it may have changed since.
+_OPTION_OF_SLOT = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
+_warned_of: set[str] = set()  # Optimizers of others.
+
+
 def _prove_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[str, Any]) -> None:
     """As OptimizerState of the C++ library: a parameter lacks no slot that its group has. One without
-    gradients has none at all."""
+    gradients has none at all. Of optimizers that are not PyTorch's own nobody knows that: a warning."""
     groups = optim["param_groups"]
     whose = _owners(optimizers, groups) or [None] * len(groups)
     for number, (group, one) in enumerate(zip(groups, whose)):
-        alike: dict[Any, dict[str, Any]] = {}
+        alike: dict[int, dict[str, Any]] = {}
         for name in group["params"]:
             slots = optim["state"].get(name)
-            if slots:
-                alike.setdefault(_kind_of(one, model.get(name)), {})[name] = slots
+            axes = getattr(model.get(name), "ndim", None)  # None: a hook of the model renamed it.
+            if slots and axes is not None:
+                # Adafactor has other slots for matrices than for vectors.
+                alike.setdefault(axes, {})[name] = slots
         for states in alike.values():
-            wanted = {slot: name for name, slots in states.items() for slot in slots}
-            for name, slots in states.items():
-                for slot in wanted.keys() - slots.keys():
-                    raise LayoutError(
-                        f"parameter {name} has no {slot} in its optimizer, which {wanted[slot]} of the "
-                        f"same group ({number}) has",
-                        key=f"optim.state.{name}.{slot}",
-                    )
+            lacks = _lacking_slot(states, group)
+            if lacks is None:
+                continue
+            name, slot, other = lacks
+            said = (
+                f"parameter {name} has no {slot} in its optimizer, which {other} of the same group "
+                f"({number}) has"
+            )
+            kind = type(one)
+            if kind is getattr(torch.optim, kind.__name__, None):
+                raise LayoutError(said, key=f"optim.state.{name}.{slot}")
+            if one is not None and kind.__qualname__ not in _warned_of:
+                _warned_of.add(kind.__qualname__)
+                log.warning("%s; saved as it is (%s)", said, kind.__qualname__)
 
 
-def _kind_of(one: Any, parameter: Any) -> Any:
-    """Parameters of one group and kind have the same slots. Those of PyTorch's optimizers depend on
-    axes at most (Adafactor), those of others on sizes, too (8-bit optimizers)."""
-    if not hasattr(parameter, "shape"):
-        return None
-    if type(one).__module__.startswith("torch.optim."):
-        return len(parameter.shape)
-    return (tuple(parameter.shape), parameter.dtype)
+def _lacking_slot(
+    states: dict[str, Any], group: dict[str, Any]
+) -> Optional[tuple[str, str, str]]:
+    """A parameter, a slot that it lacks, and another parameter that has it."""
+    wanted = {
+        slot: name
+        for name, slots in states.items()
+        for slot in slots
+        if group.get(_OPTION_OF_SLOT.get(slot, ""), True)
+    }
+    for name, slots in states.items():
+        for slot in wanted.keys() - slots.keys():
+            return name, slot, wanted[slot]
+    return None
 
 
 def _optimizers(optim: Any) -> list[Any]:
@@ -526,10 +549,11 @@ def _stored_groups(
     unknown = [number for number in range(len(names)) if number not in found]
     if not unknown and len(found) == len(groups):
         return found
-    had = _load.listed(sorted(names[unknown[0]] or ())) if unknown else "others"
+    had = sorted(names[unknown[0]] or ()) if unknown else ["others"]
+    none = f"none with {_load.listed(had)} and otherwise new parameters alone"
     raise LayoutError(
-        f"{_OTHER_GROUPS}: {len(stored)} of them, this one has {len(groups)}, and none with {had} and "
-        "otherwise new parameters alone",
+        f"{_OTHER_GROUPS}: {len(stored)} of them, this one has {len(groups)}, and "
+        + (none if had else f"none for the saved group {unknown[0]}, which had no parameters"),
         key="optim.param_groups",
     )
 
@@ -613,11 +637,13 @@ def _given_back(item: Any, loaded: Any) -> Any:
         item.load_state_dict(loaded)
         return item
     if isinstance(item, dict):
+        if not isinstance(loaded, dict):
+            return loaded  # An empty dict, where something else is stored.
         _give_back(item, loaded)
         return item
     if type(item) in (list, tuple) and _has_states(item):
+        _check_length(item, loaded, "extra")  # Another checkpoint may have the name by now.
         each = [_given_back(one, new) for one, new in zip(item, loaded)]
-        each += item[len(each) :]
         if type(item) is tuple:
             return tuple(each)
         item[:] = each
@@ -637,12 +663,85 @@ def _has_states(value: Any) -> bool:
 
 
 def _give_back(extra: Any, loaded: Any) -> None:
-    """Into the caller's dict, and to what has a load_state_dict()."""
+    """Into the caller's dict or list, and to what has a load_state_dict()."""
     if not isinstance(extra, dict):
-        _given_back(extra, loaded)
+        given = _given_back(extra, loaded)
+        if given is not extra and type(extra) is list:
+            extra[:] = given
         return
+    if not extra and isinstance(loaded, dict):
+        extra.update(loaded)  # It asks for all.
     for key, item in list(extra.items()):
         if key in loaded:
             given = _given_back(item, loaded[key])
             if given is not item:
                 extra[key] = given
+
+
+def _check_extra(
+    extra: Any,
+    source: PathLike,
+    key_map: Optional[_key_map.Rules],
+    roots: Sequence[str],
+    rank: int,
+) -> None:
+    """Before anything is loaded: whether all of `extra` can be given back."""
+    if extra is not None and type(extra) is not list and not _in_place(extra):
+        raise InvalidArgumentError(
+            f"extra={extra!r:.100}: a dict or list was expected, which the load can put values into"
+        )
+    if not _holds_states_in_lists(extra):
+        return
+    with _load._look(source, roots) as checkpoint:
+        if checkpoint is None:
+            return  # The load says why.
+        ranks = checkpoint._rank_values(rank) or checkpoint._rank_values(0)
+        stored = _load._stored_state(checkpoint._values(), ranks)
+    if key_map is not None:
+        stored = _key_map.renamed_values({"extra": _asked(extra)}, stored, key_map)
+    if isinstance(stored, dict):
+        _check_lengths(extra, stored.get("extra", _tree.ABSENT), "extra")
+
+
+def _in_place(value: Any) -> bool:
+    """Whether the object itself is given all that is loaded for it."""
+    if isinstance(value, dict) or _tree.is_tensor(value) or hasattr(value, "load_state_dict"):
+        return True
+    if isinstance(value, PerRank):
+        return _has_states(value.value) and _in_place(value.value)
+    if type(value) is list and _has_states(value):
+        return True
+    return type(value) in (list, tuple) and bool(value) and all(map(_in_place, value))
+
+
+def _holds_states_in_lists(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_states_in_lists, value.values()))
+    if isinstance(value, PerRank):
+        return _holds_states_in_lists(value.value)
+    return type(value) in (list, tuple) and _has_states(value)
+
+
+def _check_lengths(item: Any, stored: Any, name: str) -> None:
+    """LayoutError where a list or tuple with states is stored as another."""
+    if stored is _tree.ABSENT or _tree.is_tensor(item) or hasattr(item, "load_state_dict"):
+        return
+    if isinstance(item, PerRank):
+        _check_lengths(item.value, stored.value if isinstance(stored, PerRank) else stored, name)
+    elif isinstance(item, dict):
+        for key, one in item.items() if isinstance(stored, dict) else ():
+            _check_lengths(one, stored.get(key, _tree.ABSENT), f"{name}.{key}")
+    elif type(item) in (list, tuple) and _has_states(item):
+        _check_length(item, stored, name)
+        for i, (one, new) in enumerate(zip(item, stored)):
+            _check_lengths(one, new, f"{name}.{i}")
+
+
+def _check_length(item: Any, stored: Any, name: str) -> None:
+    if type(stored) not in (list, tuple) or len(stored) != len(item):
+        had = f"{len(stored)} items" if type(stored) in (list, tuple) else "something else"
+        raise LayoutError(
+            f"{name}: this {type(item).__name__}, with states in it, has {len(item)} items, and {had} were "
+            "saved: nothing says which belong together",
+            key=name,
+        )
