@@ -372,8 +372,9 @@ TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
     const auto device = fresh->cuda().Open(kFirst).value();
     TheFakeCuda().set_fault({});
     void* const stream = (*fresh)[0].MakeStream();
-    std::atomic<bool> go = false;
-    TheFakeCuda().enqueue(0, stream, [&] { go.wait(false); });
+    // The stream may look at it once more when this is over.
+    const auto go = std::make_shared<std::atomic<bool>>(false);
+    TheFakeCuda().enqueue(0, stream, [go] { go->wait(false); });
     std::atomic<bool> over = false;
     std::thread other([&] {
       const std::byte* last = nullptr;
@@ -393,8 +394,8 @@ TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
     const Deadline deadline = Deadline::After(std::chrono::seconds(20));
     while (!over && !deadline.Passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     EXPECT_TRUE(over) << (pools ? "with" : "without") << " pools";
-    go = true;
-    go.notify_all();
+    *go = true;
+    go->notify_all();
     other.join();
     TheFakeCuda().quiesce();
   }

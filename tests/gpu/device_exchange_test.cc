@@ -310,8 +310,9 @@ TEST_F(DeviceExchangeTest, ReturnsWhileAStreamOfTheProgramHangs) {
   ASSERT_OK(SaveByRule(path, tensors, "rows", 2));
   const auto wishes = WishesByRule(tensors, "cols", kExchangeRanks);
   void* const stream = devices_[0].MakeStream();
-  std::atomic<bool> go = false;
-  TheFakeCuda().enqueue(0, stream, [&] { go.wait(false); });
+  // The stream may look at it once more when this is over.
+  const auto go = std::make_shared<std::atomic<bool>>(false);
+  TheFakeCuda().enqueue(0, stream, [go] { go->wait(false); });
   std::atomic<bool> over = false;
   std::thread load([&] {
     EXPECT_EQ(WhatIsWrong(tensors, wishes, Load(path, tensors, wishes, Between())), "");
@@ -320,8 +321,8 @@ TEST_F(DeviceExchangeTest, ReturnsWhileAStreamOfTheProgramHangs) {
   const Deadline deadline = Deadline::After(std::chrono::seconds(60));
   while (!over && !deadline.Passed()) std::this_thread::sleep_for(milliseconds(5));
   EXPECT_TRUE(over);
-  go = true;
-  go.notify_all();
+  *go = true;
+  go->notify_all();
   load.join();
 }
 
