@@ -38,7 +38,8 @@ def plant(context):
     for n in (2, 3, 10, 11):
         env, _ = faults.fault(context, context.work, "write", n, "lie")
         del env["TORTURE_COUNTS"]  # Of each process its own n-th call.
+        context.findings.clear()  # What is like a known one would be counted, and not told.
         tried(context, "save_killed_rank_test", n, env)
-        if any("damages.empty()" in finding["text"] for finding in context.findings):
+        if any(word in finding["text"] for finding in context.findings for word in ("damages.empty()", "bytes are seen of the")):
             return True
     return False
