@@ -174,11 +174,14 @@ struct HiddenBytes {
   std::uint64_t trash = 0;
   std::uint64_t staging = 0;
 
-  static HiddenBytes Of(const Store& store) {
+  static Result<HiddenBytes> Of(const Store& store) {
     const auto below = [&](std::string_view folder) {
       return OwnBytes::Below(HostFileSystem(), JoinPath(store.path(), folder));
     };
-    return {below(store_paths::kTrashFolder), below(store_paths::kStagingFolder)};
+    HiddenBytes hidden;
+    TENSORMOUNT_ASSIGN_OR_RETURN(hidden.trash, below(store_paths::kTrashFolder));
+    TENSORMOUNT_ASSIGN_OR_RETURN(hidden.staging, below(store_paths::kStagingFolder));
+    return hidden;
   }
   std::string TrashText() const {
     return fmt::format("{} in .trash, which gc frees", HumanBytes(trash));
@@ -255,9 +258,10 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     }
   }
   if (args.details && !terminal.json && !terminal.quiet) {
-    const HiddenBytes hidden = HiddenBytes::Of(store.value());
-    if (hidden.trash > 0) terminal.Line("besides      " + hidden.TrashText());
-    if (hidden.staging > 0) terminal.Line("besides      " + hidden.StagingText());
+    const Result<HiddenBytes> hidden = HiddenBytes::Of(store.value());
+    if (!hidden.ok()) return terminal.Fail(hidden.status());
+    if (hidden.value().trash > 0) terminal.Line("besides      " + hidden.value().TrashText());
+    if (hidden.value().staging > 0) terminal.Line("besides      " + hidden.value().StagingText());
   }
   const int flushed = terminal.Flush();
   return flushed != kDone ? flushed : worst;
@@ -683,7 +687,9 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     } else if (!list.empty()) {
       terminal.Warn(latest.status().message());
     }
-    const HiddenBytes hidden = HiddenBytes::Of(store.value());
+    const Result<HiddenBytes> looked = HiddenBytes::Of(store.value());
+    if (!looked.ok()) return terminal.Fail(looked.status());
+    const HiddenBytes& hidden = looked.value();
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},

@@ -288,7 +288,7 @@ std::vector<StoreCosts::Sharer> StoreCosts::SharersOf(std::string_view name) con
 
 void OwnBytes::Add(const std::string& path, int depth) {
   const Result<FileInfo> info = fs_.LinkStat(path);
-  if (!info.ok()) return;
+  if (!info.ok()) return NotSeen(info.status());
   if (info.value().kind == FileKind::kFile) {
     Names& names = files_[{info.value().device, info.value().inode}];
     ++names.seen;
@@ -297,8 +297,13 @@ void OwnBytes::Add(const std::string& path, int depth) {
   }
   if (info.value().kind != FileKind::kDirectory || depth == 0) return;
   const auto entries = fs_.List(path);
-  if (!entries.ok()) return;
+  if (!entries.ok()) return NotSeen(entries.status());
   for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
+}
+
+void OwnBytes::NotSeen(const Status& why) {
+  // What was removed meanwhile takes nothing.
+  if (status_.ok() && why.code() != Code::kNotFound) status_ = why;
 }
 
 std::uint64_t OwnBytes::Sum() const {
@@ -309,10 +314,11 @@ std::uint64_t OwnBytes::Sum() const {
   return bytes;
 }
 
-std::uint64_t OwnBytes::Below(FileSystem& fs, const std::string& folder) {
+Result<std::uint64_t> OwnBytes::Below(FileSystem& fs, const std::string& folder) {
   constexpr int kMostFolders = 9;  // One in another: no checkpoint and no staging has so many.
   OwnBytes own(fs);
   own.Add(folder, kMostFolders);
+  TENSORMOUNT_RETURN_IF_ERROR(own.status_);
   return own.Sum();
 }
 

@@ -87,16 +87,18 @@ class OwnBytes {
   explicit OwnBytes(FileSystem& fs) : fs_(fs) {}
   void Add(const std::string& path, int depth);
   std::uint64_t Sum() const;
-  // Of all below one folder; 0 where there is none.
-  static std::uint64_t Below(FileSystem& fs, const std::string& folder);
+  // Of all below one folder; 0 where there is none. Fails where a part of it cannot be looked at.
+  static Result<std::uint64_t> Below(FileSystem& fs, const std::string& folder);
 
  private:
+  void NotSeen(const Status& why);
   struct Names {
     std::uint64_t seen = 0;
     std::uint64_t links = 0;
     std::uint64_t bytes = 0;
   };
   FileSystem& fs_;
+  Status status_;  // Why something was not looked at, the first time.
   std::map<std::pair<std::uint64_t, std::uint64_t>, Names> files_;  // By device and inode.
 };
 

@@ -267,9 +267,9 @@ class Pruner {
     const Store::GcReport freed = store_.FreeTrash(entries, now_);
     report_.bytes_freed = freed.bytes_freed;
     for (const auto& [entry, name] : entries_) {
-      const std::uint64_t bytes = OwnBytes::Below(fs_, JoinPath(store_.path(), entry));
-      if (bytes == 0) continue;
-      report_.bytes_waiting += bytes;
+      const auto bytes = OwnBytes::Below(fs_, JoinPath(store_.path(), entry));
+      if (bytes.ok() && bytes.value() == 0) continue;
+      report_.bytes_waiting += bytes.ok() ? bytes.value() : 0;
       for (const auto* lines : {&freed.kept, &freed.failed}) {
         for (const std::string& line : *lines) {
           if (!line.starts_with(entry + ":")) continue;
