@@ -5,7 +5,6 @@ said is true, and the next gc and save work."""
 import errno
 import json
 import math
-import os
 import pathlib
 import re
 import struct
@@ -75,20 +74,11 @@ COMMANDS = (*READERS, *WRITERS, "background", "mount_write", "mount_read")
 WHOLE = {"adopted": "v0", "step-1": "v1", "step-2": "v2", "step-3": "v3"}
 
 
-def library(context):
-    if "library" not in context.kept:
-        path = context.work / "fail_call.so"
-        subprocess.run([os.environ.get("CC", "cc"), "-O1", "-Wall", "-Wextra", "-Wno-implicit-fallthrough", "-Werror", "-shared", "-fPIC",
-                        "-o", str(path), str(HERE / "fail_call.c"), "-ldl"], check=True, timeout=60)
-        context.kept["library"] = str(path)
-    return context.kept["library"]
-
-
 def fault(context, store, op=None, n=0, how="EIO", lasting=False):
     """The environment in which the call fails, and the file with the counts."""
     counts = context.work / "counts"
     counts.unlink(missing_ok=True)
-    env = {"LD_PRELOAD": library(context), "TORTURE_ROOT": str(store), "TORTURE_COUNTS": str(counts)}
+    env = {"LD_PRELOAD": stores.preload(context, "fail_call"), "TORTURE_ROOT": str(store), "TORTURE_COUNTS": str(counts)}
     if op is not None:
         env |= {"TORTURE_OP": op, "TORTURE_N": str(n), "TORTURE_HOW": how if how.islower() else str(getattr(errno, how))}
         if lasting:
@@ -416,5 +406,6 @@ def plant(context):
         check_writer(context, "save", store, done, lambda text, more="": context.finding(f"planted, {how}: {text}\n  {more}", ""))
         return len(context.findings) > before
 
-    lied = any([planted((), "write", n, "lie") for n in range(2, 6)])
+    # Manifests come first or last, as threads have it; of what is short the save itself says so.
+    lied = any([planted((), "write", n, "lie") for n in range(2, 12)])
     return lied and planted(("/bin/sh", "-c", '"$@"; exit 0', "sh"), "sync", 4, "EIO")

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import faults
-import wire
+import stores
 
 NAME = "python"
 UNIT = "lives"
@@ -23,10 +23,10 @@ def live(context, seed, way, rng, env=None):
     """Exit status (or "timeout"), what it printed, and what it said besides."""
     shutil.rmtree(context.work / "life", ignore_errors=True)
     (context.work / "life").mkdir()
-    python, package = wire.package(context)
+    python, package = stores.package(context)
     out_path, err_path = context.work / "out", context.work / "err"
     with open(out_path, "wb") as out, open(err_path, "wb") as err:
-        child = subprocess.Popen([python, wire.HERE / "python_life.py", context.work / "life", str(seed), way], stdin=subprocess.DEVNULL,
+        child = subprocess.Popen([python, stores.HERE / "python_life.py", context.work / "life", str(seed), way], stdin=subprocess.DEVNULL,
                                  stdout=out, stderr=err, start_new_session=True, env={**os.environ, **package, **(env or {})})
     end, begin = time.monotonic() + LIMIT, None
     while child.poll() is None and time.monotonic() < end:
@@ -54,8 +54,8 @@ def check(context, seed, said, wrong):
     lines = [line.split() for line in said.splitlines()]
     removed = {line[1] for line in lines if line and line[0] == "removes"}
     listed = "".join(f"{line[1]} {line[2]}\n" for line in lines if line and line[0] == "saved" and line[1] not in removed)
-    python, env = wire.package(context)
-    done = subprocess.run([python, wire.HERE / "python_life.py", context.work / "life", str(seed), "check"], input=listed, text=True,
+    python, env = stores.package(context)
+    done = subprocess.run([python, stores.HERE / "python_life.py", context.work / "life", str(seed), "check"], input=listed, text=True,
                           capture_output=True, timeout=120, check=False, env={**os.environ, **env})
     if done.returncode != 0 or done.stdout:
         wrong("what was acknowledged is not what was saved", done.stdout[:1500] + done.stderr[-800:])

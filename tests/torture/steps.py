@@ -8,7 +8,6 @@ import os
 import pathlib
 import shutil
 import signal
-import struct
 import subprocess
 import time
 
@@ -24,21 +23,11 @@ KEYS = {"a.b": 1001, "empty": 0, "layers/0/w": 19_200, "layers/1/w": 90_000, "on
 
 def write_state(path, versions):
     """A .safetensors file; `versions`: key -> version."""
-    header, data = {}, b""
-    for key, version in versions.items():
-        raw = content(key, version)
-        header[key] = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    stores.write_safetensors(path, {key: ("U8", (KEYS[key],), content(key, version)) for key, version in versions.items()})
 
 
 def content(key, version):
-    """Each line names key, version and its number, so that no two are equal anywhere."""
-    line = f"{key} of {version}; ".encode()
-    size = KEYS[key]
-    return b"".join(line + i.to_bytes(3, "little") for i in range(size // (len(line) + 3) + 1))[:size]
+    return stores.numbered_lines(key, version, KEYS[key])
 
 
 class Model:

@@ -2,12 +2,16 @@
 """What the families share: checkpoints whose bytes are known, and what is read of them, compared by Python."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
 import struct
 import subprocess
 import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 # Key -> (dtype, shape, bytes of an element). Small: what counts is the number of calls, not of bytes.
 SHAPES = {"a.b": ("U8", (1001,), 1), "empty": ("F32", (0, 4), 4), "layers/0/w": ("F32", (96, 50), 4), "one": ("I64", (), 8),
@@ -16,26 +20,31 @@ SHAPES = {"a.b": ("U8", (1001,), 1), "empty": ("F32", (0, 4), 4), "layers/0/w": 
 LARGE = {**SHAPES, "large": ("U8", (3001, 100), 1)}
 
 
-def content(key, version):
-    """The bytes of a tensor: a repeated line that names both, so that no two are equal anywhere."""
-    _, shape, width = LARGE[key]
-    size = width
-    for extent in shape:
-        size *= extent
+def numbered_lines(key, version, size):
+    """So many bytes: a repeated line that names both, so that no two are equal anywhere."""
     line = f"{key} of {version} is here; ".encode()
-    numbered = b"".join(line + i.to_bytes(2, "little") for i in range(size // len(line) + 1))
-    return numbered[:size]
+    return b"".join(line + i.to_bytes(2, "little") for i in range(size // len(line) + 1))[:size]
 
 
-def write_model(path, version, shapes=None):
+def content(key, version):
+    """The bytes of a tensor."""
+    _, shape, width = LARGE[key]
+    return numbered_lines(key, version, math.prod(shape) * width)
+
+
+def write_safetensors(path, tensors):
+    """`tensors`: key -> (dtype, shape, bytes)."""
     header, data = {}, b""
-    for key, (dtype, shape, _) in (shapes or SHAPES).items():
-        raw = content(key, version)
+    for key, (dtype, shape, raw) in tensors.items():
         header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     pathlib.Path(path).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_model(path, version, shapes=None):
+    write_safetensors(path, {key: (dtype, shape, content(key, version)) for key, (dtype, shape, _) in (shapes or SHAPES).items()})
 
 
 def read_model(path):
@@ -152,6 +161,27 @@ class Mount:
 
     def said(self):
         return self.log.read_text(errors="replace")
+
+
+def preload(context, name):
+    """The library NAME.c beside this file, for LD_PRELOAD."""
+    if name not in context.kept:
+        library = context.work / f"{name}.so"
+        subprocess.run([os.environ.get("CC", "cc"), "-O1", "-Wall", "-Wextra", "-Wno-implicit-fallthrough", "-Werror", "-shared", "-fPIC",
+                        "-o", str(library), str(HERE / f"{name}.c"), "-ldl"], check=True, timeout=60)
+        context.kept[name] = str(library)
+    return context.kept[name]
+
+
+def package(context):
+    """The interpreter of tests, and the environment in which it finds the Python package of this build."""
+    python = ROOT / ".cache/venv/bin/python3"
+    library = context.bin.parent / "lib/libtensormount.so"
+    if not python.exists() or not library.exists():
+        context.missing(f"{python} or {library}")
+    return python, {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "python", ROOT / "tests/python", HERE))),
+                    "TENSORMOUNT_LIBRARY": str(library), "TENSORMOUNT_COMMAND": context.tool, "OMP_NUM_THREADS": "1",
+                    "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def need_fuse(context):

@@ -4,39 +4,19 @@ ends in time, with an error that is named or with the right bytes."""
 
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import time
 
 import faults
+import stores
 
 NAME = "wire"
 UNIT = "flips"
 TARGET = 400
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 RANKS = 3
 LIMIT = 75  # Seconds; a rank has ended by then, whatever it waits for (wire_ranks.TIMES).
-
-
-def package(context):
-    """The interpreter of tests, and the environment in which it finds the package of this build."""
-    python = ROOT / ".cache/venv/bin/python3"
-    library = context.bin.parent / "lib/libtensormount.so"
-    if not python.exists() or not library.exists():
-        context.missing(f"{python} or {library}")
-    return python, {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT / 'tests/python'}", "TENSORMOUNT_LIBRARY": str(library),
-                    "TENSORMOUNT_COMMAND": str(context.bin / "tensormount"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def preload(context):
-    if "flip" not in context.kept:
-        library = context.work / "flip_wire.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, HERE / "flip_wire.c", "-ldl"], check=True)
-        context.kept["flip"] = str(library)
-    return context.kept["flip"]
 
 
 def job(context, elements, environments):
@@ -44,8 +24,8 @@ def job(context, elements, environments):
     folder = context.work / "job"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "meet").mkdir(parents=True)
-    python, env = package(context)
-    ranks = [subprocess.Popen([python, HERE / "wire_ranks.py", folder, str(rank), str(RANKS), str(elements)], stdout=subprocess.PIPE,
+    python, env = stores.package(context)
+    ranks = [subprocess.Popen([python, stores.HERE / "wire_ranks.py", folder, str(rank), str(RANKS), str(elements)], stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True, env={**os.environ, **env, **environments.get(rank, {})})
              for rank in range(RANKS)]
     end, found = time.monotonic() + LIMIT, []
@@ -67,7 +47,7 @@ def sizes(context):
         context.kept["sizes"] = {}
         for elements in (60, 6_000):
             counts = [context.work / f"sent-{rank}" for rank in range(RANKS)]
-            _, found = job(context, elements, {rank: {"LD_PRELOAD": preload(context), "TORTURE_WIRE_COUNT": str(counts[rank])}
+            _, found = job(context, elements, {rank: {"LD_PRELOAD": stores.preload(context, "flip_wire"), "TORTURE_WIRE_COUNT": str(counts[rank])}
                                                for rank in range(RANKS)})
             if any(status != 0 or len(lines) != 5 or any(line[1] != "ok" for line in lines) for lines, status, _ in found):
                 raise RuntimeError(f"without a flip: {found}")
@@ -99,7 +79,7 @@ def check(context, folder, found, wrong):
 
 def what_differs(context, at, version):
     """By a process without others, in which nothing flips."""
-    python, env = package(context)
+    python, env = stores.package(context)
     text = ("import sys, numpy as np, tensormount as tm, wire_ranks as w\n"
             "at, version, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])\n"
             "c = tm.open(at)\n"
@@ -111,7 +91,6 @@ def what_differs(context, at, version):
             "assert all(np.array_equal(c[k][...], v) for k, v in want.items())\n"
             "assert c.common['step'] == version, c.common\n"
             "assert tm.verify(at)['whole']\n")
-    env["PYTHONPATH"] += os.pathsep + str(HERE)
     done = context.run([python, "-c", text, at, version, RANKS], env=env)
     return done.stderr[-800:] if done.returncode != 0 else ""
 
@@ -121,7 +100,7 @@ def run(context, index):
     elements, sent = rng.choice(sorted(sizes(context).items()))
     rank, bit = rng.randrange(RANKS), rng.randrange(8)
     byte = rng.randrange(sent[rank])
-    folder, found = job(context, elements, {rank: {"LD_PRELOAD": preload(context), "TORTURE_WIRE_FLIP": f"{byte} {bit}"}})
+    folder, found = job(context, elements, {rank: {"LD_PRELOAD": stores.preload(context, "flip_wire"), "TORTURE_WIRE_FLIP": f"{byte} {bit}"}})
 
     def wrong(text, more=""):
         context.finding(f"{text}\n  bit {bit} of byte {byte} of {sent[rank]} that rank {rank} sends, {elements} elements\n  {more}\n  "
