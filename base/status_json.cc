@@ -12,7 +12,7 @@
 namespace tensormount {
 namespace {
 
-constexpr int kLargestErrno = 4095;  // Of Linux.
+constexpr int kLargestErrno = 4095;  // The largest error number that Linux returns.
 
 // The number `name`, or `none` where there is none from 0 to `largest`.
 int NumberIn(const nlohmann::json& object, const char* name, int largest, int none) {

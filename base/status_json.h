@@ -16,7 +16,7 @@ namespace tensormount {
 nlohmann::ordered_json StatusJson(const Status& failure);
 
 // The other way, from what programs say: "status" and "message" must be there, all else may be.
-// What it does not know is ignored. kInvalidArgument for what is no such object.
+// Members that it does not know are ignored. kInvalidArgument: `json` is no object, or lacks these.
 Status StatusFromJson(std::string_view json, Status& failure);
 
 }  // namespace tensormount

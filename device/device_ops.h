@@ -90,7 +90,7 @@ class DeviceQueue {
   // is, and fails with the queue where there is none. Null: the queue has no such marks.
   virtual std::shared_ptr<DeviceMark> MarkLater() { return nullptr; }
 
-  // What it may wait for from now on. A queue that never waits needs not know.
+  // How long it may wait from now on. A queue that never waits ignores this.
   virtual void SetRules(const QueueRules& /*rules*/) {}
 };
 

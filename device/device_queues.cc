@@ -469,8 +469,8 @@ Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
   return {};
 }
 
-// As many as a block has room for; false: the device has no memory for it. The block is given back
-// before the host does it instead, which takes one of its own.
+// At most as many digests as fit into a block. False: the device has no memory to compute them. The
+// block is given back before the host computes them instead, which takes a block of its own.
 Result<bool> DigestThere(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
                          std::span<const DigestWanted* const> wanted, const DeviceRules& rules) {
   TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*device));

@@ -168,9 +168,9 @@ class Turns {
   std::uint64_t next_ = 0;
 };
 
-// What a lane has to do: saves, one after the other, on a channel and a thread of its own. In the
-// order of their numbers, whichever of several callers comes first: each waits for its turn, and
-// one that held the thread before its turn would wait for what stands behind it.
+// One save that a lane has to do. A lane has a channel and a thread, and works on its saves one
+// after the other, in the order of their numbers. It must: a save waits for the turn of earlier
+// ones, and one of these that stood behind it in the queue would never have its turn.
 struct Task {
   std::uint64_t number = 0;  // Of its turn.
   std::shared_ptr<SaveHandle::Rep> job;
@@ -659,7 +659,8 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": an earlier save is still under way"};
     }
-    // As the lane does where it stages: one that has memory would wait for one that has none yet.
+    // Memory is given out in the order of saves, as in Lane::Save. Otherwise this save could hold
+    // what an earlier one needs, and wait for the turn of that one.
     if (!rep_->turns->AwaitEarlier(task.number, Turns::Step::kStaged, patience)) {
       return {Code::kDeadlineExceeded,
               "save " + task.path + ": the tensors of an earlier save are not copied yet"};

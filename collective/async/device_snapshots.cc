@@ -40,7 +40,7 @@ bool DeviceSnapshots::IsIdle(Block& block) {
 
 void DeviceSnapshots::Free(Block& block) {
   if (block.data == nullptr) return;
-  // What saves of other memory left under way keeps this one from nobody.
+  // No copy of this memory is under way, so it need not wait for copies of other memory.
   if (IsIdle(block)) block.device->remains->Renew(block.data);
   block.device->remains->Free(block.data);
   block.data = nullptr;

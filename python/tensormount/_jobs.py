@@ -204,11 +204,13 @@ class Job:
 
     Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
     What the library works with (`held`) lives until the verdict, whatever happens to the job object:
-    dropping it, an exception in `with`, the end of the interpreter. The tensors of a save are let go of
-    before, once their bytes are copied: when the call that began it returns, or, where they are copied in
-    the background, by what asks the job or waits for it, and by the next save or load. That end waits for saves (`exit_wait`) and cancels loads. A failure that nobody asked
-    for by wait() or exception() is logged as an error (logger "tensormount") when the job is dropped or
-    the process ends.
+    dropping it, an exception in `with`, the end of the interpreter, which waits for saves (`exit_wait`)
+    and cancels loads. A failure that nobody asked for by wait() or exception() is logged as an error
+    (logger "tensormount") when the job is dropped or the process ends.
+
+    The tensors of a save are let go of before the verdict, once their bytes are copied: when the call
+    that began it returns, or, where they are copied in the background, by what asks the job or waits
+    for it, and by the next save or load.
     """
 
     _word = "job"

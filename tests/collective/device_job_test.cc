@@ -56,6 +56,13 @@ class DeviceJobTest : public testing::Test {
     for (std::byte* data : memory_) device().Free(data);
   }
   HostDevice& device() { return devices_[0]; }
+  // Work of this kind ("run copy-in") does not go on until gate_ opens.
+  void StopAtTheGate(std::string_view work) {
+    device().SetFault([this, work](std::string_view what) {
+      if (what == work) gate_.Pass();
+      return Status();
+    });
+  }
   std::string Path(const std::string& name) const { return dir_.Join("store/" + name); }
 
   // Memory of the device, all of it `value`.
@@ -389,10 +396,7 @@ TEST_F(DeviceJobTest, AllocatesOnADevice) {
 Timeouts Short() { return {.arrival = milliseconds(400)}; }
 
 TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheSaveByItsDeadline) {
-  device().SetFault([&](std::string_view what) {
-    if (what == "run copy-out") gate_.Pass();
-    return Status();
-  });
+  StopAtTheGate("run copy-out");
   SaveOptions options;
   options.timeouts = Short();
   const auto begin = std::chrono::steady_clock::now();
@@ -410,10 +414,7 @@ TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheSaveByItsDeadline) {
 }
 
 TEST_F(DeviceJobTest, ACopyThatNeverEndsIsCancelled) {
-  device().SetFault([&](std::string_view what) {
-    if (what == "run copy-out") gate_.Pass();
-    return Status();
-  });
+  StopAtTheGate("run copy-out");
   std::byte* const row = Make('a');
   EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto saver, AsyncSaver::Make(comm, {}));
@@ -682,10 +683,7 @@ TEST_F(DeviceJobTest, MemoryThatNoStreamOrdersIsSaidToBeInUse) {
 // Memory that a state dict allocated goes with it, but not below a load that failed.
 TEST_F(DeviceJobTest, MemoryOfAStateIsFreedAfterWhatALoadLeftUnderWay) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);
-  device().SetFault([&](std::string_view what) {
-    if (what == "run copy-in") gate_.Pass();
-    return Status();
-  });
+  StopAtTheGate("run copy-in");
   LoadOptions options;
   options.timeouts = Short();
   EXPECT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
@@ -711,10 +709,7 @@ TEST_F(DeviceJobTest, MemoryOfAStateIsFreedAfterWhatALoadLeftUnderWay) {
 
 TEST_F(DeviceJobTest, ACopyThatNeverEndsFailsTheLoadByItsDeadline) {
   for (const Status& status : SaveRows("step")) ASSERT_OK(status);
-  device().SetFault([&](std::string_view what) {
-    if (what == "run copy-in") gate_.Pass();
-    return Status();
-  });
+  StopAtTheGate("run copy-in");
   LoadOptions options;
   options.timeouts = Short();
   ExpectOnAll(LoadRows("step", {Make('x'), Make('x')}, options), Code::kDeadlineExceeded,

@@ -24,15 +24,8 @@ using testing::SizeIs;
 constexpr Store::GcOptions kGcAtOnce{.grace = std::chrono::seconds(0),
                                      .staging_age = std::chrono::seconds(0)};
 
-class CopyTest : public StoreTest {
+class CopyTest : public SharingStoreTest {
  protected:
-  // base, and link-1 and link-2, which share its files.
-  void SetUp() override {
-    ASSERT_OK(Save("base", FrozenSpec()));
-    const Store store = MakeStore();
-    ASSERT_OK(SaveSharing(fs(), store, "link-1", StepSpec(10), "base"));
-    ASSERT_OK(SaveSharing(fs(), store, "link-2", StepSpec(20), "base"));
-  }
   std::string Other() const { return dir_.Join("other"); }
   std::string InOther(const std::string& below) const { return JoinPath(Other(), below); }
   Result<CopyReport> Copy(FileSystem& on, const std::vector<std::string>& names,

@@ -18,15 +18,12 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-class CostsTest : public StoreTest {
+class CostsTest : public SharingStoreTest {
  protected:
-  // base; link-1 and link-2 share all of it with links; copy has it as copies.
+  // Besides, copy has base as copies.
   void SetUp() override {
-    ASSERT_OK(Save("base", FrozenSpec()));
-    const Store store = MakeStore();
-    ASSERT_OK(SaveSharing(fs(), store, "link-1", StepSpec(10), "base"));
-    ASSERT_OK(SaveSharing(fs(), store, "link-2", StepSpec(20), "base"));
-    ASSERT_OK(SaveSharing(fs(), store, "copy", StepSpec(30), "base", true));
+    SharingStoreTest::SetUp();
+    ASSERT_OK(SaveSharing(fs(), MakeStore(), "copy", StepSpec(30), "base", true));
   }
   StoreCosts Costs() {
     auto costs = StoreCosts::Of(fs(), MakeStore());

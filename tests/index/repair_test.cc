@@ -41,14 +41,11 @@ void Resize(const std::string& path, std::uint64_t size) {
   Damage(path, [&] { std::filesystem::resize_file(path, size); });
 }
 
-class RepairTest : public StoreTest {
+class RepairTest : public SharingStoreTest {
  protected:
-  // base, and link-1 and link-2, which share its files; a copy of all of them.
+  // Besides, a copy of all of them.
   void SetUp() override {
-    ASSERT_OK(Save("base", FrozenSpec()));
-    const Store store = MakeStore();
-    ASSERT_OK(SaveSharing(fs(), store, "link-1", StepSpec(10), "base"));
-    ASSERT_OK(SaveSharing(fs(), store, "link-2", StepSpec(20), "base"));
+    SharingStoreTest::SetUp();
     ASSERT_OK(CopyCheckpoints(fs(), {StorePath()}, dir_.Join("copy"), {}));
     whole_ = FilesBelow(StorePath());
   }

@@ -87,6 +87,17 @@ inline std::map<std::string, std::string> FilesBelow(const std::string& folder,
   return files;
 }
 
+// base, and link-1 and link-2, which share all of its files.
+class SharingStoreTest : public StoreTest {
+ protected:
+  void SetUp() override {
+    ASSERT_OK(Save("base", FrozenSpec()));
+    const Store store = MakeStore();
+    ASSERT_OK(SaveSharing(fs(), store, "link-1", StepSpec(10), "base"));
+    ASSERT_OK(SaveSharing(fs(), store, "link-2", StepSpec(20), "base"));
+  }
+};
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_TESTS_INDEX_SHARING_STORE_H_
