@@ -107,10 +107,9 @@ class Checker {
 
   void Leftovers(const std::vector<CheckpointListing>& all) {
     for (const DirectoryEntry& e : Entries("")) {
-      if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kStagingFolder ||
-          e.name == store_paths::kTrashFolder || e.name == store_paths::kDerivedFolder ||
-          e.name == store_paths::kGenerationsFolder || e.name == store_paths::kPinsFolder ||
-          e.name == store_paths::kEphemeralFolder || e.name == store_paths::kPolicyFile) {
+      if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kPolicyFile) continue;
+      if (IsOurFolder(e.name)) {
+        NoteIfNoFolder(e.name);
         continue;
       }
       if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
@@ -177,6 +176,7 @@ class Checker {
       Unread(std::string(store_paths::kPolicyFile), policy);
     }
     const auto all = pins::ReadAll(fs_, store_, fs_.NowSeconds());
+    if (IsNoFolder(store_paths::kPinsFolder)) return;
     if (!all.ok()) return Unread(std::string(store_paths::kPinsFolder), all.status());
     for (const auto& [uuid, pin] : all.value()) {
       if (pin.problem.empty()) continue;
@@ -204,8 +204,31 @@ class Checker {
   }
 
  private:
+  static bool IsOurFolder(std::string_view name) {
+    return name == store_paths::kStagingFolder || name == store_paths::kTrashFolder ||
+           name == store_paths::kDerivedFolder || name == store_paths::kGenerationsFolder ||
+           name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder;
+  }
+
+  bool IsNoFolder(std::string_view name) {
+    const Result<FileInfo> info = fs_.LinkStat(JoinPath(store_, name));
+    return info.ok() && info.value().kind != FileKind::kDirectory &&
+           info.value().kind != FileKind::kSymlink;
+  }
+
+  // After a power cut a name can lead to another inode, where the file system has no journal.
+  void NoteIfNoFolder(std::string_view name) {
+    if (!IsNoFolder(name)) return;
+    const bool pins = name == store_paths::kPinsFolder;
+    Damage(std::string(name),
+           pins ? "not a folder: pins are lost, and nothing is removed before this is mended"
+                : "not a folder: what was in it is lost",
+           pins ? "remove it, then pin again what must stay" : "remove it: it is made anew");
+  }
+
   // What cannot be listed is a finding of its own: nobody may take it for empty.
   std::vector<DirectoryEntry> Entries(std::string_view below) {
+    if (!below.empty() && IsNoFolder(below)) return {};  // NoteIfNoFolder says it.
     auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
     if (entries.ok()) return std::move(entries).value();
     Unread(below.empty() ? "." : std::string(below), entries.status());

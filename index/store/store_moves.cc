@@ -104,7 +104,7 @@ Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::strin
   if (there.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
   TENSORMOUNT_RETURN_IF_ERROR(there.status());
   if (there.value().kind == FileKind::kDirectory) return fs.List(path);  // Made since we looked.
-  return Status(Code::kDataLoss, path + ": no folder");
+  return Status(Code::kDataLoss, path + ": not a folder; fsck says what to do");
 }
 
 Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory) {
