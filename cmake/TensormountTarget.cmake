@@ -22,15 +22,18 @@ if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
 endif()
 
 # What loops over bytes or cells is optimised where nothing else is: tests would spend most of their
-# time there. As little as possible under sanitizers: clang takes three times as long to optimise what
-# it instruments.
-set(TENSORMOUNT_HOT_FOLDERS)
+# time there. As little as possible: clang takes three times as long to optimise what it instruments.
+set(TENSORMOUNT_HOT OFF)
 if(CMAKE_BUILD_TYPE STREQUAL "Debug" AND CMAKE_CXX_FLAGS_DEBUG MATCHES "-O0")
-  set(TENSORMOUNT_HOT_FOLDERS shard)
-  if(NOT TENSORMOUNT_SANITIZE)
-    list(APPEND TENSORMOUNT_HOT_FOLDERS base)
-  endif()
+  set(TENSORMOUNT_HOT ON)
 endif()
+# Under sanitizers each test program would have 150 MB of layers in it, and linking them took a tenth of
+# such a build.
+set(TENSORMOUNT_LAYERS STATIC)
+if(TENSORMOUNT_SANITIZE)
+  set(TENSORMOUNT_LAYERS SHARED)
+endif()
+
 # tensormount_hot_sources(file...): of tests, which are not optimised otherwise. Of the files: what a
 # target says comes before what tensormount_test_support asks for.
 function(tensormount_hot_sources)
@@ -46,24 +49,42 @@ if(TENSORMOUNT_FUZZ)
   set(TENSORMOUNT_FUZZ_COVERAGE -fsanitize-coverage=inline-8bit-counters,pc-table,indirect-calls,trace-cmp)
 endif()
 
-# tensormount_add_library(<folder> SOURCES file... [PUBLIC target...] [PRIVATE target...] [SMALL] [FUZZED])
-# A static, position-independent library tensormount_<folder> with the alias tensormount::<folder>.
+# tensormount_add_library(<folder> SOURCES file... [HOT file...] [PUBLIC target...] [PRIVATE target...]
+#                         [SMALL] [FUZZED])
+# A position-independent library tensormount_<folder> with the alias tensormount::<folder>; static but
+# under sanitizers.
 # SMALL: what it does is not done often enough for speed to count; the wheel has a limit. FUZZED: fuzz
-# targets feed its readers.
+# targets feed its readers. HOT: sources too, which are optimised where nothing else is; they
+# parse nothing that other programs wrote.
 function(tensormount_add_library folder)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL;FUZZED" "" "SOURCES;PUBLIC;PRIVATE")
-  add_library(tensormount_${folder} STATIC ${arg_SOURCES})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL;FUZZED" "" "SOURCES;HOT;PUBLIC;PRIVATE")
+  set(hot FALSE)
+  if(arg_HOT AND TENSORMOUNT_HOT)
+    set(hot TRUE)
+  endif()
+  if(hot)
+    add_library(tensormount_${folder}_hot OBJECT ${arg_HOT})
+    target_link_libraries(tensormount_${folder}_hot PRIVATE tensormount_flags Threads::Threads ${arg_PUBLIC}
+      ${arg_PRIVATE})
+    # Without the precompiled headers, which were made for -O0.
+    target_compile_options(tensormount_${folder}_hot PRIVATE -O1)
+    list(APPEND arg_SOURCES $<TARGET_OBJECTS:tensormount_${folder}_hot>)
+  else()
+    list(APPEND arg_SOURCES ${arg_HOT})
+  endif()
+  add_library(tensormount_${folder} ${TENSORMOUNT_LAYERS} ${arg_SOURCES})
   add_library(tensormount::${folder} ALIAS tensormount_${folder})
   target_link_libraries(tensormount_${folder}
     PUBLIC tensormount_flags Threads::Threads ${arg_PUBLIC}
     PRIVATE ${arg_PRIVATE})
+  if(TENSORMOUNT_SANITIZE)
+    # A layer calls its own copies of inline functions, which are checked for more than those of tests.
+    target_link_options(tensormount_${folder} PRIVATE LINKER:-Bsymbolic-functions)
+  endif()
   if(arg_FUZZED)
     target_compile_options(tensormount_${folder} PRIVATE ${TENSORMOUNT_FUZZ_COVERAGE})
   endif()
-  if(folder IN_LIST TENSORMOUNT_HOT_FOLDERS)
-    # Without the precompiled headers, which were made for -O0.
-    target_compile_options(tensormount_${folder} PRIVATE -O1)
-  elseif(arg_SMALL AND TARGET tensormount_small_pch)
+  if(arg_SMALL AND TARGET tensormount_small_pch)
     target_compile_options(tensormount_${folder} PRIVATE -Os)
     target_precompile_headers(tensormount_${folder} REUSE_FROM tensormount_small_pch)
   else()

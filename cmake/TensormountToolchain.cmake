@@ -3,8 +3,11 @@
 
 # One set of code-generation flags for libraries and programs alike: precompiled headers can then
 # be shared between all of them (-fPIC against -fPIE would make GCC refuse them).
-add_compile_options(-fPIC -fvisibility=hidden
-                    $<$<COMPILE_LANGUAGE:CXX>:-fvisibility-inlines-hidden>)
+add_compile_options(-fPIC $<$<COMPILE_LANGUAGE:CXX>:-fvisibility-inlines-hidden>)
+# Under sanitizers the layers are libraries of their own, which see each other (tensormount_add_library).
+if(NOT TENSORMOUNT_SANITIZE)
+  add_compile_options(-fvisibility=hidden)
+endif()
 
 find_program(TENSORMOUNT_CCACHE ccache)
 mark_as_advanced(TENSORMOUNT_CCACHE)

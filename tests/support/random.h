@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,12 +23,7 @@ class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
 
-  std::uint64_t Next() {
-    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-  }
+  std::uint64_t Next();
 
   // Uniform enough for tests, both ends included. Needs low <= high.
   std::int64_t Int(std::int64_t low, std::int64_t high) {
@@ -47,18 +41,7 @@ class Random {
     return bytes;
   }
 
-  void Fill(void* data, std::size_t count) {
-    // By words: byte by byte it is slow where nothing is optimised.
-    unsigned char* out = static_cast<unsigned char*>(data);
-    for (; count >= 8; count -= 8, out += 8) {
-      const std::uint64_t word = Next();
-      std::memcpy(out, &word, 8);
-    }
-    if (count > 0) {
-      const std::uint64_t word = Next();
-      std::memcpy(out, &word, count);
-    }
-  }
+  void Fill(void* data, std::size_t count);
 
   template <typename T>
   void Shuffle(std::vector<T>& items) {
