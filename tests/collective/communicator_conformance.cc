@@ -11,6 +11,7 @@
 
 #include "tests/collective/conform.h"
 #include "tests/support/random.h"
+#include "tests/support/sanitized.h"
 
 namespace tensormount {
 namespace {
@@ -20,6 +21,7 @@ using Request = Communicator::Request;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kMiB = 1 << 20;
+constexpr std::size_t kLarge = Amount(8 * kMiB, 2 * kMiB);
 
 ByteVector Pattern(std::size_t size, int from, std::size_t index) {
   ByteVector out(size);
@@ -72,7 +74,7 @@ Status ReceiveNow(Communicator& comm, int from, std::uint32_t tag, const ByteVec
 // One message of each size goes round a ring, all outstanding at once on one tag.
 Status SizesArriveInOrder(Communicator& comm) {
   const std::vector<std::size_t> sizes = {0,    1,     7,        4095,      4096,           4097,
-                                          8192, 65536, 300'000,  kMiB,      8 * kMiB,       0,
+                                          8192, 65536, 300'000,  kMiB,      kLarge,         0,
                                           3,    2048,  kMiB - 1, 512 << 10, (512 << 10) + 1};
   const int to = (comm.rank() + 1) % comm.size();
   const int from = (comm.rank() + comm.size() - 1) % comm.size();
@@ -315,7 +317,7 @@ class Mapping {
 Status CancelledMemoryIsFree(Communicator& comm) {
   if (comm.rank() > 1) return {};
   const int peer = 1 - comm.rank();
-  for (const std::size_t size : {std::size_t{100}, 16 * kMiB}) {
+  for (const std::size_t size : {std::size_t{100}, 2 * kLarge}) {
     for (const int us : {0, 200, 1000, 2000, 4000, 8000}) {
       Mapping out(size);
       Mapping in(size);

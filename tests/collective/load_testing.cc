@@ -74,8 +74,9 @@ std::vector<Region> CutByRule(const Dims& shape, const std::string& rule, int ra
 std::string BytesOf(const GlobalTensor& tensor, const Region& region) {
   const std::size_t size = ElementBytes(tensor.dtype);
   std::string out;
-  ForEachCell(tensor.shape, region, [&](std::int64_t, std::int64_t element) {
-    out.append(tensor.bytes, static_cast<std::size_t>(element) * size, size);
+  ForEachCellRow(tensor.shape, region, [&](auto, auto element, auto length) {
+    out.append(tensor.bytes, static_cast<std::size_t>(element) * size,
+               static_cast<std::size_t>(length) * size);
   });
   return out;
 }

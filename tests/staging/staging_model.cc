@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include "shard/leaf_hash.h"
 #include "tests/support/cells.h"
@@ -15,16 +16,12 @@ namespace {
 std::vector<std::uint64_t> Positions(const TensorMeta& meta, const Box& box) {
   const Result<Region> region = ByteRegion(meta.dtype(), meta.shape(), box);
   if (!region.ok()) return {};
-  std::vector<std::uint64_t> positions;
-  positions.reserve(static_cast<std::size_t>(region.value().volume()));
-  if (box == Box::Whole(meta.shape())) {
-    for (std::uint64_t i = 0; i < meta.bytes(); ++i) positions.push_back(i);
-    return positions;
-  }
-  ForEachCell(ByteShape(meta.dtype(), meta.shape()), region.value(),
-              [&](std::int64_t, std::int64_t element) {
-                positions.push_back(static_cast<std::uint64_t>(element));
-              });
+  std::vector<std::uint64_t> positions(static_cast<std::size_t>(region.value().volume()));
+  ForEachCellRow(ByteShape(meta.dtype(), meta.shape()), region.value(),
+                 [&](std::int64_t position, std::int64_t element, std::int64_t length) {
+                   std::uint64_t* const row = positions.data() + position;
+                   std::iota(row, row + length, static_cast<std::uint64_t>(element));
+                 });
   return positions;
 }
 

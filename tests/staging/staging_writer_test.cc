@@ -358,8 +358,10 @@ TEST_F(StagingWriterTest, TargetsOfOneTensorThatOverlapKeepTheirBytes) {
 }
 
 TEST_F(StagingWriterTest, HundredThousandTinyWritesStaySmall) {
-  constexpr std::size_t kRows = Amount(100'000u, 70'000u);  // A file of its own, of over 4 MiB.
-  const TensorMeta meta = Meta("w", DType::kU8, {std::int64_t{kRows}, 64});
+  // A file of its own, of over 4 MiB.
+  constexpr std::size_t kRows = Amount(100'000u, 17'500u);
+  constexpr std::size_t kRow = Amount(64u, 256u);
+  const TensorMeta meta = Meta("w", DType::kU8, {std::int64_t{kRows}, std::int64_t{kRow}});
   ASSERT_OK_AND_ASSIGN(const auto target, writer_->OpenTarget(meta, Box::Whole(meta.shape())));
   std::vector<std::uint64_t> rows(kRows);
   for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = i;
@@ -375,8 +377,8 @@ TEST_F(StagingWriterTest, HundredThousandTinyWritesStaySmall) {
   KnownBytes want(target->size());
   const std::size_t bytes_of_test = data.size() + 2 * want.bytes.size();
   for (const std::uint64_t row : rows) {
-    ASSERT_OK(target->Write(row * 64 + 16, data.data() + row * 32, 32));
-    want.Write(row * 64 + 16, std::string_view(data).substr(row * 32, 32));
+    ASSERT_OK(target->Write(row * kRow + 16, data.data() + row * 32, 32));
+    want.Write(row * kRow + 16, std::string_view(data).substr(row * 32, 32));
   }
   const std::size_t after = heap();
   if (after > 0) {
@@ -388,17 +390,17 @@ TEST_F(StagingWriterTest, HundredThousandTinyWritesStaySmall) {
   // In order: one for all.
   const std::uint64_t journal = JournalSize();
   for (std::uint64_t row = 0; row < rows.size(); ++row) {
-    ASSERT_OK(target->Write(row * 64, data.data() + row * 32, 16));
-    want.Write(row * 64, std::string_view(data).substr(row * 32, 16));
+    ASSERT_OK(target->Write(row * kRow, data.data() + row * 32, 16));
+    want.Write(row * kRow, std::string_view(data).substr(row * 32, 16));
   }
   ASSERT_OK(target->Sync());
   EXPECT_LT(JournalSize() - journal, 4096u);
   const std::string read = [&] {
     std::string out(32, '\0');
-    EXPECT_OK(target->Read(kRows / 9 * 64 + 16, out.data(), out.size()));
+    EXPECT_OK(target->Read(kRows / 9 * kRow + 16, out.data(), out.size()));
     return out;
   }();
-  EXPECT_EQ(read, want.bytes.substr(kRows / 9 * 64 + 16, 32));
+  EXPECT_EQ(read, want.bytes.substr(kRows / 9 * kRow + 16, 32));
   EXPECT_EQ(target->written_bytes(), want.count());
 }
 

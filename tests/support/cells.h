@@ -8,25 +8,38 @@
 
 namespace tensormount {
 
-// Cell by cell, slow and obvious, for oracles. Calls fn(position, element): the cell at `position`
-// of the region's row-major order is element number `element` of the tensor's.
+// Row by row of the last axis, obvious, for oracles. Calls fn(position, element, length): the cells
+// from `position` on of the region's row-major order are those from number `element` on of the
+// tensor's, `length` of them.
 template <typename Fn>
-void ForEachCell(const Dims& shape, const Region& region, Fn fn) {
+void ForEachCellRow(const Dims& shape, const Region& region, Fn fn) {
   std::int64_t position = 0;
   for (const Box& box : region.Boxes()) {
     const std::int64_t volume = box.volume();
-    for (std::int64_t i = 0; i < volume; ++i) {
-      std::int64_t rest = i;
-      std::int64_t element = 0;
-      std::int64_t step = 1;
-      for (int a = box.rank() - 1; a >= 0; --a) {
+    const int last = box.rank() - 1;
+    const std::int64_t length = last < 0 ? 1 : box.extent(last);
+    for (std::int64_t row = 0; row * length < volume; ++row) {
+      std::int64_t rest = row;
+      std::int64_t element = last < 0 ? 0 : box.begin(last);
+      std::int64_t step = last < 0 ? 1 : shape[last];
+      for (int a = last - 1; a >= 0; --a) {
         element += (box.begin(a) + rest % box.extent(a)) * step;
         rest /= box.extent(a);
         step *= shape[a];
       }
-      fn(position++, element);
+      fn(position, element, length);
+      position += length;
     }
   }
+}
+
+// Cell by cell: fn(position, element).
+template <typename Fn>
+void ForEachCell(const Dims& shape, const Region& region, Fn fn) {
+  ForEachCellRow(shape, region,
+                 [&](std::int64_t position, std::int64_t element, std::int64_t length) {
+                   for (std::int64_t i = 0; i < length; ++i) fn(position + i, element + i);
+                 });
 }
 
 }  // namespace tensormount

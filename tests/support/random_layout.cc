@@ -224,9 +224,10 @@ std::string OracleBytes(const RandomTensor& tensor, const Region& region) {
   const std::size_t size = tensor.element_bytes();
   if (size == 0) return OracleBits(tensor, region);
   std::string bytes(static_cast<std::size_t>(region.volume()) * size, '\0');
-  ForEachCell(tensor.shape, region, [&](std::int64_t position, std::int64_t element) {
+  ForEachCellRow(tensor.shape, region, [&](auto position, auto element, auto length) {
     std::memcpy(bytes.data() + static_cast<std::size_t>(position) * size,
-                tensor.bytes.data() + static_cast<std::size_t>(element) * size, size);
+                tensor.bytes.data() + static_cast<std::size_t>(element) * size,
+                static_cast<std::size_t>(length) * size);
   });
   return bytes;
 }
