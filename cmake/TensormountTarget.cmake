@@ -60,13 +60,18 @@ function(tensormount_add_library folder)
   cmake_parse_arguments(PARSE_ARGV 1 arg "SMALL;FUZZED" "" "SOURCES;HOT;PUBLIC;PRIVATE")
   set(hot FALSE)
   if(arg_HOT AND TENSORMOUNT_HOT)
-    set(hot TRUE)
+    # lib/ takes the objects of a layer, which those of another library are not among.
+    if(TENSORMOUNT_SANITIZE)
+      set(hot TRUE)
+    else()
+      tensormount_hot_sources(${arg_HOT})
+    endif()
   endif()
   if(hot)
+    # Batches of their own, without the precompiled headers, which were made for -O0.
     add_library(tensormount_${folder}_hot OBJECT ${arg_HOT})
     target_link_libraries(tensormount_${folder}_hot PRIVATE tensormount_flags Threads::Threads ${arg_PUBLIC}
       ${arg_PRIVATE})
-    # Without the precompiled headers, which were made for -O0.
     target_compile_options(tensormount_${folder}_hot PRIVATE -O1)
     list(APPEND arg_SOURCES $<TARGET_OBJECTS:tensormount_${folder}_hot>)
   else()

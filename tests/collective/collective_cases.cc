@@ -14,9 +14,13 @@
 #include "tests/collective/bulk_exchange.h"
 #include "tests/collective/conform.h"
 #include "tests/support/random.h"
+#include "tests/support/sanitized.h"
 
 namespace tensormount {
 namespace {
+
+// More than one message of an exchange carries.
+constexpr std::size_t kBulk = Amount(3u << 20, 5u << 18);
 
 using Clock = std::chrono::steady_clock;
 
@@ -323,8 +327,8 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
     case Operation::kAgree:
       return c.Agree({}, phase);
     case Operation::kExchange: {
-      std::vector<std::string> in(static_cast<std::size_t>(c.size()), std::string(3 << 20, ' '));
-      std::string out(3 << 20, 'e');
+      std::vector<std::string> in(static_cast<std::size_t>(c.size()), std::string(kBulk, ' '));
+      std::string out(kBulk, 'e');
       std::vector<BulkTransfer> sends;
       std::vector<BulkTransfer> receives;
       for (int p = 0; p < c.size(); ++p) {
@@ -342,7 +346,7 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
           .status();
     case Operation::kAllToAll: {
       const auto n = static_cast<std::size_t>(c.size());
-      return AllToAll(c, std::vector<std::string>(n, std::string(3 << 20, 'l')), phase).status();
+      return AllToAll(c, std::vector<std::string>(n, std::string(kBulk, 'l')), phase).status();
     }
   }
   return {Code::kInternal, "no such operation"};

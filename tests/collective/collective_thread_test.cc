@@ -22,6 +22,7 @@
 #include "tests/collective/bulk_exchange.h"
 #include "tests/collective/collective_cases.h"
 #include "tests/support/random.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {
@@ -55,7 +56,9 @@ TEST(GuardedTest, EveryExceptionIsAStatus) {
 }
 
 TEST(CollectiveTest, AHundredMegabytesAreGathered) {
-  EXPECT_OK(RunOnThreads(2, [](Communicator& c) { return ExerciseLargePayload(c, 100'000'000); }));
+  EXPECT_OK(RunOnThreads(2, [](Communicator& c) {
+    return ExerciseLargePayload(c, Amount(100'000'000u, 20'000'000u));
+  }));
 }
 
 // They were added to the clock as they are, and passed at once.

@@ -10,6 +10,7 @@ import unittest
 
 import ranks
 import support
+from support import LONG
 import tensormount as tm
 
 try:
@@ -26,7 +27,6 @@ GRACE = 2.0
 # The writer knows at once; then DCP tells all ranks by a collective of gloo's, which may wait for the
 # one that is gone until this.
 GLOO = 10.0
-LONG = support.scaled(1) > 1
 RANKS = 4 if LONG else 3
 
 

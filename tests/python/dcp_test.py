@@ -11,6 +11,7 @@ import sys
 import unittest
 
 import support
+from support import LONG, needs_long
 import tensormount as tm
 from torchrun import main, torchrun
 
@@ -25,8 +26,6 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(str(error))
 
-LONG = support.scaled(1) > 1
-needs_long = unittest.skipUnless(LONG, "takes long: TENSORMOUNT_TEST_SCALE=34")
 
 # Axes of the mesh, and placements for n ranks in all.
 SHARDINGS = {

@@ -80,7 +80,7 @@ class Exports(support.Folder):
         generator, seed = support.seeded()
         self.leaves = collections.Counter()
         ways = [self.of_save, self.of_torch_save, self.of_writer, self.of_torch_file]
-        rounds = support.scaled(60)
+        rounds = support.scaled(148 if support.LONG else 60)
         for number in range(rounds):
             with self.subTest(seed=seed, number=number, way=ways[number % 4].__name__):
                 maker = Maker(generator.getrandbits(64), fp4=number % 5 == 1)

@@ -93,6 +93,10 @@ def scaled(cases):
     return max(1, int(cases * float(os.environ.get("TENSORMOUNT_TEST_SCALE", "1"))))
 
 
+LONG = scaled(1) > 1
+needs_long = unittest.skipUnless(LONG, "takes long: TENSORMOUNT_TEST_SCALE=34")
+
+
 def needs(*modules):
     """Skips a test or a class of them by the name of what is not installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

@@ -9,6 +9,7 @@ import time
 import unittest
 
 import support
+from support import needs_long
 import tensormount as tm
 from torchrun import LIMIT, Ranks, main, torchrun
 
@@ -20,8 +21,6 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(str(error))
 
-LONG = support.scaled(1) > 1
-needs_long = unittest.skipUnless(LONG, "takes long: TENSORMOUNT_TEST_SCALE=34")
 
 # 37 rows on 3 x 2 ranks: FSDP2's parts over tensor parallelism are not what their placements say.
 VOCABULARY, WIDTH, HEAD, LENGTH = 37, 16, 4, 12
