@@ -29,12 +29,6 @@ constexpr std::optional<T> CheckedAdd(T a, T b) {
   return r;
 }
 template <std::integral T>
-constexpr std::optional<T> CheckedSub(T a, T b) {
-  T r;
-  if (__builtin_sub_overflow(a, b, &r)) return std::nullopt;
-  return r;
-}
-template <std::integral T>
 constexpr std::optional<T> CheckedMul(T a, T b) {
   T r;
   if (__builtin_mul_overflow(a, b, &r)) return std::nullopt;

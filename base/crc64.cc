@@ -107,8 +107,4 @@ Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::siz
                    ones.data());
 }
 
-Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes) {
-  return Crc64Shift(b_bytes).Apply(a) ^ b;
-}
-
 }  // namespace tensormount

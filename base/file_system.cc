@@ -241,48 +241,4 @@ std::string WithoutTrailingSlashes(std::string_view path) {
   return std::string(path);
 }
 
-std::string_view FileOpName(FileOp op) {
-  switch (op) {
-    case FileOp::kOpenRead:
-      return "open";
-    case FileOp::kCreate:
-      return "create";
-    case FileOp::kOpenShared:
-      return "open-shared";
-    case FileOp::kRead:
-      return "read";
-    case FileOp::kWrite:
-      return "write";
-    case FileOp::kTruncate:
-      return "truncate";
-    case FileOp::kSync:
-      return "sync";
-    case FileOp::kSeal:
-      return "seal";
-    case FileOp::kClose:
-      return "close";
-    case FileOp::kCreateDirectory:
-      return "mkdir";
-    case FileOp::kList:
-      return "list";
-    case FileOp::kStat:
-      return "stat";
-    case FileOp::kLink:
-      return "link";
-    case FileOp::kRename:
-      return "rename";
-    case FileOp::kExchange:
-      return "exchange";
-    case FileOp::kRemoveFile:
-      return "unlink";
-    case FileOp::kRemoveDirectory:
-      return "rmdir";
-    case FileOp::kSyncDirectory:
-      return "sync-directory";
-    case FileOp::kLock:
-      return "lock";
-  }
-  return "?";
-}
-
 }  // namespace tensormount

@@ -86,9 +86,6 @@ class Crc64Shift {
 // and none is begun or ended by itself. Longer and shorter ones are hashed one after the other.
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
                 std::uint64_t distance);
-// CRC of A followed by B from those of A and B.
-Crc64 Crc64Combine(Crc64 a, Crc64 b, std::uint64_t b_bytes);
-
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_BASE_HASH_H_

@@ -44,8 +44,7 @@ struct Program {
       "or file in a format of docs/formats-adopted.md, or a training directory of such.",
       "tensormount"};
   Terminal terminal;
-  std::function<int()> run;              // Set by the subcommand that was named.
-  std::vector<std::string> unsupported;  // Options that were given and are not built.
+  std::function<int()> run;  // Set by the subcommand that was named.
 
   // What the options of each subcommand are parsed into. One is used in a run.
   ImportArgs import;
@@ -85,14 +84,6 @@ struct Program {
       run = [this, &args, function] { return function(args, terminal); };
     });
     return command;
-  }
-  // An option of the interface that is not built: given, the command refuses.
-  void NotBuilt(CLI::App* command, const std::string& option) {
-    command
-        ->add_option_function<std::string>(
-            option, [this, option](const std::string&) { unsupported.push_back(option); },
-            "not built yet")
-        ->group(kNotBuiltGroup);
   }
 };
 
@@ -678,11 +669,6 @@ int Run(int argc, const char* const* argv) {
     return FailToParse(app, error, argc, argv, program.terminal);
   }
   if (program.terminal.log_level) SetLogLevel(*program.terminal.log_level);
-  if (!program.unsupported.empty()) {
-    return program.terminal.Fail(
-        Status(Code::kUnsupported,
-               fmt::format("{}: this option is not built yet", program.unsupported[0])));
-  }
   return program.run();
 }
 

@@ -15,8 +15,6 @@
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kRootDomain("tensormount common v1\0", 22);
-
 // What is left of `value`, which stands at `path`.
 CommonValue WithoutExempt(const CommonValue& value, std::string& path, CommonGlobs exempt) {
   const std::size_t length = path.size();
@@ -78,17 +76,6 @@ std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& valu
   ByteWriter out;
   if (!AppendCompared(out, name, value, exempt)) return std::nullopt;
   return Xxh3(out.bytes());
-}
-
-Hash128 CommonRoot(const std::map<std::string, CommonValue>& common, CommonGlobs exempt) {
-  Xxh3Stream root;
-  root.Update(kRootDomain.data(), kRootDomain.size());
-  ByteWriter out;
-  for (const auto& [name, value] : common) {
-    out.bytes().clear();
-    if (AppendCompared(out, name, value, exempt)) root.Update(out.bytes().data(), out.size());
-  }
-  return root.Value();
 }
 
 std::optional<std::string> FirstCommonDifference(const std::map<std::string, CommonValue>& a,

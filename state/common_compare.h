@@ -28,10 +28,6 @@ bool IsExempt(CommonGlobs exempt, std::string_view path);
 std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& value,
                                   CommonGlobs exempt);
 
-// Of a whole common state. Where ranks set different names their roots differ, although that is
-// legitimate: then CommonHash and FirstCommonDifference tell, name by name.
-Hash128 CommonRoot(const std::map<std::string, CommonValue>& common, CommonGlobs exempt);
-
 // The first difference, in the order of names, of what both ranks have set:
 //   "common value args.lr: 0.1 on rank 0 and 0.2 on rank 3"
 //   "common value args.fp8: only on rank 3"

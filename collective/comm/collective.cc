@@ -285,34 +285,6 @@ Result<std::string> Collective::Broadcast(const Result<std::string>& mine, std::
   return *payload;
 }
 
-Result<std::vector<std::uint64_t>> Collective::AllReduceXor(std::span<const std::uint64_t> mine,
-                                                            std::string_view phase) {
-  const std::string_view bytes(reinterpret_cast<const char*>(mine.data()), mine.size_bytes());
-  const auto decide = [](Parts& parts, std::string* verdict) -> Status {
-    *verdict = std::move(parts[0]);
-    for (std::size_t r = 1; r < parts.size(); ++r) {
-      if (parts[r].size() != verdict->size()) {
-        return {Code::kInternal, "XOR of all ranks: rank " + std::to_string(r) + " has " +
-                                     std::to_string(parts[r].size() / 8) + " numbers, rank 0 " +
-                                     std::to_string(verdict->size() / 8)};
-      }
-      for (std::size_t i = 0; i + 8 <= verdict->size(); i += 8) {
-        StoreLittle(verdict->data() + i, LoadLittle<std::uint64_t>(verdict->data() + i) ^
-                                             LoadLittle<std::uint64_t>(parts[r].data() + i));
-      }
-    }
-    return {};
-  };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
-                               RunRound(*engine_, CollectiveOp::kXor, phase, bytes, decide));
-  if (payload->size() != mine.size_bytes()) {
-    return Status(Code::kDataLoss, "XOR of all ranks: the answer has another length");
-  }
-  std::vector<std::uint64_t> out(mine.size());
-  if (!out.empty()) std::memcpy(out.data(), payload->data(), payload->size());
-  return out;
-}
-
 Status Collective::Agree(const Status& mine, std::string_view phase) {
   const Result<std::string_view> status =
       mine.ok() ? Result<std::string_view>(std::string_view()) : Result<std::string_view>(mine);

@@ -73,9 +73,6 @@ class Collective {
   Result<std::vector<std::string>> Gather(std::string_view mine, std::string_view phase);
   // Rank 0's bytes on every rank. Where rank 0 calls it with a failure, that is what all return.
   Result<std::string> Broadcast(const Result<std::string>& mine, std::string_view phase);
-  // XOR of everybody's u64s; lengths must agree (kInternal).
-  Result<std::vector<std::uint64_t>> AllReduceXor(std::span<const std::uint64_t> mine,
-                                                  std::string_view phase);
   // Failures as data: ok on all ranks or the same failure on all: that of the lowest failing
   // rank, with "rank N: " before it and how many others failed. Codes and errno are kept.
   // The step before anything that must happen everywhere or nowhere: a rank that failed alone must

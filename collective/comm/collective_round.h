@@ -41,8 +41,8 @@ class Heartbeat {
   std::thread thread_;
 };
 
-// Who was silent for too long in an earlier job of these ranks, on whatever channel, and was not heard
-// of since. Thread-safe.
+// Who was silent for too long in an earlier job of these ranks, on whatever channel, and was not
+// heard of since. Thread-safe.
 class LostRanks {
  public:
   using Clock = std::chrono::steady_clock;
@@ -121,8 +121,7 @@ enum class CollectiveOp : std::uint8_t {
   kAllGather = 1,
   kGather,
   kBroadcast,
-  kXor,
-  kAgree,
+  kAgree = 5,
   kExchange,
   kTransfer,
   kDecide,

@@ -39,8 +39,6 @@ std::uint32_t OwnerOf(std::string_view key, std::uint32_t owners);
 // with equal layouts have equal bytes: nothing in it depends on the rank. Empty where it is
 // nothing.
 std::string EncodeLayout(const StateDict& state, std::uint32_t owner, std::uint32_t owners);
-// Of a rank's whole layout: equal for equal layouts. Lengths and contents of objects are no part.
-Hash128 LayoutFingerprint(const StateDict& state);
 
 // Layouts of all ranks, column by column: many boxes of few tensors, cheap to add to and to walk.
 class LayoutTable {

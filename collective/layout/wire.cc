@@ -256,14 +256,6 @@ std::string EncodeLayout(const StateDict& state, std::uint32_t owner, std::uint3
   return std::move(LayoutEncoder(state).Encode(owners, LayoutPart::kAll)[owner]);
 }
 
-Hash128 LayoutFingerprint(const StateDict& state) {
-  const LayoutHashes hashes = LayoutEncoder(state).Hashes();
-  ByteWriter out;
-  out.Hash(hashes.tensors);
-  out.U64(hashes.objects);
-  return Xxh3(out.bytes());
-}
-
 Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
   const std::string_view magic = in.Raw(kLayoutMagic.size());
   const std::uint32_t version = in.U32();

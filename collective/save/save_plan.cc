@@ -502,18 +502,6 @@ Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
   return std::move(out.bytes());
 }
 
-Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule, SaveStrategy strategy) {
-  PlanRules rules;
-  rules.placement = rule;
-  rules.strategy = strategy;
-  SavePlanner planner(layout, rules);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string survey, planner.Survey());
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const std::string decision,
-      SavePlanner::Decide(std::span<const std::string>(&survey, 1), rules, layout.world));
-  return planner.Plan(decision, 0);
-}
-
 Result<Region> PartOfRegion(const TensorMeta& meta, const Region& region, std::uint64_t begin,
                             std::uint64_t bytes) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t all,

@@ -102,10 +102,6 @@ class SavePlanner {
   std::unique_ptr<Rep> rep_;
 };
 
-// All three steps for an only owner.
-Result<SavePlan> PlanSave(const GlobalLayout& layout, PlacementRule rule,
-                          SaveStrategy strategy = SaveStrategy::kParallel);
-
 // The cells that bytes [begin, begin + bytes) of a region's packed order are.
 // kInvalidArgument where they lie outside, or begin or end inside an element.
 Result<Region> PartOfRegion(const TensorMeta& meta, const Region& region, std::uint64_t begin,

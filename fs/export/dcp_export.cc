@@ -23,7 +23,7 @@
 
 #include "base/checked.h"
 #include "fs/export/export_plan.h"
-#include "fs/export/torch_text.h"
+#include "fs/formats/torch_text.h"
 #include "index/read/saved_paths.h"
 
 namespace tensormount::fs {

@@ -9,7 +9,7 @@
 
 #include "base/coding.h"
 #include "base/hash.h"
-#include "fs/export/torch_text.h"
+#include "fs/formats/torch_text.h"
 #include "fs/views/tied_names.h"
 #include "fs/views/zarr_metadata.h"
 #include "index/foreign/weight_files.h"
@@ -374,6 +374,12 @@ void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
   file.made = view.Serve(std::move(segments), file.name.empty() ? "export" : file.name, Node{});
   plan.bytes += file.size;
   plan.files.push_back(std::move(file));
+}
+
+Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
+                                    std::string_view shown_key) {
+  if (shown.tensors.has_own_keys()) return std::string(shown_key);
+  return shown.tensors.StoredKeyAt(n);
 }
 
 }  // namespace tensormount::fs

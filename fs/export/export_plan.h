@@ -16,7 +16,7 @@
 #include "tensormount/status.h"
 
 #include "base/byte_range.h"
-#include "fs/export/zip_writer.h"
+#include "fs/formats/zip_writer.h"
 #include "fs/node.h"
 #include "fs/views/checkpoint_view.h"
 #include "fs/views/hf_options.h"
@@ -140,6 +140,10 @@ Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int fil
                ExportPlan& plan);
 // One file, a state dict, nested where the checkpoint says how (kPlannerData).
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);
+
+// Of number `n` of the shown tensors, which is shown as `shown_key`.
+Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
+                                    std::string_view shown_key);
 
 }  // namespace tensormount::fs
 

@@ -10,7 +10,7 @@
 #include <fmt/core.h>
 
 #include "fs/export/export_plan.h"
-#include "fs/export/torch_text.h"
+#include "fs/formats/torch_text.h"
 #include "index/foreign/dcp_objects.h"
 #include "index/foreign/value_budget.h"
 #include "index/read/saved_paths.h"

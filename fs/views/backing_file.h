@@ -7,7 +7,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 #include "fs/views/shown_checkpoint.h"
 
 namespace tensormount::fs {

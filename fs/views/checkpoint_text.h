@@ -9,7 +9,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/generated_text.h"
+#include "fs/formats/generated_text.h"
 #include "fs/views/shown_checkpoint.h"
 
 // The JSON files of a checkpoint. Their text depends on the committed records alone, so that every

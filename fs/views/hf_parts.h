@@ -11,8 +11,8 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_segments.h"
-#include "fs/views/generated_text.h"
+#include "fs/formats/file_segments.h"
+#include "fs/formats/generated_text.h"
 #include "fs/views/hf_options.h"
 #include "fs/views/shown_checkpoint.h"
 

@@ -7,7 +7,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 #include "fs/views/shown_checkpoint.h"
 #include "index/read/checkpoint.h"
 

@@ -5,7 +5,7 @@
 #include "tensormount/box.h"
 #include "tensormount/status.h"
 
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 
 namespace tensormount::fs {
 

@@ -10,7 +10,7 @@
 
 #include "tensormount/status.h"
 
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 
 namespace tensormount::fs {
 

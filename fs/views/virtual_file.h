@@ -11,7 +11,7 @@
 #include "tensormount/status.h"
 
 #include "fs/node.h"
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 #include "index/read/checkpoint.h"
 #include "index/read/proven_ranges.h"
 

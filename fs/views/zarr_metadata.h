@@ -10,10 +10,10 @@
 #include "tensormount/dtype.h"
 #include "tensormount/status.h"
 
-#include "fs/views/generated_text.h"
+#include "fs/formats/generated_text.h"
 #include "fs/views/key_tree.h"
 #include "fs/views/shown_tensors.h"
-#include "fs/views/zarr_grid.h"
+#include "fs/formats/zarr_grid.h"
 
 // The zarr.json files of zarr/ (Zarr v3 core specification).
 

@@ -12,7 +12,7 @@
 
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
-#include "fs/views/zarr_grid.h"
+#include "fs/formats/zarr_grid.h"
 #include "index/records/lru_cache.h"
 
 namespace tensormount::fs {

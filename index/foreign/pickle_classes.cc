@@ -276,12 +276,6 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
   return nullptr;
 }
 
-KnownClass FindClass(std::string_view module, std::string_view name) {
-  KnownClass prefix = kUnknown;
-  const ClassRow* row = FindClassRow(module, name, &prefix);
-  return row == nullptr ? prefix : row->known;
-}
-
 // For the message only: an operation that is not here and not known to the machine does not exist
 // in pickletools either, and is damage.
 std::string_view UnusedOperation(unsigned char op) {

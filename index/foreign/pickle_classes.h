@@ -72,10 +72,6 @@ enum class KnownClass : std::uint8_t {
   kTrainerRecord,
 };
 
-// kUnknown where the name is not in the table.
-// Pure, and safe on any thread: the table is made once, at the first call.
-KnownClass FindClass(std::string_view module, std::string_view name);
-
 // Whether a name that is not in the table is of another package: of none of Python's own modules,
 // whose functions could change what a stream made before, and not of torch's, numpy's and ours,
 // whose names the table has. torch's modules and optimizers are plain classes, and count.

@@ -9,6 +9,7 @@
 #include "index/records/record_coding.h"
 #include "index/store/store.h"
 #include "tests/adopt/foreign_support.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {

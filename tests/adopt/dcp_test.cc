@@ -15,6 +15,7 @@
 #include "tests/adopt/adopted.h"
 #include "tests/adopt/zip_builder.h"
 #include "tests/support/cells.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"

@@ -8,6 +8,7 @@
 
 #include "index/records/completeness.h"
 #include "tests/adopt/foreign_support.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 
 namespace tensormount {

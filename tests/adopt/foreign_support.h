@@ -10,6 +10,7 @@
 
 #include "index/foreign/foreign.h"
 #include "index/read/checkpoint.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/temp_dir.h"
 

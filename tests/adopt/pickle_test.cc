@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "index/foreign/pickle_record.h"
 #include "tests/adopt/bytes.h"
 #include "tests/support/status_matchers.h"
 
@@ -265,6 +266,12 @@ TEST(Pickle, LongTextsAreNoNamesAndNotHashed) {
   std::string many = Bytes('X', U32(1 << 20), std::string(1 << 20, 'k'), 'q', 0, "0}(");
   for (int i = 0; i < 100000; ++i) many += Bytes('h', 0, 'N');
   EXPECT_THAT(ParseOps(Bytes(many, "u")), IsOk());
+}
+
+KnownClass FindClass(std::string_view module, std::string_view name) {
+  KnownClass of_module = KnownClass::kUnknown;
+  const ClassRow* row = FindClassRow(module, name, &of_module);
+  return row == nullptr ? of_module : row->known;
 }
 
 TEST(Pickle, TrainersMayNameTheirClasses) {

@@ -7,6 +7,7 @@
 #include "index/foreign/format.h"
 #include "index/foreign/open_source.h"
 #include "tests/adopt/safetensors_maker.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"

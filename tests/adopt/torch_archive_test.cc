@@ -6,6 +6,7 @@
 
 #include "index/foreign/torch_tensor.h"
 #include "tests/adopt/zip_builder.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -22,6 +22,7 @@
 #include "base/host_rename.h"
 #include "base/spare_descriptors.h"
 #include "tests/support/forked.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

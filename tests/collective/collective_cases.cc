@@ -60,26 +60,6 @@ Status Broadcasts(Collective& c) {
   return {};
 }
 
-Status Reductions(Collective& c) {
-  std::vector<std::uint64_t> mine;
-  std::vector<std::uint64_t> expected(1000);
-  for (std::uint64_t i = 0; i < 1000; ++i) {
-    mine.push_back(i * 0x9E3779B97F4A7C15u << c.rank());
-    for (int r = 0; r < c.size(); ++r) expected[i] ^= i * 0x9E3779B97F4A7C15u << r;
-  }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto got, c.AllReduceXor(mine, "xor"));
-  CONFORM(got == expected);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto none, c.AllReduceXor({}, "xor of nothing"));
-  CONFORM(none.empty());
-  if (c.size() == 1) return {};
-  // Lengths differ: an error, and the object goes on working.
-  mine.resize(c.rank() == 1 ? 3 : 2);
-  const auto unequal = c.AllReduceXor(mine, "xor of unequal lengths");
-  CONFORM(unequal.status().code() == Code::kInternal);
-  CONFORM(unequal.status().message().find("rank 1 has 3") != std::string::npos);
-  return {};
-}
-
 Status Agreements(Collective& c) {
   TENSORMOUNT_RETURN_IF_ERROR(c.Agree({}, "all is well"));
   // Each rank alone, then all from there on.
@@ -236,7 +216,6 @@ Status ExerciseCollective(Communicator& comm) {
     CONFORM(c.rank() == comm.rank() && c.size() == comm.size());
     TENSORMOUNT_RETURN_IF_ERROR(Gathers(c));
     TENSORMOUNT_RETURN_IF_ERROR(Broadcasts(c));
-    TENSORMOUNT_RETURN_IF_ERROR(Reductions(c));
     TENSORMOUNT_RETURN_IF_ERROR(Agreements(c));
     TENSORMOUNT_RETURN_IF_ERROR(Exchanges(c));
     TENSORMOUNT_RETURN_IF_ERROR(Decisions(c));
@@ -322,8 +301,6 @@ Status CallOperation(Collective& c, Operation operation, const std::string& phas
       return c.Gather("mine", phase).status();
     case Operation::kBroadcast:
       return c.Broadcast(std::string(50'000, 'b'), phase).status();
-    case Operation::kXor:
-      return c.AllReduceXor(std::vector<std::uint64_t>(100, 5), phase).status();
     case Operation::kAgree:
       return c.Agree({}, phase);
     case Operation::kExchange: {

@@ -36,13 +36,12 @@ enum class Operation {
   kAllGather,
   kGather,
   kBroadcast,
-  kXor,
   kAgree,
   kExchange,
   kDecide,
   kAllToAll,
 };
-inline constexpr int kOperations = 8;
+inline constexpr int kOperations = 7;
 // One call, in the same form for all.
 Status CallOperation(Collective& collective, Operation operation, const std::string& phase);
 

@@ -25,6 +25,7 @@
 #include "bench/counting_communicator.h"
 #include "collective/save_load.h"
 #include "tests/collective/load_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/temp_dir.h"

@@ -13,6 +13,7 @@
 #include "tensormount/load.h"
 
 #include "tests/collective/load_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

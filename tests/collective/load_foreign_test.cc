@@ -12,6 +12,7 @@
 #include "shard/safetensors.h"
 #include "tests/adopt/adopted.h"
 #include "tests/collective/load_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/subprocess.h"
 
 namespace tensormount {

@@ -12,6 +12,7 @@
 #include "tensormount/store.h"
 
 #include "tests/collective/save_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -30,6 +30,7 @@
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/device_mode.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"

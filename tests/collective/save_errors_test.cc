@@ -17,6 +17,7 @@
 #include "tests/shard/boxes.h"
 #include "tests/support/device_mode.h"
 #include "tests/support/no_devices.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

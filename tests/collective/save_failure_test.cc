@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/collective/save_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

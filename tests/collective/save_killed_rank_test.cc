@@ -24,6 +24,7 @@
 #include "index/read/checkpoint.h"
 #include "tests/collective/killed_rank_testing.h"
 #include "tests/collective/save_testing.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -21,6 +21,7 @@
 #include "index/records/manifest.h"
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -15,6 +15,7 @@
 #include "collective/save/even_shares.h"
 #include "collective/save/replica_check.h"
 #include "shard/coverage.h"
+#include "tests/collective/plan_testing.h"
 #include "tests/collective/save_plan_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/random.h"

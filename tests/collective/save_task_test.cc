@@ -11,6 +11,7 @@
 #include "collective/comm/agreement.h"
 #include "collective/save/plan_exchange.h"
 #include "collective/save/rank_task.h"
+#include "tests/collective/plan_testing.h"
 #include "tests/collective/save_plan_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/support/random.h"

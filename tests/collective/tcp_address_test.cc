@@ -76,7 +76,7 @@ TEST(TcpAddressTest, EveryDamagedOrMissingByteIsRefused) {
 
 // The text of these fields, whatever they say, as Encode writes it: with the checksum that they
 // have.
-std::string Signed(std::string fields) {
+std::string WithChecksum(std::string fields) {
   const std::uint64_t sum = Xxh3Low64(fields);
   fields.append(reinterpret_cast<const char*>(&sum), sizeof(sum));
   static constexpr std::string_view kDigits =
@@ -114,7 +114,7 @@ std::string Fields(const TcpAddress& a) {
 
 // Right checksums, wrong fields: what Decode must not take for granted.
 TEST(TcpAddressTest, FieldsThatSayAnythingAreRefusedOrMeanWhatTheySay) {
-  ASSERT_EQ(Signed(Fields(SomeAddress())), SomeAddress().Encode());
+  ASSERT_EQ(WithChecksum(Fields(SomeAddress())), SomeAddress().Encode());
   Random random(TestSeed());
   int taken = 0;
   std::set<std::string> refusals;
@@ -125,7 +125,7 @@ TEST(TcpAddressTest, FieldsThatSayAnythingAreRefusedOrMeanWhatTheySay) {
       fields[random.Next() % fields.size()] = static_cast<char>(random.Next() % 256);
     }
     if (random.Next() % 4 == 0) fields.resize(random.Next() % fields.size());
-    const std::string text = Signed(fields);
+    const std::string text = WithChecksum(fields);
     const Result<TcpAddress> decoded = TcpAddress::Decode(text);
     if (decoded.ok()) {
       EXPECT_EQ(decoded.value().Encode(), text);

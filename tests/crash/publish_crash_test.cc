@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "tests/crash/crash_support.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "tests/crash/crash_support.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

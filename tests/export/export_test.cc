@@ -9,6 +9,7 @@
 #include "index/foreign/open_source.h"
 #include "index/foreign/zip_archive.h"
 #include "tests/fs/vfs_ops.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

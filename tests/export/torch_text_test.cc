@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The texts of torch's formats: pickles and zip archives.
-#include "fs/export/torch_text.h"
+#include "fs/formats/torch_text.h"
 
 #include <cstring>
 
 #include <gtest/gtest.h>
 
 #include "base/crc32.h"
-#include "fs/export/pickle_writer.h"
-#include "fs/export/zip_writer.h"
+#include "fs/formats/pickle_writer.h"
+#include "fs/formats/zip_writer.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/pickle.h"
 #include "index/foreign/zip_archive.h"

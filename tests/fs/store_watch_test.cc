@@ -11,6 +11,7 @@
 #include "base/deadline.h"
 #include "fs/doorbell.h"
 #include "index/store/store.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/tiny_checkpoint.h"

@@ -15,6 +15,7 @@
 #include "shard/safetensors.h"
 #include "tests/fs/file_ops.h"
 #include "tests/fs/vfs_ops.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -10,6 +10,7 @@
 #include "index/records/store_paths.h"
 #include "index/store/costs.h"
 #include "tests/index/sharing_store.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 

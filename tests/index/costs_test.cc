@@ -9,6 +9,7 @@
 #include <set>
 
 #include "tests/index/sharing_store.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

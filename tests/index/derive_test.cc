@@ -21,6 +21,7 @@
 #include "index/store/retention.h"
 #include "index/store/store.h"
 #include "tests/index/checkpoint_builder.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -13,6 +13,7 @@
 #include "index/records/memory_table.h"
 #include "index/records/sst_table.h"
 #include "tests/index/checkpoint_builder.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
 

@@ -12,6 +12,7 @@
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/guard_for_a_while.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

@@ -17,6 +17,7 @@
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 #include "tests/index/retained_steps.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

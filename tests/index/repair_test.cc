@@ -12,6 +12,7 @@
 #include "index/store/copy.h"
 #include "index/store/linking.h"
 #include "tests/index/sharing_store.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 

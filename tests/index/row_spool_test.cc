@@ -8,6 +8,7 @@
 
 #include "index/records/file_roots.h"
 #include "index/records/inventory.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

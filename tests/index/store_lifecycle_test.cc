@@ -9,6 +9,7 @@
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
 #include "tests/index/store_test_support.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

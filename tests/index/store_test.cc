@@ -8,6 +8,7 @@
 
 #include "index/records/manifest.h"
 #include "tests/index/store_test_support.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 namespace {

@@ -29,7 +29,7 @@ MAY_INCLUDE["include"] = []
 ROOMS = {
     "index": {"records": 0, "read": 1, "store": 2, "foreign": 3},
     "collective": {"comm": 0, "layout": 1, "save": 2, "load": 2, "async": 3},
-    "fs": {"pictures": 0, "views": 0, "save": 1, "export": 1, "mount": 2},
+    "fs": {"formats": 0, "pictures": 0, "views": 1, "save": 2, "export": 2, "mount": 3},
 }
 
 # The layer that implements each public header: lower ones must not include it.

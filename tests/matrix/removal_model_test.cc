@@ -32,6 +32,7 @@
 #include "tests/staging/test_mount.h"
 #include "tests/support/interleaving.h"
 #include "tests/support/memory_file_system.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/tiny_checkpoint.h"

@@ -36,6 +36,7 @@
 #include "tests/collective/save_testing.h"
 #include "tests/shard/boxes.h"
 #include "tests/staging/test_mount.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"

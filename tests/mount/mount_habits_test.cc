@@ -13,6 +13,7 @@
 
 #include "tests/mount/mount_fixture.h"
 #include "tests/support/fd.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount::fs {
 namespace {

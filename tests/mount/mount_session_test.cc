@@ -16,6 +16,7 @@
 
 #include "fs/mount/mount_table.h"
 #include "tests/mount/mount_fixture.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount::fs {
 namespace {

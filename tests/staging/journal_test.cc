@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "shard/leaf_hash.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

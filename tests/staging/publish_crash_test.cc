@@ -4,6 +4,7 @@
 #include <cerrno>
 
 #include "tests/staging/staging_test_support.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 

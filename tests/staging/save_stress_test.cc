@@ -12,6 +12,7 @@
 #include "fs/save/staging_writer.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/staging/walk.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 

@@ -10,6 +10,7 @@
 #include "index/store/linking.h"
 #include "index/store/store_moves.h"
 #include "tests/staging/staging_test_support.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/random.h"
 
 namespace tensormount::fs {

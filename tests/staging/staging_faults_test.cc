@@ -9,6 +9,7 @@
 
 #include "fs/save/staging_writer.h"
 #include "tests/staging/staging_model.h"
+#include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"

@@ -34,26 +34,6 @@ CommonValues StateOf(double lr, std::int64_t local_rank) {
 
 using Globs = std::vector<std::string>;
 
-TEST(CommonCompare, RootsAreEqualWhereNothingThatCountsDiffers) {
-  const Globs exempt = {"args.rank", "args.groups*.seed"};
-  EXPECT_EQ(CommonRoot(StateOf(0.1, 0), {}), CommonRoot(StateOf(0.1, 0), {}));
-  EXPECT_NE(CommonRoot(StateOf(0.1, 0), {}), CommonRoot(StateOf(0.1, 3), {}));
-  EXPECT_EQ(CommonRoot(StateOf(0.1, 0), exempt), CommonRoot(StateOf(0.1, 3), exempt));
-  EXPECT_NE(CommonRoot(StateOf(0.1, 0), exempt), CommonRoot(StateOf(0.2, 3), exempt));
-  // One of the two globs is not enough.
-  EXPECT_NE(CommonRoot(StateOf(0.1, 0), Globs{"args.rank"}),
-            CommonRoot(StateOf(0.1, 3), Globs{"args.rank"}));
-  EXPECT_EQ(CommonRoot(StateOf(0.1, 0), Globs{"args"}), CommonRoot(StateOf(0.2, 3), Globs{"args"}));
-  EXPECT_EQ(CommonRoot(StateOf(0.1, 0), Globs{"*"}), CommonRoot({}, {}));
-  // What is exempt may be missing.
-  CommonValues without = StateOf(0.1, 0);
-  without.at("args").get_if<CommonDict>()->items.erase(Key("rank"));
-  EXPECT_EQ(CommonRoot(without, exempt), CommonRoot(StateOf(0.1, 5), exempt));
-  // Values do not run into each other or into names.
-  EXPECT_NE(CommonRoot({{"a", "bc"}}, {}), CommonRoot({{"ab", "c"}}, {}));
-  EXPECT_NE(CommonRoot({{"a", 1}}, {}), CommonRoot({{"a", 1}, {"b", CommonNone()}}, {}));
-}
-
 TEST(CommonCompare, HashesOfSingleValues) {
   const CommonValue args = StateOf(0.1, 0).at("args");
   EXPECT_EQ(CommonHash("args", args, {}), CommonHash("args", args, {}));

@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "tests/support/observed_file_system.h"
+
 namespace tensormount {
 namespace {
 

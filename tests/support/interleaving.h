@@ -9,6 +9,7 @@
 
 #include "base/file_system.h"
 #include "tests/support/memory_file_system.h"
+#include "tests/support/observed_file_system.h"
 
 namespace tensormount {
 

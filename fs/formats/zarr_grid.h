@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIEWS_ZARR_GRID_H_
-#define TENSORMOUNT_FS_VIEWS_ZARR_GRID_H_
+#ifndef TENSORMOUNT_FS_FORMATS_ZARR_GRID_H_
+#define TENSORMOUNT_FS_FORMATS_ZARR_GRID_H_
 
 #include <cstdint>
 #include <optional>
@@ -62,4 +62,4 @@ class ZarrGrid {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIEWS_ZARR_GRID_H_
+#endif  // TENSORMOUNT_FS_FORMATS_ZARR_GRID_H_

@@ -3,7 +3,7 @@
 // Making measures: all blocks are rendered once for their lengths. Reading finds the block of an
 // offset by these and renders it again; a renderer that gives another length is a bug of the view,
 // and told, because bytes at the wrong offsets would be worse than an error.
-#include "fs/views/generated_text.h"
+#include "fs/formats/generated_text.h"
 
 #include <algorithm>
 #include <cstring>

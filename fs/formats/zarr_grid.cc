@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which regular grid of chunks a Zarr client sees: that of the stored chunks where they are one,
 // else one of our making.
-#include "fs/views/zarr_grid.h"
+#include "fs/formats/zarr_grid.h"
 
 #include <algorithm>
 #include <charconv>

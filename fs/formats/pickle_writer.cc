@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pickles of the few kinds of values that exports need, as Python's own pickler would write them.
-#include "fs/export/pickle_writer.h"
+#include "fs/formats/pickle_writer.h"
 
 #include <bit>
 #include <limits>

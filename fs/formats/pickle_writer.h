@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_EXPORT_PICKLE_WRITER_H_
-#define TENSORMOUNT_FS_EXPORT_PICKLE_WRITER_H_
+#ifndef TENSORMOUNT_FS_FORMATS_PICKLE_WRITER_H_
+#define TENSORMOUNT_FS_FORMATS_PICKLE_WRITER_H_
 
 #include <cstdint>
 #include <map>
@@ -92,4 +92,4 @@ class PickleWriter {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_EXPORT_PICKLE_WRITER_H_
+#endif  // TENSORMOUNT_FS_FORMATS_PICKLE_WRITER_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_EXPORT_TORCH_TEXT_H_
-#define TENSORMOUNT_FS_EXPORT_TORCH_TEXT_H_
+#ifndef TENSORMOUNT_FS_FORMATS_TORCH_TEXT_H_
+#define TENSORMOUNT_FS_FORMATS_TORCH_TEXT_H_
 
 #include <cstdint>
 #include <string>
@@ -8,9 +8,8 @@
 
 #include "tensormount/status.h"
 
-#include "fs/export/pickle_writer.h"
-#include "fs/export/zip_writer.h"
-#include "fs/views/checkpoint_view.h"
+#include "fs/formats/pickle_writer.h"
+#include "fs/formats/zip_writer.h"
 #include "shard/tensor_meta.h"
 
 // What the two formats of torch share: how tensors and plain values are described in a pickle, and
@@ -47,10 +46,6 @@ bool CanPickleEncoded(const CommonValue& value);
 void AddEntriesBeforeData(ZipWriter& zip, std::string& out);
 void AddEntriesAfterData(ZipWriter& zip, std::string& out);
 
-// Of number `n` of the shown tensors, which is shown as `shown_key`.
-Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
-                                    std::string_view shown_key);
-
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_EXPORT_TORCH_TEXT_H_
+#endif  // TENSORMOUNT_FS_FORMATS_TORCH_TEXT_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files as segments side by side (file_segments.h).
-#include "fs/views/file_segments.h"
+#include "fs/formats/file_segments.h"
 
 #include "shard/tensor_meta.h"
 

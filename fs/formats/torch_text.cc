@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How PyTorch calls dtypes, storages and devices in its pickles.
-#include "fs/export/torch_text.h"
+#include "fs/formats/torch_text.h"
 
 #include <algorithm>
 #include <optional>
@@ -266,12 +266,6 @@ bool CanPickleEncoded(const CommonValue& value) { return WriteEncoded(nullptr, v
 
 bool PickleEncoded(PickleWriter& pickle, const CommonValue& value) {
   return CanPickleEncoded(value) && WriteEncoded(&pickle, value);
-}
-
-Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
-                                    std::string_view shown_key) {
-  if (shown.tensors.has_own_keys()) return std::string(shown_key);
-  return shown.tensors.StoredKeyAt(n);
 }
 
 }  // namespace tensormount::fs

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_
-#define TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_
+#ifndef TENSORMOUNT_FS_FORMATS_FILE_SEGMENTS_H_
+#define TENSORMOUNT_FS_FORMATS_FILE_SEGMENTS_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "tensormount/box.h"
 
-#include "fs/views/generated_text.h"
+#include "fs/formats/generated_text.h"
 #include "index/records/checkpoint_index.h"
 
 namespace tensormount::fs {
@@ -111,4 +111,4 @@ class FileSegments {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIEWS_FILE_SEGMENTS_H_
+#endif  // TENSORMOUNT_FS_FORMATS_FILE_SEGMENTS_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Zip archives as torch.save writes them: stored entries, data aligned by padding in extra fields,
 // zip64 where something does not fit 32 bits.
-#include "fs/export/zip_writer.h"
+#include "fs/formats/zip_writer.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_VIEWS_GENERATED_TEXT_H_
-#define TENSORMOUNT_FS_VIEWS_GENERATED_TEXT_H_
+#ifndef TENSORMOUNT_FS_FORMATS_GENERATED_TEXT_H_
+#define TENSORMOUNT_FS_FORMATS_GENERATED_TEXT_H_
 
 #include <cstdint>
 #include <functional>
@@ -64,4 +64,4 @@ class GeneratedText {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_VIEWS_GENERATED_TEXT_H_
+#endif  // TENSORMOUNT_FS_FORMATS_GENERATED_TEXT_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_
-#define TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_
+#ifndef TENSORMOUNT_FS_FORMATS_ZIP_WRITER_H_
+#define TENSORMOUNT_FS_FORMATS_ZIP_WRITER_H_
 
 #include <array>
 #include <cstdint>
@@ -72,4 +72,4 @@ class ZipWriter {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_EXPORT_ZIP_WRITER_H_
+#endif  // TENSORMOUNT_FS_FORMATS_ZIP_WRITER_H_
