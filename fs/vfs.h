@@ -15,7 +15,7 @@
 #include "fs/handle.h"
 #include "fs/mount_stats.h"
 #include "fs/node.h"
-#include "fs/save/staging_tree.h"
+#include "fs/staging/staging_tree.h"
 #include "fs/store_watch.h"
 #include "fs/views/checkpoint_view.h"
 #include "fs/views/virtual_file.h"

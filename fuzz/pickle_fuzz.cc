@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fuzz/walk.h"
-#include "index/foreign/pickle.h"
+#include "index/archives/pickle.h"
 #include "index/foreign/value_budget.h"
 
 using namespace tensormount;

@@ -3,7 +3,7 @@
 
 #include "fuzz/memory_file.h"
 #include "fuzz/walk.h"
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 
 using namespace tensormount;
 

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <optional>
 
+#include "index/archives/pickle.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/pickle.h"
 
 namespace tensormount {
 

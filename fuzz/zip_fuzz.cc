@@ -2,7 +2,7 @@
 #include <cstdlib>
 
 #include "fuzz/memory_file.h"
-#include "index/foreign/zip_archive.h"
+#include "index/archives/zip_archive.h"
 
 using namespace tensormount;
 

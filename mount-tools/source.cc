@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "fs/mount/mount_table.h"
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 #include "index/store/store.h"
 #include "mount-tools/nearest.h"
 

@@ -62,7 +62,7 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::stri
 Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
                      int ranks);
 
-// What an object's bytes are, for a person (DescribeObject of index/foreign/torch_archive.h).
+// What an object's bytes are, for a person (DescribeObject of index/archives/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);
 
 // Where a tensor's chunks lie, in words: "tensor-file", "rank-shard", "pack", or "mixed".

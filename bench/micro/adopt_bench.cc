@@ -11,9 +11,9 @@
 #include <map>
 #include <string>
 
+#include "index/archives/pickle.h"
 #include "index/foreign/dcp_metadata.h"
 #include "index/foreign/format.h"
-#include "index/foreign/pickle.h"
 #include "index/read/checkpoint.h"
 
 namespace tensormount {

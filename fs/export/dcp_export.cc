@@ -17,73 +17,22 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <tuple>
 
 #include <fmt/core.h>
 
 #include "base/checked.h"
 #include "fs/export/export_plan.h"
+#include "fs/formats/dcp_metadata.h"
 #include "fs/formats/torch_text.h"
 #include "index/read/saved_paths.h"
 
 namespace tensormount::fs {
 namespace {
 
-constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
 // About what an item's archive has besides data: so that many small items count as work too.
 constexpr std::uint64_t kItemOverhead = 1600;
-
-// Row-major runs that a tensor is cut into along its first axis of more than one index.
-// DCP describes chunks as boxes (offsets, sizes). Cutting along the first axis that can be cut
-// makes each box one run of the tensor, which is read without strides.
-struct Cut {
-  int axis = 0;
-  std::int64_t rows = 0;  // Of a chunk, at most.
-  std::uint64_t row_bytes = 0;
-  std::uint64_t chunks = 1;
-};
-
-Cut CutOf(const TensorMeta& meta, std::uint64_t chunk_bytes) {
-  Cut cut;
-  if (meta.bytes() <= chunk_bytes) return cut;
-  const Dims shape = TorchDims(meta.dtype(), meta.shape());
-  // Of [1, 8, 64] axis 1 is cut.
-  while (shape[cut.axis] == 1) ++cut.axis;  // It has elements, and more than one.
-  const std::int64_t extent = shape[cut.axis];
-  cut.row_bytes = meta.bytes() / static_cast<std::uint64_t>(extent);
-  cut.rows = static_cast<std::int64_t>(std::max<std::uint64_t>(chunk_bytes / cut.row_bytes, 1));
-  cut.chunks = static_cast<std::uint64_t>((extent + cut.rows - 1) / cut.rows);
-  return cut;
-}
-
-// The same chunk as DCP names it, in torch's elements, and as bytes of the tensor.
-struct DcpChunk {
-  Dims offsets;
-  Dims sizes;
-  std::uint64_t skip = 0;
-  std::uint64_t bytes = 0;
-};
-
-DcpChunk ChunkAt(const TensorMeta& meta, const Cut& cut, std::uint64_t n) {
-  DcpChunk chunk{.offsets = Dims::Filled(meta.shape().rank(), 0),
-                 .sizes = TorchDims(meta.dtype(), meta.shape()),
-                 .skip = 0,
-                 .bytes = meta.bytes()};
-  if (cut.chunks == 1) return chunk;
-  const std::int64_t first = static_cast<std::int64_t>(n) * cut.rows;
-  chunk.offsets[cut.axis] = first;
-  chunk.sizes[cut.axis] = std::min(cut.rows, chunk.sizes[cut.axis] - first);
-  chunk.skip = static_cast<std::uint64_t>(first) * cut.row_bytes;
-  chunk.bytes = static_cast<std::uint64_t>(chunk.sizes[cut.axis]) * cut.row_bytes;
-  return chunk;
-}
-
-// Where an item stands: for _StorageInfo of .metadata.
-struct Item {
-  std::uint32_t file = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t length = 0;
-};
 
 // A value that is no tensor: a common value or a part of an object.
 // `fqn` (fully qualified name) is what DCP calls a key.
@@ -96,7 +45,7 @@ struct ByteItem {
   std::vector<ByteItem> items = {};    // Not empty: a list, or a tuple, of these.
   bool tuple = false;
   std::uint32_t part = 0;
-  Item item;
+  DcpItem item;
 };
 
 class Planner {
@@ -457,7 +406,7 @@ class Planner {
         ForEachTensor([&](std::uint32_t, const TensorEntry& tensor) -> Status {
           if (!names.insert(tensor.meta.key()).second) return twice(tensor.meta.key());
           add(tensor.meta.bytes());
-          add(CutOf(tensor.meta, chunk_bytes_).chunks * kItemOverhead);
+          add(DcpCut(tensor.meta, chunk_bytes_).chunks() * kItemOverhead);
           return {};
         }));
     // What an empty container would be called may be another rank's value.
@@ -517,14 +466,12 @@ class Planner {
   // Templates go with the builder: they are ranges of its kept text.
   void FinishFile() {
     if (builder_.size() > 0) {
-      AddMadeFile(plan_, view_, FileName(file_), builder_.Finish(), std::move(holes_));
+      AddMadeFile(plan_, view_, DcpFileName(file_), builder_.Finish(), std::move(holes_));
     }
     builder_ = FileBuilder();
     holes_.clear();
     templates_.clear();
   }
-
-  static std::string FileName(std::uint32_t file) { return fmt::format("__{}_0.distcp", file); }
 
   // From offsets of the archive to those of the data file.
   void AddHoles(const std::vector<CrcHole>& of_item, std::uint64_t begin) {
@@ -566,12 +513,12 @@ class Planner {
 
   // items_ has one for each chunk, in the order in which Metadata() asks for them again.
   void AddTensor(const TensorEntry& tensor) {
-    const Cut cut = CutOf(tensor.meta, chunk_bytes_);
-    for (std::uint64_t n = 0; n < cut.chunks; ++n) {
-      const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
+    const DcpCut cut(tensor.meta, chunk_bytes_);
+    for (std::uint64_t n = 0; n < cut.chunks(); ++n) {
+      const DcpChunk chunk = cut.At(n);
       NextItem(chunk.bytes);
       const Template& around = TemplateOf(tensor.meta.dtype(), chunk.sizes);
-      Item item{.file = file_, .offset = builder_.size(), .length = 0};
+      DcpItem item{.file = file_, .offset = builder_.size(), .length = 0};
       AddHoles(around.holes, item.offset);
       builder_.Add(around.head);
       builder_.AddTensor(tensor.ordinal, chunk.skip, chunk.bytes);
@@ -660,195 +607,6 @@ class Planner {
   }
 
   // ---- .metadata ----
-  // Dataclasses are pickled as Python does it: an object made without arguments (NEWOBJ), then
-  // BUILD with a dict of its fields, or, for TensorProperties, with the tuple that its __getstate__
-  // gives.
-
-  static void PickleSize(PickleWriter& pickle, const Dims& size) {
-    pickle.Global("torch", "Size");
-    pickle.Tuple(size);
-    pickle.Tuple1();
-    pickle.Reduce();
-  }
-
-  static void NewObject(PickleWriter& pickle, std::string_view module, std::string_view name) {
-    pickle.Global(module, name);
-    pickle.EmptyTuple();
-    pickle.NewObject();
-  }
-
-  void PickleProperties(PickleWriter& pickle, DType dtype) {
-    NewObject(pickle, kModule, "TensorProperties");
-    pickle.Mark();
-    PickleDType(pickle, dtype);
-    pickle.Global("torch.serialization", "_get_layout");
-    pickle.String("torch.strided");
-    pickle.Tuple1();
-    pickle.Reduce();
-    pickle.Bool(false);  // requires_grad
-    // An enumeration; 0 is contiguous.
-    pickle.Global(kModule, "_MEM_FORMAT_ENCODING");
-    pickle.Int(0);  // TORCH_CONTIGUOUS_FORMAT
-    pickle.Tuple1();
-    pickle.Reduce();
-    pickle.Bool(false);  // pin_memory
-    pickle.TupleFromMark();
-    pickle.Build();
-  }
-
-  void PickleState(PickleWriter& pickle, const TensorEntry& tensor) {
-    const Cut cut = CutOf(tensor.meta, chunk_bytes_);
-    NewObject(pickle, kModule, "TensorStorageMetadata");
-    pickle.EmptyDict();
-    pickle.Mark();
-    pickle.String("properties");
-    PickleProperties(pickle, tensor.meta.dtype());
-    pickle.String("size");
-    PickleSize(pickle, TorchDims(tensor.meta.dtype(), tensor.meta.shape()));
-    pickle.String("chunks");
-    pickle.EmptyList();
-    pickle.Mark();
-    for (std::uint64_t n = 0; n < cut.chunks; ++n) {
-      const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
-      NewObject(pickle, kModule, "ChunkStorageMetadata");
-      pickle.EmptyDict();
-      pickle.Mark();
-      pickle.String("offsets");
-      PickleSize(pickle, chunk.offsets);
-      pickle.String("sizes");
-      PickleSize(pickle, chunk.sizes);
-      pickle.SetItems();
-      pickle.Build();
-    }
-    pickle.Appends();
-    pickle.SetItems();
-    pickle.Build();
-  }
-
-  static void PicklePath(PickleWriter& pickle, const std::vector<CommonKey>& path) {
-    pickle.Mark();
-    for (const CommonKey& part : path) {
-      if (const auto* index = std::get_if<std::int64_t>(&part)) {
-        pickle.Int(*index);
-      } else {
-        pickle.String(std::get<std::string>(part));
-      }
-    }
-    pickle.TupleFromMark();
-  }
-
-  void PickleWhere(PickleWriter& pickle, const Item& item) {
-    NewObject(pickle, "torch.distributed.checkpoint.filesystem", "_StorageInfo");
-    pickle.EmptyDict();
-    pickle.Mark();
-    pickle.String("relative_path");
-    pickle.String(FileName(item.file));
-    pickle.String("offset");
-    pickle.Unsigned(item.offset);
-    pickle.String("length");
-    pickle.Unsigned(item.length);
-    pickle.SetItems();
-    pickle.Build();
-  }
-
-  // `offsets` null: of what is no tensor.
-  // The keys of storage_data. Tensors have index and offset, values neither.
-  void PickleIndex(PickleWriter& pickle, std::string_view fqn, const Dims* offsets,
-                   std::uint64_t n) {
-    NewObject(pickle, kModule, "MetadataIndex");
-    pickle.EmptyDict();
-    pickle.Mark();
-    pickle.String("fqn");
-    pickle.String(fqn);
-    pickle.String("index");
-    if (offsets == nullptr) {
-      pickle.None();
-    } else {
-      pickle.Unsigned(n);
-      pickle.String("offset");
-      PickleSize(pickle, *offsets);
-    }
-    pickle.SetItems();
-    pickle.Build();
-  }
-
-  Result<std::string> Metadata() {
-    // As pickle.dump writes it; fields in the order of the dataclass.
-    PickleWriter pickle(4);
-    NewObject(pickle, kModule, "Metadata");
-    pickle.EmptyDict();
-    pickle.Mark();
-
-    pickle.String("state_dict_metadata");
-    pickle.EmptyDict();
-    pickle.Mark();
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
-          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
-          for (const Named& name : names) {
-            pickle.String(name.fqn);
-            PickleState(pickle, tensor);
-          }
-          return {};
-        }));
-    for (const ByteItem& bytes : byte_items_) {
-      pickle.String(bytes.fqn);
-      NewObject(pickle, kModule, "BytesStorageMetadata");
-    }
-    pickle.SetItems();
-
-    pickle.String("planner_data");
-    pickle.EmptyDict();
-    pickle.Mark();
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
-          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
-          for (const Named& name : names) {
-            pickle.String(name.fqn);
-            PicklePath(pickle, PlannerPath(name.path, name.fqn));
-          }
-          return {};
-        }));
-    for (const ByteItem& bytes : byte_items_) {
-      pickle.String(bytes.fqn);
-      PicklePath(pickle, PathOf(bytes));
-    }
-    pickle.SetItems();
-
-    pickle.String("storage_data");
-    pickle.EmptyDict();
-    pickle.Mark();
-    for (const ByteItem& bytes : byte_items_) {
-      PickleIndex(pickle, bytes.fqn, nullptr, 0);
-      PickleWhere(pickle, bytes.item);
-    }
-    // The order of AddTensor: tensors as shown, chunks of each by offset.
-    std::size_t next = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachTensor([&](std::uint32_t number, const TensorEntry& tensor) -> Status {
-          const Cut cut = CutOf(tensor.meta, chunk_bytes_);
-          TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(number, tensor.meta.key()));
-          for (std::uint64_t n = 0; n < cut.chunks; ++n) {
-            const DcpChunk chunk = ChunkAt(tensor.meta, cut, n);
-            const Item& item = items_.at(next++);
-            for (const Named& name : names) {
-              PickleIndex(pickle, name.fqn, &chunk.offsets, n);
-              PickleWhere(pickle, item);
-            }
-          }
-          return {};
-        }));
-    pickle.SetItems();
-
-    // A record of who saved what where, which torch 2.3 began and every release can do without.
-    pickle.String("storage_meta");
-    pickle.None();
-    pickle.String("version");
-    pickle.String("1.0.0");
-    pickle.SetItems();
-    pickle.Build();
-    return pickle.Finish();
-  }
 
   // A name of a tensor and where it stood in the state dict. DCP has all names of a tied tensor,
   // and the bytes once.
@@ -856,6 +614,45 @@ class Planner {
     std::string fqn;
     SavedPath path;
   };
+
+  // Calls fn for each name of each tensor, in the order of AddTensor.
+  Status ForEachName(
+      const std::function<void(const TensorEntry&, std::span<const Named>)>& fn) const {
+    return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
+      fn(tensor, names);
+      return {};
+    });
+  }
+
+  Result<std::string> Metadata() {
+    DcpMetadataWriter out;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachName([&](const TensorEntry& tensor, std::span<const Named> names) {
+          const DcpCut cut(tensor.meta, chunk_bytes_);
+          for (const Named& name : names) out.AddTensor(name.fqn, tensor.meta, cut);
+        }));
+    for (const ByteItem& bytes : byte_items_) out.AddBytes(bytes.fqn);
+    out.BeginPaths();
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachName([&](const TensorEntry&, std::span<const Named> names) {
+      for (const Named& name : names) out.AddPath(name.fqn, PlannerPath(name.path, name.fqn));
+    }));
+    for (const ByteItem& bytes : byte_items_) out.AddPath(bytes.fqn, PathOf(bytes));
+    out.BeginItems();
+    for (const ByteItem& bytes : byte_items_) out.AddItem(bytes.fqn, bytes.item);
+    std::size_t next = 0;
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachName([&](const TensorEntry& tensor, std::span<const Named> names) {
+          const DcpCut cut(tensor.meta, chunk_bytes_);
+          for (std::uint64_t n = 0; n < cut.chunks(); ++n) {
+            const DcpChunk chunk = cut.At(n);
+            const DcpItem& item = items_.at(next++);
+            for (const Named& name : names) out.AddItem(name.fqn, item, chunk.offsets, n);
+          }
+        }));
+    return out.Finish();
+  }
+
   Result<std::vector<Named>> NamesOf(std::uint32_t n, const std::string& key) const {
     if (const auto found = named_.find(n); found != named_.end()) return found->second;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
@@ -874,7 +671,7 @@ class Planner {
   std::vector<std::string> twins_;  // Whose dotted paths others have.
   bool flat_ = false;
   std::vector<ByteItem> byte_items_;
-  std::vector<Item> items_;  // Of tensors' chunks, in order.
+  std::vector<DcpItem> items_;  // Of tensors' chunks, in order.
   std::uint64_t total_ = 1;
   std::uint64_t done_ = 0;
   std::uint32_t file_ = 0;

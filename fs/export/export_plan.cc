@@ -321,49 +321,6 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOption
 }
 
 // Offsets and not views, because text_ grows and moves.
-ByteRange FileBuilder::Keep(std::string_view text) {
-  const std::uint64_t begin = text_.size();
-  text_.append(text);
-  return {begin, text_.size()};
-}
-
-void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal,
-                         std::uint64_t length, std::uint64_t skip) {
-  if (length == 0) return;
-  if (!segments_.empty()) {
-    FileSegments::Segment& last = segments_.back();
-    // Text that was kept right behind the last one. A template that is used again begins a segment
-    // of its own.
-    if (kind == FileSegments::Segment::Kind::kLiteral && last.kind == kind &&
-        last.skip + last.length == skip) {
-      last.length += length;
-      size_ += length;
-      return;
-    }
-  }
-  segments_.push_back(
-      {.kind = kind, .ordinal = ordinal, .begin = size_, .length = length, .skip = skip});
-  size_ += length;
-}
-
-void FileBuilder::Add(ByteRange kept) {
-  Append(FileSegments::Segment::Kind::kLiteral, 0, kept.size(), kept.begin);
-}
-
-void FileBuilder::AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length) {
-  Append(FileSegments::Segment::Kind::kTensor, ordinal, length, skip);
-}
-
-void FileBuilder::AddObject(std::uint32_t part, std::uint64_t length) {
-  Append(FileSegments::Segment::Kind::kObject, part, length, 0);
-}
-
-FileSegments FileBuilder::Finish() {
-  return FileSegments::Shared(
-      std::make_shared<const std::vector<FileSegments::Segment>>(std::move(segments_)),
-      std::make_shared<const std::string>(std::move(text_)));
-}
-
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes) {
   ExportFile file{.name = std::move(name),

@@ -24,7 +24,7 @@ namespace tensormount::fs {
 //
 // The names of the calls are those of the opcodes (Lib/pickle.py).
 //
-// Only a writer: nothing here reads a pickle (index/foreign/pickle.h does, without running it).
+// Only a writer: nothing here reads a pickle (index/archives/pickle.h does, without running it).
 // Readers of what it writes are torch.load with weights_only, whose unpickler knows only the
 // opcodes and globals of protocol 2 that torch itself uses, and torch.distributed.checkpoint, which
 // unpickles .metadata.

@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "base/coding.h"
+#include "index/archives/pickle.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/pickle.h"
 
 namespace tensormount {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 
 namespace tensormount {
 namespace {

@@ -20,8 +20,8 @@
 #include <unordered_map>
 
 #include "base/checked.h"
+#include "index/archives/torch_tensor.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/torch_tensor.h"
 #include "shard/tensor_meta.h"
 
 // torch/distributed/checkpoint/{metadata,filesystem}.py are where the classes below come from.

@@ -15,8 +15,8 @@
 #include "tensormount/dtype.h"
 #include "tensormount/status.h"
 
+#include "index/archives/pickle.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/pickle.h"
 
 // The .metadata pickle of torch.distributed.checkpoint as plain records, whatever release wrote it:
 // torch 1.13 (torch.distributed._shard.checkpoint) to 2.13, Megatron-Core, OLMo-core.

@@ -15,8 +15,8 @@
 #include <tuple>
 #include <utility>
 
+#include "index/archives/torch_archive.h"
 #include "index/foreign/megatron.h"
-#include "index/foreign/torch_archive.h"
 
 namespace tensormount {
 namespace {

@@ -14,7 +14,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 #include "index/foreign/torch_tree.h"
 #include "shard/strict_json.h"
 

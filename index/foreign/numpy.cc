@@ -13,9 +13,9 @@
 #include <string_view>
 #include <vector>
 
+#include "index/archives/zip_archive.h"
 #include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
-#include "index/foreign/zip_archive.h"
 #include "shard/npy.h"
 #include "shard/tensor_meta.h"
 

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "index/archives/pickle.h"
 #include "index/foreign/format.h"
 #include "index/foreign/olmo_metadata.h"
-#include "index/foreign/pickle.h"
 #include "shard/safetensors.h"
 #include "shard/tensor_meta.h"
 

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "index/archives/torch_archive.h"
 #include "index/foreign/file_begin.h"
 #include "index/foreign/format.h"
 #include "index/foreign/model_files.h"
-#include "index/foreign/torch_archive.h"
 #include "index/foreign/torch_tree.h"
 #include "index/foreign/weight_files.h"
 #include "index/read/saved_paths.h"

@@ -14,7 +14,7 @@
 #include <optional>
 #include <utility>
 
-#include "index/foreign/pickle_calls.h"
+#include "index/archives/pickle_calls.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {

@@ -13,9 +13,9 @@
 
 #include "tensormount/status.h"
 
+#include "index/archives/pickle.h"
+#include "index/archives/torch_archive.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/pickle.h"
-#include "index/foreign/torch_archive.h"
 #include "index/foreign/value_budget.h"
 
 // The dicts and lists that torch.save was given, as keys of tensors and names of common values.

@@ -7,8 +7,8 @@
 
 #include "tensormount/common_value.h"
 
+#include "index/archives/pickle.h"
 #include "index/foreign/foreign.h"
-#include "index/foreign/pickle.h"
 
 namespace tensormount {
 

@@ -18,9 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "index/archives/zip_archive.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/format.h"
-#include "index/foreign/zip_archive.h"
 #include "index/read/scan.h"
 #include "index/read/verify_ranges.h"
 

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -236,16 +237,14 @@ class Pruner {
 
   void RemoveOne(PruneReport::Decision& d) {
     const Uuid uuid = *Uuid::Parse(d.uuid);
-    std::string held;
-    std::string entry;
-    const Status removed = store_.RemoveUnlessHeld(
-        d.checkpoint, uuid, [this](const Uuid& one) { return HeldBy(one); }, &held, &entry);
-    if (held.empty() && !entry.empty()) entries_.emplace_back(entry, d.checkpoint);
-    if (!held.empty()) {
+    const auto [removed, held, entry] = store_.RemoveUnlessHeld(
+        d.checkpoint, uuid, [this](const Uuid& one) { return HeldBy(one); });
+    if (held) {
       d.kept = true;
-      d.reason = held;
+      d.reason = *held;
       return;
     }
+    if (!entry.empty()) entries_.emplace_back(entry, d.checkpoint);
     const Code there = fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code();
     d.removed = removed.ok() || there == Code::kNotFound;
     // Somebody was faster: it is gone, as it should be.
@@ -280,14 +279,14 @@ class Pruner {
   }
 
   // Who holds it by now.
-  Result<std::string> HeldBy(const Uuid& uuid) const {
-    std::string held;
+  Result<std::optional<std::string>> HeldBy(const Uuid& uuid) const {
+    std::optional<std::string> held;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin, pins::Find(fs_, store_.path(), uuid, now_));
     if (pin) held = pins::Describe(*pin);
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     if (const auto base = bases.find(uuid); base != bases.end()) {
-      held += std::string(held.empty() ? "" : "; ") +
-              "a save under way takes files of it: " + base->second;
+      held = (held ? *held + "; " : std::string()) +
+             "a save under way takes files of it: " + base->second;
     }
     return held;
   }

@@ -188,17 +188,22 @@ class Store {
   // which takes the pin with it; kUnknown where it is gone from its name but a power cut may bring
   // it back.
   Status Remove(std::string_view name, const RemoveOptions& options = {}) const;
-  // Why a checkpoint must stay, in words; empty: nothing holds it.
-  using Holds = std::function<Result<std::string>(const Uuid&)>;
-  // The same for whoever knows which one is meant: kStale where another one has the name by now.
+  // Why a checkpoint must stay, in words; nothing: nothing holds it.
+  using Holds = std::function<Result<std::optional<std::string>>(const Uuid&)>;
+  struct Removal {
+    // kStale where another one has the name by now; kUnknown where it could not be moved back, and
+    // is in .trash, or not durably. Ok where it is held.
+    Status status;
+    std::optional<std::string> held;  // Why it is where it was (moved back).
+    // Where it is, below the store (".trash/..."); empty where it is not removed, or that is not
+    // known.
+    std::string entry;
+  };
+  // As Remove, for whoever knows which one is meant.
   // `holds` is asked before it is moved, and again when it has moved: whoever holds it looks for it
-  // after his hold is durable (pins::Pin), so one of the two sees the other. Where it is held, or
-  // that cannot be told, it is where it was (moved back), and `held` says why, or the failure does;
-  // kUnknown where it could not be moved back, and is in .trash, or not durably.
-  // `entry`, where not null: where it is, below the store (".trash/..."); empty where it is not
-  // removed, or that is not known.
-  Status RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
-                          std::string* held, std::string* entry = nullptr) const;
+  // after his hold is durable (pins::Pin), so one of the two sees the other. Where that cannot be
+  // told it is where it was, and the status says why.
+  Removal RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds) const;
 
   struct GcOptions {
     bool dry_run = false;

@@ -58,33 +58,36 @@ Status Store::RemoveUnpinned(const std::string& name) const {
       std::string entry;
       return MoveAway(name, nullptr, &entry);
     }
-    const auto holds = [&](const Uuid& uuid) -> Result<std::string> {
+    const auto holds = [&](const Uuid& uuid) -> Result<std::optional<std::string>> {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin,
                                    pins::Find(*fs_, path_, uuid, fs_->NowSeconds()));
-      return pin ? pins::Describe(*pin) : std::string();
+      return pin ? std::optional(pins::Describe(*pin)) : std::nullopt;
     };
-    std::string held;
-    removed = RemoveUnlessHeld(name, commit.value().record.uuid, holds, &held);
-    if (!held.empty()) return pins::Refusal(CheckpointPath(name), held);
+    const Removal removal = RemoveUnlessHeld(name, commit.value().record.uuid, holds);
+    if (removal.held) return pins::Refusal(CheckpointPath(name), *removal.held);
+    removed = removal.status;
     // What stands at the name is to go, whichever it is.
     if (removed.code() != Code::kStale) return removed;
   }
   return removed;
 }
 
-Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds,
-                               std::string* held, std::string* where) const {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-  if (where != nullptr) where->clear();
-  TENSORMOUNT_ASSIGN_OR_RETURN(*held, holds(uuid));
-  if (!held->empty()) return {};
+Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
+                                       const Holds& holds) const {
+  const Status named = CheckCheckpointName(name);
+  if (!named.ok()) return {.status = named, .held = {}, .entry = {}};
+  Result<std::optional<std::string>> held = holds(uuid);
+  if (!held.ok()) return {.status = held.status(), .held = {}, .entry = {}};
+  if (held.value()) return {.status = {}, .held = std::move(held).value(), .entry = {}};
   std::string entry;
   const Status moved = MoveAway(name, &uuid, &entry);
-  if (!moved.ok() && moved.code() != Code::kUnknown) return moved;
-  const Result<std::string> now = holds(uuid);
-  if (now.ok() && now.value().empty()) {
-    if (where != nullptr && !entry.empty()) *where = entry.substr(path_.size() + 1);
-    return moved;
+  if (!moved.ok() && moved.code() != Code::kUnknown) {
+    return {.status = moved, .held = {}, .entry = {}};
+  }
+  held = holds(uuid);
+  if (held.ok() && !held.value()) {
+    const std::string below = entry.empty() ? std::string() : entry.substr(path_.size() + 1);
+    return {.status = moved, .held = {}, .entry = below};
   }
   const Status back = entry.empty() ? Status(Code::kNotFound, "where it went is not known")
                                     : store_moves::PutBack(*fs_, path_, std::string(name), entry);
@@ -93,17 +96,22 @@ Status Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Ho
     return commit.ok() && commit.value().record.uuid == uuid;
   };
   // Gc has moved it back in our place; or it freed it: who holds it since is told that it is gone.
-  if (back.code() == Code::kNotFound && !entry.empty() && !here()) return moved;
-  if (!back.ok() && !(back.code() == Code::kNotFound && here())) {
-    const std::string why = now.ok() ? now.value() : now.status().message();
-    return Status(Code::kUnknown,
-                  CheckpointPath(name) + ": " + why + ": " +
-                      (here() ? "it was moved to .trash and back, but a power cut may undo that: "
-                              : "it is in .trash, and could not be moved back from there: ") +
-                      back.message());
+  if (back.code() == Code::kNotFound && !entry.empty() && !here()) {
+    return {.status = moved, .held = {}, .entry = {}};
   }
-  if (now.ok()) *held = now.value();
-  return now.status();
+  if (!back.ok() && !(back.code() == Code::kNotFound && here())) {
+    const std::string why = held.ok() ? *held.value() : held.status().message();
+    return {.status = Status(
+                Code::kUnknown,
+                CheckpointPath(name) + ": " + why + ": " +
+                    (here() ? "it was moved to .trash and back, but a power cut may undo that: "
+                            : "it is in .trash, and could not be moved back from there: ") +
+                    back.message()),
+            .held = {},
+            .entry = {}};
+  }
+  if (!held.ok()) return {.status = held.status(), .held = {}, .entry = {}};
+  return {.status = {}, .held = std::move(held).value(), .entry = {}};
 }
 
 // What may be moved away.

@@ -7,10 +7,10 @@
 #include <map>
 #include <sys/stat.h>
 
+#include "index/archives/pickle.h"
 #include "index/foreign/dcp_metadata.h"
 #include "index/foreign/format.h"
 #include "index/foreign/megatron.h"
-#include "index/foreign/pickle.h"
 #include "index/read/checkpoint.h"
 #include "tests/adopt/adopted.h"
 #include "tests/adopt/zip_builder.h"

@@ -12,9 +12,9 @@
 #include <unistd.h>
 
 #include "base/file_system.h"
+#include "index/archives/pickle.h"
+#include "index/archives/zip_archive.h"
 #include "index/foreign/open_source.h"
-#include "index/foreign/pickle.h"
-#include "index/foreign/zip_archive.h"
 #include "tests/adopt/bytes.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/foreign/pickle.h"
+#include "index/archives/pickle.h"
 
 #include <algorithm>
 #include <cstdlib>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 #include "tests/adopt/bytes.h"
 #include "tests/support/status_matchers.h"
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 
 #include <functional>
 #include <numeric>
 
-#include "index/foreign/torch_tensor.h"
+#include "index/archives/torch_tensor.h"
 #include "tests/adopt/zip_builder.h"
 #include "tests/support/observed_file_system.h"
 #include "tests/support/status_matchers.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <functional>
 
-#include "index/foreign/zip_archive.h"
+#include "index/archives/zip_archive.h"
 #include "tests/adopt/zip_builder.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"

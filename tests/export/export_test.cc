@@ -6,8 +6,8 @@
 #include <mutex>
 
 #include "base/crc32.h"
+#include "index/archives/zip_archive.h"
 #include "index/foreign/open_source.h"
-#include "index/foreign/zip_archive.h"
 #include "tests/fs/vfs_ops.h"
 #include "tests/support/observed_file_system.h"
 #include "tests/support/power_cut.h"

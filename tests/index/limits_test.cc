@@ -10,7 +10,7 @@
 
 #include "tensormount/common_value.h"
 
-#include "index/foreign/pickle.h"
+#include "index/archives/pickle.h"
 #include "index/records/common_state.h"
 #include "index/records/record_coding.h"
 #include "shard/safetensors.h"

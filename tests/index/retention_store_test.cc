@@ -459,9 +459,10 @@ TEST_F(RetentionStoreTest, GcMovesBackWhatIsPinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Uuid uuid = UuidOf("step-1");
-  std::string held;
-  ASSERT_OK(MakeStore().RemoveUnlessHeld(
-      "step-1", uuid, [](const Uuid&) { return std::string(); }, &held));
+  ASSERT_OK(MakeStore()
+                .RemoveUnlessHeld("step-1", uuid,
+                                  [](const Uuid&) { return std::optional<std::string>(); })
+                .status);
   const auto remedy = [&] {
     for (const auto& finding : MakeStore().Fsck({}).value()) {
       if (finding.object == ".trash/" + uuid.ToString()) return finding.remedy;

@@ -27,9 +27,9 @@ MAY_INCLUDE["include"] = []
 # Rooms of a folder, and how high each stands: a file includes only its own room, lower ones, and
 # headers of the folder itself.
 ROOMS = {
-    "index": {"records": 0, "read": 1, "store": 2, "foreign": 3},
+    "index": {"archives": 0, "records": 0, "read": 1, "store": 2, "foreign": 3},
     "collective": {"comm": 0, "layout": 1, "save": 2, "load": 2, "async": 3},
-    "fs": {"formats": 0, "pictures": 0, "views": 1, "save": 2, "export": 2, "mount": 3},
+    "fs": {"formats": 0, "pictures": 0, "save": 0, "views": 1, "staging": 2, "export": 2, "mount": 3},
 }
 
 # The layer that implements each public header: lower ones must not include it.

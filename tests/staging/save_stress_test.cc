@@ -7,9 +7,9 @@
 #include <thread>
 
 #include "fs/mount_stats.h"
-#include "fs/save/staged_checkpoint.h"
-#include "fs/save/staging_tree.h"
 #include "fs/save/staging_writer.h"
+#include "fs/staging/staged_checkpoint.h"
+#include "fs/staging/staging_tree.h"
 #include "tests/staging/staging_test_support.h"
 #include "tests/staging/walk.h"
 #include "tests/support/observed_file_system.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What can be made, written, removed and published below .staging/, without a kernel.
-#include "fs/save/staging_tree.h"
+#include "fs/staging/staging_tree.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -13,8 +13,8 @@
 
 #include "tensormount/checkpoint.h"
 
-#include "fs/save/staged_checkpoint.h"
 #include "fs/save/staging_folder.h"
+#include "fs/staging/staged_checkpoint.h"
 #include "fs/vfs.h"
 #include "tests/staging/walk.h"
 #include "tests/support/status_matchers.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string_view>
 
-#include "fs/save/staging_tree.h"
+#include "fs/staging/staging_tree.h"
 
 namespace tensormount::fs {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_
-#define TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_TORCH_ARCHIVE_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_TORCH_ARCHIVE_H_
 
 #include <cstdint>
 #include <functional>
@@ -14,8 +14,8 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "index/foreign/pickle.h"
-#include "index/foreign/zip_archive.h"
+#include "index/archives/pickle.h"
+#include "index/archives/zip_archive.h"
 
 // What torch.save writes since 1.6: a zip with data.pkl and one stored entry a storage
 // (torch/serialization.py, caffe2/serialize/inline_container.h).
@@ -44,8 +44,8 @@ class TorchArchive {
   // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is
   // missing or fails its CRC, where entries lie outside of its folder, and where names differ in
   // nothing but case, or in case from what torch looks for: it finds them; kUnsupported where
-  // byteorder says "big" (none: little), where `version` is none that we know or is not there (torch
-  // refuses both), and of TorchScript programs.
+  // byteorder says "big" (none: little), where `version` is none that we know or is not there
+  // (torch refuses both), and of TorchScript programs.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
@@ -78,4 +78,4 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_TORCH_ARCHIVE_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_TORCH_ARCHIVE_H_

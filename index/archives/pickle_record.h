@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_PICKLE_RECORD_H_
-#define TENSORMOUNT_INDEX_FOREIGN_PICKLE_RECORD_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_PICKLE_RECORD_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_PICKLE_RECORD_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -10,8 +10,8 @@
 #include <string_view>
 #include <vector>
 
-#include "index/foreign/pickle.h"
-#include "index/foreign/pickle_classes.h"
+#include "index/archives/pickle.h"
+#include "index/archives/pickle_classes.h"
 
 // How a parsed pickle lies in memory; known to pickle*.cc only.
 //
@@ -213,4 +213,4 @@ std::string ShownName(std::string_view text);
 
 }  // namespace tensormount::pickle
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_PICKLE_RECORD_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_PICKLE_RECORD_H_

@@ -8,7 +8,7 @@
 #include <charconv>
 #include <unordered_set>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

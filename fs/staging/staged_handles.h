@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_SAVE_STAGED_HANDLES_H_
-#define TENSORMOUNT_FS_SAVE_STAGED_HANDLES_H_
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_
 
 #include <functional>
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "fs/handle.h"
 #include "fs/mount_stats.h"
-#include "fs/save/staged_checkpoint.h"
+#include "fs/staging/staged_checkpoint.h"
 
 namespace tensormount::fs {
 
@@ -50,4 +50,4 @@ std::shared_ptr<WriteHandle> OpenTextHandle(HandleContext context, std::string t
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_SAVE_STAGED_HANDLES_H_
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_HANDLES_H_

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The allow-list: which names a pickle may mention, and what each is taken for. Naming a class
 // imports nothing. What the table lacks ends the read with its name.
-#include "index/foreign/pickle_classes.h"
+#include "index/archives/pickle_classes.h"
 
 #include <algorithm>
 #include <tuple>
 #include <vector>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

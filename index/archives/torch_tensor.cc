@@ -2,7 +2,7 @@
 // From the calls by which a pickle rebuilds a tensor to a strided window of a storage, as torch
 // 2.13 would see it. Where torch would do something to the bytes (conjugate, negate, replace them
 // later) the tensor is refused by name: a wrong window is worse than none.
-#include "index/foreign/torch_tensor.h"
+#include "index/archives/torch_tensor.h"
 
 #include <algorithm>
 #include <optional>
@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "index/foreign/pickle_calls.h"
+#include "index/archives/pickle_calls.h"
 
 namespace tensormount {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_PICKLE_CALLS_H_
-#define TENSORMOUNT_INDEX_FOREIGN_PICKLE_CALLS_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CALLS_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CALLS_H_
 
 #include <string>
 #include <string_view>
 
-#include "index/foreign/pickle.h"
+#include "index/archives/pickle.h"
 
 // What Python would make of what a stream asks to be called, as far as records must say the same.
 
@@ -31,4 +31,4 @@ std::string_view KeyFault(const Value& beside, const Value& key);
 
 }  // namespace tensormount::pickle
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_PICKLE_CALLS_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CALLS_H_

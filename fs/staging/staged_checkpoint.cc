@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One staging as a mount knows it: whether it still stands at its name, its schema, and the lease
 // that keeps others from publishing while a file is open for writing.
-#include "fs/save/staged_checkpoint.h"
+#include "fs/staging/staged_checkpoint.h"
 
 #include <algorithm>
 #include <cerrno>

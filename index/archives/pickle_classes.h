@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_PICKLE_CLASSES_H_
-#define TENSORMOUNT_INDEX_FOREIGN_PICKLE_CLASSES_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CLASSES_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CLASSES_H_
 
 #include <cstdint>
 #include <string_view>
@@ -82,4 +82,4 @@ std::string_view UnusedOperation(unsigned char op);
 
 }  // namespace tensormount::pickle
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_PICKLE_CLASSES_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CLASSES_H_

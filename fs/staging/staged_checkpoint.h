@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_
-#define TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_
 
 #include <atomic>
 #include <chrono>
@@ -181,4 +181,4 @@ class StagedCheckpoint {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_SAVE_STAGED_CHECKPOINT_H_
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_CHECKPOINT_H_

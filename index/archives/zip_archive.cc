@@ -12,7 +12,7 @@
 // offsets are relative to the begin of the archive, which may be in the middle of a file (.distcp).
 // An item of a .distcp file costs about 10 KiB: its end, its local headers, and what stands behind
 // its payload.
-#include "index/foreign/zip_archive.h"
+#include "index/archives/zip_archive.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_PICKLE_CONTAINERS_H_
-#define TENSORMOUNT_INDEX_FOREIGN_PICKLE_CONTAINERS_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CONTAINERS_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CONTAINERS_H_
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 
 // What grows while a pickle is parsed. Every call that may need memory returns false where the
 // arena has none left.
@@ -107,4 +107,4 @@ class ContainerMaker {
 
 }  // namespace tensormount::pickle
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_PICKLE_CONTAINERS_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_PICKLE_CONTAINERS_H_

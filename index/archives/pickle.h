@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_PICKLE_H_
-#define TENSORMOUNT_INDEX_FOREIGN_PICKLE_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_PICKLE_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_PICKLE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 #include "tensormount/status.h"
 
-#include "index/foreign/pickle_classes.h"
+#include "index/archives/pickle_classes.h"
 
 // Python pickles, read as data (the opcodes are those of CPython's Lib/pickletools.py). Nothing is
 // imported, called or constructed: what a stream says to build becomes records of what it said.
@@ -156,4 +156,4 @@ std::string Describe(const Document& document, std::size_t max_lines = 1000);
 
 }  // namespace tensormount::pickle
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_PICKLE_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_PICKLE_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Node ids of names below .staging/: given at lookup, counted as the kernel counts them, never used
 // again.
-#include "fs/save/staged_nodes.h"
+#include "fs/staging/staged_nodes.h"
 
 #include <algorithm>
 #include <string_view>

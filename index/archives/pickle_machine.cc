@@ -18,9 +18,9 @@
 
 #include "base/checked.h"
 #include "base/coding.h"
-#include "index/foreign/pickle_calls.h"
-#include "index/foreign/pickle_containers.h"
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_calls.h"
+#include "index/archives/pickle_containers.h"
+#include "index/archives/pickle_record.h"
 #include "shard/utf8.h"
 
 namespace tensormount::pickle {

@@ -7,7 +7,7 @@
 
 #include "base/log.h"
 #include "fs/save/publish.h"
-#include "fs/save/staging_tree.h"
+#include "fs/staging/staging_tree.h"
 
 namespace tensormount::fs {
 namespace {

@@ -5,7 +5,7 @@
 #include <array>
 #include <string_view>
 
-#include "index/foreign/pickle_classes.h"
+#include "index/archives/pickle_classes.h"
 
 namespace tensormount::pickle {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Names below .staging/ and what they are; changes are in staged_changes.cc.
-#include "fs/save/staging_tree.h"
+#include "fs/staging/staging_tree.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_SAVE_STAGING_TREE_H_
-#define TENSORMOUNT_FS_SAVE_STAGING_TREE_H_
+#ifndef TENSORMOUNT_FS_STAGING_STAGING_TREE_H_
+#define TENSORMOUNT_FS_STAGING_STAGING_TREE_H_
 
 #include <cstdint>
 #include <functional>
@@ -17,9 +17,9 @@
 #include "fs/attributes.h"
 #include "fs/handle.h"
 #include "fs/mount_stats.h"
-#include "fs/save/staged_checkpoint.h"
-#include "fs/save/staged_handles.h"
-#include "fs/save/staged_nodes.h"
+#include "fs/staging/staged_checkpoint.h"
+#include "fs/staging/staged_handles.h"
+#include "fs/staging/staged_nodes.h"
 #include "index/store/store.h"
 
 namespace tensormount::fs {
@@ -171,4 +171,4 @@ class StagingTree {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_SAVE_STAGING_TREE_H_
+#endif  // TENSORMOUNT_FS_STAGING_STAGING_TREE_H_

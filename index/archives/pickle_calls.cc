@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What calls in a pickle come to. A call is never made: a function on the allow-list that only
 // makes a container or a record is replaced by that container or record.
-#include "index/foreign/pickle_calls.h"
+#include "index/archives/pickle_calls.h"
 
 #include <array>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

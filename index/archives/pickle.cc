@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Documents: values of a parsed pickle and the checked reads of them (pickle.h). Values lie in an
 // arena that the Document owns, beside the bytes of the stream, and may be shared.
-#include "index/foreign/pickle.h"
+#include "index/archives/pickle.h"
 
 #include <bit>
 #include <cassert>
 #include <cstring>
 #include <random>
 
-#include "index/foreign/pickle_record.h"
+#include "index/archives/pickle_record.h"
 
 namespace tensormount::pickle {
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_TORCH_TENSOR_H_
-#define TENSORMOUNT_INDEX_FOREIGN_TORCH_TENSOR_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_TORCH_TENSOR_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_TORCH_TENSOR_H_
 
 #include <cstdint>
 #include <functional>
 #include <set>
 #include <string>
 
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 
 // What a pickle of torch says of a tensor, before anybody looks where its storage is.
 
@@ -48,4 +48,4 @@ Result<DType> TorchDType(std::string_view name);
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_TORCH_TENSOR_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_TORCH_TENSOR_H_

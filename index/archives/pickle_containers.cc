@@ -2,13 +2,13 @@
 // The lists, sets and dicts of a pickle: rows of values in the arena that double when they are
 // full. A dict is a row of pairs, searched from end to end where it is small; a large one gets an
 // index of its keys once all are there.
-#include "index/foreign/pickle_containers.h"
+#include "index/archives/pickle_containers.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "index/foreign/pickle_calls.h"
+#include "index/archives/pickle_calls.h"
 
 namespace tensormount::pickle {
 

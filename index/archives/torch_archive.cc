@@ -10,7 +10,7 @@
 // Torch and this reader must see the same tensors in one file, whoever made it: where torch would
 // be more lenient (names that differ in case, storages of two types) the archive is refused, since
 // nobody knows which of two readings was meant.
-#include "index/foreign/torch_archive.h"
+#include "index/archives/torch_archive.h"
 
 #include <algorithm>
 #include <charconv>
@@ -22,7 +22,7 @@
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/crc32.h"
-#include "index/foreign/torch_tensor.h"
+#include "index/archives/torch_tensor.h"
 #include "shard/utf8.h"
 
 namespace tensormount {

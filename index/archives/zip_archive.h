@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_INDEX_FOREIGN_ZIP_ARCHIVE_H_
-#define TENSORMOUNT_INDEX_FOREIGN_ZIP_ARCHIVE_H_
+#ifndef TENSORMOUNT_INDEX_ARCHIVES_ZIP_ARCHIVE_H_
+#define TENSORMOUNT_INDEX_ARCHIVES_ZIP_ARCHIVE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -55,4 +55,4 @@ Status CheckZipCrc(File& file, const ZipEntry& entry,
 
 }  // namespace tensormount
 
-#endif  // TENSORMOUNT_INDEX_FOREIGN_ZIP_ARCHIVE_H_
+#endif  // TENSORMOUNT_INDEX_ARCHIVES_ZIP_ARCHIVE_H_

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#ifndef TENSORMOUNT_FS_SAVE_STAGED_NODES_H_
-#define TENSORMOUNT_FS_SAVE_STAGED_NODES_H_
+#ifndef TENSORMOUNT_FS_STAGING_STAGED_NODES_H_
+#define TENSORMOUNT_FS_STAGING_STAGED_NODES_H_
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@
 #include "tensormount/status.h"
 
 #include "base/file_system.h"
-#include "fs/save/staged_checkpoint.h"
+#include "fs/staging/staged_checkpoint.h"
 
 namespace tensormount::fs {
 
@@ -99,4 +99,4 @@ class StagedNodes {
 
 }  // namespace tensormount::fs
 
-#endif  // TENSORMOUNT_FS_SAVE_STAGED_NODES_H_
+#endif  // TENSORMOUNT_FS_STAGING_STAGED_NODES_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Open files below .staging/, one class for each kind of file. Each counts as a writer from its
 // open to its last flush, and remembers the first failure, which close and fsync tell.
-#include "fs/save/staged_handles.h"
+#include "fs/staging/staged_handles.h"
 
 #include <algorithm>
 #include <cerrno>
