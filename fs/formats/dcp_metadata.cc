@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The chunks and the pickle .metadata of a folder of torch.distributed.checkpoint.
 #include "fs/formats/dcp_metadata.h"
 
 #include <algorithm>

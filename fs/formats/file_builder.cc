@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Puts the segments of a file together, text beside stored bytes.
 #include "fs/formats/file_builder.h"
 
 #include <memory>
