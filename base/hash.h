@@ -86,6 +86,7 @@ class Crc64Shift {
 // and none is begun or ended by itself. Longer and shorter ones are hashed one after the other.
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
                 std::uint64_t distance);
+
 }  // namespace tensormount
 
 #endif  // TENSORMOUNT_BASE_HASH_H_

@@ -121,7 +121,7 @@ enum class CollectiveOp : std::uint8_t {
   kAllGather = 1,
   kGather,
   kBroadcast,
-  kAgree = 5,
+  kAgree = 5,  // 4 was XOR.
   kExchange,
   kTransfer,
   kDecide,

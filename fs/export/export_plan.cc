@@ -320,7 +320,6 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOption
   return plan;
 }
 
-// Offsets and not views, because text_ grows and moves.
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes) {
   ExportFile file{.name = std::move(name),

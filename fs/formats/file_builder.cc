@@ -7,6 +7,7 @@
 
 namespace tensormount::fs {
 
+// Offsets and not views, because text_ grows and moves.
 ByteRange FileBuilder::Keep(std::string_view text) {
   const std::uint64_t begin = text_.size();
   text_.append(text);

@@ -4,8 +4,10 @@
 // checkpoints. A file of its own as the counterpart of verify.cc, for the folder instead of the
 // checkpoint.
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "index/read/derived_index.h"
@@ -109,7 +111,7 @@ class Checker {
     for (const DirectoryEntry& e : Entries("")) {
       if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kPolicyFile) continue;
       if (IsOurFolder(e.name)) {
-        NoteIfNoFolder(e.name);
+        if (e.kind != FileKind::kDirectory && e.kind != FileKind::kSymlink) NoFolder(e.name);
         continue;
       }
       if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
@@ -175,8 +177,8 @@ class Checker {
     } else if (!policy.ok()) {
       Unread(std::string(store_paths::kPolicyFile), policy);
     }
+    if (no_folders_.contains(store_paths::kPinsFolder)) return;
     const auto all = pins::ReadAll(fs_, store_, fs_.NowSeconds());
-    if (IsNoFolder(store_paths::kPinsFolder)) return;
     if (!all.ok()) return Unread(std::string(store_paths::kPinsFolder), all.status());
     for (const auto& [uuid, pin] : all.value()) {
       if (pin.problem.empty()) continue;
@@ -210,17 +212,11 @@ class Checker {
            name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder;
   }
 
-  bool IsNoFolder(std::string_view name) {
-    const Result<FileInfo> info = fs_.LinkStat(JoinPath(store_, name));
-    return info.ok() && info.value().kind != FileKind::kDirectory &&
-           info.value().kind != FileKind::kSymlink;
-  }
-
   // After a power cut a name can lead to another inode, where the file system has no journal.
-  void NoteIfNoFolder(std::string_view name) {
-    if (!IsNoFolder(name)) return;
+  void NoFolder(const std::string& name) {
+    no_folders_.insert(name);
     const bool pins = name == store_paths::kPinsFolder;
-    Damage(std::string(name),
+    Damage(name,
            pins ? "not a folder: pins are lost, and nothing is removed before this is mended"
                 : "not a folder: what was in it is lost",
            pins ? "remove it, then pin again what must stay" : "remove it: it is made anew");
@@ -228,7 +224,7 @@ class Checker {
 
   // What cannot be listed is a finding of its own: nobody may take it for empty.
   std::vector<DirectoryEntry> Entries(std::string_view below) {
-    if (!below.empty() && IsNoFolder(below)) return {};  // NoteIfNoFolder says it.
+    if (no_folders_.contains(below)) return {};
     auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
     if (entries.ok()) return std::move(entries).value();
     Unread(below.empty() ? "." : std::string(below), entries.status());
@@ -298,6 +294,7 @@ class Checker {
   const std::string store_;
   const Store::FsckOptions options_;
   std::vector<Finding> findings_;
+  std::set<std::string, std::less<>> no_folders_;  // Of the store's own; each is a finding.
 };
 
 }  // namespace

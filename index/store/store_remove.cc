@@ -75,19 +75,19 @@ Status Store::RemoveUnpinned(const std::string& name) const {
 Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
                                        const Holds& holds) const {
   const Status named = CheckCheckpointName(name);
-  if (!named.ok()) return {.status = named, .held = {}, .entry = {}};
+  if (!named.ok()) return {.status = named};
   Result<std::optional<std::string>> held = holds(uuid);
-  if (!held.ok()) return {.status = held.status(), .held = {}, .entry = {}};
-  if (held.value()) return {.status = {}, .held = std::move(held).value(), .entry = {}};
+  if (!held.ok()) return {.status = held.status()};
+  if (held.value()) return {.held = std::move(held).value()};
   std::string entry;
   const Status moved = MoveAway(name, &uuid, &entry);
   if (!moved.ok() && moved.code() != Code::kUnknown) {
-    return {.status = moved, .held = {}, .entry = {}};
+    return {.status = moved};
   }
   held = holds(uuid);
   if (held.ok() && !held.value()) {
     const std::string below = entry.empty() ? std::string() : entry.substr(path_.size() + 1);
-    return {.status = moved, .held = {}, .entry = below};
+    return {.status = moved, .entry = below};
   }
   const Status back = entry.empty() ? Status(Code::kNotFound, "where it went is not known")
                                     : store_moves::PutBack(*fs_, path_, std::string(name), entry);
@@ -97,7 +97,7 @@ Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
   };
   // Gc has moved it back in our place; or it freed it: who holds it since is told that it is gone.
   if (back.code() == Code::kNotFound && !entry.empty() && !here()) {
-    return {.status = moved, .held = {}, .entry = {}};
+    return {.status = moved};
   }
   if (!back.ok() && !(back.code() == Code::kNotFound && here())) {
     const std::string why = held.ok() ? *held.value() : held.status().message();
@@ -106,12 +106,10 @@ Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
                 CheckpointPath(name) + ": " + why + ": " +
                     (here() ? "it was moved to .trash and back, but a power cut may undo that: "
                             : "it is in .trash, and could not be moved back from there: ") +
-                    back.message()),
-            .held = {},
-            .entry = {}};
+                    back.message())};
   }
-  if (!held.ok()) return {.status = held.status(), .held = {}, .entry = {}};
-  return {.status = {}, .held = std::move(held).value(), .entry = {}};
+  if (!held.ok()) return {.status = held.status()};
+  return {.held = std::move(held).value()};
 }
 
 // What may be moved away.

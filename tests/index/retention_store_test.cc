@@ -5,6 +5,7 @@
 #include <fstream>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "tensormount/retention.h"

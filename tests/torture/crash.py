@@ -427,7 +427,7 @@ class Checker:
                 # Without a journal a name may lead to another inode: what fsck says of it helps.
                 for lost in self.no_folders():
                     os.unlink(self.store / lost)
-                    result = self.run(*arguments)
+                result = self.run(*arguments)
             if result.returncode != 0 and not (arguments[0] == "verify" and named):
                 wrong.append(f"{arguments[0]} afterwards: {told(result)}")
         return wrong
