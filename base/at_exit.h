@@ -6,13 +6,12 @@
 
 namespace tensormount {
 
-// Calls `fn` when its scope is left, in whatever way; never after Cancel(). For what must be undone
-// or told on every path, an exception's too, and is too small for a class of its own. `fn` must not
-// throw. On the stack of one thread:
+// Calls `fn` at the end of its scope, on every path including exceptions, unless cancelled. For
+// cleanup that is too small for a class. `fn` must not throw. Used on the stack of one thread:
 //
 //   AtExit take_back([&] { registrar.Unregister(id); });
 //   ...            // Every return from here on takes it back,
-//   take_back.Cancel();  // until it is somebody else's.
+//   take_back.Cancel();  // until ownership has passed on.
 template <typename Fn>
 class [[nodiscard]] AtExit {
  public:

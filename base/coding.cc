@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A reader remembers its first failure and gives zeros from then on, so that decoders read field
-// after field and ask once, at the end, whether all of them were there. No length that was read is
-// believed before the bytes behind it are counted.
+// A reader remembers its first failure and returns zeros from then on, so that decoders read all
+// fields and check once at the end. Lengths are trusted only after comparison with the remaining
+// bytes.
 #include "base/coding.h"
 
 #include <bit>
@@ -9,12 +9,12 @@
 namespace tensormount {
 
 static_assert(std::endian::native == std::endian::little,
-              "records and tensors are little-endian, and fixed fields are copied as they are");
+              "tensormount needs a little-endian machine: it copies stored numbers as they are");
 
 std::string_view ByteReader::String(std::size_t max) {
   const std::uint32_t n = U32();
   if (n > max) {
-    // As if the bytes had ended here: nothing behind a field that is wrong can be trusted.
+    // Fails as if the bytes ended here, because nothing after an invalid field can be trusted.
     failed_ = true;
     at_ = data_.size();
     return {};
@@ -43,7 +43,7 @@ Status ByteReader::Finish() const {
   TENSORMOUNT_RETURN_IF_ERROR(status());
   if (left() == 0) return Status();
   return Status(Code::kDataLoss, std::string(what_) + ": " + std::to_string(left()) +
-                                     " bytes too many after byte " + std::to_string(at_));
+                                     " unexpected bytes after byte " + std::to_string(at_));
 }
 
 }  // namespace tensormount

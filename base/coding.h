@@ -13,17 +13,16 @@
 
 #include "base/hash.h"
 
-// Little-endian records, as docs/format.md gives them. tensormount builds for little-endian
-// machines only (checked in coding.cc), so that a fixed field is a memcpy.
+// Little-endian records (docs/format.md). tensormount builds only for little-endian machines
+// (checked in coding.cc), so a fixed-size field is a memcpy.
 //
-// There is no schema and there are no tags: a record is its fields in order, without padding, and
-// both sides know the order. What may grow has a version or a length in front of it, which the
-// record's own encoder and decoder deal with (index/records, collective/comm, fs/save/journal.cc).
+// There is no schema and no tags: a record is its fields in order, without padding. Records that
+// may grow begin with a version or a length, which their own encoders and decoders handle
+// (index/records, collective/comm, fs/save/journal.cc).
 
 namespace tensormount {
 
-// Little-endian, at any alignment. Every byte that we store or send is little-endian, and so is
-// every machine that this is built for; a port to another would swap here and nowhere else.
+// Little-endian load at any alignment. A port to a big-endian machine would swap bytes only here.
 template <typename T>
 T LoadLittle(const void* p) {
   T v;
@@ -35,8 +34,8 @@ void StoreLittle(void* p, T v) {
   std::memcpy(p, &v, sizeof(T));
 }
 
-// Appends fields to a byte string that it owns. It cannot fail: whoever encodes something checks
-// before that its decoder will take it (lengths fit 32 bits, say).
+// Appends fields to a byte string that it owns. It cannot fail: the encoder checks beforehand that
+// its decoder accepts the values (for example, lengths fit 32 bits).
 //
 //   ByteWriter out;
 //   out.U32(file);
@@ -50,22 +49,22 @@ class ByteWriter {
   void U64(std::uint64_t v) { Raw(&v, 8); }
   void I64(std::int64_t v) { Raw(&v, 8); }
   void F64(double v) { Raw(&v, 8); }
-  // Low half first: with little-endian halves that is the 128-bit number, little-endian.
+  // Appends the low half first: the little-endian 128-bit number.
   void Hash(const Hash128& h) {
     U64(h.low);
     U64(h.high);
   }
-  // u32 length, then the bytes. Not terminated, and any bytes: keys are UTF-8 by CheckKey, not
-  // here.
+  // Appends a u32 length and the bytes, which are arbitrary and not terminated (CheckKey, not this
+  // function, requires UTF-8 for keys).
   void String(std::string_view s) {
     U32(static_cast<std::uint32_t>(s.size()));
     Raw(s.data(), s.size());
   }
-  // Bytes whose number the reader knows from elsewhere.
+  // Appends bytes whose length the reader knows.
   void Raw(const void* p, std::size_t n) { out_.append(static_cast<const char*>(p), n); }
 
-  // What was written so far; to be moved out of when it is complete. Not const, so that an encoder
-  // can come back and fill in a length or a count that it wrote as zero.
+  // The bytes so far; move them out when complete. Not const, so that an encoder can fill in a
+  // length or count later.
   std::string& bytes() { return out_; }
   std::size_t size() const { return out_.size(); }
 
@@ -73,16 +72,15 @@ class ByteWriter {
   std::string out_;
 };
 
-// Reads fields from bytes that somebody else owns. A read past the end yields zeros and makes
-// `status()` kDataLoss for good, so that a record is decoded first and checked once:
+// Reads fields from bytes that it does not own. A read past the end yields zeros and makes
+// `status()` kDataLoss permanently, so that a record is decoded first and checked once:
 //
 //   ByteReader in(bytes, "index: object");
 //   const std::uint32_t file = in.U32();
 //   const std::uint64_t offset = in.U64();
 //   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());  // Only now do the fields mean anything.
 //
-// A count is compared with left() before memory is taken for that many records: until then it is a
-// claim of whoever wrote the bytes.
+// Compare a count with left() before allocating memory for it: until then it is untrusted.
 class ByteReader {
  public:
   // `what` names the object in the error; must outlive the reader.
@@ -98,23 +96,22 @@ class ByteReader {
     const std::uint64_t low = U64();
     return {low, U64()};
   }
-  // A u32 length and its bytes; a length over `max` is an error before anything is allocated. The
-  // view is of the reader's own data: no copy, and it lives as long as that.
+  // Reads a u32 length and that many bytes; a length over `max` is an error before any allocation.
+  // The view points into the reader's data, without a copy.
   std::string_view String(std::size_t max);
   std::string_view Raw(std::size_t n);
 
-  // Bytes not read yet: the most that any count that follows can be about.
+  // Number of unread bytes: an upper bound for every count that follows.
   std::size_t left() const { return data_.size() - at_; }
   std::size_t position() const { return at_; }
-  // kDataLoss "<what>: truncated at byte N" once a read went past the end.
+  // kDataLoss "<what>: truncated at byte N" if a read went past the end.
   Status status() const;
-  // The same, and an error when bytes are left over: of a record that is decoded to its end, more
-  // bytes than fields mean that writer and reader do not speak of the same record.
+  // Like status(), and kDataLoss if bytes are left over, because writer and reader then disagree
+  // about the record.
   Status Finish() const;
 
  private:
-  // After a failure nothing is left, so every later read fails as well, and none can succeed by
-  // being shorter than the one that did not fit.
+  // After a failure left() is 0, so every later read fails, too, even a shorter one.
   template <typename T>
   T Fixed() {
     if (left() < sizeof(T)) {

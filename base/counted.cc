@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes as people read them (counted.h).
+// Human-readable byte counts (counted.h).
 #include "base/counted.h"
 
 #include <array>

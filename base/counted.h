@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers of things and of bytes in messages: "1 tensor", "2 tensors", "12.3 MB". Threads: any.
+// Counts in messages: "1 tensor", "2 tensors", "12.3 MB". Thread-safe.
 #ifndef TENSORMOUNT_BASE_COUNTED_H_
 #define TENSORMOUNT_BASE_COUNTED_H_
 
@@ -9,7 +9,7 @@
 
 namespace tensormount {
 
-// `what` in the singular, of a word whose plural has an "s" more.
+// A number and what it counts: "1 tensor". `what` is the singular; the plural adds an "s".
 inline std::string Counted(std::uint64_t number, std::string_view what) {
   std::string text = std::to_string(number);
   text += ' ';
@@ -18,7 +18,7 @@ inline std::string Counted(std::uint64_t number, std::string_view what) {
   return text;
 }
 
-// "12.3 MB" (powers of ten), "512 B". For people; programs want the number.
+// "12.3 MB" (powers of ten), "512 B". For people only.
 std::string HumanBytes(std::uint64_t bytes);
 
 }  // namespace tensormount

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// zlib's CRC-32, in steps that its 32-bit lengths allow: what zip archives and DCP files carry.
+// zlib's CRC-32, used by zip archives and DCP files, for 64-bit sizes.
 #include "base/crc32.h"
 
 #include <limits>

@@ -7,13 +7,13 @@
 
 namespace tensormount {
 
-// The CRC-32 of zip archives (polynomial 0x04C11DB7 reflected, init and xorout all ones; of
-// "123456789" 0xCBF43926, of nothing 0): what others' archives are checked with and ours written.
+// The CRC-32 of zip archives (polynomial 0x04C11DB7 reflected, init and xorout all ones;
+// "123456789" gives 0xCBF43926, the empty string 0), to check foreign archives and write ours.
 
-// The CRC of what `crc` is of, followed by `data`. Start with 0.
+// The CRC of the data that `crc` covers, followed by `data`. Start with 0.
 std::uint32_t Crc32Extend(std::uint32_t crc, const void* data, std::size_t size);
-// CRC of A followed by B from those of A and B, in O(log b_bytes) and without the bytes: parts of
-// an archive are written on several threads, and its directory wants one CRC of each member.
+// The CRC of A followed by B from their CRCs, in O(log b_bytes) without the bytes: parts of an
+// archive are written on several threads, and its directory needs one CRC per member.
 std::uint32_t Crc32Combine(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes);
 
 }  // namespace tensormount

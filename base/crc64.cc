@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CRC-64/NVME of base/hash.h, without special instructions; crc64_clmul.cc is the fast form,
-// chosen once when the program starts. In a file of its own because it is arithmetic over GF(2),
-// and hash.cc is the wrapping of a library.
+// The CRC-64/NVME of base/hash.h without special instructions; crc64_clmul.cc has the fast form.
+// The form is chosen at program start. A separate file from hash.cc, which wraps a library.
 //
 // A CRC is the remainder of the bytes, read as a polynomial. So the CRC of a tensor is the sum
-// (exclusive or) of what each of its runs contributes, moved up by the bytes behind it: a
-// multiplication by x^(8n) modulo the polynomial, which Crc64Shift prepares by squaring. That is
-// what makes digests of tensors independent of how they were cut.
+// (exclusive or) of its runs' contributions, each shifted by the number of bytes after it: a
+// multiplication by x^(8n) modulo the polynomial, which Crc64Shift prepares by squaring. This makes
+// digests of tensors independent of their sharding.
 #include <array>
 #include <cstring>
 
@@ -36,7 +35,8 @@ std::uint64_t MultiplyByBits(std::uint64_t a, std::uint64_t b) { return Multiply
 
 constexpr Form kPortable = {"portable", ExtendPortable, MultiplyByBits, nullptr};
 
-// Before this is initialised (another file's static initialiser hashing) the portable form serves.
+// The form in use. Until it is initialised (static initialisers of other files may hash) the
+// portable form is used.
 const Form* chosen = [] {
   if (const Form* wide = WideClmulForm()) return wide;
   if (const Form* clmul = ClmulForm()) return clmul;
@@ -72,7 +72,7 @@ Crc64 Crc64Bitwise(Crc64 crc, const void* data, std::size_t size) {
 bool Crc64IsAccelerated() { return &crc64::Chosen() != &crc64::PortableForm(); }
 
 Crc64Shift::Crc64Shift(std::uint64_t bytes) : factor_(crc64::kInverseX) {
-  // Multiplying includes one x, hence the x^-1 that the empty product and every power carry.
+  // Each product includes a factor x, hence the x^-1 in the empty product and in every power.
   const crc64::MultiplyFn multiply = crc64::Chosen().multiply;
   bool first = true;
   for (std::size_t k = 0; bytes != 0; ++k, bytes >>= 1) {
@@ -84,7 +84,7 @@ Crc64Shift::Crc64Shift(std::uint64_t bytes) : factor_(crc64::kInverseX) {
 
 Crc64 Crc64Shift::Apply(Crc64 crc) const { return crc64::Chosen().multiply(crc, factor_); }
 
-// Fewer do not pay for what is made for all of them.
+// Fewer rows are hashed one by one, because the setup of Form::rows does not pay off for them.
 constexpr std::size_t kFewRows = 4;
 
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
@@ -98,7 +98,7 @@ Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::siz
     for (; rows > 0; --rows, src += step) crc = shift.Apply(crc) ^ Crc64Extend(0, src, run);
     return crc;
   }
-  // The inversions at both ends of a run, as bytes that are added to it.
+  // The inversions at both ends of a run, as bytes that are added (XOR) to the run.
   std::array<std::byte, crc64::kLongestRow> ones{};
   const std::size_t padded = crc64::PaddedRun(run);
   std::memset(ones.data() + (padded - run), 0xFF, 8);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fast form of base/crc64.cc, declared in crc64_math.h; a file of its own because it is
-// compiled for instructions that the rest of the program must not need.
+// The fast implementation for base/crc64.cc, declared in crc64_math.h; a separate file because it
+// is compiled for instructions that the rest of the program must not need.
 //
 // CRC-64/NVME by carry-less multiplication: several independent remainders are folded over the data
 // at once, because one multiplication takes several cycles but one can start every cycle.
@@ -18,9 +18,8 @@
 namespace tensormount::crc64 {
 namespace {
 
-// By function and not by file: the file's other functions are called before anybody knows what the
-// processor can do. The helpers are always inlined, because a call would pass vectors through
-// memory.
+// Target attributes per function, not per file, because other functions here run before the CPU is
+// known. The helpers are always inlined, because a call would pass vectors through memory.
 #define TENSORMOUNT_CLMUL __attribute__((target("pclmul,ssse3,sse4.1")))
 #define TENSORMOUNT_CLMUL_INLINE \
   __attribute__((target("pclmul,ssse3,sse4.1"), always_inline)) inline
@@ -30,8 +29,8 @@ namespace {
   __attribute__((target("pclmul,ssse3,sse4.1,avx512f,avx512bw,avx512vl,vpclmulqdq"), \
                  always_inline)) inline
 
-// For a pair that moves over `bytes`: low and high word; the high degrees (the low word) move 64
-// further.
+// Constants to shift a pair by `bytes`, for its low and high word; the low word, of higher degrees,
+// moves 64 bits further.
 constexpr FoldPair FoldBy(int bytes) {
   return {FoldConstant(8 * bytes + 64), FoldConstant(8 * bytes)};
 }
@@ -53,20 +52,21 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t LowWord(__m128i v) {
   return static_cast<std::uint64_t>(_mm_cvtsi128_si64(v));
 }
 
-// Moves a pair up by the distance that `k` is made for: the low words' product and the high words'
-// product are both of 128 bits, and together congruent to what was moved.
+// Shifts a pair by the distance of the constants `k`: the two 128-bit products of the words are
+// together congruent to the shifted pair.
 TENSORMOUNT_CLMUL_INLINE __m128i Fold(__m128i v, __m128i k) {
   return _mm_xor_si128(_mm_clmulepi64_si128(v, k, 0x00), _mm_clmulepi64_si128(v, k, 0x11));
 }
 
-// (low, high) mod P, by Barrett: the quotient from the word of higher degrees, then what the
-// quotient times P takes away from the other one.
+// Reduces a pair (low, high) modulo P by Barrett reduction: the word of higher degrees gives the
+// quotient, and the quotient's multiple of P is subtracted from the other word.
 TENSORMOUNT_CLMUL_INLINE std::uint64_t Reduce(__m128i v) {
   const __m128i k =
       _mm_set_epi64x(static_cast<long long>(kDivisor), static_cast<long long>(kQuotient));
   const __m128i quotient = _mm_clmulepi64_si128(v, k, 0x00);
   const __m128i product = _mm_clmulepi64_si128(quotient, k, 0x10);
-  // kDivisor lacks P's term 1: the quotient itself is added back.
+  // kDivisor omits the constant term (x^0) of P; its product is the quotient itself, which is added
+  // here.
   const __m128i high = _mm_unpackhi_epi64(_mm_xor_si128(v, product), v);
   return LowWord(_mm_xor_si128(high, quotient));
 }
@@ -82,7 +82,7 @@ TENSORMOUNT_CLMUL_INLINE __m128i Load(unsigned char* dst, const unsigned char* s
   return v;
 }
 
-// The last bytes, fewer than 16.
+// Extends the state by the last bytes, fewer than 16.
 template <bool kCopy>
 TENSORMOUNT_CLMUL_INLINE std::uint64_t Tail(std::uint64_t state, unsigned char* dst,
                                             const unsigned char* src, std::size_t size) {
@@ -126,14 +126,14 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t Tail(std::uint64_t state, unsigned char* 
     if (kCopy) *dst = *src;
     v |= static_cast<std::uint64_t>(*src) << at;
   }
-  // times x^(8 * rest): as a pair, what leaves the word below it goes into the low word.
+  // Multiplies v by x^(8 * rest). As a pair, bits shifted out of the word go into the low word.
   v ^= state;
   const int bits = static_cast<int>(8 * rest);
   return Reduce(
       _mm_set_epi64x(static_cast<long long>(v >> bits), static_cast<long long>(v << (64 - bits))));
 }
 
-// Folds `acc` over the whole blocks of 16 that are left, then reduces and adds the tail.
+// Folds `acc` over the remaining blocks of 16 bytes, then reduces and adds the tail.
 template <bool kCopy>
 TENSORMOUNT_CLMUL_INLINE std::uint64_t Finish(__m128i acc, unsigned char* dst,
                                               const unsigned char* src, std::size_t size) {
@@ -143,15 +143,15 @@ TENSORMOUNT_CLMUL_INLINE std::uint64_t Finish(__m128i acc, unsigned char* dst,
     src += 16;
     if (kCopy) dst += 16;
   }
-  // acc * x^64 mod P: the low word moves over 128 bits, the high one into its place.
+  // acc * x^64 mod P: the low word is shifted by 128 bits, the high one takes its place.
   const __m128i k128 = Word(kFold16[1]);
   const __m128i v = _mm_xor_si128(_mm_clmulepi64_si128(acc, k128, 0x00), _mm_srli_si128(acc, 8));
   return Tail<kCopy>(Reduce(v), dst, src, size);
 }
 
-// 128 bytes a step in eight remainders of 16 bytes, each of which jumps over the others (kFold128).
-// At the end they stand 16 bytes apart and are folded into one: 8 to 4, 4 to 2, 2 to 1. Below two
-// steps one remainder does it all; that costs less than setting up eight.
+// Hashes 128 bytes per step in eight remainders of 16 bytes, each shifted by kFold128. At the end
+// they are 16 bytes apart and are folded into one: 8 to 4, 4 to 2, 2 to 1. Data of less than two
+// steps use a single remainder, which is cheaper than setting up eight.
 template <bool kCopy>
 TENSORMOUNT_CLMUL_INLINE std::uint64_t ExtendLanes(std::uint64_t state, unsigned char* dst,
                                                    const unsigned char* src, std::size_t size) {
@@ -200,8 +200,7 @@ TENSORMOUNT_WIDE_INLINE __m512i SetWide(FoldPair k) {
   return _mm512_set_epi64(high, low, high, low, high, low, high, low);
 }
 
-// Four pairs at once, and the bytes that come next added in the same instruction (0x96 is the
-// exclusive or of three).
+// Folds four pairs and adds the next bytes in one instruction (0x96 is the exclusive or of three).
 TENSORMOUNT_WIDE_INLINE __m512i FoldWide(__m512i v, __m512i k, __m512i next) {
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(v, k, 0x00),
                                    _mm512_clmulepi64_epi128(v, k, 0x11), next, 0x96);
@@ -214,7 +213,8 @@ TENSORMOUNT_WIDE_INLINE __m512i LoadWide(unsigned char* dst, const unsigned char
   return v;
 }
 
-// The bulk in 4 remainders of 64 bytes; returns them as one of 16 and moves the arguments on.
+// Folds the bulk of the data in 4 remainders of 64 bytes, returns them as one of 16 bytes, and
+// advances the arguments.
 template <bool kCopy>
 TENSORMOUNT_WIDE_INLINE __m128i FoldBulk(std::uint64_t state, unsigned char*& dst,
                                          const unsigned char*& src, std::size_t& size) {
@@ -253,29 +253,31 @@ template <bool kCopy>
 TENSORMOUNT_WIDE_INLINE std::uint64_t ExtendWideLanes(std::uint64_t state, unsigned char* dst,
                                                       const unsigned char* src, std::size_t size) {
   const __m128i acc = FoldBulk<kCopy>(state, dst, src, size);
-  // The compiler does this only when it optimises; SSE code after us would crawl without it.
+  // The compiler inserts this instruction only when it optimises; without it later SSE code is
+  // slow.
   _mm256_zeroupper();
   return Finish<kCopy>(acc, dst, src, size);
 }
 
 TENSORMOUNT_WIDE std::uint64_t ExtendWide(std::uint64_t state, void* dst, const void* src,
                                           std::size_t size) {
-  // Two steps of 256 bytes at least, or there is nothing to fold.
+  // FoldBulk needs at least two steps of 256 bytes.
   if (size < 512) return ExtendClmul(state, dst, src, size);
   const auto* from = static_cast<const unsigned char*>(src);
   if (dst == nullptr) return ExtendWideLanes<false>(state, nullptr, from, size);
   return ExtendWideLanes<true>(state, static_cast<unsigned char*>(dst), from, size);
 }
 
-// Runs that are added up: the lanes of a run stay where they are while the runs go by, each sum
-// moved on by the distance to the next run. What a CRC costs at its begin and end is paid once for
-// all of them, and the chain of multiplications in a lane is as long as there are runs, not as a
-// run is: the lanes side by side hide it.
+// Summing runs: a lane is 64 bytes at the same position of every run. Its sum is shifted by the
+// distance to the next run, whose bytes are then added. The cost of starting and ending a CRC is
+// paid once for all runs, and neighbouring lanes hide the latency of a lane's chain of
+// multiplications.
 TENSORMOUNT_WIDE_INLINE __m512i SumWide(__m512i sum, __m512i k, __m512i row, __m512i ones) {
   return FoldWide(sum, k, _mm512_xor_si512(row, ones));
 }
 
-// Runs of kLanes lanes from `src` on; of the first lane, bytes that `mask` leaves out are zero.
+// Sums runs of kLanes lanes from `src` on. `mask` zeros the bytes of the first lane that are
+// outside the run.
 template <int kLanes>
 TENSORMOUNT_WIDE_INLINE std::uint64_t RowsOfLanes(const std::byte* src, std::ptrdiff_t step,
                                                   std::size_t rows, __mmask64 mask, __m512i k,
@@ -327,11 +329,11 @@ TENSORMOUNT_WIDE std::uint64_t RowsWide(const std::byte* src, std::ptrdiff_t ste
   }
 }
 
-// A strip of eight lanes goes down rows that the first-level cache holds, then the next strip.
+// Processes strips of eight lanes, over as many rows as the first-level cache holds.
 constexpr std::size_t kRowsBlock = 24 * 1024;
 constexpr int kStripLanes = 8;
 
-// The same with lanes of 16 bytes.
+// Like SumWide, for lanes of 16 bytes.
 TENSORMOUNT_CLMUL_INLINE __m128i SumNarrow(__m128i sum, __m128i k, __m128i row,
                                            const std::byte* ones) {
   const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(ones));
@@ -367,9 +369,9 @@ TENSORMOUNT_CLMUL std::uint64_t RowsNarrow(const std::byte* src, std::ptrdiff_t 
   std::byte* const sums = all.data();
   const std::size_t padded = PaddedRun(run);
   const std::size_t before = padded - run;
-  const std::size_t part = before % 16;  // Bytes of the run's first lane that are not its own.
+  const std::size_t part = before % 16;  // Bytes of the first lane that are outside the run.
   const __m128i k = Set(by);
-  // Moves a lane's bytes up by `part` and clears those below.
+  // Shifts a lane's bytes up by `part` and clears those below.
   const __m128i up =
       _mm_sub_epi8(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                    _mm_set1_epi8(static_cast<char>(part)));

@@ -13,15 +13,15 @@
 // carry-less product of two reflected words, read as such a pair, is their product times x; the
 // constants below are made for that.
 //
-// Why reflected: the CRC is defined so, the first bit of a message being the lowest of its first
-// byte. Loaded as a little-endian word, a message's bytes then stand in order of falling degree,
-// and nothing has to be swapped. The price is the stray factor x of each product, since a
-// carry-less product of two 64-bit words has 127 bits and stands one bit below the top of the pair;
-// hence all the "- 1" in the exponents of constants.
+// Why reflected: the CRC is defined so, with the first bit of a message being the lowest of its
+// first byte. Loaded as a little-endian word, the bytes of a message are then in order of
+// descending degree, without swapping. The price is an extra factor x in each product, because a
+// carry-less product of two 64-bit words has 127 bits and ends one bit below the top of the pair;
+// hence the "- 1" in the exponents of the constants.
 
 namespace tensormount::crc64 {
 
-// P without its x^64.
+// The polynomial P without its term x^64.
 inline constexpr std::uint64_t kPolynomial = 0xAD93D23594C93659;
 
 constexpr std::uint64_t Reflect(std::uint64_t v) {
@@ -50,18 +50,17 @@ constexpr std::uint64_t MultiplyPortable(std::uint64_t a, std::uint64_t b) {
 // x^-1 mod P, which exists because P has the term 1: (P - 1) / x.
 inline constexpr std::uint64_t kInverseX = (kReflected << 1) | 1;
 
-// The eight bytes whose CRC is all ones where no inversion is made: all ones divided by x^64. As
-// the last bytes of a run they stand for the inversion at its end, as eight bytes of ones do for
-// that at its begin.
+// The eight bytes whose CRC without inversions is all ones: all ones divided by x^64. Appended to a
+// run they produce the final inversion, as eight bytes of ones before it produce the initial one.
 inline constexpr std::uint64_t kFinalOnes = [] {
   std::uint64_t v = ~std::uint64_t{0};
   for (int i = 0; i < 64; ++i) v = (v >> 63) != 0 ? ((v ^ kReflected) << 1) | 1 : v << 1;
   return v;
 }();
 
-// kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplied by it, a value moves up by 2^k bytes. Each is
-// the square of the one before: (8 * 2^k - 1) * 2 and the product's own x are 8 * 2^(k + 1) - 1. By
-// the bits of a distance n, any shift is a product of at most 64 of them (Crc64Shift).
+// kBytePowers[k] is x^(8 * 2^k - 1) mod P: multiplying by it shifts a value by 2^k bytes. Each is
+// the square of the previous one: (8 * 2^k - 1) * 2 plus the product's own x is 8 * 2^(k + 1) - 1.
+// Any shift by n bytes is a product of at most 64 of them, by the bits of n (Crc64Shift).
 inline constexpr auto kBytePowers = [] {
   std::array<std::uint64_t, 64> t{};
   t[0] = Reflect(1) >> 7;
@@ -76,11 +75,11 @@ constexpr std::uint64_t FoldConstant(int bits) {
   return v;
 }
 
-// Barrett's constants, both without their term 1: floor(x^128 / P) and P itself. With them the
-// remainder of a 128-bit value costs two multiplications and no division: the first gives the
-// quotient from the higher word, the second what that quotient times P takes away.
+// Barrett's constants, both without their term 1: floor(x^128 / P) and P itself. With them reducing
+// a 128-bit value costs two multiplications and no division: the first gives the quotient from the
+// higher word, the second the multiple of P to subtract.
 inline constexpr std::uint64_t kQuotient = [] {
-  // Long division. `rest` holds the 64 coefficients below the leading one.
+  // Long division. `rest` has the 64 coefficients below the leading one.
   std::uint64_t rest = kPolynomial;  // x^128 - x^64 * P, seen from x^127 down.
   std::uint64_t quotient = 1;        // The coefficient of x^64.
   for (int i = 63; i >= 1; --i) {
@@ -92,9 +91,9 @@ inline constexpr std::uint64_t kQuotient = [] {
 }();
 inline constexpr std::uint64_t kDivisor = kInverseX;  // Coefficients of x^64 to x^1.
 
-// kTables[k][b]: byte b followed by k zero bytes. For eight bytes of a message at a time
-// ("slicing by 8"): their remainders are eight independent look-ups and add up by exclusive or,
-// while byte by byte each look-up waits for the one before. 16 KiB.
+// kTables[k][b]: CRC of byte b followed by k zero bytes, for eight message bytes at a time
+// ("slicing by 8"): their eight independent look-ups are combined by exclusive or, while byte by
+// byte each look-up waits for the previous one. 16 KiB.
 inline constexpr auto kTables = [] {
   std::array<std::array<std::uint64_t, 256>, 8> t{};
   for (std::size_t b = 0; b < 256; ++b) {
@@ -111,41 +110,41 @@ inline constexpr auto kTables = [] {
   return t;
 }();
 
-// The forms for the CPU at hand. Each takes and returns the state between the inversions; `dst` is
-// where the bytes are copied to, or null.
+// Extends a CRC by `size` bytes from `src`, and copies them to `dst` unless it is null. `state` is
+// the CRC between the inversions at the beginning and at the end.
 using ExtendFn = std::uint64_t (*)(std::uint64_t state, void* dst, const void* src,
                                    std::size_t size);
 using MultiplyFn = std::uint64_t (*)(std::uint64_t a, std::uint64_t b);
-// Factors that move a pair of words up: its lower word, and its higher one.
+// Factors that shift a pair of words: for its lower word, and its higher one.
 using FoldPair = std::array<std::uint64_t, 2>;
 
-// Runs that are added up by lanes: the lanes of a run end where it ends, so that the first is
-// short, with zeros before it.
+// Sums of runs are computed by lanes, 64 bytes at the same position of every run. Lanes are aligned
+// to the end of the run, so the first lane is padded with leading zeros.
 inline constexpr std::size_t kLaneBytes = 64;
 inline constexpr std::size_t kLongestRow = 512;
 constexpr std::size_t PaddedRun(std::size_t run) {
   return (run + kLaneBytes - 1) / kLaneBytes * kLaneBytes;
 }
-// Of runs of 64 to kLongestRow bytes, each moved on by `by` for the next one: the CRC of their sum,
-// without inversions, for which `ones`, of PaddedRun(run) bytes, is added to each run instead.
+// The CRC of the sum of runs of 64 to kLongestRow bytes, where the sum so far is shifted by `by`
+// for each next run. Without inversions; instead `ones`, of PaddedRun(run) bytes, is added to each
+// run.
 using RowsFn = std::uint64_t (*)(const std::byte* src, std::ptrdiff_t step, std::size_t run,
                                  std::size_t rows, FoldPair by, const std::byte* ones);
 
-// One way to compute it. All forms give the same numbers for all inputs, which base/hash_test
-// compares with Crc64Bitwise; they differ in speed alone, so a file may be written with one and
-// checked with another.
+// One implementation. All give equal results for all inputs; base/hash_test compares them with
+// Crc64Bitwise. They differ only in speed.
 struct Form {
   const char* name;
   ExtendFn extend;
   MultiplyFn multiply;
-  RowsFn rows;  // Null: run by run is as good.
+  RowsFn rows;  // Null: not faster than run by run.
 };
 
-// Tables; works everywhere.
+// The table-based form, which works everywhere.
 const Form& PortableForm();
-// 128-bit carry-less multiplication; null where the CPU or the architecture has none.
+// 128-bit carry-less multiplication; null if the CPU or the architecture lacks it.
 const Form* ClmulForm();
-// 512-bit carry-less multiplication; null likewise.
+// 512-bit carry-less multiplication; null if the CPU or the architecture lacks it.
 const Form* WideClmulForm();
 
 }  // namespace tensormount::crc64

@@ -7,30 +7,28 @@
 
 namespace tensormount {
 
-// What a caller asks to wait longer than this is cut to it: as good as endless, and clocks can
-// still add it to now, where milliseconds::max() would wrap into the past and end the wait at once.
+// The longest wait, to which longer ones are cut: practically endless, and still small enough to
+// add to the current time. milliseconds::max() would overflow into the past.
 inline constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24 * 365);
 
-// A point of the steady clock after which a wait gives up. A value; there is no infinite one,
-// because no call of ours waits for ever. Made once at the begin of an operation and handed down,
-// so that the parts of it share one time instead of each beginning its own. The steady clock, so
-// that setting the time of day neither ends waits nor prolongs them.
+// A point of the steady clock at which a wait gives up. A value type; never infinite, because no
+// call waits forever. Make one at the start of an operation and pass it down, so that all parts
+// share the time. The steady clock, so that setting the system time does not affect waits.
 //
 //   const Deadline deadline = Deadline::After(limit);
-//   TENSORMOUNT_RETURN_IF_ERROR(Connect(peer, deadline));   // May take all of it,
-//   return Receive(peer, deadline);                         // then this gets what is left:
-//   nothing.
+//   TENSORMOUNT_RETURN_IF_ERROR(Connect(peer, deadline));   // May take all of it;
+//   return Receive(peer, deadline);                         // this gets the rest.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `d` at most kLongestWait: the sum is not checked.
+  // `d` must be at most kLongestWait: the sum is not checked.
   static Deadline After(std::chrono::nanoseconds d) { return Deadline(Clock::now() + d); }
   static Deadline At(Clock::time_point t) { return Deadline(t); }
 
   Clock::time_point time() const { return at_; }
   bool Passed() const { return Clock::now() >= at_; }
-  // Never negative, so that it can be handed to poll(2) and wait_for as it is.
+  // The time left; never negative, so that it can be passed to poll(2) and wait_for.
   std::chrono::nanoseconds Left() const {
     return std::max(std::chrono::nanoseconds(0),
                     std::chrono::duration_cast<std::chrono::nanoseconds>(at_ - Clock::now()));

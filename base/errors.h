@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two failures that most files make, in one spelling. Threads: any.
+// Helpers for the two most frequent failures. Thread-safe.
 #ifndef TENSORMOUNT_BASE_ERRORS_H_
 #define TENSORMOUNT_BASE_ERRORS_H_
 
@@ -11,17 +11,16 @@
 
 namespace tensormount {
 
-// The two failures that half of all checks end with; tensormount/status.h has all codes. A message
-// names the object first and then what is wrong with it; callers add what they know around it with
-// Status::WithContext.
+// A message names the object first and then the problem; callers add context with
+// Status::WithContext. tensormount/status.h has all codes.
 
-// Only these two, because only they are said all over the tree in the same way. Whoever makes a
-// third helper should have dozens of callers for it: a code and a sentence in place read better.
+// Only these two have helpers, because a code and a sentence in place read better; a third would
+// need dozens of callers.
 
-// What is stored, or came from another rank, is not what it must be (kDataLoss).
+// Stored data, or data from another rank, are invalid (kDataLoss).
 inline Status DataLoss(std::string why) { return Status(Code::kDataLoss, std::move(why)); }
 
-// "what: why".
+// The same error with the message "what: why".
 inline Status DataLoss(std::string_view what, std::string_view why) {
   std::string message(what);
   message += ": ";
@@ -29,7 +28,7 @@ inline Status DataLoss(std::string_view what, std::string_view why) {
   return Status(Code::kDataLoss, std::move(message));
 }
 
-// What the caller passed can never work (kInvalidArgument).
+// The caller's argument can never work (kInvalidArgument).
 inline Status InvalidArgument(std::string why) {
   return Status(Code::kInvalidArgument, std::move(why));
 }

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_BASE_FILE_SYSTEM_H_
 #define TENSORMOUNT_BASE_FILE_SYSTEM_H_
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -15,22 +16,38 @@
 
 #include "tensormount/status.h"
 
-// The one way to the bytes of a store. Everything that touches a store goes through this
-// interface, so that tests can inject faults and crashes and other backings can come behind it.
+#include "base/deadline.h"
+
+// The interface for all file operations on a store, so that tests can inject faults and crashes,
+// and other storage back ends are possible. FileSystemFor (base/file_system_for.h) chooses the
+// implementation for a path.
 //
 // Three implementations: the host's (host_file_system.cc), an observer around any other
-// (ObservedFileSystem), and the file system of tests that forgets what was not synced
-// (tests/support/power_cut.h). The last is why every durable step has a call of its own here: what
-// the code above does not sync by name is gone after a power cut in those tests.
+// (ObservedFileSystem), and a test file system that loses what was not synced
+// (tests/support/power_cut.h). The last is why every durability step is an explicit call: those
+// tests simulate power cuts.
 
 namespace tensormount {
 
-// What a name is, as far as anybody here cares; sockets, devices and FIFOs are kOther.
+// Type of a directory entry; sockets, devices and FIFOs are kOther.
 enum class FileKind { kFile, kDirectory, kSymlink, kOther };
 
-// What stat tells. Device and inode say whether two names are one file; size, inode and both times
-// together are taken for the state of a file: while they stay, so do its bytes (FileStamp of
-// index/read).
+// Optional features of a file system. Code that needs one asks first (FileSystem::Can) and takes
+// another way, or fails with the error of FileSystem::Need. The host file system reports all of
+// them; whether the mounted file system below a path supports one is known only from the call
+// itself.
+enum class Ability {
+  kWrite,            // All changes of files or directories.
+  kLocks,            // File locks: File::TryLockShared, TryLockExclusive.
+  kKernelFiles,      // Kernel paths and descriptors: mmap, statfs, access.
+  kHardLinks,        // Hard links: FileSystem::Link.
+  kRenameNoReplace,  // Renaming without replacing: FileSystem::RenameNoReplace.
+  kStamps,           // FileInfo has device, inode, links and change time.
+};
+
+// The result of stat. Equal device and inode mean the same file. While size, inode and both times
+// are unchanged, the contents count as unchanged (FileStamp of index/read). If inode is 0, it is
+// not known (Ability::kStamps), and only size and mtime detect changes.
 struct FileInfo {
   FileKind kind = FileKind::kOther;
   std::uint64_t size = 0;
@@ -45,176 +62,200 @@ struct FileInfo {
   std::int64_t ctime_seconds = 0;
   std::int64_t ctime_nanoseconds = 0;
 
-  // Nobody may write to it (File::Seal).
+  // Whether the file has no write permission for anyone (File::Seal).
   bool sealed() const { return (mode & 0222) == 0; }
 };
 
-// One name in a folder. `kind` is of the name itself: a symlink is kSymlink wherever it leads.
+// A directory entry. `kind` does not follow links: a symlink is always kSymlink.
 struct DirectoryEntry {
   std::string name;
   FileKind kind = FileKind::kOther;
 };
 
-// An open file; positional I/O only: no call depends on another one's, and threads share a file
-// without a lock around it. Thread-safe for reads and for writes of disjoint ranges.
-// The destructor closes and drops errors: writers call Close().
+// A range of a file to read (File::ReadMany), and its destination.
+struct ReadRun {
+  std::uint64_t offset = 0;
+  std::span<std::byte> out;
+};
+
+// When a read of many runs gives up.
+struct ReadLimits {
+  std::optional<Deadline> deadline = std::nullopt;
+  const std::atomic<bool>* cancel = nullptr;  // Set by another thread; null: never.
+};
+
+// An open file with positional I/O only, so calls do not depend on each other. Thread-safe for
+// reads and for writes of disjoint ranges. The destructor closes and drops errors: writers call
+// Close().
 class File {
  public:
   virtual ~File() = default;
 
-  // Reads until `size` bytes are there or the file ends; returns how many. Retries EINTR and
+  // Reads `size` bytes, or up to the end of the file; returns the number read. Retries EINTR and
   // short reads.
   virtual Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) = 0;
-  // The same for consecutive bytes that go to several places, in order: where a run of a file is
-  // cut up, no copy is needed. By ReadAt a piece where the implementation has nothing better.
+  // Reads consecutive bytes into several buffers, in order (preadv). The default calls ReadAt for
+  // each buffer.
   struct Buffer {
     void* data = nullptr;
     std::size_t size = 0;
   };
   virtual Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces);
-  // What of these bytes can be had without waiting for storage, from the first one on: how many.
-  // None where nobody knows. Never fails: what it does not give, ReadAt gives, or says why.
+  // Reads all runs completely. Use it whenever more than one run is needed and nothing is mapped: a
+  // remote file system can fetch them in one round trip. Runs are sorted by offset; adjacent runs
+  // are read together. ReadAt and ReadMany retry transient errors themselves, so their result is
+  // final for this call; a new call may succeed after kUnavailable and kDeadlineExceeded. Errors:
+  // kDataLoss, as in ReadExactAt, for the first run past the end of the file; kCancelled and
+  // kDeadlineExceeded from `limits`, which are checked between storage calls. After an error the
+  // contents of all runs are undefined. The default calls StartReading for the runs, then reads
+  // them one after another.
+  virtual Status ReadMany(std::span<const ReadRun> runs, const ReadLimits& limits = {});
+  // Reads the part of the range, from its beginning, that is in the page cache; returns its length,
+  // or nullopt if that is not known. Never fails: ReadAt reports errors.
   virtual std::optional<std::size_t> ReadCached(std::uint64_t offset, void* out, std::size_t size) {
     (void)offset;
     (void)out;
     (void)size;
     return std::nullopt;
   }
-  // All or an error (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
+  // Writes all bytes or fails (kResourceExhausted for ENOSPC, EDQUOT, EFBIG).
   virtual Status WriteAt(std::uint64_t offset, const void* data, std::size_t size) = 0;
-  // Longer: zeros, without blocks where the filesystem has holes. Shorter: the rest is gone.
+  // Extends the file with zeros (a hole where supported), or truncates it.
   virtual Status Truncate(std::uint64_t size) = 0;
-  // A hint: these bytes are complete and will be synced, so the device may begin with them now.
-  // Promises nothing and never fails.
+  // Hint: this range is complete and will be synced, so writeback may start now. Never fails.
   virtual void StartWriteback(std::uint64_t offset, std::uint64_t size) {
-    (void)offset;  // Where there is no such thing.
+    (void)offset;  // Without effect by default.
     (void)size;
   }
-  // A hint: these bytes will be read soon, so storage may begin with them now. Likewise.
+  // Hint: this range will be read soon, so read-ahead may start now. Never fails.
   virtual void StartReading(std::uint64_t offset, std::uint64_t size) {
     (void)offset;
     (void)size;
   }
-  // fsync. A failure condemns the file: never sync it again as if nothing had happened. Linux marks
-  // the pages that it could not write as clean, so a second fsync succeeds and means nothing.
+  // fsync. After a failure never sync the file again: Linux marks pages that it could not write as
+  // clean, so a second fsync succeeds without having written them.
   virtual Status Sync() = 0;
-  // fchmod to 0444 less the umask of the creator: no more writes by honest programs.
+  // Makes the file read-only: removes all permissions except those to read (fchmod).
   virtual Status Seal() = 0;
   virtual Result<FileInfo> Stat() = 0;
-  // flock, without waiting: kBusy where somebody else holds it. Released by closing.
+  // flock without waiting: kBusy if another open file has a conflicting lock. Closing releases the
+  // lock.
   virtual Status TryLockShared() = 0;
   virtual Status TryLockExclusive() = 0;
-  // Idempotent.
+  // Closes the file; later calls do nothing.
   virtual Status Close() = 0;
-  // The host's descriptor for what only the kernel can do (passthrough, mmap); -1 where there is
-  // none. Owned by the file.
+  // The host's descriptor for kernel-only operations (passthrough, mmap); -1 if there is none. The
+  // file owns the descriptor.
   virtual int descriptor() const { return -1; }
   virtual const std::string& path() const = 0;
 
-  // Exactly `size` bytes, or kDataLoss "<path>: N bytes at OFFSET wanted, file ends at ...".
+  // Reads exactly `size` bytes, or fails with kDataLoss "<path>: N bytes expected at byte OFFSET,
+  // but the file ends at byte ...".
   Status ReadExactAt(std::uint64_t offset, void* out, std::size_t size);
 };
 
-// All paths are the caller's; none is followed when its last component is a symlink (ELOOP),
-// except in Stat and Resolve. kNotFound, kAlreadyExists, … as errno says.
-// Implementations are thread-safe.
+// Operations do not follow a symlink in the last component of a path (ELOOP), except Stat and
+// Resolve. Codes follow errno: kNotFound, kAlreadyExists, … Implementations are thread-safe.
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
+  // How error messages name this file system.
+  virtual std::string_view name() const { return "this file system"; }
+  virtual bool Can(Ability) const { return true; }
+  // Ok if the ability exists; otherwise kUnsupported (kReadOnly for kWrite): "PATH: NAME does not
+  // support file locks".
+  Status Need(Ability ability, std::string_view path) const;
+
   virtual Result<std::unique_ptr<File>> OpenRead(const std::string& path) = 0;
-  // `name` ("data/x") below `directory`, which may itself be reached through symlinks: none is
-  // followed below it, and nothing outside of it is opened (ELOOP, EXDEV). Where there is no such
-  // thing: OpenRead.
+  // Opens `name` ("data/x") below `directory`. `directory` itself may be reached through symlinks;
+  // below it no symlink is followed, and nothing outside it is opened (ELOOP, EXDEV). The default
+  // calls OpenRead.
   virtual Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
                                                       const std::string& name);
-  // `name` below `directory`, which may itself be reached through symlinks; "" is the directory.
-  // Symlinks below it are followed where they stay inside of it; what leads out, by a link, by ".."
-  // or absolutely, fails with EXDEV. Where the kernel cannot promise that (before Linux 5.6, in
-  // some containers), links are refused (ELOOP). Only regular files open; FIFOs and devices do not
-  // block. Where there is no such thing: by the operations above, after Resolve() of the whole.
+  // Operations on `name` below `directory`, which may itself be reached through symlinks; "" is the
+  // directory. Symlinks below it are followed if they stay inside; a path that leaves it, by a
+  // link, by ".." or as an absolute path, fails with EXDEV. If the kernel cannot enforce that
+  // (before Linux 5.6, in some containers), links are refused (ELOOP). Only regular files open;
+  // FIFOs and devices do not block. The default uses the operations above, after Resolve() of the
+  // whole path.
   virtual Result<std::unique_ptr<File>> OpenReadBeneath(const std::string& directory,
                                                         const std::string& name);
   virtual Result<std::vector<DirectoryEntry>> ListBeneath(const std::string& directory,
                                                           const std::string& name);
   virtual Result<FileInfo> StatBeneath(const std::string& directory, const std::string& name);
-  // O_RDWR | O_CREAT | O_EXCL, mode 0666 less umask.
+  // Creates a file that must not exist, for reading and writing (O_CREAT | O_EXCL, mode 0666 minus
+  // umask).
   virtual Result<std::unique_ptr<File>> CreateExclusive(const std::string& path) = 0;
-  // O_RDWR | O_CREAT: several writers share one file, each at its own offsets.
+  // Opens or creates a file that several writers share, each at its own offsets (O_RDWR | O_CREAT).
   virtual Result<std::unique_ptr<File>> OpenShared(const std::string& path) = 0;
-  // mkdir 0777 less umask; kAlreadyExists where the name is taken.
+  // mkdir 0777 minus umask; kAlreadyExists if the name is taken.
   virtual Status CreateDirectory(const std::string& path) = 0;
-  // Sorted by name, without . and .., so that whoever walks folders does so in the same order on
-  // every machine.
+  // Entries sorted by name, without . and .., so that the order is the same on every machine.
   virtual Result<std::vector<DirectoryEntry>> List(const std::string& path) = 0;
   virtual Result<FileInfo> Stat(const std::string& path) = 0;      // Follows symlinks.
-  virtual Result<FileInfo> LinkStat(const std::string& path) = 0;  // Does not.
+  virtual Result<FileInfo> LinkStat(const std::string& path) = 0;  // Does not follow symlinks.
   virtual Status Link(const std::string& from, const std::string& to) = 0;
-  // renameat2(RENAME_NOREPLACE); where the filesystem refuses the flag, plain rename of a folder
-  // that is never empty onto a name that must not exist (docs/format.md, "No-replace").
+  // renameat2(RENAME_NOREPLACE). If the filesystem refuses the flag, a directory that is not empty
+  // is renamed plainly, and a file is linked to the new name and unlinked from the old one
+  // (docs/format.md, "No-replace").
   virtual Status RenameNoReplace(const std::string& from, const std::string& to) = 0;
-  // RENAME_EXCHANGE; kUnsupported where it is refused.
+  // Exchanges two names (RENAME_EXCHANGE); kUnsupported if the filesystem refuses it.
   virtual Status Exchange(const std::string& a, const std::string& b) = 0;
   virtual Status RemoveFile(const std::string& path) = 0;
   virtual Status RemoveDirectory(const std::string& path) = 0;
   virtual Status SyncDirectory(const std::string& path) = 0;
-  // syncfs: all of the filesystem that `path` lies in, what was deleted too. May take long. Where
-  // there is no such thing: SyncDirectory.
+  // syncfs of the whole filesystem that contains `path`, deletions included; may take long. The
+  // default calls SyncDirectory.
   virtual Status SyncFileSystem(const std::string& path) { return SyncDirectory(path); }
-  // Makes durable that the folder `moved` was renamed (or exchanged) from the folder `from` into
-  // the folder `to`: syncs `to`, then `from`; where MovedFoldersSyncThemselves only `moved`, and
-  // neither of them.
+  // Makes the rename (or exchange) of the directory `moved` from directory `from` to directory `to`
+  // durable: syncs `to`, then `from`; if CanSyncOnlyMovedFolder, syncs only `moved`.
   Status SyncMovedFolder(const std::string& moved, const std::string& to, const std::string& from);
-  // Whether the SyncDirectory of a folder that was renamed into `folder` makes its new name
-  // durable, and one of its old parent is to be avoided (btrfs: docs/format.md, "Renamed folders").
-  virtual bool MovedFoldersSyncThemselves(const std::string& folder) {
-    (void)folder;  // POSIX promises nothing of the kind.
+  // Whether SyncDirectory of a directory that was renamed into `folder` makes its new name durable,
+  // so that syncing its old parent is unnecessary (btrfs: docs/format.md, "Renamed folders").
+  virtual bool CanSyncOnlyMovedFolder(const std::string& folder) {
+    (void)folder;  // POSIX does not guarantee it.
     return false;
   }
-  // realpath.
+  // The absolute path without symlinks (realpath).
   virtual Result<std::string> Resolve(const std::string& path) = 0;
-  // The time, for what is compared with time stamps of files: seconds since 1970.
+  // Current time in seconds since 1970, for comparison with file timestamps.
   virtual std::int64_t NowSeconds();
-  // For whoever waits for what another program does to the store. Here with the clock, so that a
-  // test which decides who is next decides how long that takes, too.
+  // Sleeps while waiting for another program's changes to the store. Virtual, so that tests control
+  // the time.
   virtual void SleepFor(std::chrono::milliseconds time);
-  // The POSIX access list as the kernel encodes it (system.posix_acl_access); empty where there is
-  // none, or no such thing. Follows symlinks.
+  // The POSIX access list as the kernel encodes it (system.posix_acl_access); empty if there is
+  // none, or if it is not supported. Follows symlinks.
   virtual Result<std::string> AccessList(const std::string& path);
-  // A path that leads to this folder while the result is kept, also when somebody renames the
-  // folder meanwhile. Where there is no such thing: `path` itself.
+  // A path that leads to this directory as long as the result lives, even if the directory is
+  // renamed. The default returns `path` itself.
   virtual Result<std::shared_ptr<const std::string>> PinDirectory(const std::string& path);
 
-  // Conveniences on the above.
-  // The whole file; kDataLoss where it is larger than `max_bytes`.
+  // Helpers built on the operations above. ReadFile reads the whole file; kDataLoss if it is larger
+  // than `max_bytes`.
   Result<std::string> ReadFile(const std::string& path, std::uint64_t max_bytes);
-  // Create, write, sync, close; not the directory.
+  // Creates, writes, syncs and closes the file; does not sync the directory.
   Status WriteFileDurably(const std::string& path, std::string_view data);
-  // Puts `data` at `path` in one step, replacing what is there: readers see the old bytes or the
-  // new ones. Not durable; one writer a path. For what only tells about progress.
+  // Replaces `path` by a file with `data` in one step: readers see the old or the new contents. Not
+  // durable, and only one writer per path; for progress files only.
   Status ReplaceFile(const std::string& path, std::string_view data);
-  // mkdir -p for the parts that do not exist (the existing ones may be symlinks).
+  // mkdir -p; existing components may be symlinks.
   Status CreateDirectories(const std::string& path);
-  // rm -r: never follows symlinks; a missing path is fine. This form goes through the operations
-  // above; the host's goes from descriptor to descriptor and opens folders without write
-  // permission.
+  // rm -r: never follows symlinks; a missing path is ok. The default uses the operations above. The
+  // host's version walks by descriptor, and also opens directories that lack write permission.
   virtual Status RemoveTree(const std::string& path);
   bool Exists(const std::string& path);
-  // CreateDirectory where it is missing; kAlreadyExists where something else has the name.
+  // Creates the directory if it is missing; kAlreadyExists if the name belongs to something else.
   Status EnsureDirectory(const std::string& path);
 };
 
-// The machine's own. One for the process, stateless.
+// The host's file system: one stateless object per process. Product code gets it from FileSystemFor
+// (base/file_system_for.h), which a layering test checks.
 FileSystem& HostFileSystem();
 
 // "a/b" from "a" and "b", without doubled slashes.
 std::string JoinPath(std::string_view directory, std::string_view name);
-// kUnsupported where somebody gave a URL ("s3://bucket/x"), or a path as scp takes it
-// ("user@host:x", "host:/x"): as a path it would be a folder "s3:" of this host, which is found by
-// nobody who looks in the bucket; and of "~/x", which no shell has replaced. "./s3:/bucket" is a
-// path.
-Status CheckIsPath(std::string_view text);
-// One name for all ways to write a path: "/" stays.
+// `path` without trailing slashes; "/" stays.
 std::string WithoutTrailingSlashes(std::string_view path);
 
 }  // namespace tensormount

@@ -7,7 +7,7 @@
 
 namespace tensormount {
 
-// As the shell matches, but that '*' crosses '/': keys are no paths.
+// Shell matching, except that '*' also matches '/', because keys are not paths.
 inline bool GlobMatches(const std::string& glob, const std::string& text) {
   return fnmatch(glob.c_str(), text.c_str(), 0) == 0;
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// XXH3 behind an interface that names no library, and the one detail of it that matters to others:
-// its vector code leaves the upper halves of AVX registers in use, which slows all SSE code down
-// until somebody clears them.
+// XXH3 behind an interface that does not expose the library. The library's vector code leaves the
+// upper halves of AVX registers in use, which slows all SSE code until they are cleared.
 #include "base/hash.h"
 
 #if defined(__x86_64__)
@@ -23,9 +22,9 @@ constexpr std::size_t kScalarMax = 240;
 
 __attribute__((target("avx"))) void ZeroUpperHalves() { _mm256_zeroupper(); }
 
-// The library's choice of code is written without synchronisation at the first long hash; make it
-// here, before any thread of ours hashes. Then: whether its vector code may leave upper halves of
-// registers in use, which makes all later SSE code slow.
+// The library selects its code without synchronisation at the first long hash; trigger that here,
+// before any thread hashes. Then determine whether its vector code may leave upper halves of
+// registers in use, which would slow later SSE code.
 const bool has_upper_halves = [] {
   static const char bytes[1024] = {};
   (void)XXH3_128bits(bytes, sizeof(bytes));
@@ -34,11 +33,11 @@ const bool has_upper_halves = [] {
   return __builtin_cpu_supports("avx") != 0;
 }();
 
-void AfterVectorCode(std::size_t size) {
+void ClearUpperHalves(std::size_t size) {
   if (size > kScalarMax && has_upper_halves) ZeroUpperHalves();
 }
 #else
-void AfterVectorCode(std::size_t) {}
+void ClearUpperHalves(std::size_t) {}
 #endif
 
 XXH3_state_t* StateOf(void* state) { return static_cast<XXH3_state_t*>(state); }
@@ -59,17 +58,17 @@ std::string Hash128::ToHex() const {
 
 Hash128 Xxh3(const void* data, std::size_t size) {
   const XXH128_hash_t h = XXH3_128bits(data, size);
-  AfterVectorCode(size);
+  ClearUpperHalves(size);
   return FromXxh(h);
 }
 
 std::uint64_t Xxh3Low64(std::string_view s) {
   const std::uint64_t h = XXH3_64bits(s.data(), s.size());
-  AfterVectorCode(s.size());
+  ClearUpperHalves(s.size());
   return h;
 }
 
-// From the library's own allocator, because the state must be aligned to 64 bytes.
+// The library allocates the state, because the state must be aligned to 64 bytes.
 Xxh3Stream::Xxh3Stream()
     : state_(XXH3_createState(), [](void* state) { XXH3_freeState(StateOf(state)); }) {
   if (state_ == nullptr) throw std::bad_alloc();
@@ -77,9 +76,9 @@ Xxh3Stream::Xxh3Stream()
 }
 
 void Xxh3Stream::Update(const void* data, std::size_t size) {
-  if (size == 0) return;  // The library takes a null pointer for an error.
+  if (size == 0) return;  // The library treats a null pointer as an error.
   XXH3_128bits_update(StateOf(state_.get()), data, size);
-  AfterVectorCode(kScalarMax + 1);  // What was buffered before may be worked off now.
+  ClearUpperHalves(kScalarMax + 1);  // Buffered data may be processed now.
 }
 
 Hash128 Xxh3Stream::Value() const { return FromXxh(XXH3_128bits_digest(StateOf(state_.get()))); }

@@ -12,13 +12,12 @@
 
 namespace tensormount {
 
-// Two questions, two functions (docs/format.md, "Hashes"):
+// Two hash functions for two questions (docs/format.md, "Hashes"):
 //   XXH3-128    is this piece of disk what was written?
 //   CRC-64/NVME is it the same tensor, however it was cut? (a CRC is linear)
 // Neither resists an adversary.
 
-// As the library gives it and as records hold it: two halves, of which `low` is the lower. Ordered
-// only so that it can be a key; the order means nothing.
+// A 128-bit hash in two halves; `low` is the lower one. Ordered only for use as a key.
 struct Hash128 {
   std::uint64_t low = 0;
   std::uint64_t high = 0;
@@ -27,24 +26,24 @@ struct Hash128 {
   std::string ToHex() const;
 };
 
-// XXH3-128 with seed 0. The fastest form that this CPU has, chosen at run time.
+// XXH3-128 with seed 0, in the fastest form for this CPU, chosen at run time.
 Hash128 Xxh3(const void* data, std::size_t size);
 inline Hash128 Xxh3(std::string_view s) { return Xxh3(s.data(), s.size()); }
 // XXH3-64, for names and inode numbers.
 std::uint64_t Xxh3Low64(std::string_view s);
 
-// The same over data that come in several calls. Move-only. Costs an allocation of some 600 bytes:
-// where all of the data are at hand, Xxh3 is the faster one.
+// XXH3-128 of data that arrive in several calls. Move-only. Allocates about 600 bytes; for
+// contiguous data Xxh3 is faster.
 class Xxh3Stream {
  public:
   Xxh3Stream();
   void Update(const void* data, std::size_t size);
-  // Of everything so far; more may follow.
+  // The hash of all data so far; more may follow.
   Hash128 Value() const;
   void Reset();
 
  private:
-  // The library's XXH3_state_t, which no header of ours names, and what frees it.
+  // The library's XXH3_state_t, hidden from our headers, and its deleter.
   std::unique_ptr<void, void (*)(void*)> state_;
 };
 
@@ -53,37 +52,37 @@ class Xxh3Stream {
 // Specification, and the checksum that S3 keeps of whole objects.
 using Crc64 = std::uint64_t;
 
-// The CRC of what `crc` is of, followed by `data`. Start with 0.
-// By carry-less multiplication where the CPU has it (chosen at run time), else by tables.
+// The CRC of the data that `crc` covers, followed by `data`. Start with 0. Uses carry-less
+// multiplication if the CPU has it (chosen at run time), else tables.
 Crc64 Crc64Extend(Crc64 crc, const void* data, std::size_t size);
-// The definition, bit by bit: what the fast forms are tested against.
+// Crc64Extend by the definition, bit by bit, to test the fast forms.
 Crc64 Crc64Bitwise(Crc64 crc, const void* data, std::size_t size);
-// Whether the carry-less form is in use.
+// Whether Crc64Extend uses carry-less multiplication.
 bool Crc64IsAccelerated();
-// memcpy and Crc64Extend in one pass over memory: copies `size` bytes from `src` to `dst`
-// (no overlap) and returns the extended CRC. Faster than the two one after the other.
+// memcpy and Crc64Extend in one pass over memory, which is faster than both in sequence: copies
+// `size` bytes from `src` to `dst` (no overlap) and returns the extended CRC.
 Crc64 Crc64Copy(Crc64 crc, void* dst, const void* src, std::size_t size);
 
-// How a finished CRC changes when n bytes that are counted elsewhere follow it. CRCs of the
-// pieces of a byte string, each shifted by the bytes that come after it, XOR to the CRC of the
-// whole, in any order. A shift is a polynomial modulo P: making one costs O(log n)
-// multiplications, applying it one, so keep it where the same distance recurs (columns).
+// Shifts a finished CRC by n following bytes that are hashed elsewhere. The CRCs of the pieces of a
+// byte string, each shifted by the number of bytes after it, XOR to the CRC of the whole, in any
+// order. A shift is a polynomial modulo P: making one costs O(log n) multiplications and applying
+// it costs one, so reuse it for equal distances (columns).
 class Crc64Shift {
  public:
   explicit Crc64Shift(std::uint64_t bytes);
   Crc64 Apply(Crc64 crc) const;
-  // What a CRC is multiplied by (base/crc64_math.h).
+  // The factor by which the shift multiplies a CRC (base/crc64_math.h).
   std::uint64_t factor() const { return factor_; }
 
  private:
   std::uint64_t factor_;
 };
-// What `rows` runs of `run` bytes, the first at `data` and each `step` bytes behind the one before
-// (which may be negative), contribute where each stands `distance` bytes behind the one before it
-// in the message, seen from the end of the last one:
-//   CRC(run 0) moved up by (rows - 1) * distance  XOR  ...  XOR  CRC(run rows - 1)
-// For runs of 64 to 512 bytes as fast as the CRC of one long run: they are added up side by side,
-// and none is begun or ended by itself. Longer and shorter ones are hashed one after the other.
+// The contribution of `rows` runs of `run` bytes to the CRC of a message. In memory the first run
+// is at `data` and each further one `step` bytes later (may be negative); in the message the runs
+// are `distance` bytes apart. The result is relative to the end of the last run:
+//   CRC(run 0) shifted by (rows - 1) * distance  XOR  ...  XOR  CRC(run rows - 1)
+// For runs of 64 to 512 bytes it is as fast as the CRC of one long run, because they are summed in
+// parallel without starting or ending each. Longer and shorter ones are hashed one after the other.
 Crc64 Crc64Rows(const void* data, std::ptrdiff_t step, std::size_t run, std::size_t rows,
                 std::uint64_t distance);
 

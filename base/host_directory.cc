@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folders of the host, by descriptors instead of paths: each step of a walk opens the next name
-// relative to the folder that is open already and follows no symlink, so that nobody who renames or
-// links things meanwhile can lead a walk, or a removal, out of the folder that it began in.
+// Directories of the host, by descriptors instead of paths: each step opens the next name relative
+// to the directory that is already open, without following symlinks, so that concurrent renames or
+// links cannot lead a walk or a removal out of the directory.
 #include "base/host_directory.h"
 
 #include <algorithm>
@@ -24,14 +24,14 @@ namespace {
 
 using DirHandle = std::unique_ptr<DIR, decltype([](DIR* d) { closedir(d); })>;
 
-// Sets errno and returns null on failure. `name` relative to the folder `at`.
+// Opens `name` relative to the directory `at`. On failure sets errno and returns null.
 DirHandle OpenDir(int at, const char* name) {
   const int fd = OpenDescriptor([&] {
     return openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
   });
   if (fd < 0) {
     struct stat st;
-    // With O_DIRECTORY Linux answers ENOTDIR for a symlink; callers are promised ELOOP.
+    // With O_DIRECTORY Linux returns ENOTDIR for a symlink; the interface promises ELOOP.
     if (errno == ENOTDIR && fstatat(at, name, &st, AT_SYMLINK_NOFOLLOW) == 0) {
       errno = S_ISLNK(st.st_mode) ? ELOOP : ENOTDIR;
     }
@@ -46,8 +46,7 @@ DirHandle OpenDir(int at, const char* name) {
   return dir;
 }
 
-// Most filesystems tell the kind with the name; some (and some network ones always) leave it to
-// stat.
+// Type of an entry. Most filesystems return it with the name; others need a stat.
 FileKind KindOf(DIR* dir, const dirent& entry) {
   switch (entry.d_type) {
     case DT_REG:
@@ -72,7 +71,7 @@ FileKind KindOf(DIR* dir, const dirent& entry) {
 Result<std::vector<DirectoryEntry>> ReadAll(DIR* dir, const std::string& path) {
   std::vector<DirectoryEntry> out;
   for (;;) {
-    errno = 0;  // Null is both the end and a failure; only errno tells which.
+    errno = 0;  // readdir returns null at the end and on failure; errno tells which.
     const dirent* entry = readdir(dir);
     if (entry == nullptr) break;
     const std::string_view name = entry->d_name;
@@ -85,14 +84,14 @@ Result<std::vector<DirectoryEntry>> ReadAll(DIR* dir, const std::string& path) {
   return out;
 }
 
-// Opens for removal, granting ourselves what the mode lacks. The chmod goes through a descriptor
-// that follows no symlink.
+// Opens a directory for removal, and adds missing permissions of its owner. The chmod uses a
+// descriptor that follows no symlink.
 DirHandle OpenForRemoval(int at, const char* name) {
   DirHandle dir = OpenDir(at, name);
   if (!dir && errno == EACCES) {
     const int fd = openat(at, name, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return nullptr;
-    // fchmod refuses an O_PATH descriptor; its name under /proc leads to the same inode.
+    // fchmod refuses an O_PATH descriptor, so use its name under /proc.
     const std::string self = "/proc/self/fd/" + std::to_string(fd);
     const bool granted = chmod(self.c_str(), 0700) == 0;
     close(fd);
@@ -104,15 +103,16 @@ DirHandle OpenForRemoval(int at, const char* name) {
   }
   struct stat st;
   if (dir && fstat(dirfd(dir.get()), &st) == 0 && (st.st_mode & 0700) != 0700) {
-    (void)fchmod(dirfd(dir.get()), (st.st_mode & 07777) | 0700);  // Not ours: unlink will tell.
+    // If the directory belongs to another user, unlink reports the error.
+    (void)fchmod(dirfd(dir.get()), (st.st_mode & 07777) | 0700);
   }
   return dir;
 }
 
-// Removes `name` below the folder `at`; `path` is for messages. unlink first and without a look:
-// most names are files, and a look would be out of date by then. Linux answers EISDIR for a folder,
-// POSIX allows EPERM, which is also the answer for what must not be removed; opening it as a folder
-// tells these apart. Recursion is as deep as the tree, with one open descriptor a level.
+// Removes `name` below the directory `at`; `path` is for messages. Tries unlink first, without
+// stat: most names are files, and a stat would be outdated by then. For a directory Linux returns
+// EISDIR and POSIX allows EPERM, which also means "not permitted"; opening it as a directory
+// distinguishes these. The recursion is as deep as the tree, with one open descriptor per level.
 Status RemoveAt(int at, const std::string& name, const std::string& path) {
   if (unlinkat(at, name.c_str(), 0) == 0 || errno == ENOENT) return Status();
   if (errno != EISDIR && errno != EPERM) return HostError(errno, "unlink", path);
@@ -121,7 +121,7 @@ Status RemoveAt(int at, const std::string& name, const std::string& path) {
     const DirHandle dir = OpenForRemoval(at, name.c_str());
     if (!dir) {
       if (errno == ENOENT) return Status();
-      // Not a folder: then the refusal of unlink is what there is to say.
+      // Not a directory: report the error of unlink.
       const bool is_folder = errno != ENOTDIR && errno != ELOOP;
       return HostError(is_folder ? errno : unlink_errno, "remove", path);
     }
@@ -158,9 +158,9 @@ void CloseKeepingErrno(int fd) {
   errno = error;
 }
 
-// Component by component, following no link; `folder` stays the caller's. What openat2 does in one
-// step in the kernel; here a folder may be exchanged for a link between the look and the open,
-// which O_NOFOLLOW then refuses, so the look decides nothing but the errno.
+// Opens `name` below `folder`, which stays open, component by component and without following
+// links; for kernels without openat2. A directory may be exchanged for a link between stat and
+// open, which O_NOFOLLOW refuses, so the stat only determines the errno.
 int WalkBeneath(int folder, std::string_view name, int flags) {
   folder = OpenDescriptor([&] { return fcntl(folder, F_DUPFD_CLOEXEC, 0); });
   if (folder < 0) return -1;
@@ -192,20 +192,20 @@ int WalkBeneath(int folder, std::string_view name, int flags) {
   }
 }
 
-// OpenHostBeneath, of a folder that is open; `folder` stays the caller's.
+// OpenHostBeneath for an open directory, which stays open.
 int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks links, bool walk) {
   if (name.starts_with('/')) {
     errno = EXDEV;
     return -1;
   }
   if (!walk) {
-    // The kernel itself keeps the path inside, whatever is renamed meanwhile. Magic links (those of
-    // /proc) lead anywhere and are none of a store's.
+    // The kernel keeps the path inside, despite concurrent renames. Magic links (in /proc) lead
+    // anywhere and never occur in a store.
     open_how how{};
     how.flags = static_cast<std::uint64_t>(flags | O_CLOEXEC);
     how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
     if (links == HostLinks::kNone) how.resolve |= RESOLVE_NO_SYMLINKS;
-    // Somebody who keeps renaming folders can make the kernel give up each time.
+    // Continuous renames can make the kernel return EAGAIN each time.
     constexpr int kTries = 128;
     int fd = -1;
     for (int i = 0; i < kTries; ++i) {
@@ -214,7 +214,7 @@ int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks li
       });
       if (fd >= 0 || errno != EAGAIN) break;
     }
-    // Not before Linux 5.6, nor in containers that do not know the call: then no link is followed.
+    // openat2 is missing before Linux 5.6 and in some containers; the walk follows no link at all.
     if (fd >= 0 || (errno != ENOSYS && errno != EPERM)) return fd;
   }
   return WalkBeneath(folder, name, flags);
@@ -224,7 +224,7 @@ int OpenBelowFolder(int folder, const std::string& name, int flags, HostLinks li
 
 int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
                     HostLinks links, bool walk) {
-  const int pinned = PinnedDescriptor(directory);  // Open already.
+  const int pinned = PinnedDescriptor(directory);  // A pinned directory is already open.
   const int folder =
       pinned >= 0 ? pinned : OpenAt(AT_FDCWD, directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return -1;
@@ -249,7 +249,7 @@ Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory
 Status SyncHostDirectory(const std::string& path) {
   const DirHandle dir = OpenDir(AT_FDCWD, path.c_str());
   if (!dir) return HostError(errno, "open", path);
-  // Names in a folder are durable when the folder was synced; the files' own fsync promises none.
+  // Syncing the directory, not the files in it, makes their names durable.
   while (fsync(dirfd(dir.get())) != 0) {
     if (errno != EINTR) return HostError(errno, "fsync", path);
   }

@@ -7,25 +7,25 @@
 
 #include "base/file_system.h"
 
-// The folder operations of HostFileSystem() that need descriptors of folders.
+// The directory operations of HostFileSystem() that need descriptors of directories.
 
 namespace tensormount {
 
-// Sorted by name; ELOOP where the last component is a symlink.
+// The entries sorted by name; ELOOP if the last component of `path` is a symlink.
 Result<std::vector<DirectoryEntry>> ListHostDirectory(const std::string& path);
-// Which links a path below a folder may go through.
+// Which symlinks a path below a directory may contain: those that stay inside it, or none.
 enum class HostLinks { kInside, kNone };
-// Opens `name` below `directory` with these flags of open(2). kInside: what
-// FileSystem::OpenReadBeneath says of links; kNone: any link is ELOOP. A descriptor for the caller
-// to close; negative: errno says why. `walk`: as where the kernel has no openat2, for tests.
+// Opens `name` below `directory` with these flags of open(2). kInside: links as in
+// FileSystem::OpenReadBeneath; kNone: any link is ELOOP. Returns a descriptor for the caller to
+// close, or a negative number and errno. `walk`: for tests, as if the kernel had no openat2.
 int OpenHostBeneath(const std::string& directory, const std::string& name, int flags,
                     HostLinks links = HostLinks::kInside, bool walk = false);
 Result<std::vector<DirectoryEntry>> ListHostBeneath(const std::string& directory,
                                                     const std::string& name);
-// fsync of the folder: the names in it, not the files that they lead to.
+// fsync of the directory: makes the names in it durable, not the files' contents.
 Status SyncHostDirectory(const std::string& path);
-// Goes from descriptor to descriptor: a folder that somebody exchanges for a symlink meanwhile
-// leads nowhere else. Folders without write permission are given it first.
+// rm -r by descriptors, so that a directory exchanged for a symlink meanwhile does not redirect the
+// removal. Adds missing write permission to directories.
 Status RemoveHostTree(const std::string& path);
 
 }  // namespace tensormount

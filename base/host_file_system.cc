@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// FileSystem on the host's system calls; HostFileSystem() of base/file_system.h. Declared there and
-// nowhere else: everything above knows the interface alone, which is what lets tests put faults,
-// power cuts and foreign filesystems in its place.
+// FileSystem by system calls of the host: HostFileSystem() of base/file_system.h. It has no header
+// of its own, so that code above uses only the interface, and tests can substitute faults, power
+// cuts and foreign filesystems.
 //
-// EINTR and short transfers end here. Flags of rename that a filesystem lacks are replaced by other
-// calls with the same promise, or the call fails; nothing is replaced by something weaker.
+// EINTR and short transfers are handled here. If a filesystem lacks a flag of rename, another call
+// with the same guarantee is used, or the call fails; never a weaker one.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -32,14 +32,14 @@
 namespace tensormount {
 namespace {
 
-// Linux moves at most 2 GiB less a page in one call; round pieces keep alignment.
+// Linux transfers at most 2 GiB minus a page per call; a round size keeps alignment.
 constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
 constexpr std::size_t kMaxVector = 1024;  // IOV_MAX
 constexpr std::uint64_t kMaxOffset =
     static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 
-// What off_t cannot say would wrap to a negative offset, and pread would answer EINVAL, which
-// sounds like a mistake of the caller's flags.
+// The error for an offset beyond off_t. It would become negative, and pread would return EINVAL,
+// which looks like a wrong flag.
 Status PositionError(std::string_view action, const std::string& path) {
   return HostError(EOVERFLOW, action, path);
 }
@@ -64,9 +64,9 @@ FileInfo InfoOf(const struct stat& st) {
   return info;
 }
 
-// One descriptor. Reads and writes take no lock: pread and pwrite carry their own offsets. Only
-// Close is locked, so that two threads that close do not close a number that is somebody else's by
-// then; who reads must know that nobody closes meanwhile.
+// One descriptor. Reads and writes take no lock, because pread and pwrite carry their own offsets.
+// Close is locked, so that two closing threads do not close a reused descriptor; readers must make
+// sure that no thread closes meanwhile.
 class HostFile final : public File {
  public:
   HostFile(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
@@ -91,9 +91,8 @@ class HostFile final : public File {
     return done;
   }
 
-  // As many buffers a call as the kernel takes (1,024, and at most kMaxTransfer bytes). A call may
-  // end in the middle of a buffer; the rest of that one is read alone, so that the buffers left
-  // over are whole ones again and none has to be copied to be shortened.
+  // Reads up to 1,024 buffers and kMaxTransfer bytes per call. A call may end in the middle of a
+  // buffer; its rest is read separately, so that the remaining buffers are whole again.
   Result<std::size_t> ReadVectorAt(std::uint64_t offset, std::span<const Buffer> pieces) override {
     std::array<iovec, kMaxVector> vector;
     std::size_t done = 0;
@@ -105,7 +104,7 @@ class HostFile final : public File {
         vector[count] = {pieces[count].data, pieces[count].size};
         wanted += pieces[count++].size;
       }
-      if (count == 0) {  // One piece larger than a call may be.
+      if (count == 0) {  // One buffer larger than the limit of a call.
         TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
                                      ReadAt(offset + done, pieces[0].data, pieces[0].size));
         done += got;
@@ -118,7 +117,6 @@ class HostFile final : public File {
           preadv(fd_, vector.data(), static_cast<int>(count), ToOffset(offset + done));
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return HostError(errno, ReadingFrom(offset + done), path_);
-      // The pieces that came whole are done; the rest of one that was cut short is read alone.
       auto left = static_cast<std::size_t>(n);
       if (left == 0 && wanted > 0) return done;
       done += left;
@@ -145,7 +143,7 @@ class HostFile final : public File {
     const ssize_t n = preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
     if (n >= 0) return static_cast<std::size_t>(n);
     if (errno == EAGAIN) return 0;
-    // A filesystem, or a kernel, that has no such reads. What else may be wrong, a read says.
+    // The filesystem or kernel does not support such reads. ReadAt reports other errors.
     if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) knows_cached_ = false;
     return std::nullopt;
   }
@@ -158,7 +156,7 @@ class HostFile final : public File {
       if (n > 0) {
         done += static_cast<std::size_t>(n);
       } else if (n == 0) {
-        // POSIX lets a device do so; going on might never end.
+        // POSIX allows a device to return 0; retrying might never end.
         return HostError(EIO, "write", path_);
       } else if (errno != EINTR) {
         return HostError(errno, "write", path_);
@@ -173,7 +171,7 @@ class HostFile final : public File {
   }
 
   void StartWriteback(std::uint64_t offset, std::uint64_t size) override {
-    // Errors show again in fsync, which counts.
+    // Errors are ignored here, because fsync reports them again.
     (void)sync_file_range(fd_, static_cast<off64_t>(offset), static_cast<off64_t>(size),
                           SYNC_FILE_RANGE_WRITE);
   }
@@ -185,7 +183,7 @@ class HostFile final : public File {
     return Call("fsync", [&] { return fsync(fd_); });
   }
 
-  // Only takes bits away, and gives none that the creator's umask had denied.
+  // Only removes permission bits, so that it never grants any that the umask denied.
   Status Seal() override {
     struct stat st;
     if (fstat(fd_, &st) != 0) return HostError(errno, "stat", path_);
@@ -205,7 +203,7 @@ class HostFile final : public File {
     const std::lock_guard lock(close_mutex_);
     if (fd_ < 0) return Status();
     const int fd = std::exchange(fd_, -1);
-    // Linux frees the descriptor whatever it answers; EINTR here is not a failure of the file.
+    // Linux frees the descriptor whatever close returns, so EINTR is not a failure.
     if (close(fd) != 0 && errno != EINTR) return HostError(errno, "close", path_);
     return Status();
   }
@@ -216,7 +214,8 @@ class HostFile final : public File {
  private:
   static off_t ToOffset(std::uint64_t v) { return static_cast<off_t>(v); }
 
-  // The kernel gives what stands before a page that it cannot have: this names the page.
+  // Names the position of the failure: the kernel returns the bytes before an unreadable page, so
+  // `byte` is the begin of that page.
   static std::string ReadingFrom(std::uint64_t byte) {
     return "read from byte " + std::to_string(byte) + " of";
   }
@@ -231,7 +230,8 @@ class HostFile final : public File {
 
   Status Lock(int how) {
     while (flock(fd_, how | LOCK_NB) != 0) {
-      if (errno == EWOULDBLOCK) return Status(Code::kBusy, "lock " + path_ + ": held by another");
+      if (errno == EWOULDBLOCK)
+        return Status(Code::kBusy, "lock " + path_ + ": already locked by another process");
       if (errno != EINTR) return HostError(errno, "lock", path_);
     }
     return Status();
@@ -243,10 +243,11 @@ class HostFile final : public File {
   const std::string path_;
 };
 
-// Stateless; each call is one system call where the kernel has one for it. Paths go to the kernel
-// as they are, and come back in messages through HostError.
+// Stateless; each call is one system call if the kernel has one for it. Paths go to the kernel
+// unchanged, and into messages through HostError.
 class HostFs final : public FileSystem {
  public:
+  std::string_view name() const override { return "this host"; }
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override {
     return Open(path, O_RDONLY, "open");
   }
@@ -271,7 +272,7 @@ class HostFs final : public FileSystem {
     if (fd < 0) return HostError(errno, "stat", path);
     struct stat st;
     const int result = fstat(fd, &st);
-    const int error = errno;  // close may set another one.
+    const int error = errno;  // close may change errno.
     close(fd);
     if (result != 0) return HostError(error, "stat", path);
     return InfoOf(st);
@@ -325,8 +326,9 @@ class HostFs final : public FileSystem {
   Status Exchange(const std::string& a, const std::string& b) override {
     if (renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return Status();
     if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
-      return Status(Code::kUnsupported,
-                    "exchange " + a + " and " + b + ": this filesystem cannot do it atomically");
+      return Status(
+          Code::kUnsupported,
+          "exchange " + a + " and " + b + ": the filesystem cannot exchange two names atomically");
     }
     return HostError(errno, "exchange " + a + " and", b);
   }
@@ -354,15 +356,15 @@ class HostFs final : public FileSystem {
     return err == 0 ? Status() : Status::FromErrno(err, "sync the filesystem of", path);
   }
 
-  bool MovedFoldersSyncThemselves(const std::string& folder) override {
+  bool CanSyncOnlyMovedFolder(const std::string& folder) override {
     struct statfs info;
-    // Not asked of the caller or a setting: a store may be moved from one filesystem to another.
+    // Detected, not configured: a store may be moved to another filesystem.
     return statfs(folder.c_str(), &info) == 0 &&
            static_cast<unsigned long>(info.f_type) == BTRFS_SUPER_MAGIC;
   }
 
   Result<std::string> AccessList(const std::string& path) override {
-    // As long as an attribute can be (xattr(7)).
+    // The largest size of an attribute (xattr(7)).
     std::string list(65536, '\0');
     const ssize_t n = getxattr(path.c_str(), "system.posix_acl_access", list.data(), list.size());
     if (n < 0) {
@@ -388,7 +390,7 @@ class HostFs final : public FileSystem {
   }
 
  private:
-  // O_NONBLOCK: a FIFO in a store must not hang us; regular files do not know it.
+  // O_NONBLOCK: opening a FIFO in a store must not block; regular files ignore it.
   static constexpr int kAlways = O_CLOEXEC | O_NOFOLLOW | O_NOCTTY | O_NONBLOCK;
 
   static Result<std::unique_ptr<File>> Open(const std::string& path, int flags,
@@ -397,12 +399,12 @@ class HostFs final : public FileSystem {
     return Opened(fd, path, action);
   }
 
-  // `fd` -1: errno says why.
+  // Wraps `fd`; if it is -1, returns the error in errno.
   static Result<std::unique_ptr<File>> Opened(int fd, const std::string& path,
                                               std::string_view action) {
     if (fd < 0) return HostError(errno, action, path);
-    // From here on the descriptor is closed on every way out. open(2) takes a folder for reading,
-    // and O_NONBLOCK has let a FIFO through: both are refused here, where the file is known.
+    // From here on the descriptor is closed on every path. open(2) accepts a directory for reading,
+    // and O_NONBLOCK a FIFO; both are refused here.
     auto file = std::make_unique<HostFile>(fd, path);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
     if (info.kind == FileKind::kDirectory) return HostError(EISDIR, action, path);
@@ -424,7 +426,8 @@ Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to
     if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), 0) != 0) {
       return HostError(errno, action, to);
     }
-    // Under both names now. The new one stays whatever happens to the old: nothing is lost.
+    // The file has both names now. The new one stays if removing the old one fails, so nothing is
+    // lost.
     if (unlinkat(AT_FDCWD, from.c_str(), 0) != 0) return HostError(errno, "unlink", from);
     return Status();
   }
@@ -432,15 +435,17 @@ Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to
   if (entries.empty()) {
     return Status(
         Code::kUnsupported,
-        action + " " + to + ": the filesystem cannot refuse to replace, and the folder is empty");
+        action + " " + to +
+            ": the filesystem does not support RENAME_NOREPLACE, without which an empty directory "
+            "could replace another one");
   }
-  // A look first, for the right message. What decides is rename itself, which replaces no folder
-  // with entries and no file by a folder.
+  // lstat is only for the message; rename itself decides: it replaces neither a directory with
+  // entries, nor a file by a directory.
   struct stat target;
   if (lstat(to.c_str(), &target) == 0) return HostError(EEXIST, action, to);
   if (errno != ENOENT) return HostError(errno, action, to);
   if (rename(from.c_str(), to.c_str()) == 0) return Status();
-  // A folder onto a file: the name was taken since.
+  // ENOTDIR means that the name was taken by a file after the lstat.
   return HostError(errno == ENOTDIR ? EEXIST : errno, action, to);
 }
 

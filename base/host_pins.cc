@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pinned folder is an open descriptor, and its name /proc/self/fd/N: paths below it lead to that
-// folder whatever is renamed on the way. This file also turns such names back into what people
-// know, for messages.
+// A pinned directory is an open descriptor with the name /proc/self/fd/N: paths below it lead to
+// that directory despite renames. This file also converts such names back for messages.
 #include "base/host_pins.h"
 
 #include <cerrno>
@@ -20,8 +19,8 @@ namespace {
 
 constexpr std::string_view kDescriptors = "/proc/self/fd/";
 
-// A fork waits for it, as it is held for a few look-ups only: what is pinned is so in the child,
-// too.
+// fork waits for this mutex, which is held only for a few look-ups, so that pins stay valid in the
+// child.
 std::mutex& PinsMutex() {
   static constinit std::mutex mutex;
   static const int noted =
@@ -30,17 +29,17 @@ std::mutex& PinsMutex() {
   return mutex;
 }
 
-// Names of pinned folders by descriptor; only under PinsMutex.
+// Names of pinned directories by descriptor; requires PinsMutex.
 std::map<int, std::string>& PinNames() {
   static auto* const names =
-      new std::map<int, std::string>;  // Never destroyed: others may still fail.
+      new std::map<int, std::string>;  // Never destroyed: other threads may still report errors.
   return *names;
 }
 
-// "/proc/self/fd/17/data/x" taken apart.
+// The parts of "/proc/self/fd/17/data/x".
 struct DescriptorPath {
-  int fd = -1;             // None: it is no such path.
-  std::string_view below;  // "/data/x", or nothing.
+  int fd = -1;             // -1: not such a path.
+  std::string_view below;  // "/data/x", or "".
 };
 
 DescriptorPath Parse(std::string_view path) {
@@ -60,7 +59,7 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
       [&] { return open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW); });
   if (fd < 0) return HostError(errno, "open", path);
   std::string pinned = std::string(kDescriptors) + std::to_string(fd);
-  // Without /proc (some containers) the name has to do: no worse than before there were pins.
+  // Without /proc (some containers) use the name itself, without protection.
   if (access(pinned.c_str(), F_OK) != 0) {
     close(fd);
     return std::make_shared<const std::string>(path);
@@ -71,8 +70,8 @@ Result<std::shared_ptr<const std::string>> PinHostDirectory(const std::string& p
     std::lock_guard lock(PinsMutex());
     PinNames()[fd] = std::move(name);
   }
-  // The name goes before the descriptor: as soon as that is closed, its number may be another
-  // folder's.
+  // Remove the name before closing the descriptor, whose number may then be reused for another
+  // directory.
   return std::shared_ptr<const std::string>(new std::string(std::move(pinned)),
                                             [fd](const std::string* p) {
                                               {

@@ -8,11 +8,11 @@
 
 namespace tensormount {
 
-// What HostFileSystem's RenameNoReplace does where the filesystem refuses RENAME_NOREPLACE (NFS).
-// A folder: must have entries, for then plain rename is atomic and fails on any name that holds a
-// folder with entries or a file; an empty folder that appears under the name at this moment would
-// be replaced, which loses nothing. A file: link, which fails on any taken name, then unlink.
-// Apart from tests only for base/host_file_system.cc.
+// Fallback of HostFileSystem's RenameNoReplace for filesystems without RENAME_NOREPLACE (NFS). A
+// directory must have entries: a plain rename of it is atomic, and fails if the new name is a file
+// or a directory with entries. An empty directory created at this moment would be replaced, which
+// loses nothing. A file is linked to the new name, which fails if the name is taken, and then
+// unlinked from the old name. Used only by base/host_file_system.cc and tests.
 Status RenameNoReplaceWithoutFlag(const std::string& from, const std::string& to);
 
 }  // namespace tensormount

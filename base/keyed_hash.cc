@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// BLAKE2s by the text of RFC 7693, in its keyed form; random bytes of the kernel.
+// Keyed BLAKE2s as specified by RFC 7693; random bytes from the kernel.
 #include "base/keyed_hash.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ constexpr std::uint8_t kBlake2sSigma[10][16] = {
 
 using Blake2sState = std::array<std::uint32_t, 8>;
 
-// `total`: bytes so far, this block's included.
+// Adds one block to the state `h`. `total`: number of bytes so far, including this block.
 void Blake2sCompress(Blake2sState& h, const std::uint8_t* block, std::uint64_t total, bool last) {
   std::uint32_t m[16];
   for (std::size_t i = 0; i < 16; ++i) m[i] = LoadLittle<std::uint32_t>(block + 4 * i);
@@ -89,7 +89,7 @@ KeyedDigest KeyedHash(const SecretKey& key, std::string_view message) {
 
 bool EqualInConstantTime(std::string_view a, std::string_view b) {
   if (a.size() != b.size()) return false;
-  // Volatile: a compiler that saw through this might leave the loop early.
+  // volatile, so that the compiler does not end the loop early.
   volatile unsigned char differs = 0;
   for (std::size_t i = 0; i < a.size(); ++i) {
     differs = static_cast<unsigned char>(differs | (a[i] ^ b[i]));
@@ -101,7 +101,7 @@ Status FillRandom(std::span<std::uint8_t> out) {
   while (!out.empty()) {
     const ssize_t n = ::getrandom(out.data(), out.size(), 0);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return Status::FromErrno(n < 0 ? errno : EIO, "getrandom", "random bytes");
+    if (n <= 0) return Status::FromErrno(n < 0 ? errno : EIO, "get", "random bytes");
     out = out.subspan(static_cast<std::size_t>(n));
   }
   return {};

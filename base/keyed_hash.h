@@ -12,19 +12,18 @@
 
 namespace tensormount {
 
-// What the hashes of base/hash.h are not: for an adversary. Who knows a key proves it by hashing
-// what the other one chose; who does not cannot, and learns nothing of the key by listening.
+// A hash that resists adversaries, unlike those of base/hash.h. A process proves that it knows a
+// key by hashing the other side's challenge; a listener learns nothing about the key.
 
 inline constexpr std::size_t kKeyBytes = 32;
 using SecretKey = std::array<std::uint8_t, kKeyBytes>;
 using KeyedDigest = std::array<std::uint8_t, 32>;
 
-// BLAKE2s-256 with a key (RFC 7693), which needs no HMAC around it. Of short messages: one pass, no
-// allocation.
+// Keyed BLAKE2s-256 (RFC 7693), which needs no HMAC. For short messages: one pass, no allocation.
 KeyedDigest KeyedHash(const SecretKey& key, std::string_view message);
-// Takes the same time wherever they differ. Of equal sizes; otherwise false at once.
+// Compares in a time that does not depend on the contents. Different sizes return false at once.
 bool EqualInConstantTime(std::string_view a, std::string_view b);
-// From the kernel's generator. Fails only where the system has none.
+// Fills `out` from the kernel's random generator. Fails only if the system has none.
 Status FillRandom(std::span<std::uint8_t> out);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of the log, one write each. Few: what a caller can be told is returned, so a line here is
-// about a thread or a request that nobody waits for. Programs that embed the library put a sink of
-// their own in (SetLogSink).
+// Log lines, each written by one write(2). There are few, because errors are returned; a line is
+// about a thread or a request that nothing waits for. Programs that embed the library install their
+// own sink (SetLogSink).
 #include "base/log.h"
 
 #include <atomic>
@@ -38,7 +38,7 @@ std::string OneLine(std::string_view message) {
   };
   for (std::size_t i = 0; i < message.size(); ++i) {
     const bool c1 = byte(i) == 0xC2 && byte(i + 1) >= 0x80 && byte(i + 1) <= 0x9F;
-    // U+200B to U+200F, U+2028 to U+202E, U+2060 to U+206F: invisible, or they turn the direction.
+    // U+200B to U+200F, U+2028 to U+202E, U+2060 to U+206F: invisible, or change text direction.
     const bool mark = byte(i) == 0xE2 &&
                       ((byte(i + 1) == 0x80 && byte(i + 2) >= 0x8B &&
                         (byte(i + 2) <= 0x8F || (byte(i + 2) >= 0xA8 && byte(i + 2) <= 0xAE))) ||
@@ -57,14 +57,19 @@ using Sink = std::function<void(LogLevel, std::string_view)>;
 struct Logger {
   std::atomic<LogLevel> level{LogLevel::kWarning};
   std::mutex mutex;  // Held while the sink runs, so that a replaced sink is never running.
-  std::unique_ptr<const Sink> sink;  // A forked child has the old one or the new one.
+  // A pointer, so that a forked child has the old sink or the new one.
+  std::unique_ptr<const Sink> sink;
 };
 
 // Whether this thread is inside the sink: the logger's lock is not recursive.
-thread_local bool in_sink = false;
+// Aligned because of mold 1.10, which begins the segment that becomes read-only at the thread-local
+// variables. If these end at a page boundary and the next section has a larger alignment, the
+// program cannot be loaded.
+alignas(64) thread_local bool in_sink = false;
 
-// A fork does not wait for the lock: a sink may take as long as it likes, and wait for a lock of
-// the thread that forks (Python's). The child has it anew, without the thread that held it.
+// fork does not wait for the lock, because a sink may take any time, and may wait for a lock of the
+// forking thread (Python's). The child re-creates the mutex, because its holder does not exist
+// there.
 Logger& Global() {
   static auto* logger = new Logger;  // Never destroyed: threads may log during exit.
   static const int noted = pthread_atfork(nullptr, nullptr, [] {
@@ -74,11 +79,11 @@ Logger& Global() {
   return *logger;
 }
 
-void ToStandardError(LogLevel level, std::string_view message) {
+void WriteToStandardError(LogLevel level, std::string_view message) {
   std::string line = "tensormount: ";
   line.append(LogLevelName(level)).append(": ").append(OneLine(message));
   line.push_back('\n');
-  // One write, so that lines of several processes do not mix. Nobody could be told of a failure.
+  // One write, so that lines of several processes do not mix. A failure cannot be reported.
   [[maybe_unused]] const ssize_t n = write(STDERR_FILENO, line.data(), line.size());
 }
 
@@ -87,22 +92,22 @@ void ToStandardError(LogLevel level, std::string_view message) {
 void Log(LogLevel level, std::string_view message) {
   Logger& logger = Global();
   if (level < logger.level.load(std::memory_order_relaxed)) return;
-  if (in_sink) {  // A sink that logs must not wait for itself.
-    ToStandardError(level, message);
+  if (in_sink) {  // A sink that logs would deadlock.
+    WriteToStandardError(level, message);
     return;
   }
   const std::lock_guard lock(logger.mutex);
   if (logger.sink == nullptr) {
-    ToStandardError(level, message);
+    WriteToStandardError(level, message);
     return;
   }
   in_sink = true;
-  // The sink is the program's code, and Log is called where nothing may be thrown (threads,
+  // The sink is the program's code, and Log is called where no exception may escape (threads,
   // destructors).
   try {
     (*logger.sink)(level, message);
   } catch (...) {
-    ToStandardError(level, message);
+    WriteToStandardError(level, message);
   }
   in_sink = false;
 }

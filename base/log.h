@@ -8,16 +8,15 @@
 #include "tensormount/log.h"
 #include "tensormount/visibility.h"
 
-// The side of those who log; tensormount/log.h is that of the program.
+// Logging from inside the library; tensormount/log.h is the interface for the program.
 namespace tensormount {
 
-// One line, to standard error by default ("tensormount: WARNING: ..."). Only for what no caller
-// can be told: errors go up as Status and are logged once, at the boundary. Thread-safe.
-// Exported for libtensormount_mpi, whose lines go to the same sink.
+// Logs one line, to standard error by default ("tensormount: WARNING: ..."). Only for events that
+// no return value can report: errors are returned as Status and logged once, at the boundary.
+// Thread-safe. Exported for libtensormount_mpi, whose lines go to the same sink.
 TENSORMOUNT_EXPORT void Log(LogLevel level, std::string_view message);
-// Names from outside stand in messages: with blanks for control characters (C1 too), invisible
-// ones and those that turn the direction of text, a message stays one line and does no more than
-// show.
+// Replaces control characters (C1 too), invisible characters and those that change text direction
+// by blanks, because messages contain names from outside.
 std::string OneLine(std::string_view message);
 
 }  // namespace tensormount

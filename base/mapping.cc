@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading from mapped files: a page that the disk cannot give, or that was cut off, arrives as
-// SIGBUS. The guard turns it into a return value for code that runs inside RunOnMapping, and into
-// what it would have been anyway for all other code.
+// Reading from mapped files: a page that the disk cannot read, or that was truncated, raises
+// SIGBUS. The guard turns it into a return value for code inside RunOnMapping, and leaves it
+// unchanged for all other code.
 #include "base/mapping.h"
 
 #include <algorithm>
@@ -15,18 +15,17 @@
 namespace tensormount {
 namespace {
 
-using SignalAction = struct sigaction;  // sigaction alone is the function.
+using SignalAction = struct sigaction;  // Plain `sigaction` names the function.
 
 constexpr std::uintptr_t kPageBytes = 4096;
 
-// Where this thread goes on when a page cannot be had; null: nowhere.
+// Where this thread continues after SIGBUS; null: not in RunOnMapping.
 thread_local sigjmp_buf* t_escape = nullptr;
 std::atomic<bool> g_enabled{false};
 SignalAction g_before{};
 
-// Runs on the thread that touched the page, in the middle of any instruction: it may call nothing
-// that is not safe in a signal handler. si_code above zero: the kernel's own, not one that kill(2)
-// sent.
+// Runs on the thread that accessed the page, between any two instructions, so it makes only
+// async-signal-safe calls. si_code above zero: the signal is from the kernel, not from kill(2).
 void OnBusError(int signal, siginfo_t* info, void* context) {
   if (t_escape != nullptr && info->si_code > 0) siglongjmp(*t_escape, 1);
   if ((g_before.sa_flags & SA_SIGINFO) != 0 && g_before.sa_sigaction != nullptr) {
@@ -37,7 +36,7 @@ void OnBusError(int signal, siginfo_t* info, void* context) {
     g_before.sa_handler(signal);
     return;
   }
-  // As it would have been: returning runs into the fault again, without us.
+  // Default action: returning repeats the fault without our handler.
   SignalAction plain{};
   plain.sa_handler = SIG_DFL;
   sigaction(SIGBUS, &plain, nullptr);
@@ -49,12 +48,13 @@ void OnBusError(int signal, siginfo_t* info, void* context) {
 bool EnableMappingGuard() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  // Not a second time where another handler took ours away: it may pass on to ours, and ours to it.
+  // If another handler replaced ours, ours is not installed again: the two could call each other
+  // forever.
   if (g_enabled.load(std::memory_order_acquire)) return MappingGuarded();
   SignalAction action{};
   action.sa_sigaction = OnBusError;
   sigemptyset(&action.sa_mask);
-  // Not blocked while it is handled, since the handler is left by a jump.
+  // SA_NODEFER, because the handler is left by longjmp.
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   const bool good = sigaction(SIGBUS, &action, &g_before) == 0;
   g_enabled.store(good, std::memory_order_release);
@@ -92,30 +92,31 @@ bool RunOnMapping(void (*fn)(void*), void* argument) {
     fn(argument);
   }
   t_escape = outer;
-  // After a jump in any case: what calls handlers for us (sanitizers) may block signals meanwhile.
+  // After a longjmp always restore the mask: sanitizers, which wrap handlers, may have blocked
+  // signals.
   if (!good || sigismember(&before, SIGBUS) == 1) pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return good;
 }
 
 namespace {
 
-// Pages that are asked about in one call.
+// Pages per mincore call.
 constexpr std::size_t kAskedPages = 512;
-// Whoever touches a page gets its whole folio mapped, or what the kernel maps around a fault. In
-// steps of this, most of what is in memory is mapped by few calls (measured with ext4, 64 to 256
-// pages are equally good and 512 are not).
+// Accessing a page maps its whole folio, or the pages around a fault. Steps of this size map most
+// cached pages with few calls (measured on ext4: 64 to 256 pages are equally good, 512 are not).
 constexpr std::size_t kStepPages = 64;
 
 bool PopulatePages(std::uintptr_t begin, std::uintptr_t end) {
 #ifdef MADV_POPULATE_READ
   constexpr int kPopulate = MADV_POPULATE_READ;
 #else
-  constexpr int kPopulate = 22;  // Of a newer kernel than the headers.
+  constexpr int kPopulate = 22;  // Kernel newer than the headers.
 #endif
   return madvise(reinterpret_cast<void*>(begin), end - begin, kPopulate) == 0;
 }
 
-// At most kAskedPages from a page's first byte on. Of a mapped page this costs 3 ns, of others 70.
+// Whether all of at most kAskedPages pages are in memory; `begin` is page-aligned. Costs 3 ns per
+// mapped page, 70 ns per other page.
 bool AreInMemory(std::uintptr_t begin, std::uintptr_t end) {
   unsigned char there[kAskedPages];
   if (mincore(reinterpret_cast<void*>(begin), end - begin, there) != 0) return false;
@@ -123,7 +124,7 @@ bool AreInMemory(std::uintptr_t begin, std::uintptr_t end) {
   return std::all_of(there, there + pages, [](unsigned char c) { return (c & 1) != 0; });
 }
 
-// Calls fn(begin, end) for blocks of whole pages until it is false.
+// Calls fn(begin, end) for blocks of whole pages until it returns false.
 template <typename Fn>
 bool ForEachBlock(const std::byte* data, std::size_t size, Fn fn) {
   const auto stop = reinterpret_cast<std::uintptr_t>(data) + size;
@@ -136,9 +137,9 @@ bool ForEachBlock(const std::byte* data, std::size_t size, Fn fn) {
 
 }  // namespace
 
-// To populate all pages costs 160 ns for each, also where they are mapped already: more than
-// copying them. So a few are, which maps their neighbours, and the rest only where pages are
-// missing then.
+// Populating costs 160 ns per page, even if the page is mapped: more than copying it. So Populate
+// first populates a few pages, which maps their neighbours, and the rest only if pages are still
+// missing.
 bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true) {
   return ForEachBlock(data, size, [&](std::uintptr_t begin, std::uintptr_t end) {
     if (!mincore_is_true) return PopulatePages(begin, end);
@@ -146,7 +147,8 @@ bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true) {
     for (std::uintptr_t at = begin; at < end; at += kStepPages * kPageBytes) {
       if (!PopulatePages(at, std::min(end, at + kPageBytes))) return false;
     }
-    // The last page by itself: of a file that was cut short mincore knows pages behind its end.
+    // Always populate the last page: mincore reports cached pages beyond the end of a truncated
+    // file.
     const std::uintptr_t last = (end - 1) / kPageBytes * kPageBytes;
     return AreInMemory(begin, end) ? PopulatePages(last, end) : PopulatePages(begin, end);
   });

@@ -6,49 +6,46 @@
 
 #include "tensormount/mapping_guard.h"
 
-// What is particular about memory that is a mapped file. Reading a mapped file that somebody cuts
-// short raises SIGBUS, which ends the process. A daemon that serves everybody's reads must answer
-// EIO instead.
+// Safe reads of mapped files. If another program truncates a mapped file, reading it raises SIGBUS,
+// which ends the process; a daemon must return EIO instead.
 //
-// Why map at all: a hash or a copy reads mapped bytes where they are, while pread copies them
-// first, and a mapping can be handed on to readers without any copy
-// (OpenedCheckpoint::MappedRange).
+// Why mmap: hashes and copies read mapped bytes in place, while pread copies them first, and a
+// mapping can be passed to readers without a copy (OpenedCheckpoint::MappedRange).
 
 namespace tensormount {
 
-// Whether the guard is there now: it was enabled (tensormount/mapping_guard.h), and no other
-// handler has been set since. Where not, what others may cut short at any time is better not
-// mapped. A system call; ask once for each stretch that is read.
+// Whether the guard is active: enabled (tensormount/mapping_guard.h), and its handler not replaced.
+// If not, files that others may truncate should not be mapped. A system call; call it once per
+// range to read.
 bool MappingGuarded();
 
-// Puts the handler back that was there before, where ours is still in use: for the end of a
-// library, whose code goes away, while no other thread reads. May be enabled again.
+// Restores the previous handler if ours is still installed. For unloading the library, while no
+// other thread reads. The guard may be enabled again.
 void DisableMappingGuard();
 
-// Calls fn(argument), which reads from a mapping and may own nothing (it is left by a jump: no
-// destructors run). False where a page of it could not be had. Without the guard just calls it.
-// SIGBUS is not blocked meanwhile, whatever the thread does with it: a blocked one ends the
-// process.
+// Calls fn(argument), which reads from a mapping and must not own resources (a longjmp leaves it
+// without destructors). False if a page could not be read. Without the guard it only calls fn.
+// SIGBUS is unblocked meanwhile, because a blocked SIGBUS ends the process.
 bool RunOnMapping(void (*fn)(void*), void* argument);
 
-// The same for a callable whose captures are references.
+// Like RunOnMapping above, for a callable whose captures are references.
 template <typename Fn>
 bool RunOnMapping(Fn&& fn) {
   return RunOnMapping([](void* f) { (*static_cast<Fn*>(f))(); }, &fn);
 }
 
-// Brings all pages of this part of a mapping into memory. False where one cannot be had, or before
-// Linux 5.14: then reading it is not safe where nothing is guarded. What is true may end at once,
-// where somebody cuts the file short or memory is so scarce that the pages leave again.
-// `mincore_is_true`: it may be asked what is there, see InMemory, which makes this ten times as
-// fast where all of it is.
+// Brings all pages of this range of a mapping into memory. False if a page cannot be read, or
+// before Linux 5.14: then reading the range without a guard is not safe. The result may become
+// outdated at once, if the file is truncated or the pages are evicted. `mincore_is_true`: mincore
+// may be trusted (see InMemory), which makes Populate ten times as fast if all pages are in memory.
 bool Populate(const std::byte* data, std::size_t size, bool mincore_is_true);
 
-// Whether all pages of this part of a mapping are in memory, so that reading it does not wait for
-// storage. By mincore, which says yes to a process that neither owns the file nor may write it:
-// good enough to choose how to read, and for safety only where the process owns the file.
+// Whether all pages of this range are in memory, so that reading does not wait for storage. Uses
+// mincore, which always says yes to a process that neither owns the file nor may write it: good
+// enough to choose a way to read, but for safety only if the process owns the file.
 bool InMemory(const std::byte* data, std::size_t size);
-// The same of one page in 64 KiB, for large parts: to ask of all costs a fifth of reading them.
+// Like InMemory, but checks only one page in 64 KiB, because checking all pages of a large range
+// costs a fifth of reading them.
 bool LooksInMemory(const std::byte* data, std::size_t size);
 
 }  // namespace tensormount

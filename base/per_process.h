@@ -8,14 +8,14 @@
 
 namespace tensormount {
 
-// The one T of this process, made when it is first asked for and never destroyed, so that atexit
-// functions may use it. A forked child gets one of its own: it has none of its parent's threads,
-// which might hold a mutex of T, or be waited for in vain.
+// The T of this process, created on first use and never destroyed, so that atexit functions may use
+// it. A forked child gets a new T, because the threads of the parent do not exist in the child: one
+// of them might hold a mutex of the old T, or be waited for forever.
 template <typename T>
 T& PerProcess() {
   struct Node {
     const pid_t process = getpid();
-    Node* parents = nullptr;  // Of the process that was forked: kept, never used.
+    Node* parents = nullptr;  // The parent process's node; kept, never used.
     T value;
   };
   static std::atomic<Node*> newest = nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who keeps files open only to be fast gives them back when the process has no descriptor left:
-// whoever gets EMFILE asks all keepers and tries once more.
+// Caches of open files close them when the process runs out of descriptors: an open that fails with
+// EMFILE asks all caches and tries again.
 #include "base/spare_descriptors.h"
 
 #include <mutex>
@@ -15,14 +15,14 @@ namespace {
 struct Keepers {
   std::mutex mutex;
   std::set<const SpareDescriptors*> all;
-  Keepers* parents = nullptr;  // Kept, never used.
+  Keepers* parents = nullptr;  // The keepers of the parent process; kept, never used.
 };
 
-// A fork does not wait for the lock: whoever lets go closes files, which takes as long as storage
-// likes. A child that was forked meanwhile knows of none of its parent's keepers; any other one
-// does, since their files are open in it, too.
-Keepers& Here() {
-  static auto* here = new Keepers;  // Never destroyed: others may still open files.
+// fork does not wait for the lock, because closing files takes as long as storage does. A child
+// forked while the lock is held ignores its parent's caches; any other child inherits them, because
+// their files are open in the child, too.
+Keepers& GlobalKeepers() {
+  static auto* here = new Keepers;  // Never destroyed: other threads may still open files.
   static const int noted = pthread_atfork(nullptr, nullptr, [] {
     if (here->mutex.try_lock()) {
       here->mutex.unlock();
@@ -37,25 +37,26 @@ Keepers& Here() {
 
 }  // namespace
 
-SpareDescriptors::SpareDescriptors(std::function<void(bool may_wait)> let_go)
-    : process_(getpid()), let_go_(std::move(let_go)) {
-  Keepers& keepers = Here();
+SpareDescriptors::SpareDescriptors(std::function<void(bool may_wait)> close_spare)
+    : process_(getpid()), close_spare_(std::move(close_spare)) {
+  Keepers& keepers = GlobalKeepers();
   std::lock_guard lock(keepers.mutex);
   keepers.all.insert(this);
 }
 
 SpareDescriptors::~SpareDescriptors() {
-  Keepers& keepers = Here();
+  Keepers& keepers = GlobalKeepers();
   std::lock_guard lock(keepers.mutex);
   keepers.all.erase(this);
 }
 
-// Under the lock, so that no keeper is destroyed while it is asked. All are asked, not one after
-// the other until there is a descriptor: how many the caller still needs nobody knows.
-bool SpareDescriptors::LetGo() {
-  Keepers& keepers = Here();
+// Holds the lock, so that no cache is destroyed while it is asked. Asks all caches, because the
+// caller may need more descriptors.
+bool SpareDescriptors::CloseSpare() {
+  Keepers& keepers = GlobalKeepers();
   std::lock_guard lock(keepers.mutex);
-  for (const SpareDescriptors* keeper : keepers.all) keeper->let_go_(keeper->process_ == getpid());
+  for (const SpareDescriptors* keeper : keepers.all)
+    keeper->close_spare_(keeper->process_ == getpid());
   return !keepers.all.empty();
 }
 

@@ -8,46 +8,45 @@
 
 namespace tensormount {
 
-// Says, as long as it lives, that somebody keeps descriptors open only to spare opening them again.
-// Where the process has no more of them (EMFILE, ENFILE), all who said so are asked to let go, and
-// the open that failed is tried again. Thread-safe.
+// Registers a cache of open descriptors. If the process runs out of descriptors (EMFILE, ENFILE),
+// all registered caches are asked to close theirs, and the failed open is retried. Thread-safe.
 //
-// Why not a limit on what is kept: a checkpoint of thousands of files is read fastest with all of
-// them open, the process may be allowed a million descriptors or 1,024, and in a training job most
-// of them belong to others. So the caches (index/read/file_cache.h) keep what they like, and give
-// it back when somebody, anybody in this process that opens through OpenDescriptor, needs it.
+// Why no fixed limit: a checkpoint of thousands of files is read fastest with all of them open, and
+// the descriptor limit of a process varies from 1,024 to a million, most of which a training job
+// may need elsewhere. So the caches (index/read/file_cache.h) are unlimited, and give descriptors
+// back when any code that uses OpenDescriptor needs one.
 class SpareDescriptors {
  public:
-  // `let_go` is called on any thread that opens something; it must not open anything itself, nor
-  // make or destroy a SpareDescriptors: the lock over all of them is held meanwhile. For the same
-  // reason no caller of OpenDescriptor may hold a lock that some `let_go` takes. In a forked child
-  // the keepers of its parent are asked too, and may not wait for a lock: a thread that is not
-  // there might hold it.
-  explicit SpareDescriptors(std::function<void(bool may_wait)> let_go);
+  // `close_spare` is called on any thread that opens a file, while the lock over all registered
+  // caches is held: it must not open files, nor create or destroy a SpareDescriptors, and no caller
+  // of OpenDescriptor may hold a lock that some `close_spare` takes. In a forked child the caches
+  // that the parent registered are asked with `may_wait` false, because a thread that does not
+  // exist in the child might hold their lock.
+  explicit SpareDescriptors(std::function<void(bool may_wait)> close_spare);
   ~SpareDescriptors();
   SpareDescriptors(const SpareDescriptors&) = delete;
   SpareDescriptors& operator=(const SpareDescriptors&) = delete;
-  // Asks all. False: nobody keeps any.
-  static bool LetGo();
+  // Asks all registered caches to close descriptors. False: there are no caches.
+  static bool CloseSpare();
 
  private:
   const pid_t process_;
-  const std::function<void(bool may_wait)> let_go_;
+  const std::function<void(bool may_wait)> close_spare_;
 };
 
-// A descriptor by `open`, which answers -1 and errno where it fails; called again where a signal
-// came in between, or where there were descriptors to spare.
+// Calls `open`, which returns a descriptor, or -1 with errno. Retries after EINTR. If no descriptor
+// is free (EMFILE, ENFILE), asks the registered caches to close some and tries again.
 template <typename Open>
 int OpenDescriptor(const Open& open) {
-  // EINTR does not count as a try: opening a file on a network filesystem may be interrupted at
-  // will.
-  constexpr int kTries = 3;  // Other threads take what becomes free, too.
+  // EINTR does not count: an open on a network filesystem may be interrupted any number of times.
+  constexpr int kTries = 3;  // Other threads compete for released descriptors.
   for (int tries = 0;;) {
     const int fd = static_cast<int>(open());
     if (fd >= 0) return fd;
     if (errno == EINTR) continue;
     const int error = errno;
-    if ((error == EMFILE || error == ENFILE) && ++tries < kTries && SpareDescriptors::LetGo()) {
+    if ((error == EMFILE || error == ENFILE) && ++tries < kTries &&
+        SpareDescriptors::CloseSpare()) {
       continue;
     }
     errno = error;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes, their names, and the errno that each is told to the kernel as. One table has all three: a
-// code that is added in one place cannot be forgotten in the others.
+// Codes, their names, and the errno that the kernel gets for each, in one table, so that a new code
+// cannot be forgotten in one place.
 #include "tensormount/status.h"
 
 #include <cerrno>
@@ -14,7 +14,7 @@ struct CodeRow {
   int err;
 };
 
-// By the value of Code. The errno is what the kernel is told where no system call had failed.
+// Indexed by Code. The errno is for failures without a failed system call.
 constexpr CodeRow kRows[] = {
     {"OK", 0},
     {"INVALID_ARGUMENT", EINVAL},
@@ -40,17 +40,17 @@ const CodeRow& RowOf(Code code) {
   return i < std::size(kRows) ? kRows[i] : kRows[static_cast<std::size_t>(Code::kInternal)];
 }
 
-// By what the caller can do about it, not by which call failed. The errno itself is kept beside the
-// code (Status::ToErrno), so that a mount answers what the kernel had said.
+// Grouped by what the caller can do, not by the call that failed. The errno itself is kept, too
+// (Status::ToErrno), so that a mount returns the kernel's own.
 Code CodeOfErrno(int err) {
   switch (err) {
     case ENOENT:
-    case ENOTDIR:  // A part of the path is a file, so nothing is below it.
+    case ENOTDIR:  // A component of the path is a file.
     case ENODATA:
     case ESRCH:
       return Code::kNotFound;
     case EEXIST:
-    case ENOTEMPTY:  // POSIX lets rmdir and rename say either.
+    case ENOTEMPTY:  // POSIX allows rmdir and rename to return either.
       return Code::kAlreadyExists;
     case EACCES:
     case EPERM:
@@ -60,7 +60,7 @@ Code CodeOfErrno(int err) {
     case ENOSPC:
     case EDQUOT:
     case EFBIG:
-    case ENOMEM:  // Not what disks lack, but as well something that may be there later.
+    case ENOMEM:  // Not a full disk, but also possibly temporary.
     case EMFILE:
     case ENFILE:
     case EMLINK:
@@ -77,7 +77,13 @@ Code CodeOfErrno(int err) {
     case ECONNABORTED:
     case ENOTCONN:
     case EHOSTUNREACH:
+    case EHOSTDOWN:
     case ENETUNREACH:
+    case ENETDOWN:
+    case ENETRESET:
+    case ESHUTDOWN:  // Lustre, for a client that the server evicted.
+    case ENOLINK:
+    case ECOMM:
       return Code::kUnavailable;
     case ETIMEDOUT:
       return Code::kDeadlineExceeded;
@@ -118,8 +124,8 @@ std::string ErrnoText(int err) {
 
 std::string_view CodeName(Code code) { return RowOf(code).name; }
 
-// A Status that is ok is a null pointer: no allocation and one comparison on the way that is taken
-// nearly always. One that is not shares its text, so passing it on copies nothing.
+// An ok Status is a null pointer: no allocation, and one comparison in the common case. Copies of a
+// failure share its text, so they are cheap.
 Status::Status(Code code, std::string message) {
   if (code != Code::kOk) rep_ = std::make_shared<const Rep>(Rep{code, 0, std::move(message)});
 }
@@ -127,10 +133,10 @@ Status::Status(Code code, std::string message) {
 Status Status::FromErrno(int err, std::string_view action, std::string_view object) {
   std::string message;
   message.append(action).append(" ").append(object).append(": ");
-  // A caller that lost its errno has still failed.
+  // Still a failure, although the errno is lost.
   if (err <= 0) return Status(Code::kInternal, message.append("failed without an errno"));
   ErrorFields fields;
-  // What is done to something else ("an eventfd") has no slash.
+  // Objects other than paths ("an eventfd") have no slash.
   if (object.find('/') != std::string_view::npos) fields.file = object;
   return Status(
       Rep{CodeOfErrno(err), err, std::move(message.append(ErrnoText(err))), std::move(fields)});
@@ -164,8 +170,8 @@ std::string Status::ToString() const {
   return std::string(CodeName(rep_->code)) + ": " + rep_->message;
 }
 
-// Contexts are put in front on the way up, so a message reads from the outside in: "save 'step-7':
-// rank 3: write /store/...: No space left on device". All else stays that of the cause.
+// Contexts are prepended, so a message reads from the outside in: "save 'step-7': rank 3: write
+// /store/...: No space left on device". Code, errno and fields are unchanged.
 Status Status::WithContext(std::string_view context) const {
   if (!rep_) return *this;
   std::string message(context);

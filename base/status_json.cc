@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Failures as JSON, in one form for all who give it to programs.
+// Failures as JSON, in one form for all interfaces.
 #include "base/status_json.h"
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kLargestErrno = 4095;  // The largest error number that Linux returns.
 
-// The number `name`, or `none` where there is none from 0 to `largest`.
+// The number `name`, or `none` if it is missing or outside [0, largest].
 int NumberIn(const nlohmann::json& object, const char* name, int largest, int none) {
   const auto found = object.find(name);
   if (found == object.end() || !found->is_number_integer()) return none;
@@ -60,12 +60,14 @@ nlohmann::ordered_json StatusJson(const Status& failure) {
 
 Status StatusFromJson(std::string_view json, Status& failure) {
   const auto said = nlohmann::json::parse(json, nullptr, false);
-  if (!said.is_object()) return {Code::kInvalidArgument, "a failure: not a JSON object in UTF-8"};
+  if (!said.is_object())
+    return {Code::kInvalidArgument, "read an error from JSON: not a JSON object in UTF-8"};
   const int code = NumberIn(said, "status", static_cast<int>(Code::kInternal), 0);
-  if (code == 0) return {Code::kInvalidArgument, "a failure: its \"status\" is none of a failure"};
+  if (code == 0)
+    return {Code::kInvalidArgument, "read an error from JSON: \"status\" is not an error code"};
   const auto message = said.find("message");
   if (message == said.end() || !message->is_string()) {
-    return {Code::kInvalidArgument, "a failure: it has no \"message\""};
+    return {Code::kInvalidArgument, "read an error from JSON: \"message\" is missing"};
   }
   ErrorFields fields;
   fields.rank = NumberIn(said, "rank", std::numeric_limits<int>::max() - 1, -1);

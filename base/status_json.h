@@ -10,13 +10,13 @@
 
 namespace tensormount {
 
-// A failure as the command (--json) and the C interface give it to programs: {"code", "status",
-// "errno", "message"} and the fields that are known. Include <nlohmann/json.hpp> where it is used;
-// names in it come from outside and may be no UTF-8 (dump with error_handler_t::replace).
+// The JSON form of a failure for the command (--json) and the C interface: {"code", "status",
+// "errno", "message"} and the known fields. Users include <nlohmann/json.hpp>; names from outside
+// may not be UTF-8 (dump with error_handler_t::replace).
 nlohmann::ordered_json StatusJson(const Status& failure);
 
-// The other way, from what programs say: "status" and "message" must be there, all else may be.
-// Members that it does not know are ignored. kInvalidArgument: `json` is no object, or lacks these.
+// Parses a failure from a program: "status" and "message" are required, unknown members are
+// ignored. kInvalidArgument: `json` is not an object, or lacks these.
 Status StatusFromJson(std::string_view json, Status& failure);
 
 }  // namespace tensormount

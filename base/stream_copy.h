@@ -10,26 +10,24 @@
 #include <emmintrin.h>
 #endif
 
-// Copies of bytes that memcpy does badly, for the strided loops of shard/execute_copy.cc. Plain
-// memcpy is right for everything else: it knows the machine's best way for a single long run. What
-// it cannot know is that a run of 2 KiB is one of a million, of which the cache will hold none.
+// Copies for which memcpy is slow: the strided loops of shard/execute_copy.cc. memcpy is best for a
+// single long run, but cannot know that a run of 2 KiB is one of a million that exceed the cache.
 //
-// Elsewhere than on x86-64 both forms are memcpy.
+// On other machines than x86-64 both functions are memcpy.
 
 namespace tensormount {
 
 inline constexpr std::size_t kCacheLine = 64;
 
-// Copies whole cache lines, as many as there are, and returns how many bytes that was. kPastCaches:
-// `dst` must be aligned to 16 bytes, without which the streaming store faults. All four loads come
-// before the four stores, so that the stores of a line are neighbours: the processor collects them
-// in a buffer of one line and writes that to memory as one.
+// Copies all whole cache lines and returns the number of bytes. With kPastCaches (streaming stores)
+// `dst` must be 16-byte aligned, or the store faults. The four loads come before the four stores,
+// so that the stores of a line are adjacent and the processor writes the line to memory at once.
 template <bool kPastCaches>
 std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t size) {
   std::size_t at = 0;
 #if defined(__SSE2__)
-  // SSE2, which every x86-64 has: wider stores would need a choice at run time for each short run,
-  // and fill the same line buffers.
+  // SSE2 is always available: wider stores would need a run-time choice for each short run, and
+  // fill the same line buffers.
   const auto store = [](__m128i* to, __m128i bytes) {
     if constexpr (kPastCaches) {
       _mm_stream_si128(to, bytes);
@@ -53,13 +51,12 @@ std::size_t CopyWholeLines(const std::byte* src, std::byte* dst, std::size_t siz
   return at;
 }
 
-// memcpy past the caches, for what will not be read soon: an ordinary store fetches the line that
-// it is about to overwrite, which costs half as much again. How much is too much for a cache is for
-// the caller to say; below that a reader finds the bytes there. After the last of such copies,
-// before other threads are told of them, EndStream() makes them visible in the usual order.
+// memcpy with streaming stores, for data that are not read soon: ordinary stores first fetch the
+// lines that they overwrite, which costs half as much again. The caller decides what is too large
+// for the cache. After the last such copy, call EndStream() before other threads may read the data.
 inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) {
-  // Whole lines of the destination, and what stands before and behind them by memcpy. A line that
-  // is streamed in part is written to memory in pieces: measured 1 GB/s instead of 7.
+  // Streams whole lines and copies both ends by memcpy: partly streamed lines are written in pieces
+  // (measured: 1 GB/s instead of 7).
   const std::size_t head =
       (kCacheLine - reinterpret_cast<std::uintptr_t>(dst) % kCacheLine) % kCacheLine;
   if (head >= size) {
@@ -71,15 +68,15 @@ inline void StreamBytes(const std::byte* src, std::byte* dst, std::size_t size) 
   std::memcpy(dst + at, src + at, size - at);
 }
 
-// memcpy through the caches, a cache line a step. For runs of some lines from many places, where
-// the C library's start of a copy costs more than the copy (figures: docs/performance.md).
+// memcpy through the caches, one line per step. For runs of a few cache lines from many places,
+// where the C library's setup costs more than the copy (figures: docs/performance.md).
 inline void CopyByLines(const std::byte* src, std::byte* dst, std::size_t size) {
   const std::size_t at = CopyWholeLines<false>(src, dst, size);
   std::memcpy(dst + at, src + at, size - at);
 }
 
-// Streaming stores are not ordered with those that follow: without this another thread could see a
-// flag that says "copied" before the bytes. Once after all copies, since it waits for all of them.
+// Orders streaming stores before later stores: without this function another thread could see a
+// "copied" flag before the bytes. Call it once after all copies, because it waits for all of them.
 inline void EndStream() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -9,9 +9,9 @@
 
 namespace tensormount {
 
-// Who looks at a long work: told now and then, from several threads at once, how many bytes are
-// done, and in all as far as that is known. What it returns other than ok ends the work, which
-// fails with it: kCancelled, say.
+// Progress callback of a long operation: called from several threads concurrently with the bytes
+// done, and in all if known. A result other than ok ends the operation with that error, for example
+// kCancelled.
 using Watch = std::function<Status(std::uint64_t done, std::uint64_t total)>;
 
 }  // namespace tensormount

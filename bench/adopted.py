@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures reading checkpoints of torch.distributed.checkpoint in place, beside torch itself.
+"""Measures reads of checkpoints of torch.distributed.checkpoint in place, compared with torch itself.
 
     .cache/venv-libraries/bin/python3 bench/adopted.py --bin build/release/bin [--dir /dev/shm] [--rounds 5]
         [--only metadata,open,storage,slice,load] [--gib 0.5]
 
-One JSON line a figure: medians, rounds of both sides in turns. The data are made below --dir and
-removed. Everything is warm: it measures what programs do, not disks.
+Prints one JSON line for each figure: medians of rounds in which both sides take turns. The data are made below
+--dir and removed. The page cache is warm: this measures programs, not disks.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Bench:
         return done.stdout
 
     def python(self, code, *words, seconds=600):
-        """Runs a piece of this file in a fresh process; the JSON that it prints last."""
+        """Runs code of this file in a new process and returns the last JSON that it prints."""
         done = subprocess.run([*PYTHON, str(pathlib.Path(__file__).resolve()), "--inner", code, *map(str, words)],
                               capture_output=True, text=True, timeout=seconds, start_new_session=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -64,7 +64,7 @@ class Bench:
         return milliseconds(lambda: self.run("--version"))
 
     def steps(self, folder):
-        """Milliseconds of the steps of opening a folder, in a process that does nothing else."""
+        """Milliseconds of the steps of opening a directory, in a process that does nothing else."""
         done = subprocess.run([self.tool.removesuffix("tensormount") + "adoptbench", str(folder), "1"],
                               capture_output=True, check=True, timeout=300)
         return json.loads(done.stdout)
@@ -88,7 +88,7 @@ class Bench:
             ratio_without_gc=round(median(without_gc) / median(parsed), 1), ratio_of_ls=round(median(theirs) / net, 1))
         shutil.rmtree(folder)
 
-    # 10,000 tensors: from `mount` to the first byte, and the library's own reading of its metadata.
+    # 10,000 tensors: from `mount` to the first byte, and the library's parsing of the metadata.
     def open(self):
         folder, mnt = self.dir / "many", self.dir / "mnt"
         self.python("make_many", folder)
@@ -115,7 +115,7 @@ class Bench:
             ratio=round(median(theirs) / median(inside), 1), ratio_of_mount=round(median(theirs) / median(first or read), 1))
         shutil.rmtree(folder)
 
-    # What an adopted checkpoint adds, and what one slice of columns reads.
+    # The bytes that adoption adds, and the bytes that one slice of columns reads.
     def storage(self):
         folder, store = self.big(), self.dir / "STORE"
         self.run("adopt", folder, store / "adopted")
@@ -155,7 +155,7 @@ class Bench:
         return folder
 
 
-# --- What runs in processes of torch ---------------------------------------------------------
+# --- Code for processes with torch -----------------------------------------------------------
 
 
 def inner_make_chunks(folder):

@@ -121,7 +121,7 @@ GridJob MakeGridJob(const Options& options) {
 
 // Everything that rank 0 does, owner of all keys: first messages, layouts, verdict.
 Result<LayoutReport> JudgeGridJob(const Options& options, const GridJob& job) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, JudgeRound(job.first, 1));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, AnswerRound(job.first, 1));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const RoundAnswer told,
       DecodeAnswer(EncodeAnswer(answer), static_cast<std::uint32_t>(options.world)));
@@ -172,7 +172,7 @@ Status BenchGrid(const Options& options) {
   c.floor_name = "XXH3 of the messages";
   c.ours = [&]() -> Result<double> {
     const CpuTimer timer;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, JudgeRound(job.first, 0));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, AnswerRound(job.first, 0));
     asm volatile("" : : "r"(answer.owners));
     return timer.Seconds();
   };

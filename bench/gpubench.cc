@@ -58,7 +58,7 @@ class ShapedDevice final : public DeviceOps {
   Status HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) override {
     return ops_->HoldStream(stream, mark);
   }
-  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override {
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueLimits& rules) override {
     return ops_->MakeQueue(rules);
   }
 

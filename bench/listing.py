@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a mount of very many tensors takes to be listed, beside a folder of the same names.
+"""Measures the listing of a mount with very many tensors, compared with a directory of the same names.
 
   python3 bench/listing.py TENSORMOUNT [--tensors 100000] [--rounds 5] [--dir /tmp]
 
-Both are cold in each round: the mount is a new one, and the folder's entries are dropped from the
-kernel's caches (needs root). One line of JSON a case: medians of interleaved rounds, in milliseconds.
+Both are cold in each round: the mount is new, and the directory's entries are dropped from the kernel's caches
+(needs root). Prints one line of JSON for each case: medians of interleaved rounds, in milliseconds.
 """
 
 import argparse

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Two builds of ckptbench in turns: what became slower, and what faster.
+"""Compares two builds of ckptbench, which run in turns.
 
     bench/pairs.py OLD/bin/ckptbench build/release/bin/ckptbench [--minutes 15] [--only load,reshard] [--rounds 9]
 
-Workload by workload, each build once, the one that begins changing from round to round, until the time is over. One
-JSON line a row of ckptbench: how many pairs, the medians of both (seconds, or seconds for a fixed amount of bytes), and
-of the ratios new / old of the pairs the median, the least and the most. On a machine that does nothing else.
+For each workload each build runs once, and each round begins with the other build, until the time is over. Prints one
+JSON line for each row of ckptbench: number of pairs, medians of both builds (seconds, or seconds for a fixed number of
+bytes), and median, minimum and maximum of the ratios new / old of the pairs. Use a machine that does nothing else.
 """
 
 import argparse
 import collections
 import json
+import resource
 import statistics
 import subprocess
 import time
@@ -22,7 +23,8 @@ SIZE = ["--gib", "0.125", "--tensors", "2000", "--chunks", "20"]
 
 
 def figures(binary, workload, folder, rounds):
-    """Row -> time. What is told as bytes a second is turned round."""
+    """Row -> time, and the CPU seconds of the whole run. Bytes a second become seconds a byte."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([binary, workload, *SIZE, "--rounds", str(rounds), "--dir", folder, "--json"], capture_output=True, text=True,
                           timeout=300, check=True)
     out = {}
@@ -30,6 +32,8 @@ def figures(binary, workload, folder, rounds):
         row = json.loads(line)
         is_time = row["unit"] in ("s", "ms", "us", "ns")
         out[f"{row['workload']}/{row['case']}"] = row["figure"] if is_time else 1 / row["figure"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out[f"{workload}/CPU of the run"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return out
 
 

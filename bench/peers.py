@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""tensormount beside what people use today, in turns, in one process tree.
+"""Compares tensormount with other ways to save and load, in turns, in one process tree.
 
     scripts/setup --with mpi,libraries
     cmake --preset release && cmake --build build/release --target tensormount
     .cache/venv-libraries/bin/python3 bench/peers.py --lib build/release/lib [--ranks 4] [--rounds 7] [--dir DIR]
         [--state gpt,llama,short,small] [--work same,fewer,columns,slice,save] [--only ours,raw,mapped,...] [--cold]
 
-The peers save one state (tensors of bf16, cut by rows over the ranks), and load it into memory that is there already.
+The peers save one state (tensors of bf16, row-sharded over the ranks), and load it into memory that is allocated.
   raw          pread or pwrite and fsync of as many bytes, one after the other, into or out of the same memory
   mapped       NumPy: slices of mapped safetensors files of the ranks, copied into place
   safetensors  get_slice of the same files, torch.save with mmap=True, torch.distributed.checkpoint (DCP), tensorstore
                (zarr, a chunk for each rank's rows; where it is installed)
-  ours         through the C interface under MPI, verified; ours-unverified; ours-exchange. The guard against mapped
-               files that are cut short is on, but for --unguarded: a host that allows none
-Each process of a round begins after a barrier, and the round takes as long as the slowest. One JSON line a figure: median
-and quartiles of the rounds in milliseconds, the ratio to raw (median of the ratios of the rounds), CPU milliseconds and
-page faults of all ranks, the most anonymous memory that a rank took in the first load, and of ours how many bytes were
-read for those that were wanted. Warm, unless --cold, which drops the page cache of the files before each round (root is not needed: posix_fadvise).
+  ours         through the C interface under MPI, verified; ours-unverified; ours-exchange. The mapping guard is on, except
+               with --unguarded (a host that allows no signal handler)
+  All processes begin a round after a barrier, and the round takes as long as the slowest process. Prints one JSON line for
+  each figure: median and quartiles of the rounds in milliseconds, the ratio to raw (median of the ratios of the rounds), CPU
+  milliseconds and page faults of all ranks, the most anonymous memory that a rank used in the first load, and for ours the
+  bytes read and the bytes wanted. The page cache is warm, unless --cold drops the files from it before each round
+  (by posix_fadvise, without root).
 """
 
 import argparse
@@ -64,13 +65,13 @@ def state(name):
 
 
 def runs(name):
-    """A state of one matrix whose columns on 4 ranks are runs of so many bytes."""
+    """A state of one matrix whose columns on 4 ranks are runs of the length in the name, in bytes."""
     row = 4 * int(name) // ELEMENT
     return {"w": (max(4, (256 << 20) // (row * ELEMENT)), row)}
 
 
 def cut(shape, axis, rank, ranks):
-    """(begin, extent) of a rank's box; tensors of one axis are cut along it."""
+    """(begin, extent) of a rank's box; tensors with one axis are cut along that axis."""
     axis = min(axis, len(shape) - 1)
     begin, extent = [0] * len(shape), list(shape)
     first, end = shape[axis] * rank // ranks, shape[axis] * (rank + 1) // ranks
@@ -86,7 +87,7 @@ def volume(extent):
 
 
 class Shards:
-    """One rank's boxes of a state, side by side in one anonymous mapping."""
+    """One rank's boxes of a state, one after the other in one anonymous mapping."""
 
     def __init__(self, tensors, axis, rank, ranks):
         import numpy as np
@@ -95,7 +96,7 @@ class Shards:
         self.shapes = tensors
         self.bytes = ELEMENT * sum(volume(extent) for _, extent in self.boxes.values())
         self.memory = mmap.mmap(-1, max(1, self.bytes) + ALIGNMENT)
-        # Big pages, as torch's and NumPy's allocators have them, for all sides alike.
+        # Huge pages for all sides, as the allocators of torch and NumPy use.
         with contextlib.suppress(OSError):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self.memory, np.uint8)
@@ -109,7 +110,7 @@ class Shards:
             at += n
 
     def fill(self):
-        """Each element says where it is in its tensor, so that a wrong one is seen."""
+        """Fills each element with a value that depends on its position, so that wrong elements are found."""
         for key, (begin, extent) in self.boxes.items():
             self.arrays[key][...] = self.expected(key, begin, extent)
 
@@ -138,8 +139,8 @@ class Shards:
 
 # ---- The peers ------------------------------------------------------------------------------
 #
-# Each has: save(shards), prepare(shards) before the first load of a cut (what a trainer has at hand anyway), load(shards),
-# and where one tensor can be opened alone, slice(key, begin, extent, array). All in place, all collective over `world`.
+# Each has: save(shards); prepare(shards), before the first load of a sharding, for things that a trainer keeps; load(shards);
+# and, if one tensor can be opened alone, slice(key, begin, extent, array). All are in place and collective over `world`.
 
 
 class World:
@@ -156,15 +157,15 @@ def synced(path):
 
 
 class Raw:
-    """As many bytes as a rank holds, from one file a rank, by 1 MiB."""
+    """The same number of bytes as a rank holds, in one file for each rank, by blocks of 1 MiB."""
 
     def __init__(self, world, tensors):
         self.world = world
         self.file = world.folder / f"raw-{world.rank}"
 
     def save(self, shards):
-        # A new file in the place of the old one, as of whoever must have either: memory that was just given back by
-        # a file that is cut to nothing is faster to write than what a second file takes.
+        # A new file replaces the old one, as in an atomic save. Truncating the old file instead would be faster,
+        # because the file system reuses the memory that it has just freed.
         new = self.file.with_suffix(".new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         view = memoryview(shards.all)
@@ -178,7 +179,7 @@ class Raw:
         return [self.file]
 
     def load(self, shards):
-        # With fewer ranks than saved, each has more than one file.
+        # If fewer ranks load than saved, each reads several files.
         view, at, number = memoryview(shards.all), 0, self.world.rank
         while at < len(view):
             fd = os.open(self.world.folder / f"raw-{number % self.world.saved}", os.O_RDONLY)
@@ -200,7 +201,7 @@ class Raw:
 
 
 class Safetensors:
-    """A file for each rank's rows; slices of the others' files, copied into place."""
+    """One file for each rank's rows. A load copies slices of the files into place."""
 
     def __init__(self, world, tensors):
         self.world, self.tensors = world, tensors
@@ -218,7 +219,7 @@ class Safetensors:
         synced(self.path(self.world.rank))
 
     def rows(self, key, begin, extent):
-        """(rank, its first row here, rows, index) of what of a box each rank's file has."""
+        """The part of a box in each rank's file: (rank, first row within the box, rows, index)."""
         shape = self.tensors[key]
         for rank in range(self.world.saved):
             (b, *_), (n, *_) = cut(shape, 0, rank, self.world.saved)
@@ -248,7 +249,7 @@ class Safetensors:
 
 
 class Mapped(Safetensors):
-    """The same files, mapped by NumPy: what somebody who knows where the bytes are would write."""
+    """The same files, mapped by NumPy: a program that knows where the bytes are."""
 
     def __init__(self, world, tensors):
         super().__init__(world, tensors)
@@ -293,7 +294,7 @@ class TorchSave(Safetensors):
     def save(self, shards):
         import torch
 
-        # Tensors of one storage would be saved as one.
+        # Clones, because tensors of one storage would be saved as one.
         torch.save({key: shards.tensor(key).clone() for key in shards.boxes}, self.path(self.world.rank))
         synced(self.path(self.world.rank))
 
@@ -395,7 +396,7 @@ class Tensorstore:
         array[...] = self.open(key).result()[index].read().result()
 
 
-# ---- Ourselves, through the C interface -------------------------------------------------------
+# ---- tensormount, through the C interface -----------------------------------------------------
 
 
 class Region(ctypes.Structure):
@@ -442,7 +443,7 @@ def numbers(values):
 
 
 def described(shape, begin, extent, array):
-    """Region and buffer of a box, and what they point to."""
+    """Region and buffer of a box, and the objects that they point to."""
     b, e = numbers(begin), numbers(extent)
     region = Region(ctypes.sizeof(Region), len(extent), b, e)
     buffer = Buffer(ctypes.sizeof(Buffer), BF16, data=array.ctypes.data, shape=e, rank=len(extent))
@@ -450,7 +451,7 @@ def described(shape, begin, extent, array):
 
 
 class Library:
-    """libtensormount, and the world of MPI; one a process."""
+    """libtensormount, and the world of MPI. One for each process."""
 
     def __init__(self, folder):
         self.c = ctypes.CDLL(str(folder / "libtensormount.so"), ctypes.RTLD_GLOBAL)
@@ -471,7 +472,7 @@ class Library:
             raise RuntimeError(self.c.tm_last_error().decode())
 
     def guard(self):
-        """An older library, which is compared with a newer one, has none."""
+        """Enables the mapping guard. An older library, in a comparison of versions, has none."""
         if hasattr(self.c, "tm_enable_mapping_guard"):
             self.check(self.c.tm_enable_mapping_guard())
 
@@ -541,7 +542,7 @@ PEERS = {
     "dcp": Dcp,
     "tensorstore": Tensorstore,
 }
-# Whose files a peer loads.
+# The peer whose files a peer loads.
 SAVED_BY = {"mapped": "safetensors", "ours-unverified": "ours", "ours-exchange": "ours"}
 
 
@@ -564,11 +565,11 @@ class Shared:
         self.turn += 1
         self.turns[self.rank] = self.turn
         while (self.turns[:count or self.ranks] < self.turn).any():
-            time.sleep(seconds)  # Who has finished takes nothing from who has not: there are more ranks than cores.
+            time.sleep(seconds)  # There are more ranks than cores: ranks that wait leave the cores to the others.
 
     def gather(self, values, count):
         self.figures[self.rank, :len(values)] = values
-        self.barrier(seconds=5e-5 if self.rank < count else 2e-3)  # Who takes no part leaves the cores to the others.
+        self.barrier(seconds=5e-5 if self.rank < count else 2e-3)  # Ranks that take no part leave the cores to the others.
         all_of = self.figures[:count, :len(values)].copy()
         self.barrier()
         return all_of
@@ -599,7 +600,7 @@ class Worker:
             self.lib.guard()
         self.shared = Shared(args.page, self.rank, self.ranks)
         self.wanted = [name for name in args.only.split(",") if name in PEERS]
-        # What is loaded has to be saved, though nobody times it.
+        # Files of these peers are loaded, so they must be saved, even if saves are not measured.
         self.savers = list(dict.fromkeys(SAVED_BY.get(name, name) for name in self.wanted))
         if {"dcp"} & set(self.wanted):
             import torch
@@ -616,7 +617,7 @@ class Worker:
         return world
 
     def timed(self, what, count, before):
-        """Seconds of the slowest rank, CPU seconds and minor faults of all."""
+        """Seconds of the slowest rank; CPU seconds and minor faults of all ranks."""
         before()
         self.shared.barrier()
         r0, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -629,11 +630,11 @@ class Worker:
         return of_all[:, 0].max(), of_all[:, 1].sum(), of_all[:, 2].sum()
 
     def rounds(self, work, cases, count, before=lambda name: None, facts=lambda name: {}):
-        """cases: name -> function. In turns, the one that begins changing from round to round."""
+        """Runs the cases (name -> function) in turns. Each round begins with another case."""
         taken = {name: [] for name in cases}
         names = list(cases)
         rounds = self.args.rounds
-        for turn in range(rounds + 1):  # The first is not counted.
+        for turn in range(rounds + 1):  # The first turn is not counted.
             for name in names[turn % len(names):] + names[:turn % len(names)]:
                 seconds = self.timed(cases[name], count, lambda n=name: before(n))
                 if turn > 0:
@@ -652,7 +653,7 @@ class Worker:
                 "cold": self.args.cold, "guarded": not self.args.unguarded, **facts(name)}), flush=True)
 
     def memory(self, what, count):
-        """The most anonymous memory of a rank over what it had before, in MiB, sampled while `what` runs."""
+        """The largest increase in anonymous memory of a rank, in MiB, sampled while `what` runs."""
         def anonymous():
             with open("/proc/self/status") as status:
                 return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
@@ -716,7 +717,7 @@ class Worker:
         shards = self.shards(axis, count)
         if count != self.ranks:
             world = self.world(folder, count)
-            # A mesh of some ranks would need a group of torch of their own.
+            # A mesh of some of the ranks would need its own process group of torch.
             peers = {name: PEERS[name](world, self.tensors) for name in self.wanted if name != "dcp"}
         anonymous = {}
         for name, peer in peers.items():

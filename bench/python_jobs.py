@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What saves and loads from Python cost beside their floors, as JSON lines.
+"""Measures saves and loads from Python, compared with their lower bounds. Prints JSON lines.
 
 usage: python_jobs.py [--rounds N] [--folder FOLDER] [tensors | hold | dcp]...
 
-tensors  10,000 tensors of 4 KiB by 4 ranks: from the call to the first byte written ("ready": that
-         in Python, of which "cpu" on its thread, validation, plan and verdict), first and again
-hold     how long async_save holds the caller, beside a copy of the same bytes to memory that was
-         used before
-dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, beside DCP's file writer and
-         reader, and beside reading as many bytes ("raw"), interleaved; CPU time is that of rank 0
+tensors  10,000 tensors of 4 KiB on 4 ranks: the time from the call to the first byte written ("ready": the part
+         in Python, "cpu": its CPU time; validation, plan and verdict), for the first and for a repeated save
+hold     how long async_save blocks the caller, compared with a copy of the same bytes to memory that was used
+         before
+dcp      save, load and rows to columns of 256 MiB by 4 gloo ranks, compared with DCP's file writer and reader,
+         and with reading the same number of bytes ("raw"), interleaved; CPU time is that of rank 0
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -37,12 +37,12 @@ def quartiles(values):
     return {"median": statistics.median(ordered), "best": ordered[0], "worst": ordered[-1]}
 
 
-# ---- In ranks ------------------------------------------------------------------------------------
+# ---- Code of the ranks -----------------------------------------------------------------------------------
 
 
 def tensors(group, rank, size, rounds, kind):
-    """10,000 tensors of 4 KiB, of which each rank has a quarter; beside a save of one tensor by the same
-    ranks, which is what the call, its threads and waiting for each other cost. Ranks begin together."""
+    """10,000 tensors of 4 KiB, a quarter on each rank, compared with a save of one tensor by the same ranks, which
+    is the cost of the call, its threads and the waits for other ranks. Ranks begin together."""
     import gc
 
     import tensormount as tm
@@ -72,7 +72,7 @@ def tensors(group, rank, size, rounds, kind):
     for number in range(rounds + 1):
         state = made(f"round{number}", 10_000)
         one = made(f"one{number}", size)
-        gc.collect()  # What the state itself cost is not to be paid within.
+        gc.collect()  # So that garbage of the state is not collected within a measured save.
         saved(one)
         times = {"first": saved(state), "known": saved(state), "one tensor": saved(one)}
         if number:
@@ -100,7 +100,7 @@ def hold(rounds):
         job = tm.async_save(source, "S/hold", group, replace=True)
         end = time.perf_counter()
         job.wait()
-        if number:  # The first one makes the memory.
+        if number:  # The first save allocates the memory.
             copied.append(middle - begin)
             held.append(end - middle)
     told(bench="python_hold", bytes=sum(v.nbytes for v in source.values()),
@@ -139,7 +139,7 @@ def dcp_rank(rounds):
         cpu.setdefault(name, []).append(used)
 
     def raw():
-        """As many bytes as a rank loads, into the same memory, from one file and one after the other."""
+        """Reads the same number of bytes as a rank loads, into the same memory, sequentially from one file."""
         with open(f"dcp/__{dist.get_rank()}_0.distcp", "rb", buffering=0) as file:
             for tensor in rows.values():
                 file.readinto(tensor.to_local().numpy())

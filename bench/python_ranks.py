@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What many ranks cost in Python, and in memory, as JSON lines.
+"""Measures the time in Python and the memory of jobs with many ranks. Prints JSON lines.
 
 usage: python_ranks.py [--world N] [--tensors N] [--rounds N] [--sizes N,...] [--counts N,...]
                        [--folder FOLDER] [many | memory]...
 
-many    --world ranks in this process, each with DTensors of --tensors sharded by rows (of a fake process
-        group of PyTorch, one rank after the other): what Python does for a rank, first and again; then
-        all ranks validate, and save twice, as threads of the library that reach each other over Unix
-        sockets. Ranks share the cores, so that times are those of all of them together.
-memory  peak memory (VmHWM) of rank 0 and of the others, which are processes without PyTorch, over a
-        save, the same again, a load, the same again, by --sizes ranks. Each has a row of --counts
-        tensors ("rows"), or its part of the keys ("keys").
+many    --world ranks in this process, each with --tensors row-sharded DTensors (of PyTorch's fake process
+        group, one rank after the other): the time in Python for a rank, the first time and repeated; then all
+        ranks validate, and save twice, as threads of the library that reach each other over Unix sockets.
+        Ranks share the cores, so times are those of all ranks together.
+memory  peak memory (VmHWM) of rank 0 and of the others, which are processes without PyTorch, in two equal
+        saves and two equal loads by --sizes ranks. Each rank has a row of --counts tensors ("rows"), or its
+        share of the keys ("keys").
 
 PYTHONPATH and TENSORMOUNT_LIBRARY as for tests/python.
 """
@@ -39,7 +39,7 @@ def told(**values):
 
 
 def state_of(rank, world, tensors):
-    """DTensors as rank `rank` of `world` has them; nothing is sent."""
+    """The DTensors of rank `rank` of `world`, made without communication."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,14 +60,14 @@ def state_of(rank, world, tensors):
 
 
 def connected(world):
-    """The groups of all ranks of this process."""
+    """One group for each rank of this process."""
     import tensormount as tm
 
     from tensormount import _group
 
     folder = tempfile.mkdtemp(dir=".")
     groups = [None] * world
-    _group._next = lambda name: 0  # All these are one group, not one after the other.
+    _group._next_number = lambda name: 0  # All ranks of this process form one group, not several in a row.
 
     def connect(rank):
         groups[rank] = tm.Group.from_folder(folder, rank, world, timeout=120)
@@ -77,8 +77,8 @@ def connected(world):
 
 
 def each_in_a_thread(count, call):
-    """Calls call(i) for all i at once. How long the last of them took from the moment on at which all
-    were there."""
+    """Calls call(i) for all i on one thread each. Returns the seconds from the moment at which all threads were
+    ready to the end of the last call."""
     barrier = threading.Barrier(count + 1)
 
     def run(i):
@@ -128,14 +128,14 @@ def many(world, tensors, rounds):
              us_a_tensor=round(statistics.median(figures), 2), worst=round(max(figures), 2),
              addresses_alone=round(statistics.median(floor), 2))
 
-    # All that is not Python's: states are built before.
+    # Only the time in the library: states are built before.
     for number in range(rounds):
         built = [_save.build(s, g, _shards.VALIDATE)[0] for s, g in zip(states, groups)]
 
         def judge(rank):
             sound = ctypes.c_int32()
-            status = lib.tm_validate(built[rank].address, groups[rank]._handle(), None,
-                                     ctypes.addressof(sound), None)
+            with groups[rank]._handle() as handle:
+                status = lib.tm_validate(built[rank].address, handle.address, None, ctypes.addressof(sound), None)
             assert status == 0 and sound.value == 1, (rank, status)
 
         cpu = time.process_time()
@@ -145,10 +145,10 @@ def many(world, tensors, rounds):
     for number in range(rounds):
         built = [_save.build(s, g, _shards.SAVE)[0] for s, g in zip(states, groups)]
         given = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions), replace=1)
-        jobs = [_jobs.begin(_save.SaveJob, "tm_save_in_place", b, "S/many", g, g._handle(), given)
+        jobs = [_jobs.begin(_save.SaveJob, lib.tm_save_in_place, b, "S/many", g, g._handle(), given)
                 for b, g in zip(built, groups)]
         reports = [job.wait() for job in jobs]
-        # The last to begin waits for no other.
+        # The last rank to begin waits for no other rank.
         told(bench="python_many", what="save", world=world, tensors=tensors, round=number,
              known=reports[-1]["plan_reused"], validate_s=round(reports[-1]["validate_seconds"], 3),
              plan_s=round(max(r["plan_seconds"] for r in reports), 3),
@@ -161,7 +161,7 @@ def many(world, tensors, rounds):
 
 
 def peak_mib():
-    """VmHWM since the last call."""
+    """VmHWM since the last call, in MiB."""
     with open("/proc/self/status", encoding="ascii") as file:
         peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -196,12 +196,12 @@ def memory(group, rank, size, count, how):
     load = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions), not_requested=4)
     peaks = {"before": peak_mib()}
     for number in (1, 2):
-        _jobs.begin(_save.SaveJob, "tm_save_in_place", build(), path, group, group._handle(), save).wait()
+        _jobs.begin(_save.SaveJob, _abi.library().tm_save_in_place, build(), path, group, group._handle(), save).wait()
         peaks[f"save {number}"] = peak_mib()
     for number in (1, 2):
-        asked = _load._Asked({})
-        asked.group = group
-        _load.start(build(), path, group, group._handle(), (load, []), asked).wait()
+        pending = _load._LoadRequest({})
+        pending.group = group
+        _load.start(build(), path, group, group._handle(), (load, []), pending).wait()
         peaks[f"load {number}"] = peak_mib()
     tm.validate({}, group)
     print(json.dumps(peaks))

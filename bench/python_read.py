@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a read from Python costs beside the same read from C: rows of a tensor in warm files, each into
-an array that is made for it.
+"""Compares reads from Python with the same reads from C: rows of a tensor in warm files, each into a new array.
 
 usage: python_read.py LIBRARY COMMAND [--rounds N]
 
-LIBRARY: a libtensormount.so, which both use, COMMAND the program tensormount. Run in an environment that
-has the package and NumPy. Prints, for 4 KiB and 1 MiB, microseconds a read from each, in turns (median
-of the rounds' best, since what else runs on the machine only adds), and what Python adds.
+LIBRARY: a libtensormount.so, which both use. COMMAND: the program tensormount. Needs the package and NumPy.
+Prints, for 4 KiB and 1 MiB, the microseconds of a read from each, in turns (median of the best time of each
+round, because other load on the machine only adds time), and the difference.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs in Python to take a state dict apart and to describe its tensors. No library is called.
+"""Measures the time in Python to flatten a state dict and to describe its tensors. The library is not called.
 
     bench/python_state.py [--tensors 10000] [--rounds 9]
 
-Ways in turns, one JSON line each: microseconds a tensor, median and quartiles of the rounds. The floor is a loop that asks
-each tensor for its address and nothing else.
+Cases run in turns. Prints one JSON line for each: microseconds per tensor, median and quartiles of the rounds. The lower
+bound is a loop that only reads the address of each tensor.
 """
 
 import argparse

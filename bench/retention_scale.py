@@ -4,9 +4,9 @@
 
 usage: retention_scale.py BIN [--steps 2000] [--tensors 1000] [--folder DIR]
 
-BIN: the folder of `tensormount`, beside which lib/libtensormount.so is. Saves the steps, each with a number in its
-common state, by a library without a mount; then times, each in a process of its own: a listing, and `prune --dry-run`
-by several rules, the best of five.
+BIN: the directory of `tensormount`; lib/libtensormount.so is beside it. Saves the steps, each with a number in its
+common values, through the library; then measures a listing, and `prune --dry-run` with several rules, each in its own
+process, the best of five.
 """
 
 import argparse

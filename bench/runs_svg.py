@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of what bench/peers.py measured of columns: time of each peer, of raw, over the length of a run.
+"""Draws the results of bench/peers.py for columns: the time of each peer relative to raw, by length of a run.
 
     bench/peers.py --state 64,128,256,448,1024,4096,16384,65536 --work columns > runs.jsonl
     bench/runs_svg.py runs.jsonl > docs/pictures/runs.svg

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to describe a rank's tensors to the C interface from Python (ctypes).
+"""Measures the time to describe a rank's tensors to the C interface from Python (ctypes).
 
     cmake --preset release && cmake --build build/release --target tensormount
     bench/state_calls.py [--lib build/release/lib] [--tensors 10000] [--rounds 9]
 
-Ways in turns, one JSON line each: microseconds a tensor, median and quartiles of the rounds. What Python does to put the
-numbers together counts; the loop that only does that, and calls nothing, is the floor.
+Cases run in turns. Prints one JSON line for each: microseconds per tensor, median and quartiles of the rounds. The time
+in which Python collects the numbers counts; a loop that only does that, without a call, is the lower bound.
 """
 
 import argparse
@@ -23,7 +23,7 @@ F32 = 12
 
 
 class Ways:
-    """Rows 128 to 256 of tensors of [512, 1024] f32; all of them in the same memory, which nobody reads."""
+    """Rows 128 to 256 of tensors of [512, 1024] f32. All use the same memory, which is not read."""
 
     def __init__(self, lib, count):
         self.c = ctypes.CDLL(str(lib / "libtensormount.so"))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long `ls -l STORE` and `info STORE/NAME` take of a store of many steps: docs/performance.md, "Stores of
-thousands of steps".
+"""Measures `ls -l STORE` and `info STORE/NAME` in a store of many steps (docs/performance.md, "Stores of thousands of
+steps").
 
-Two stores, both of --steps checkpoints of --tensors tensors: "packed", whose tensors lie in a few files (the default
-for small ones), and "files", a file each, which is the worst case: each name of each step must be looked at to know
-whether it is shared. The first step is imported; the others are made of it by hard links (`cp -al`), but for COMMIT,
+Two stores have --steps checkpoints of --tensors tensors each. In "packed" the tensors are in a few files (the default
+for small tensors). In "files" each has its own file, which is the worst case: every file of every step must be examined
+to know whether it is shared. The first step is imported; the others are hard links to it (`cp -al`), except COMMIT,
 manifests and index, which are copied.
 """
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long others wait on a mount while its storage is slow: the worst of each kind of call.
+"""Measures how long other calls wait on a mount while its storage is slow: the longest wait for each kind of call.
 
   python3 bench/waits.py BIN [--call-s 0.4 3] [--seconds 8] [--dir /dev/shm]
 
-BIN is a build's bin/ (tensormount and tests/adverse_fs). The store lies below adverse_fs, where each call of a
-kind takes --call-s: while one publishes (every call below .staging/, every fsync), 24 fsync, 8 verify at their
-first open (every read of one checkpoint), 12 read from a disk that hangs for good. The load is killed in the end.
-One line of JSON a load: worst waits in seconds, how many calls of each kind there were, how long SIGKILL took.
-The floor of all this is a mount that nobody loads: its line is first.
+BIN is a build's bin/ (tensormount and tests/adverse_fs). The store is below adverse_fs, in which chosen calls take
+--call-s: while one process publishes (every call below .staging/, every fsync), 24 call fsync, 8 verify at their
+first open (every read of one checkpoint), or 12 read from a disk that hangs for ever. The load is killed at the end.
+Prints one line of JSON for each load: longest waits in seconds, number of calls of each kind, duration of SIGKILL.
+The first line is for a mount without load.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Mount:
         for name in ("one", "two"):
             subprocess.run([self.tool, "import", str(folder / "model.safetensors"), str(self.store / name)], check=True,
                            stdout=subprocess.DEVNULL)
-        # The daemon's tier: files that pass through are the storage's alone.
+        # The daemon's tier: passthrough files would not involve the daemon.
         self.daemon = subprocess.Popen([self.tool, "mount", str(self.store), str(self.at), "--foreground", "--tier", "daemon"])
         while not os.path.ismount(self.at):
             time.sleep(0.01)
@@ -103,14 +103,14 @@ def start(*words):
     return subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-# Each gives the rules, and what starts the load once they hold.
+# Each returns the rules of adverse_fs, and a function that starts the load after they are set.
 def nothing(mount, call_s):
     return [], lambda: []
 
 
 def publish(mount, call_s):
     staging = mount.stage("published")
-    time.sleep(3)  # Until names have to be asked for again.
+    time.sleep(3)  # Until the kernel looks names up again.
     return ([f"wait:{call_s} * STORE/.staging/*", f"wait:{call_s} fsync *"],
             lambda: [start("mv", staging, mount.at / "published")])
 
@@ -151,7 +151,7 @@ def measure(mount, load, call_s, seconds):
     for thread in threads:
         thread.start()
     time.sleep(seconds)
-    for name, begun in list(since.items()):  # Those that wait still.
+    for name, begun in list(since.items()):  # Calls that still wait.
         worst[name] = max(worst[name], time.monotonic() - begun)
     kills = []
     for loader in loaders:

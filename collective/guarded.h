@@ -9,8 +9,8 @@
 
 namespace tensormount {
 
-// Runs work that stands between two collective calls: whatever happens in it, an exception of a
-// library included, the rank reaches the next call and the others learn why.
+// Runs work between two collective calls. An exception becomes a failure, so that the rank reaches
+// the next call and the other ranks learn the reason.
 template <typename Fn>
 Status Guarded(Fn fn) {
   try {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names, times and bytes of the steps of a job, told to the caller's event sink and written to the
-// log.
+// Reports names, times and bytes of a job's phases to the caller's event hook and to the log.
 #include "collective/phase_events.h"
 
 #include <exception>
@@ -9,7 +8,7 @@
 
 namespace tensormount {
 
-void PhaseEvents::Tell(Event& event) const {
+void PhaseEvents::Emit(Event& event) const {
   if (!hook_) return;
   event.job = job_;
   event.path = path_;
@@ -17,9 +16,9 @@ void PhaseEvents::Tell(Event& event) const {
   try {
     hook_(event);
   } catch (const std::exception& e) {
-    Log(LogLevel::kWarning, job_ + " " + path_ + ": the event hook threw: " + e.what());
+    Log(LogLevel::kWarning, job_ + " " + path_ + ": the function for events threw: " + e.what());
   } catch (...) {
-    Log(LogLevel::kWarning, job_ + " " + path_ + ": the event hook threw");
+    Log(LogLevel::kWarning, job_ + " " + path_ + ": the function for events threw");
   }
 }
 
@@ -28,7 +27,7 @@ Status PhaseEvents::Run(std::string_view phase, double* seconds,
   const auto start = std::chrono::steady_clock::now();
   Event event;
   event.phase = phase;
-  Tell(event);
+  Emit(event);
   std::uint64_t bytes = 0;
   const Status status = fn(&bytes);
   event.kind = status.ok() ? Event::Kind::kEnd : Event::Kind::kError;
@@ -36,7 +35,7 @@ Status PhaseEvents::Run(std::string_view phase, double* seconds,
   event.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   event.status = status;
   if (seconds != nullptr) *seconds += event.seconds;
-  Tell(event);
+  Emit(event);
   return status;
 }
 

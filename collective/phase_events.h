@@ -13,19 +13,19 @@
 
 namespace tensormount {
 
-// Tells a hook of the phases of one job on one rank. On the calling thread.
+// Reports the phases of one job on one rank to the caller's event hook, on the calling thread.
 class PhaseEvents {
  public:
   PhaseEvents(const EventHook& hook, std::string_view job, std::string_view path, int rank)
       : hook_(hook), job_(job), path_(path), rank_(rank) {}
 
-  // Runs `fn` between the start of `phase` and its end or error. `fn` adds what it moved to *bytes
-  // and may be given up only by returning. `seconds`, where not null, is how long it took.
+  // Runs `fn` between the start event of `phase` and its end or error event. `fn` adds the bytes
+  // that it moved to *bytes. Adds the duration to *seconds (may be null).
   Status Run(std::string_view phase, double* seconds,
              const std::function<Status(std::uint64_t* bytes)>& fn);
 
  private:
-  void Tell(Event& event) const;
+  void Emit(Event& event) const;
 
   const EventHook& hook_;
   const std::string job_;

@@ -22,49 +22,53 @@
 
 namespace tensormount {
 
-// What stands behind a save that runs for somebody else (an asynchronous one). Of this rank alone.
+// Inputs of a save on this rank that only internal callers set (asynchronous saves, import).
 struct SaveControl {
-  // Set to end the save: looked at before each exchange of verdicts up to the decision to publish,
-  // so that all ranks end with kCancelled or none does.
+  // Set to end the save. Checked before each exchange of verdicts up to the decision to publish, so
+  // that either all ranks end with kCancelled or none does.
   const std::atomic<bool>* cancel = nullptr;
-  // On every rank, when the staging exists; at rank 0 before it is published or aborted too.
-  std::function<void(const Staging&)> begun = {};
-  std::function<void(const Staging&)> ending = {};
-  // Not empty: where the bytes of shards without memory come from (import, which need not hold what
-  // it copies). Without it they cannot be saved.
+  // `on_staging_made` runs on every rank once the staging exists; `on_staging_end` runs at rank 0
+  // before the staging is published or aborted.
+  std::function<void(FileSystem&, const Staging&)> on_staging_made = {};
+  std::function<void(const Staging&)> on_staging_end = {};
+  // Source of the bytes of shards without memory (for import, which need not hold what it copies).
+  // If empty, such shards cannot be saved.
   ShardReader read = {};
-  // Seconds since 1970 for mtimes; 0: the clock's.
+  // Time for mtimes, in seconds since 1970; 0: the current time.
   std::int64_t now = 0;
-  // What memory of devices waits for, where the caller's call was earlier than this one; null: what
-  // its streams have been given by now.
+  // For a background save: marks of the work that was in the caller's streams at the time of its
+  // call. Reads of device memory wait for that work only. Null: they wait for all work in those
+  // streams now.
   std::shared_ptr<const DeviceFences> fences = nullptr;
-  // The state is a copy of ours: a failure says nothing of the caller's memory.
+  // The state is the library's own copy: failures do not set ErrorFields::memory_in_use.
   bool copied = false;
 };
 
-// The same of a load.
+// Inputs of a load on this rank that only internal callers set (loads in the background).
 struct LoadControl {
-  // Set to end the load: looked at between tensors until everything that this rank reads for itself
-  // is there, and brought to the next exchange, which fails with kCancelled on all ranks.
+  // Set to end the load. Checked between tensors while this rank reads for itself, then passed to
+  // the next exchange, which fails with kCancelled on all ranks.
   const std::atomic<bool>* cancel = nullptr;
-  std::shared_ptr<const DeviceFences> fences = nullptr;  // As in SaveControl.
-  // The program goes on meanwhile, and may have NCCL at work itself: an exchange goes between
-  // devices only where it must. Two communicators at a time may wait for each other (docs/bulk.md).
+  std::shared_ptr<const DeviceFences> fences = nullptr;  // The same as SaveControl::fences.
+  // Whether the program continues during the load. If so, the program may use NCCL itself, and two
+  // NCCL communicators at a time may deadlock (docs/bulk.md), so an exchange goes between devices
+  // only if the caller requires it.
   bool background = false;
-  // Below this an exchange goes between devices only where it must: NCCL takes a second or two to
-  // connect.
-  std::uint64_t worth_a_way = std::uint64_t{2} << 30;
+  // A smaller exchange goes between devices only if the caller requires it, because NCCL takes a
+  // second or two to connect.
+  std::uint64_t min_device_exchange_bytes = std::uint64_t{2} << 30;
 };
 
-// Of all streams that order shards of a state: what they were given up to now. Errors name the
+// Fences for the work in all streams that order shards of a state, as of now. Errors name the
 // tensor.
 Result<std::shared_ptr<const DeviceFences>> FencesOf(const StateDict& state);
 
-// A failure of a call that had these fences, once all of its queues are gone: with
-// ErrorFields::memory_in_use where that is so.
+// Returns the failure of a save or load with these fences; sets ErrorFields::memory_in_use if a
+// device may still access the caller's memory. Call after all queues of the save or load are
+// destroyed.
 Status AfterDevices(const Status& failure, const DeviceFences* fences);
-// Runs a job, a SaveSession or LoadJob, and returns its verdict as AfterDevices has it: the queues
-// go with the job.
+// Runs a job (SaveSession or LoadJob). The job, and with it its queues, is destroyed before
+// AfterDevices looks at the verdict.
 template <typename Job, typename... Arguments>
 auto RunJob(Arguments&&... arguments) {
   std::shared_ptr<const DeviceFences> fences;
@@ -78,28 +82,31 @@ auto RunJob(Arguments&&... arguments) {
   return verdict;
 }
 
-// The same into `fences`, where a call has none of an earlier moment. Also what is thrown is a
-// failure.
+// Sets `fences` to FencesOf(state) if it is null. Exceptions become failures.
 Status FencesAtCall(const StateDict& state, std::shared_ptr<const DeviceFences>& fences);
 
-// How long a save or a load waits for memory that earlier ones hold.
+// How long a save or a load waits for memory that earlier saves and loads use.
 inline std::chrono::milliseconds PatienceOf(const Timeouts& timeouts) {
   const bool limited = timeouts.total > std::chrono::milliseconds(0);
   return limited ? std::min(timeouts.arrival, timeouts.total) : timeouts.arrival;
 }
 
-// The same for a device: less, so that this rank says what befell it before others say that it did
-// not come.
+// The time limit for waiting for a device. It is shorter than PatienceOf, so that this rank reports
+// the device before other ranks report that this rank did not come.
 inline std::chrono::milliseconds DevicePatienceOf(const Timeouts& timeouts) {
   return PatienceOf(timeouts) * 3 / 4;
 }
 
-// kInvalidArgument names the first shard with cells that is there for the layout alone
-// (Shard::metadata_only): it cannot be saved.
+// Fails with kInvalidArgument if a shard has cells but no data (Shard::metadata_only), and so
+// cannot be saved; names the first such shard.
 Status CheckHasData(const StateDict& state);
 
-// Save and Load on any FileSystem: what the public calls do on the host's, and what tests do on
-// one that fails or crashes.
+// Save and Load with a control, on the file system that `path` names (FileSystemFor).
+Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,
+                        const SaveOptions& options, const SaveControl& control);
+Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,
+                        const LoadOptions& options, const LoadControl& control);
+// Save and Load with a control, on a given FileSystem; tests use one that fails or crashes.
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control = {});

@@ -13,15 +13,14 @@
 #include "tensormount/buffer.h"
 #include "tensormount/status.h"
 
-// The seam below BulkTransport (collective/comm/bulk_transport.h): what moves the bytes. Instances
-// move through memory and messages (collective/comm/) and NCCL (gpu/nccl_link.cc). Arguments,
-// failures of other ranks and deadlines are BulkTransport's; a mover only moves. So a device needs
-// nothing of ranks to have a way to others, and nothing of it but this passes to the module that
-// has it.
+// The interface below BulkTransport (collective/comm/bulk_transport.h) that moves the bytes.
+// Implementations: memory and messages (collective/comm/), and NCCL (gpu/nccl_link.cc).
+// BulkTransport checks arguments and handles deadlines and failures of other ranks, so the device
+// module needs no other rank code.
 
 namespace tensormount {
 
-// One transfer of a plan. Its number is its position there.
+// One transfer of a plan; its number is its position in the plan.
 struct BulkUnit {
   int from = 0;
   int to = 0;
@@ -29,86 +28,84 @@ struct BulkUnit {
   friend bool operator==(const BulkUnit&, const BulkUnit&) = default;
 };
 
-// Memory that units may lie in.
+// Memory that transfers may read or write.
 struct BulkRange {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
   Device device;
 };
 
-// A unit that this rank sends, receives, or both (one to itself).
+// A unit that this rank sends, receives, or both (a transfer to itself).
 struct BulkMove {
   std::uint64_t unit = 0;
   int peer = 0;
-  std::uint64_t bytes = 0;  // Never 0: there is nothing to move then.
+  std::uint64_t bytes = 0;  // Size of the unit; never 0.
   bool sends = false;
   bool receives = false;
-  const std::byte* from = nullptr;  // Where it sends, once `put`.
-  std::byte* to = nullptr;          // Where it receives.
+  const std::byte* from = nullptr;  // Source; its bytes are valid once `put` is true.
+  std::byte* to = nullptr;          // Destination.
   bool put = false;
-  bool done = false;  // Set by the mover: nothing touches its memory any more.
+  bool done = false;  // Set by the mover when nothing accesses the move's memory any more.
 };
 
-// What is under way: one at a time. All ranks have the same number and the same plan.
+// The current exchange, one at a time. All ranks have the same number and plan.
 struct BulkExchange {
   std::uint64_t number = 0;
   std::vector<BulkUnit> plan;
   std::vector<BulkMove> mine;  // In the order of the plan.
 };
 
-// Of one thread at a time. No call waits. A failure is the end: only Stop, Settled and the
-// destructor follow.
+// Moves the bytes of exchanges between ranks. Not thread-safe. No call blocks. A failure is final:
+// only Stop, Settled and the destructor may follow.
 class BulkMover {
  public:
-  // Says something to the movers of all other ranks (rank 0's) in OnWord; in order.
-  using Tell = std::function<void(std::string_view word)>;
+  // Sends a message from rank 0's mover to the movers of all other ranks (OnBroadcast), in order.
+  using Broadcast = std::function<void(std::string_view word)>;
 
-  // After Close.
+  // Close has been called before.
   virtual ~BulkMover() = default;
 
-  // "memory", "messages", "nccl".
+  // Kind of mover, for reports: "memory", "messages", "nccl".
   virtual std::string kind() const = 0;
-  // kUnsupported, kInvalidArgument: this memory cannot be moved from or to.
+  // Whether this memory can be moved from or to; if not, kUnsupported or kInvalidArgument.
   virtual Status Check(const BulkRange& range) = 0;
-  // True once Move can move: called until then, at the begin and where Release gave back what it
-  // needs. All ranks do so at the same time.
-  virtual Result<bool> Prepare(const Tell& tell) = 0;
-  virtual void OnWord(std::string_view /*word*/) {}
+  // Prepares for an exchange. Called repeatedly, on all ranks at the same time, until it returns
+  // true; then Move may be called. Needed at the start, and after Release.
+  virtual Result<bool> Prepare(const Broadcast& broadcast) = 0;
+  virtual void OnBroadcast(std::string_view /*word*/) {}
 
-  // `exchange` lives until it is done, or Stop was called.
+  // Begins an exchange. `exchange` must live until it is done or Stop was called.
   virtual void Begin(BulkExchange& exchange) = 0;
-  // These transfers (positions in `mine`) were put.
+  // Notes that the sources of these transfers (positions in `mine`) are ready.
   virtual void OnPut(const std::vector<std::size_t>& transfers) = 0;
-  // Moves what can be moved. True once all of this rank's is done.
+  // Makes progress. True once all transfers of this rank are done.
   virtual Result<bool> Move() = 0;
 
-  // Where it cannot tell which of several transfers holds the others up: `late` and those, in
-  // words.
+  // If the mover cannot tell which of several transfers blocks the others: text for the error about
+  // `late` that names the other transfers. Empty if it can tell.
   virtual std::string Suspects(const BulkMove& /*late*/) const { return {}; }
 
-  // Gives up what is under way. Memory may still be written until Settled.
+  // Aborts the exchange. Memory may still be written until Settled.
   virtual void Stop() = 0;
-  // Whether nothing touches the memory of what was stopped any more.
+  // Whether nothing accesses the memory of the aborted exchange any more.
   virtual Result<bool> Settled() = 0;
-  // Gives memory back that is needed again only by the next exchange. True once done.
+  // Frees memory that only the next exchange needs. True once done.
   virtual Result<bool> Release() = 0;
-  // The last call, after Settled or where that never came: the only one that may wait, a little.
-  // What goes on all the same and is left behind, in words for the log; empty: nothing.
+  // The last call, after Settled or after waiting for Settled in vain; the only call that may
+  // block, briefly. Returns a log message about work that is left running; empty if there is none.
   virtual std::string Close() { return {}; }
 };
 
-// One device's end of a way to other devices by which ranks move bytes without the host (NCCL).
-// DeviceOps::OpenLink gives it; MakeDeviceTransport makes a transport of those of all ranks. Of one
-// thread at a time.
+// One device's end of direct transfers between devices (NCCL). DeviceOps::OpenLink makes it;
+// MakeDeviceTransport combines those of all ranks. Not thread-safe.
 class DeviceLink {
  public:
   virtual ~DeviceLink() = default;
-  // What must be the same on all ranks: "NCCL 2.32.3".
+  // Version of the link, which must be equal on all ranks: "NCCL 2.32.3".
   virtual std::string version() const = 0;
-  // The device that only one rank may be on: the same text for all that are on it (its UUID).
-  // Empty: not known.
+  // Identifies the device, of which only one rank may be a user (its UUID); empty: unknown.
   virtual std::string device() const = 0;
-  // Once. Waits for nothing.
+  // Makes the mover of rank `rank`. Called once. Does not block.
   virtual Result<std::unique_ptr<BulkMover>> MakeMover(int rank, int ranks) = 0;
 };
 

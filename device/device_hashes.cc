@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Leaf hashes by devices, with a mark for many: marks cost as much as hashes of small tensors.
+// Leaf hashes on devices, many per mark, because a mark costs as much as hashes of small tensors.
 #include "device/device_hashes.h"
 
 namespace tensormount {
@@ -15,7 +15,7 @@ DeviceHashes::~DeviceHashes() {
     if (batch.done) continue;
     const bool marked = Mark(batch).ok();
     if (marked && AwaitMark(*batch.mark->value(), deadline).ok()) continue;
-    for (std::unique_ptr<Hash128[]>& leaves : batch.leaves) LeaveToDevice(leaves.release());
+    for (std::unique_ptr<Hash128[]>& leaves : batch.leaves) LeakToDevice(leaves.release());
   }
 }
 
@@ -24,7 +24,7 @@ Status DeviceHashes::Mark(Batch& batch) {
     Result<DeviceQueue*> queue = queues_.Of(batch.device);
     if (!queue.ok()) return queue.status();
     Submission submission = MarkSubmitted(*queue.value(), Status());
-    // A second mark says nothing of what the first one failed for.
+    // An error is kept, because a second mark would not report it again.
     batch.mark = submission.status.ok() ? std::move(submission.mark) : submission.status;
     open_.erase(batch.device);
   }
@@ -48,7 +48,7 @@ Result<std::size_t> DeviceHashes::Add(const std::shared_ptr<const OpenedDevice>&
   const Status submitted =
       queue->HashLeaves(gather, base, bytes, leaf_bytes, batch.leaves.back().get());
   if (!submitted.ok()) return device->Name(submitted);
-  // What was submitted first is asked for first, while the device is at the rest.
+  // Marks the batch, so that its results are available while the device works on the rest.
   if (batch.leaves.size() == kHashesOfMark) TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
   return jobs_.size() - 1;
 }
@@ -58,7 +58,7 @@ Result<std::span<const Hash128>> DeviceHashes::Get(std::size_t number) {
   Batch& batch = batches_[job.batch];
   if (!batch.done) {
     TENSORMOUNT_RETURN_IF_ERROR(Mark(batch));
-    TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*batch.mark->value(), *batch.device));
+    TENSORMOUNT_RETURN_IF_ERROR(queues_.limits().Await(*batch.mark->value(), *batch.device));
     batch.done = true;
   }
   return std::span<const Hash128>(batch.leaves[job.number].get(), job.count);

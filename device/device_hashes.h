@@ -17,27 +17,28 @@
 
 namespace tensormount {
 
-// Hashes of memory of devices, which the devices compute while the host does something else:
-// nothing of that memory crosses, 16 bytes a leaf come back. Of one thread.
+// Hashes of device memory, computed by the devices while the host does other work: only 16 bytes
+// per leaf are transferred. Not thread-safe.
 class DeviceHashes {
  public:
-  // What is submitted to `queues` later comes after the hashes. They must outlive this.
+  // Later submissions to `queues` run after the hashes. `queues` must outlive this object.
   explicit DeviceHashes(DeviceQueues& queues) : queues_(queues) {}
-  // What a device may still write stays with it.
+  // Waits at most kDeviceGrace for unfinished hashes, and leaks results that a device may still
+  // write.
   ~DeviceHashes();
   DeviceHashes(const DeviceHashes&) = delete;
   DeviceHashes& operator=(const DeviceHashes&) = delete;
 
-  // Submits the XXH3-128 of each `leaf_bytes` of the `bytes` bytes that `gather` puts side by side
-  // from 0 on, `base` added where it reads. The number by which Get knows them.
+  // Submits the XXH3-128 of each `leaf_bytes` of the `bytes` bytes that `gather` packs from 0 on,
+  // reading relative to `base`. Returns the number for Get.
   Result<std::size_t> Add(const std::shared_ptr<const OpenedDevice>& device,
                           std::span<const StridedCopy> gather, const std::byte* base,
                           std::uint64_t bytes, std::uint64_t leaf_bytes);
-  // Waits for them. Valid as long as this.
+  // Waits for the hashes of call `number` of Add. The span is valid as long as this object.
   Result<std::span<const Hash128>> Get(std::size_t number);
 
  private:
-  // Some that were submitted to one device, one after the other, and the mark behind them.
+  // Hashes submitted to one device in sequence, and the mark after them.
   struct Batch {
     std::shared_ptr<const OpenedDevice> device;
     std::vector<std::unique_ptr<Hash128[]>> leaves;
@@ -53,7 +54,7 @@ class DeviceHashes {
 
   DeviceQueues& queues_;
   std::vector<Batch> batches_;
-  std::map<std::shared_ptr<const OpenedDevice>, std::size_t> open_;  // Those without a mark.
+  std::map<std::shared_ptr<const OpenedDevice>, std::size_t> open_;  // Batches without a mark.
   std::vector<Job> jobs_;
 };
 

@@ -14,10 +14,10 @@ namespace {
 constexpr char kFileName[] = "libtensormount_cuda.so";
 
 Status NoModule(const std::string& why, const std::string& remedy) {
-  return {Code::kUnsupported, "no support for CUDA: " + why + ": " + remedy};
+  return {Code::kUnsupported, "CUDA is not available: " + why + ": " + remedy};
 }
 
-// The folder of the library, or program, that this code is in.
+// The directory of the library or program that contains this code.
 std::filesystem::path OwnFolder() {
   Dl_info info = {};
   if (dladdr(reinterpret_cast<const void*>(&CountDevices), &info) == 0 ||
@@ -25,7 +25,7 @@ std::filesystem::path OwnFolder() {
     return {};
   }
   std::error_code error;
-  // Of a program it may be the name by which it was called.
+  // For a program dli_fname may be the name by which the program was called.
   std::filesystem::path file = std::filesystem::canonical(info.dli_fname, error);
   if (error) file = std::filesystem::read_symlink("/proc/self/exe", error);
   return file.parent_path();
@@ -34,7 +34,8 @@ std::filesystem::path OwnFolder() {
 Result<const DeviceModule*> Open() {
   const std::filesystem::path own = OwnFolder();
   std::filesystem::path file;
-  // Beside a library, of a multi-architecture folder too; beside bin; of tests in a build folder.
+  // Looks beside a library (also in a multi-architecture directory), beside bin, and in the build
+  // directory of tests.
   for (const char* folder :
        {"tensormount", "../tensormount", "../lib/tensormount", "../../lib/tensormount"}) {
     std::error_code error;
@@ -43,33 +44,34 @@ Result<const DeviceModule*> Open() {
     file.clear();
   }
   if (file.empty()) {
-    return NoModule((own / "tensormount" / kFileName).string() + " is not there",
-                    "install the package tensormount-cuda, or build with nvcc "
-                    "(scripts/setup --with cuda) and install again");
+    return NoModule((own / "tensormount" / kFileName).string() + " does not exist",
+                    "install the package tensormount-cuda, or build with nvcc (scripts/setup "
+                    "--with cuda) and reinstall");
   }
   void* const handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* const why = dlerror();
-    return NoModule(why == nullptr ? file.string() : why, "install tensormount again");
+    return NoModule(why == nullptr ? file.string() : why, "reinstall tensormount");
   }
   const auto entry = reinterpret_cast<DeviceModuleEntry>(dlsym(handle, kDeviceModuleEntry));
   const DeviceModule* const module = entry == nullptr ? nullptr : entry();
   if (module == nullptr || module->build != DeviceModuleBuild()) {
-    return NoModule(file.string() + " is of another build than this (" + DeviceModuleBuild() + ")",
-                    "install both of one build");
+    return NoModule(
+        file.string() + " comes from another build than this library (" + DeviceModuleBuild() + ")",
+        "install both from the same build");
   }
   return module;
 }
 
 }  // namespace
 
-// The version, what the types that pass look like (a hash of the headers that declare them), and
-// who compiled them how: the standard library's types pass, too.
+// Consists of the version, a hash of the headers that declare the shared types, and the compiler
+// and standard library, whose types are shared, too.
 std::string DeviceModuleBuild() {
   std::string build = TENSORMOUNT_VERSION " " TENSORMOUNT_DEVICE_INTERFACE " " __VERSION__;
 #if defined(_GLIBCXX_RELEASE)
   build += " libstdc++ " + std::to_string(_GLIBCXX_RELEASE) +
-           (_GLIBCXX_USE_CXX11_ABI != 0 ? "" : " old strings");
+           (_GLIBCXX_USE_CXX11_ABI != 0 ? "" : " old std::string");
 #endif
 #if defined(_LIBCPP_VERSION)
   build += " libc++ " + std::to_string(_LIBCPP_VERSION);

@@ -11,34 +11,34 @@
 
 #include "device/device_ops.h"
 
-// The part of tensormount that knows CUDA (gpu/), in a file of its own that is opened when memory
-// of a device is first met: so everything else is built, starts and works without it, and without a
-// driver.
+// Loads the CUDA module (gpu/), a separate file that is opened when device memory is first used.
+// The rest of tensormount builds, starts and works without it, and without a driver.
 
 namespace tensormount {
 
-// What such a file says of itself. Both sides are built from one tree, by one compiler: types of
-// C++ may pass, once `build` was found to be equal.
+// The entry table of the module. C++ types may cross the boundary because both sides must have the
+// same `build`: one source tree and one compiler.
 struct DeviceModule {
   const char* build;
-  // As DeviceSource (device/devices.h). Thread-safe.
+  // Opens a device, like DeviceSource (device/devices.h). Thread-safe.
   Result<std::shared_ptr<DeviceOps>> (*open)(const Device& device);
-  // How many devices there are. kUnavailable where it cannot be said, with the reason.
+  // Number of devices. kUnavailable with the reason if it is unknown.
   Result<int> (*count)();
 };
-// By this name it is looked up.
+// Symbol name of the entry point.
 inline constexpr char kDeviceModuleEntry[] = "tensormount_device_module";
 using DeviceModuleEntry = const DeviceModule* (*)();
 
-// Of this side.
+// The build identification of the library itself.
 std::string DeviceModuleBuild();
 
-// Opens the module, which stays open. Looked for in the folder `tensormount` beside the library
-// that this is a part of, and of lib beside the folder of a program. kUnsupported, with what to do,
-// where it is not there or of another build. Thread-safe.
+// Opens the module, which stays open. It is searched in the directory `tensormount` beside this
+// library, and in lib beside the directory of a program. kUnsupported, with advice, if it is
+// missing or from another build. Thread-safe.
 Result<const DeviceModule*> OpenDeviceModule();
 
-// The devices that saves and loads could use: how many. Errors of OpenDeviceModule and of `count`.
+// Number of devices that saves and loads could use. The errors are those of OpenDeviceModule and of
+// DeviceModule::count.
 Result<int> CountDevices();
 
 }  // namespace tensormount

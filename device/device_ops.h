@@ -18,85 +18,85 @@
 #include "shard/copy_plan.h"
 #include "shard/tensor_meta.h"
 
-// What saves and loads ask of a device whose memory the host cannot read: copy, hash, wait. The one
-// seam between them and CUDA; gpu/ implements it, and so does a device of the tests, which is host
-// memory behind queues of its own (tests/support/host_device.h). docs/devices.md has the picture.
+// The interface to a device whose memory the host cannot access: copy, hash, wait. gpu/ implements
+// it for CUDA, and tests with host memory behind queues (tests/support/host_device.h).
+// docs/devices.md describes the design.
 //
-// All of it is *submit and complete*: a queue takes work at once and does it later, in order; a
-// mark stands for what was submitted before it. Nothing here waits but AwaitMark, with a deadline,
-// and a queue where QueueRules says so.
+// Work is submitted and completes later: a queue accepts work at once and executes it in order, and
+// a mark stands for all work submitted before it. Only AwaitMark blocks, with a deadline, and a
+// queue where QueueLimits allows it.
 
 namespace tensormount {
 
-// The moment at which a queue, or a stream of the caller, has done what it was given before.
+// A point in a queue, or in a stream of the caller: reached when all earlier work is done.
 // Thread-safe.
 class DeviceMark {
  public:
   virtual ~DeviceMark() = default;
-  // Whether it is reached. An error is what the device says of the work before it, and stays.
+  // Whether the mark is reached. An error of the device's earlier work is permanent.
   virtual Result<bool> Reached() = 0;
 };
 
-// Bytes that a device moves: runs of a plan (shard/copy_plan.h) from one memory to another, which
-// do not overlap.
+// A copy by a device: runs of a plan (shard/copy_plan.h) from one memory to another, without
+// overlap.
 struct DeviceCopy {
   StridedCopy plan;
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
 };
 
-// How long a queue may wait where it must: where so much is under way that the device takes no
-// more, and where host memory is not pinned. `cancel`, if not null, must outlive it.
-struct QueueRules {
+// How long a queue may block: when the device accepts no more work, and for copies with host memory
+// that is not pinned. `cancel`, if not null, must outlive the queue.
+struct QueueLimits {
   std::chrono::milliseconds patience{60'000};
   const std::atomic<bool>* cancel = nullptr;
 };
 
-// Work of one device in the order in which it was submitted. What is between two submissions is in
-// that order; the copies of one submission may be done in any. Of one thread at a time.
-// An error of a call may leave a part of it submitted: memory that it names is free again once a
-// later mark is reached. An error of the work itself comes with the next mark that is asked.
+// A queue of work for one device. Submissions are ordered; the copies of one submission may run in
+// any order. Not thread-safe. If a call fails, part of it may have been submitted: its memory may
+// be reused only once a later mark is reached. An error of the work itself is returned by the next
+// mark that is queried.
 class DeviceQueue {
  public:
-  // What was submitted goes on: whoever must not outlive it awaits a mark.
+  // Submitted work continues: callers that need its end await a mark first.
   virtual ~DeviceQueue() = default;
 
-  // What is submitted from now on begins after `mark`, of this device, is reached.
-  virtual Status After(const std::shared_ptr<DeviceMark>& mark) = 0;
+  // Makes later work wait until `mark`, of this device, is reached.
+  virtual Status WaitFor(const std::shared_ptr<DeviceMark>& mark) = 0;
 
-  // From memory of this device to the host's, the other way, and within the device. On the host the
-  // bytes of each copy lie side by side, in the order of its runs. Where the next copy of a
-  // submission begins with the cache line (64 bytes) behind that in which one ends, CopyOut may
-  // write what is between them.
+  // Copies from device to host, from host to device, and within the device. On the host the bytes
+  // of each copy are contiguous, in the order of its runs. If two consecutive copies of a
+  // submission are separated only by the rest of a cache line (64 bytes), CopyOut may overwrite the
+  // bytes between them.
   virtual Status CopyOut(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyIn(std::span<const DeviceCopy> copies) = 0;
   virtual Status CopyWithin(std::span<const DeviceCopy> copies) = 0;
 
-  // XXH3-128 of each `leaf_bytes` (shard/leaf_hash.h) of the `bytes` bytes that `gather` puts
-  // side by side from 0 on, each of it in the order of its runs: where it reads, `base` is added.
-  // Into `out`, one a leaf, memory of the host that must live until a later mark is found reached.
+  // Computes XXH3-128 of each `leaf_bytes` (shard/leaf_hash.h) of the `bytes` bytes that `gather`
+  // packs from 0 on, each copy in the order of its runs and reading relative to `base`. `out` gets
+  // one hash per leaf, and is host memory that must live until a later mark is found reached.
   virtual Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base,
                             std::uint64_t bytes, std::uint64_t leaf_bytes, Hash128* out) = 0;
-  // The contribution of placed boxes to the digest of their tensor (shard/strided_digest.h), into
-  // *out, memory of the host as above.
+  // Computes the contribution of placed boxes to the digest of their tensor
+  // (shard/strided_digest.h) into *out, host memory that must live as long as in HashLeaves.
   virtual Status Digest(std::span<const PlacedBox> placed, const std::byte* base,
                         const Dims& byte_shape, Crc64* out) = 0;
 
-  // Stands for all that was submitted so far. An error may be that of work that was submitted
-  // before and only now handed to the device: it is told once, and the next mark stands for what
+  // A mark for all work submitted so far. An error may come from work that was accepted earlier and
+  // only now reached the device: it is returned once, and the next mark stands for the work that
   // the device got.
   virtual Result<std::shared_ptr<DeviceMark>> Mark() = 0;
-  // Where no mark is to be had now: stands for what was submitted so far from the next one on that
-  // is, and fails with the queue where there is none. Null: the queue has no such marks.
+  // For use when Mark fails: a mark for the work submitted so far, which takes effect with the
+  // queue's next successful mark, and fails with the queue if no such mark follows. Null: not
+  // supported.
   virtual std::shared_ptr<DeviceMark> MarkLater() { return nullptr; }
 
-  // How long it may wait from now on. A queue that never waits ignores this.
-  virtual void SetRules(const QueueRules& /*rules*/) {}
+  // Changes the wait limits. A queue that never blocks ignores this.
+  virtual void SetLimits(const QueueLimits& /*limits*/) {}
 };
 
-// Pinned memory that a device is given: blocks of one size. As many as there are threads that fill
-// some while others are on their way; a copy of one takes the bus for long enough to begin the
-// next.
+// Layout of pinned memory: blocks of one size. There are enough for threads to fill some while
+// others are in transit; one copy takes long enough for the next to be submitted.
 struct PinnedShape {
   std::size_t blocks = 32;
   std::size_t block_bytes = std::size_t{4} << 20;
@@ -107,39 +107,41 @@ class DeviceOps {
  public:
   virtual ~DeviceOps() = default;
 
-  // "cuda:0 (NVIDIA H100 80GB HBM3)": for messages.
+  // Name of the device for messages: "cuda:0 (NVIDIA H100 80GB HBM3)".
   virtual std::string name() const = 0;
-  // Whether it must be opened anew, because somebody has reset it.
+  // Whether the device must be reopened, because it was reset.
   virtual bool gone() const { return false; }
   virtual PinnedShape pinned() const { return {}; }
 
-  // Whether a buffer that says so is memory of this device, and the stream that orders it can be
-  // waited for: kInvalidArgument, or what befell the device.
+  // Checks that a buffer is memory of this device, and that the stream that orders it can be waited
+  // for: kInvalidArgument, or the error of the device.
   virtual Status Check(const BufferView& view) = 0;
 
-  // Page-locked memory of the host, page-aligned. kResourceExhausted where there is none.
+  // Page-locked, page-aligned host memory. kResourceExhausted if there is none.
   virtual Result<std::byte*> AllocatePinned(std::size_t bytes) = 0;
   virtual void FreePinned(std::byte* data) = 0;
-  // The device's own. Neither waits for streams of the program. No work on what is freed may be
-  // under way (DeviceRemains, where a queue that is gone may have left some).
+  // Device memory. Neither call waits for streams of the program. Freed memory must not be in use
+  // by pending work (PendingDeviceWork tracks work of destroyed queues).
   virtual Result<std::byte*> Allocate(std::size_t bytes) = 0;
   virtual void Free(std::byte* data) = 0;
 
-  // What the caller's stream was given up to now. On the thread whose stream it is, where that is
-  // the thread's default one. kInvalidArgument for a stream that records a graph.
+  // A mark for all work submitted to the caller's stream so far. For a per-thread default stream
+  // call it on that thread. kInvalidArgument for a stream that records a graph.
   virtual Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) = 0;
 
-  // Makes the caller's stream wait: work that it is given from now on begins after `mark`, of this
-  // device, is reached. Called on the thread whose stream it is, as above. Errors of MarkStream.
+  // Makes later work of the caller's stream wait for `mark`, of this device. The calling thread and
+  // the errors are as for MarkStream.
   virtual Status HoldStream(const DeviceStream& stream,
                             const std::shared_ptr<DeviceMark>& mark) = 0;
 
-  virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) = 0;
+  virtual Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueLimits& limits) = 0;
 
-  // Its end of a way to the devices of other ranks; no two transports share one. kUnsupported: this
-  // kind has none, or one that is too old. kUnavailable: what it needs is not on this machine.
+  // This device's end of direct transfers to devices of other ranks; each transport has its own.
+  // kUnsupported: this kind of device has none, or its version is too old. kUnavailable: a required
+  // library is not on this machine.
   virtual Result<std::unique_ptr<DeviceLink>> OpenLink() {
-    return Status(Code::kUnsupported, name() + ": it has no way to other devices");
+    return Status(Code::kUnsupported,
+                  name() + ": direct transfers to other devices are not supported");
   }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work on devices for saves and loads: everything goes through blocks of the pinned ring, each of
-// which is on its way in one direction until its mark is reached.
+// Device work for saves and loads: all data move through blocks of the pinned ring, each of which
+// is in transit in one direction until its mark is reached.
 #include "device/device_queues.h"
 
 #include <algorithm>
@@ -15,36 +15,38 @@
 namespace tensormount {
 namespace {
 
-// The bytes of a box, side by side from `offset` on. A box without axes is one byte.
+// A packed box at `offset`. A box without axes is one byte.
 PlacedBox Packed(const Box& box, std::uint64_t offset) {
   return PlacePacked(Region(box), offset).front();
 }
 
 }  // namespace
 
-Status DeviceRules::Await(DeviceMark& mark, const OpenedDevice& device) const {
+Status DeviceLimits::Await(DeviceMark& mark, const OpenedDevice& device) const {
   return device.Name(AwaitMark(mark, Deadline::After(patience), cancel));
 }
 
-Result<PinnedRing::Block> DeviceRules::TakeBlock(const OpenedDevice& device) const {
+Result<PinnedRing::Block> DeviceLimits::TakeBlock(const OpenedDevice& device) const {
   return device.ring->Take(Deadline::After(patience), cancel);
 }
 
 namespace {
 
-// Made before they are needed: then there may be no memory for them.
+// These statuses are constructed ahead of time, because there may be no memory when they are
+// needed.
 const Status& NoMemory() {
   static const Status status(Code::kResourceExhausted, "out of memory");
   return status;
 }
 const Status& Unmarked() {
-  static const Status status(Code::kInternal, "work that no mark stands for");
+  static const Status status(Code::kInternal,
+                             "internal error: no completion mark was recorded for device work");
   return status;
 }
 
 Result<std::shared_ptr<DeviceMark>> TryMark(DeviceQueue& queue) noexcept {
   Result<std::shared_ptr<DeviceMark>> mark = Unmarked();
-  const Status thrown = NothingThrown([&] {
+  const Status thrown = CatchExceptions([&] {
     mark = queue.Mark();
     return Status();
   });
@@ -54,7 +56,7 @@ Result<std::shared_ptr<DeviceMark>> TryMark(DeviceQueue& queue) noexcept {
 
 }  // namespace
 
-Status NothingThrown(const std::function<Status()>& work) noexcept {
+Status CatchExceptions(const std::function<Status()>& work) noexcept {
   try {
     return work();
   } catch (const std::bad_alloc&) {
@@ -71,10 +73,10 @@ Status NothingThrown(const std::function<Status()>& work) noexcept {
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted) {
   Submission s{submitted, TryMark(queue)};
   if (s.status.ok()) s.status = s.mark.status();
-  // Of what was submitted before: its memory need not be lost.
+  // Tries to mark earlier work, so that its memory is not lost.
   if (!s.mark.ok()) s.mark = TryMark(queue);
   if (!s.mark.ok()) {
-    (void)NothingThrown([&] {
+    (void)CatchExceptions([&] {
       if (auto later = queue.MarkLater(); later != nullptr) s.mark = std::move(later);
       return Status();
     });
@@ -82,32 +84,32 @@ Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted) {
   return s;
 }
 
-void FlyingBlock::Settle(const Deadline& deadline) {
-  if (landed_) return;
-  if (!mark_.ok() || !AwaitMark(*mark_.value(), deadline).ok()) block_.GiveUp(mark_);
-  landed_ = true;
+void BlockInTransit::Settle(const Deadline& deadline) {
+  if (transfer_done_) return;
+  if (!mark_.ok() || !AwaitMark(*mark_.value(), deadline).ok()) block_.ReturnAfter(mark_);
+  transfer_done_ = true;
 }
 
-Status FlyingBlock::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
-  // Also where it fails, or throws: a part of it may be under way.
+Status BlockInTransit::Launch(DeviceQueue& queue, const std::function<Status()>& work) {
+  // Even if `work` fails or throws, part of the transfer may have been submitted.
   mark_ = Unmarked();
-  landed_ = false;
-  Submission submission = MarkSubmitted(queue, NothingThrown(work));
+  transfer_done_ = false;
+  Submission submission = MarkSubmitted(queue, CatchExceptions(work));
   mark_ = std::move(submission.mark);
   return device_->Name(submission.status);
 }
 
-Status FlyingBlock::Land(const DeviceRules& rules) {
-  if (landed_) return {};
+Status BlockInTransit::AwaitTransfer(const DeviceLimits& limits) {
+  if (transfer_done_) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceMark> mark, mark_);
-  TENSORMOUNT_RETURN_IF_ERROR(rules.Await(*mark, *device_));
-  landed_ = true;
+  TENSORMOUNT_RETURN_IF_ERROR(limits.Await(*mark, *device_));
+  transfer_done_ = true;
   return {};
 }
 
 namespace {
 
-// Stands for work for which no mark was to be had, from the next mark of its queue on.
+// A mark for work whose Mark failed; takes effect with the queue's next mark.
 class LateMark final : public DeviceMark {
  public:
   Result<bool> Reached() override {
@@ -119,8 +121,8 @@ class LateMark final : public DeviceMark {
     }
     return mark == nullptr ? Result<bool>(false) : mark->Reached();
   }
-  // The mark; or that there will be none.
-  void Know(const Result<std::shared_ptr<DeviceMark>>& mark) noexcept {
+  // Sets the mark, or the error if there will be none.
+  void Resolve(const Result<std::shared_ptr<DeviceMark>>& mark) noexcept {
     std::lock_guard lock(mutex_);
     known_ = mark;
   }
@@ -130,11 +132,11 @@ class LateMark final : public DeviceMark {
   Result<std::shared_ptr<DeviceMark>> known_ = std::shared_ptr<DeviceMark>();
 };
 
-// Remembers what it leaves under way when it is destroyed: memory is freed after that, and streams
-// wait for it.
+// A queue that registers its pending work when it is destroyed, so that frees and streams wait for
+// that work.
 class FencedQueue final : public DeviceQueue {
  public:
-  // `fences`: null where the call has none.
+  // `fences` may be null.
   FencedQueue(const OpenedDevice& device, std::unique_ptr<DeviceQueue> queue,
               const DeviceFences* fences)
       : device_(device), queue_(std::move(queue)), fences_(fences) {
@@ -142,66 +144,66 @@ class FencedQueue final : public DeviceQueue {
     (void)Unmarked();
   }
   ~FencedQueue() override {
-    for (int tries = 0; given_ && tries < 2; ++tries) {
-      last_ = TryMark(*this);  // Mark says that nothing was given since.
+    for (int tries = 0; has_unmarked_work_ && tries < 2; ++tries) {
+      last_ = TryMark(*this);  // Covers the work since the last mark.
     }
-    for (const auto& late : late_) late->Know(last_);
+    for (const auto& late : late_) late->Resolve(last_);
     if (IsOver()) return;
-    device_.remains->Add(std::move(slot_), last_);
+    device_.pending_work->Add(std::move(slot_), last_);
     if (fences_ == nullptr) return;
-    const Status held = NothingThrown([&] {
+    const Status held = CatchExceptions([&] {
       fences_->Hold(device_, last_);
       return Status();
     });
-    if (!held.ok()) fences_->Lose();
+    if (!held.ok()) fences_->NoteLostWork();
   }
 
-  Status After(const std::shared_ptr<DeviceMark>& mark) override { return queue_->After(mark); }
+  Status WaitFor(const std::shared_ptr<DeviceMark>& mark) override { return queue_->WaitFor(mark); }
   Status CopyOut(std::span<const DeviceCopy> copies) override {
-    given_ = true;
+    has_unmarked_work_ = true;
     return queue_->CopyOut(copies);
   }
   Status CopyIn(std::span<const DeviceCopy> copies) override {
-    given_ = true;
+    has_unmarked_work_ = true;
     return queue_->CopyIn(copies);
   }
   Status CopyWithin(std::span<const DeviceCopy> copies) override {
-    given_ = true;
+    has_unmarked_work_ = true;
     return queue_->CopyWithin(copies);
   }
   Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base, std::uint64_t bytes,
                     std::uint64_t leaf_bytes, Hash128* out) override {
-    given_ = true;
+    has_unmarked_work_ = true;
     return queue_->HashLeaves(gather, base, bytes, leaf_bytes, out);
   }
   Status Digest(std::span<const PlacedBox> placed, const std::byte* base, const Dims& byte_shape,
                 Crc64* out) override {
-    given_ = true;
+    has_unmarked_work_ = true;
     return queue_->Digest(placed, base, byte_shape, out);
   }
   Result<std::shared_ptr<DeviceMark>> Mark() override {
     Result<std::shared_ptr<DeviceMark>> mark = queue_->Mark();
     if (mark.ok()) {
       last_ = mark;
-      given_ = false;
-      for (const auto& late : late_) late->Know(mark);
+      has_unmarked_work_ = false;
+      for (const auto& late : late_) late->Resolve(mark);
       late_.clear();
     }
     return mark;
   }
   std::shared_ptr<DeviceMark> MarkLater() override {
-    given_ = true;
+    has_unmarked_work_ = true;
     late_.push_back(std::make_shared<LateMark>());
     return late_.back();
   }
-  void SetRules(const QueueRules& rules) override { queue_->SetRules(rules); }
+  void SetLimits(const QueueLimits& limits) override { queue_->SetLimits(limits); }
 
  private:
   bool IsOver() const noexcept {
     if (last_.ok() && last_.value() == nullptr) return true;
     bool over = false;
-    (void)NothingThrown([&] {
-      // Work that failed has ended; work behind it may not have.
+    (void)CatchExceptions([&] {
+      // Failed work has ended; work after it may not have.
       const Result<bool> reached = last_.ok() ? last_.value()->Reached() : Result<bool>(false);
       over = reached.ok() && reached.value();
       return Status();
@@ -212,30 +214,30 @@ class FencedQueue final : public DeviceQueue {
   const OpenedDevice& device_;
   const std::unique_ptr<DeviceQueue> queue_;
   const DeviceFences* const fences_;
-  bool given_ = false;  // Work since the last mark.
+  bool has_unmarked_work_ = false;  // Work since the last mark.
   Result<std::shared_ptr<DeviceMark>> last_ = std::shared_ptr<DeviceMark>();
   std::vector<std::shared_ptr<LateMark>> late_;
-  DeviceRemains::Slot slot_ = DeviceRemains::Slot(1);
+  PendingDeviceWork::Slot slot_ = PendingDeviceWork::Slot(1);
 };
 
 }  // namespace
 
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
-                                                     const DeviceRules& rules) {
-  (void)device.remains->Over();  // Frees what has waited for it.
+                                                     const DeviceLimits& limits) {
+  (void)device.pending_work->IsIdle();  // Frees memory that waited for work that has ended.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue,
-                               device.ops->MakeQueue({rules.patience, rules.cancel}));
-  if (rules.fences != nullptr) {
-    TENSORMOUNT_RETURN_IF_ERROR(rules.fences->Before(*queue, device));
+                               device.ops->MakeQueue({limits.patience, limits.cancel}));
+  if (limits.fences != nullptr) {
+    TENSORMOUNT_RETURN_IF_ERROR(limits.fences->MakeQueueWait(*queue, device));
   }
   return std::unique_ptr<DeviceQueue>(
-      std::make_unique<FencedQueue>(device, std::move(queue), rules.fences));
+      std::make_unique<FencedQueue>(device, std::move(queue), limits.fences));
 }
 
 Result<DeviceQueue*> DeviceQueues::Of(const std::shared_ptr<const OpenedDevice>& device) {
   std::unique_ptr<DeviceQueue>& queue = queues_[device];
   if (queue == nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(queue, MakeFencedQueue(*device, rules_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(queue, MakeFencedQueue(*device, limits_));
   }
   return queue.get();
 }
@@ -252,23 +254,23 @@ bool DeviceWriter::Settle(const Deadline& deadline) {
       continue;
     }
     all = false;
-    // Digests come when somebody finds a mark of it reached.
-    LeaveToDevice(new std::shared_ptr<std::deque<Line::Taken>>(line->taken));
+    // Leaks the digests, because they are written when a mark of the queue is found reached.
+    LeakToDevice(new std::shared_ptr<std::deque<Line::SubmittedDigest>>(line->taken));
   }
   return all;
 }
 
-// Behind the copies of a block.
+// Submits the digests after the copies of a block.
 Status DeviceWriter::TakeDigests(Line& line) {
   Status status;
   for (const Line::Landing& landing : line.landings) {
-    Line::Taken& taken = line.taken->emplace_back();
+    Line::SubmittedDigest& taken = line.taken->emplace_back();
     taken.arrived = landing.arrived;
     if (status.ok()) {
       status = line.queue->Digest({&landing.placed, 1}, landing.base, landing.arrived->byte_shape,
                                   &taken.digest);
     }
-    // Threads that write parts of one target may all say so; who reads it comes after Finish.
+    // Several threads may set `unknown` of one target, which is read after Finish.
     if (status.code() == Code::kResourceExhausted) {
       std::atomic_ref(landing.arrived->unknown).store(true, std::memory_order_relaxed);
     }
@@ -277,8 +279,8 @@ Status DeviceWriter::TakeDigests(Line& line) {
   return status.code() == Code::kResourceExhausted ? Status() : status;
 }
 
-// The block goes back to the ring by itself, whatever this waits for meanwhile; also where
-// something is thrown, which may be when a part of it is under way.
+// Sends the filled block. Even if that fails or throws, the block returns to the ring only once its
+// transfer has ended.
 Status DeviceWriter::Launch(Line& line) {
   PinnedRing::Block block = std::move(*line.block);
   line.block.reset();
@@ -287,13 +289,13 @@ Status DeviceWriter::Launch(Line& line) {
   Submission submission{{}, Unmarked()};
   {
     const AtExit give_up([&] {
-      block.GiveUp(submission.mark);
+      block.ReturnAfter(submission.mark);
       if (submission.mark.ok()) line.last = submission.mark.value();
       line.lost = line.lost || !submission.mark.ok();
-      line.copies.clear();  // Not its memory: there may be thousands for each block.
+      line.copies.clear();  // Keeps the capacity: a block may have thousands of copies.
       line.landings.clear();
     });
-    const Status submitted = NothingThrown([&] {
+    const Status submitted = CatchExceptions([&] {
       const Status copied = line.queue->CopyIn(line.copies);
       return copied.ok() ? TakeDigests(line) : copied;
     });
@@ -309,7 +311,7 @@ Status DeviceWriter::PushLocked() {
   return {};
 }
 
-// The one that was used last: what is small goes into one block.
+// Takes the last used line, so that small boxes share a block.
 Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
     const std::shared_ptr<const OpenedDevice>& device) {
   {
@@ -323,20 +325,20 @@ Result<std::unique_ptr<DeviceWriter::Line>> DeviceWriter::TakeLine(
   }
   auto line = std::make_unique<Line>();
   line->device = device;
-  TENSORMOUNT_ASSIGN_OR_RETURN(line->queue, MakeFencedQueue(*device, rules_));
+  TENSORMOUNT_ASSIGN_OR_RETURN(line->queue, MakeFencedQueue(*device, limits_));
   std::lock_guard lock(mutex_);
   lines_.reserve(++made_);
   return line;
 }
 
-// Nobody holds back what another thread waits for, nor what is worth a copy: who comes next may
-// take another line.
-void DeviceWriter::GiveBack(std::unique_ptr<Line> line, Status& status) {
+// Sends the block if another thread waits for one, or if it is large enough for a copy, because the
+// next writer may take another line.
+void DeviceWriter::ReturnLine(std::unique_ptr<Line> line, Status& status) {
   const auto launch = [&] {
     Status launched;
     try {
       launched = Launch(*line);
-    } catch (const std::exception& e) {  // Nothing may be thrown on the way out of Write.
+    } catch (const std::exception& e) {  // Write must not throw here.
       launched = Status(Code::kResourceExhausted, e.what());
     }
     if (status.ok()) status = launched;
@@ -351,19 +353,19 @@ void DeviceWriter::GiveBack(std::unique_ptr<Line> line, Status& status) {
   lines_.push_back(std::move(line));  // TakeLine has made room.
 }
 
-// A block with room for so many bytes, which one can hold.
-Status DeviceWriter::Room(Line& line, std::uint64_t bytes) {
+// Provides a block with room for `bytes`, which must fit into one block.
+Status DeviceWriter::EnsureRoom(Line& line, std::uint64_t bytes) {
   if (line.block && line.used + bytes <= line.block->size()) return {};
   if (line.block) TENSORMOUNT_RETURN_IF_ERROR(Launch(line));
   line.block = line.device->ring->TryTake();
   if (line.block) return {};
-  // Others may wait for what is held here, and hold what is wanted here.
+  // Avoids deadlock: other threads may wait for blocks held here while they hold blocks.
   {
     std::lock_guard lock(mutex_);
     TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
     ++waiting_;
   }
-  Result<PinnedRing::Block> block = rules_.TakeBlock(*line.device);
+  Result<PinnedRing::Block> block = limits_.TakeBlock(*line.device);
   {
     std::lock_guard lock(mutex_);
     --waiting_;
@@ -373,12 +375,12 @@ Status DeviceWriter::Room(Line& line, std::uint64_t bytes) {
 }
 
 Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base,
-                             const Fill& fill, Arrived* arrived) {
+                             const Fill& fill, WriteDigest* arrived) {
   Status status;
   SplitBox(box, 1, line.device->ring->block_bytes(), [&](const Box& part) {
     if (!status.ok()) return;
     const auto bytes = static_cast<std::uint64_t>(part.volume());
-    status = Room(line, bytes);
+    status = EnsureRoom(line, bytes);
     if (!status.ok()) return;
     const PlacedBox packed = Packed(part, line.used);
     status = fill(packed, line.block->data());
@@ -392,12 +394,12 @@ Status DeviceWriter::WriteBy(Line& line, const Box& box, const PlacedBox& to, st
 
 Status DeviceWriter::Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                            const PlacedBox& to, std::byte* base, const Fill& fill,
-                           Arrived* arrived) {
+                           WriteDigest* arrived) {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Line> line, TakeLine(device));
   Status status;
   {
-    // Also where `fill` throws: what it has sent is waited for.
-    const AtExit back([&] { GiveBack(std::move(line), status); });
+    // The line returns even if `fill` throws, because its sent blocks must still be waited for.
+    const AtExit back([&] { ReturnLine(std::move(line), status); });
     status = WriteBy(*line, box, to, base, fill, arrived);
   }
   return status;
@@ -412,7 +414,7 @@ Status DeviceWriter::WriteZeros(const std::shared_ptr<const OpenedDevice>& devic
 }
 
 Status DeviceWriter::Push() {
-  // Another thread that pushes may wait for the device.
+  // Another thread that pushes may be waiting for the device.
   const std::unique_lock lock(mutex_, std::try_to_lock);
   return lock.owns_lock() ? PushLocked() : Status();
 }
@@ -427,11 +429,11 @@ void DeviceWriter::Drop() {
   }
 }
 
-void DeviceWriter::WaitOn(std::chrono::milliseconds patience) {
+void DeviceWriter::IgnoreCancellation(std::chrono::milliseconds patience) {
   std::lock_guard lock(mutex_);
-  rules_.cancel = nullptr;
-  rules_.patience = patience;
-  for (const std::unique_ptr<Line>& line : lines_) line->queue->SetRules({patience, nullptr});
+  limits_.cancel = nullptr;
+  limits_.patience = patience;
+  for (const std::unique_ptr<Line>& line : lines_) line->queue->SetLimits({patience, nullptr});
 }
 
 Status DeviceWriter::Finish() {
@@ -439,16 +441,16 @@ Status DeviceWriter::Finish() {
   TENSORMOUNT_RETURN_IF_ERROR(PushLocked());
   for (const std::unique_ptr<Line>& line : lines_) {
     if (line->last == nullptr) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(rules_.Await(*line->last, *line->device));
+    TENSORMOUNT_RETURN_IF_ERROR(limits_.Await(*line->last, *line->device));
     line->last.reset();
-    for (const Line::Taken& taken : *line->taken) taken.arrived->digest ^= taken.digest;
+    for (const Line::SubmittedDigest& taken : *line->taken) taken.arrived->digest ^= taken.digest;
     line->taken->clear();
   }
   return {};
 }
 
-// Where the device has no memory to compute it with.
-Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
+// Computes a digest on the host, for a device without memory to compute it.
+Status DigestOnHost(const DigestRequest& wanted, const DeviceLimits& limits) {
   const DeviceBoxes& boxes = wanted.boxes;
   Crc64 digest = 0;
   Status status;
@@ -458,7 +460,7 @@ Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
       if (!status.ok()) return;
       const StridedCopy all = PlanCopy(part, placed, Packed(part, 0));
       const PlacedBox in_memory{part, all.src_offset, placed.strides};
-      const auto there = ReadBack({boxes.device, {&in_memory, 1}, boxes.base}, rules, bytes);
+      const auto there = ReadBack({boxes.device, {&in_memory, 1}, boxes.base}, limits, bytes);
       status = there.status();
       if (!status.ok()) return;
       digest ^= DigestOfPlaced(there.value().front(), bytes.data(), wanted.byte_shape);
@@ -469,12 +471,13 @@ Status DigestHere(const DigestWanted& wanted, const DeviceRules& rules) {
   return {};
 }
 
-// At most as many digests as fit into a block. False: the device has no memory to compute them. The
-// block is given back before the host computes them instead, which takes a block of its own.
-Result<bool> DigestThere(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
-                         std::span<const DigestWanted* const> wanted, const DeviceRules& rules) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*device));
-  FlyingBlock block(std::move(taken), device);
+// Computes at most as many digests as fit into a block. False: the device has no memory to compute
+// them; the block is then returned before the host computes them, which takes its own block.
+Result<bool> DigestOnDevice(const std::shared_ptr<const OpenedDevice>& device, DeviceQueue& queue,
+                            std::span<const DigestRequest* const> wanted,
+                            const DeviceLimits& limits) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, limits.TakeBlock(*device));
+  BlockInTransit block(std::move(taken), device);
   auto* const results = reinterpret_cast<Crc64*>(block.data());
   const Status launched = block.Launch(queue, [&]() -> Status {
     for (std::size_t i = 0; i < wanted.size(); ++i) {
@@ -485,33 +488,34 @@ Result<bool> DigestThere(const std::shared_ptr<const OpenedDevice>& device, Devi
     return {};
   });
   if (launched.code() == Code::kResourceExhausted) {
-    block.Settle(Deadline::After(rules.patience));
+    block.Settle(Deadline::After(limits.patience));
     return false;
   }
   TENSORMOUNT_RETURN_IF_ERROR(launched);
-  TENSORMOUNT_RETURN_IF_ERROR(block.Land(rules));
+  TENSORMOUNT_RETURN_IF_ERROR(block.AwaitTransfer(limits));
   for (std::size_t i = 0; i < wanted.size(); ++i) *wanted[i]->out = results[i];
   return true;
 }
 
-Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules) {
-  DeviceQueues queues(rules);
-  std::map<std::shared_ptr<const OpenedDevice>, std::vector<const DigestWanted*>> by_device;
-  for (const DigestWanted& w : wanted) by_device[w.boxes.device].push_back(&w);
+Status DigestsOnDevices(std::span<const DigestRequest> wanted, const DeviceLimits& limits) {
+  DeviceQueues queues(limits);
+  std::map<std::shared_ptr<const OpenedDevice>, std::vector<const DigestRequest*>> by_device;
+  for (const DigestRequest& w : wanted) by_device[w.boxes.device].push_back(&w);
   for (const auto& [device, all] : by_device) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues.Of(device));
     const std::size_t at_once = device->ring->block_bytes() / sizeof(Crc64);
     for (std::size_t from = 0; from < all.size(); from += at_once) {
       const auto some = std::span(all).subspan(from, std::min(at_once, all.size() - from));
-      TENSORMOUNT_ASSIGN_OR_RETURN(const bool digested, DigestThere(device, *queue, some, rules));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool digested,
+                                   DigestOnDevice(device, *queue, some, limits));
       if (digested) continue;
-      for (const DigestWanted* one : some) TENSORMOUNT_RETURN_IF_ERROR(DigestHere(*one, rules));
+      for (const DigestRequest* one : some) TENSORMOUNT_RETURN_IF_ERROR(DigestOnHost(*one, limits));
     }
   }
   return {};
 }
 
-Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRules& rules,
+Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceLimits& limits,
                                         std::vector<std::byte>& out) {
   std::uint64_t bytes = 0;
   std::vector<PlacedBox> packed;
@@ -520,10 +524,10 @@ Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRu
     bytes += static_cast<std::uint64_t>(from.box.volume());
   }
   out.resize(static_cast<std::size_t>(bytes));
-  DeviceQueues queues(rules);
+  DeviceQueues queues(limits);
   TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues.Of(boxes.device));
-  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, rules.TakeBlock(*boxes.device));
-  FlyingBlock block(std::move(taken), boxes.device);
+  TENSORMOUNT_ASSIGN_OR_RETURN(PinnedRing::Block taken, limits.TakeBlock(*boxes.device));
+  BlockInTransit block(std::move(taken), boxes.device);
   for (std::size_t i = 0; i < packed.size(); ++i) {
     Status status;
     SplitBox(packed[i].box, 1, block.size(), [&](const Box& part) {
@@ -531,7 +535,7 @@ Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRu
       const PlacedBox in_block = Packed(part, 0);
       const DeviceCopy copy{PlanCopy(part, boxes.placed[i], in_block), boxes.base, block.data()};
       status = block.Launch(*queue, [&] { return queue->CopyOut({&copy, 1}); });
-      if (status.ok()) status = block.Land(rules);
+      if (status.ok()) status = block.AwaitTransfer(limits);
       if (status.ok()) ExecuteCopy(PlanCopy(part, in_block, packed[i]), block.data(), out.data());
     });
     TENSORMOUNT_RETURN_IF_ERROR(status);

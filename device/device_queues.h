@@ -22,61 +22,63 @@
 #include "device/devices.h"
 #include "shard/tensor_meta.h"
 
-// What one save or load does on devices, whichever they are: a queue to each, behind the fences of
-// the call, and what is built on it.
+// The device work of one save or load: one queue per device, ordered after the fences of the call,
+// and helpers on top.
 
 namespace tensormount {
 
-// How a save or load treats devices. What it names must outlive who is told.
-struct DeviceRules {
+// Limits for one save or load on devices. What its pointers refer to must outlive all users.
+struct DeviceLimits {
   const DeviceFences* fences = nullptr;
   const std::atomic<bool>* cancel = nullptr;
-  // For one block of pinned memory: until one is free, or what goes through it is done.
+  // Limit for one wait, until a pinned block is free or the transfer through it is done.
   std::chrono::milliseconds patience{0};
 
-  // Awaits a mark of `device`, which is named where it fails.
+  // Waits for a mark of `device`; an error names the device.
   Status Await(DeviceMark& mark, const OpenedDevice& device) const;
   Result<PinnedRing::Block> TakeBlock(const OpenedDevice& device) const;
 };
 
-// How long a device is waited for whose work nobody wants any more: it is on memory of the caller.
+// How long to wait for device work whose result is no longer needed, because the work still uses
+// the caller's memory.
 inline constexpr std::chrono::milliseconds kDeviceGrace{250};
 
-// What became of work that was given to a queue, in calls of which the last said `submitted`: that,
-// or the failure of the mark behind it. `mark` stands for all that the device got, a part of what
-// failed included; failed, where none can be had.
+// The result of submitting work to a queue. `status` is the error of the submission, or of its
+// mark. `mark` stands for all work that the device got, a partial failed submission included; it is
+// an error if no mark can be made.
 struct Submission {
   Status status;
   Result<std::shared_ptr<DeviceMark>> mark;
 };
 Submission MarkSubmitted(DeviceQueue& queue, const Status& submitted);
-// Runs what submits: no exception may come between a submission and its mark, without which the
-// memory that it names counts as free.
-Status NothingThrown(const std::function<Status()>& work) noexcept;
+// Runs `work`, which submits, and converts exceptions to a status: an exception between a
+// submission and its mark would make the memory in use look free.
+Status CatchExceptions(const std::function<Status()>& work) noexcept;
 
-// Where the next bytes of a block of pinned memory may begin: at a cache line, which vector loads
-// and device copies like.
+// Position of the next bytes in a pinned block: cache-line aligned, for vector loads and device
+// copies.
 constexpr std::size_t AlignedInBlock(std::size_t used) { return (used + 63) / 64 * 64; }
 
-// A block of pinned memory whose bytes are on their way to or from a device. Goes back to the ring
-// once they have come, as far as that is known.
-class FlyingBlock {
+// A block of pinned memory in transit to or from a device. It returns to the ring when the transfer
+// is known to be complete.
+class BlockInTransit {
  public:
-  FlyingBlock(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
+  BlockInTransit(PinnedRing::Block block, std::shared_ptr<const OpenedDevice> device)
       : block_(std::move(block)), device_(std::move(device)) {}
-  // Waits a little for bytes that nobody wants any more: they are the caller's memory.
-  ~FlyingBlock() { Settle(Deadline::After(kDeviceGrace)); }
-  FlyingBlock(const FlyingBlock&) = delete;
-  FlyingBlock& operator=(const FlyingBlock&) = delete;
+  // Waits at most kDeviceGrace for a transfer that is no longer needed, because it uses the
+  // caller's memory.
+  ~BlockInTransit() { Settle(Deadline::After(kDeviceGrace)); }
+  BlockInTransit(const BlockInTransit&) = delete;
+  BlockInTransit& operator=(const BlockInTransit&) = delete;
 
   std::byte* data() const { return block_.data(); }
   std::size_t size() const { return block_.size(); }
-  bool landed() const { return landed_; }
+  bool transfer_done() const { return transfer_done_; }
 
-  // Submits by `work` what moves its bytes; it must have landed before.
+  // Submits the transfer by calling `work`; the previous transfer must have completed.
   Status Launch(DeviceQueue& queue, const std::function<Status()>& work);
-  Status Land(const DeviceRules& rules);
-  // The same for bytes that nobody wants any more; after `deadline` the block stays with the
+  Status AwaitTransfer(const DeviceLimits& limits);
+  // Waits for a transfer that is no longer needed; after `deadline` the block is left to the
   // device.
   void Settle(const Deadline& deadline);
 
@@ -84,127 +86,131 @@ class FlyingBlock {
   PinnedRing::Block block_;
   std::shared_ptr<const OpenedDevice> device_;
   Result<std::shared_ptr<DeviceMark>> mark_ = std::shared_ptr<DeviceMark>();
-  bool landed_ = true;
+  bool transfer_done_ = true;
 };
 
-// A queue to a device, behind the fences of the call. Where it is destroyed before its work is
-// done, the streams of the fences wait for that (DeviceFences::Hold), and memory that is freed
-// later (DeviceRemains).
+// A queue to a device, ordered after the fences of the call. If it is destroyed with pending work,
+// the streams of the fences wait for that work (DeviceFences::Hold), and so do later frees
+// (PendingDeviceWork).
 Result<std::unique_ptr<DeviceQueue>> MakeFencedQueue(const OpenedDevice& device,
-                                                     const DeviceRules& rules);
+                                                     const DeviceLimits& limits);
 
-// Queues, one a device, made when they are first asked for. Of one thread at a time.
+// One queue per device, made on first use. Not thread-safe.
 class DeviceQueues {
  public:
-  explicit DeviceQueues(const DeviceRules& rules) : rules_(rules) {}
+  explicit DeviceQueues(const DeviceLimits& limits) : limits_(limits) {}
   Result<DeviceQueue*> Of(const std::shared_ptr<const OpenedDevice>& device);
-  DeviceRules& rules() { return rules_; }
+  DeviceLimits& limits() { return limits_; }
 
  private:
-  DeviceRules rules_;
+  DeviceLimits limits_;
   std::map<std::shared_ptr<const OpenedDevice>, std::unique_ptr<DeviceQueue>> queues_;
 };
 
-// Memory of a device: boxes of bytes relative to `base`.
+// Boxes of device memory, in bytes relative to `base`.
 struct DeviceBoxes {
   std::shared_ptr<const OpenedDevice> device;
   std::span<const PlacedBox> placed;
   std::byte* base = nullptr;
 };
 
-// Brings bytes into memory of devices, through pinned blocks: while some are on their way the next
-// are filled. Small boxes share a block. Thread-safe, and threads that write at the same time fill
-// blocks of their own, which go in queues of their own.
-// Who waits for a block holds none, and has sent those that nobody was filling; who waits for
-// others calls Push before.
+// Writes bytes to device memory through pinned blocks: while some blocks are in transit the next
+// ones are filled. Small boxes share a block. Thread-safe: concurrent threads fill separate blocks
+// and use separate queues. To avoid deadlock, a thread that waits for a block has none itself and
+// has sent all blocks that no thread is filling; a caller that waits for other threads calls Push
+// first.
 class DeviceWriter {
  public:
-  explicit DeviceWriter(const DeviceRules& rules) : rules_(rules) {}
-  // Waits a little for bytes that nobody wants any more: they go into the caller's memory.
+  explicit DeviceWriter(const DeviceLimits& limits) : limits_(limits) {}
+  // Waits at most kDeviceGrace for transfers that are no longer needed, because they use the
+  // caller's memory.
   ~DeviceWriter();
 
-  // Writes the packed bytes of a box to where it says, `base` added.
+  // Writes the packed bytes of a box to the place that `packed` gives, relative to `base`.
   using Fill = std::function<Status(const PlacedBox& packed, std::byte* base)>;
-  // What the bytes that arrived contribute to the digest of their tensor, computed by the device
-  // right behind each copy, beside the copies that follow. Must live until Finish has returned, or
-  // the writer is gone.
-  struct Arrived {
+  // The contribution of the written bytes to the digest of their tensor, computed by the device
+  // after each copy, concurrently with the following copies. Must live until Finish has returned,
+  // or the writer is destroyed.
+  struct WriteDigest {
     Dims byte_shape;
     Crc64 digest = 0;
-    // The device had no memory for it: `digest` means nothing.
+    // True: the device had no memory to compute the digest, and `digest` is invalid.
     bool unknown = false;
   };
-  // Puts the bytes of `box`, which lies within to.box, where `to` says in memory of a device at
-  // `base`. They come from `fill`, which is called here, once for each part that a block takes.
-  // They are there once Finish has returned, and then `arrived`, if not null, says what they are.
+  // Writes `box`, a part of to.box, to the place that `to` gives in device memory at `base`. `fill`
+  // provides the bytes; it is called here, once per block. The bytes are there when Finish has
+  // returned; then `arrived`, if not null, has their digest.
   Status Write(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
-               const PlacedBox& to, std::byte* base, const Fill& fill, Arrived* arrived = nullptr);
-  // Zeros instead.
+               const PlacedBox& to, std::byte* base, const Fill& fill,
+               WriteDigest* arrived = nullptr);
+  // Like Write, with zeros.
   Status WriteZeros(const std::shared_ptr<const OpenedDevice>& device, const Box& box,
                     const PlacedBox& to, std::byte* base);
-  // Sends what waits for more of its block, but for what another thread is writing just now.
+  // Sends partly filled blocks, except those that another thread is writing.
   Status Push();
-  // Lets go of what was not sent.
+  // Discards bytes that were not sent.
   void Drop();
-  // From now on waits go on where the call is cancelled, and take `patience`; those of queues that
-  // were made before, too. Of no use while another thread writes, as Drop and Finish.
-  void WaitOn(std::chrono::milliseconds patience);
-  // Until all is there.
+  // For use after a cancelled call: later waits, of existing queues too, ignore the cancellation
+  // and take up to `patience`. Like Drop and Finish, not while another thread writes.
+  void IgnoreCancellation(std::chrono::milliseconds patience);
+  // Waits until all bytes are in device memory.
   Status Finish();
-  // After a failure, when no thread writes: whether nothing of it is under way any more.
+  // After a failure, when no thread writes: waits until `deadline`, and returns whether no transfer
+  // is pending any more.
   bool Settle(const Deadline& deadline);
 
  private:
-  struct Line {  // To one device. Of one thread at a time.
+  struct Line {  // A block and queue for one device; used by one thread at a time.
     std::shared_ptr<const OpenedDevice> device;
     std::unique_ptr<DeviceQueue> queue;
-    std::optional<PinnedRing::Block> block;  // That is being filled.
+    std::optional<PinnedRing::Block> block;  // Being filled.
     std::size_t used = 0;
     std::vector<DeviceCopy> copies;
-    // Of copies whose digest is wanted: where they go.
+    // Destination of a copy whose digest is wanted.
     struct Landing {
       PlacedBox placed;
       std::byte* base = nullptr;
-      Arrived* arrived = nullptr;
+      WriteDigest* arrived = nullptr;
     };
     std::vector<Landing> landings;
-    // Of what was sent; addresses stay.
-    struct Taken {
+    // Digests of sent copies; a deque, so that addresses stay valid.
+    struct SubmittedDigest {
       Crc64 digest = 0;
-      Arrived* arrived = nullptr;
+      WriteDigest* arrived = nullptr;
     };
-    std::shared_ptr<std::deque<Taken>> taken = std::make_shared<std::deque<Taken>>();
-    std::shared_ptr<DeviceMark> last;  // Of what was sent.
-    bool lost = false;                 // Something was sent that no mark stands for.
+    std::shared_ptr<std::deque<SubmittedDigest>> taken =
+        std::make_shared<std::deque<SubmittedDigest>>();
+    std::shared_ptr<DeviceMark> last;  // Mark of the last sent block.
+    bool lost = false;                 // A block was sent without a mark.
   };
   Result<std::unique_ptr<Line>> TakeLine(const std::shared_ptr<const OpenedDevice>& device);
-  void GiveBack(std::unique_ptr<Line> line, Status& status);
+  void ReturnLine(std::unique_ptr<Line> line, Status& status);
   Status WriteBy(Line& line, const Box& box, const PlacedBox& to, std::byte* base, const Fill& fill,
-                 Arrived* arrived);
-  Status Room(Line& line, std::uint64_t bytes);
+                 WriteDigest* arrived);
+  Status EnsureRoom(Line& line, std::uint64_t bytes);
   static Status Launch(Line& line);
   static Status TakeDigests(Line& line);
   Status PushLocked();
 
   std::mutex mutex_;
-  DeviceRules rules_;
-  std::vector<std::unique_ptr<Line>> lines_;  // Those that no thread writes by.
-  std::size_t made_ = 0;                      // With those that some do.
-  int waiting_ = 0;                           // Threads, for a block.
+  DeviceLimits limits_;
+  std::vector<std::unique_ptr<Line>> lines_;  // Idle lines.
+  std::size_t made_ = 0;                      // Number of lines, busy ones included.
+  int waiting_ = 0;                           // Threads that wait for a block.
 };
 
-// The contributions of memory to the digests of tensors (shard/strided_digest.h), computed by the
-// devices; by the host where a device has no memory for it.
-struct DigestWanted {
+// Contributions of device memory to the digests of tensors (shard/strided_digest.h), computed by
+// the devices, or by the host if a device has no memory for it.
+struct DigestRequest {
   DeviceBoxes boxes;
   Dims byte_shape;
   Crc64* out = nullptr;
 };
-Status DigestsOnDevices(std::span<const DigestWanted> wanted, const DeviceRules& rules);
+Status DigestsOnDevices(std::span<const DigestRequest> wanted, const DeviceLimits& limits);
 
-// The bytes of placed boxes of a device, packed one box after the other into `out`, and where they
-// stand there.
-Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceRules& rules,
+// Reads placed boxes of a device into `out`, packed one after the other; returns their places in
+// `out`.
+Result<std::vector<PlacedBox>> ReadBack(const DeviceBoxes& boxes, const DeviceLimits& limits,
                                         std::vector<std::byte>& out);
 
 }  // namespace tensormount

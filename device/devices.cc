@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which devices there are, opened once each. Who finds them is a module that is opened at run time,
-// so that all folders but gpu/ compile and link without CUDA.
+// The devices of this process, opened once each. A module opened at run time finds them, so that
+// all directories but gpu/ compile and link without CUDA.
 #include "device/devices.h"
 
 #include <algorithm>
@@ -26,13 +26,13 @@ struct Known {
 };
 
 Known& Devices() {
-  static auto* const known = new Known;  // Saves that end with the process ask still.
+  static auto* const known = new Known;  // Saves that end at process exit still use it.
   return *known;
 }
 
-// Whether this process has opened a device, and whether it was forked from one that had. Not behind
-// the mutex, which a thread that a forked child has not got may hold; nor by asking for the number
-// of the process, which is a system call for each tensor.
+// Whether this process has opened a device, and whether it was forked from one that had. Not
+// protected by the mutex, which a thread that does not exist in a forked child may hold; and not by
+// getpid, which would be a system call per tensor.
 std::atomic<bool> opened_here = false;
 std::atomic<bool> opened_by_parent = false;
 void NoteForks() {
@@ -44,7 +44,7 @@ void NoteForks() {
 
 Result<std::shared_ptr<DeviceOps>> OpenByModule(const Device& device) {
   Result<const DeviceModule*> module = OpenDeviceModule();
-  if (!module.ok()) return module.status().WithContext("the buffer is in memory of a device");
+  if (!module.ok()) return module.status().WithContext("the buffer is in device memory");
   return module.value()->open(device);
 }
 
@@ -65,18 +65,19 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
   if (opened_by_parent) {
     return Status(Code::kUnavailable,
                   NameOf(device) +
-                      ": this process was forked from one that had opened it; a device can only be "
-                      "used in a process that was spawned")
+                      ": the parent process had opened the device before it forked this process; "
+                      "start this process with spawn instead of fork")
         .With({.device = NameOf(device)});
   }
   Known& known = Devices();
   std::lock_guard lock(known.mutex);
-  // Of one that was reset nothing is left; whoever still has it is told so by it.
+  // A reset device is useless, and its users get its errors.
   std::erase_if(known.entries, [](const Known::Entry& entry) { return entry.opened->ops->gone(); });
   for (const Known::Entry& entry : known.entries) {
     if (entry.device == device) return entry.opened;
   }
-  // Before it is opened: who is forked meanwhile has half a device and a lock that nobody returns.
+  // Set before the device is opened: a child forked meanwhile has a half-open device and a locked
+  // mutex.
   NoteForks();
   opened_here = true;
   Result<std::shared_ptr<DeviceOps>> found =
@@ -86,7 +87,7 @@ Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device) {
     return found.status().With({.device = NameOf(device)});
   }
   std::shared_ptr<DeviceOps> ops = std::move(found).value();
-  // One device may be described in two ways, with its UUID and without.
+  // One device may be described with and without its UUID.
   std::shared_ptr<const OpenedDevice> opened;
   for (const Known::Entry& entry : known.entries) {
     if (entry.opened->ops == ops) opened = entry.opened;
@@ -107,65 +108,65 @@ Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device) {
 }
 
 Status CheckMemory(const BufferView& view) {
-  if (!OnDevice(view)) return CheckHostMemory(view);
+  if (!IsDeviceMemory(view)) return CheckHostMemory(view);
   TENSORMOUNT_RETURN_IF_ERROR(CheckDescription(view));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const OpenedDevice> device,
                                OpenDevice(view.device));
-  // Where there is nothing, frameworks hand out any pointer.
+  // For empty tensors frameworks pass arbitrary pointers.
   const bool empty = std::find(view.shape.begin(), view.shape.end(), 0) != view.shape.end();
   const Status checked = empty ? Status() : device->ops->Check(view);
   return checked.ok() ? checked : checked.With({.device = device->ops->name()});
 }
 
-void DeviceRemains::Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>& work) noexcept {
+void PendingDeviceWork::Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>& work) noexcept {
   std::lock_guard lock(mutex_);
   slot.front() = {work.ok() ? work.value() : nullptr, ++count_};
   work_.splice(work_.end(), slot);
   Sweep();
 }
 
-// Forgets work that has ended, and frees what no other work can reach.
-void DeviceRemains::Sweep() noexcept {
-  work_.remove_if([](Left& left) {
+// Removes work that has ended, and frees memory that no other work can access.
+void PendingDeviceWork::Sweep() noexcept {
+  work_.remove_if([](QueueWork& left) {
     if (left.mark == nullptr) return false;
     try {
       const Result<bool> reached = left.mark->Reached();
-      // Work that failed has ended; work behind it may not have.
+      // Failed work has ended; work after it may not have.
       if (!reached.ok()) left.mark.reset();
       return reached.ok() && reached.value();
-    } catch (const std::exception&) {  // No memory: it is asked again.
+    } catch (const std::exception&) {  // No memory: retried later.
       return false;
     }
   });
   for (auto at = waiting_.begin(); at != waiting_.end();) {
-    if (!IsOverLocked(at->second)) {
+    if (!HasNoPendingWorkLocked(at->second)) {
       ++at;
       continue;
     }
     try {
       if (!ops_->gone()) ops_->Free(at->first);
-    } catch (const std::exception&) {  // No memory for a call: the device keeps it.
+    } catch (const std::exception&) {  // No memory for the call: leaked.
     }
     at = waiting_.erase(at);
   }
 }
 
-bool DeviceRemains::IsOverLocked(const Area& area) const {
-  return std::none_of(work_.begin(), work_.end(), [&](const Left& left) {
+bool PendingDeviceWork::HasNoPendingWorkLocked(const Area& area) const {
+  return std::none_of(work_.begin(), work_.end(), [&](const QueueWork& left) {
     return area.since < left.number && left.number <= area.until;
   });
 }
 
-bool DeviceRemains::Over() noexcept {
+bool PendingDeviceWork::IsIdle() noexcept {
   std::lock_guard lock(mutex_);
   Sweep();
   return work_.empty();
 }
 
-Result<std::byte*> DeviceRemains::Allocate(std::size_t bytes) {
+Result<std::byte*> PendingDeviceWork::Allocate(std::size_t bytes) {
   std::map<std::byte*, Area> entry;
-  entry[nullptr];  // Before there is memory that could be lost.
-  (void)Over();
+  entry[nullptr];  // Inserted first: memory would be lost if this threw later.
+  (void)IsIdle();
   TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const data, ops_->Allocate(bytes));
   std::lock_guard lock(mutex_);
   auto node = entry.extract(entry.begin());
@@ -175,7 +176,7 @@ Result<std::byte*> DeviceRemains::Allocate(std::size_t bytes) {
   return data;
 }
 
-void DeviceRemains::Free(std::byte* data) noexcept {
+void PendingDeviceWork::Free(std::byte* data) noexcept {
   std::lock_guard lock(mutex_);
   auto node = areas_.extract(data);
   if (node.empty()) return;
@@ -184,21 +185,21 @@ void DeviceRemains::Free(std::byte* data) noexcept {
   Sweep();
 }
 
-bool DeviceRemains::IsOver(std::byte* data) noexcept {
+bool PendingDeviceWork::HasNoPendingWork(std::byte* data) noexcept {
   std::lock_guard lock(mutex_);
   Sweep();
   const auto found = areas_.find(data);
-  return found != areas_.end() && IsOverLocked({found->second.since, count_});
+  return found != areas_.end() && HasNoPendingWorkLocked({found->second.since, count_});
 }
 
-void DeviceRemains::Renew(std::byte* data) noexcept {
+void PendingDeviceWork::ResetPendingWork(std::byte* data) noexcept {
   std::lock_guard lock(mutex_);
   const auto found = areas_.find(data);
   if (found != areas_.end()) found->second.since = count_;
 }
 
 Status DeviceFences::Add(const BufferView& view) {
-  if (!OnDevice(view)) return {};
+  if (!IsDeviceMemory(view)) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const OpenedDevice> device, OpenDevice(view.device));
   if (view.stream.kind == StreamKind::kNone) {
     if (std::find(unordered_.begin(), unordered_.end(), device) == unordered_.end()) {
@@ -222,7 +223,7 @@ void DeviceFences::Hold(const OpenedDevice& device,
                                         [&](const auto& one) { return one.get() == &device; });
   for (const Fence& fence : fences_) {
     if (!work.ok() || fence.device.get() != &device) continue;
-    // That of another thread can only be named on it.
+    // Another thread's default stream can only be named on that thread.
     const bool here = fence.stream.kind != StreamKind::kPerThreadDefault ||
                       fence.thread == std::this_thread::get_id();
     const bool alone = std::none_of(fences_.begin(), fences_.end(), [&](const Fence& other) {
@@ -235,9 +236,9 @@ void DeviceFences::Hold(const OpenedDevice& device,
   if (!held) memory_in_use_ = true;
 }
 
-Status DeviceFences::Before(DeviceQueue& queue, const OpenedDevice& device) const {
+Status DeviceFences::MakeQueueWait(DeviceQueue& queue, const OpenedDevice& device) const {
   for (const Fence& fence : fences_) {
-    if (fence.device.get() == &device) TENSORMOUNT_RETURN_IF_ERROR(queue.After(fence.mark));
+    if (fence.device.get() == &device) TENSORMOUNT_RETURN_IF_ERROR(queue.WaitFor(fence.mark));
   }
   return {};
 }

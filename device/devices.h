@@ -19,110 +19,112 @@
 #include "device/device_ops.h"
 #include "device/pinned_ring.h"
 
-// Devices of this process, and what must be known of memory before it is touched.
+// The devices of this process, and checks of memory before it is used.
 
 namespace tensormount {
 
-// Memory of the device that is ours, and work that queues which are gone have left under way on it.
-// Memory that such work may reach is freed after it: a stream that the work is behind may hang, and
-// nobody waits for that. What has become free is looked for whenever a queue is made or goes, and
-// when memory is taken or given back. Thread-safe.
-class DeviceRemains {
+// Device memory that tensormount allocated, and pending work of destroyed queues. Memory that such
+// work may access is freed only after the work, without waiting for it, because its stream may
+// hang. Whenever a queue is made or destroyed, and when memory is allocated or freed, memory whose
+// work has ended is freed. Thread-safe.
+class PendingDeviceWork {
  public:
-  explicit DeviceRemains(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
+  explicit PendingDeviceWork(std::shared_ptr<DeviceOps> ops) : ops_(std::move(ops)) {}
 
-  // One entry, which a queue makes before it needs it: when it goes there may be no memory for it.
-  struct Left {
-    std::shared_ptr<DeviceMark> mark;  // Null: nobody can know when the work ends.
-    std::uint64_t number = 0;          // In the order in which queues went, from 1 on.
+  // An entry that a queue allocates in advance, because there may be no memory when it is
+  // destroyed.
+  struct QueueWork {
+    std::shared_ptr<DeviceMark> mark;  // Null: the end of the work is unknown.
+    std::uint64_t number = 0;          // Order of destruction, from 1 on.
   };
-  using Slot = std::list<Left>;
-  // `work`: the last mark of a queue; failed where none can be had.
+  using Slot = std::list<QueueWork>;
+  // Adds the pending work of a destroyed queue. `work`: the queue's last mark, or an error if it
+  // has none.
   void Add(Slot slot, const Result<std::shared_ptr<DeviceMark>>& work) noexcept;
-  // Whether none of it is under way any more.
-  bool Over() noexcept;
+  // Whether all pending work has ended.
+  bool IsIdle() noexcept;
 
-  // Errors of DeviceOps::Allocate.
+  // Allocates device memory. The errors are those of DeviceOps::Allocate.
   Result<std::byte*> Allocate(std::size_t bytes);
-  // Gives back memory of Allocate that no queue works on: it is freed once the work is over that
-  // was left since Allocate or Renew.
+  // Frees memory of Allocate that no live queue uses, after the work that was left pending since
+  // Allocate or ResetPendingWork has ended.
   void Free(std::byte* data) noexcept;
-  // Whether none of the work that was left since then is under way.
-  bool IsOver(std::byte* data) noexcept;
-  // The caller knows that none of it works on this memory.
-  void Renew(std::byte* data) noexcept;
+  // Whether all work that was left pending since Allocate or ResetPendingWork has ended.
+  bool HasNoPendingWork(std::byte* data) noexcept;
+  // Declares that no pending work uses this memory.
+  void ResetPendingWork(std::byte* data) noexcept;
 
  private:
   struct Area {
-    std::uint64_t since = 0;  // Work of later numbers may be on it,
-    std::uint64_t until = 0;  // and, once it was given back, up to this one.
+    std::uint64_t since = 0;  // Pending work with numbers above this one may use it.
+    std::uint64_t until = 0;  // Set by Free: work with numbers above this one cannot.
   };
   void Sweep() noexcept;
-  bool IsOverLocked(const Area& area) const;
+  bool HasNoPendingWorkLocked(const Area& area) const;
 
   const std::shared_ptr<DeviceOps> ops_;
   std::mutex mutex_;
   std::uint64_t count_ = 0;
   Slot work_;
   std::map<std::byte*, Area> areas_;
-  std::map<std::byte*, Area> waiting_;  // Given back; Free moves an entry and needs no memory.
+  // Freed memory that pending work may use; Free moves an entry, so it does not allocate.
+  std::map<std::byte*, Area> waiting_;
 };
 
-// A device that was asked for once, with what all its saves and loads share: pinned memory, and
-// what was left under way.
+// An open device with the state that its saves and loads share: pinned memory, and pending work.
 struct OpenedDevice {
   explicit OpenedDevice(std::shared_ptr<DeviceOps> device)
       : ops(std::move(device)),
         ring(std::make_shared<PinnedRing>(ops, ops->pinned())),
-        remains(std::make_shared<DeviceRemains>(ops)) {}
-  // A failure of this device, named in words and as a field.
+        pending_work(std::make_shared<PendingDeviceWork>(ops)) {}
+  // Adds the name of the device to the message and the fields of a failure.
   Status Name(const Status& failure) const {
     return failure.ok() ? failure : failure.WithContext(ops->name()).With({.device = ops->name()});
   }
   std::shared_ptr<DeviceOps> ops;
   std::shared_ptr<PinnedRing> ring;
-  std::shared_ptr<DeviceRemains> remains;
+  std::shared_ptr<PendingDeviceWork> pending_work;
 };
 
 // Finds a device. Thread-safe.
 using DeviceSource = std::function<Result<std::shared_ptr<DeviceOps>>(const Device&)>;
-// For tests: replaces who finds devices, and forgets those that were opened. Empty: the module for
-// CUDA again (device/device_module.h).
+// For tests: replaces the source and forgets opened devices. Empty: the CUDA module again
+// (device/device_module.h).
 void SetDeviceSource(DeviceSource source);
 
-// The device that a buffer's memory is on. kUnsupported where the module for it is not installed,
-// kUnavailable where there is no such device, or where this process was forked from one that had
-// opened it: no work of a device can be done in such a child. Thread-safe.
+// Opens the device of a buffer. kUnsupported if its module is not installed; kUnavailable if there
+// is no such device, or if this process was forked from one that had opened it, because a forked
+// child cannot use devices. Thread-safe.
 Result<std::shared_ptr<const OpenedDevice>> OpenDevice(const Device& device);
 
-// Its end of a way to devices of other ranks (DeviceOps::OpenLink). Errors of OpenDevice and of
-// that. Thread-safe.
+// This device's end of direct transfers (DeviceOps::OpenLink). Also returns errors of OpenDevice.
+// Thread-safe.
 Result<std::unique_ptr<DeviceLink>> OpenDeviceLink(const Device& device);
 
-// Whether saves and loads can work with what a view describes: memory of the host (CheckHostMemory)
-// or of a device that OpenDevice gives. Errors of both.
+// Checks that saves and loads can use the memory of a view: host memory (CheckHostMemory) or memory
+// of a device that OpenDevice opens. The errors are those of both functions.
 Status CheckMemory(const BufferView& view);
-inline bool OnDevice(const BufferView& view) { return view.device.kind != DeviceKind::kHost; }
+inline bool IsDeviceMemory(const BufferView& view) { return view.device.kind != DeviceKind::kHost; }
 
-// What the streams that order some buffers had been given when a call began. A save or load that
-// goes on in the background works in other threads later; what the streams are given after the call
-// is not its business. Immutable once it is shared, but for what Hold says.
+// The state, at the begin of a call, of the streams that order its buffers. A background save or
+// load works later in other threads, and must not wait for work that the streams get after the
+// call. Immutable once shared, except as noted for Hold.
 class DeviceFences {
  public:
-  // Errors of OpenDevice and MarkStream.
+  // Marks the current work of the buffer's stream. The errors are those of OpenDevice and
+  // MarkStream.
   Status Add(const BufferView& view);
-  // Work that is submitted to `queue`, of that device, from now on comes after all of them.
-  Status Before(DeviceQueue& queue, const OpenedDevice& device) const;
-  // The other way around, for a call that ends before its work on the device does: what the streams
-  // are given from now on comes after `work`. Then memory that an allocator gives out in the order
-  // of a stream is not written to by what was before. A stream is not made to wait where the work
-  // waits for another one of them, which may hang, or wait for something that the program does on
-  // this one. The streams must live until the call has ended. Thread-safe.
+  // Makes later work of `queue`, a queue of `device`, wait for all fences.
+  Status MakeQueueWait(DeviceQueue& queue, const OpenedDevice& device) const;
+  // For a call that ends before its device work: makes later work of the streams wait for `work`,
+  // so that `work` does not overwrite memory that a stream-ordered allocator has reused. A stream
+  // does not wait if `work` waits for another of the streams, because that wait may hang, or depend
+  // on this stream. The streams must live until the call has ended. Thread-safe.
   void Hold(const OpenedDevice& device, const Result<std::shared_ptr<DeviceMark>>& work) const;
-  // Work was left of which nothing is known.
-  void Lose() const { memory_in_use_ = true; }
-  // Whether work was left that no stream waits for: there is no stream, it is another thread's, the
-  // work has no mark, or would make one stream wait for another.
+  // Records pending work without a mark.
+  void NoteLostWork() const { memory_in_use_ = true; }
+  // Whether there is pending work that no stream waits for: the buffer has no stream, or another
+  // thread's; the work has no mark; or one stream would have to wait for another.
   bool memory_in_use() const { return memory_in_use_; }
 
  private:
@@ -133,7 +135,8 @@ class DeviceFences {
     std::thread::id thread;
   };
   std::vector<Fence> fences_;
-  std::vector<std::shared_ptr<const OpenedDevice>> unordered_;  // With memory of no stream.
+  // Devices of buffers without a stream.
+  std::vector<std::shared_ptr<const OpenedDevice>> unordered_;
   mutable std::atomic<bool> memory_in_use_ = false;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pinned memory in a few blocks that all saves and loads of a device share. To pin gigabytes costs
-// seconds and takes them from everybody else; some blocks, used in turn, are as fast.
+// Pinned memory in a few blocks that all saves and loads of a device share. Pinning gigabytes takes
+// seconds and starves other programs; a few blocks used in turn are as fast.
 #include "device/pinned_ring.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace tensormount {
 namespace {
 
-// How often a mark or a block is looked at: at first again and again, since most are a few
-// microseconds away, and a thread that sleeps is back after 60 at the soonest; then so that a wait
-// takes a sixteenth more than it must.
+// Polling interval for marks and blocks: at first without pause, because most are a few
+// microseconds away and a sleeping thread wakes after 60 at the earliest; later a sixteenth of the
+// time waited so far.
 constexpr std::chrono::microseconds kWithoutPause{50};
 constexpr std::chrono::microseconds kLongestPause{1000};
 std::chrono::nanoseconds PauseAfter(std::chrono::steady_clock::time_point begin) {
@@ -25,12 +25,12 @@ std::chrono::nanoseconds PauseAfter(std::chrono::steady_clock::time_point begin)
   if (waited < kWithoutPause) return std::chrono::nanoseconds(0);
   return std::min<std::chrono::nanoseconds>(waited / 16, kLongestPause);
 }
-// Of blocks that come back with a call: only to see a cancellation.
+// Polling interval for blocks whose return is notified, so that polling only detects cancellation.
 constexpr std::chrono::milliseconds kLookAgain{20};
 
 constexpr std::size_t kPage = 4096;
 
-Status Cancelled() { return {Code::kCancelled, "it is being cancelled"}; }
+Status Cancelled() { return {Code::kCancelled, "cancelled"}; }
 
 bool IsSet(const std::atomic<bool>* cancel) {
   return cancel != nullptr && cancel->load(std::memory_order_relaxed);
@@ -45,7 +45,8 @@ Status AwaitMark(DeviceMark& mark, const Deadline& deadline, const std::atomic<b
     if (reached) return {};
     if (IsSet(cancel)) return Cancelled();
     if (deadline.Passed()) {
-      return {Code::kDeadlineExceeded, "the device did not finish what it was given in time"};
+      return {Code::kDeadlineExceeded,
+              "timeout: the device did not finish its queued work in time"};
     }
     const std::chrono::nanoseconds pause = PauseAfter(begin);
     if (pause.count() == 0) {
@@ -56,7 +57,7 @@ Status AwaitMark(DeviceMark& mark, const Deadline& deadline, const std::atomic<b
   }
 }
 
-void LeaveToDevice(void* memory) {
+void LeakToDevice(void* memory) {
   static auto* const mutex = new std::mutex;
   static auto* const left = new std::vector<void*>;
   std::lock_guard lock(*mutex);
@@ -88,7 +89,7 @@ void PinnedRing::Block::Return() {
   ring_.reset();
 }
 
-void PinnedRing::Block::GiveUp(const Result<std::shared_ptr<DeviceMark>>& mark) {
+void PinnedRing::Block::ReturnAfter(const Result<std::shared_ptr<DeviceMark>>& mark) {
   if (data_ == nullptr) return;
   std::lock_guard lock(ring_->mutex_);
   ring_->lost_.push_back({std::exchange(data_, nullptr), mark});
@@ -96,7 +97,7 @@ void PinnedRing::Block::GiveUp(const Result<std::shared_ptr<DeviceMark>>& mark) 
 
 PinnedRing::PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape)
     : ops_(std::move(ops)), shape_(shape) {
-  made_.reserve(shape_.blocks);  // Giving back must not need memory.
+  made_.reserve(shape_.blocks);  // Returning a block must not allocate.
   free_.reserve(shape_.blocks);
   lost_.reserve(shape_.blocks);
 }
@@ -107,9 +108,9 @@ PinnedRing::~PinnedRing() {
     const bool lost = std::any_of(lost_.begin(), lost_.end(),
                                   [&](const Lost& l) { return l.data == memory.data; });
     if (lost) {
-      LeaveToDevice(memory.data);
-      // With whoever would take it back.
-      LeaveToDevice(new std::shared_ptr<DeviceOps>(ops_));
+      LeakToDevice(memory.data);
+      // Leaks the device, too, which would free the memory.
+      LeakToDevice(new std::shared_ptr<DeviceOps>(ops_));
     } else if (memory.pinned) {
       ops_->FreePinned(memory.data);
     } else {
@@ -144,7 +145,7 @@ Status PinnedRing::Make() {
   void* data = nullptr;
   if (posix_memalign(&data, kPage, shape_.block_bytes) != 0) {
     return {Code::kResourceExhausted,
-            "no memory for a block of " + std::to_string(shape_.block_bytes) + " bytes"};
+            "cannot allocate a host buffer of " + std::to_string(shape_.block_bytes) + " bytes"};
   }
   const bool first =
       std::none_of(made_.begin(), made_.end(), [](const Memory& memory) { return !memory.pinned; });
@@ -152,8 +153,7 @@ Status PinnedRing::Make() {
   free_.push_back(static_cast<std::byte*>(data));
   if (first) {
     Log(LogLevel::kWarning, ops_->name() +
-                                ": copies go through memory that is not pinned, which is "
-                                "slower: " +
+                                ": copies use host memory that is not pinned, which is slower: " +
                                 pinned.status().message());
   }
   return {};
@@ -163,7 +163,7 @@ Result<std::byte*> PinnedRing::TakeLocked() {
   if (!lost_.empty()) CollectLost();
   if (free_.empty() && made_.size() < shape_.blocks) {
     const Status made = Make();
-    // Otherwise it goes on with those that there are.
+    // If no block can be made, the existing blocks are used.
     if (made_.empty()) return made.With({.device = ops_->name()});
   }
   const bool all_failed =
@@ -181,7 +181,7 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
   std::unique_lock lock(mutex_);
   const int self = 0;
   waiting_.push_back(&self);
-  // Destroyed before the lock is.
+  // AtExit runs before the lock is released.
   const AtExit leave([&] {
     std::erase(waiting_, &self);
     returned_.notify_all();
@@ -194,12 +194,13 @@ Result<PinnedRing::Block> PinnedRing::Take(const Deadline& deadline,
     }
     if (IsSet(cancel)) return Cancelled();
     if (deadline.Passed()) {
-      return Name(Status(Code::kDeadlineExceeded, "all " + std::to_string(made_.size()) +
-                                                      " blocks of pinned memory are in use, " +
+      return Name(Status(Code::kDeadlineExceeded, "timeout: all " + std::to_string(made_.size()) +
+                                                      " pinned host buffers are in use, " +
                                                       std::to_string(lost_.size()) +
-                                                      " of them by copies that did not end"));
+                                                      " of them by unfinished copies"));
     }
-    // Blocks that were given up come back without a word; who is not the first is told.
+    // The return of given-up blocks is not notified: the first waiter polls, the others are
+    // notified.
     const bool looks = waiting_.front() == &self && !lost_.empty();
     const std::chrono::nanoseconds most =
         looks ? PauseAfter(begin) : std::chrono::nanoseconds(kLookAgain);

@@ -18,29 +18,28 @@
 
 namespace tensormount {
 
-// Waits until `mark` is reached, at most until `deadline`; sooner where `cancel`, if not null, is
-// set. kDeadlineExceeded, kCancelled, or what the device says. The wait is for the mark alone: the
-// device goes on where it is given up.
+// Waits until `mark` is reached, until `deadline`, or until `cancel` (if not null) is set.
+// kDeadlineExceeded, kCancelled, or the error of the device, whose work continues if the wait ends
+// early.
 Status AwaitMark(DeviceMark& mark, const Deadline& deadline,
                  const std::atomic<bool>* cancel = nullptr);
 
-// Leaves memory to a device that may still write there: it is never freed.
-void LeaveToDevice(void* memory);
+// Leaks memory that a device may still write to.
+void LeakToDevice(void* memory);
 
-// The pinned memory of one device: a few blocks of one size, between which and the device bytes
-// move while the host works on others. Blocks are made when they are first needed and kept, so that
-// what saves and loads pin is bounded whatever they move. Where the system pins none (RLIMIT), they
-// are ordinary memory: slower, and said once in the log. Thread-safe.
+// The pinned memory of one device: blocks of one size for transfers that overlap with work of the
+// host. Blocks are made on first use and kept, so that pinned memory is bounded. If the system
+// refuses to pin (RLIMIT), they are ordinary memory: slower, and logged once. Thread-safe.
 //
-// Whoever holds a block and waits for another one must be able to go on without it (TryTake):
-// several saves and loads share the ring. Those who wait in Take are served in the order in which
-// they came, and before all TryTake.
+// Several saves and loads share the ring. To avoid deadlock, a thread that holds a block gets
+// another one only with TryTake, without waiting. Waiters in Take are served in order, before all
+// TryTake.
 class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
  public:
   PinnedRing(std::shared_ptr<DeviceOps> ops, const PinnedShape& shape);
   ~PinnedRing();
 
-  // Goes back to the ring when destroyed. Move-only.
+  // A block of the ring. It returns to the ring when destroyed. Move-only.
   class Block {
    public:
     Block(Block&& other) noexcept;
@@ -48,9 +47,9 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
     ~Block();
     std::byte* data() const { return data_; }
     std::size_t size() const;
-    // The device may still read or write it: it goes back once `mark` is reached. Where there is
-    // none, or it fails, never: nobody knows when the device will be done.
-    void GiveUp(const Result<std::shared_ptr<DeviceMark>>& mark);
+    // For a block that the device may still access: it returns to the ring once `mark` is reached,
+    // and never if the mark is an error, because the end of the work is unknown.
+    void ReturnAfter(const Result<std::shared_ptr<DeviceMark>>& mark);
 
    private:
     friend class PinnedRing;
@@ -63,17 +62,17 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
 
   std::size_t block_bytes() const { return shape_.block_bytes; }
 
-  // kDeadlineExceeded where others have held all blocks until then, kCancelled as AwaitMark,
-  // kResourceExhausted where there is no memory for even one; what the device said where all are
-  // with work that failed.
+  // Takes a block. kDeadlineExceeded if all blocks stayed in use; kCancelled as in AwaitMark;
+  // kResourceExhausted if there is no memory for one block; the error of the device if failed work
+  // keeps all blocks.
   Result<Block> Take(const Deadline& deadline, const std::atomic<bool>* cancel = nullptr);
-  // Nothing where none is free now, or somebody waits.
+  // Takes a block without waiting. nullopt if no block is free, or a thread waits in Take.
   std::optional<Block> TryTake();
 
-  // Whether somebody waits in Take.
+  // Whether a thread waits in Take.
   bool IsWaitedFor() const;
 
-  // Bytes that are pinned, and bytes of blocks in ordinary memory instead.
+  // Bytes of pinned blocks, and of blocks in ordinary memory.
   std::size_t pinned_bytes() const;
   std::size_t pageable_bytes() const;
 
@@ -84,10 +83,10 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   };
   struct Lost {
     std::byte* data = nullptr;
-    Result<std::shared_ptr<DeviceMark>> mark;  // Failed: for good.
+    Result<std::shared_ptr<DeviceMark>> mark;  // An error: lost forever.
   };
 
-  // With the lock held. Null where none is free, and no more may be made.
+  // Requires the lock. Null if no block is free and no more may be made.
   Result<std::byte*> TakeLocked();
   Status Make();
   Status Name(const Status& failure) const;
@@ -97,10 +96,10 @@ class PinnedRing : public std::enable_shared_from_this<PinnedRing> {
   const PinnedShape shape_;
   mutable std::mutex mutex_;
   std::condition_variable returned_;
-  std::deque<const void*> waiting_;  // In Take, the first of them first.
+  std::deque<const void*> waiting_;  // Waiters in Take, in order.
   std::vector<Memory> made_;
   std::vector<std::byte*> free_;
-  std::vector<Lost> lost_;  // Given up, with the device.
+  std::vector<Lost> lost_;  // Blocks that the device may still access.
 };
 
 }  // namespace tensormount

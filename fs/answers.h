@@ -9,16 +9,17 @@
 
 namespace tensormount::fs {
 
-// The errnos that a mount answers with are the codes of these statuses (Status::ToErrno), so what
-// has one meaning has one function.
-// ENOENT for a name that a folder does not have.
-inline Status NoSuch(std::string_view name) {
+// One function per error of a mount, so that the same failure always gets the same errno
+// (Status::ToErrno).
+// ENOENT: the directory has no entry of this name.
+inline Status NoSuchNameError(std::string_view name) {
   return Status(Code::kNotFound, "no " + std::string(name) + " here");
 }
 
-// ESTALE for a number that is no node's. `of`: "the checkpoint", "zarr/".
-inline Status StaleNode(std::string_view of) {
-  return Status(Code::kStale, std::string(of) + " has no such node");
+// ESTALE: the inode number belongs to no node. `of` names what was searched: "the checkpoint",
+// "zarr/".
+inline Status StaleNodeError(std::string_view of) {
+  return Status(Code::kStale, std::string(of) + " has no entry with this inode number");
 }
 
 }  // namespace tensormount::fs

@@ -8,9 +8,8 @@
 
 namespace tensormount::fs {
 
-// What stat says of a node.
-// Values of the store, not of the mount: who looks through the mount sees the owner and times that
-// the checkpoint has on disk.
+// The attributes that stat(2) shows for a node. Owner and times are those of the checkpoint on
+// disk, not of the mount.
 struct Attributes {
   FileKind kind = FileKind::kFile;
   std::uint64_t inode = 0;
@@ -20,22 +19,23 @@ struct Attributes {
   std::uint32_t gid = 0;
   // Seconds since 1970.
   std::int64_t mtime = 0;
-  // Bytes that are there, what `du` counts: all of a published file, what was written of a staged
-  // one.
+  // Allocated bytes, which `du` counts: kAll stands for the whole size; a staged tensor or slice
+  // has the bytes written so far.
   static constexpr std::uint64_t kAll = ~std::uint64_t{0};
   std::uint64_t allocated = kAll;
 };
 
-// Permission bits and owner of a source, which its nodes inherit: a mount never shows more than
-// the store's modes do.
-// Modes are without write bits (a mount of checkpoints is read-only) and may differ for each
-// checkpoint of a store.
+// Permission bits and owner of a source. Its nodes inherit them, so a mount never grants more than
+// the store's modes.
+// `file_mode` and `folder_mode` have no write bits, because mounted checkpoints are read-only; they
+// may differ for each checkpoint of a store.
 struct Ownership {
   std::uint32_t uid = 0;
   std::uint32_t gid = 0;
   std::uint32_t file_mode = 0444;
   std::uint32_t folder_mode = 0555;
-  // Of a store: who may change it, and so what is below .staging/.
+  // For a store: the write bits of its directory. They decide who may publish and write below
+  // .staging/.
   std::uint32_t write_mode = 0;
   friend bool operator==(const Ownership&, const Ownership&) = default;
 };

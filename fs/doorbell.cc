@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// poll(2) over an eventfd, which whoever rings writes to, and an inotify descriptor of one folder.
-// Where inotify is not to be had, time alone ends a wait.
+// Doorbell: poll(2) over an eventfd, which Ring() writes to, and an inotify descriptor of one
+// directory or file. Without inotify only Ring() and the timeout end a wait.
 #include "fs/doorbell.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ Result<std::unique_ptr<Doorbell>> Doorbell::Make(const std::string& path) {
   const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (event < 0) return Status::FromErrno(errno, "make", "an event descriptor");
   int inotify = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
-  // Of a folder the names in it, of a file only what befalls itself.
+  // For a directory: its entries. For a file: events of the file itself.
   constexpr std::uint32_t kMask =
       IN_CREATE | IN_DELETE | IN_MOVED_FROM | IN_MOVED_TO | IN_DELETE_SELF | IN_MOVE_SELF;
   if (inotify >= 0 && inotify_add_watch(inotify, path.c_str(), kMask) < 0) {
@@ -33,7 +33,7 @@ Doorbell::~Doorbell() {
 }
 
 void Doorbell::Ring() {
-  // Fails only where it has been rung 2^64 - 2 times.
+  // Fails only after 2^64 - 2 rings without a Wait().
   [[maybe_unused]] const int failed = eventfd_write(event_, 1);
 }
 
@@ -48,7 +48,7 @@ bool Doorbell::Wait(std::optional<std::chrono::milliseconds> patience) {
   eventfd_t count = 0;
   [[maybe_unused]] const int failed = eventfd_read(event_, &count);
   if (fds[1].revents == 0) return false;
-  // Which names it were does not matter. An overflow is an event too.
+  // The names in the events are not needed. A queue overflow counts as an event.
   alignas(inotify_event) char buffer[4096];
   while (read(inotify_, buffer, sizeof buffer) > 0) {
   }

@@ -11,15 +11,14 @@
 
 namespace tensormount::fs {
 
-// A mount that nobody uses shall use no processor time, so its looking thread must not poll. It
-// waits in one poll(2) for both kinds of news.
-// What lets one thread sleep until it is needed: until somebody rings, names come or go in one
-// folder of this machine (inotify), or time is over. What other machines do to a shared folder
-// rings nothing. Ring() from any thread, Wait() from one.
+// Lets one thread sleep until Ring() is called, an entry of one local directory changes (inotify),
+// or a timeout passes. Changes that other machines make to a shared directory are not noticed.
+// Ring() may be called from any thread, Wait() from one. One poll(2) waits for both events, so that
+// the watching thread of an idle mount uses no processor time.
 class Doorbell {
  public:
-  // `path`: the folder or file to watch. Where it cannot be watched there is only Ring().
-  // kResourceExhausted: no more descriptors.
+  // `path`: the directory or file to watch. If it cannot be watched, only Ring() and the timeout
+  // end a wait. kResourceExhausted: no more descriptors.
   static Result<std::unique_ptr<Doorbell>> Make(const std::string& path);
   ~Doorbell();
   Doorbell(const Doorbell&) = delete;
@@ -27,9 +26,8 @@ class Doorbell {
 
   bool watches() const { return inotify_ >= 0; }
   void Ring();
-  // True: something changed in the folder since the last call. Without `patience` it waits for
-  // ever.
-  // False after a ring without a change, and when the patience is over.
+  // True if the directory changed since the last call; false after a ring without a change or when
+  // `patience` has passed. Without `patience` there is no timeout.
   bool Wait(std::optional<std::chrono::milliseconds> patience);
 
  private:

@@ -12,45 +12,47 @@
 
 namespace tensormount::fs {
 
-// A file that somebody has opened for writing below .staging/ (files of published checkpoints are
-// VirtualFile). What the kernel asks of it, without the kernel. Thread-safe; every call may block
-// for as long as storage does, and runs where that is allowed (fs/mount/blocking_work.h).
-// Calls of several descriptors and threads may run at once; each sees what returned before it
-// began.
+// An open file below .staging/, independent of FUSE (files of published checkpoints are
+// VirtualFile). Thread-safe. Every call may block as long as storage does, so it runs on threads
+// that may block (fs/mount/blocking_work.h).
+// Calls of several descriptors and threads may run at once; each sees the effects of calls that
+// returned before it began.
 class WriteHandle {
  public:
   virtual ~WriteHandle() = default;
 
-  // Names the file in errors: ".staging/step-3/slices/w[0:4]".
+  // Name of the file in errors: ".staging/step-3/slices/w[0:4]".
   virtual const std::string& label() const = 0;
-  // Up to `size` bytes, fewer only at the end. ENODATA for bytes that nobody has written.
+  // Reads up to `size` bytes, fewer only at the end. ENODATA: the range has bytes that were never
+  // written.
   virtual Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) = 0;
-  // All or an error. ESTALE once the staging has left its name; EFBIG past the end of a file whose
-  // size the schema fixes; ENODATA, EIO, ENOSPC of storage.
+  // Writes all bytes or fails. ESTALE: the staging was renamed or removed; EFBIG: past the end of a
+  // file whose size the schema fixes; ENODATA, EIO, ENOSPC: from storage.
   virtual Status Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
-  // O_APPEND: at what is the end now; gives where that was.
+  // O_APPEND: writes at the current end and returns that offset.
   virtual Result<std::uint64_t> Append(const void* data, std::size_t size) = 0;
-  // A tensor's file or a slice: to 0 forgets what was written there, to the full size does nothing,
-  // between forgets what lies past it. A free file (schema.json, objects): its new size.
+  // For a tensor's file or a slice: size 0 discards what was written there, the full size does
+  // nothing, a size between discards the bytes past it. For other files (schema.json, objects):
+  // sets the size.
   virtual Status Truncate(std::uint64_t size) = 0;
-  // close(2) of one descriptor, maybe not the last: like Sync, and what is checked at close
-  // (schema.json) is checked now. Its error is what close(2) returns.
+  // close(2): syncs like Sync and ends the writing, unless the file is mapped; a later write begins
+  // it again. close(2) returns the error of this call.
   virtual Status Flush() = 0;
-  // fsync(2): when it returns, what was written survives a power cut and counts at publish.
+  // fsync(2): afterwards the written bytes survive a power loss and are part of a publish.
   virtual Status Sync() = 0;
   virtual Result<Attributes> Stat() = 0;
-  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first byte from `offset` on that was
-  // written, or that was not. ENXIO at and past the end, and where no data follow.
+  // lseek(2) with SEEK_DATA (`data`) or SEEK_HOLE: the first written, or unwritten, byte at or
+  // after `offset`. ENXIO at and past the end, and if no data follow.
   virtual Result<std::uint64_t> Seek(std::uint64_t offset, bool data) = 0;
-  // The kernel reads pages for a mapping. What is written to those it says later, maybe long after
-  // close(2): until Release() such a file counts as open for writing.
+  // To be called when the kernel reads pages for a mapping. The kernel may send writes to these
+  // pages long after close(2), so the file counts as open for writing until Release().
   virtual Status NoteMapping() = 0;
-  // Pages that were written to through a shared mapping. Bytes past the end are dropped, they are
-  // nobody's. Where cells that nobody wrote would count as written, the file is condemned instead:
-  // its Flush and Sync then fail with ENODEV, and so does the publish.
+  // Writes pages that were changed through a shared mapping; bytes past the end are dropped. If a
+  // page would count unwritten cells as written, the file is marked failed instead: Flush, Sync and
+  // the publish then return ENODEV.
   virtual Status WritePages(std::uint64_t offset, const void* data, std::size_t size) = 0;
-  // The kernel has let go of the file, mappings too: nothing can come any more. Needed where
-  // writing() is true then: what came after the last Flush is made durable as it would have.
+  // Must be called if writing() is true when the kernel has released the file and its mappings:
+  // makes bytes durable that were written since the last Flush. No further calls follow.
   virtual Status Release() = 0;
   virtual bool writing() = 0;
 };

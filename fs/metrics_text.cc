@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of Prometheus' text format, with what its labels may not hold escaped.
+// Writes lines of Prometheus' text format; characters that labels may not contain are escaped.
 #include "fs/metrics_text.h"
 
 #include <cmath>
@@ -22,7 +22,7 @@ std::string LabelText(std::string_view value) {
       out += '\\';
       out += c;
     } else {
-      // Other control characters are nothing for a terminal.
+      // Other control characters could disturb a terminal.
       out += byte < 0x20 || byte == 0x7F || (byte >= 0x80 && !utf8) ? '?' : c;
     }
   }

@@ -11,24 +11,23 @@
 
 namespace tensormount::fs {
 
-// Writes Prometheus' text format 0.0.4 (.tensormount/metrics): families of samples, one below the
-// other. For one thread.
+// Writes Prometheus' text format 0.0.4 (.tensormount/metrics) as a sequence of families of samples.
+// Not thread-safe.
 class MetricsText {
  public:
   using Labels = std::initializer_list<std::pair<std::string_view, std::string_view>>;
   enum class Type { kCounter, kGauge, kHistogram };
 
-  // A family; its samples follow before the next one. `name` without "tensormount_", which all
-  // have, and once in a text; that of a counter ends in "_total".
+  // Begins a family; its samples follow before the next family. `name` lacks the common prefix
+  // "tensormount_", is unique in a text, and for a counter ends in "_total".
   void Family(std::string_view name, Type type, std::string_view help);
-  // Of the last family. Values of labels may be any text: control characters, and what is no ASCII
-  // where the text is no UTF-8, show as '?'.
+  // Adds a sample to the last family.
   template <std::integral T>
   void Sample(Labels labels, T value) {
     Line("", labels, std::to_string(value));
   }
   void Sample(Labels labels, double value);
-  // One of a histogram's: `suffix` is "_bucket" (with the label le), "_sum" or "_count".
+  // One sample of a histogram: `suffix` is "_bucket" (with the label le), "_sum" or "_count".
   void Part(std::string_view suffix, Labels labels, const std::string& value) {
     Line(suffix, labels, value);
   }

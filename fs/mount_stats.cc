@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters of a mount, and their text. Latencies are counted in classes, four to each power of two.
+// Counters of a mount, and their text form. Latency histograms have four classes for each power of
+// two.
 #include "fs/mount_stats.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ std::string StatsLine(const nlohmann::ordered_json& json) {
 
 namespace {
 
-// The name and the tier of each, in the order of Op.
+// Name and tier of each Op, in the order of Op.
 constexpr std::array<std::pair<std::string_view, Tier>, kOps> kFacts = {{
     {"lookup", Tier::kDaemon}, {"getattr", Tier::kDaemon},   {"readdir", Tier::kDaemon},
     {"open", Tier::kDaemon},   {"read", Tier::kDaemon},      {"readlink", Tier::kDaemon},
@@ -49,9 +50,8 @@ std::string_view OpName(Op op) { return kFacts[static_cast<std::size_t>(op)].fir
 
 Tier OpTier(Op op) { return kFacts[static_cast<std::size_t>(op)].second; }
 
-// 0 to 3 are classes of their own; from there on the two bits below the highest one tell.
-// Four classes for each power of two: 5 ns is 101b, so octave 1 and quarter 1 (the two bits behind
-// the first).
+// Values 0 to 3 have a class each. Above, each power of two has four classes, chosen by the two
+// bits after the highest one: 5 ns is 101b, so octave 1 and quarter 1.
 std::size_t MountStats::ClassOf(std::uint64_t ns) {
   const auto width = static_cast<int>(std::bit_width(ns));
   if (width < 3) return static_cast<std::size_t>(ns);
@@ -65,7 +65,7 @@ std::uint64_t MountStats::UpperBound(std::size_t latency_class) {
   return ((std::uint64_t{latency_class} % 4 + 5) << (latency_class / 4 - 1)) - 1;
 }
 
-// No lock: additions are relaxed, and the maximum is a compare-exchange that almost never repeats.
+// Lock-free: relaxed additions, and a compare-exchange for the maximum that rarely repeats.
 void MountStats::Count(Op op, std::chrono::nanoseconds took, bool failed) {
   PerOp& counters = ops_[static_cast<std::size_t>(op)];
   counters.requests.fetch_add(1, std::memory_order_relaxed);
@@ -152,19 +152,18 @@ std::string MountStats::StatsJson() const {
 void MountStats::AddMetrics(MetricsText& text) const {
   using Type = MetricsText::Type;
   const auto load = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
-  text.One("uptime_seconds", Type::kGauge, "Seconds since the mount began",
+  text.One("uptime_seconds", Type::kGauge, "Seconds since the mount was started",
            std::chrono::duration<double>(Clock::now() - started_).count());
-  text.One("errors_total", Type::kCounter, "Failures that were lines in .tensormount/errors",
-           errors());
+  text.One("errors_total", Type::kCounter, "Failures reported in .tensormount/errors", errors());
   text.One("interrupted_total", Type::kCounter,
-           "Callers that were killed while storage did not answer", load(interrupted_));
-  text.Family("sent_bytes_total", Type::kCounter, "Bytes that programs read, from the daemon");
+           "Requests whose programs were killed while they waited for storage", load(interrupted_));
+  text.Family("sent_bytes_total", Type::kCounter, "Bytes that programs read through the daemon");
   text.Sample({{"tier", "daemon"}}, load(bytes_served_));
   text.Sample({{"tier", "staging"}}, load(staging_read_));
   text.One("staging_written_bytes_total", Type::kCounter, "Bytes that programs wrote",
            load(staging_written_));
   text.One("passthrough_opened_bytes_total", Type::kCounter,
-           "Sizes of the files that the kernel was given to read itself", load(passthrough_bytes_));
+           "Sizes of the files opened with kernel passthrough", load(passthrough_bytes_));
   text.One("storage_read_bytes_total", Type::kCounter, "Bytes of data files that the daemon read",
            load(bytes_read_));
   text.One("verified_bytes_total", Type::kCounter,
@@ -172,8 +171,7 @@ void MountStats::AddMetrics(MetricsText& text) const {
   text.One("open_files", Type::kGauge, "Files of the mount that programs have open",
            load(open_handles_));
   const auto tier = [](std::size_t op) { return TierName(kFacts[op].second); };
-  text.Family("request_failures_total", Type::kCounter,
-              "Requests that were answered with an error");
+  text.Family("request_failures_total", Type::kCounter, "Requests that failed");
   for (std::size_t i = 0; i < kOps; ++i) {
     if (load(ops_[i].requests) == 0) continue;
     text.Sample({{"tier", tier(i)}, {"operation", kFacts[i].first}}, load(ops_[i].failed));
@@ -183,12 +181,12 @@ void MountStats::AddMetrics(MetricsText& text) const {
   for (std::size_t i = 0; i < kOps; ++i) {
     const PerOp& op = ops_[i];
     if (load(op.requests) == 0) continue;
-    // Of what is counted meanwhile nothing may make a bucket larger than the one above it: each
-    // class is looked at once.
+    // Each class is read once, so that concurrent counting cannot make a bucket larger than the
+    // next one.
     std::uint64_t below = 0;
     std::size_t next = 0;
     for (std::uint64_t bound = 1024; bound <= (std::uint64_t{1} << 36); bound *= 4) {
-      // The class that ends just below the bound is the last one of it.
+      // The last class of a bucket is the one that ends just below the bound.
       for (; next < kClasses && UpperBound(next) < bound; ++next) below += load(op.latency[next]);
       const std::string le = MetricsText::Number(static_cast<double>(bound) / 1e9);
       text.Part("_bucket", {{"tier", tier(i)}, {"operation", kFacts[i].first}, {"le", le}},

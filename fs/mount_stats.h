@@ -19,13 +19,13 @@
 
 namespace tensormount::fs {
 
-// Who serves a request: the daemon, from the files of a published checkpoint or from what it knows;
-// the kernel, which reads the backing file itself once the daemon has opened it; a staging.
+// The server of a request: the daemon, for published checkpoints and the mount's own files; the
+// kernel, which reads the backing file after the daemon opened it; or a staging.
 enum class Tier : std::uint8_t { kDaemon, kPassthrough, kStaging };
 inline constexpr std::size_t kTiers = 3;
 std::string_view TierName(Tier tier);
 
-// What is counted: a kind of request, and for whom it was.
+// Kinds of requests, separate for each tier.
 enum class Op : std::uint8_t {
   kLookup,
   kGetattr,
@@ -37,8 +37,8 @@ enum class Op : std::uint8_t {
   kStatfs,
   kRefused,
   kOther,
-  kOpenPassthrough,  // An open that handed the file to the kernel.
-  kOpenStaged,       // From here on below .staging/.
+  kOpenPassthrough,  // An open that let the kernel read the file itself.
+  kOpenStaged,       // This and all following kinds are requests on files below .staging/.
   kReadStaged,
   kCreate,
   kWrite,
@@ -50,47 +50,49 @@ enum class Op : std::uint8_t {
   kRename,
 };
 inline constexpr std::size_t kOps = 21;
-// "read" for kRead and for kReadStaged: names are told apart by their tier.
+// "read" for kRead and for kReadStaged: equal names differ in their tier.
 std::string_view OpName(Op op);
 Tier OpTier(Op op);
 
-// Counting is on the path of every request, so it is a few relaxed atomic additions and takes no
-// lock; a report that is made meanwhile may be off by requests under way. Only failures that a
-// person should read take the lock.
-// What a mount counts, and the failures that an operator should know of. Thread-safe.
+// Counts the requests of a mount, and keeps the failures that an operator should know of.
+// Thread-safe.
+// Counting is on the path of every request: a few relaxed atomic additions without a lock, so a
+// concurrent report may be off by requests in progress. Only Report and ErrorsJson take the lock.
 class MountStats {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // One request that was answered after `took`.
+  // Counts one request that was answered after `took`.
   void Count(Op op, std::chrono::nanoseconds took, bool failed);
-  // Bytes of a published checkpoint that the daemon sent.
+  // Counts `served` bytes of published checkpoints that the daemon sent, and the bytes that it read
+  // and verified for them.
   void CountBytes(std::uint64_t served, const ReadStats& read);
-  // A file that was opened for the kernel to read; what it then reads of it nobody is told.
+  // Counts the size of a file that was opened for passthrough; reads by the kernel cannot be
+  // counted.
   void CountPassthrough(std::uint64_t file_bytes) {
     passthrough_bytes_.fetch_add(file_bytes, std::memory_order_relaxed);
   }
-  // Bytes of a staging that programs read and wrote.
+  // Counts bytes of stagings that programs read and wrote.
   void CountStaged(std::uint64_t read, std::uint64_t written) {
     staging_read_.fetch_add(read, std::memory_order_relaxed);
     staging_written_.fetch_add(written, std::memory_order_relaxed);
   }
-  // Keeps the failure as one line of .tensormount/errors (the last 256 are kept), and logs it.
-  // A failure that comes again and again fills the 256 lines: the count of errors goes on.
+  // Appends the failure as one line to .tensormount/errors (the last 256 are kept), and logs it. A
+  // repeated failure may fill all 256 lines; the error counter keeps counting.
   void Report(std::string_view operation, std::string_view object, const Status& status);
   void CountInterrupted() { interrupted_.fetch_add(1, std::memory_order_relaxed); }
 
-  // .tensormount/stats: one line of JSON, described in docs/operations.md. Latencies are upper
-  // bounds of classes that are a fifth to a quarter wide.
+  // .tensormount/stats: one line of JSON (docs/operations.md). Latencies are taken from a
+  // histogram, so they are up to a quarter too large.
   std::string StatsJson() const;
-  // .tensormount/errors: one line of JSON a failure, oldest first.
+  // .tensormount/errors: one JSON line for each failure, oldest first.
   std::string ErrorsJson() const;
-  // Families for .tensormount/metrics. Buckets are powers of 4 from a microsecond to a minute.
+  // Adds the families of .tensormount/metrics. The bounds of histogram buckets rise by a factor of
+  // 4, from a microsecond to about a minute.
   void AddMetrics(MetricsText& text) const;
   std::uint64_t errors() const { return errors_.load(std::memory_order_relaxed); }
 
-  // One file that a program has open; counted for as long as this lives, which is not longer than
-  // the MountStats.
+  // Counts one open file of a program while it lives. Must not outlive the MountStats.
   class OpenHandle {
    public:
     OpenHandle() = default;
@@ -111,9 +113,10 @@ class MountStats {
   };
 
  private:
-  static constexpr std::size_t kClasses = 156;  // Of nanoseconds: four to each power of two.
-  // A histogram with logarithmic classes: 156 counters hold latencies from nanoseconds to minutes
-  // with an error of at most a quarter.
+  // Number of classes in a latency histogram: four for each power of two of nanoseconds.
+  static constexpr std::size_t kClasses = 156;
+  // Counters of one kind of request. `latency` is a histogram whose 156 logarithmic classes cover
+  // nanoseconds to minutes with an error of at most a quarter.
   struct PerOp {
     std::atomic<std::uint64_t> requests{0};
     std::atomic<std::uint64_t> failed{0};
@@ -123,7 +126,7 @@ class MountStats {
   };
   static std::size_t ClassOf(std::uint64_t ns);
   static std::uint64_t UpperBound(std::size_t latency_class);
-  // The upper bound of the class in which that share of the requests is reached.
+  // Upper bound of the histogram class that contains the given percentile of the requests.
   static std::uint64_t Percentile(const PerOp& op, int percent);
 
   const Clock::time_point started_ = Clock::now();
@@ -138,7 +141,7 @@ class MountStats {
   std::atomic<std::uint64_t> errors_{0};
   std::atomic<std::int64_t> open_handles_{0};
   mutable std::mutex mutex_;
-  // Of errors, guarded by mutex_.
+  // Lines of .tensormount/errors, guarded by mutex_.
   std::deque<std::string> lines_;
 };
 

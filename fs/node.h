@@ -6,38 +6,36 @@
 
 namespace tensormount::fs {
 
-// A node of the mount: which checkpoint (slot), which of its views, which item of that view. Ids
-// are what the kernel keeps; slots are never used again while a mount lives, so an id always means
-// the same thing or nothing (ESTALE). Items are computed from the index; only those of slices and
-// of stagings are made, counted and forgotten.
-// Example: item 7 of view 2 of slot 5 is 5 << 44 | 2 << 40 | 7. An id of a sealed checkpoint needs
-// no table: a lookup computes it and a read takes it apart, so a mount of millions of tensors keeps
-// nothing for names that were looked up.
+// A node of the mount: a checkpoint (slot), one of its views, and an item of that view. The kernel
+// keeps ids. A slot is never reused while a mount lives, so an id always means the same node or
+// none (ESTALE). Items are computed from the index; only those of slices and stagings are created,
+// counted and forgotten.
+// Item 7 of view 2 of slot 5 is 5 << 44 | 2 << 40 | 7. Ids of published checkpoints need no table,
+// so a mount of millions of tensors keeps no memory for names that were looked up.
 using NodeId = std::uint64_t;
 
 struct Node {
-  std::uint32_t slot = 0;  // Below kMaxSlots. 0: the mount itself.
-  std::uint8_t view = 0;   // Below kMaxViews; see below.
-  std::uint64_t item = 0;  // Below kMaxItems; the view's own number.
+  std::uint32_t slot = 0;  // Below kMaxSlots; 0: the mount itself.
+  std::uint8_t view = 0;   // Below kMaxViews; see kOwnView.
+  std::uint64_t item = 0;  // Below kMaxItems; numbered by the view.
 
   friend bool operator==(const Node&, const Node&) = default;
 };
 
-// 20, 4 and 40 bits: together the 64 of a FUSE node id.
+// 20, 4 and 40 bits, together the 64 bits of a FUSE node id.
 inline constexpr std::uint32_t kMaxSlots = 1u << 20;
 inline constexpr std::uint8_t kMaxViews = 1u << 4;
 inline constexpr std::uint64_t kMaxItems = std::uint64_t{1} << 40;
 
-// View 0 of slot 0 are the mount's own nodes (Fixed), view 1 the items of StagingTree. View 0 of
-// another slot is that checkpoint's folder, whose only item is kRootItem; view n its n-th View.
+// Slot 0: view 0 has the mount's own nodes (Fixed), view 1 the items of StagingTree. Other slots:
+// view 0 is the checkpoint's directory, whose only item is kRootItem; view n is its n-th View.
 inline constexpr std::uint8_t kOwnView = 0;
 inline constexpr std::uint8_t kStagingView = 1;
-// A view's folder or only file, StagingTree::kRoot, the mount's root.
+// Item of a view's directory or of its only file, of .staging/ itself, and of the mount's root.
 inline constexpr std::uint64_t kRootItem = 1;
 
-// Items of slot 0, view 0.
-// Numbers are part of what the kernel keeps, so they stay as they are while a mount lives, and need
-// not beyond.
+// Items of slot 0, view 0. The kernel keeps the numbers, so they must not change while a mount
+// lives.
 enum class Fixed : std::uint64_t {
   kRoot = kRootItem,
   kLatest = 16,
@@ -48,10 +46,10 @@ enum class Fixed : std::uint64_t {
   kMetrics = 21,
 };
 
-// The mount's root, which the kernel knows without asking.
+// The mount's root, whose id FUSE fixes.
 inline constexpr NodeId kRootId = 1;
 
-// The fields must be below their limits.
+// All fields must be below their limits.
 constexpr NodeId IdOf(const Node& n) {
   return (NodeId{n.slot} << 44) | (NodeId{n.view} << 40) | n.item;
 }

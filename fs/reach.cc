@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modes, owners and POSIX access lists of several files as the bits of one node.
+// Combines modes, owners and POSIX access lists of several files into the permission bits of one
+// node.
 #include "fs/reach.h"
 
 #include <cstring>
@@ -8,7 +9,8 @@
 namespace tensormount::fs {
 namespace {
 
-// Of linux/posix_acl_xattr.h: a version, then entries of tag, permissions and id, little-endian.
+// The format of an access list (linux/posix_acl_xattr.h): a version, then entries of tag,
+// permissions and id, little-endian.
 constexpr std::size_t kHeaderBytes = 4;
 constexpr std::size_t kEntryBytes = 8;
 constexpr std::uint32_t kVersion = 2;
@@ -32,18 +34,19 @@ std::uint32_t U32At(std::string_view bytes, std::size_t at) {
   return U16At(bytes, at) | U16At(bytes, at + 2) << 16;
 }
 
-bool Has(std::uint32_t triple, Reach::How how) {
+bool Has(std::uint32_t triple, AccessMask::Access how) {
   return (triple & static_cast<std::uint32_t>(how)) != 0;
 }
 
 }  // namespace
 
-// A member of a named group, or a named user, is of the node's group or one of its others, nobody
-// knows which: so what such an entry lacks both lose.
-Result<std::uint32_t> PlainMode(FileSystem& fs, const std::string& path, const FileInfo& info) {
+// A named user, or a member of a named group, may be in the node's group or in its others, so both
+// lose the bits that such an entry lacks.
+Result<std::uint32_t> ModeWithoutAcl(FileSystem& fs, const std::string& path,
+                                     const FileInfo& info) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string list, fs.AccessList(path));
   if (list.empty()) return info.mode;
-  // A list that cannot be understood gives nobody anything but the owner.
+  // A list that cannot be parsed grants bits to the owner only.
   if (list.size() < kHeaderBytes || (list.size() - kHeaderBytes) % kEntryBytes != 0 ||
       U32At(list, 0) != kVersion) {
     return info.mode & 07700;
@@ -70,15 +73,16 @@ Result<std::uint32_t> PlainMode(FileSystem& fs, const std::string& path, const F
   return (info.mode & 07700) | (group & named) << 3 | (other & named);
 }
 
-void Reach::Need(const FileInfo& info, std::uint32_t mode, How how) {
+void AccessMask::Require(const FileInfo& info, std::uint32_t mode, Access how) {
   const bool owner = Has(mode >> 6, how);
   const bool group = Has(mode >> 3, how);
   const bool other = Has(mode, how);
   const bool same_owner = info.uid == uid_;
   const bool same_group = info.gid == gid_;
-  // Another's file sees our owner as one of its group or of the others.
+  // If the file has another owner, the node's owner may be in the file's group or among its others.
   const bool ours = same_owner ? owner : group && other;
-  // One of our group is not our owner, but may be its owner, and of its group.
+  // A member of the node's group is not the node's owner. If the file has another owner, that user
+  // may be such a member, so the bits of the file's owner count, too.
   const bool members = (same_group ? group : group && other) && (same_owner || owner);
   const bool rest = other && (same_group || group) && (same_owner || owner);
   if (!ours && uid_ != 0) mask_ &= ~0700u;
@@ -86,14 +90,14 @@ void Reach::Need(const FileInfo& info, std::uint32_t mode, How how) {
   if (!rest) mask_ &= ~0007u;
 }
 
-Status Reach::Need(FileSystem& fs, const std::string& path, How how) {
+Status AccessMask::Require(FileSystem& fs, const std::string& path, Access how) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t mode, PlainMode(fs, path, info));
-  Need(info, mode, how);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t mode, ModeWithoutAcl(fs, path, info));
+  Require(info, mode, how);
   return {};
 }
 
-void Reach::AssumeSearched(const std::string& folder) {
+void AccessMask::AssumeSearchable(const std::string& folder) {
   folders_.insert(folder);
   for (std::size_t at = folder.rfind('/'); at != std::string::npos && at > 0;
        at = folder.rfind('/', at - 1)) {
@@ -102,13 +106,13 @@ void Reach::AssumeSearched(const std::string& folder) {
   folders_.insert("/");
 }
 
-Status Reach::NeedFoldersAbove(FileSystem& fs, const std::string& path) {
+Status AccessMask::RequireFoldersAbove(FileSystem& fs, const std::string& path) {
   std::string folder = path;
   while (folder.size() > 1) {
     const std::size_t slash = folder.rfind('/');
     folder = slash == 0 || slash == std::string::npos ? "/" : folder.substr(0, slash);
-    if (!folders_.insert(folder).second) return {};  // All above it were, too.
-    TENSORMOUNT_RETURN_IF_ERROR(Need(fs, folder, How::kSearch));
+    if (!folders_.insert(folder).second) return {};  // The directories above were checked, too.
+    TENSORMOUNT_RETURN_IF_ERROR(Require(fs, folder, Access::kSearch));
   }
   return {};
 }

@@ -12,41 +12,44 @@
 
 namespace tensormount::fs {
 
-// Who may reach what a node shows, where that stands on several files and folders with owners,
-// groups, modes and access lists of their own. A node has one owner, one group and nine bits, by
-// which the kernel decides; so a class of its users (owner, group, others) keeps its bits only
-// where all who may be in it could reach everything directly. What cannot be told apart counts as
-// the one who may less: never more than the store's modes, sometimes less.
+// Computes who may access a node whose data lie in several files and directories with their own
+// owners, groups, modes and access lists. A node has one owner, one group and nine bits, which the
+// kernel checks. A class of users (owner, group, others) keeps a bit only if every user that may be
+// in it could access everything directly. When in doubt the class gets fewer bits, never more than
+// the store's modes grant.
 // Not thread-safe.
-class Reach {
+class AccessMask {
  public:
-  enum class How : std::uint32_t { kRead = 4, kSearch = 1 };
-  // Of nodes with this owner and group. Root, as an owner, may everything (capabilities(7)).
-  Reach(std::uint32_t uid, std::uint32_t gid) : uid_(uid), gid_(gid) {}
+  enum class Access : std::uint32_t { kRead = 4, kSearch = 1 };
+  // The mask of a node that has this owner and group. If the owner is root, its bits are never
+  // removed (capabilities(7)).
+  AccessMask(std::uint32_t uid, std::uint32_t gid) : uid_(uid), gid_(gid) {}
 
-  // Only who may do that too. Follows symbolic links.
-  Status Need(FileSystem& fs, const std::string& path, How how);
-  // `mode` as PlainMode gives it.
-  void Need(const FileInfo& info, std::uint32_t mode, How how);
-  // Who comes here has searched this folder, and all above it, already.
-  void AssumeSearched(const std::string& folder);
-  // To search every folder above the absolute `path`, up to the root. Each is looked at once.
-  Status NeedFoldersAbove(FileSystem& fs, const std::string& path);
+  // Restricts the node to users who have access `how` to `path`. Follows symbolic links.
+  Status Require(FileSystem& fs, const std::string& path, Access how);
+  // Like the other Require, for a file with this information; `mode` is the result of
+  // ModeWithoutAcl.
+  void Require(const FileInfo& info, std::uint32_t mode, Access how);
+  // Treats this directory and all above it as searchable by every user of the node.
+  void AssumeSearchable(const std::string& folder);
+  // Requires search permission on every directory above the absolute `path`, up to the root. Each
+  // is checked once.
+  Status RequireFoldersAbove(FileSystem& fs, const std::string& path);
 
-  // 0777 without the bits of the classes that are shut out.
+  // 0777 without the bits of the excluded classes.
   std::uint32_t mask() const { return mask_; }
 
  private:
   const std::uint32_t uid_;
   const std::uint32_t gid_;
   std::uint32_t mask_ = 0777;
-  std::set<std::string> folders_;  // Searched already.
+  std::set<std::string> folders_;  // Directories that were checked, or are assumed searchable.
 };
 
-// The permission bits that a node without an access list may show of `path`: the owner's as they
-// are; the group's and the others' no more than every entry of the list gives that may be of one of
-// them (in st_mode the group's bits are the list's mask, acl(5)).
-Result<std::uint32_t> PlainMode(FileSystem& fs, const std::string& path, const FileInfo& info);
+// Permission bits of `path` that a node without an access list may show: the owner's bits
+// unchanged; for the group and the others only what every list entry grants that may apply to one
+// of them (the group bits of st_mode are the list's mask, acl(5)).
+Result<std::uint32_t> ModeWithoutAcl(FileSystem& fs, const std::string& path, const FileInfo& info);
 
 }  // namespace tensormount::fs
 

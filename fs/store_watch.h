@@ -22,35 +22,38 @@
 
 namespace tensormount::fs {
 
-// Whether a mount shows a folder for each of its checkpoints, which come and go.
-constexpr bool HoldsMany(SourceKind kind) {
+// Whether a mount of this kind of source shows a directory for each of several checkpoints, which
+// come and go; other sources are a single checkpoint.
+constexpr bool ShowsManyCheckpoints(SourceKind kind) {
   return kind == SourceKind::kStore || kind == SourceKind::kForeignSteps;
 }
 
-// One checkpoint that a mount has seen, from when it appeared until it went. One in a foreign
-// format goes when somebody replaces what describes it, and another one comes. Thread-safe.
-// Slots have an id that no other slot of the mount ever gets, because the kernel keeps node ids
-// that contain it. When a checkpoint is replaced under its name, the new one is another slot, and
-// what programs have open of the old one goes on to read the old files.
+// One checkpoint that a mount has seen, until it is removed. A foreign one is gone when the files
+// that describe it are replaced; its replacement gets a new slot. Thread-safe.
+// The id is unique in the mount, because the kernel keeps node ids that contain it. When a
+// checkpoint is replaced under its name, the new one gets another slot, and files that programs
+// have open continue to read the old data.
 class Slot {
  public:
   std::uint32_t id = 0;
-  std::string name;  // Of its folder.
+  std::string name;  // Name of the checkpoint's directory.
   std::string path;
   Uuid uuid;
   std::uint64_t generation = 0;
   Ownership ownership;
-  std::int64_t mtime = 0;  // Of its commit record, or of what describes it.
+  // Modification time of the commit record or, for a foreign checkpoint, of the file that describes
+  // it.
+  std::int64_t mtime = 0;
 
   bool gone() const { return gone_.load(std::memory_order_acquire); }
-  // Whether View() need not open anything.
+  // Whether the checkpoint is open, so that StoreWatch::View() returns at once.
   bool opened() const { return opened_.load(std::memory_order_acquire); }
-  // What the kernel knows below slices/, of this view of the checkpoint or one before.
+  // Nodes of slices/ that the kernel knows, from the current or an earlier view of the checkpoint.
   const std::shared_ptr<SliceItems>& slices() const { return slices_; }
 
  private:
   friend class StoreWatch;
-  // What tells one commit record (of a foreign format: MarkOf) from another without reading it.
+  // Distinguishes commit records (for a foreign format: FormatStamp) without reading them.
   struct Identity {
     std::uint64_t device = 0, inode = 0, size = 0;
     std::int64_t seconds = 0, nanoseconds = 0;
@@ -60,26 +63,28 @@ class Slot {
   std::atomic<bool> gone_{false};
   std::atomic<bool> opened_{false};
   std::atomic<std::uint64_t> used_{0};
-  // What was found good of it, also while it was not open.
+  // Verified ranges, kept while the checkpoint is closed.
   const std::shared_ptr<ProvenRanges> proven_ = std::make_shared<ProvenRanges>();
   const std::shared_ptr<SliceItems> slices_ = std::make_shared<SliceItems>();
-  // Open files may keep what was let go of.
+  // The view that was opened last, if it still exists: open files may keep a view after
+  // CloseView().
   std::shared_ptr<const CheckpointView> LastView() const {
     const std::lock_guard lock(last_mutex_);
     return last_view_.lock();
   }
-  // Of one that is gone: false once no open file can have its view any more.
-  // Try-locks, because whoever is opening it may wait for storage; "may be" is then the answer.
-  bool MayBeHeld() {
+  // For a slot that is gone: whether open files may still have its view. Uses a try-lock, because
+  // an open in progress may wait for storage; the result is then true.
+  bool MayHaveOpenFiles() {
     const std::unique_lock opens(mutex_, std::try_to_lock);
     if (!opens.owns_lock()) return true;
-    view_ = nullptr;  // Where LetGo met one of those who look.
+    view_ = nullptr;  // view_ is still set if CloseView found the lock taken.
     const std::lock_guard lock(last_mutex_);
     return !last_view_.expired();
   }
-  // Open files keep the view, and with it the lock that gc waits for. Who opens it at this moment
-  // is not waited for (storage may hang), and lets go of it himself.
-  void LetGo() {
+  // Closes the view. Open files keep it, and with it the lock that gc waits for. Does nothing while
+  // another thread opens the checkpoint, because storage may hang; that thread then closes the
+  // view.
+  void CloseView() {
     const std::unique_lock opens(mutex_, std::try_to_lock);
     if (!opens.owns_lock()) return;
     opened_ = false;
@@ -90,98 +95,99 @@ class Slot {
     last_view_ = view;
   }
 
-  std::mutex mutex_;  // Held while it is opened, which may take as long as storage likes.
+  std::mutex mutex_;  // Held while the checkpoint is opened, as long as storage takes.
   std::shared_ptr<const CheckpointView> view_;
-  mutable std::mutex last_mutex_;  // Never held while another one is taken.
-  // A checkpoint that was closed while a program still reads of it is not opened a second time when
-  // somebody else comes.
+  mutable std::mutex last_mutex_;  // Never held while another lock is taken.
+  // The view that was opened last. If a program still reads from it after the checkpoint was
+  // closed, the next caller gets this view instead of a second one.
   std::weak_ptr<const CheckpointView> last_view_;
 };
 
-// Which checkpoints there are now, seen by looking at the source's folder: nobody tells a mount of
-// what other machines publish or remove. It looks when somebody asks and the last look is too old,
-// and when this machine's kernel says that names came or went while a checkpoint is open (so that
-// it is let go of); otherwise it sleeps. A thread of its own looks, so that a store that does not
-// answer blocks nobody for more than kPatience, once. Each commit record is read once. Thread-safe.
+// The current checkpoints of a source. One thread finds them by checking the source's directory,
+// because other machines send no notifications. The thread checks when a caller asks and the last
+// check is older than kMaxAge, and when this machine's kernel reports changed names while a
+// checkpoint is open, so that a removed checkpoint is closed. If the store does not answer, callers
+// wait for kPatience (the first check: kFirstPatience); after one has waited in vain, further
+// callers get the last listing at once, until a check ends. Thread-safe.
 //
-// A look at a large store is cheap: where the folder is as it was, a part of its checkpoints is
-// looked at in turn, beside those that are open or were not complete.
-// Locks: Core::mutex guards the listing and who waits; it is never held over storage. Slot::mutex_
-// is held while its checkpoint is opened, which may take as long as storage likes, so nobody but
-// those who want that checkpoint waits for it.
+// Locks: Core::mutex guards the listing and the waiting callers; it is never held during storage
+// calls. Slot::mutex_ is held while its checkpoint is opened, so only callers of that checkpoint
+// wait.
 //
-// Cost of a look at a store of n checkpoints: one stat of the folder; where it changed lately a
-// listing and a stat of each commit record; otherwise stats of a window of them. A commit record is
-// read again only where its inode, size or times changed.
+// Cost of a check: one stat of the directory. If the directory changed lately: a listing, and stats
+// of each commit record. Otherwise: stats of the commit records of some names in turn (kWindow), of
+// the open checkpoints, and of names that were no checkpoints. A commit record is read again only
+// if its inode, size or times changed.
 class StoreWatch {
  public:
-  // How old an answer may be; together with the kernel's caches of 0.4 s changes show within 1 s.
+  // Maximum age of an answer; with the kernel's caches of 0.4 s, changes are visible within 1 s.
   static constexpr std::chrono::milliseconds kMaxAge{200};
   static constexpr std::chrono::milliseconds kPatience{1000};
-  // For the first look at a store, which reads all commit records.
+  // How long callers wait for the first check of a store, which reads all commit records.
   static constexpr std::chrono::milliseconds kFirstPatience{30000};
-  // Checkpoints kept open beyond those in use, until nobody asked for kIdleRelease.
+  // Number of most recently used checkpoints that stay open. All are closed when nobody has used
+  // the mount for kIdleRelease. Open files keep their checkpoint open in any case.
   static constexpr std::size_t kKeptOpen = 32;
   static constexpr std::chrono::seconds kIdleRelease{60};
 
-  // How long a change of the folder may leave its time stamp as it is (whole seconds on some
+  // How long a change of the directory may leave its timestamp unchanged (whole seconds on some
   // filesystems).
   static constexpr std::chrono::milliseconds kStampGrain{2000};
 
-  // `fs` must outlive this. `path` is resolved. `others`: VfsOptions::others. Returns before a
-  // store has been looked at.
+  // `fs` must outlive this object. `path` is resolved. `other_users`: users other than the mounting
+  // one may enter. A single checkpoint is checked before the return, a store afterwards.
   static Result<std::unique_ptr<StoreWatch>> Start(
       FileSystem& fs, SourceKind kind, const std::string& path, bool list_views, ServeVerify verify,
       std::shared_ptr<const KeyMap> map, const HfOptions& hf = {},
-      std::vector<std::string> roots = {}, bool others = false,
+      std::vector<std::string> roots = {}, bool other_users = false,
       std::chrono::milliseconds grain = kStampGrain);
   ~StoreWatch();
 
-  // Immutable once it was published, so those who hold one may use it without a lock for as long as
-  // they like.
+  // A snapshot of the source. Immutable once published, so holders use it without a lock.
   struct Listing {
-    std::vector<std::shared_ptr<Slot>> by_id;  // Those that are there, in the order of their ids.
-    std::shared_ptr<Slot> latest;              // Null: there is none, or it is not known.
-    // Not ok: some commit record could not be read, and may be the latest one's.
+    std::vector<std::shared_ptr<Slot>> by_id;  // The existing checkpoints, by id.
+    std::shared_ptr<Slot> latest;              // Null: no checkpoint, or latest_unknown.
+    // Error if a commit record is unreadable and may be that of the latest checkpoint.
     Status latest_unknown;
-    // Not ok (kStale): the store itself went: its folder was moved or deleted, or its disk is not
-    // mounted any more. That is no empty store.
+    // Error (kStale) if the store's directory was moved or deleted, or its disk was unmounted; not
+    // the same as an empty store.
     Status store_gone;
-    Ownership ownership;  // Of the store's folder.
+    Ownership ownership;  // Ownership of the source.
     std::int64_t mtime = 0;
-    std::vector<std::string> problems;   // Folders whose commit record cannot be read, and why.
-    std::vector<std::uint32_t> by_name;  // Positions in by_id.
+    std::vector<std::string> problems;   // Directories with unreadable commit records, and why.
+    std::vector<std::uint32_t> by_name;  // Indexes in by_id, sorted by name.
     std::shared_ptr<Slot> Find(std::string_view name) const;
   };
-  // At most kMaxAge old, where the store answers within `patience` (by default kPatience, of the
-  // first look kFirstPatience).
-  std::shared_ptr<const Listing> Now(std::optional<std::chrono::milliseconds> patience = {});
-  // As it was seen last; asks for a new look where that is too old.
-  std::shared_ptr<const Listing> Last();
-  // The checkpoint of this name, null where there is none. During the first look, does not wait
-  // for the end of it.
+  // A listing that is at most kMaxAge old or, if the store does not answer within `patience`, the
+  // last one. `patience` defaults to kPatience, and to kFirstPatience before the first check.
+  std::shared_ptr<const Listing> CurrentListing(
+      std::optional<std::chrono::milliseconds> patience = {});
+  // The last listing; requests a new check if it is too old.
+  std::shared_ptr<const Listing> LastListing();
+  // The checkpoint of this name, null if there is none. Does not wait for the end of the first
+  // check.
   std::shared_ptr<Slot> FindName(const std::string& name);
-  // Whether the first look has ended: before, Now() and FindName() may take long.
-  bool settled() const;
-  // What is seen from now on is younger than this call: for those who changed the store themselves.
-  // After a publish through the mount itself: the program that renamed the staging must find the
-  // checkpoint at once, not 200 ms later.
+  // Whether the first check has ended; before, CurrentListing() and FindName() may take long.
+  bool first_check_done() const;
+  // Makes later calls ignore checks that began before this call. For a publish through the mount:
+  // the program that renamed the staging must find the checkpoint at once, not 200 ms later.
   void Refresh();
-  // kStale for slots that are gone or never were.
-  // By array index: this is on the path of every request.
+  // The slot with this id. kStale if it is gone or never existed. Fast, because every request calls
+  // this.
   Result<std::shared_ptr<Slot>> Find(std::uint32_t id);
-  // Opens the checkpoint where it is not open. kStale where it is gone or was replaced.
+  // The view of the slot's checkpoint, which is opened if it is closed. kStale: the checkpoint is
+  // gone or was replaced.
   Result<std::shared_ptr<const CheckpointView>> View(Slot& slot);
-  // Of a checkpoint that is gone: what files that are open of it still hold. Null where none are.
+  // The view that open files of a removed checkpoint still hold; null if there is none.
   std::shared_ptr<const CheckpointView> KeptView(std::uint32_t id);
-  // Null where it is not open; opens nothing.
-  // For Forget and status, which must not wait for storage.
+  // The view of an open checkpoint; null if the checkpoint is not open. For callers that must not
+  // wait for storage.
   static std::shared_ptr<const CheckpointView> OpenedView(Slot& slot);
   std::size_t open_checkpoints() const;
-  bool answers() const;
+  bool is_responding() const;
 
  private:
-  // Outlives the watch where storage holds the looking thread.
+  // Outlives the StoreWatch if storage blocks the watching thread.
   struct Core;
   Result<std::shared_ptr<const CheckpointView>> OpenView(Slot& slot);
   explicit StoreWatch(std::shared_ptr<Core> core) : core_(std::move(core)) {}

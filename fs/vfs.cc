@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lookup, getattr, read and readdir mean, without a line of FUSE: node ids are slot, view and
-// item (docs/architecture.md), and everything below a checkpoint is its CheckpointView's. What
-// concerns .staging/ goes to StagingTree.
+// The meaning of lookup, getattr, read and readdir, independent of FUSE. Node ids are slot, view
+// and item (docs/architecture.md); CheckpointView handles everything below a checkpoint,
+// StagingTree everything below .staging/.
 #include "fs/vfs.h"
 
 #include <algorithm>
@@ -28,12 +28,13 @@ namespace {
 constexpr std::string_view kLatestName = "latest";
 constexpr std::string_view kControlName = ".tensormount";
 
-// Bytes of a name, as on other filesystems.
+// Longest name in bytes, as on other filesystems.
 constexpr std::size_t kMaxName = 255;
 
-// Cookies of a listing: the dots, then what the folder itself counts from 1.
+// Number of the cookies for "." and ".." in a listing: the directory's own cookies are raised by
+// two.
 constexpr std::uint64_t kDots = 2;
-// Of the root of a store: latest, then the slots by id.
+// Cookies in the root of a store: `latest`, then slots from kSlotCookies on, by id.
 constexpr std::uint64_t kLatestCookie = 3;
 constexpr std::uint64_t kSlotCookies = 16;
 
@@ -57,7 +58,7 @@ std::string_view ControlName(Fixed fixed) {
 
 Node MountNode(Fixed fixed) { return {.item = static_cast<std::uint64_t>(fixed)}; }
 
-// What a node of slot 0 is; nothing for numbers that mean nothing.
+// The node of the mount itself that has this number; nullopt if there is none.
 std::optional<Fixed> FixedOf(const Node& node) {
   if (node.slot != 0 || node.view != kOwnView) return std::nullopt;
   const Fixed fixed = static_cast<Fixed>(node.item);
@@ -66,7 +67,7 @@ std::optional<Fixed> FixedOf(const Node& node) {
 }
 
 // A hash of names, so that inode numbers are the same in every mount and after a restart; 0 and 1
-// mean something else to programs.
+// have special meanings for programs.
 std::uint64_t InodeOf(std::string_view source, std::string_view name) {
   ByteWriter text;
   text.String(source);
@@ -100,10 +101,10 @@ std::string_view VerifyName(ServeVerify verify) {
   return "";
 }
 
-// The two entries that every folder begins with. False: fn wants no more.
+// Lists "." and "..". False: `fn` ended the listing.
 bool ListDots(const Attributes& attributes, std::uint64_t cookie,
               const std::function<bool(const Vfs::Listed&)>& fn) {
-  // Without an id: the kernel knows both.
+  // Both entries have no node id, because the kernel knows their nodes.
   for (std::uint64_t i = cookie; i < kDots; ++i) {
     if (!fn({.name = i == 0 ? "." : "..", .entry = {.attributes = attributes}, .next = i + 1})) {
       return false;
@@ -112,9 +113,9 @@ bool ListDots(const Attributes& attributes, std::uint64_t cookie,
   return true;
 }
 
-Status ReadOnly(std::string_view what) { return Status::FromErrno(EROFS, "change", what); }
+Status ReadOnlyError(std::string_view what) { return Status::FromErrno(EROFS, "change", what); }
 
-Status NotPermitted(std::string_view why) {
+Status NotPermittedError(std::string_view why) {
   return Status::FromParts(Code::kPermissionDenied, EPERM, std::string(why));
 }
 
@@ -128,28 +129,29 @@ Result<std::unique_ptr<Vfs>> Vfs::Open(FileSystem& fs, const VfsOptions& options
     TENSORMOUNT_RETURN_IF_ERROR(Store::Open(fs, found.path).status());
   }
   vfs->options_ = options;
+  vfs->fs_ = &fs;
   vfs->kind_ = found.kind;
   vfs->source_ = found.path;
   TENSORMOUNT_ASSIGN_OR_RETURN(
       vfs->watch_, StoreWatch::Start(fs, found.kind, found.path, options.list_views, options.verify,
-                                     options.map, options.hf, options.roots, options.others));
-  if (options.writable) vfs->OpenStaging(fs);
-  if (!HoldsMany(found.kind)) {
-    // Say now what is wrong with it.
+                                     options.map, options.hf, options.roots, options.other_users));
+  if (options.writable) vfs->OpenStaging();
+  if (!ShowsManyCheckpoints(found.kind)) {
+    // Opens the checkpoint now, so that its problems fail the mount.
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, vfs->watch_->Find(1));
     TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*slot).status());
   } else if (options.map || options.hf.rules) {
-    const auto now = vfs->watch_->Now();
+    const auto now = vfs->watch_->CurrentListing();
     if (now->latest) TENSORMOUNT_RETURN_IF_ERROR(vfs->watch_->View(*now->latest).status());
   }
   return vfs;
 }
 
-// Opens the checkpoint where it is not open yet, which is what may take long (MayBlock).
+// Opens the checkpoint if it is closed, which may take long (MayBlock).
 Result<Vfs::Located> Vfs::Locate(NodeId id) {
   Located place{.node = NodeOf(id), .view = nullptr};
   if (place.node.slot == 0) {
-    if (id != kRootId || HoldsMany(kind_)) return place;
+    if (id != kRootId || ShowsManyCheckpoints(kind_)) return place;
     place.node.slot = 1;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(place.node.slot));
@@ -157,32 +159,32 @@ Result<Vfs::Located> Vfs::Locate(NodeId id) {
   return place;
 }
 
-// As Locate, and also finds files of a checkpoint that was removed while programs had them open:
-// read(2) and fstat(2) of those go on, as on other filesystems.
+// Like Locate, but also finds open files of a removed checkpoint: read(2) and fstat(2) on them
+// continue to work, as on other filesystems.
 Result<Vfs::Located> Vfs::LocateFile(NodeId id) {
   Result<Located> place = Locate(id);
   if (place.status().code() != Code::kStale) return place;
   const Node node = NodeOf(id);
   const auto kept = watch_->KeptView(node.slot);
   if (!kept) return place;
-  // A folder leads to files that nobody has open.
+  // Only files: a directory of a removed checkpoint would lead to files that no program has open.
   const Result<Attributes> attributes = kept->Stat(node);
   if (!attributes.ok() || attributes.value().kind != FileKind::kFile) return place;
   return Located{.node = node, .view = kept};
 }
 
-bool Vfs::IsThere(NodeId node) {
+bool Vfs::CheckpointExists(NodeId node) {
   const std::uint32_t slot = NodeOf(node).slot;
   return watch_->Find(slot == 0 ? 1 : slot).ok();
 }
 
-// A folder of a store's root is answered by the listing; only the first look at the store takes
-// long.
+// The root of a store is answered from the listing, which takes long only during the first check of
+// the store. With `other_users` a recent listing is needed, which may block each time.
 bool Vfs::MayBlock(NodeId id) {
   std::uint32_t slot = NodeOf(id).slot;
   if (slot == 0) {
     if (id != kRootId) return IsStaged(id);
-    if (HoldsMany(kind_)) return options_.others || !watch_->settled();
+    if (ShowsManyCheckpoints(kind_)) return options_.other_users || !watch_->first_check_done();
     slot = 1;
   }
   const auto found = watch_->Find(slot);
@@ -208,8 +210,8 @@ Vfs::Entry Vfs::SlotEntry(const Slot& slot) const {
 }
 
 Result<Vfs::Entry> Vfs::RootEntry() {
-  // A look that is as old as the last request would let somebody in who was shut out since.
-  const auto now = options_.others ? watch_->Now() : watch_->Last();
+  // With `other_users` an old listing could admit a user whose access was revoked since.
+  const auto now = options_.other_users ? watch_->CurrentListing() : watch_->LastListing();
   Entry entry{.id = kRootId, .attributes = {}, .seconds = kRootSeconds};
   entry.attributes = {.kind = FileKind::kDirectory,
                       .inode = InodeOf(source_, ""),
@@ -218,14 +220,14 @@ Result<Vfs::Entry> Vfs::RootEntry() {
                       .uid = now->ownership.uid,
                       .gid = now->ownership.gid,
                       .mtime = now->mtime};
-  // Who may write to the store may publish: the kernel looks at the root's mode.
+  // Users that may write to the store may publish; the kernel checks the root's mode.
   if (staging_) entry.attributes.mode |= now->ownership.write_mode;
   return entry;
 }
 
 Result<Vfs::Entry> Vfs::LatestEntry(const StoreWatch::Listing& now) {
   TENSORMOUNT_RETURN_IF_ERROR(now.latest_unknown);
-  if (!now.latest) return NoSuch(kLatestName);
+  if (!now.latest) return NoSuchNameError(kLatestName);
   Entry entry{.id = IdOf(MountNode(Fixed::kLatest)), .attributes = {}, .seconds = kRootSeconds};
   entry.attributes = {.kind = FileKind::kSymlink,
                       .inode = InodeOf(source_, kLatestName),
@@ -252,10 +254,10 @@ std::string Vfs::ControlText(Fixed fixed) {
   }
 }
 
-// The size is that of the text now. The text that is read is made when the file is opened, and may
-// differ: these files are read past the page cache.
+// The size is that of the current text. The text is rendered again at open and may differ, so these
+// files bypass the page cache.
 Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
-  const auto now = watch_->Last();
+  const auto now = watch_->LastListing();
   const bool folder = fixed == Fixed::kControl;
   Entry entry{.id = IdOf(MountNode(fixed)), .attributes = {}, .seconds = 0};
   entry.attributes = {.kind = folder ? FileKind::kDirectory : FileKind::kFile,
@@ -265,31 +267,31 @@ Result<Vfs::Entry> Vfs::ControlEntry(Fixed fixed) {
                       .uid = now->ownership.uid,
                       .gid = now->ownership.gid,
                       .mtime = now->mtime};
-  // Names files and tensors that not everybody may know of.
-  if (fixed == Fixed::kErrors && options_.others) entry.attributes.mode &= 0400;
+  // .tensormount/errors contains names of files and tensors that not everybody may know.
+  if (fixed == Fixed::kErrors && options_.other_users) entry.attributes.mode &= 0400;
   return entry;
 }
 
-// Names that come and go, so each entry is given for kRootSeconds only.
+// Names come and go, so entries are valid for kRootSeconds only.
 Result<Vfs::Entry> Vfs::LookupInRoot(std::string_view name) {
   if (name == kControlName) return ControlEntry(Fixed::kControl);
-  if (!HoldsMany(kind_)) {
-    (void)watch_->Now();  // Sees whether it is still there.
+  if (!ShowsManyCheckpoints(kind_)) {
+    (void)watch_->CurrentListing();  // Checks whether the checkpoint still exists.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Located root, Locate(kRootId));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Child child, root.view->Lookup(root.node, name));
     Entry entry = EntryOf(child);
-    entry.seconds = kRootSeconds;  // A removal must show.
+    entry.seconds = kRootSeconds;  // A removal must become visible.
     return entry;
   }
   if (name == kStagingName && staging_) {
     return LookupStaged(kRootId, name);
   }
-  if (name == kLatestName) return LatestEntry(*watch_->Now());
+  if (name == kLatestName) return LatestEntry(*watch_->CurrentListing());
   const auto slot = watch_->FindName(std::string(name));
   if (slot) return SlotEntry(*slot);
-  // Where the store itself went, nobody may take it for one without this checkpoint.
-  TENSORMOUNT_RETURN_IF_ERROR(watch_->Last()->store_gone);
-  return NoSuch(name);
+  // A store that is gone must not look like one without this checkpoint.
+  TENSORMOUNT_RETURN_IF_ERROR(watch_->LastListing()->store_gone);
+  return NoSuchNameError(name);
 }
 
 Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
@@ -305,7 +307,7 @@ Result<Vfs::Entry> Vfs::Lookup(NodeId folder, std::string_view name) {
     for (const Fixed fixed : kControlFiles) {
       if (name == ControlName(fixed)) return ControlEntry(fixed);
     }
-    return NoSuch(name);
+    return NoSuchNameError(name);
   }
   return Status::FromErrno(ENOTDIR, "look up", name);
 }
@@ -316,15 +318,15 @@ Result<Vfs::Entry> Vfs::Stat(NodeId id) {
   const Node node = NodeOf(id);
   if (node.slot == 0) {
     const std::optional<Fixed> fixed = FixedOf(node);
-    if (!fixed) return Status(Code::kStale, "no such node");
-    return *fixed == Fixed::kLatest ? LatestEntry(*watch_->Now()) : ControlEntry(*fixed);
+    if (!fixed) return Status(Code::kStale, "no entry has this inode number");
+    return *fixed == Fixed::kLatest ? LatestEntry(*watch_->CurrentListing()) : ControlEntry(*fixed);
   }
   if (node.view == kOwnView && node.item == kRootItem) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto slot, watch_->Find(node.slot));
     return SlotEntry(*slot);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
-  if (!place.view) return Status(Code::kStale, "no such node");
+  if (!place.view) return Status(Code::kStale, "no entry has this inode number");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, place.view->Stat(place.node));
   return Entry{.id = id, .attributes = attributes, .seconds = kSealedSeconds};
 }
@@ -333,16 +335,16 @@ Result<std::string> Vfs::ReadLink(NodeId id) {
   if (id != IdOf(MountNode(Fixed::kLatest))) {
     return Status(Code::kInvalidArgument, "not a symbolic link");
   }
-  const auto now = watch_->Now();
+  const auto now = watch_->CurrentListing();
   TENSORMOUNT_RETURN_IF_ERROR(now->latest_unknown);
-  if (!now->latest) return NoSuch(kLatestName);
+  if (!now->latest) return NoSuchNameError(kLatestName);
   return now->latest->name;
 }
 
-// A slot's cookie is its id: a listing that goes on later neither repeats nor skips one, whatever
-// came or went meanwhile.
+// A slot's cookie depends on its id only, so a continued listing neither repeats nor skips a slot,
+// whichever slots were added or removed meanwhile.
 Status Vfs::ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
-  const auto now = watch_->Now();
+  const auto now = watch_->CurrentListing();
   TENSORMOUNT_RETURN_IF_ERROR(now->store_gone);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry root, RootEntry());
   if (!ListDots(root.attributes, cookie, fn)) return {};
@@ -371,16 +373,16 @@ Status Vfs::ListControl(std::uint64_t cookie, const std::function<bool(const Lis
 }
 
 Status Vfs::List(NodeId id, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn) {
-  if (id == kRootId && HoldsMany(kind_)) return ListStore(cookie, fn);
+  if (id == kRootId && ShowsManyCheckpoints(kind_)) return ListStore(cookie, fn);
   if (IsStaged(id)) return ListStaged(id, cookie, fn);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, Locate(id));
   if (!place.view) {
     if (place.node == MountNode(Fixed::kControl)) return ListControl(cookie, fn);
-    return Status::FromErrno(ENOTDIR, "list", "this node");
+    return Status::FromErrno(ENOTDIR, "list", "this entry");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, Stat(id));
   if (own.attributes.kind != FileKind::kDirectory) {
-    return Status::FromErrno(ENOTDIR, "list", "this node");
+    return Status::FromErrno(ENOTDIR, "list", "this entry");
   }
   if (!ListDots(own.attributes, cookie, fn)) return {};
   const std::uint64_t from = cookie > kDots ? cookie - kDots : 0;
@@ -395,14 +397,14 @@ Result<std::shared_ptr<const VirtualFile>> Vfs::OpenFile(NodeId id) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
   if (place.view) return place.view->OpenFile(place.node);
   const std::optional<Fixed> fixed = FixedOf(place.node);
-  if (!fixed) return Status(Code::kStale, "no such node");
+  if (!fixed) return Status(Code::kStale, "no entry has this inode number");
   for (const Fixed control : kControlFiles) {
     if (*fixed == control) {
       return VirtualFile::OfText(fmt::format("{}/{}", kControlName, ControlName(control)),
                                  ControlText(control));
     }
   }
-  return Status::FromErrno(*fixed == Fixed::kLatest ? ELOOP : EISDIR, "open", "this node");
+  return Status::FromErrno(*fixed == Fixed::kLatest ? ELOOP : EISDIR, "open", "this entry");
 }
 
 void Vfs::Forget(NodeId id, std::uint64_t references) {
@@ -411,14 +413,15 @@ void Vfs::Forget(NodeId id, std::uint64_t references) {
   if (node.slot == 0) return;
   const auto slot = watch_->Find(node.slot);
   if (!slot.ok()) return;
-  // Of others nothing is counted.
+  // Other views do not count references.
   if (node.view == CheckpointView::kSlicesView)
     slot.value()->slices()->Forget(node.item, references);
 }
 
 Result<std::string> Vfs::GetXattr(NodeId id, std::string_view name) {
   if (!name.starts_with("user.")) {
-    return Status(Code::kUnsupported, "only user. attributes here");
+    return Status(Code::kUnsupported,
+                  "only extended attributes in the user. namespace are supported");
   }
   const Status none = Status::FromErrno(ENODATA, "read attribute", name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const Located place, LocateFile(id));
@@ -439,7 +442,8 @@ Result<std::vector<std::string>> Vfs::ListXattrs(NodeId id) {
 }
 
 std::string Vfs::StatusFields() {
-  const auto now = watch_->settled() ? watch_->Last() : watch_->Now(StoreWatch::kPatience);
+  const auto now = watch_->first_check_done() ? watch_->LastListing()
+                                              : watch_->CurrentListing(StoreWatch::kPatience);
   std::string problems;
   for (const std::string& problem : now->problems) {
     problems += (problems.empty() ? "" : ", ") + JsonString(problem);
@@ -450,20 +454,22 @@ std::string Vfs::StatusFields() {
       R"({}, "problems": [{}])",
       JsonString(source_), KindName(kind_), VerifyName(options_.verify), options_.list_views,
       options_.map != nullptr, now->by_id.size(),
-      now->latest && HoldsMany(kind_) ? JsonString(now->latest->name) : "null",
-      watch_->open_checkpoints(), watch_->answers(), stats_.errors(), StagingFields(), problems);
+      now->latest && ShowsManyCheckpoints(kind_) ? JsonString(now->latest->name) : "null",
+      watch_->open_checkpoints(), watch_->is_responding(), stats_.errors(), StagingFields(),
+      problems);
 }
 
-// ---- Saving: .staging/, and all that is refused ------------------------------------------------
+// ---- Saving: .staging/, and refusals of other changes ------------------------------------------
 
-void Vfs::OpenStaging(FileSystem& fs) {
-  if (kind_ != SourceKind::kStore) return;  // Checkpoints never change.
-  Status status;
-  // As this process may write: a mount gives nobody more rights than it has itself.
-  if (access(source_.c_str(), W_OK) != 0) {
+void Vfs::OpenStaging() {
+  if (kind_ != SourceKind::kStore) return;  // Published checkpoints never change.
+  Status status = fs_->Need(Ability::kWrite, source_);
+  // A mount grants no more rights than this process has.
+  if (status.ok() && fs_->Can(Ability::kKernelFiles) && access(source_.c_str(), W_OK) != 0) {
     status = Status::FromErrno(errno, "write to", source_);
-  } else {
-    Result<std::unique_ptr<StagingTree>> staging = StagingTree::Make(fs, source_, stats_);
+  }
+  if (status.ok()) {
+    Result<std::unique_ptr<StagingTree>> staging = StagingTree::Make(*fs_, source_, stats_);
     status = staging.status();
     if (staging.ok()) staging_ = std::move(staging).value();
   }
@@ -472,10 +478,10 @@ void Vfs::OpenStaging(FileSystem& fs) {
   Log(LogLevel::kWarning, "mounted read-only: " + not_writable_because_);
 }
 
-// What is below .staging/ has the modes of the store, as the watch saw them last: whoever comes by
-// a path has passed the root, which looked.
+// Nodes below .staging/ have the owner and modes of the store in the last listing. The kernel
+// checks those of the root, which every path passes, too.
 Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) const {
-  const Ownership own = watch_->Last()->ownership;
+  const Ownership own = watch_->LastListing()->ownership;
   Attributes attributes = node.attributes;
   attributes.uid = own.uid;
   attributes.gid = own.gid;
@@ -484,13 +490,13 @@ Vfs::Entry Vfs::StagedEntry(const StagingTree::Node& node) const {
       (attributes.kind == FileKind::kDirectory ? own.folder_mode : own.folder_mode & 0444);
   return {.id = IdOf({.slot = 0, .view = kStagingView, .item = node.item}),
           .attributes = attributes,
-          // Nothing below it is kept by the kernel: other mounts change it too.
+          // The kernel caches nothing below .staging/, because other mounts change stagings, too.
           .seconds = node.item == StagingTree::kRoot ? kRootSeconds : 0};
 }
 
-// Lookups below .staging/ count a reference, which Forget gives back.
+// Lookups below .staging/ count a reference, which Forget releases.
 Result<Vfs::Entry> Vfs::LookupStaged(NodeId folder, std::string_view name) {
-  if (!staging_) return Status(Code::kStale, "no such node");
+  if (!staging_) return Status(Code::kStale, "no entry has this inode number");
   if (folder == kRootId) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto root, staging_->Stat(StagingTree::kRoot));
     return StagedEntry(root);
@@ -500,7 +506,7 @@ Result<Vfs::Entry> Vfs::LookupStaged(NodeId folder, std::string_view name) {
 }
 
 Result<Vfs::Entry> Vfs::StatStaged(NodeId node) {
-  if (!staging_) return Status(Code::kStale, "no such node");
+  if (!staging_) return Status(Code::kStale, "no entry has this inode number");
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, staging_->Stat(NodeOf(node).item));
   return StagedEntry(found);
 }
@@ -521,7 +527,7 @@ Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,
                        const std::function<bool(const Listed&)>& fn) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Entry own, StatStaged(folder));
   if (!ListDots(own.attributes, cookie, fn)) return {};
-  // Without an id the kernel looks a name up when somebody wants it: nothing to count here.
+  // Entries have no id, so the kernel looks names up when needed and no reference is counted.
   return staging_->List(NodeOf(folder).item, cookie > kDots ? cookie - kDots : 0,
                         [&](std::string_view name, const Attributes& a, std::uint64_t next) {
                           return fn({.name = std::string(name),
@@ -530,18 +536,19 @@ Status Vfs::ListStaged(NodeId folder, std::uint64_t cookie,
                         });
 }
 
-// The tree, or why not: EROFS for what exists and never changes, EPERM (and a line of help) for a
-// name that could be meant for a new checkpoint. `mv` and `cp` print only the errno.
+// The staging tree if `node` belongs to it, else the refusal: EROFS for existing names that never
+// change, EPERM (and a help line in .tensormount/errors, because `mv` and `cp` print only the
+// errno) for names that could be meant as a new checkpoint.
 Result<StagingTree*> Vfs::StagingOf(NodeId node, std::string_view operation,
                                     std::string_view name) {
   if (staging_ && IsStaged(node)) return staging_.get();
   const std::string what(name.empty() ? std::string_view("this file") : name);
-  if (!staging_ || node != kRootId) return ReadOnly(what);
-  // Names in the root: checkpoints are what they are, others cannot come to be here.
-  if (name == "latest" || watch_->FindName(what)) return ReadOnly(what);
-  const Status status = NotPermitted(
-      "only checkpoints are here: make .staging/NAME, write, then mv it here; "
-      "`tensormount rm` removes one");
+  if (!staging_ || node != kRootId) return ReadOnlyError(what);
+  // Names in the root: existing checkpoints never change, and others cannot be created here.
+  if (name == "latest" || watch_->FindName(what)) return ReadOnlyError(what);
+  const Status status = NotPermittedError(
+      "only checkpoints can be in this directory: to save one, make .staging/NAME, write to it, "
+      "then mv it here; to remove one, use `tensormount rm`");
   stats_.Report(operation, what, status);
   return status;
 }
@@ -570,7 +577,9 @@ Status Vfs::Truncate(NodeId node, std::uint64_t size) {
 }
 
 Result<Vfs::Entry> Vfs::SetAttributes(NodeId node) {
-  if (node == kRootId && staging_) return NotPermitted("the root's attributes are the store's");
+  if (node == kRootId && staging_)
+    return NotPermittedError(
+        "the attributes of the root are those of the store directory; change them there");
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingTree* const tree, StagingOf(node, "setattr", ""));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto found, tree->SetAttributes(NodeOf(node).item));
   return StagedEntry(found);
@@ -586,41 +595,42 @@ Status Vfs::RemoveDirectory(NodeId folder, std::string_view name) {
   return tree->RemoveDirectory(NodeOf(folder).item, name);
 }
 
-// Three kinds: a staging into the root publishes it; an object within its staging; all else is
-// refused. Never with EXDEV, at which `mv` would begin to copy.
+// A rename of a staging into the root publishes it; an object can be renamed within its staging;
+// all else is refused. No error is EXDEV, after which `mv` would copy.
 Status Vfs::Rename(NodeId folder, std::string_view name, NodeId to_folder, std::string_view to_name,
                    unsigned flags) {
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingTree* const tree, StagingOf(folder, "rename", name));
   const auto refuse = [&](std::string_view why) {
-    const Status status = NotPermitted(why);
+    const Status status = NotPermittedError(why);
     stats_.Report("rename", name, status);
     return status;
   };
   if ((flags & ~static_cast<unsigned>(RENAME_NOREPLACE)) != 0) {
-    return refuse("nothing is exchanged here");
+    return refuse("names cannot be exchanged in a mount");
   }
   const bool staging = NodeOf(folder).item == StagingTree::kRoot;
   if (to_folder == kRootId) {
-    if (!staging) return refuse("only a whole staging can be published");
+    if (!staging) return refuse("only a whole staging directory can be published");
     const Status status = tree->Publish(name, to_name);
-    // Who renamed it finds it there.
+    // The caller must find the new name at once.
     watch_->Refresh();
     return status;
   }
-  if (!IsStaged(to_folder)) return ReadOnly(to_name);
-  if (staging) return refuse("a staging is published by mv to the root of the mount");
+  if (!IsStaged(to_folder)) return ReadOnlyError(to_name);
+  if (staging) return refuse("to publish a staging directory, mv it to the root of the mount");
   return tree->RenameWithin(NodeOf(folder).item, name, NodeOf(to_folder).item, to_name);
 }
 
 Status Vfs::RefuseMaking(NodeId folder, std::string_view name) {
   const Status status = StagingOf(folder, "make", name).status();
-  return status.ok() ? NotPermitted("no links and no special files here") : status;
+  return status.ok() ? NotPermittedError("links and special files are not supported") : status;
 }
 
 Status Vfs::RefuseChanging(NodeId node) {
   return staging_ && IsStaged(node)
-             ? Status(Code::kUnsupported, "files of a staging have no extended attributes")
-             : ReadOnly("this file");
+             ? Status(Code::kUnsupported,
+                      "files in a staging directory have no extended attributes")
+             : ReadOnlyError("this file");
 }
 
 Status Vfs::Drain() { return staging_ ? staging_->SyncAll() : Status(); }
@@ -629,29 +639,33 @@ std::string Vfs::Metrics() {
   using Type = MetricsText::Type;
   MetricsText text;
   stats_.AddMetrics(text);
-  // As status: what was seen last, where the store does not answer.
-  const auto now = watch_->settled() ? watch_->Last() : watch_->Now(StoreWatch::kPatience);
-  text.Family("source_info", Type::kGauge, "What is mounted; always 1");
+  // As in StatusFields: the last listing if the store does not answer.
+  const auto now = watch_->first_check_done() ? watch_->LastListing()
+                                              : watch_->CurrentListing(StoreWatch::kPatience);
+  text.Family("source_info", Type::kGauge, "The mounted path and its kind; always 1");
   text.Sample({{"source", source_}, {"kind", KindName(kind_)}}, 1);
   text.One("checkpoints", Type::kGauge, "Checkpoints that are shown", now->by_id.size());
   text.One("open_checkpoints", Type::kGauge, "Checkpoints that the daemon keeps open",
            watch_->open_checkpoints());
-  text.One("problems", Type::kGauge, "Checkpoints that cannot be shown", now->problems.size());
-  text.One("store_answers", Type::kGauge, "0 while a look at the source's folder has not come back",
-           watch_->answers() ? 1 : 0);
+  text.One("problems", Type::kGauge,
+           "Checkpoints that cannot be shown, and reasons why the source cannot be read",
+           now->problems.size());
+  text.One("store_answers", Type::kGauge,
+           "0 while a listing of the source directory is pending, else 1",
+           watch_->is_responding() ? 1 : 0);
   if (now->latest) {
     text.One("latest_timestamp_seconds", Type::kGauge,
              "When the latest checkpoint was published, in seconds since 1970", now->latest->mtime);
   }
-  text.One("writable", Type::kGauge, "1 where checkpoints can be saved through the mount",
+  text.One("writable", Type::kGauge, "1 if checkpoints can be saved through the mount, else 0",
            writable() ? 1 : 0);
   if (staging_) {
     const StagingTree::Counts counts = staging_->counts();
-    text.One("stagings", Type::kGauge, "Stagings that this mount knows", counts.stagings);
-    text.One("staging_open_writers", Type::kGauge, "Files of stagings that are open for writing",
-             counts.open_writers);
-    text.One("staging_files", Type::kGauge, "Files that stagings of this mount were written to",
-             counts.files);
+    text.One("stagings", Type::kGauge, "Staging directories known to this mount", counts.stagings);
+    text.One("staging_open_writers", Type::kGauge,
+             "Files in staging directories that are open for writing", counts.open_writers);
+    text.One("staging_files", Type::kGauge,
+             "Data files written by the staging directories of this mount", counts.files);
   }
   if (metrics_) metrics_(text);
   return std::move(text).Take();

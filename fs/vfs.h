@@ -22,86 +22,90 @@
 
 namespace tensormount::fs {
 
-// What decides what a mount shows. How it is served (threads, passthrough) is MountOptions.
+// Options that determine what a mount shows. MountOptions says how it is served (threads,
+// passthrough).
 struct VfsOptions {
-  // A store, a checkpoint, STORE/latest (taken once), a checkpoint in a foreign format, a training
-  // directory of such.
+  // A store, a checkpoint, STORE/latest (resolved once), a checkpoint in a foreign format, or a
+  // training directory with such checkpoints.
   std::string source;
   bool list_views = false;
   ServeVerify verify = ServeVerify::kFirst;
-  std::shared_ptr<const KeyMap> map = nullptr;  // Other names for keys.
-  HfOptions hf = {};                            // How hf/ is cut, and what it has.
-  bool writable =
-      false;  // Show .staging/, where the source is a store that this process may write.
-  std::vector<std::string> roots = {};  // OpenedCheckpoint::Options::roots.
-  // Users besides the one who mounts may enter. Then modes are those of all that a node stands on
-  // (fs/reach.h), and are looked at again before they are given.
-  bool others = false;
+  std::shared_ptr<const KeyMap> map = nullptr;  // Renames keys; null: keys stay.
+  HfOptions hf = {};                            // How hf/ is split, and which tensors it has.
+  // Show .staging/ if the source is a store that this process may write.
+  bool writable = false;
+  // Directories in which data of adopted and foreign checkpoints may lie.
+  std::vector<std::string> roots = {};
+  // Users other than the mounting one may enter. Modes are then combined over all files and
+  // directories behind a node (fs/reach.h), and are checked again before each answer.
+  bool other_users = false;
 };
 
-// What lookup, stat, list, open, read mean in a mount, without the kernel: node ids in, answers or
-// the Status whose errno the caller shall see out. What can be computed from node ids
-// is; other nodes count who knows them. Thread-safe; no call holds a lock while it reads data.
-// Tests of a mount work on this class, without a kernel and without FUSE; the bridge adds threads
-// and replies and decides nothing.
+// Lookup, stat, list, open and read of a mount, independent of the kernel: takes node ids, and
+// returns results or a Status whose errno the caller gets. Most nodes are computed from their ids;
+// the others count references. Thread-safe; no lock is held while data are read.
+// Tests of a mount use this class, without a kernel and without FUSE; the bridge only adds threads
+// and replies.
 class Vfs {
  public:
-  // Seconds that the kernel may keep what it was told: below a sealed checkpoint, and for names
-  // that come and go (the root, latest, names that are not there).
-  // A sealed checkpoint never changes, and its node ids die with its slot, so an hour is as good as
-  // for ever.
+  // Seconds that the kernel may cache answers. kSealedSeconds: below a published checkpoint, which
+  // never changes and whose node ids become invalid when it is removed, so an hour is practically
+  // for ever. kRootSeconds: for names that come and go (the root, checkpoints, latest), and for
+  // missing names below a checkpoint.
   static constexpr double kSealedSeconds = 3600;
   static constexpr double kRootSeconds = 0.4;
 
-  // kNotFound: no such source; kUnsupported: neither ours nor in a format that we read;
-  // kInvalidArgument: the map of keys does not fit the checkpoint (of a store: its latest).
+  // kNotFound: no such source; kUnsupported: unknown format; kInvalidArgument: the key map does not
+  // fit the checkpoint (for a store: its latest).
   static Result<std::unique_ptr<Vfs>> Open(FileSystem& fs, const VfsOptions& options);
 
-  // `seconds` is how the kernel's caches are kept right without telling it anything: what can
-  // change is given for a fraction of a second, what cannot for an hour.
+  // A node with its attributes. `seconds` says how long the kernel may cache name and attributes:
+  // an hour below a published checkpoint, a fraction of a second in the root, 0 (not at all) for
+  // .tensormount/ and for files below .staging/.
   struct Entry {
     NodeId id = 0;
     Attributes attributes;
-    double seconds = 0;  // That name and attributes may be kept.
+    double seconds = 0;
   };
-  // kNotFound where there is no such name now, kStale where the folder is gone. Counts a reference
-  // of the node, which Forget gives back.
+  // kNotFound: no such name now; kStale: the directory is gone. Counts a reference of the node,
+  // which Forget releases.
   Result<Entry> Lookup(NodeId folder, std::string_view name);
   void Forget(NodeId node, std::uint64_t references);
   Result<Entry> Stat(NodeId node);
-  // Whether the checkpoint of a node was there when the store was looked at last.
-  bool IsThere(NodeId node);
+  // Whether the checkpoint of a node existed at the last check of the store.
+  bool CheckpointExists(NodeId node);
   Result<std::string> ReadLink(NodeId node);
 
   struct Listed {
     std::string name;
     Entry entry;
-    std::uint64_t next = 0;  // Where to go on after this one; never 0.
+    std::uint64_t next = 0;  // Continues the listing after this entry; never 0.
   };
-  // Entries from `cookie` on (0, or a `next`), "." and ".." first, until fn returns false (that
-  // one was not taken).
+  // Lists entries from `cookie` on (0, or a `next`), "." and ".." first, until fn returns false
+  // (that entry was not taken).
   Status List(NodeId folder, std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   Result<std::shared_ptr<const VirtualFile>> OpenFile(NodeId node);
-  // Whether answering for this node may have to wait for more than the index in memory and the
-  // control files: its checkpoint is not open yet.
-  // The bridge answers those that may not on the thread that received the request, and queues the
-  // others, so that `ls` and status files work while storage hangs.
+  // Whether an answer for this node may wait for storage: its checkpoint is not open yet, the node
+  // is below .staging/, or it is the root and needs a new listing. The bridge queues such requests
+  // and answers the others on the receiving thread, so that `ls` and status files work while
+  // storage hangs.
   bool MayBlock(NodeId node);
 
-  // Names outside of "user." are kUnsupported (EOPNOTSUPP): `ls -l` then stops asking.
+  // The value of an extended attribute. kUnsupported (EOPNOTSUPP) for names outside of "user.",
+  // after which `ls -l` stops asking.
   Result<std::string> GetXattr(NodeId node, std::string_view name);
   Result<std::vector<std::string>> ListXattrs(NodeId node);
 
-  // ---- Saving: what changes something. Below .staging/ of a writable mount it is StagingTree's;
-  // published checkpoints are kReadOnly, and so is all of a mount that is not writable. Every call
-  // may block.
+  // ---- Saving: calls that change something. Below .staging/ of a writable mount they go to
+  // StagingTree; published checkpoints, and mounts that are not writable, return kReadOnly. Every
+  // call may block.
   bool writable() const { return staging_ != nullptr; }
-  // Why a mount that was to be writable is not; empty where it is or was not to be.
+  // Why a mount is not writable although it was requested; empty otherwise.
   const std::string& not_writable_because() const { return not_writable_because_; }
   static constexpr std::string_view kStagingName = ".staging";
-  // What this mount knows of a staging, without a look at storage: by its name in .staging/, with a
-  // reference counted as by Lookup, or by the node of its folder, or of .staging/ itself. Nothing
-  // for all other nodes.
+  // Answers from memory for a staging by its name in .staging/ (counts a reference like Lookup), or
+  // for the node of a staging's directory or of .staging/ itself. nullopt for all other nodes, and
+  // for stagings that this mount has not seen.
   std::optional<Entry> KnownStaging(NodeId folder, std::string_view name);
   std::optional<Entry> KnownStaging(NodeId node);
   static bool IsStaged(NodeId node) {
@@ -111,10 +115,10 @@ class Vfs {
   static bool IsStagingRoot(NodeId node) {
     return IsStaged(node) && NodeOf(node).item == StagingTree::kRoot;
   }
-  // open(2) of a file below .staging/, and of any other for writing, which is refused.
+  // open(2) of a file below .staging/, or of any other file for writing, which is refused.
   Result<std::shared_ptr<WriteHandle>> OpenStaged(NodeId node, int flags);
   struct Created {
-    Entry entry;  // With a reference counted.
+    Entry entry;  // One reference of the node is counted.
     std::shared_ptr<WriteHandle> handle;
   };
   Result<Created> Create(NodeId folder, std::string_view name, int flags);
@@ -123,38 +127,41 @@ class Vfs {
   Result<Entry> SetAttributes(NodeId node);
   Status Unlink(NodeId folder, std::string_view name);
   Status RemoveDirectory(NodeId folder, std::string_view name);
-  // `flags` are renameat2's. Of a staging into the root: publishes.
+  // `flags` as for renameat2. A rename of a staging into the root publishes it.
   Status Rename(NodeId folder, std::string_view name, NodeId to_folder, std::string_view to_name,
                 unsigned flags);
-  // Links and special files, which no folder here has: EPERM or EROFS.
+  // Refuses links and special files, which no directory supports: EPERM or EROFS.
   Status RefuseMaking(NodeId folder, std::string_view name);
-  // What a change of this node answers that is not below .staging/ (extended attributes: of any).
+  // The error for a change of a node outside of .staging/ (extended attributes: of any node).
   Status RefuseChanging(NodeId node);
-  // Everything written so far is durable.
+  // Makes all bytes durable that were written through this mount.
   Status Drain();
 
   MountStats& stats() { return stats_; }
   StoreWatch& watch() { return *watch_; }
+  FileSystem& fs() const { return *fs_; }
   const std::string& source() const { return source_; }
   SourceKind kind() const { return kind_; }
   const VfsOptions& options() const { return options_; }
-  // What .tensormount/status shows; the session puts its own fields in. Without one: the source's.
+  // Sets the function that makes the text of .tensormount/status, so that the session can add its
+  // own fields. Without it the text has StatusFields() only.
   void SetStatus(std::function<std::string()> status) { status_ = std::move(status); }
-  // What .tensormount/metrics has besides: the session's own families.
+  // Sets a function that adds the session's own families to .tensormount/metrics.
   void SetMetrics(std::function<void(MetricsText&)> metrics) { metrics_ = std::move(metrics); }
-  // The fields that are the Vfs's to know, as the inside of a JSON object.
+  // The fields of the source for .tensormount/status, as the inside of a JSON object.
   std::string StatusFields();
 
  private:
   Vfs() = default;
-  // The checkpoint that a node belongs to; the root of a mount of one checkpoint is its slot's.
+  // A node and the opened checkpoint that it belongs to. The root of a mount of one checkpoint
+  // belongs to that checkpoint.
   struct Located {
     Node node;
     std::shared_ptr<const CheckpointView> view;  // Null: a node of the mount itself.
   };
   Result<Located> Locate(NodeId id);
-  // Of what the kernel asks about open files too: theirs is found as long as any file of their
-  // checkpoint is open, also when that is gone.
+  // Like Locate, but also finds files of a removed checkpoint while any file of that checkpoint is
+  // open.
   Result<Located> LocateFile(NodeId id);
   Result<Entry> ControlEntry(Fixed fixed);
   Result<Entry> RootEntry();
@@ -165,8 +172,8 @@ class Vfs {
   Result<Entry> LookupInRoot(std::string_view name);
   Status ListStore(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
   Status ListControl(std::uint64_t cookie, const std::function<bool(const Listed&)>& fn);
-  // Below .staging/, and what is refused elsewhere.
-  void OpenStaging(FileSystem& fs);
+  // Operations below .staging/ and refusals elsewhere.
+  void OpenStaging();
   Entry StagedEntry(const StagingTree::Node& node) const;
   Result<Entry> LookupStaged(NodeId folder, std::string_view name);
   Result<Entry> StatStaged(NodeId node);
@@ -178,12 +185,13 @@ class Vfs {
 
   VfsOptions options_;
   SourceKind kind_ = SourceKind::kStore;
-  std::string source_;  // Resolved.
+  FileSystem* fs_ = nullptr;  // The filesystem of the source.
+  std::string source_;        // Path of the source, resolved.
   std::unique_ptr<StoreWatch> watch_;
   std::function<std::string()> status_;
   std::function<void(MetricsText&)> metrics_;
   MountStats stats_;
-  std::unique_ptr<StagingTree> staging_;  // Null: not writable.
+  std::unique_ptr<StagingTree> staging_;  // Null: the mount is not writable.
   std::string not_writable_because_;
 };
 

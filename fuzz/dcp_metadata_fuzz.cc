@@ -5,7 +5,7 @@
 using namespace tensormount;
 
 extern "C" int LLVMFuzzerTestOneInput(const unsigned char* data, std::size_t size) {
-  LeftOut left_out;
+  OmissionCounter left_out;
   const auto metadata =
       ParseDcpMetadata(std::string(reinterpret_cast<const char*>(data), size), left_out);
   if (!metadata.ok()) return 0;

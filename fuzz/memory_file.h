@@ -7,12 +7,12 @@
 #include <string>
 #include <string_view>
 
-#include "base/file_system.h"
+#include "base/read_only.h"
 
 namespace tensormount {
 
 // Bytes that look like a file that was opened for reading.
-class MemoryFile : public File {
+class MemoryFile : public ReadOnlyFile {
  public:
   explicit MemoryFile(std::string_view bytes) : bytes_(bytes) {}
 
@@ -22,24 +22,15 @@ class MemoryFile : public File {
     std::memcpy(out, bytes_.data() + offset, n);
     return n;
   }
-  Status WriteAt(std::uint64_t, const void*, std::size_t) override { return ReadOnly(); }
-  Status Truncate(std::uint64_t) override { return ReadOnly(); }
-  Status Sync() override { return {}; }
-  Status Seal() override { return {}; }
   Result<FileInfo> Stat() override {
     FileInfo info;
     info.kind = FileKind::kFile;
     info.size = bytes_.size();
     return info;
   }
-  Status TryLockShared() override { return {}; }
-  Status TryLockExclusive() override { return {}; }
-  Status Close() override { return {}; }
   const std::string& path() const override { return path_; }
 
  private:
-  static Status ReadOnly() { return Status(Code::kReadOnly, "memory"); }
-
   std::string_view bytes_;
   std::string path_ = "memory";
 };

@@ -5,14 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
-// What we use of the CUDA driver API, declared here: so that this folder compiles where no toolkit
-// is, under every sanitizer, and its tests can be a driver themselves (tests/gpu/fake_cuda.cc).
-// Where a toolkit is there, tests/gpu/cuda_header_check.cc compares this with its header.
+// Our own declarations of the CUDA driver API: this directory then compiles without a toolkit,
+// under every sanitizer, and tests can implement a driver (tests/gpu/fake_cuda.cc). With a toolkit,
+// tests/gpu/cuda_header_check.cc compares them with its header.
 // Source: CUDA Driver API reference, functions as of CUDA 12.0.
 
 namespace tensormount::gpu::cuda {
 
-using Result = int;  // 0: it worked.
+using Result = int;  // 0: success.
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
@@ -48,7 +48,7 @@ inline constexpr Result kExternalDevice = 911;
 inline constexpr Result kUnknown = 999;
 
 using Device = int;
-using Address = std::uint64_t;  // Of memory of a device.
+using Address = std::uint64_t;  // Device memory.
 struct ContextRep;
 using Context = ContextRep*;
 struct StreamRep;
@@ -64,14 +64,14 @@ using Pool = PoolRep*;
 struct Uuid {
   std::uint8_t bytes[16];
 };
-// Where memory of a pool is, and who may work with it.
+// Location of pool memory, and access to it.
 struct Location {
   int type = 0;
   int ordinal = 0;
 };
 struct PoolProperties {
-  int type = 0;     // Of its memory.
-  int handles = 0;  // For other processes.
+  int type = 0;     // Type of memory.
+  int handles = 0;  // Handle types for other processes.
   Location location;
   void* security = nullptr;
   std::size_t most_bytes = 0;
@@ -82,7 +82,7 @@ struct PoolAccess {
   int flags = 0;
 };
 
-// The default streams, which are handles that stand for themselves.
+// Special handles of the default streams.
 inline constexpr std::uintptr_t kLegacyStream = 1;
 inline constexpr std::uintptr_t kPerThreadStream = 2;
 
@@ -94,8 +94,8 @@ inline constexpr int kPinnedAllocation = 1;
 inline constexpr int kLocationDevice = 1;
 inline constexpr int kAccessReadWrite = 3;
 
-inline constexpr int kCaptureNone = 0;         // Of a stream.
-inline constexpr int kCaptureModeRelaxed = 2;  // Of a thread.
+inline constexpr int kCaptureNone = 0;         // Capture status of a stream.
+inline constexpr int kCaptureModeRelaxed = 2;  // Capture mode of a thread.
 
 inline constexpr int kPointerMemoryType = 2;
 inline constexpr int kPointerIsManaged = 8;
@@ -108,7 +108,7 @@ inline constexpr int kAttributeMinor = 76;
 inline constexpr int kAttributeMemoryPools = 115;
 inline constexpr int kAttributeHostNumaId = 134;
 
-// Functions as they are asked for with this version: X(name, parameters).
+// Functions and the API version requested for them: X(name, parameters).
 inline constexpr int kVersion = 12000;
 #define TENSORMOUNT_CUDA_FUNCTIONS(X)                                                             \
   X(cuInit, (unsigned flags))                                                                     \
@@ -157,20 +157,21 @@ inline constexpr int kVersion = 12000;
   X(cuMemcpyDtoHAsync, (void* to, Address from, std::size_t bytes, Stream stream))                \
   X(cuMemsetD8Async, (Address to, unsigned char value, std::size_t bytes, Stream stream))
 
-// Resolves a function of a version, from CUDA 12 on: the entry point by which the others are found.
+// Resolves a function by version, from CUDA 12 on: the entry point that finds all others.
 using GetProcAddress = Result (*)(const char* name, void** function, int version,
                                   std::uint64_t flags, int* found);
 inline constexpr char kGetProcAddress[] = "cuGetProcAddress_v2";
 inline constexpr char kLibrary[] = "libcuda.so.1";
-// Before this version cuDeviceGetUuid says of a part of a device (MIG) what the whole one is.
+// Older versions of cuDeviceGetUuid return the UUID of the whole device for a MIG instance.
 inline constexpr int kPhysicalUuidVersion = 9020;
 
-// A driver: its functions.
+// The functions of a driver.
 struct Driver {
 #define TENSORMOUNT_CUDA_MEMBER(name, parameters) Result(*name) parameters = nullptr;
   TENSORMOUNT_CUDA_FUNCTIONS(TENSORMOUNT_CUDA_MEMBER)
 #undef TENSORMOUNT_CUDA_MEMBER
-  decltype(cuDeviceGetUuid) physical_uuid = nullptr;  // As of kPhysicalUuidVersion.
+  // cuDeviceGetUuid of version kPhysicalUuidVersion.
+  decltype(cuDeviceGetUuid) physical_uuid = nullptr;
 };
 
 }  // namespace tensormount::gpu::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts are the driver's state of a thread: whatever is asked of a device is asked in a scope
-// that makes its context the current one, and gives the caller's own back.
+// The current context is a per-thread state of the driver: every call on a device is made in a
+// scope that makes its context current, and restores the caller's afterwards.
 #include "gpu/cuda_context.h"
 
 #include "gpu/cuda_driver.h"
@@ -15,14 +15,15 @@ Result<std::shared_ptr<CudaContext>> CudaContext::Retain(std::shared_ptr<const c
       context->driver().cuDevicePrimaryCtxRetain(&context->context_, device);
   if (retained != cuda::kSuccess) {
     context->context_ = nullptr;
-    const Status status = CudaStatus(context->driver(), retained, "take its context");
-    // Whatever it says (another process has it alone, no memory for a context): it is not to be
-    // had.
+    const Status status =
+        CudaStatus(context->driver(), retained, "retain the device's primary context");
+    // Any error (exclusive mode of another process, no memory for a context) means that the device
+    // is unavailable.
     return Status(Code::kUnavailable, status.message()).WithContext(context->name());
   }
   TENSORMOUNT_RETURN_IF_ERROR(
       CudaStatus(context->driver(), context->driver().cuCtxGetId(context->context_, &context->id_),
-                 "ask for the number of its context")
+                 "get the ID of the device's context")
           .WithContext(context->name()));
   return context;
 }
@@ -35,19 +36,19 @@ Status CudaContext::Check(cuda::Result result, std::string_view doing) {
   if (result == cuda::kSuccess) return {};
   const Status status =
       CudaStatus(*driver_, result, doing).WithContext(name_).With({.device = name_});
-  // An invalid context may also be one that somebody names with a stream of another.
+  // kInvalidContext may also mean that a stream belongs to another context.
   if (result == cuda::kContextIsDestroyed || result == cuda::kDeinitialized ||
       (result == cuda::kInvalidContext && WasReset())) {
     gone_ = true;
     return status.WithMessage(status.message() +
-                              ": somebody has reset the device, or destroyed its context");
+                              ": the device was reset, or its context was destroyed");
   }
   if (!IsSticky(result)) return status;
   return status.WithMessage(
       status.message() +
-      (under_way > 0 ? ": work of the program, or of tensormount, went wrong on it"
-                     : ": not by tensormount, no work of which was under way; other work of the "
-                       "program went wrong on it"));
+      (under_way > 0 ? ": work of this program or of tensormount failed on the device"
+                     : ": other work of this program failed on the device; tensormount had no work "
+                       "under way"));
 }
 
 bool CudaContext::WasReset() const {
@@ -58,13 +59,13 @@ bool CudaContext::WasReset() const {
 CudaScope::CudaScope(CudaContext& context) : context_(context) {
   const cuda::Driver& driver = context.driver();
   const auto lost = [&](cuda::Result result) {
-    status_ = context.Check(result, "work in its context");
+    status_ = context.Check(result, "make the device's context current");
   };
   if (context.gone()) {
     lost(cuda::kContextIsDestroyed);
     return;
   }
-  // A device that was reset may have a new context at the old address.
+  // After a reset there may be a new context at the same address.
   const cuda::Result result =
       context.WasReset() ? cuda::kContextIsDestroyed : driver.cuCtxPushCurrent(context.context_);
   if (result != cuda::kSuccess) {
@@ -72,7 +73,8 @@ CudaScope::CudaScope(CudaContext& context) : context_(context) {
     return;
   }
   pushed_ = true;
-  // Where it fails (never, by its description) captures of other threads are as strict as before.
+  // If this call fails (documented as impossible), captures of other threads stay as strict as
+  // before.
   if (driver.cuThreadExchangeStreamCaptureMode(&capture_mode_) != cuda::kSuccess) {
     capture_mode_ = cuda::kCaptureModeRelaxed;
   }
@@ -91,11 +93,12 @@ Result<std::shared_ptr<CudaMark>> CudaMark::Record(std::shared_ptr<CudaContext> 
   const cuda::Driver& driver = context->driver();
   cuda::Event event = nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(
-      context->Check(driver.cuEventCreate(&event, cuda::kEventDisableTiming), "make an event"));
+      context->Check(driver.cuEventCreate(&event, cuda::kEventDisableTiming), "create an event"));
   const cuda::Result recorded = driver.cuEventRecord(event, stream);
   if (recorded == cuda::kInvalidHandle) {
     (void)driver.cuEventDestroy(event);
-    return Status(Code::kInvalidArgument, context->name() + ": the stream is none of this device");
+    return Status(Code::kInvalidArgument,
+                  context->name() + ": the stream does not belong to this device");
   }
   if (recorded != cuda::kSuccess) {
     (void)driver.cuEventDestroy(event);
@@ -118,7 +121,7 @@ Result<bool> CudaMark::Reached() {
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   const cuda::Result result = context_->driver().cuEventQuery(event_);
   if (result == cuda::kNotReady) return false;
-  failure_ = context_->Check(result, "wait for its work");
+  failure_ = context_->Check(result, "wait for the device's work");
   TENSORMOUNT_RETURN_IF_ERROR(failure_);
   reached_ = true;
   if (reached_call_) reached_call_();

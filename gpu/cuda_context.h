@@ -15,18 +15,19 @@
 #include "device/device_ops.h"
 #include "gpu/cuda_api.h"
 
-// One device's context, and the moments of its streams.
+// The context of a device, and marks of its streams.
 
 namespace tensormount::gpu {
 
-// The primary context of a device, which the program shares: frameworks work in it, too. Somebody
-// may reset the device, and all that was made in it is gone then. Thread-safe.
+// The primary context of a device, shared with frameworks of the program. If the program resets the
+// device, all objects made in the context are destroyed. Thread-safe.
 class CudaContext {
  public:
-  // kUnavailable where the driver gives none; the errors of CudaStatus.
+  // Retains the primary context of a device. kUnavailable if the driver returns none; errors of
+  // CudaStatus.
   static Result<std::shared_ptr<CudaContext>> Retain(std::shared_ptr<const cuda::Driver> driver,
                                                      cuda::Device device, std::string name);
-  // Its work is left to itself.
+  // Does not wait for pending work.
   ~CudaContext();
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;
@@ -35,20 +36,19 @@ class CudaContext {
   cuda::Device device() const { return device_; }
   const std::string& name() const { return name_; }
 
-  // Whether it was destroyed, as far as is known: nothing that was made in it may be named any
-  // more.
+  // Whether the context is known to be destroyed; then none of its objects may be used.
   bool gone() const { return gone_.load(std::memory_order_relaxed); }
 
-  // CudaStatus, which notes what is gone, and says of an error that came with somebody's work
-  // whether it can be ours.
+  // Converts a result like CudaStatus. Also records a destroyed context, and says whether an
+  // asynchronous error may come from our work.
   Status Check(cuda::Result result, std::string_view doing);
 
-  // Pieces of our work that were submitted and are not known to be over.
+  // Number of our submissions that are not known to be complete.
   std::atomic<std::int64_t> under_way = 0;
 
  private:
   friend class CudaScope;
-  // Whether the context that was retained is no more.
+  // Whether the retained context was destroyed by a reset.
   bool WasReset() const;
   CudaContext(std::shared_ptr<const cuda::Driver> driver, cuda::Device device, std::string name)
       : driver_(std::move(driver)), device_(device), name_(std::move(name)) {}
@@ -61,15 +61,15 @@ class CudaContext {
   std::atomic<bool> gone_ = false;
 };
 
-// Within it the thread's context is that of a device, and what the thread asks spoils no graph that
-// another one records. What was current before is so again afterwards. Of one thread.
+// Makes a device's context current for this thread, and restores the previous one at the end. Calls
+// within the scope do not invalidate graph captures of other threads. Single-threaded.
 class CudaScope {
  public:
   explicit CudaScope(CudaContext& context);
   ~CudaScope();
   CudaScope(const CudaScope&) = delete;
   CudaScope& operator=(const CudaScope&) = delete;
-  // Why there is no context, if so: nothing may be asked of the device then.
+  // Not ok: there is no context, and no call on the device may be made.
   const Status& status() const { return status_; }
 
  private:
@@ -79,11 +79,11 @@ class CudaScope {
   int capture_mode_ = cuda::kCaptureModeRelaxed;
 };
 
-// A moment of a stream, by an event.
+// A DeviceMark implemented as a CUDA event.
 class CudaMark : public DeviceMark {
  public:
-  // Of what `stream` was given until now. In a CudaScope. `reached` is called once, when it is
-  // found to be reached, by the thread that finds it.
+  // Marks all work submitted to `stream` so far. Requires a CudaScope. `reached` is called once, by
+  // the thread that finds the mark reached.
   static Result<std::shared_ptr<CudaMark>> Record(std::shared_ptr<CudaContext> context,
                                                   cuda::Stream stream,
                                                   std::function<void()> reached = {});
@@ -92,8 +92,8 @@ class CudaMark : public DeviceMark {
   CudaMark& operator=(const CudaMark&) = delete;
 
   Result<bool> Reached() override;
-  // What is submitted to `stream` of `context` from now on comes after it. In a CudaScope.
-  // kUnavailable where that is another context: the device was reset since.
+  // Makes later work of `stream` wait for the mark. Requires a CudaScope. kUnavailable if `context`
+  // is another context: the device was reset.
   Status Precede(CudaContext& context, cuda::Stream stream);
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Devices of CUDA by its driver API: what they are, whose memory a pointer is, and what is made of
-// them. Their work is in cuda_queue.cc.
+// CUDA devices by the driver API: their properties, checks of pointers, and their objects. Their
+// work is in cuda_queue.cc.
 #include "gpu/cuda_device.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 namespace tensormount::gpu {
 namespace {
 
-// Bytes of memory from a view's data to its lowest byte and behind its highest one. Strides were
-// found to be sound before (PlaceBuffer).
+// Byte offsets of a view's lowest byte and of the end of its highest byte, relative to its data.
+// PlaceBuffer has checked the strides.
 struct Reach {
   std::int64_t low = 0;
   std::int64_t high = 0;
@@ -32,7 +32,7 @@ Reach ReachOf(const BufferView& view) {
     for (const std::int64_t extent : view.shape) elements *= extent;
     return {0, (elements * bits + 7) / 8};
   }
-  Reach reach{0, bits / 8};  // Types under a byte are packed.
+  Reach reach{0, bits / 8};  // Types below one byte are packed.
   for (int a = 0; a < view.shape.rank(); ++a) {
     const std::int64_t far = (view.shape[a] - 1) * view.strides[a] * (bits / 8);
     (far < 0 ? reach.low : reach.high) += far;
@@ -70,7 +70,7 @@ Result<std::shared_ptr<CudaDevice>> CudaDevice::Open(std::shared_ptr<const cuda:
   const cuda::Result found = driver->cuDeviceGet(&device, ordinal);
   if (found != cuda::kSuccess) {
     return Status(Code::kUnavailable,
-                  CudaStatus(*driver, found, "look for it").WithContext(name).message());
+                  CudaStatus(*driver, found, "find the device").WithContext(name).message());
   }
   char words[128] = {};
   if (driver->cuDeviceGetName(words, sizeof(words) - 1, device) == cuda::kSuccess) {
@@ -120,16 +120,18 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
   }
   cuda::Address tables = 0;
   std::size_t bytes = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuModuleGetGlobal(&tables, &bytes, module_, "tensormount_crc_tables"), "find tables"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuModuleGetGlobal(&tables, &bytes, module_, "tensormount_crc_tables"),
+                      "find the checksum tables"));
   if (bytes != sizeof(kernels::CrcTables)) {
     return {Code::kInternal, name() + ": the kernels are of another version of tensormount"};
   }
   TENSORMOUNT_RETURN_IF_ERROR(FillTables(tables));
   int greatest = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuCtxGetStreamPriorityRange(&least_priority_, &greatest), "ask for priorities"));
-  // Older drivers do not know it.
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuCtxGetStreamPriorityRange(&least_priority_, &greatest),
+                      "get the stream priorities"));
+  // Older drivers lack this attribute.
   if (driver.cuDeviceGetAttribute(&numa_node_, cuda::kAttributeHostNumaId, context_->device()) !=
       cuda::kSuccess) {
     numa_node_ = -1;
@@ -141,8 +143,8 @@ Status CudaDevice::Load(std::span<const std::byte> image) {
   return {};
 }
 
-// By a stream of its own: neither the default stream is waited for nor a graph disturbed, and it is
-// over when this returns, so that no queue need wait for it.
+// Uses its own stream and waits for it, so that the default stream is not synchronised, no graph
+// capture is disturbed, and queues need not wait for the tables.
 Status CudaDevice::FillTables(cuda::Address tables) {
   constexpr std::chrono::seconds kPatience{30};
   const cuda::Driver& driver = context_->driver();
@@ -150,40 +152,41 @@ Status CudaDevice::FillTables(cuda::Address tables) {
   kernels::FillCrcTables(*filled);
   cuda::Stream stream = nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, 0), "make a stream"));
+      driver.cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, 0), "create a stream"));
   const AtExit destroy([&] { (void)driver.cuStreamDestroy(stream); });
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuMemcpyHtoDAsync(tables, filled.get(), sizeof(*filled), stream), "fill tables"));
+  TENSORMOUNT_RETURN_IF_ERROR(
+      context_->Check(driver.cuMemcpyHtoDAsync(tables, filled.get(), sizeof(*filled), stream),
+                      "fill the checksum tables"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto mark, CudaMark::Record(context_, stream));
   return AwaitMark(*mark, Deadline::After(kPatience)).WithContext(name());
 }
 
-// Asked for each end of a buffer, not for the range that an address is of: memory whose parts were
-// mapped one by one (expandable segments of PyTorch) is one buffer all the same.
+// Checks both ends of a buffer instead of the allocation of one address, because a buffer may
+// consist of separately mapped parts (expandable segments of PyTorch).
 Status CudaDevice::CheckAddress(const std::byte* data) const {
   const cuda::Driver& driver = context_->driver();
   const auto address = reinterpret_cast<cuda::Address>(data);
   const auto no_memory = [&](const std::string& what) {
-    return Status(Code::kInvalidArgument,
-                  "the buffer is no memory of " + name() + ": " + Hexadecimal(data) + what);
+    return Status(Code::kInvalidArgument, "the buffer at " + Hexadecimal(data) +
+                                              " does not belong to " + name() + ": it is " + what);
   };
-  // Memory that host and devices share may be anywhere now.
+  // Managed memory may be on any device or the host at this moment, so it is not checked further.
   unsigned managed = 0;
   const cuda::Result asked =
       driver.cuPointerGetAttribute(&managed, cuda::kPointerIsManaged, address);
-  if (asked == cuda::kInvalidValue) return no_memory(" is not known to CUDA");
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for a buffer"));
+  if (asked == cuda::kInvalidValue) return no_memory("not known to CUDA");
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "query the buffer"));
   if (managed != 0) return {};
   unsigned type = 0;
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address), "ask for a buffer"));
-  if (type == cuda::kMemoryHost) return no_memory(" is memory of the host");
+      driver.cuPointerGetAttribute(&type, cuda::kPointerMemoryType, address), "query the buffer"));
+  if (type == cuda::kMemoryHost) return no_memory("host memory");
   int ordinal = -1;
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(driver.cuPointerGetAttribute(&ordinal, cuda::kPointerDeviceOrdinal, address),
-                      "ask for a buffer"));
+                      "query the buffer"));
   if (ordinal != ordinal_) {
-    return no_memory(" is memory of cuda:" + std::to_string(ordinal));
+    return no_memory("memory of cuda:" + std::to_string(ordinal));
   }
   return {};
 }
@@ -206,7 +209,7 @@ void CudaDevice::FreePinned(std::byte* data) { pinned_->Free(data); }
 Result<std::byte*> CudaDevice::Allocate(std::size_t bytes) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  // Whole words, of which kernels read all where they want a part.
+  // Rounded up to whole words, because kernels read whole words.
   TENSORMOUNT_ASSIGN_OR_RETURN(const cuda::Address address,
                                areas_->Allocate(std::max<std::size_t>((bytes + 15) / 16 * 16, 16)));
   return reinterpret_cast<std::byte*>(address);
@@ -217,28 +220,29 @@ void CudaDevice::Free(std::byte* data) {
   if (scope.status().ok()) areas_->Free(reinterpret_cast<cuda::Address>(data));
 }
 
-void CudaDevice::LetReach(const CudaDevice& peer) {
+void CudaDevice::AllowPeerAccess(const CudaDevice& peer) {
   const CudaScope scope(*context_);
-  if (scope.status().ok()) areas_->LetReach(peer.context_->device(), peer.ordinal_);
+  if (scope.status().ok()) areas_->AllowPeerAccess(peer.context_->device(), peer.ordinal_);
 }
 
-// The driver's handle of a stream that can be given work. In a CudaScope.
+// The driver's handle of a stream that accepts work. Requires a CudaScope.
 Result<cuda::Stream> CudaDevice::StreamOf(const DeviceStream& stream) {
   std::uintptr_t handle = reinterpret_cast<std::uintptr_t>(stream.handle);
   if (stream.kind == StreamKind::kPerThreadDefault) handle = cuda::kPerThreadStream;
-  // The runtime says 0 for the legacy default stream, too.
+  // The runtime uses 0 for the legacy default stream, too.
   if (stream.kind == StreamKind::kLegacyDefault || handle == 0) handle = cuda::kLegacyStream;
   const auto native = reinterpret_cast<cuda::Stream>(handle);
   int capture = cuda::kCaptureNone;
   const cuda::Result asked = context_->driver().cuStreamIsCapturing(native, &capture);
-  // The legacy stream takes nothing while a stream that waits for it is recorded.
+  // The legacy stream accepts no work while a stream that synchronises with it is captured.
   if (asked == cuda::kCaptureImplicit || (asked == cuda::kSuccess && capture != 0)) {
-    return Status(Code::kInvalidArgument,
-                  name() +
-                      ": the stream records a graph; save or load before or after, or on "
-                      "another stream");
+    return Status(
+        Code::kInvalidArgument,
+        name() +
+            ": the stream is capturing a graph; save or load before or after the capture, or "
+            "on another stream");
   }
-  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "ask for the stream"));
+  TENSORMOUNT_RETURN_IF_ERROR(context_->Check(asked, "query the stream"));
   return native;
 }
 
@@ -257,26 +261,26 @@ Status CudaDevice::HoldStream(const DeviceStream& stream, const std::shared_ptr<
   return static_cast<CudaMark&>(*mark).Precede(*context_, native);
 }
 
-Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueRules& rules) {
+Result<std::unique_ptr<DeviceQueue>> CudaDevice::MakeQueue(const QueueLimits& limits) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   cuda::Stream stream = nullptr;
-  // Training goes first.
+  // The lowest priority, because training comes first.
   TENSORMOUNT_RETURN_IF_ERROR(
       context_->Check(context_->driver().cuStreamCreateWithPriority(
                           &stream, cuda::kStreamNonBlocking, least_priority_),
-                      "make a stream"));
+                      "create a stream"));
   return std::unique_ptr<DeviceQueue>(
-      std::make_unique<CudaQueue>(shared_from_this(), stream, rules));
+      std::make_unique<CudaQueue>(shared_from_this(), stream, limits));
 }
 
 Result<std::unique_ptr<DeviceLink>> CudaDevice::OpenLink() {
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const NcclLibrary> library,
                                NcclLibrary::Open(options_.nccl.library));
-  // Of a part of a device (MIG) its own: two ranks on two parts are NCCL's to take or refuse.
+  // A MIG instance has its own UUID: NCCL decides whether it accepts two ranks on two instances.
   cuda::Uuid uuid = {};
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
-      context_->driver().cuDeviceGetUuid(&uuid, context_->device()), "ask for its UUID"));
+      context_->driver().cuDeviceGetUuid(&uuid, context_->device()), "get the device's UUID"));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       std::shared_ptr<CudaNcclStream> stream,
       CudaNcclStream::Make(context_, least_priority_, UuidText(std::to_array(uuid.bytes))));
@@ -307,7 +311,7 @@ Result<int> CudaDevices::OrdinalOf(const Device& device) const {
   int count = 0;
   TENSORMOUNT_RETURN_IF_ERROR(
       CudaStatus(*driver_, driver_->cuDeviceGetCount(&count), "count devices"));
-  // Of a part of a device (MIG) programs may say either: what they call the device comes first.
+  // For a MIG instance programs may use its own UUID or the whole device's; its own is preferred.
   const auto is = [&](int ordinal) {
     cuda::Device there = 0;
     if (driver_->cuDeviceGet(&there, ordinal) != cuda::kSuccess) return false;
@@ -324,9 +328,9 @@ Result<int> CudaDevices::OrdinalOf(const Device& device) const {
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     if (is(ordinal)) return ordinal;
   }
-  return Status(Code::kUnavailable, "no device is " + UuidText(device.uuid) + ", of the " +
+  return Status(Code::kUnavailable, "device " + UuidText(device.uuid) + " is not among the " +
                                         std::to_string(count) +
-                                        " that CUDA_VISIBLE_DEVICES leaves to this process");
+                                        " devices that this process sees (CUDA_VISIBLE_DEVICES)");
 }
 
 Result<std::shared_ptr<DeviceOps>> CudaDevices::Open(const Device& device) {
@@ -338,8 +342,8 @@ Result<std::shared_ptr<DeviceOps>> CudaDevices::Open(const Device& device) {
     TENSORMOUNT_ASSIGN_OR_RETURN(opened, CudaDevice::Open(driver_, ordinal, image_, options_));
     for (const auto& [number, other] : opened_) {
       if (other == nullptr || other == opened || other->gone()) continue;
-      opened->LetReach(*other);
-      other->LetReach(*opened);
+      opened->AllowPeerAccess(*other);
+      other->AllowPeerAccess(*opened);
     }
   }
   return std::shared_ptr<DeviceOps>(opened);

@@ -23,10 +23,9 @@
 
 namespace tensormount::gpu {
 
-// What a device is made with.
 struct CudaOptions {
   PinnedShape pinned;
-  std::size_t scratch_bytes = std::size_t{4} << 20;  // Of a ScratchPool's buffers.
+  std::size_t scratch_bytes = std::size_t{4} << 20;  // Size of a ScratchPool's buffers.
   NcclOptions nccl;
 };
 
@@ -39,12 +38,12 @@ struct CudaKernels {
   cuda::Function crc = nullptr;
 };
 
-// One NVIDIA GPU, or a part of one (MIG), by the driver API and its primary context: that in which
-// PyTorch and all that uses the CUDA runtime work. Thread-safe.
+// One NVIDIA GPU, or a MIG instance, by the driver API and its primary context, which PyTorch and
+// all users of the CUDA runtime share. Thread-safe.
 class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDevice> {
  public:
-  // `image`: the compiled kernels (kernels.cu); must live as long as the process.
-  // kUnavailable where the device cannot be had, or the image has no code for it.
+  // `image`: the compiled kernels (kernels.cu); must live as long as the process. kUnavailable if
+  // the device cannot be opened, or the image has no code for it.
   static Result<std::shared_ptr<CudaDevice>> Open(std::shared_ptr<const cuda::Driver> driver,
                                                   int ordinal, std::span<const std::byte> image,
                                                   const CudaOptions& options = {});
@@ -58,8 +57,8 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   const std::shared_ptr<ScratchPool>& scratch() const { return scratch_; }
   const std::shared_ptr<ResultSlabs>& results() const { return results_; }
   PinnedMemory& pinned_memory() { return *pinned_; }
-  // Kernels of `peer` may work with this device's memory, where it can be reached.
-  void LetReach(const CudaDevice& peer);
+  // Allows kernels of `peer` to access this device's pool memory, if `peer` can reach it.
+  void AllowPeerAccess(const CudaDevice& peer);
 
   std::string name() const override { return context_->name(); }
   PinnedShape pinned() const override { return options_.pinned; }
@@ -71,8 +70,8 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
   Status HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) override;
-  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules) override;
-  // Over NCCL.
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueLimits& limits) override;
+  // The link uses NCCL.
   Result<std::unique_ptr<DeviceLink>> OpenLink() override;
 
  private:
@@ -86,7 +85,7 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   const std::shared_ptr<CudaContext> context_;
   const int ordinal_;
   const CudaOptions options_;
-  int numa_node_ = -1;  // Of the host, next to the device; -1: not known.
+  int numa_node_ = -1;  // Host NUMA node next to the device; -1: unknown.
   int least_priority_ = 0;
   cuda::Module module_ = nullptr;
   CudaKernels kernels_;
@@ -96,22 +95,22 @@ class CudaDevice : public DeviceOps, public std::enable_shared_from_this<CudaDev
   std::shared_ptr<ResultSlabs> results_;
 };
 
-// The devices of this process, each opened once, and anew where it was reset. Thread-safe.
+// The devices of this process, each opened once, and reopened after a reset. Thread-safe.
 class CudaDevices {
  public:
   using Options = CudaOptions;
-  // `library`: the driver's.
+  // `library`: name of the driver library.
   CudaDevices(std::string library, std::span<const std::byte> image, const Options& options = {})
       : library_(std::move(library)), image_(image), options_(options) {}
 
-  // By its UUID where that is said, otherwise by its ordinal among those that CUDA_VISIBLE_DEVICES
-  // leaves. kUnavailable without a driver, or such a device.
+  // Opens a device by its UUID if given, otherwise by its ordinal in CUDA_VISIBLE_DEVICES.
+  // kUnavailable without a driver or such a device.
   Result<std::shared_ptr<DeviceOps>> Open(const Device& device);
-  // How many there are. kUnavailable as Open.
+  // Number of devices. kUnavailable as in Open.
   Result<int> Count();
 
  private:
-  Status Begin();  // With the lock held.
+  Status Begin();  // Opens the driver on first use; requires the lock.
   Result<int> OrdinalOf(const Device& device) const;
 
   const std::string library_;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds libcuda at run time. Nothing is linked to it: what is built with this starts and works
-// where there is no driver.
+// Finds libcuda at run time. Nothing links to it, so programs start and work without a driver.
 #include "gpu/cuda_driver.h"
 
 #include <cstring>
@@ -14,7 +13,7 @@ Status NoDriver(std::string why) { return {Code::kUnavailable, "no CUDA driver: 
 }  // namespace
 
 Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library) {
-  // Never closed: it has threads of its own.
+  // The library is never closed, because it has its own threads.
   void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* const why = dlerror();
@@ -42,11 +41,11 @@ Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library) {
   const cuda::Result begun = driver->cuInit(0);
   if (begun == cuda::kNotInitialized) {
     return Status(Code::kUnavailable,
-                  "CUDA does not begin in a process that was forked from one that had used it: "
-                  "spawn it instead");
+                  "CUDA cannot be used in a process that was forked after CUDA was initialized: "
+                  "start the process with spawn instead");
   }
   if (begun != cuda::kSuccess) {
-    return Status(Code::kUnavailable, CudaStatus(*driver, begun, "begin with CUDA").message());
+    return Status(Code::kUnavailable, CudaStatus(*driver, begun, "initialize CUDA").message());
   }
   return std::shared_ptr<const cuda::Driver>(std::move(driver));
 }
@@ -63,7 +62,7 @@ bool IsSticky(cuda::Result result) {
     case cuda::kMpsRpcFailure:
     case cuda::kMpsClientTerminated:
     case cuda::kExternalDevice:
-    case cuda::kUnknown:  // Also of a device that fell off its bus.
+    case cuda::kUnknown:  // Also the result for a device that fell off the bus.
     case cuda::kIllegalAddress:
     case cuda::kLaunchTimeout:
     case cuda::kContextIsDestroyed:

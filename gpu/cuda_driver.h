@@ -10,22 +10,21 @@
 
 #include "gpu/cuda_api.h"
 
-// The driver as it is found on this machine, and what it says in words.
+// The CUDA driver of this machine, and its errors.
 
 namespace tensormount::gpu {
 
-// Opens a driver and initialises it; it stays open for as long as the process lives. Thread-safe.
-// kUnavailable where there is none, it is older than CUDA 12, or it does not begin: no device, or a
-// process that was forked from one that had begun.
+// Opens and initialises a driver, which stays open until the process exits. Thread-safe.
+// kUnavailable if there is no driver, the driver is older than CUDA 12, or its initialisation
+// fails: no device, or a process forked after initialisation.
 Result<std::shared_ptr<const cuda::Driver>> OpenDriver(const char* library = cuda::kLibrary);
 
-// What failed, in the driver's words: "copy 4096 bytes: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal
-// memory access was encountered)". kOk for kSuccess; kResourceExhausted without memory;
-// kUnavailable where the device or its context is gone; kInternal for what only a bug of ours
-// gives.
+// Converts a result: "copy 4096 bytes: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was
+// encountered)". kOk for kSuccess; kResourceExhausted for lack of memory; kUnavailable if the
+// device or its context is lost; kInternal for errors that only a bug of ours causes.
 Status CudaStatus(const cuda::Driver& driver, cuda::Result result, std::string_view doing);
 
-// Whether an error says that the context will never work again.
+// Whether an error makes the context permanently unusable.
 bool IsSticky(cuda::Result result);
 
 }  // namespace tensormount::gpu

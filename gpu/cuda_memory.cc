@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pinned memory is the process's own pages, registered: what a program does to a context (resetting
-// the device) then takes no memory away that somebody reads.
+// Memory pools of CUDA devices. Pinned memory consists of the process's own registered pages, so
+// that a reset of the device does not remove memory that is being read.
 #include "gpu/cuda_memory.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace tensormount::gpu {
 namespace {
 
 constexpr std::size_t kHostPage = 4096;
-constexpr std::size_t kLeastBytes = 1024;  // Less holds no part of a copy.
+constexpr std::size_t kLeastBytes = 1024;  // Smaller scratch memory cannot hold part of a copy.
 constexpr long kPreferred = 1;             // MPOL_PREFERRED, without libnuma's header.
 
 std::size_t WholePages(std::size_t bytes) {
@@ -42,15 +42,15 @@ Result<std::byte*> PinnedMemory::Allocate(std::size_t bytes) {
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
     return Status(Code::kResourceExhausted,
-                  Status::FromErrno(errno, "map", "memory to be pinned").message());
+                  Status::FromErrno(errno, "map", "memory to pin").message());
   }
   auto* const data = static_cast<std::byte*>(mapped);
   if (numa_node_ >= 0 && numa_node_ < 64) {
-    // A wish: where it is refused (another policy of the process) pages lie where they lie.
+    // Best effort: the call may be refused (another memory policy of the process).
     const unsigned long nodes = 1UL << numa_node_;
     (void)syscall(SYS_mbind, mapped, bytes, kPreferred, &nodes, 64UL, 0UL);
   }
-  // A forked child can do nothing with a device; its parent's pages would only be copied for it.
+  // A forked child cannot use devices, so do not copy the pages to it.
   (void)madvise(mapped, bytes, MADV_DONTFORK);
   Status status;
   {
@@ -65,7 +65,7 @@ Result<std::byte*> PinnedMemory::Allocate(std::size_t bytes) {
   if (!status.ok()) {
     (void)munmap(mapped, bytes);
     if (status.code() == Code::kUnavailable) return status;
-    // Whatever the driver calls it: RLIMIT_MEMLOCK, a sandbox without it, no memory.
+    // Any other driver error counts as a lack of memory: RLIMIT_MEMLOCK, a sandbox, no memory.
     return Status(Code::kResourceExhausted, status.message());
   }
   std::lock_guard lock(mutex_);
@@ -92,7 +92,7 @@ bool PinnedMemory::Has(const std::byte* data, std::size_t bytes) {
   return data + bytes <= begin + size;
 }
 
-// Pages that are still registered must stay where they are: a device may write there.
+// Pages that are still registered must not be unmapped: a device may write there.
 void PinnedMemory::Release(std::byte* data, std::size_t bytes) {
   const CudaScope scope(*context_);
   if (scope.status().ok() && context_->driver().cuMemHostUnregister(data) == cuda::kSuccess) {
@@ -115,7 +115,7 @@ Result<std::shared_ptr<AreaPool>> AreaPool::Make(std::shared_ptr<CudaContext> co
   properties.type = cuda::kPinnedAllocation;
   properties.location = {cuda::kLocationDevice, ordinal};
   const Status pooled = made->context_->Check(driver.cuMemPoolCreate(&made->pool_, &properties),
-                                              "make a pool of memory");
+                                              "create a memory pool");
   if (!pooled.ok()) {
     made->pool_ = nullptr;
     if (pooled.code() == Code::kUnavailable) return pooled;
@@ -123,7 +123,7 @@ Result<std::shared_ptr<AreaPool>> AreaPool::Make(std::shared_ptr<CudaContext> co
   }
   TENSORMOUNT_RETURN_IF_ERROR(made->context_->Check(
       driver.cuStreamCreateWithPriority(&made->stream_, cuda::kStreamNonBlocking, 0),
-      "make a stream"));
+      "create a stream"));
   return made;
 }
 
@@ -134,12 +134,12 @@ AreaPool::~AreaPool() {
   for (const auto& [bytes, data] : kept_) (void)driver.cuMemFree(data);
   kept_.clear();
   if (stream_ != nullptr) (void)driver.cuStreamDestroy(stream_);
-  // What was not given back stays with who has it.
+  // Blocks that were not freed stay valid.
   if (pool_ != nullptr) (void)driver.cuMemPoolDestroy(pool_);
 }
 
 Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
-  // The stream has nothing to wait for: only allocations, and memory that nobody works on.
+  // The stream has only allocations and frees of unused memory, so waiting for it is short.
   constexpr std::chrono::seconds kPatience{30};
   const cuda::Driver& driver = context_->driver();
   const auto check = [&](cuda::Result result) {
@@ -167,7 +167,7 @@ Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
       return data;
     }
   }
-  Kept entry{{bytes, 0}};  // Before there is memory that could be lost.
+  Kept entry{{bytes, 0}};  // Made first: memory would be lost if this threw later.
   std::map<cuda::Address, Kept::node_type> in_use;
   in_use[0] = entry.extract(entry.begin());
   Status allocated = check(driver.cuMemAlloc(&data, bytes));
@@ -183,7 +183,7 @@ Result<cuda::Address> AreaPool::Allocate(std::size_t bytes) {
   return data;
 }
 
-// Waits for all streams of the context, as cuMemFree does; others take and give back meanwhile.
+// Waits for all streams of the context, as cuMemFree does, without the lock.
 bool AreaPool::FreeKept() {
   Kept kept;
   {
@@ -204,7 +204,7 @@ void AreaPool::Free(cuda::Address data) {
   if (!node.empty()) kept_.insert(std::move(node.mapped()));
 }
 
-void AreaPool::LetReach(cuda::Device peer, int ordinal) {
+void AreaPool::AllowPeerAccess(cuda::Device peer, int ordinal) {
   int can = 0;
   const cuda::Driver& driver = context_->driver();
   if (pool_ == nullptr ||
@@ -212,7 +212,7 @@ void AreaPool::LetReach(cuda::Device peer, int ordinal) {
     return;
   }
   const cuda::PoolAccess access{{cuda::kLocationDevice, ordinal}, cuda::kAccessReadWrite};
-  // Where it fails, NCCL finds no way between the two either.
+  // If this call fails, NCCL finds no path between the two devices either.
   (void)driver.cuMemPoolSetAccess(pool_, &access, 1);
 }
 
@@ -222,7 +222,7 @@ ScratchPool::~ScratchPool() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
   for (const Returned& returned : returned_) {
-    // Work that is still due on it keeps it.
+    // A buffer is leaked while work on it is pending.
     const bool over = context_->driver().cuEventQuery(returned.free) == cuda::kSuccess;
     (void)context_->driver().cuEventDestroy(returned.free);
     if (over) areas_->Free(returned.scratch.data);
@@ -256,7 +256,7 @@ Result<Scratch> ScratchPool::Take() {
     const Returned found = returned_[i];
     const cuda::Result over = context_->driver().cuEventQuery(found.free);
     if (over == cuda::kNotReady) continue;
-    TENSORMOUNT_RETURN_IF_ERROR(context_->Check(over, "ask for a buffer"));
+    TENSORMOUNT_RETURN_IF_ERROR(context_->Check(over, "query an event"));
     returned_.erase(returned_.begin() + static_cast<std::ptrdiff_t>(i));
     (void)context_->driver().cuEventDestroy(found.free);
     return found.scratch;
@@ -274,7 +274,7 @@ void ScratchPool::Give(const Scratch& scratch, cuda::Stream stream) {
   const cuda::Driver& driver = context_->driver();
   std::lock_guard lock(mutex_);
   Returned returned{scratch};
-  // Without knowing when it is free it is nobody's any more.
+  // Without an event the buffer is leaked, because nobody knows when its work ends.
   if (driver.cuEventCreate(&returned.free, cuda::kEventDisableTiming) != cuda::kSuccess) return;
   if (driver.cuEventRecord(returned.free, stream) != cuda::kSuccess) {
     (void)driver.cuEventDestroy(returned.free);

@@ -15,13 +15,12 @@
 #include "gpu/cuda_api.h"
 #include "gpu/cuda_context.h"
 
-// Memory that CudaDevice and its queues work with, all of it bounded.
+// Bounded memory pools of CudaDevice and its queues.
 
 namespace tensormount::gpu {
 
-// Pages of the host that a device copies from and to by itself. They are the process's own pages,
-// registered with the driver: they stay where they are whatever becomes of the context.
-// Thread-safe.
+// Pinned host memory. The pages belong to the process and are registered with the driver, so they
+// stay valid whatever happens to the context. Thread-safe.
 class PinnedMemory {
  public:
   PinnedMemory(std::shared_ptr<CudaContext> context, int numa_node)
@@ -30,10 +29,11 @@ class PinnedMemory {
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
 
-  // kResourceExhausted where the system gives or pins no more; errors of a broken context.
+  // Allocates pinned memory. kResourceExhausted if the system has no more memory or refuses to pin
+  // it; errors of a broken context.
   Result<std::byte*> Allocate(std::size_t bytes);
   void Free(std::byte* data);
-  // Whether these bytes are all in such memory.
+  // Whether the whole range lies in memory of Allocate.
   bool Has(const std::byte* data, std::size_t bytes);
 
  private:
@@ -44,59 +44,61 @@ class PinnedMemory {
   std::map<std::byte*, std::size_t> all_;
 };
 
-// Memory of the device, from a pool of our own: it is taken and given back without waiting for
-// other work of the program, as cuMemFree does, which waits for every stream of the context. Where
-// the device has no pools, what is given back is kept and used again, for half as many bytes or
-// more, and freed by cuMemFree once the device is full. Thread-safe.
+// Device memory from our own pool: allocating and freeing does not wait for other work of the
+// program, as cuMemFree does (for every stream of the context). Without pool support, freed blocks
+// are kept for requests of at least half their size, and cuMemFree is called only when the device
+// is full. Thread-safe.
 class AreaPool {
  public:
-  // In a CudaScope, as all of it.
+  // All functions require a CudaScope.
   static Result<std::shared_ptr<AreaPool>> Make(std::shared_ptr<CudaContext> context, int ordinal);
   ~AreaPool();
   AreaPool(const AreaPool&) = delete;
   AreaPool& operator=(const AreaPool&) = delete;
 
-  // kResourceExhausted where the device has no more.
+  // Allocates device memory. kResourceExhausted if the device is full.
   Result<cuda::Address> Allocate(std::size_t bytes);
-  // No work on it may be under way.
+  // Frees memory that no pending work uses.
   void Free(cuda::Address data);
-  // Kernels of another device may work with it, as NCCL's do where ranks are threads of one
-  // process. Memory of a pool needs that to be said, other memory does not.
-  void LetReach(cuda::Device peer, int ordinal);
+  // Allows kernels of another device to access the pool, for NCCL between threads of one process.
+  // Pool memory needs this explicitly, other memory does not.
+  void AllowPeerAccess(cuda::Device peer, int ordinal);
 
  private:
   explicit AreaPool(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
   const std::shared_ptr<CudaContext> context_;
-  cuda::Pool pool_ = nullptr;  // Null: there are none.
+  cuda::Pool pool_ = nullptr;  // Null: no pool support.
   cuda::Stream stream_ = nullptr;
   std::mutex mutex_;
-  // Without a pool: by size, and what comes back there. Free needs no memory of the host.
+  // Without a pool: kept blocks by size, and nodes for blocks in use, so that Free does not
+  // allocate.
   using Kept = std::multimap<std::size_t, cuda::Address>;
-  bool FreeKept();  // Whether there was any.
+  bool FreeKept();  // Returns whether it freed any.
   Kept kept_;
   std::map<cuda::Address, Kept::node_type> in_use_;
 };
 
-// Memory of the device through which strided bytes go, and into which kernels write hashes.
+// Device memory for packing strided bytes, and for results of hash kernels.
 struct Scratch {
   cuda::Address data = 0;
   std::size_t data_bytes = 0;
-  // Never written so far: what is between bytes that cross may cross with them, and kernels read
-  // all of a word of which they want a part.
+  // Whether the memory is not yet initialised. It must be, because transfers include gaps, and
+  // kernels read whole words.
   bool fresh = true;
   cuda::Address results() const { return data + data_bytes; }
 };
 
-// Some of it, for queues, each of which keeps what it took: so what one queue waits for (a stream
-// of the program that hangs, say) no other one does. Thread-safe.
+// Scratch memory for queues. Each queue keeps its own, so that a hanging queue does not block
+// another. Thread-safe.
 class ScratchPool {
  public:
-  // So many for as many saves and loads at a time; further ones get a sixteenth of it.
+  // Number of full-size buffers, for concurrent saves and loads; further buffers get a sixteenth of
+  // the size.
   static constexpr std::size_t kLarge = 8;
   static constexpr std::size_t kMost = 64;
   static constexpr std::size_t kResultBytes = std::size_t{256} << 10;
 
-  // `bytes` of data each. Where the device has not so much, halves of it are tried, so many times.
+  // `bytes`: size of a buffer's data; halved up to kHalvings times if the device has less memory.
   static constexpr int kHalvings = 4;
   ScratchPool(std::shared_ptr<CudaContext> context, std::shared_ptr<AreaPool> areas,
               std::size_t bytes)
@@ -105,10 +107,10 @@ class ScratchPool {
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
-  // In a CudaScope. kResourceExhausted where the device has not even the least, or so many queues
-  // have what there may be.
+  // Takes a buffer. Requires a CudaScope. kResourceExhausted if the device lacks even the smallest
+  // size, or all kMost buffers are in use.
   Result<Scratch> Take();
-  // Once `stream` has done what it was given so far. In a CudaScope.
+  // Returns a buffer once the current work of `stream` is done. Requires a CudaScope.
   void Give(const Scratch& scratch, cuda::Stream stream);
 
  private:
@@ -123,13 +125,13 @@ class ScratchPool {
   std::mutex mutex_;
   std::size_t made_ = 0;
   std::vector<Returned> returned_;
-  // Devices that are full are not asked by each submission.
+  // Time and error of the last refusal, which limit retries on a full device.
   std::chrono::steady_clock::time_point refused_{};
   Status why_refused_;
 };
 
-// Memory of the host, pinned where it can be, into which results of kernels come before they go to
-// who wants them. Made as it is needed, kept, and used again. Thread-safe.
+// Host memory, pinned if possible, to which kernels' results are copied before delivery. Allocated
+// on demand, kept, and reused. Thread-safe.
 class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
  public:
   static constexpr std::size_t kSlabBytes = std::size_t{1} << 20;
@@ -137,13 +139,14 @@ class ResultSlabs : public std::enable_shared_from_this<ResultSlabs> {
   explicit ResultSlabs(std::shared_ptr<PinnedMemory> pinned) : pinned_(std::move(pinned)) {}
   ~ResultSlabs();
 
-  // Goes back when nobody has it any more. Not before all that was to be written there has been.
+  // A slab is returned with its last reference, which must be kept until all writes to it are
+  // complete.
   struct Slab {
     std::byte* data = nullptr;
     bool pinned = false;
     std::size_t used = 0;
   };
-  // kResourceExhausted where the host has no memory.
+  // Takes a slab. kResourceExhausted if the host has no memory.
   Result<std::shared_ptr<Slab>> Take();
 
  private:

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What libtensormount_cuda.so says of itself (device/device_module.h), and the compiled kernels
-// that it carries.
+// The entry table of libtensormount_cuda.so (device/device_module.h), and the compiled kernels.
 #include <span>
 
 #include "device/device_module.h"
 #include "gpu/cuda_device.h"
 
-// The image of kernels.cu, which the assembler takes from the file that nvcc made.
+// The image of kernels.cu; the assembler includes the file that nvcc made.
 __asm__(
     ".pushsection .rodata\n"
     ".balign 64\n"
@@ -29,7 +28,7 @@ namespace tensormount::gpu {
 namespace {
 
 CudaDevices& TheDevices() {
-  // Threads that end with the process may ask still.
+  // Never destroyed, because threads that end at process exit still use the devices.
   static auto* const devices = new CudaDevices(
       cuda::kLibrary, std::span(tensormount_kernels_begin, tensormount_kernels_end));
   return *devices;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stream for NCCL: what a mover asks of it is a scope, an event, and a look at that.
+// The CUDA stream for NCCL: runs calls in a scope, records an event, and queries that event.
 #include "gpu/cuda_nccl_stream.h"
 
 #include <utility>
@@ -13,7 +13,7 @@ Result<std::shared_ptr<CudaNcclStream>> CudaNcclStream::Make(std::shared_ptr<Cud
   cuda::Stream stream = nullptr;
   TENSORMOUNT_RETURN_IF_ERROR(context->Check(
       context->driver().cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, priority),
-      "make a stream"));
+      "create a stream"));
   // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): the constructor is private.
   return std::shared_ptr<CudaNcclStream>(
       new CudaNcclStream(std::move(context), stream, std::move(device)));
@@ -30,7 +30,7 @@ void CudaNcclStream::SetUnderWay(bool is) {
   under_way_ = is;
 }
 
-Status CudaNcclStream::Within(const std::function<Status()>& calls) {
+Status CudaNcclStream::RunOnDevice(const std::function<Status()>& calls) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   return calls();

@@ -14,30 +14,31 @@
 
 namespace tensormount::gpu {
 
-// The stream of a device that NCCL works on, in the primary context, which is also that of the
-// CUDA runtime by which NCCL finds its device. Errors are those of CudaContext::Check.
+// The CUDA stream for NCCL, in the primary context, which the CUDA runtime and so NCCL use. Errors
+// are those of CudaContext::Check.
 class CudaNcclStream final : public NcclStream {
  public:
-  // `priority`: as the driver has it. `device`: what NcclStream::device says.
+  // Makes the stream. `priority`: the driver's number. `device`: the result of NcclStream::device.
   static Result<std::shared_ptr<CudaNcclStream>> Make(std::shared_ptr<CudaContext> context,
                                                       int priority, std::string device);
-  // What it was given goes on.
+  // Does not wait for pending work.
   ~CudaNcclStream() override;
   CudaNcclStream(const CudaNcclStream&) = delete;
   CudaNcclStream& operator=(const CudaNcclStream&) = delete;
 
   void* handle() const override { return stream_; }
   std::string device() const override { return device_; }
-  // In a CudaScope: nothing is left behind in the thread, and no graph of another one is spoilt.
-  Status Within(const std::function<Status()>& calls) override;
+  // Runs `calls` in a CudaScope: restores the thread's state, and does not invalidate graph
+  // captures.
+  Status RunOnDevice(const std::function<Status()>& calls) override;
   Status Mark() override;
-  // True before the first Mark.
+  // Whether the work before the last Mark is complete; true before the first Mark.
   Result<bool> Done() override;
 
  private:
   CudaNcclStream(std::shared_ptr<CudaContext> context, cuda::Stream stream, std::string device)
       : context_(std::move(context)), stream_(stream), device_(std::move(device)) {}
-  // Notes in CudaContext::under_way whether work of ours is.
+  // Records in CudaContext::under_way whether our work is pending.
   void SetUnderWay(bool is);
 
   const std::shared_ptr<CudaContext> context_;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What saves and loads ask of a device, as launches and copies in one stream. Bytes that lie side
-// by side on both sides are copied as they are; all others go through scratch memory of the device,
-// where a kernel packs or unpacks them, many small ones in one launch: so what crosses the bus is
-// always long.
+// DeviceQueue as launches and copies in one CUDA stream. Bytes that are contiguous on both sides
+// are copied directly. All others go through scratch memory of the device, where a kernel packs or
+// unpacks many small copies in one launch, so that transfers over the bus are always long.
 #include "gpu/cuda_queue.h"
 
 #include <algorithm>
@@ -20,27 +19,28 @@ namespace {
 using kernels::kBatch;
 using kernels::kBlockThreads;
 
-// From here on a copy is worth a submission of its own.
+// Copies of this size and more get their own submission.
 constexpr std::uint64_t kLong = std::uint64_t{64} << 10;
-// What is in scratch memory begins where it does on the host, up to so many bytes, so that words
-// that fit on the one side fit on the other.
+// Host addresses and scratch offsets are equal modulo this number of bytes, so that words aligned
+// on one side are aligned on the other.
 constexpr std::uint64_t kAlike = 256;
-// Of the host. What is between two copies of one submission within it may cross, too.
+// Host cache line: a transfer may include the gap between two copies of one submission within a
+// line.
 constexpr std::uintptr_t kLine = 64;
-// Blocks of one launch at most: threads go on with more.
+// Largest number of blocks of one launch: threads loop over the rest.
 constexpr std::uint64_t kMostBlocks = 65'536;
-// Digests, and leaves of hashes, that wait for one launch at most.
+// Largest numbers of digests, and of hash leaves, that wait for one launch.
 constexpr std::size_t kMostDigests = 4096;
 constexpr std::uint64_t kMostLeaves = ScratchPool::kResultBytes / sizeof(Hash128);
 static_assert(kMostDigests * sizeof(Crc64) <= ScratchPool::kResultBytes);
 static_assert(ScratchPool::kResultBytes <= ResultSlabs::kSlabBytes);
-// A stream takes about a thousand launches and copies before the driver makes who submits wait.
+// Beyond about a thousand queued launches and copies the driver blocks the caller.
 constexpr int kOfOneMark = 128;
 constexpr std::size_t kMarksUnderWay = 4;
 
 cuda::Address AddressOf(const void* data) { return reinterpret_cast<cuda::Address>(data); }
 
-// One side of a plan: where it begins, and whether it is side by side in the order of its runs.
+// One side of a plan: its offset, and whether it is contiguous in the order of its runs.
 struct Side {
   std::int64_t offset = 0;
   bool dense = true;
@@ -56,7 +56,7 @@ Side SideOf(const StridedCopy& plan, bool destination) {
   return side;
 }
 
-// Adds bytes [first, first + bytes) of a copy, counted along its dense side, to a batch. The word
+// Adds bytes [first, first + bytes) of a copy, counted along its dense side, to a batch. `word`
 // must divide both.
 void AddMember(kernels::Batch& batch, const StridedCopy& plan, const std::byte* from,
                std::uint64_t word, std::uint64_t first, std::uint64_t bytes) {
@@ -67,9 +67,9 @@ void AddMember(kernels::Batch& batch, const StridedCopy& plan, const std::byte* 
   batch.begin[m + 1] = batch.begin[m] + bytes / word;
 }
 
-// The largest box of a copy that begins with its byte `first`, counted along its dense side, and
-// has `bytes` at most: less than all where that begins within rows, or ends there. Where it is no
-// box of runs, all of them without a plan.
+// The largest box of a copy that begins at byte `first`, counted along its dense side, and has at
+// most `bytes` bytes. The box is smaller if either end lies within a row. If there is no box of
+// runs, the result has all bytes and no axes.
 struct BoxOfPlan {
   StridedCopy plan;
   std::uint64_t bytes = 0;
@@ -78,7 +78,7 @@ BoxOfPlan BoxAt(const StridedCopy& plan, std::uint64_t first, std::uint64_t byte
   BoxOfPlan box{plan, bytes};
   box.plan.axes = 0;
   if (first % plan.run != 0 || bytes < plan.run) return box;
-  std::uint64_t each = plan.bytes();  // Of one step along the axis.
+  std::uint64_t each = plan.bytes();  // Bytes of one step along the axis.
   for (const StridedCopy::Axis& axis : plan.loops()) {
     each /= static_cast<std::uint64_t>(axis.count);
     const auto at = static_cast<std::int64_t>(first / each) % axis.count;
@@ -98,34 +98,34 @@ BoxOfPlan BoxAt(const StridedCopy& plan, std::uint64_t first, std::uint64_t byte
   return box;
 }
 
-std::uint64_t WordThatDivides(std::uint64_t word, std::uint64_t a, std::uint64_t b) {
+std::uint64_t CommonWordSize(std::uint64_t word, std::uint64_t a, std::uint64_t b) {
   const std::uint64_t all = word | a | b;
   return all & (~all + 1);
 }
 
 }  // namespace
 
-// Results on their way: they come into memory of ours, and go from there to who wants them when a
-// mark behind them is found reached. So the device never writes into memory of a caller that is
-// gone. Thread-safe.
+// Results in transit: the device writes them to our memory, and they are delivered when a later
+// mark is found reached. So the device never writes to memory that the caller has freed.
+// Thread-safe.
 class CudaQueue::Results {
  public:
   explicit Results(std::shared_ptr<CudaContext> context) : context_(std::move(context)) {}
   ~Results() {
-    // A device that never came so far may still write there: no slab of them is used again.
+    // The device may still write there: leak the slab.
     for (Expected& expected : expected_) {
-      LeaveToDevice(new std::shared_ptr<ResultSlabs::Slab>(std::move(expected.slab)));
+      LeakToDevice(new std::shared_ptr<ResultSlabs::Slab>(std::move(expected.slab)));
     }
     context_->under_way -= static_cast<std::int64_t>(submitted_ - over_);
   }
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
 
-  // The last submission brings `wanted` to `at` of a slab.
+  // The last submission writes `wanted` to `at` in a slab.
   void Expect(const std::shared_ptr<ResultSlabs::Slab>& slab, const std::byte* at,
-              std::span<const Wanted> wanted) {
+              std::span<const PendingResult> wanted) {
     std::lock_guard lock(mutex_);
-    for (const Wanted& one : wanted) {
+    for (const PendingResult& one : wanted) {
       expected_.push_back({slab, at, one.bytes, one.out, submitted_});
       at += one.bytes;
     }
@@ -139,8 +139,8 @@ class CudaQueue::Results {
     std::lock_guard lock(mutex_);
     return submitted_;
   }
-  // All submissions up to that number are over.
-  void Over(std::uint64_t number) {
+  // Notes that all submissions up to `number` have completed, and delivers their results.
+  void CompleteUpTo(std::uint64_t number) {
     std::lock_guard lock(mutex_);
     while (!expected_.empty() && expected_.front().number <= number) {
       const Expected& first = expected_.front();
@@ -153,7 +153,7 @@ class CudaQueue::Results {
     }
   }
 
-  // That is being filled; of the thread of the queue.
+  // Slab being filled; used by the queue's thread only.
   std::shared_ptr<ResultSlabs::Slab> current;
 
  private:
@@ -162,7 +162,7 @@ class CudaQueue::Results {
     const std::byte* at = nullptr;
     std::size_t bytes = 0;
     void* out = nullptr;
-    std::uint64_t number = 0;  // Of the submission that brings it, counted from 1.
+    std::uint64_t number = 0;  // Number of the submission that writes it, from 1.
   };
   const std::shared_ptr<CudaContext> context_;
   std::mutex mutex_;
@@ -172,16 +172,16 @@ class CudaQueue::Results {
 };
 
 CudaQueue::CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream,
-                     const QueueRules& rules)
+                     const QueueLimits& limits)
     : device_(std::move(device)),
       context_(device_->context()),
       pool_(device_->scratch()),
       stream_(stream),
-      rules_(rules),
+      limits_(limits),
       results_(std::make_shared<Results>(context_)),
       copies_(std::make_unique<Copies>()) {}
 
-// The driver keeps the stream until it has done what it was given.
+// The driver keeps the stream until its work is done.
 CudaQueue::~CudaQueue() {
   const CudaScope scope(*context_);
   if (!scope.status().ok()) return;
@@ -189,8 +189,8 @@ CudaQueue::~CudaQueue() {
   (void)context_->driver().cuStreamDestroy(stream_);
 }
 
-// What waits was accepted: that it cannot be done after all is no fault of what is submitted now,
-// and nothing that its caller could do without.
+// Submits batched work. A batch that lacks memory is kUnavailable: with kResourceExhausted the
+// caller would use a fallback for its current work only, but the batch was accepted before.
 Status CudaQueue::Flush() {
   Status status;
   if (!hashes_.empty()) status = FlushHashes();
@@ -202,7 +202,7 @@ Status CudaQueue::Flush() {
   return {Code::kUnavailable, status.message()};
 }
 
-Status CudaQueue::NeedScratch() {
+Status CudaQueue::EnsureScratch() {
   if (!scratch_) {
     TENSORMOUNT_ASSIGN_OR_RETURN(scratch_, pool_->Take());
   }
@@ -216,12 +216,13 @@ Status CudaQueue::NeedScratch() {
 }
 
 Result<std::shared_ptr<CudaMark>> CudaQueue::Record() {
-  return CudaMark::Record(context_, stream_,
-                          [results = results_, last = results_->last()] { results->Over(last); });
+  return CudaMark::Record(context_, stream_, [results = results_, last = results_->last()] {
+    results->CompleteUpTo(last);
+  });
 }
 
 Status CudaQueue::Await(CudaMark& mark) const {
-  return AwaitMark(mark, Deadline::After(rules_.patience), rules_.cancel)
+  return AwaitMark(mark, Deadline::After(limits_.patience), limits_.cancel)
       .WithContext(device_->name());
 }
 
@@ -242,7 +243,7 @@ Status CudaQueue::AwaitAll() {
   return Await(*mark);
 }
 
-Status CudaQueue::After(const std::shared_ptr<DeviceMark>& mark) {
+Status CudaQueue::WaitFor(const std::shared_ptr<DeviceMark>& mark) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   TENSORMOUNT_RETURN_IF_ERROR(Flush());
@@ -281,7 +282,7 @@ std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from,
   const auto* const source = reinterpret_cast<const std::uint8_t*>(from);
   auto* const target = reinterpret_cast<std::uint8_t*>(to);
   if (plan.axes == 0) {
-    // Numbers of parts have 32 bits, half of which are left.
+    // Part numbers have 32 bits; stay below half of that.
     bytes = std::min(bytes, std::uint64_t{1} << 40);
     kernels::RunJob& job = copies_->runs;
     const auto parts =
@@ -293,7 +294,7 @@ std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from,
     job.begin[m + 1] = job.begin[m] + parts;
     return bytes;
   }
-  // Tiles are of boxes.
+  // Copies by tiles need a box.
   if (kernels::CutIntoTiles(plan, from, to).tiles != 0) {
     const BoxOfPlan box = BoxAt(plan, first, bytes);
     bytes = box.bytes;
@@ -308,7 +309,7 @@ std::uint64_t CudaQueue::AddCopy(const StridedCopy& plan, const std::byte* from,
       return bytes;
     }
   }
-  const std::uint64_t word = WordThatDivides(kernels::WordOf(plan, from, to), first, bytes);
+  const std::uint64_t word = CommonWordSize(kernels::WordOf(plan, from, to), first, bytes);
   kernels::CopyJob& job = copies_->strided;
   job.to[job.batch.count] = target;
   AddMember(job.batch, plan, from, word, first, bytes);
@@ -337,15 +338,15 @@ Status CudaQueue::LaunchCopies() {
   return status;
 }
 
-Status CudaQueue::CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes,
-                             Way way) {
+Status CudaQueue::TransferBytes(std::byte* host, const std::byte* device, std::uint64_t bytes,
+                                Way way) {
   const cuda::Driver& driver = context_->driver();
   const auto size = static_cast<std::size_t>(bytes);
-  // What the driver would wait for without a deadline is waited for with one.
+  // The driver blocks for pageable memory, so this waits with a deadline first.
   if (!device_->pinned_memory().Has(host, size)) TENSORMOUNT_RETURN_IF_ERROR(AwaitAll());
-  const cuda::Result result = way == Way::kOut
-                                  ? driver.cuMemcpyDtoHAsync(host, AddressOf(there), size, stream_)
-                                  : driver.cuMemcpyHtoDAsync(AddressOf(there), host, size, stream_);
+  const cuda::Result result =
+      way == Way::kOut ? driver.cuMemcpyDtoHAsync(host, AddressOf(device), size, stream_)
+                       : driver.cuMemcpyHtoDAsync(AddressOf(device), host, size, stream_);
   TENSORMOUNT_RETURN_IF_ERROR(context_->Check(
       result, (way == Way::kOut ? "copy out " : "copy in ") + std::to_string(bytes) + " bytes"));
   return Submitted();
@@ -353,10 +354,10 @@ Status CudaQueue::CrossBytes(std::byte* host, const std::byte* there, std::uint6
 
 namespace {
 
-// The two ends of a copy that crosses, each with its offset in the plan.
+// Host and device addresses of a transfer, with the offsets of the plan added.
 struct Ends {
   std::byte* host = nullptr;
-  const std::byte* there = nullptr;
+  const std::byte* device = nullptr;
 };
 Ends EndsOf(const DeviceCopy& copy, bool out) {
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
@@ -365,85 +366,89 @@ Ends EndsOf(const DeviceCopy& copy, bool out) {
   return out ? Ends{to, from} : Ends{from, to};
 }
 
-// Whether bytes are worth a submission of their own: one run of so many.
-bool CrossesAlone(const StridedCopy& plan, std::uint64_t least) {
+// Whether a copy gets its own submission: one run of at least `least` bytes.
+bool IsSubmittedAlone(const StridedCopy& plan, std::uint64_t least) {
   return plan.axes == 0 && plan.run >= least;
 }
 
 }  // namespace
 
-// Without memory on the device.
-Status CudaQueue::CrossByRuns(const DeviceCopy& copy, Way way) {
+// Transfers each run by itself, if there is no scratch memory.
+Status CudaQueue::TransferByRuns(const DeviceCopy& copy, Way way) {
   Status status;
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): only read on the way in.
   auto* const source = const_cast<std::byte*>(copy.from);
   copy.plan.ForEachRun([&](std::int64_t from, std::int64_t to, std::uint64_t bytes) {
     if (!status.ok()) return;
-    status = way == Way::kOut ? CrossBytes(copy.to + to, source + from, bytes, way)
-                              : CrossBytes(source + from, copy.to + to, bytes, way);
+    status = way == Way::kOut ? TransferBytes(copy.to + to, source + from, bytes, way)
+                              : TransferBytes(source + from, copy.to + to, bytes, way);
   });
   return status;
 }
 
-Status CudaQueue::CopyOut(std::span<const DeviceCopy> copies) { return Cross(copies, Way::kOut); }
-Status CudaQueue::CopyIn(std::span<const DeviceCopy> copies) { return Cross(copies, Way::kIn); }
+Status CudaQueue::CopyOut(std::span<const DeviceCopy> copies) {
+  return Transfer(copies, Way::kOut);
+}
+Status CudaQueue::CopyIn(std::span<const DeviceCopy> copies) { return Transfer(copies, Way::kIn); }
 
-Status CudaQueue::Cross(std::span<const DeviceCopy> copies, Way way) {
+Status CudaQueue::Transfer(std::span<const DeviceCopy> copies, Way way) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   TENSORMOUNT_RETURN_IF_ERROR(Flush());
   for (const DeviceCopy& copy : copies) {
     if (!SideOf(copy.plan, way == Way::kOut).dense) {
-      return {Code::kInternal, "a copy whose bytes do not lie side by side on the host"};
+      return {Code::kInternal, "internal error: a copy is not contiguous on the host"};
     }
   }
   const std::uint64_t alone = copies.size() == 1 ? 1 : kLong;
   bool others = false;
   for (const DeviceCopy& copy : copies) {
-    if (!CrossesAlone(copy.plan, alone)) {
+    if (!IsSubmittedAlone(copy.plan, alone)) {
       others = others || copy.plan.run != 0;
       continue;
     }
     const Ends ends = EndsOf(copy, way == Way::kOut);
-    TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(ends.host, ends.there, copy.plan.run, way));
+    TENSORMOUNT_RETURN_IF_ERROR(TransferBytes(ends.host, ends.device, copy.plan.run, way));
   }
-  return others ? CrossThroughScratch(copies, alone, way) : Status();
+  return others ? TransferThroughScratch(copies, alone, way) : Status();
 }
 
-// A load brings the bytes to scratch memory before kernels spread them, a save after they packed
-// them. Then scratch memory may be used again: the stream keeps the order.
-Status CudaQueue::CrossSpans(std::vector<Span>& spans, Way way) {
+// Transfers the spans. A load copies to scratch memory before kernels spread the bytes, a save
+// after kernels have packed them. Scratch memory can then be reused, because the stream is ordered.
+Status CudaQueue::TransferSpans(std::vector<Span>& spans, Way way) {
   const auto* const scratch = reinterpret_cast<const std::byte*>(scratch_->data);
   if (way == Way::kOut) TENSORMOUNT_RETURN_IF_ERROR(LaunchCopies());
   for (const Span& span : spans) {
-    TENSORMOUNT_RETURN_IF_ERROR(CrossBytes(span.host, scratch + span.at, span.bytes, way));
+    TENSORMOUNT_RETURN_IF_ERROR(TransferBytes(span.host, scratch + span.at, span.bytes, way));
   }
   spans.clear();
   return way == Way::kIn ? LaunchCopies() : Status();
 }
 
-// A copy, or a part of one that scratch memory holds, at a time: bytes that follow each other on
-// the host and in scratch memory cross together.
-Status CudaQueue::CrossThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone,
-                                      Way way) {
-  const Status enough = NeedScratch();
+// Transfers one copy, or the part that fits into scratch memory, at a time; bytes adjacent on the
+// host and in scratch memory are transferred together.
+Status CudaQueue::TransferThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone,
+                                         Way way) {
+  const Status enough = EnsureScratch();
   if (enough.code() == Code::kResourceExhausted) {
     for (const DeviceCopy& copy : copies) {
-      if (!CrossesAlone(copy.plan, alone)) TENSORMOUNT_RETURN_IF_ERROR(CrossByRuns(copy, way));
+      if (!IsSubmittedAlone(copy.plan, alone))
+        TENSORMOUNT_RETURN_IF_ERROR(TransferByRuns(copy, way));
     }
     return {};
   }
   TENSORMOUNT_RETURN_IF_ERROR(enough);
-  copies_->Clear();  // A call before this one may have failed.
+  copies_->Clear();  // An earlier call may have failed.
   std::vector<Span> spans;
   std::uint64_t used = 0;
   for (const DeviceCopy& copy : copies) {
-    if (CrossesAlone(copy.plan, alone)) continue;
+    if (IsSubmittedAlone(copy.plan, alone)) continue;
     const Side dense = SideOf(copy.plan, way == Way::kOut);
     std::byte* const host = EndsOf(copy, way == Way::kOut).host;
     const std::uint64_t all = copy.plan.bytes();
     for (std::uint64_t done = 0; done < all;) {
-      // How far behind the last span this begins, if within its line.
+      // The gap after the last span, if this part of the copy begins within that span's last cache
+      // line.
       std::uint64_t gap = kLine;
       if (!spans.empty()) {
         const auto end = reinterpret_cast<std::uintptr_t>(spans.back().host) + spans.back().bytes;
@@ -458,16 +463,17 @@ Status CudaQueue::CrossThroughScratch(std::span<const DeviceCopy> copies, std::u
       std::uint64_t bytes = all - done;
       if (bytes > room) bytes = room / kAlike * kAlike;
       if (bytes == 0) {
-        TENSORMOUNT_RETURN_IF_ERROR(CrossSpans(spans, way));
+        TENSORMOUNT_RETURN_IF_ERROR(TransferSpans(spans, way));
         used = 0;
         continue;
       }
-      // Where kernels have enough to do, but scratch memory has room, a save goes on filling that.
+      // If the kernel batch is full but scratch memory is not, a save continues to fill it.
       if (CopiesAreFull()) {
-        TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? LaunchCopies() : CrossSpans(spans, way));
+        TENSORMOUNT_RETURN_IF_ERROR(way == Way::kOut ? LaunchCopies() : TransferSpans(spans, way));
         continue;
       }
-      // The dense side of the plan, moved into scratch memory; offsets may well be before it.
+      // The dense side of the plan, relocated to scratch memory; the pointer may lie before that
+      // memory.
       auto* const moved = reinterpret_cast<std::byte*>(scratch_->data + at - done -
                                                        static_cast<std::uint64_t>(dense.offset));
       const std::byte* const from = way == Way::kOut ? copy.from : moved;
@@ -482,7 +488,7 @@ Status CudaQueue::CrossThroughScratch(std::span<const DeviceCopy> copies, std::u
       done += bytes;
     }
   }
-  return CrossSpans(spans, way);
+  return TransferSpans(spans, way);
 }
 
 Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
@@ -496,7 +502,7 @@ Status CudaQueue::CopyWithin(std::span<const DeviceCopy> copies) {
   return LaunchCopies();
 }
 
-// Launched when there are enough of them, or by who calls.
+// Adds part of a copy to the batch. The batch is launched when it is full, or by the caller.
 Status CudaQueue::CopyPart(const StridedCopy& plan, const std::byte* from, std::byte* to,
                            std::uint64_t first, std::uint64_t bytes) {
   while (bytes > 0) {
@@ -510,9 +516,9 @@ Status CudaQueue::CopyPart(const StridedCopy& plan, const std::byte* from, std::
 
 // ---- Hashes ----------------------------------------------------------------------------------
 
-Status CudaQueue::Deliver(cuda::Address from, std::span<const Wanted> wanted) {
+Status CudaQueue::Deliver(cuda::Address from, std::span<const PendingResult> wanted) {
   std::size_t bytes = 0;
-  for (const Wanted& one : wanted) bytes += one.bytes;
+  for (const PendingResult& one : wanted) bytes += one.bytes;
   std::shared_ptr<ResultSlabs::Slab>& slab = results_->current;
   if (slab == nullptr || slab->used + bytes > ResultSlabs::kSlabBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(slab, device_->results()->Take());
@@ -533,19 +539,21 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
   if (bytes == 0) return {};
-  // Now, though it is used later: who has no memory is told so here.
-  TENSORMOUNT_RETURN_IF_ERROR(NeedScratch());
+  // Scratch memory is allocated now, although it is used later, so that a lack of memory is
+  // reported here.
+  TENSORMOUNT_RETURN_IF_ERROR(EnsureScratch());
   const std::uint64_t room = scratch_->data_bytes;
   const bool in_place = gather.size() == 1 && gather.front().run == bytes;
   if (!in_place && std::min(leaf_bytes, bytes) > room) {
-    return {Code::kResourceExhausted, device_->name() + ": no memory to hash leaves of " +
-                                          std::to_string(leaf_bytes) + " bytes in"};
+    return {Code::kResourceExhausted, device_->name() +
+                                          ": not enough device memory to hash leaves of " +
+                                          std::to_string(leaf_bytes) + " bytes"};
   }
-  // A window at a time: what one launch hashes, and scratch memory takes.
+  // Hashes one window at a time: as much as one launch hashes and scratch memory holds.
   std::uint64_t window = leaf_bytes > bytes / kMostLeaves ? bytes : kMostLeaves * leaf_bytes;
   if (!in_place && leaf_bytes <= room) window = std::min(window, room / leaf_bytes * leaf_bytes);
   for (std::uint64_t begin = 0; begin < bytes; begin += window) {
-    WantedHashes wanted;
+    PendingHashes wanted;
     wanted.base = base;
     wanted.begin = begin;
     wanted.end = std::min(bytes, begin + window);
@@ -561,8 +569,8 @@ Status CudaQueue::HashLeaves(std::span<const StridedCopy> gather, const std::byt
   return {};
 }
 
-// They wait until there is enough for a launch.
-Status CudaQueue::AddHashes(WantedHashes wanted) {
+// Adds hashes to the batch, which waits until there are enough for a launch.
+Status CudaQueue::AddHashes(PendingHashes wanted) {
   const std::uint64_t leaves = wanted.leaves();
   const std::uint64_t gathered = wanted.in_place != nullptr ? 0 : wanted.end - wanted.begin;
   const bool fits = hashes_leaves_ + leaves <= kMostLeaves &&
@@ -578,7 +586,7 @@ Status CudaQueue::AddHashes(WantedHashes wanted) {
 }
 
 Status CudaQueue::FlushHashes() {
-  const std::vector<WantedHashes> hashes = std::exchange(hashes_, {});
+  const std::vector<PendingHashes> hashes = std::exchange(hashes_, {});
   hashes_leaves_ = 0;
   hashes_gathered_ = 0;
   copies_->Clear();
@@ -586,14 +594,14 @@ Status CudaQueue::FlushHashes() {
   job.leaf_bytes = hashes.front().leaf_bytes;
   job.out = reinterpret_cast<kernels::Hash*>(scratch_->results());
   static_assert(sizeof(kernels::Hash) == sizeof(Hash128));
-  std::vector<Wanted> wanted;
+  std::vector<PendingResult> wanted;
   std::uint64_t used = 0;
-  for (const WantedHashes& one : hashes) {
+  for (const PendingHashes& one : hashes) {
     const std::byte* data = one.in_place;
     if (data == nullptr) {
       const std::uint64_t bytes = one.end - one.begin;
       if (used + bytes > scratch_->data_bytes) {
-        return {Code::kInternal, "more bytes to hash than there is room for"};
+        return {Code::kInternal, "internal error: more bytes to hash than scratch memory holds"};
       }
       const cuda::Address at = scratch_->data + used;
       used += (bytes + kAlike - 1) / kAlike * kAlike;
@@ -612,11 +620,13 @@ Status CudaQueue::FlushHashes() {
   return Deliver(scratch_->results(), wanted);
 }
 
-Status CudaQueue::Gather(const WantedHashes& wanted, cuda::Address at) {
+Status CudaQueue::Gather(const PendingHashes& wanted, cuda::Address at) {
   auto* const to = reinterpret_cast<std::byte*>(at - wanted.begin);
   for (const StridedCopy& plan : wanted.gather) {
     const Side side = SideOf(plan, true);
-    if (!side.dense) return {Code::kInternal, "bytes to be hashed that are not side by side"};
+    if (!side.dense) {
+      return {Code::kInternal, "internal error: the bytes to hash are not contiguous"};
+    }
     const auto first = static_cast<std::uint64_t>(side.offset);
     const std::uint64_t from = std::max(wanted.begin, first);
     const std::uint64_t until = std::min(wanted.end, first + plan.bytes());
@@ -630,11 +640,11 @@ Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* bas
                          const Dims& byte_shape, Crc64* out) {
   const CudaScope scope(*context_);
   TENSORMOUNT_RETURN_IF_ERROR(scope.status());
-  TENSORMOUNT_RETURN_IF_ERROR(NeedScratch());
+  TENSORMOUNT_RETURN_IF_ERROR(EnsureScratch());
   if (digests_.size() == kMostDigests) TENSORMOUNT_RETURN_IF_ERROR(Flush());
   const Box whole = Box::Whole(byte_shape);
   const PlacedBox tensor = PlacePacked(tensormount::Region(whole), 0).front();
-  WantedDigest wanted{regions_.size(), 0, out};
+  PendingDigest wanted{regions_.size(), 0, out};
   for (const PlacedBox& box : placed) {
     const StridedCopy plan = PlanCopy(box.box, box, tensor);
     if (plan.bytes() == 0) continue;
@@ -646,7 +656,7 @@ Status CudaQueue::Digest(std::span<const PlacedBox> placed, const std::byte* bas
 }
 
 Status CudaQueue::FlushDigests() {
-  const std::vector<WantedDigest> digests = std::exchange(digests_, {});
+  const std::vector<PendingDigest> digests = std::exchange(digests_, {});
   const std::vector<Region> regions = std::exchange(regions_, {});
   static_assert(sizeof(Crc64) == sizeof(std::uint64_t));
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -678,8 +688,8 @@ Status CudaQueue::FlushDigests() {
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(launch());
-  std::vector<Wanted> wanted;
-  for (const WantedDigest& digest : digests) wanted.push_back({digest.out, sizeof(Crc64)});
+  std::vector<PendingResult> wanted;
+  for (const PendingDigest& digest : digests) wanted.push_back({digest.out, sizeof(Crc64)});
   return Deliver(scratch_->results(), wanted);
 }
 

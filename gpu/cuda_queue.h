@@ -20,54 +20,52 @@
 
 namespace tensormount::gpu {
 
-// A stream of the least priority, and what it was given. As DeviceQueue says: of one thread at a
-// time, and nothing here waits for the device but where its rules let it: at some hundreds of
-// launches and copies that are under way, beyond which the driver would wait without a deadline,
-// and before copies from or to memory that is not pinned, which it ends before it returns.
+// DeviceQueue as a CUDA stream of lowest priority. Not thread-safe. It blocks only within its
+// limits: at some hundreds of pending launches and copies, beyond which the driver would block
+// without a deadline, and before copies with pageable host memory, for which the driver blocks.
 class CudaQueue : public DeviceQueue {
  public:
-  // Takes the stream.
-  CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream, const QueueRules& rules);
+  // Takes ownership of the stream.
+  CudaQueue(std::shared_ptr<CudaDevice> device, cuda::Stream stream, const QueueLimits& limits);
   ~CudaQueue() override;
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;
 
-  Status After(const std::shared_ptr<DeviceMark>& mark) override;
+  Status WaitFor(const std::shared_ptr<DeviceMark>& mark) override;
   Status CopyOut(std::span<const DeviceCopy> copies) override;
   Status CopyIn(std::span<const DeviceCopy> copies) override;
   Status CopyWithin(std::span<const DeviceCopy> copies) override;
-  // kResourceExhausted where the device has no memory for it.
+  // kResourceExhausted if the device has no memory for the hashes or digests.
   Status HashLeaves(std::span<const StridedCopy> gather, const std::byte* base, std::uint64_t bytes,
                     std::uint64_t leaf_bytes, Hash128* out) override;
   Status Digest(std::span<const PlacedBox> placed, const std::byte* base, const Dims& byte_shape,
                 Crc64* out) override;
   Result<std::shared_ptr<DeviceMark>> Mark() override;
-  void SetRules(const QueueRules& rules) override { rules_ = rules; }
+  void SetLimits(const QueueLimits& limits) override { limits_ = limits; }
 
  private:
   class Results;
-  // Copies within the device that wait for a launch, by the kernel that does them.
+  // Copies within the device that wait for a launch, grouped by kernel.
   struct Copies {
     kernels::RunJob runs;
     kernels::CopyJob strided;
     kernels::TileJob tiles;
     void Clear() { runs.count = strided.batch.count = tiles.count = 0; }
   };
-  // Hashes and digests are computed many at a time: they wait for others, or for what is submitted
-  // after them.
-  struct WantedHashes {  // Of the bytes [begin, end) that plans put side by side.
+  // Hashes and digests are batched: a batch waits for more of them, or for a later submission.
+  struct PendingHashes {  // Hashes of the packed bytes [begin, end) of `gather`.
     std::vector<StridedCopy> gather;
     const std::byte* base = nullptr;
     std::uint64_t begin = 0;
     std::uint64_t end = 0;
     std::uint64_t leaf_bytes = 0;
     Hash128* out = nullptr;
-    // Where they lie side by side on the device, if they do.
+    // Address of the bytes if they are contiguous on the device.
     const std::byte* in_place = nullptr;
     std::uint64_t leaves() const { return (end - begin + leaf_bytes - 1) / leaf_bytes; }
   };
-  struct WantedDigest {
-    std::size_t first = 0;  // Of its regions.
+  struct PendingDigest {
+    std::size_t first = 0;  // Index of its first region.
     std::size_t count = 0;
     Crc64* out = nullptr;
   };
@@ -76,67 +74,67 @@ class CudaQueue : public DeviceQueue {
     const std::byte* base = nullptr;
     std::uint64_t tensor_bytes = 0;
   };
-  // Bytes of the host, and where they stand in scratch memory.
+  // A range of host memory, and its offset `at` in scratch memory.
   struct Span {
     std::byte* host = nullptr;
     std::uint64_t at = 0;
     std::uint64_t bytes = 0;
   };
-  // Results that kernels put side by side, each to whom it is for, once a mark is reached.
-  struct Wanted {
+  // A result of a kernel, and the place to deliver it to after a mark.
+  struct PendingResult {
     void* out = nullptr;
     std::size_t bytes = 0;
   };
   enum class Way { kOut, kIn };
 
-  // Hands over what waits to be submitted.
+  // Submits batched work.
   Status Flush();
-  Status NeedScratch();
-  // The moment of what was submitted, with which its results go to who wants them; and a wait for
-  // one, as the rules let it.
+  Status EnsureScratch();
+  // Record makes a mark that also delivers results; Await waits for a mark within the limits.
   Result<std::shared_ptr<CudaMark>> Record();
   Status Await(CudaMark& mark) const;
-  // One launch or copy more is under way.
+  // Counts a launch or copy, and waits if too many are in progress.
   Status Submitted();
   Status AwaitAll();
   Status Launch(cuda::Function function, std::uint64_t blocks, unsigned threads, void* job,
                 std::string_view name);
-  // Copies between host and device, through scratch memory where bytes do not lie side by side.
-  Status Cross(std::span<const DeviceCopy> copies, Way way);
-  // But those that are one run of `alone` bytes or more.
-  Status CrossThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone, Way way);
-  Status CrossSpans(std::vector<Span>& spans, Way way);
-  Status CrossByRuns(const DeviceCopy& copy, Way way);
-  Status CrossBytes(std::byte* host, const std::byte* there, std::uint64_t bytes, Way way);
-  // Adds bytes [first, first + bytes) of a copy within the device, counted along its dense side, or
-  // as many of them as go together, and says how many. There must be room: CopiesAreFull.
+  // Copies between host and device, through scratch memory if the bytes are not contiguous.
+  Status Transfer(std::span<const DeviceCopy> copies, Way way);
+  // Like Transfer, for all copies except those that are one run of at least `alone` bytes.
+  Status TransferThroughScratch(std::span<const DeviceCopy> copies, std::uint64_t alone, Way way);
+  Status TransferSpans(std::vector<Span>& spans, Way way);
+  Status TransferByRuns(const DeviceCopy& copy, Way way);
+  Status TransferBytes(std::byte* host, const std::byte* device, std::uint64_t bytes, Way way);
+  // Adds bytes [first, first + bytes) of a copy within the device, counted along its dense side, to
+  // the batch, or only a first part of these bytes; returns the number added. Requires
+  // !CopiesAreFull().
   std::uint64_t AddCopy(const StridedCopy& plan, const std::byte* from, std::byte* to,
                         std::uint64_t first, std::uint64_t bytes);
   bool CopiesAreFull() const;
   Status CopyPart(const StridedCopy& plan, const std::byte* from, std::byte* to,
                   std::uint64_t first, std::uint64_t bytes);
   Status LaunchCopies();
-  Status Deliver(cuda::Address from, std::span<const Wanted> wanted);
-  Status AddHashes(WantedHashes wanted);
+  Status Deliver(cuda::Address from, std::span<const PendingResult> wanted);
+  Status AddHashes(PendingHashes wanted);
   Status FlushHashes();
-  // Puts them side by side from `at` on.
-  Status Gather(const WantedHashes& wanted, cuda::Address at);
+  // Packs the bytes of `wanted` from `at` on.
+  Status Gather(const PendingHashes& wanted, cuda::Address at);
   Status FlushDigests();
 
   const std::shared_ptr<CudaDevice> device_;
   const std::shared_ptr<CudaContext> context_;
   const std::shared_ptr<ScratchPool> pool_;
   const cuda::Stream stream_;
-  QueueRules rules_;
+  QueueLimits limits_;
   const std::shared_ptr<Results> results_;
-  const std::unique_ptr<Copies> copies_;  // Of one call.
-  std::optional<Scratch> scratch_;        // Once it was needed.
-  std::vector<WantedHashes> hashes_;
-  std::uint64_t hashes_leaves_ = 0;    // Of them.
-  std::uint64_t hashes_gathered_ = 0;  // Bytes of them that do not lie side by side.
-  std::vector<WantedDigest> digests_;
-  std::vector<Region> regions_;  // Of them.
-  int since_mark_ = 0;           // Launches and copies.
+  const std::unique_ptr<Copies> copies_;  // The batch of copies of the current call.
+  std::optional<Scratch> scratch_;        // Taken on first use.
+  std::vector<PendingHashes> hashes_;
+  std::uint64_t hashes_leaves_ = 0;    // Leaves of hashes_.
+  std::uint64_t hashes_gathered_ = 0;  // Bytes of hashes_ that are not contiguous.
+  std::vector<PendingDigest> digests_;
+  std::vector<Region> regions_;  // Regions of digests_.
+  int since_mark_ = 0;           // Launches and copies since the last mark.
   std::deque<std::shared_ptr<CudaMark>> under_way_;
 };
 

@@ -5,16 +5,15 @@
 #include <climits>
 #include <cstddef>
 
-// The entry points of NCCL that we call, in our own words: a program is built without NCCL's header
-// and finds the library at run time (nccl_library.h). Sizes, numbers and types must be those of
-// that header; tests/gpu/nccl_header_check.cc compares them where there is one. Streams of CUDA are
-// handed through as pointers.
+// Our own declarations of the NCCL entry points: programs are built without NCCL's header, and find
+// the library at run time (nccl_library.h). Sizes, numbers and types must equal that header's;
+// tests/gpu/nccl_header_check.cc compares them. CUDA streams are passed as pointers.
 
 namespace tensormount::gpu {
 
-struct NcclComm;  // NCCL's own.
+struct NcclComm;  // Defined by NCCL.
 
-// Numbers that newer versions add are errors, as all from 1 on but kInProgress.
+// Numbers that newer versions add are errors, like all from 1 on except kInProgress.
 enum class NcclResult : int {
   kSuccess = 0,
   kUnhandledCudaError = 1,
@@ -33,24 +32,25 @@ struct NcclUniqueId {
   char internal[128];
 };
 
-// The members that 2.14 had, which was the first version with a configuration. Later ones only
-// append, and read of this one what `size` says: so this is what each of them takes.
+// The members of version 2.14, the first with a configuration. Later versions append members and
+// read only `size` bytes, so every version accepts this.
 struct NcclConfig {
   static constexpr unsigned kMagic = 0xcafebeef;
-  static constexpr unsigned kVersion = 21400;  // As kFirstNcclVersion.
+  static constexpr unsigned kVersion = 21400;  // Equals kFirstNcclVersion.
 
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = kMagic;
   unsigned version = kVersion;
-  int blocking = INT_MIN;  // Not said.
+  int blocking = INT_MIN;  // INT_MIN: not specified.
 };
 
-// major * 10000 + minor * 100 + patch.
+// The first supported version, as major * 10000 + minor * 100 + patch.
 inline constexpr int kFirstNcclVersion = 21400;
-// NCCL_SUSPEND_MEM: what is allocated on the device, and not needed to find it again.
+// NCCL_SUSPEND_MEM: frees device memory that is not needed to resume.
 inline constexpr int kNcclSuspendMemory = 1;
 
-// Null: this version has none. Those above the line are in every version that we take.
+// NCCL's entry points. Null: not in this version. All accepted versions have the functions above
+// the line.
 struct NcclApi {
   NcclResult (*get_version)(int* version) = nullptr;
   const char* (*get_error_string)(NcclResult result) = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds NCCL at run time, and what its results mean.
+// Finds NCCL at run time, and translates its results.
 #include "gpu/nccl_library.h"
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 namespace tensormount::gpu {
 namespace {
 
-// By its soname, which is how a process that has it knows it, whatever its path.
+// The soname, under which a process that has loaded NCCL knows it, whatever its path.
 constexpr const char* kNcclName = "libnccl.so.2";
 
 std::string LoaderError() {
@@ -47,15 +47,15 @@ Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::Open(const std::string& 
   std::string name = path;
   void* handle = nullptr;
   if (name.empty()) {
-    // Before all others: two of them in one process are two sets of threads and of memory.
+    // Prefer a loaded library: two copies in one process have separate threads and memory.
     handle = ::dlopen(kNcclName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     const char* const said = std::getenv("TENSORMOUNT_NCCL");
     name = handle != nullptr || said == nullptr || *said == '\0' ? kNcclName : said;
   }
   if (handle == nullptr) handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
-    return Status(Code::kUnavailable, "NCCL: " + LoaderError() +
-                                          ": install it, or say in TENSORMOUNT_NCCL where it is");
+    return Status(Code::kUnavailable,
+                  "NCCL: " + LoaderError() + "; install NCCL, or set TENSORMOUNT_NCCL to its path");
   }
 
   std::shared_ptr<NcclLibrary> library(new NcclLibrary());
@@ -63,7 +63,8 @@ Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::Open(const std::string& 
   const auto need = [&](const char* symbol, auto*& out) -> Status {
     Find(handle, symbol, out);
     if (out != nullptr) return {};
-    return {Code::kUnsupported, "NCCL: " + name + " has no " + symbol + ": it is older than 2.14"};
+    return {Code::kUnsupported,
+            "NCCL: " + name + " has no " + symbol + "; NCCL 2.14 or later is needed"};
   };
   TENSORMOUNT_RETURN_IF_ERROR(need("ncclGetVersion", api.get_version));
   TENSORMOUNT_RETURN_IF_ERROR(need("ncclGetErrorString", api.get_error_string));
@@ -85,7 +86,7 @@ Result<std::shared_ptr<const NcclLibrary>> NcclLibrary::Open(const std::string& 
   const NcclResult result = api.get_version(&library->version_);
   if (result != NcclResult::kSuccess || library->version_ < kFirstNcclVersion) {
     return Status(Code::kUnsupported, "NCCL: " + name + " is version " + library->VersionText() +
-                                          ": 2.14 is the first that can be asked without waiting");
+                                          "; NCCL 2.14 or later is needed");
   }
   return std::shared_ptr<const NcclLibrary>(std::move(library));
 }
@@ -104,9 +105,9 @@ Status NcclLibrary::ToStatus(NcclResult result, std::string_view action, NcclCom
     const char* const last = api_.get_last_error(comm);
     if (last != nullptr && *last != '\0') message.append(": ").append(last);
   }
-  // NCCL's own words for it, since 2.3.
+  // The text of NCCL's own message, since 2.3.
   if (message.find("Duplicate GPU") != std::string::npos) {
-    return {Code::kUnsupported, "NCCL takes one rank a GPU: " + message};
+    return {Code::kUnsupported, "NCCL allows one rank per GPU: " + message};
   }
   return {code, std::move(message)};
 }

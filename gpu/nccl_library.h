@@ -12,20 +12,22 @@
 
 namespace tensormount::gpu {
 
-// NCCL as the process has it. Never closed: its threads may outlive whoever opened it. Thread-safe.
+// The NCCL library of the process. Never closed, because its threads may outlive its users.
+// Thread-safe.
 class NcclLibrary {
  public:
-  // libnccl.so.2 that the process has loaded already (torch's), else the file that the
-  // environment's TENSORMOUNT_NCCL names, else the one that the loader finds; with a path, that
-  // file. In words: kUnavailable where there is none, kUnsupported where it is older than 2.14 or
-  // lacks an entry point.
+  // Opens `path` if given; otherwise a libnccl.so.2 that the process has already loaded (torch's),
+  // the file in the environment variable TENSORMOUNT_NCCL, or the one that the loader finds.
+  // kUnavailable if there is no library, kUnsupported if it is older than 2.14 or lacks an entry
+  // point.
   static Result<std::shared_ptr<const NcclLibrary>> Open(const std::string& path = {});
 
   const NcclApi& api() const { return api_; }
   int version() const { return version_; }
   std::string VersionText() const;  // "2.32.3".
 
-  // What `result` of `action` means to a caller; ok of success and in progress. `comm` may be null.
+  // The status of `action`, which returned `result`; ok for kSuccess and kInProgress. `comm` may be
+  // null.
   Status ToStatus(NcclResult result, std::string_view action, NcclComm* comm) const;
 
  private:

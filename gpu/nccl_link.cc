@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mover over NCCL: a state machine that is asked, and never waits.
+// The NCCL mover: a polled state machine that never blocks.
 //
 //   kNone -- id, ncclCommInitRankConfig --> kConnecting -- no longer in progress --> kReady
 //   kReady -- Release, ncclCommSuspend --> kSuspending --> kSuspended
@@ -25,10 +25,11 @@ namespace tensormount::gpu {
 namespace {
 
 constexpr std::chrono::milliseconds kEndPause{1};
-// For ncclCommFinalize, which may wait for ranks that are still at their exchange.
+// Limit for ncclCommFinalize, which may wait for ranks still in their exchange.
 constexpr std::chrono::seconds kFinishLimit{30};
 
-// Ends a communicator on a thread of its own: these calls wait, for the device and for other ranks.
+// Ends a communicator on its own thread, because these calls block on the device and on other
+// ranks.
 class NcclEnding {
  public:
   enum class How { kFinish, kAbort };
@@ -49,18 +50,20 @@ class NcclEnding {
           }
           return {};
         };
-        // Of a device that is gone NCCL says so itself; a thread has nobody to tell.
-        (void)stream->Within(end);
+        // For a lost device NCCL reports the error itself; nothing can be reported from this
+        // thread.
+        (void)stream->RunOnDevice(end);
         if (!ended) (void)end();
         over->store(true);
       });
     } catch (const std::system_error&) {
-      // Then it never is over, which is what Settle says: better than to wait here for ever.
+      // Without a thread the communicator never ends, and Settled stays false; blocking here
+      // forever would be worse.
     }
   }
-  // What is not over by then goes on without an owner.
+  // If the communicator has not ended, its thread continues detached.
   ~NcclEnding() {
-    if (Over()) {
+    if (IsDone()) {
       thread_.join();
     } else if (thread_.joinable()) {
       thread_.detach();
@@ -69,14 +72,14 @@ class NcclEnding {
   NcclEnding(const NcclEnding&) = delete;
   NcclEnding& operator=(const NcclEnding&) = delete;
 
-  bool Over() const { return over_->load(); }
+  bool IsDone() const { return over_->load(); }
   void Await(const Deadline& deadline) const {
-    while (!Over() && !deadline.Passed()) std::this_thread::sleep_for(kEndPause);
+    while (!IsDone() && !deadline.Passed()) std::this_thread::sleep_for(kEndPause);
   }
 
  private:
-  // Until the communicator is no longer in progress. False where it is, at the deadline, or failed.
-  static bool Quiet(const NcclLibrary& library, NcclComm* comm, const Deadline& deadline) {
+  // Waits until the communicator is no longer in progress. False at the deadline, or on failure.
+  static bool WaitUntilIdle(const NcclLibrary& library, NcclComm* comm, const Deadline& deadline) {
     while (true) {
       NcclResult state = NcclResult::kInProgress;
       const NcclResult asked = library.api().comm_get_async_error(comm, &state);
@@ -86,27 +89,27 @@ class NcclEnding {
       std::this_thread::sleep_for(kEndPause);
     }
   }
-  static bool Began(NcclResult result) {
+  static bool HasStarted(NcclResult result) {
     return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
   }
   static void Finish(const NcclLibrary& library, NcclComm* comm) {
-    if (Began(library.api().comm_finalize(comm)) &&
-        Quiet(library, comm, Deadline::After(kFinishLimit))) {
-      (void)library.api().comm_destroy(comm);  // All of it that can fail was finalize.
+    if (HasStarted(library.api().comm_finalize(comm)) &&
+        WaitUntilIdle(library, comm, Deadline::After(kFinishLimit))) {
+      (void)library.api().comm_destroy(comm);  // Only finalize can fail.
     } else {
       (void)library.api().comm_abort(comm);
     }
   }
   static void Abort(const NcclLibrary& library, NcclComm* comm, bool revoke,
                     std::chrono::milliseconds patience) {
-    if (revoke && Began(library.api().comm_revoke(comm, 0))) {
-      (void)Quiet(library, comm, Deadline::After(patience));  // Aborted in any case.
+    if (revoke && HasStarted(library.api().comm_revoke(comm, 0))) {
+      (void)WaitUntilIdle(library, comm, Deadline::After(patience));  // Abort in any case.
     }
-    (void)library.api().comm_abort(comm);  // There is nothing beyond it.
+    (void)library.api().comm_abort(comm);  // The last resort.
   }
 
   const std::shared_ptr<std::atomic<bool>> over_;
-  std::thread thread_;  // None where there was none to be had.
+  std::thread thread_;  // No thread if none could be created.
 };
 
 class NcclMover final : public BulkMover {
@@ -120,26 +123,26 @@ class NcclMover final : public BulkMover {
         options_(options) {}
 
   std::string Close() override {
-    // One that is suspended must not be used, which finalizing would be.
+    // A suspended communicator must not be finalized.
     if (comm_ != nullptr) {
       End(state_ == State::kReady ? NcclEnding::How::kFinish : NcclEnding::How::kAbort);
     }
     if (ending_ == nullptr) return {};
     ending_->Await(Deadline::After(options_.patience));
-    if (ending_->Over()) return {};
-    return "NCCL: a communicator does not end; its thread is left behind";
+    if (ending_->IsDone()) return {};
+    return "NCCL: a communicator did not end in time; the thread that ends it goes on";
   }
 
   std::string kind() const override { return "nccl"; }
   Status Check(const BulkRange& range) override {
     if (range.device.kind == DeviceKind::kCuda) return {};
-    return {Code::kUnsupported, "NCCL moves memory of devices, not the host's"};
+    return {Code::kUnsupported, "NCCL can transfer only device memory, and this is host memory"};
   }
 
-  Result<bool> Prepare(const Tell& tell) override {
-    return Within([&] { return PrepareWithin(tell); });
+  Result<bool> Prepare(const Broadcast& broadcast) override {
+    return RunOnDevice([&] { return PrepareOnDevice(broadcast); });
   }
-  void OnWord(std::string_view word) override {
+  void OnBroadcast(std::string_view word) override {
     NcclUniqueId id;
     if (word.size() != sizeof(id.internal)) return;
     std::memcpy(id.internal, word.data(), word.size());
@@ -153,11 +156,11 @@ class NcclMover final : public BulkMover {
     first_ = 0;
     phase_ = Phase::kIdle;
   }
-  // A group goes when all of it was put, which Move sees.
+  // Nothing to do: a group starts when all of it is ready, which Move checks.
   void OnPut(const std::vector<std::size_t>& /*transfers*/) override {}
 
   Result<bool> Move() override {
-    return Within([&] { return MoveWithin(); });
+    return RunOnDevice([&] { return MoveOnDevice(); });
   }
 
   std::string Suspects(const BulkMove& /*late*/) const override {
@@ -167,7 +170,7 @@ class NcclMover final : public BulkMover {
     if (peers.size() < 2) return {};
     std::string words;
     for (const int peer : peers) words += (words.empty() ? " " : ", ") + std::to_string(peer);
-    return ", or another of its group (" + GroupInWords() + ", with ranks" + words +
+    return ", or another unit of its group (" + GroupInWords() + ", with ranks" + words +
            "): NCCL does not say which";
   }
 
@@ -177,54 +180,55 @@ class NcclMover final : public BulkMover {
     if (comm_ != nullptr) End(NcclEnding::How::kAbort);
   }
   Result<bool> Settled() override {
-    if (ending_ != nullptr && !ending_->Over()) return false;
-    // What was on the stream ends with the communicator, a little later perhaps.
+    if (ending_ != nullptr && !ending_->IsDone()) return false;
+    // Work on the stream ends with the communicator, or slightly later.
     if (!marked_) TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
     marked_ = true;
     return stream_->Done();
   }
   Result<bool> Release() override {
-    return Within([&] { return ReleaseWithin(); });
+    return RunOnDevice([&] { return ReleaseOnDevice(); });
   }
 
  private:
   enum class State { kNone, kConnecting, kReady, kSuspending, kSuspended, kResuming, kEnding };
-  // Of a group: handed to NCCL, which gives it to the stream later; on the stream.
+  // State of a group: kLaunching: passed to NCCL, which enqueues it later; kRunning: on the stream.
   enum class Phase { kIdle, kLaunching, kRunning };
 
-  // Whatever NCCL is asked, it is asked with the device as the current one.
+  // Every NCCL call is made with the device current.
   template <typename Calls>
-  Result<bool> Within(Calls calls) {
+  Result<bool> RunOnDevice(Calls calls) {
     Result<bool> result = false;
-    TENSORMOUNT_RETURN_IF_ERROR(stream_->Within([&] {
+    TENSORMOUNT_RETURN_IF_ERROR(stream_->RunOnDevice([&] {
       result = calls();
       return result.status();
     }));
     return result;
   }
 
-  Result<bool> PrepareWithin(const Tell& tell) {
+  Result<bool> PrepareOnDevice(const Broadcast& broadcast) {
     switch (state_) {
       case State::kNone:
-        return Connect(tell);
+        return Connect(broadcast);
       case State::kConnecting:
-        return Became(State::kReady, "ncclCommInitRankConfig");
+        return AdvanceTo(State::kReady, "ncclCommInitRankConfig");
       case State::kSuspended:
         TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().comm_resume(comm_), "ncclCommResume"));
         state_ = State::kResuming;
         return false;
       case State::kResuming:
-        return Became(State::kReady, "ncclCommResume");
+        return AdvanceTo(State::kReady, "ncclCommResume");
       case State::kReady:
         return true;
       case State::kSuspending:
       case State::kEnding:
         break;
     }
-    return Status(Code::kInternal, "NCCL: an exchange begins while its communicator ends");
+    return Status(Code::kInternal,
+                  "internal error: NCCL: an exchange begins while its communicator shuts down");
   }
 
-  Result<bool> MoveWithin() {
+  Result<bool> MoveOnDevice() {
     while (true) {
       if (phase_ == Phase::kIdle) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool launched, LaunchNext());
@@ -239,7 +243,7 @@ class NcclMover final : public BulkMover {
     }
   }
 
-  Result<bool> ReleaseWithin() {
+  Result<bool> ReleaseOnDevice() {
     switch (state_) {
       case State::kNone:
       case State::kSuspended:
@@ -247,9 +251,9 @@ class NcclMover final : public BulkMover {
       case State::kReady:
         return Suspend();
       case State::kSuspending:
-        return Became(State::kSuspended, "ncclCommSuspend");
+        return AdvanceTo(State::kSuspended, "ncclCommSuspend");
       case State::kEnding:
-        if (!ending_->Over()) return false;
+        if (!ending_->IsDone()) return false;
         ending_.reset();
         state_ = State::kNone;
         return true;
@@ -257,8 +261,8 @@ class NcclMover final : public BulkMover {
       case State::kResuming:
         break;
     }
-    // Begun and never used.
-    TENSORMOUNT_RETURN_IF_ERROR(Became(State::kReady, "connect").status());
+    // The communicator was started and never used.
+    TENSORMOUNT_RETURN_IF_ERROR(AdvanceTo(State::kReady, "connect").status());
     return false;
   }
 
@@ -266,25 +270,25 @@ class NcclMover final : public BulkMover {
     return library_->ToStatus(result, action, comm_);
   }
 
-  // What NCCL says of the communicator: false while it is in progress.
-  Result<bool> Quiet(std::string_view action) const {
+  // Polls the communicator: false while it is in progress.
+  Result<bool> IsCommIdle(std::string_view action) const {
     NcclResult state = NcclResult::kInProgress;
     TENSORMOUNT_RETURN_IF_ERROR(
         Checked(library_->api().comm_get_async_error(comm_, &state), "ncclCommGetAsyncError"));
     TENSORMOUNT_RETURN_IF_ERROR(Checked(state, action));
     return state == NcclResult::kSuccess;
   }
-  Result<bool> Became(State next, std::string_view action) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, Quiet(action));
+  Result<bool> AdvanceTo(State next, std::string_view action) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, IsCommIdle(action));
     if (quiet) state_ = next;
     return quiet;
   }
 
-  Result<bool> Connect(const Tell& tell) {
+  Result<bool> Connect(const Broadcast& broadcast) {
     if (rank_ == 0) {
       NcclUniqueId id;
       TENSORMOUNT_RETURN_IF_ERROR(Checked(library_->api().get_unique_id(&id), "ncclGetUniqueId"));
-      tell(std::string_view(id.internal, sizeof(id.internal)));
+      broadcast(std::string_view(id.internal, sizeof(id.internal)));
       ids_.push_back(id);
     }
     if (ids_.empty()) return false;
@@ -305,23 +309,24 @@ class NcclMover final : public BulkMover {
       End(NcclEnding::How::kFinish);
       return false;
     }
-    // One that cannot keeps its memory. Others may have suspended theirs, so it must stay.
+    // If the communicator cannot suspend, it keeps its memory. It must not be destroyed, because
+    // other ranks may have suspended theirs.
     if (!Checked(api.comm_suspend(comm_, kNcclSuspendMemory), "ncclCommSuspend").ok()) return true;
     state_ = State::kSuspending;
     return false;
   }
 
-  // Hands the communicator to a thread that ends it.
+  // Starts a thread that ends the communicator.
   void End(NcclEnding::How how) {
-    // Of one that never was ready there is nothing to revoke.
+    // A communicator that never was ready has nothing to revoke.
     const bool revoke = state_ == State::kReady && library_->api().comm_revoke != nullptr;
     ending_ = std::make_unique<NcclEnding>(library_, stream_, std::exchange(comm_, nullptr), how,
                                            revoke, options_.patience);
     state_ = State::kEnding;
   }
 
-  // Goes on to the next group in which this rank has units. False where it has not put all of them,
-  // or none is left.
+  // Launches the next group in which this rank has units. False if not all of these units are
+  // ready, or no group is left.
   Result<bool> LaunchNext() {
     std::vector<BulkMove>& mine = exchange_->mine;
     if (first_ == mine.size()) return false;
@@ -353,15 +358,16 @@ class NcclMover final : public BulkMover {
                        "ncclRecv");
       }
     }
-    // In any case: the group is the thread's, and would take in whatever it calls next.
+    // The group is ended in any case, because it is per-thread state, and would include later
+    // calls.
     const Status ended = Checked(api.group_end(), "ncclGroupEnd");
     return said.ok() ? ended : said;
   }
 
   Result<bool> GroupEnded() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, Quiet("NCCL"));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool quiet, IsCommIdle("NCCL"));
     if (phase_ == Phase::kLaunching) {
-      // Only now is all of it on the stream: a mark before would be reached too early.
+      // All transfers are on the stream only now; an earlier mark would be reached too early.
       if (!quiet) return false;
       TENSORMOUNT_RETURN_IF_ERROR(stream_->Mark());
       phase_ = Phase::kRunning;
@@ -385,16 +391,16 @@ class NcclMover final : public BulkMover {
 
   State state_ = State::kNone;
   NcclComm* comm_ = nullptr;
-  std::deque<NcclUniqueId> ids_;  // That rank 0 told, of the next communicators.
+  std::deque<NcclUniqueId> ids_;  // IDs of the next communicators, from rank 0.
   std::unique_ptr<NcclEnding> ending_;
-  bool marked_ = false;  // The stream, since Stop.
+  bool marked_ = false;  // Whether the stream was marked since Stop.
 
   BulkExchange* exchange_ = nullptr;
   std::vector<std::uint64_t> groups_;
   std::size_t group_ = 0;
   Phase phase_ = Phase::kIdle;
-  std::size_t first_ = 0;  // Of this rank's transfers: before it all are done.
-  std::size_t last_ = 0;   // The end of the group that is under way.
+  std::size_t first_ = 0;  // All of this rank's transfers before this one are done.
+  std::size_t last_ = 0;   // End of the current group.
 };
 
 class NcclLink final : public DeviceLink {
@@ -420,7 +426,7 @@ class NcclLink final : public DeviceLink {
 std::vector<std::uint64_t> NcclGroups(const std::vector<BulkUnit>& plan, int ranks,
                                       const NcclOptions& options) {
   struct Load {
-    std::uint64_t group = 0;  // Of which the rest is; groups count from 1 here.
+    std::uint64_t group = 0;  // The group of `units` and `bytes`; groups count from 1 here.
     std::size_t units = 0;
     std::uint64_t bytes = 0;
   };

@@ -17,57 +17,56 @@
 
 namespace tensormount::gpu {
 
-// What NCCL needs of a device: a stream of CUDA that nobody else gives work. Of one thread at a
-// time, but Within, which any thread calls for itself.
+// The device side of NCCL: a CUDA stream that nothing else uses. Not thread-safe, except
+// RunOnDevice, which any thread may call.
 class NcclStream {
  public:
   virtual ~NcclStream() = default;
-  // The cudaStream_t.
+  // The stream as a cudaStream_t.
   virtual void* handle() const = 0;
-  // Which GPU it is of, the same text for each rank that is on it (its UUID); empty: not known.
+  // Identifies the GPU of the stream (its UUID), equal for each rank on it; empty: unknown.
   virtual std::string device() const = 0;
-  // Makes `calls` with its device as the current one of this thread, from which NCCL takes it. The
-  // thread may be the program's: what was current before is so again when this returns. Errors of
-  // `calls`, which are not made where the device cannot be entered, with the reason.
-  virtual Status Within(const std::function<Status()>& calls) = 0;
-  // From now on Done speaks of what the stream was given before.
+  // Runs `calls` with the device current on this thread, as NCCL requires, and restores the
+  // previous device, because the thread may be the program's. Returns the error of `calls`, or an
+  // error of making the device current, without running `calls`.
+  virtual Status RunOnDevice(const std::function<Status()>& calls) = 0;
+  // Mark marks the current work of the stream; Done reports whether the marked work is complete.
   virtual Status Mark() = 0;
   virtual Result<bool> Done() = 0;
 };
 
 struct NcclOptions {
-  // NcclLibrary::Open's.
+  // Path of the library, passed to NcclLibrary::Open; empty: Open finds the library.
   std::string library;
-  // Of one rank in one group, at most (one unit may be larger). Small ones cost launches; large
-  // ones say less about where an exchange hangs.
+  // Limits per rank and group (one unit may be larger). Small groups cost launches; large ones
+  // localise hangs less precisely.
   std::size_t group_units = 64;
   std::uint64_t group_bytes = std::uint64_t{256} << 20;
-  // How long ncclCommRevoke may take before ncclCommAbort is called all the same, and how long the
-  // destructor waits for a communicator that ends.
+  // How long ncclCommRevoke may take before ncclCommAbort is called anyway, and how long the
+  // destructor waits for a communicator to end.
   std::chrono::milliseconds patience{2000};
 };
 
-// The way between GPUs over NCCL: a communicator of its own, never the trainer's, because a failure
-// kills it. BulkTransport (collective/comm/bulk_transport.h) asks its mover.
+// Transfers between GPUs over NCCL, with a separate communicator, because a failure destroys it.
+// BulkTransport (collective/comm/bulk_transport.h) calls its mover.
 //
-// The communicator is made without waiting and asked again and again (ncclCommGetAsyncError), so
-// that no call of it outlasts a deadline. Units go as ncclSend and ncclRecv, in groups that all
-// ranks cut alike (NcclGroups); group after group, each when the one before has left the stream.
-// NCCL's one-sided calls (ncclPutSignal) are not used: docs/bulk.md says why.
+// The communicator is nonblocking and polled (ncclCommGetAsyncError), so that no call exceeds a
+// deadline. Units are sent with ncclSend and ncclRecv, in groups that are equal on all ranks
+// (NcclGroups); a group starts when the previous one has left the stream. docs/bulk.md explains why
+// NCCL's one-sided calls (ncclPutSignal) are not used.
 //
-// A failure ends in ncclCommRevoke, where this version has it, and ncclCommAbort, on a thread of
-// its own, because that call waits for other ranks of the machine. Settled says when it is over.
-// Release suspends the communicator where this version can, and otherwise destroys it and makes
-// another with the next exchange.
+// After a failure a separate thread calls ncclCommRevoke, if available, and ncclCommAbort, because
+// ncclCommAbort waits for other ranks of the machine. Settled returns true once the thread has
+// ended and the stream is idle. Release suspends the communicator if this version of NCCL can;
+// otherwise Release destroys it, and the next exchange makes another.
 std::unique_ptr<DeviceLink> MakeNcclLink(std::shared_ptr<const NcclLibrary> library,
                                          std::shared_ptr<NcclStream> stream,
                                          const NcclOptions& options = {});
 
-// The first unit of each group, rising. Worked out from the plan alone, so that all ranks have the
-// same: a rank that were one group ahead could wait, while NCCL connects it, for one that waits for
-// it. Units of 0 bytes count for nothing.
-// Worked example, at most 2 units: 0->1, 0->2, 1->2, 0->1 gives {0, 3}: rank 0 is in three of them,
-// so the third of its units begins a group.
+// The first unit of each group, ascending. Computed from the plan only, so that all ranks agree: a
+// rank one group ahead could deadlock with another while NCCL connects the two. Units of 0 bytes do
+// not count. Example, at most 2 units: 0->1, 0->2, 1->2, 0->1 gives {0, 3}: rank 0 is in three of
+// these units, so its third unit begins a group.
 std::vector<std::uint64_t> NcclGroups(const std::vector<BulkUnit>& plan, int ranks,
                                       const NcclOptions& options);
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoint and Tensor of tensormount/checkpoint.h over OpenedCheckpoint. At the top of index/
-// because it uses all of its rooms, foreign formats too.
+// Checkpoint and Tensor of tensormount/checkpoint.h over OpenedCheckpoint. This file is directly in
+// index/ because it uses every directory below, index/foreign too.
 //
-// Everything is a copy of values or a shared pointer to the opened checkpoint, so a Tensor may
-// outlive its Checkpoint and both may be used from any thread. Reads extend to whole leaves or
-// pages: whoever uses the library gets verified bytes.
+// Handles hold copies of values or a shared pointer to the opened checkpoint, so a Tensor may
+// outlive its Checkpoint, and any thread may use both. Reads are extended to whole leaves or pages,
+// so that every byte a caller gets was verified.
 #include "index/public_checkpoint.h"
 
 #include "base/file_system.h"
@@ -17,22 +17,24 @@ namespace tensormount {
 
 struct Checkpoint::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
-  int threads = 0;  // OpenOptions.
+  int threads = 0;  // From OpenOptions.
 };
 
-// A key may name a layer of a stacked tensor: then reads go to a box of the stack.
+// A key may name one layer of a stacked tensor. Its reads go to a box of the stack.
 struct Tensor::Impl {
   std::shared_ptr<const OpenedCheckpoint> opened;
-  int threads = 0;  // OpenOptions.
+  int threads = 0;  // From OpenOptions.
   TensorEntry entry;
-  std::optional<LayerEntry> layer;  // Where the key stands for one: then `entry` is not used.
+  std::optional<LayerEntry> layer;  // Set for a layer; `entry` is then unused.
 
   const TensorMeta& meta() const { return layer ? layer->meta : entry.meta; }
-  // The tensor that is stored, and where in it bytes [offset, offset + size) of this one begin.
+  // The stored tensor, and the offset in it at which bytes [offset, offset + size) of this tensor
+  // begin.
   Result<std::pair<const TensorEntry*, std::uint64_t>> Stored(std::uint64_t offset,
                                                               std::size_t size) const {
     if (offset > meta().bytes() || size > meta().bytes() - offset) {
-      return Status(Code::kInvalidArgument, "tensor " + meta().key() + ": bytes past its end");
+      return Status(Code::kInvalidArgument,
+                    "tensor " + meta().key() + ": the requested bytes reach past its end");
     }
     if (layer) return std::pair(&layer->stacked, layer->offset + offset);
     return std::pair(&entry, offset);
@@ -45,13 +47,13 @@ const std::string& Tensor::key() const { return impl_->meta().key(); }
 DType Tensor::dtype() const { return impl_->meta().dtype(); }
 const Dims& Tensor::shape() const { return impl_->meta().shape(); }
 std::uint64_t Tensor::bytes() const { return impl_->meta().bytes(); }
-// A layer has none: the digest is of the whole stack.
+// A layer has no digest: the stored one covers the whole stack.
 std::optional<std::uint64_t> Tensor::digest() const {
   if (impl_->layer || !impl_->entry.has_digest) return std::nullopt;
   return impl_->entry.digest;
 }
 
-// InStack maps a region of the layer to the region of the stack, and the buffer with one axis more.
+// InStack maps the layer's region to the stack's region, and adds an axis to the buffer.
 Status Tensor::Read(const Region& region, const BufferView& out) const {
   if (!impl_->layer) {
     return ReadByThreads(*impl_->opened, impl_->entry, region, out, ReadVerify::kExtendLeaves,
@@ -72,14 +74,16 @@ Status Tensor::ReadBytes(std::uint64_t offset, void* out, std::size_t size) cons
 Result<MappedBytes> Tensor::Map(std::uint64_t offset, std::size_t size) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto stored, impl_->Stored(offset, size));
   if (size == 0) return MappedBytes{.data = nullptr, .size = 0, .keep = impl_};
+  TENSORMOUNT_RETURN_IF_ERROR(impl_->opened->fs().Need(Ability::kKernelFiles, "tensor " + key()));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::vector<OpenedCheckpoint::MappedRange> ranges,
       impl_->opened->MapBytes(*stored.first, stored.second, size, ReadVerify::kOff,
                               OpenedCheckpoint::ForeignFiles::kMap));
   if (ranges.size() != 1) {
-    return Status(Code::kUnsupported, "tensor " + key() + ": bytes [" + std::to_string(offset) +
-                                          ", " + std::to_string(offset + size) +
-                                          ") are not one run of one file that can be mapped");
+    return Status(Code::kUnsupported,
+                  "tensor " + key() + ": bytes [" + std::to_string(offset) + ", " +
+                      std::to_string(offset + size) +
+                      ") are not contiguous in one file, so they cannot be mapped");
   }
   return MappedBytes{
       .data = ranges[0].data,
@@ -104,21 +108,20 @@ Result<Checkpoint> Checkpoint::Open(const std::string& path, const OpenOptions& 
   auto impl = std::make_shared<Impl>();
   impl->threads = options.threads;
   const std::string chosen = options.file.empty() ? path : JoinPath(path, options.file);
-  FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, chosen, options.roots));
-  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(fs, found, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(chosen, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(found, options.roots));
   if (one.path != found.path) {
     const char* kind = found.kind == SourceKind::kStore ? "a store" : "a training directory";
-    one.warnings.push_back(chosen + " is " + kind + ": this is its latest, " +
-                           one.path.substr(one.path.rfind('/') + 1));
+    one.warnings.push_back(chosen + " is " + kind + "; its latest checkpoint, " +
+                           one.path.substr(one.path.rfind('/') + 1) + ", was opened");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenFound(fs, one, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(impl->opened, OpenFound(one, options.roots));
   return Checkpoint(std::move(impl));
 }
 
 const std::string& Checkpoint::path() const { return impl_->opened->directory(); }
 std::string Checkpoint::uuid() const {
-  // Without COMMIT an inventory was made up when it was opened, and its uuid with it.
+  // Without COMMIT the uuid was made up when the checkpoint was opened.
   if (impl_->opened->commit() == nullptr) return std::string();
   return impl_->opened->index().info().uuid.ToString();
 }
@@ -149,7 +152,7 @@ Result<Tensor> Checkpoint::tensor(std::string_view key) const {
   return Tensor(std::move(impl));
 }
 
-// Parts of an object stand together, in the order of keys.
+// The parts of an object are neighbours, because the list is sorted by key.
 Result<std::vector<std::string>> Checkpoint::objects() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts,
                                impl_->opened->index().Objects());
@@ -171,7 +174,7 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
                                impl_->opened->index().ObjectParts(key));
   for (const ObjectRecord& part : parts) {
     if (!(part.index == index)) continue;
-    // The index may lie: nothing is allocated for what no file can hold.
+    // The index may be damaged: allocate nothing larger than the file it names.
     if (part.file >= impl_->opened->index().files().size() ||
         part.length > impl_->opened->index().files()[part.file].length) {
       return Status(Code::kDataLoss, "object " + part.key + ": longer than its file");
@@ -181,13 +184,14 @@ Result<std::string> Checkpoint::object(std::string_view key, const Dims& index) 
     return bytes;
   }
   const Dims grid = parts.empty() ? Dims() : parts.front().grid;
-  return Status(Code::kNotFound, "object " + std::string(key) +
-                                     (index.rank() == 0 && grid.rank() > 0
-                                          ? " is on a grid " + grid.ToString() + ": name a part"
-                                          : " has no part " + index.ToString()));
+  return Status(Code::kNotFound,
+                "object " + std::string(key) +
+                    (index.rank() == 0 && grid.rank() > 0
+                         ? " has parts on a grid " + grid.ToString() + ": pass the index of a part"
+                         : " has no part " + index.ToString()));
 }
 
-// Reserved records (values of single ranks, content metadata) are no common values of the user.
+// Reserved records (per-rank values, content metadata) are not the user's common values.
 Result<std::map<std::string, CommonValue>> Checkpoint::common() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonState state, impl_->opened->index().Common());
   return std::move(state.values);
@@ -225,7 +229,7 @@ Result<CommonDict> Checkpoint::content_metadata() const {
   if (!value.ok() && value.status().code() == Code::kNotFound) return CommonDict();
   if (!value.ok()) return value.status();
   auto* dict = value.value().get_if<CommonDict>();
-  if (dict == nullptr) return Status(Code::kDataLoss, "the content metadata are not a dict");
+  if (dict == nullptr) return Status(Code::kDataLoss, "content metadata: not a dict");
   return std::move(*dict);
 }
 

@@ -10,7 +10,7 @@
 
 namespace tensormount {
 
-// What a handle of the public interface stands for, for other parts of the library.
+// Gives other parts of the library access to the OpenedCheckpoint behind a public handle.
 struct CheckpointInside {
   static const std::shared_ptr<const OpenedCheckpoint>& Of(const Checkpoint& checkpoint);
 };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// tensormount/store.h, retention.h and store_repair.h over Store, on the host's files.
+// Public interface of tensormount/store.h, retention.h and store_repair.h over Store. The caller's
+// path selects the file system.
 #include <chrono>
 
 #include "tensormount/retention.h"
 #include "tensormount/store.h"
 #include "tensormount/store_repair.h"
 
-#include "base/file_system.h"
+#include "base/file_system_for.h"
 #include "index/foreign/open_source.h"
 #include "index/store/costs.h"
 #include "index/store/pins.h"
@@ -24,19 +25,19 @@ struct StoreWithName {
 };
 Result<StoreWithName> OpenStoreOf(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(StoreAndName parts, SplitCheckpointPath(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(HostFileSystem(), parts.store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::Open(parts.store));
   return StoreWithName{std::move(store), std::move(parts.name)};
 }
 
 }  // namespace
 
 Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store) {
-  FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(fs, store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
+  FileSystem& fs = opened.fs();
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(fs, opened));
-  // Where no one can tell which is the latest, none is called so.
+  // If the latest checkpoint cannot be determined, no entry is marked as the latest.
   const Result<LatestCheckpoint> latest = opened.LatestOf(costs.Listings());
-  const auto pinned = pins::ReadAll(fs, opened.path(), HostFileSystem().NowSeconds());
+  const auto pinned = pins::ReadAll(fs, opened.path(), fs.NowSeconds());
   std::vector<StoredCheckpoint> out;
   for (const CheckpointCost& cost : costs.checkpoints()) {
     const CheckpointListing& item = cost.listing;
@@ -66,7 +67,7 @@ Status RemoveCheckpoint(const std::string& path, const RemoveOptions& options) {
 }
 
 Result<GarbageReport> CollectGarbage(const std::string& store, const GarbageOptions& options) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
   Store::GcOptions how;
   how.dry_run = options.dry_run;
   if (options.grace_seconds >= 0) {
@@ -83,52 +84,52 @@ Result<GarbageReport> CollectGarbage(const std::string& store, const GarbageOpti
 
 Result<RepairReport> RepairCheckpoint(const std::string& path, const std::string& from,
                                       const RepairOptions& options) {
-  FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, FindSource(fs, from, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, FindSource(from, options.roots));
   if (found.kind == SourceKind::kStore) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName parts, SplitCheckpointPath(path));
-    found = {.kind = SourceKind::kCheckpoint, .path = JoinPath(found.path, parts.name)};
+    found.kind = SourceKind::kCheckpoint;
+    found.path = JoinPath(found.path, parts.name);
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto other, OpenFound(fs, found, options.roots));
-  return RepairOn(fs, path, std::move(other), options);
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto other, OpenFound(found, options.roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName parts, SplitCheckpointPath(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(parts.store));
+  return RepairOn(*fs, path, std::move(other), options);
 }
 
 Result<PinnedCheckpoint> PinCheckpoint(const std::string& path, const PinOptions& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreWithName at, OpenStoreOf(path));
-  return pins::Pin(HostFileSystem(), at.store, at.name, options);
+  return pins::Pin(at.store.fs(), at.store, at.name, options);
 }
 
 Status UnpinCheckpoint(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreWithName at, OpenStoreOf(path));
-  return pins::Unpin(HostFileSystem(), at.store, at.name);
+  return pins::Unpin(at.store.fs(), at.store, at.name);
 }
 
 Result<std::vector<PinnedCheckpoint>> ListPins(const std::string& store) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const pins::PinMap all,
-      pins::ReadAll(HostFileSystem(), opened.path(), HostFileSystem().NowSeconds()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const pins::PinMap all,
+                               pins::ReadAll(opened.fs(), opened.path(), opened.fs().NowSeconds()));
   std::vector<PinnedCheckpoint> out;
   for (const auto& [uuid, pin] : all) out.push_back(pin);
   return out;
 }
 
 Result<PruneReport> PruneCheckpoints(const std::string& store, const PruneOptions& options) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
-  return retention::Prune(HostFileSystem(), opened, options);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
+  return retention::Prune(opened.fs(), opened, options);
 }
 
 Result<std::optional<RetentionRules>> RetentionPolicy(const std::string& store) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
-  return pins::ReadPolicy(HostFileSystem(), opened.path());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
+  return pins::ReadPolicy(opened.fs(), opened.path());
 }
 
 Status SetRetentionPolicy(const std::string& store, const std::optional<RetentionRules>& rules) {
-  FileSystem& fs = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(fs, store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
   TENSORMOUNT_RETURN_IF_ERROR(opened.CheckWritable());
-  return rules ? pins::WritePolicy(fs, opened.path(), *rules)
-               : pins::RemovePolicy(fs, opened.path());
+  return rules ? pins::WritePolicy(opened.fs(), opened.path(), *rules)
+               : pins::RemovePolicy(opened.fs(), opened.path());
 }
 
 }  // namespace tensormount

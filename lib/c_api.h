@@ -35,32 +35,32 @@
 #include "base/watch.h"
 #include "collective/guarded.h"
 
-// What the functions of tensormount/c.h share. Nothing may leave them but a status: each is one
-// Call, which keeps the message and catches what was thrown.
+// Shared helpers of the functions of tensormount/c.h. The body of each function is one Call, which
+// stores the error message and converts exceptions to a status.
 
-// What the handles of c.h point to. They are made by functions of the library with new and freed by
-// its tm_..._free functions with delete: the caller's allocator never meets ours. A handle is not
-// locked: one thread at a time, or the caller's lock, as c.h says for each.
+// The types of the handles of c.h. The library allocates handles with new and deletes them in
+// tm_..._free. A handle has no lock, so callers use it from one thread at a time; c.h names the
+// exceptions.
 struct tm_list {
-  // Bytes of any kind, with a NUL behind each (std::string has one), so that they can be used as C
-  // strings.
+  // Arbitrary bytes; each item has a NUL at its end (std::string), so it can be used as a C string.
   std::vector<std::string> items;
 };
 
-// Also made by libtensormount_mpi, which is why it stands in this header.
+// A communicator; in this header, because libtensormount_mpi makes communicators, too.
 struct tm_communicator {
   std::unique_ptr<tensormount::Communicator> comm;
-  // From the first tm_save_async on. Goes first: it waits for the saves that are under way.
+  // Made by the first tm_save_async. Destroyed first, because it waits for the saves in progress.
   std::shared_ptr<tensormount::AsyncSaver> saver = nullptr;
   const pid_t process = getpid();
 };
 
-// Buffers of the dict are the caller's, and must live as long as c.h says.
+// A state dict. Its buffers belong to the caller, and c.h says how long they must stay valid.
 struct tm_state {
   tensormount::StateDict dict;
 };
 
-// Between the thread that works and others; see tm_task_new.
+// Progress and cancellation of a call, used by the thread of the call and by other threads
+// (tm_task_new).
 struct tm_task {
   std::atomic<bool> cancel = false;
   std::atomic<std::uint64_t> done = 0;
@@ -69,13 +69,13 @@ struct tm_task {
 
 namespace tensormount::c_api {
 
-// Keeps message and errno of a failure.
-// Per thread, for tm_last_error. Ok changes nothing: an old message stays readable, as errno does.
+// Converts a status, and stores message and errno of a failure for tm_last_error of this thread. OK
+// does not change the stored message.
 tm_status Report(const Status& status);
 
-// Every exported function that can fail has its body in one of these. An exception that left it
-// would end a C program, or unwind through frames of Python.
-// `fn` takes nothing and returns Status.
+// Runs the body of an exported function. `fn` takes no arguments and returns Status. Exceptions
+// become a status, because an exception that left the function would end a C program or unwind
+// frames of Python.
 template <typename Fn>
 tm_status Call(Fn fn) {
   try {
@@ -89,61 +89,65 @@ tm_status Call(Fn fn) {
   }
 }
 
-// A pointer that must not be NULL, and what c.h calls it.
+// A pointer that must not be NULL, and its name in c.h.
 struct Argument {
   const void* pointer;
   const char* name;
-  pid_t process = 0;  // That made what it points to; 0: which does not matter.
+  // The process that made the object; 0 if any process may use it.
+  pid_t process = 0;
 };
-// A handle that has threads, locks or connections, which a forked child has only in name: a lock
-// may be held by a thread that is not there, and a connection is the parent's.
+// An Argument for a handle with threads, locks or connections. Such a handle does not work in a
+// forked child: threads do not exist there, locks may be held forever, and connections belong to
+// the parent.
 template <typename T>
 Argument Handle(const T* handle, const char* name) {
   return {handle, name, handle == nullptr ? 0 : handle->process};
 }
-// kInvalidArgument names the first that is NULL, kUnsupported a handle of the process that this one
-// was forked from.
-Status Need(std::initializer_list<Argument> arguments);
+// kInvalidArgument: a pointer is NULL. kUnsupported: a handle was made before this process was
+// forked. The message names the first such argument.
+Status CheckPointers(std::initializer_list<Argument> arguments);
 
-// Frees a handle, in the process that made it. In a forked child it stays where it is: taking it
-// down would talk to the parent's peers and wait for the parent's threads.
+// Frees a handle in the process that made it. In a forked child it does nothing, because the
+// destructor would send to other ranks on the parent's connections and wait for threads that only
+// the parent has.
 template <typename T>
 void FreeHandle(T* handle);
 
 template <typename T>
 void FreeHandle(T* handle) {
   if (handle == nullptr || handle->process != getpid()) return;
-  (void)Call([&] {  // What a destructor could not do is not known to anybody else either.
+  (void)Call([&] {  // Errors of a destructor cannot be reported.
     delete handle;
     return Status();
   });
 }
 
-// What was wrong before the state saw it fails it, too.
-// So a caller that ignores the status of a tm_state_add_... still gets it from tm_save, on all
-// ranks, instead of a checkpoint that lacks a tensor.
+// Runs `fn` on the state dict. An error of `fn` is also recorded in the dict: if the caller ignores
+// the status of tm_state_add_..., tm_save fails with it on all ranks and does not save a checkpoint
+// without the tensor.
 template <typename Fn>
-tm_status On(tm_state* state, Fn fn) {
+tm_status CallOnState(tm_state* state, Fn fn) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{state, "state"}}));
     const Status status = Guarded([&] { return fn(state->dict); });
-    (void)state->dict.Fail(status);  // Returned, too.
+    (void)state->dict.Fail(status);  // The status is also returned.
     return status;
   });
 }
 
 // ---- Structures ----
-// A structure of c.h begins with its own size as the caller's compiler knew it, and only ever grows
-// at its end. So a program that was built with an older header passes a shorter one, whose missing
-// members count as zero, their default; and one that was built with a newer header is served as
-// long as it sets none of the members that this library does not know.
+// A structure of c.h begins with its size in the caller's header, and new versions only append
+// members. So a program built with an older header passes a shorter structure, whose missing
+// members are zero, the default; and one built with a newer header works as long as it sets no
+// unknown member.
 
-// What the caller set as the size of a structure. kInvalidArgument where it cannot be one.
+// The size that the caller set in a structure. kInvalidArgument if the size is impossible.
 Result<std::uint32_t> StructSize(const void* given, const char* name);
-// Whether the first number of a structure can be its size, and all beyond `known` bytes is zero.
+// Checks the size of a structure, and that its bytes after the first `known` are zero.
 Status CheckStruct(const void* given, std::size_t known, const char* name);
 
-// The caller's structure as this library knows it; zeros where `given` is NULL or shorter.
+// The caller's structure in this library's version. Members that the caller's version does not have
+// are zero; all are zero if `given` is NULL.
 template <typename T>
 Result<T> ReadStruct(const T* given, const char* name) {
   T out{};
@@ -153,9 +157,7 @@ Result<T> ReadStruct(const T* given, const char* name) {
   return out;
 }
 
-// As much of `filled` as the caller's structure has room for.
-// The same the other way: members that the caller does not know are left out. struct_size stays the
-// caller's.
+// Copies `filled` to the caller's structure, up to its size; struct_size stays the caller's.
 template <typename T>
 Status WriteStruct(T filled, T* given, const char* name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
@@ -164,65 +166,66 @@ Status WriteStruct(T filled, T* given, const char* name) {
   return {};
 }
 
-// One of the values of an enumeration by its number in c.h.
-// `values` in the order of their numbers, from 0 on. Checked, because the caller's number may be
-// anything, and a cast of it to the enumeration would be undefined where code relies on the
-// enumerators.
+// The enumerator with a number of c.h. `values`: the enumerators in the order of their numbers,
+// from 0 on. The number is checked, because other code relies on valid enumerators.
 template <typename E>
 Result<E> Choice(const char* field, std::int32_t number, std::initializer_list<E> values) {
   if (number < 0 || static_cast<std::size_t>(number) >= values.size()) {
-    return Status(Code::kInvalidArgument,
-                  std::string(field) + ": " + std::to_string(number) + " is none of its values");
+    return Status(Code::kInvalidArgument, std::string(field) + ": " + std::to_string(number) +
+                                              " is not one of the values of this field");
   }
   return values.begin()[number];
 }
 
-// ---- What comes in ----
+// ---- Inputs ----
 
-// kInvalidArgument where the rank is not possible. Extents are not checked here; what they are of
-// does that.
+// Reads an array of `rank` numbers. kInvalidArgument if the number of axes is impossible. Extents
+// are checked by the function that uses them.
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name);
-// By its number in c.h; nothing for others.
+// The type with this number in c.h; nullopt for unknown numbers.
 std::optional<DType> KnownDType(std::uint32_t number);
-// Milliseconds of a wait; less than 0: without a limit.
+// Milliseconds to wait; a negative value means no limit.
 std::chrono::milliseconds ReadWait(std::int64_t milliseconds);
-// NULL: all of `shape`.
-// Fails where `shape` itself is none, since it is the caller's too.
+// Converts a region; NULL means all of `shape`. Fails if `shape`, which also comes from the caller,
+// is invalid.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape);
-// Checks type, rank and sizes that overflow, not the memory: whether `data` is large enough nobody
-// can know.
+// Converts a buffer. Checks its dtype, number of axes and overflow. The size of the memory at
+// `data` cannot be checked.
 Result<BufferView> ReadBuffer(const tm_buffer* given);
-// What it says of device, memory and stream alone.
+// Copies only device, memory and stream of a buffer.
 Status ReadMemory(const tm_buffer& given, BufferView& view);
-// Copied: the caller's array need not outlive the call.
+// Copies an array of texts, which may be freed after the call.
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name);
-// `count` texts, each with a NUL behind it, that fill `size` bytes. Views of the caller's memory.
+// Views of `count` texts in the caller's memory. Each text ends with a NUL, and together they must
+// fill `size` bytes.
 Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t size,
                                                std::size_t count);
-// 0 and less: the default.
+// Converts timeouts; zero and negative values mean the default.
 Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::int64_t total_ms);
-// Called on threads of the library; the strings of an event live for that call only.
+// Converts a hook. Threads of the library call the hook, and the strings of an event are valid only
+// during the call.
 EventHook ReadHook(tm_event_hook hook, void* context);
 
-// NULL: nobody looks.
+// A watch that updates the task and returns an error after tm_task_cancel; empty if the task is
+// NULL.
 Watch ReadTask(tm_task* task);
-// Rules of a key map as JSON; NULL: none.
+// Parses the rules of a key map, which are JSON; the result is null if `rules` is NULL.
 Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules);
 
-// ---- What goes out ----
-// Memory that goes out is from malloc, to be freed with tm_free: the caller may use another C++
-// runtime, or none. Outputs are only set on success.
+// ---- Outputs ----
+// Copies an output for the caller to memory from malloc, which the caller frees with tm_free.
+// Outputs are set only on success.
 
-Status HandOut(std::string_view bytes, void** data, std::size_t* size);
-Status HandOut(std::string_view text, char** out, std::size_t* size);
-// On one line; what is no UTF-8 in it, as names from outside may be, is replaced.
-Status HandOut(const nlohmann::ordered_json& json, char** out);
-Status HandOut(std::vector<std::string> items, tm_list** out);
-// The value `name` of a map as JSON, or all of it as one object. `what`: for the message.
-// `size` may be NULL: the text ends with a NUL.
-Status HandOut(const std::map<std::string, CommonValue>& values, const char* name,
-               std::string_view what, char** out, std::size_t* size);
+Status SetOutput(std::string_view bytes, void** data, std::size_t* size);
+Status SetOutput(std::string_view text, char** out, std::size_t* size);
+// The JSON is written on one line. Bytes in names that are not UTF-8 are replaced.
+Status SetOutput(const nlohmann::ordered_json& json, char** out);
+Status SetOutput(std::vector<std::string> items, tm_list** out);
+// Outputs the value `name` of a map as JSON, or, if `name` is NULL, all values as one object.
+// `what`: the kind of value, for the message. `size` may be NULL, because the text ends with a NUL.
+Status SetOutput(const std::map<std::string, CommonValue>& values, const char* name,
+                 std::string_view what, char** out, std::size_t* size);
 
 }  // namespace tensormount::c_api
 

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C interface over the C++ one (tensormount/c.h): here statuses, lists, strings and the guard
-// around every call, which turns exceptions into codes and keeps the last message of each thread.
-// All c_api_*.cc share c_api.h; they are a file for each group of calls in c.h.
+// The base of the C interface (tensormount/c.h): the helpers of c_api.h, and the functions of c.h
+// for errors, logging, lists and dtypes. Each other c_api_*.cc has one group of functions of c.h.
 //
-// What a function of c.h does, always in this order: check pointers (Need), copy the caller's
-// structures in the size that they have (ReadStruct), turn what is in them into values of the C++
-// interface, call that, and hand out the result. Nothing is kept of the caller's memory but
-// buffers, which c.h says. Outputs are written last, so a call that fails leaves them as they were.
+// A function checks pointers (CheckPointers), copies the caller's structures (ReadStruct), converts
+// them to C++ values, calls the C++ interface, and sets the outputs. It keeps no pointers to the
+// caller's memory, except to buffers as c.h says. Outputs are set last, so a call that fails leaves
+// them unchanged.
 #include <cstdlib>
 #include <limits>
 #include <optional>
@@ -26,16 +25,16 @@
 namespace tensormount::c_api {
 namespace {
 
-// A library that is unloaded leaves no handler behind.
-[[gnu::destructor]] void PutHandlerBack() { DisableMappingGuard(); }
+// When the library is unloaded, restores the signal handler that EnableMappingGuard replaced.
+[[gnu::destructor]] void RestoreSignalHandler() { DisableMappingGuard(); }
 
-// One a thread, so that a message cannot be overwritten between a failure and the look at it by a
-// call on another thread.
+// The last error of a thread. Each thread has its own, so that calls on other threads do not
+// overwrite it.
 struct LastError {
   tm_status status = TM_OK;
   std::string message;
   int error_number = 0;
-  Status failure;  // The same with its fields, where it is one of ours.
+  Status failure;  // The whole failure, if a function of the library returned it.
 };
 
 LastError& Last() {
@@ -43,8 +42,8 @@ LastError& Last() {
   return last;
 }
 
-// Statuses are cast from one enumeration to the other, and both are written by hand. Known() below
-// relies on there being none after TM_INTERNAL.
+// Statuses are cast between the enumerations of C and C++, which are both written by hand. Known()
+// requires that TM_INTERNAL is the last code.
 static_assert(static_cast<int>(Code::kOk) == TM_OK);
 static_assert(static_cast<int>(Code::kInvalidArgument) == TM_INVALID_ARGUMENT);
 static_assert(static_cast<int>(Code::kNotFound) == TM_NOT_FOUND);
@@ -67,9 +66,9 @@ static_assert(static_cast<int>(LogLevel::kInfo) == TM_LOG_INFO);
 static_assert(static_cast<int>(LogLevel::kWarning) == TM_LOG_WARNING);
 static_assert(static_cast<int>(LogLevel::kError) == TM_LOG_ERROR);
 
-// What c.h calls an element type. Written out, because both enumerations are: a number that stands
-// for two types would give callers the values of another one without an error. There is no default,
-// so that the compiler (-Wswitch) asks for the line of a type that c.h has not got.
+// The number of an element type in c.h. SameNumbers() compares the numbers of c.h with those of
+// DType, because different numbers would silently give callers wrong values. There is no default
+// case, so that the compiler (-Wswitch) reports a type that is missing here.
 constexpr int NumberInC(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -130,7 +129,7 @@ constexpr bool SameNumbers() {
 }
 static_assert(SameNumbers());
 
-// Statuses come from outside as well (tm_state_fail, callbacks).
+// Whether a status is a valid code: statuses also come from callers (tm_state_fail, callbacks).
 bool Known(tm_status status) { return status >= TM_OK && status <= TM_INTERNAL; }
 
 }  // namespace
@@ -149,22 +148,23 @@ tm_status Report(const Status& status) {
   try {
     Last().failure = status;
   } catch (...) {
-    // No memory for its fields: code and message are there.
+    // Without memory for the whole failure, code and message are still set.
   }
   return code;
 }
 
-// Names the argument as c.h does: in C a NULL is the usual mistake, and a crash in a library says
-// less.
-Status Need(std::initializer_list<Argument> arguments) {
+// The error names the argument as c.h does. NULL is a frequent mistake in C, and an error is more
+// useful than a crash.
+Status CheckPointers(std::initializer_list<Argument> arguments) {
   for (const Argument& a : arguments) {
     if (a.pointer == nullptr) {
       return {Code::kInvalidArgument, std::string("argument '") + a.name + "' is NULL"};
     }
     if (a.process != 0 && a.process != getpid()) {
-      return {Code::kUnsupported, std::string("argument '") + a.name + "' belongs to process " +
-                                      std::to_string(a.process) +
-                                      ", which this one was forked from: make one here"};
+      return {Code::kUnsupported,
+              std::string("argument '") + a.name + "' was created by process " +
+                  std::to_string(a.process) +
+                  ", from which this process was forked; create it in this process"};
     }
   }
   return {};
@@ -173,18 +173,19 @@ Status Need(std::initializer_list<Argument> arguments) {
 Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t size,
                                                std::size_t count) {
   std::string_view left(keys, keys == nullptr ? 0 : size);
-  // Each has a NUL: nothing is reserved for what is not there.
+  // Each key has a NUL, so a larger count is wrong. It is checked before memory is reserved.
   if (count > left.size()) {
-    return Status(Code::kInvalidArgument,
-                  std::to_string(count) + " keys in " + std::to_string(left.size()) + " bytes");
+    return Status(Code::kInvalidArgument, std::to_string(count) + " keys do not fit in " +
+                                              std::to_string(left.size()) + " bytes");
   }
   std::vector<std::string_view> texts;
   texts.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t end = left.find('\0');
     if (end == std::string_view::npos) {
-      return Status(Code::kInvalidArgument,
-                    "keys: " + std::to_string(i) + " of " + std::to_string(count) + " are there");
+      return Status(Code::kInvalidArgument, "the text of keys has only " + std::to_string(i) +
+                                                " of " + std::to_string(count) +
+                                                " keys that end with a NUL");
     }
     texts.push_back(left.substr(0, end));
     left.remove_prefix(end + 1);
@@ -192,7 +193,7 @@ Result<std::vector<std::string_view>> ReadKeys(const char* keys, std::size_t siz
   if (!left.empty()) {
     return Status(Code::kInvalidArgument, std::to_string(left.size()) +
                                               " bytes of keys are left over after " +
-                                              std::to_string(count));
+                                              std::to_string(count) + " keys");
   }
   return texts;
 }
@@ -207,13 +208,12 @@ Result<std::uint32_t> StructSize(const void* given, const char* name) {
   if (size < sizeof(size)) {
     return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is not set");
   }
-  // Not initialised, rather than of a later version: what follows it is not ours to read.
-  // A structure on the stack whose first member was never set holds anything; reading so far behind
-  // it would crash.
+  // An uninitialised structure may have any size, and reading so many bytes could crash.
   constexpr std::uint32_t kLargestStruct = 4096;
   if (size > kLargestStruct) {
-    return Status(Code::kInvalidArgument, std::string(name) + ": struct_size is " +
-                                              std::to_string(size) + ", which no structure has");
+    return Status(Code::kInvalidArgument,
+                  std::string(name) + ": struct_size is " + std::to_string(size) +
+                      ", larger than any structure; it may be uninitialized");
   }
   return size;
 }
@@ -222,7 +222,7 @@ Status CheckStruct(const void* given, std::size_t known, const char* name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t size, StructSize(given, name));
   const auto* bytes = static_cast<const unsigned char*>(given);
   for (std::size_t i = known; i < size; ++i) {
-    // Not ignored: a member that asks for something must not be passed over silently.
+    // An unknown member that is set must not be ignored silently.
     if (bytes[i] == 0) continue;
     return {Code::kUnsupported,
             std::string(name) + ": has members that this version of the library does not know"};
@@ -233,26 +233,24 @@ Status CheckStruct(const void* given, std::size_t known, const char* name) {
 Result<Dims> ReadDims(const std::int64_t* numbers, std::int32_t rank, const char* name) {
   if (rank < 0 || rank > kMaxRank) {
     return Status(Code::kInvalidArgument, std::string(name) + ": " + std::to_string(rank) +
-                                              " axes; at most " + std::to_string(kMaxRank) +
-                                              " are possible");
+                                              " axes, at most " + std::to_string(kMaxRank) +
+                                              " are allowed");
   }
   if (rank == 0) return Dims();
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{numbers, name}}));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{numbers, name}}));
   return Dims(std::span<const std::int64_t>(numbers, static_cast<std::size_t>(rank)));
 }
 
-// A box, or a flat range within one. Bounds are checked by Box::Make and Region::Flat; whether the
-// region fits the tensor, by the call that gets it.
+// The caller of ReadRegion checks that the region is within the tensor.
 Result<Region> ReadRegion(const tm_region* given, const Dims& shape) {
   if (given == nullptr) {
-    // The caller's shape is not checked yet.
-    // Box::Make does it.
+    // Box::Make checks the caller's shape.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box all, Box::Make(Dims::Filled(shape.rank(), 0), shape));
     return Region(all);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_region r, ReadStruct(given, "tm_region"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extent, ReadDims(r.extent, r.rank, "tm_region.extent"));
-  // NULL: at the origin.
+  // If `begin` is NULL, the box begins at the origin.
   Dims begin = Dims::Filled(extent.rank(), 0);
   if (r.begin != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(begin, ReadDims(r.begin, r.rank, "tm_region.begin"));
@@ -263,18 +261,18 @@ Result<Region> ReadRegion(const tm_region* given, const Dims& shape) {
 }
 
 Result<BufferView> ReadBuffer(const tm_buffer* given) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{given, "buffer"}}));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{given, "buffer"}}));
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_buffer b, ReadStruct(given, "tm_buffer"));
   const std::optional<DType> dtype = KnownDType(b.dtype);
   if (!dtype) {
     return Status(Code::kInvalidArgument,
-                  "tm_buffer.dtype: " + std::to_string(b.dtype) + " is no element type");
+                  "tm_buffer.dtype: " + std::to_string(b.dtype) + " is not a dtype");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, ReadDims(b.shape, b.rank, "tm_buffer.shape"));
   if (!CheckedProduct(shape)) {
-    return Status(Code::kInvalidArgument, "tm_buffer.shape: " + shape.ToString() + " cannot be");
+    return Status(Code::kInvalidArgument, "tm_buffer.shape: " + shape.ToString() + " overflows");
   }
-  // Packed, row-major, until strides say otherwise.
+  // Without strides, the buffer is row-major and packed.
   BufferView view = BufferView::Host(*dtype, b.data, shape);
   if (b.strides != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(view.strides, ReadDims(b.strides, b.rank, "tm_buffer.strides"));
@@ -306,9 +304,9 @@ Status ReadMemory(const tm_buffer& given, BufferView& view) {
 Result<std::vector<std::string>> ReadTexts(const char* const* texts, std::size_t count,
                                            const char* name) {
   std::vector<std::string> out;
-  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{texts, name}}));
+  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{texts, name}}));
   for (std::size_t i = 0; i < count; ++i) {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{texts[i], name}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{texts[i], name}}));
     out.emplace_back(texts[i]);
   }
   return out;
@@ -322,11 +320,11 @@ Timeouts ReadTimeouts(std::int64_t liveness_ms, std::int64_t arrival_ms, std::in
   return timeouts;
 }
 
-// The hook is wrapped once a job; each event then costs four small copies.
+// The wrapper is made once for each job; each event copies four texts.
 EventHook ReadHook(tm_event_hook hook, void* context) {
   if (hook == nullptr) return {};
   return [hook, context](const Event& e) {
-    // Copies, because views of the C++ side have no NUL at their ends.
+    // The texts are copied, because the views of an event have no NUL at their end.
     const std::string job(e.job);
     const std::string path(e.path);
     const std::string phase(e.phase);
@@ -349,7 +347,7 @@ EventHook ReadHook(tm_event_hook hook, void* context) {
 Watch ReadTask(tm_task* task) {
   if (task == nullptr) return {};
   return [task](std::uint64_t done, std::uint64_t total) {
-    // Of threads that tell at the same time the last may be behind.
+    // Threads report concurrently, so `done` is the largest reported value.
     std::uint64_t before = task->done;
     while (before < done && !task->done.compare_exchange_weak(before, done)) {
     }
@@ -364,11 +362,10 @@ Result<std::shared_ptr<const KeyMap>> ReadRules(const char* rules) {
   return std::make_shared<const KeyMap>(std::move(map));
 }
 
-// The one place that allocates for callers, so tm_free is right for all of it.
-Status HandOut(std::string_view bytes, void** data, std::size_t* size) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}, {size, "size"}}));
-  // A NUL behind it, so that text can be used as such.
-  // Not counted in the size.
+// All memory for callers is allocated here, with malloc, because tm_free calls free.
+Status SetOutput(std::string_view bytes, void** data, std::size_t* size) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{data, "data"}, {size, "size"}}));
+  // The final NUL makes the copy a C string; it does not count in the size.
   auto* copy = static_cast<char*>(std::malloc(bytes.size() + 1));
   if (copy == nullptr) return {Code::kResourceExhausted, "out of memory"};
   if (!bytes.empty()) std::memcpy(copy, bytes.data(), bytes.size());
@@ -378,41 +375,41 @@ Status HandOut(std::string_view bytes, void** data, std::size_t* size) {
   return {};
 }
 
-Status HandOut(std::string_view text, char** out, std::size_t* size) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "json"}}));
+Status SetOutput(std::string_view text, char** out, std::size_t* size) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "json"}}));
   void* data = nullptr;
   std::size_t length = 0;
-  TENSORMOUNT_RETURN_IF_ERROR(HandOut(text, &data, &length));
+  TENSORMOUNT_RETURN_IF_ERROR(SetOutput(text, &data, &length));
   *out = static_cast<char*>(data);
   if (size != nullptr) *size = length;
   return {};
 }
 
-Status HandOut(const nlohmann::ordered_json& json, char** out) {
-  return HandOut(json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace), out,
-                 nullptr);
+Status SetOutput(const nlohmann::ordered_json& json, char** out) {
+  return SetOutput(json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace), out,
+                   nullptr);
 }
 
-Status HandOut(std::vector<std::string> items, tm_list** out) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
-  // May throw; Call turns that into a status.
+Status SetOutput(std::vector<std::string> items, tm_list** out) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
+  // If `new` throws, Call converts the exception to a status.
   *out = new tm_list{std::move(items)};
   return {};
 }
 
-Status HandOut(const std::map<std::string, CommonValue>& values, const char* name,
-               std::string_view what, char** out, std::size_t* size) {
+Status SetOutput(const std::map<std::string, CommonValue>& values, const char* name,
+                 std::string_view what, char** out, std::size_t* size) {
   if (name != nullptr) {
     const auto it = values.find(name);
     if (it == values.end()) {
       return {Code::kNotFound, "there is no " + std::string(what) + " '" + name + "'"};
     }
-    return HandOut(CommonToJson(it->second), out, size);
+    return SetOutput(CommonToJson(it->second), out, size);
   }
-  // NULL as the name: all of them, as one JSON object.
+  // Without a name the output is all values as one JSON object.
   CommonDict all;
   for (const auto& [key, value] : values) all.items.emplace(key, value);
-  return HandOut(CommonToJson(CommonValue(std::move(all))), out, size);
+  return SetOutput(CommonToJson(CommonValue(std::move(all))), out, size);
 }
 
 }  // namespace tensormount::c_api
@@ -421,9 +418,9 @@ using tensormount::CodeName;
 using tensormount::InfoOf;
 namespace c_api = tensormount::c_api;
 
-// Below here: the functions of c.h that belong to no handle.
+// Functions of c.h without a handle.
 const char* tm_status_name(tm_status status) {
-  // Names of codes are literals.
+  // Code names are literals, so they end with a NUL.
   return c_api::Known(status) ? CodeName(static_cast<tensormount::Code>(status)).data()
                               : "UNKNOWN_STATUS";
 }
@@ -433,7 +430,7 @@ const char* tm_last_error(void) { return c_api::Last().message.c_str(); }
 int tm_last_errno(void) { return c_api::Last().error_number; }
 
 tm_status tm_last_error_json(char** json) {
-  // What fails here leaves the last error as it is: it is what was asked for.
+  // An error of this function does not replace the last error, which the caller wants to read.
   if (json == nullptr) return TM_INVALID_ARGUMENT;
   const c_api::LastError& last = c_api::Last();
   if (last.status == TM_OK) return TM_NOT_FOUND;
@@ -445,14 +442,14 @@ tm_status tm_last_error_json(char** json) {
              {"errno", last.error_number},
              {"message", last.message}};
     }
-    return c_api::HandOut(all, json).ok() ? TM_OK : TM_RESOURCE_EXHAUSTED;
+    return c_api::SetOutput(all, json).ok() ? TM_OK : TM_RESOURCE_EXHAUSTED;
   } catch (...) {
     return TM_RESOURCE_EXHAUSTED;
   }
 }
 
 tm_status tm_set_last_error(tm_status status, int error_number, const char* message) {
-  // Exported, so that bindings can report failures of their own in the same way.
+  // Exported for bindings, which report their own failures in this way.
   if (status == TM_OK) return TM_OK;
   try {
     c_api::LastError& last = c_api::Last();
@@ -460,12 +457,12 @@ tm_status tm_set_last_error(tm_status status, int error_number, const char* mess
     last.failure = {};
     last.message.assign(message == nullptr ? "" : message);
     last.error_number = error_number;
-    // So tm_last_errno always has a number, as FUSE and POSIX callers want one.
+    // tm_last_errno is never 0 after a failure, because FUSE and POSIX callers need an errno.
     if (error_number == 0 && c_api::Known(status)) {
       last.error_number = tensormount::Status(static_cast<tensormount::Code>(status), "").ToErrno();
     }
   } catch (...) {
-    // No memory for the message: the status says it.
+    // Without memory for the message, the caller still gets the status.
   }
   return status;
 }
@@ -473,7 +470,7 @@ tm_status tm_set_last_error(tm_status status, int error_number, const char* mess
 tm_status tm_enable_mapping_guard(void) {
   return c_api::Call([&]() -> tensormount::Status {
     if (tensormount::EnableMappingGuard()) return {};
-    return {tensormount::Code::kUnsupported, "SIGBUS cannot be handled here"};
+    return {tensormount::Code::kUnsupported, "cannot install a handler for SIGBUS in this process"};
   });
 }
 
@@ -481,7 +478,7 @@ tm_status tm_set_log_level(tm_log_level level) {
   return c_api::Call([&]() -> tensormount::Status {
     if (level < TM_LOG_DEBUG || level > TM_LOG_ERROR) {
       return {tensormount::Code::kInvalidArgument,
-              "log level " + std::to_string(level) + ": there are 0 to 3"};
+              "log level " + std::to_string(level) + ": not from 0 to 3"};
     }
     tensormount::SetLogLevel(static_cast<tensormount::LogLevel>(level));
     return {};
@@ -527,7 +524,7 @@ uint32_t tm_dtype_bits(uint32_t dtype) {
 
 tm_status tm_dtype_from_name(const char* name, uint32_t* dtype) {
   return c_api::Call([&]() -> tensormount::Status {
-    TENSORMOUNT_RETURN_IF_ERROR(c_api::Need({{name, "name"}, {dtype, "dtype"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(c_api::CheckPointers({{name, "name"}, {dtype, "dtype"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tensormount::DType found, tensormount::DTypeFromName(name));
     *dtype = static_cast<uint32_t>(found);
     return {};

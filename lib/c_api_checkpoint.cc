@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tm_checkpoint_*: opening, listing, reading (tensormount/c.h, over tensormount/checkpoint.h).
-// An opened checkpoint is immutable, so all functions but close may be called from many threads at
-// once, and nothing here locks. Each look-up by key goes to the index; a program that reads one
-// tensor in many parts pays a search a part, which is little beside the read.
+// An opened checkpoint is immutable, so all functions except tm_checkpoint_close are thread-safe. A
+// call with a key searches the index, which costs little compared with a read.
 #include <algorithm>
 #include <utility>
 
@@ -22,14 +21,14 @@ using tensormount::Region;
 using tensormount::Status;
 using tensormount::Tensor;
 using tensormount::c_api::Call;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Handle;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
+using tensormount::c_api::SetOutput;
 
-// The C++ handle, which shares what is opened.
+// An opened checkpoint.
 struct tm_checkpoint {
   Checkpoint checkpoint;
-  std::string uuid;  // What is handed out must stay somewhere.
+  std::string uuid;  // The text that tm_checkpoint_uuid returns.
   const pid_t process = getpid();
 };
 
@@ -40,11 +39,11 @@ struct tm_mapping {
 
 namespace {
 
-tensormount::Result<tensormount::fs::Layout> LayoutOf(const tm_checkpoint* checkpoint,
-                                                      const char* key,
-                                                      tensormount::c_api::Argument out) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}, out}));
-  return tensormount::fs::DescribeLayout(*CheckpointInside::Of(checkpoint->checkpoint), key);
+tensormount::Result<tensormount::fs::ChunkMap> LayoutOf(const tm_checkpoint* checkpoint,
+                                                        const char* key,
+                                                        tensormount::c_api::Argument out) {
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}, out}));
+  return tensormount::fs::DescribeChunkMap(*CheckpointInside::Of(checkpoint->checkpoint), key);
 }
 
 }  // namespace
@@ -56,7 +55,7 @@ tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out) {
 tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* options,
                                   tm_checkpoint** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_open_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_open_options"));
     tensormount::OpenOptions how;
@@ -83,24 +82,24 @@ const char* tm_checkpoint_uuid(const tm_checkpoint* checkpoint) {
 
 tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.keys());
-    return HandOut(std::move(keys), out);
+    return SetOutput(std::move(keys), out);
   });
 }
 
 tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto keys, checkpoint->checkpoint.objects());
-    return HandOut(std::move(keys), out);
+    return SetOutput(std::move(keys), out);
   });
 }
 
 tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
-    return HandOut(checkpoint->checkpoint.warnings(), out);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
+    return SetOutput(checkpoint->checkpoint.warnings(), out);
   });
 }
 
@@ -108,14 +107,14 @@ tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
                                tm_tensor_info* info) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {info, "info"}}));
+        CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}, {info, "info"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     tm_tensor_info out{};
     out.dtype = static_cast<uint32_t>(tensor.dtype());
     out.rank = tensor.shape().rank();
     for (int axis = 0; axis < out.rank; ++axis) out.shape[axis] = tensor.shape()[axis];
     out.bytes = tensor.bytes();
-    // Two members, since 0 is a digest like any other.
+    // has_digest is a member of its own, because 0 is a valid digest.
     out.has_digest = tensor.digest() ? 1 : 0;
     out.digest = tensor.digest().value_or(0);
     return tensormount::c_api::WriteStruct(out, info, "tm_tensor_info");
@@ -126,9 +125,9 @@ tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                              const tm_region* region, const tm_buffer* out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
+        CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
-    // The shape of the tensor is known here, so NULL can mean all of it.
+    // NULL means the whole tensor.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region wanted,
                                  tensormount::c_api::ReadRegion(region, tensor.shape()));
     TENSORMOUNT_ASSIGN_OR_RETURN(const BufferView view, tensormount::c_api::ReadBuffer(out));
@@ -139,9 +138,9 @@ tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
 tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
                                    uint64_t offset, void* out, size_t size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}}));
-    // NULL and 0 is an empty read, as of read(2).
-    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}}));
+    // NULL with size 0 is an empty read, as for read(2).
+    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     return tensor.ReadBytes(offset, out, size);
   });
@@ -151,7 +150,7 @@ tm_status tm_checkpoint_map(const tm_checkpoint* checkpoint, const char* key, ui
                             uint64_t size, tm_mapping** out) {
   return Call([&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
+        CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Tensor tensor, checkpoint->checkpoint.tensor(key));
     TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::MappedBytes bytes, tensor.Map(offset, size));
     *out = new tm_mapping{std::move(bytes)};
@@ -168,22 +167,22 @@ void tm_mapping_free(tm_mapping* mapping) { tensormount::c_api::FreeHandle(mappi
 tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const char* key, char** json) {
   return Call([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, LayoutOf(checkpoint, key, {json, "json"}));
-    return HandOut(LayoutJson(layout), json);
+    return SetOutput(ChunkMapJson(layout), json);
   });
 }
 
 tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key, char** svg) {
   return Call([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto layout, LayoutOf(checkpoint, key, {svg, "svg"}));
-    return HandOut(LayoutSvg(layout), svg, nullptr);
+    return SetOutput(ChunkMapSvg(layout), svg, nullptr);
   });
 }
 
 tm_status tm_checkpoint_object_grid(const tm_checkpoint* checkpoint, const char* key, int64_t* grid,
                                     int32_t* rank) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(
-        Need({Handle(checkpoint, "checkpoint"), {key, "key"}, {grid, "grid"}, {rank, "rank"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers(
+        {Handle(checkpoint, "checkpoint"), {key, "key"}, {grid, "grid"}, {rank, "rank"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims found, checkpoint->checkpoint.object_grid(key));
     std::copy(found.begin(), found.end(), grid);
     *rank = found.rank();
@@ -194,37 +193,37 @@ tm_status tm_checkpoint_object_grid(const tm_checkpoint* checkpoint, const char*
 tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
                                const int64_t* index, int32_t rank, void** data, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint"), {key, "key"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint"), {key, "key"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims at, tensormount::c_api::ReadDims(index, rank, "index"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, checkpoint->checkpoint.object(key, at));
-    return HandOut(bytes, data, size);
+    return SetOutput(bytes, data, size);
   });
 }
 
 tm_status tm_checkpoint_common(const tm_checkpoint* checkpoint, const char* name, char** json,
                                size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto values, checkpoint->checkpoint.common());
-    return HandOut(values, name, "common value", json, size);
+    return SetOutput(values, name, "common value", json, size);
   });
 }
 
 tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t rank, const char* name,
                                     char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto values, checkpoint->checkpoint.rank_common());
-    // A rank that has set nothing has an empty map: kNotFound of a name, "{}" of all.
-    return HandOut(values[rank], name, "value of rank " + std::to_string(rank) + " named", json,
-                   size);
+    // For a rank without values, a name is kNotFound, and all values are "{}".
+    return SetOutput(values[rank], name, "value of rank " + std::to_string(rank) + " named", json,
+                     size);
   });
 }
 
 tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(checkpoint, "checkpoint")}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(checkpoint, "checkpoint")}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto metadata, checkpoint->checkpoint.content_metadata());
-    return HandOut(CommonToJson(tensormount::CommonValue(std::move(metadata))), json, size);
+    return SetOutput(CommonToJson(tensormount::CommonValue(std::move(metadata))), json, size);
   });
 }

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_communicator_*: communicators made of a host's callbacks, and the one-rank one
-// (tensormount/c.h).
-// A host brings send, receive, test and cancel over whatever it has, and the library makes its
-// collective operations of these (collective/comm/callback_communicator). The functions are C's, so
-// nothing is wrapped: pointers and context are handed on as they are.
+// tm_communicator_* (tensormount/c.h): communicators made of the caller's callbacks, and of a
+// single rank. The caller provides send, receive, test and cancel, with which the library
+// implements its collective operations (collective/comm/callback_communicator).
 #include <chrono>
 #include <limits>
 #include <utility>
@@ -15,17 +13,17 @@
 using tensormount::Communicator;
 using tensormount::Status;
 using tensormount::c_api::Call;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Handle;
-using tensormount::c_api::Need;
 
-// Hosts allocate by the number in c.h; the library splits by the other.
+// Callers allocate buffers of the size in c.h, and the library splits messages at its own constant.
 static_assert(TM_MAX_CALLBACK_MESSAGE == tensormount::kMaxCallbackMessage);
 
 void tm_communicator_free(tm_communicator* communicator) {
   tensormount::c_api::FreeHandle(communicator);
 }
 
-// -1 and 0 size for NULL: these two have no status to return.
+// For NULL the rank is -1 and the size is 0, because these functions return no status.
 int32_t tm_communicator_rank(const tm_communicator* communicator) {
   return communicator == nullptr ? -1 : communicator->comm->rank();
 }
@@ -36,7 +34,7 @@ int32_t tm_communicator_size(const tm_communicator* communicator) {
 
 tm_status tm_communicator_self(tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     *out = new tm_communicator{tensormount::MakeSelfCommunicator()};
     return {};
   });
@@ -45,7 +43,7 @@ tm_status tm_communicator_self(tm_communicator** out) {
 tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t rank, int32_t size,
                                          tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{callbacks, "callbacks"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{callbacks, "callbacks"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_callbacks given,
                                  tensormount::c_api::ReadStruct(callbacks, "tm_callbacks"));
     tensormount::CommunicatorCallbacks host;
@@ -56,7 +54,7 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
     host.cancel = given.cancel;
     tensormount::CallbackOptions options;
     options.tag = given.tag;
-    // Otherwise the default of CallbackOptions.
+    // Zero means the default of CallbackOptions.
     if (given.leave_wait_ms > 0) {
       options.leave_wait = std::chrono::milliseconds(given.leave_wait_ms);
     }
@@ -67,11 +65,11 @@ tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t 
   });
 }
 
-// The parent must outlive the channel; both may be used at once.
+// The parent must outlive the channel; both may be used concurrently.
 tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
                                   tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(parent, "parent"), {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(parent, "parent"), {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto made, tensormount::MakeChannel(*parent->comm, channel));
     *out = new tm_communicator{std::move(made)};
     return {};
@@ -81,7 +79,8 @@ tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
 tm_status tm_communicator_subgroup(tm_communicator* parent, const int32_t* ranks, size_t count,
                                    uint32_t channel, tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(parent, "parent"), {ranks, "ranks"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({Handle(parent, "parent"), {ranks, "ranks"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         auto made,
         tensormount::MakeSubgroup(*parent->comm, std::vector<int>(ranks, ranks + count), channel));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exports, and publishing what mounts wrote (tensormount/c.h, over fs/export and fs/save).
+// Exports, and the publish of checkpoints that were written through mounts (tensormount/c.h, over
+// fs/export and fs/save).
 #include <memory>
 #include <utility>
 
@@ -13,17 +14,15 @@
 #include "lib/c_api.h"
 
 using tensormount::Code;
-using tensormount::FileSystem;
-using tensormount::HostFileSystem;
 using tensormount::OpenedCheckpoint;
 using tensormount::Result;
 using tensormount::Status;
 using tensormount::Store;
 using tensormount::c_api::Call;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Handle;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
 using tensormount::c_api::ReadRules;
+using tensormount::c_api::SetOutput;
 using tensormount::fs::ExportFormat;
 using tensormount::fs::ExportOptions;
 using tensormount::fs::ExportReport;
@@ -36,15 +35,16 @@ Result<ExportOptions> ReadExportOptions(const tm_export_options& given) {
   if (given.format != nullptr) {
     const auto format = tensormount::fs::ExportFormatOf(given.format);
     if (!format) {
-      return Status(Code::kInvalidArgument, std::string("tm_export_options.format: ") +
-                                                given.format +
-                                                ": one of safetensors, hf, npy, zarr, dcp, torch");
+      return Status(Code::kInvalidArgument,
+                    std::string("tm_export_options.format: ") + given.format +
+                        ": not one of safetensors, hf, npy, zarr, dcp, torch");
     }
     out.format = *format;
   }
   if (out.format != ExportFormat::kHf && (given.hf_part_bytes != 0 || given.hf_rules != nullptr)) {
-    return Status(Code::kInvalidArgument,
-                  "tm_export_options: hf_part_bytes and hf_rules go with the format hf");
+    return Status(
+        Code::kInvalidArgument,
+        "tm_export_options: hf_part_bytes and hf_rules are only allowed with the format hf");
   }
   out.replace = given.replace != 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.map, ReadRules(given.key_map));
@@ -64,22 +64,22 @@ Result<ExportOptions> ReadExportOptions(const tm_export_options& given) {
 tm_status tm_export(const char* source, const char* destination, tm_communicator* communicator,
                     const tm_export_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    FileSystem& host = HostFileSystem();
-    // What this rank finds wrong is told to the others by the call that all of them make.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    // An error before the collective call is passed to Export, so that the other ranks learn of it.
     ExportOptions how;
     std::shared_ptr<OpenedCheckpoint> opened;
     const Status before = tensormount::Guarded([&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const tm_export_options given,
                                    tensormount::c_api::ReadStruct(options, "tm_export_options"));
       TENSORMOUNT_ASSIGN_OR_RETURN(how, ReadExportOptions(given));
-      TENSORMOUNT_RETURN_IF_ERROR(Need({{source, "source"}, {destination, "destination"}}));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          CheckPointers({{source, "source"}, {destination, "destination"}}));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const auto roots,
           tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_export_options.roots"));
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          opened, tensormount::OpenWhole(host, source, roots, /*partial=*/given.partial != 0));
-      // How much of it will be this rank's, nobody knows yet.
+          opened, tensormount::OpenComplete(source, roots, /*partial=*/given.partial != 0));
+      // With several ranks, this rank's share is not known yet.
       if (given.task != nullptr && communicator->comm->size() == 1) {
         given.task->total = opened->index().tensor_bytes();
       }
@@ -87,31 +87,31 @@ tm_status tm_export(const char* source, const char* destination, tm_communicator
     });
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const ExportReport report,
-        tensormount::fs::Export(host, before, opened, destination == nullptr ? "" : destination,
+        tensormount::fs::Export(before, opened, destination == nullptr ? "" : destination,
                                 *communicator->comm, how));
     if (json == nullptr) return {};
     OrderedJson document = ExportJson(report, how.format, communicator->comm->size());
     document["warnings"] = report.warnings;
-    return HandOut(document, json);
+    return SetOutput(document, json);
   });
 }
 
 tm_status tm_store_publish(const char* staging, const tm_publish_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{staging, "staging"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{staging, "staging"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_publish_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_publish_options"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto path, tensormount::SplitStagingPath(staging));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(HostFileSystem(), path.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(path.store));
     const std::string name = given.name == nullptr ? path.name : given.name;
-    // Not ReadWait: that less than 0 waits for ever would be a wait without a deadline.
+    // A negative value means not to wait. ReadWait is not used, because there it means no limit.
     const std::chrono::milliseconds wait(std::max<std::int64_t>(given.wait_ms, 0));
     tensormount::fs::StagingReport report;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const Store::Published published,
-        PublishStagingWhenDone(store, HostFileSystem(), path.name, name, wait, &report));
+        PublishStagingWhenDone(store, store.fs(), path.name, name, wait, &report));
     if (json == nullptr) return {};
-    return HandOut(tensormount::fs::PublishedJson(store.CheckpointPath(name), published, report),
-                   json);
+    return SetOutput(tensormount::fs::PublishedJson(store.CheckpointPath(name), published, report),
+                     json);
   });
 }

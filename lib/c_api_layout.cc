@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tm_layout_* and tm_state_add_tensors: many shards described by one array of numbers (c.h, "Many
-// shards at once"). A layout is parsed and checked once, and then added to one state after another
-// with the addresses of that moment.
+// shards at once"). A layout is parsed and checked once, and can then be added to several states
+// with current addresses.
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -25,10 +25,10 @@ using tensormount::Result;
 using tensormount::Shard;
 using tensormount::Status;
 using tensormount::c_api::Call;
-using tensormount::c_api::Need;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::ReadMemory;
 
-// The shards that the numbers describe, with the addresses that stood among them.
+// The shards that an array of numbers describes, with the addresses in it.
 struct tm_layout {
   struct Item {
     std::string key;
@@ -42,7 +42,8 @@ namespace {
 constexpr std::uint64_t kKnownFlags =
     TM_WORDS_STRIDED | TM_WORDS_FLAT | TM_WORDS_METADATA_ONLY | TM_WORDS_MEMORY;
 
-// The caller's numbers, one after the other. Past their end it says so once, and gives zeros.
+// Reads the caller's numbers in order. After the last number it returns zeros, and ended_early() is
+// true.
 class Words {
  public:
   Words(const std::int64_t* words, std::size_t count) : words_(words, count) {}
@@ -69,8 +70,8 @@ class Words {
   bool short_ = false;
 };
 
-// The members of a tm_buffer that are not what it holds. A number that its member cannot hold is
-// none of its values.
+// Reads the members of a tm_buffer that describe its memory. A number that does not fit its member
+// becomes INT32_MAX, which ReadMemory refuses.
 tm_buffer TakeMemory(Words& words) {
   const auto narrow = [&] {
     const std::int64_t word = words.Take();
@@ -94,23 +95,23 @@ Result<Shard> ParseShard(Words& words) {
   const std::int64_t replica = words.Take();
   const std::int64_t rank = words.Take();
   const auto address = static_cast<std::uint64_t>(words.Take());
-  if (words.ended_early()) return Shard();  // Told by the caller.
+  if (words.ended_early()) return Shard();  // The caller reports the error.
   if ((flags & ~kKnownFlags) != 0) {
-    return Status(Code::kUnsupported, "flags " + std::to_string(flags) + " are not all known");
+    return Status(Code::kUnsupported, "flags " + std::to_string(flags) + " contain unknown bits");
   }
   if (rank < 0 || rank > kMaxRank) {
-    return Status(Code::kInvalidArgument, std::to_string(rank) + " axes; at most " +
-                                              std::to_string(kMaxRank) + " are possible");
+    return Status(Code::kInvalidArgument, std::to_string(rank) + " axes, at most " +
+                                              std::to_string(kMaxRank) + " are allowed");
   }
   std::optional<DType> dtype;
   if (dtype_number >= 0 && dtype_number <= UINT32_MAX) {
     dtype = tensormount::c_api::KnownDType(static_cast<std::uint32_t>(dtype_number));
   }
   if (!dtype) {
-    return Status(Code::kInvalidArgument, std::to_string(dtype_number) + " is no element type");
+    return Status(Code::kInvalidArgument, std::to_string(dtype_number) + " is not a dtype");
   }
   if (replica < TM_REPLICA_UNLABELLED || replica > TM_REPLICA_COPY) {
-    return Status(Code::kInvalidArgument, std::to_string(replica) + " is no TM_REPLICA_");
+    return Status(Code::kInvalidArgument, std::to_string(replica) + " is not a TM_REPLICA_ value");
   }
   Shard shard;
   shard.replica = static_cast<Replica>(replica);
@@ -136,14 +137,14 @@ Result<Shard> ParseShard(Words& words) {
   return shard;
 }
 
-// `keys`: `count` texts, each with a NUL behind it, that fill `size` bytes.
+// Parses the numbers of `count` shards. `keys`: their keys, as for ReadKeys.
 Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
                                          const std::int64_t* numbers, std::size_t word_count,
                                          std::size_t count) {
-  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{keys, "keys"}, {numbers, "words"}}));
-  // Each has a NUL and five numbers at least: nothing is reserved for what is not there.
+  if (count != 0) TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{keys, "keys"}, {numbers, "words"}}));
+  // Each shard has a NUL and at least five numbers. The count is checked before memory is reserved.
   if (count > size || count > word_count / 5) {
-    return Status(Code::kInvalidArgument, std::to_string(count) + " shards in " +
+    return Status(Code::kInvalidArgument, std::to_string(count) + " shards do not fit in " +
                                               std::to_string(size) + " bytes of keys and " +
                                               std::to_string(word_count) + " numbers");
   }
@@ -157,20 +158,21 @@ Result<std::unique_ptr<tm_layout>> Parse(const char* keys, std::size_t size,
     Result<Shard> shard = ParseShard(words);
     if (words.ended_early()) {
       return Status(Code::kInvalidArgument,
-                    "words: they end within shard " + std::to_string(i) + ", tensor " + key);
+                    "the numbers end within shard " + std::to_string(i) + ", tensor " + key);
     }
     if (!shard.ok()) return shard.status().WithContext("tensor " + key);
     layout->items.push_back({std::move(key), std::move(shard).value()});
   }
   if (words.left() != 0) {
     return Status(Code::kInvalidArgument, std::to_string(words.left()) +
-                                              " numbers are left over after " +
+                                              " numbers of the array are left over after " +
                                               std::to_string(count) + " shards");
   }
   return layout;
 }
 
-// The first failure fails the state, as of a single shard that does not fit.
+// Adds all shards to the state. `addresses`: the memory of each shard, or NULL for the addresses in
+// the layout. Returns the first failure.
 Status AddAll(tm_state* state, const tm_layout& layout, void* const* addresses) {
   for (std::size_t i = 0; i < layout.items.size(); ++i) {
     const tm_layout::Item& item = layout.items[i];
@@ -190,7 +192,7 @@ Status AddAll(tm_state* state, const tm_layout& layout, void* const* addresses) 
 tm_status tm_layout_new(const char* keys, size_t keys_size, const int64_t* words, size_t word_count,
                         size_t count, tm_layout** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<tm_layout> layout,
                                  Parse(keys, keys_size, words, word_count, count));
     *out = layout.release();
@@ -202,8 +204,8 @@ void tm_layout_free(tm_layout* layout) { delete layout; }
 
 tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout, void* const* addresses,
                               size_t count) {
-  return tensormount::c_api::On(state, [&](tensormount::StateDict&) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{layout, "layout"}}));
+  return tensormount::c_api::CallOnState(state, [&](tensormount::StateDict&) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{layout, "layout"}}));
     if (addresses != nullptr && count != layout->items.size()) {
       return {Code::kInvalidArgument, std::to_string(count) + " addresses for a layout of " +
                                           std::to_string(layout->items.size()) + " shards"};
@@ -214,7 +216,7 @@ tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout, void* co
 
 tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
                                const int64_t* words, size_t word_count, size_t count) {
-  return tensormount::c_api::On(state, [&](tensormount::StateDict&) -> Status {
+  return tensormount::c_api::CallOnState(state, [&](tensormount::StateDict&) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<tm_layout> layout,
                                  Parse(keys, keys_size, words, word_count, count));
     return AddAll(state, *layout, nullptr);

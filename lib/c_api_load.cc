@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_load and what its report says (tensormount/c.h, over tensormount/load.h).
+// tm_load and its report (tensormount/c.h, over tensormount/load.h).
 #include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "tensormount/async_load.h"
 #include "tensormount/load.h"
@@ -18,12 +21,12 @@ using tensormount::Result;
 using tensormount::Status;
 using tensormount::Strict;
 using tensormount::c_api::Call;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Choice;
 using tensormount::c_api::Handle;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
+using tensormount::c_api::SetOutput;
 
-// Kept whole, and handed out by a function for each part of it.
+// The report of a load; functions of c.h return its parts.
 struct tm_load_report {
   LoadReport report;
 };
@@ -36,18 +39,18 @@ struct tm_load_job {
 
 namespace {
 
-// 0 in c.h is "the default", which differs between the two fields that use it; 1 to 4 are the
-// values.
+// In c.h 0 means the default, which differs between the two fields; 1 to 4 are the values of
+// Strict.
 Result<Strict> ReadStrict(const char* field, int32_t number, Strict by_default) {
   return Choice(field, number,
                 {by_default, Strict::kRaise, Strict::kLog, Strict::kReturn, Strict::kIgnore});
 }
 
-// One rule of an array: the keys that it is for (a glob), and what is allowed for them.
+// Converts a rule: a glob for keys, and what is allowed for these keys.
 Result<tensormount::KeyRule> ReadRule(const tm_load_rule* rule) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_load_rule given,
                                tensormount::c_api::ReadStruct(rule, "tm_load_rule"));
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{given.keys, "tm_load_rule.keys"}}));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{given.keys, "tm_load_rule.keys"}}));
   tensormount::KeyRule out;
   out.keys = given.keys;
   out.rule.allow_shrink = given.allow_shrink != 0;
@@ -85,17 +88,16 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
       out.roots,
       tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_load_options.roots"));
   if (given.rule_count != 0) {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{given.rules, "tm_load_options.rules"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{given.rules, "tm_load_options.rules"}}));
   }
-  // The caller's rules stand as far apart as they are large there.
+  // In the caller's array a rule has the size of the caller's version of the structure.
   const auto* rule = reinterpret_cast<const char*>(given.rules);
   for (std::size_t i = 0; i < given.rule_count; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(auto read, ReadRule(reinterpret_cast<const tm_load_rule*>(rule)));
     out.rules.push_back(std::move(read));
     rule += given.rules[0].struct_size;
   }
-  // Members of c.h are named so that 0 is the default: here validation is off, and plans are
-  // reused.
+  // In c.h 0 is the default of each member: no validation, and plans are reused.
   out.validate = given.validate != 0;
   out.reuse_plan = given.no_plan_reuse == 0;
   out.exchange_group = given.exchange_group;
@@ -114,12 +116,13 @@ Result<LoadOptions> ReadLoadOptions(const tm_load_options* options) {
   return out;
 }
 
-// What a load was called with. Where it cannot be done so, this rank takes part with a request that
-// has failed, as in tm_save.
-struct AskedLoad {
-  AskedLoad(const tm_state* state, const char* from, const tm_load_options* how, Status status = {})
+// The arguments of a load. If they are invalid, this rank takes part in the collective call with a
+// failed request, so that the other ranks do not wait for it.
+struct LoadArguments {
+  LoadArguments(const tm_state* state, const char* from, const tm_load_options* how,
+                Status status = {})
       : given(state), path(from == nullptr ? "" : from) {
-    if (status.ok()) status = Need({{state, "request"}, {from, "path"}});
+    if (status.ok()) status = CheckPointers({{state, "request"}, {from, "path"}});
     Result<LoadOptions> read = ReadLoadOptions(how);
     if (status.ok()) status = read.status();
     if (read.ok()) options = std::move(read.value());
@@ -134,12 +137,12 @@ struct AskedLoad {
   LoadOptions options;
 };
 
-// The four lists of keys differ in the member only.
+// Outputs one of the four lists of keys in the report.
 tm_status GiveList(const tm_load_report* report, std::vector<std::string> LoadReport::*member,
                    tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.*member, out);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.*member, out);
   });
 }
 
@@ -150,9 +153,10 @@ void tm_load_report_free(tm_load_report* report) { delete report; }
 tm_status tm_load(const tm_state* request, const char* path, tm_communicator* communicator,
                   const tm_load_options* options, tm_load_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    const AskedLoad asked(request, path, options);
-    // Made before the load: after it, only copying may fail, and nothing is half handed out.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    const LoadArguments asked(request, path, options);
+    // Memory for the report is allocated before the load, so that a failure to allocate it fails
+    // early.
     auto out = std::make_unique<tm_load_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(
         out->report,
@@ -165,8 +169,8 @@ tm_status tm_load(const tm_state* request, const char* path, tm_communicator* co
 tm_status tm_load_async(const tm_state* request, const char* path, tm_communicator* communicator,
                         const tm_load_options* options, tm_load_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    const AskedLoad asked(request, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    const LoadArguments asked(request, path, options, CheckPointers({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         auto handle,
         tensormount::AsyncLoad(asked.request(), asked.path, *communicator->comm, asked.options));
@@ -179,7 +183,7 @@ tm_status tm_load_async(const tm_state* request, const char* path, tm_communicat
 tm_status tm_load_job_wait(tm_load_job* job, int64_t timeout_ms, int32_t* done,
                            tm_load_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {done, "done"}}));
     auto out = std::make_unique<tm_load_report>();
     auto verdict = job->handle.WaitFor(tensormount::c_api::ReadWait(timeout_ms));
     *done = verdict.has_value() ? 1 : 0;
@@ -192,7 +196,7 @@ tm_status tm_load_job_wait(tm_load_job* job, int64_t timeout_ms, int32_t* done,
 
 tm_status tm_load_job_fd(tm_load_job* job, int* fd) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {fd, "fd"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.EventFd());
     return {};
   });
@@ -208,10 +212,49 @@ void tm_load_job_cancel(tm_load_job* job) {
 
 void tm_load_job_free(tm_load_job* job) { tensormount::c_api::FreeHandle(job); }
 
-// Numbers only, so one structure; it grows with the report.
+tm_status tm_load_report_json(const tm_load_report* report, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {json, "json"}}));
+    const LoadReport& r = report->report;
+    nlohmann::ordered_json out = {
+        {"uuid", r.uuid},
+        {"numbers",
+         {
+             {"plan_reused", r.plan_reused},
+             {"bytes_wanted", r.bytes_wanted},
+             {"bytes_read", r.bytes_read},
+             {"bytes_received", r.bytes_received},
+             {"bytes_by_leaf", r.bytes_by_leaf},
+             {"bytes_by_digest", r.bytes_by_digest},
+             {"bytes_unverified", r.bytes_unverified},
+             {"messages_sent", r.messages_sent},
+             {"peak_buffer_bytes", r.peak_buffer_bytes},
+             {"plan_seconds", r.plan_seconds},
+             {"read_seconds", r.read_seconds},
+             {"proof_seconds", r.proof_seconds},
+             {"bytes_between_devices", r.bytes_between_devices},
+         }},
+        {"not_stored", r.not_stored},
+        {"not_requested", r.not_requested},
+        {"skipped", r.skipped},
+        {"converted", r.converted},
+        {"uncovered", nlohmann::ordered_json::array()},
+    };
+    for (const LoadReport::Uncovered& one : r.uncovered) {
+      const auto& begin = one.box.begin();
+      const auto& extent = one.box.extent();
+      out["uncovered"].push_back({{"key", one.key},
+                                  {"begin", std::vector(begin.begin(), begin.end())},
+                                  {"extent", std::vector(extent.begin(), extent.end())},
+                                  {"zeroed", one.zeroed}});
+    }
+    return SetOutput(out, json);
+  });
+}
+
 tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {out, "out"}}));
     const LoadReport& r = report->report;
     tm_load_numbers n{};
     n.plan_reused = r.plan_reused ? 1 : 0;
@@ -254,17 +297,18 @@ size_t tm_load_report_uncovered_count(const tm_load_report* report) {
 
 tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index, tm_uncovered* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {out, "out"}}));
     const auto& all = report->report.uncovered;
     if (index >= all.size()) {
-      return {Code::kNotFound, "there are " + std::to_string(all.size()) + " uncovered boxes"};
+      return {Code::kNotFound, "index " + std::to_string(index) + ": there are " +
+                                   std::to_string(all.size()) + " uncovered boxes"};
     }
-    // The key stays valid as long as the report does.
+    // The key in the output is valid until the report is freed.
     const LoadReport::Uncovered& u = all[index];
     tm_uncovered n{};
     n.key = u.key.c_str();
     n.zeroed = u.zeroed ? 1 : 0;
-    // The box of a tensor has at most TM_MAX_RANK axes; the array has no more.
+    // A tensor's box has at most TM_MAX_RANK axes.
     n.rank = std::min(u.box.rank(), static_cast<int>(TM_MAX_RANK));
     for (int axis = 0; axis < n.rank; ++axis) {
       n.begin[axis] = u.box.begin(axis);
@@ -277,45 +321,45 @@ tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index, t
 tm_status tm_load_report_object(const tm_load_report* report, const char* key, const int64_t* index,
                                 int32_t rank, void** data, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {key, "key"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {key, "key"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims at, tensormount::c_api::ReadDims(index, rank, "index"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, report->report.object(key, at));
-    return HandOut(bytes, data, size);
+    return SetOutput(bytes, data, size);
   });
 }
 
 tm_status tm_load_report_common(const tm_load_report* report, const char* name, char** json,
                                 size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.common_values, name, "common value", json, size);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.common_values, name, "common value", json, size);
   });
 }
 
 tm_status tm_load_report_rank_common(const tm_load_report* report, int32_t rank, const char* name,
                                      char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
     const auto& all = report->report.rank_common_values;
-    // A rank that has set nothing is not in the map.
+    // A rank without values is not in the map.
     const auto it = all.find(rank);
-    return HandOut(it == all.end() ? decltype(it->second){} : it->second, name,
-                   "value of rank " + std::to_string(rank) + " named", json, size);
+    return SetOutput(it == all.end() ? decltype(it->second){} : it->second, name,
+                     "value of rank " + std::to_string(rank) + " named", json, size);
   });
 }
 
 tm_status tm_load_report_metadata(const tm_load_report* report, char** json, size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(CommonToJson(tensormount::CommonValue(report->report.content_metadata)), json,
-                   size);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(CommonToJson(tensormount::CommonValue(report->report.content_metadata)), json,
+                     size);
   });
 }
 
 tm_status tm_load_report_local(const tm_load_report* report, const char* name, char** json,
                                size_t* size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.locals, name, "local value", json, size);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.locals, name, "local value", json, size);
   });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_mpi_* of tensormount/c.h. In libtensormount_mpi, so that programs without MPI do not load it.
+// tm_mpi_* of tensormount/c.h, in libtensormount_mpi, so that programs without MPI do not load it.
 #include <utility>
 
 #include "tensormount/mpi.h"
@@ -8,14 +8,14 @@
 
 using tensormount::Status;
 
-// Ends MPI when it is freed, unless it was abandoned.
+// A session of MPI. Freeing the handle ends MPI, unless the session was abandoned.
 struct tm_mpi {
   std::unique_ptr<tensormount::MpiSession> session;
 };
 
 namespace {
 
-// As c_api::Call, whose helpers are inside the other library.
+// Does the same as c_api::Call, whose helpers libtensormount does not export.
 template <typename Fn>
 tm_status CallMpi(Fn fn) {
   try {
@@ -30,7 +30,8 @@ tm_status CallMpi(Fn fn) {
   }
 }
 
-// Without the argument's name: Need() is inside the other library.
+// The error for a NULL argument. It does not name the argument, because libtensormount does not
+// export CheckPointers().
 Status IsNull() { return {tensormount::Code::kInvalidArgument, "an argument is NULL"}; }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which checkpoints of a store stay (tensormount/c.h), over tensormount/store.h and retention.h.
+// Removal and retention of checkpoints in a store (tensormount/c.h, over tensormount/store.h and
+// retention.h).
 #include <optional>
 
 #include <nlohmann/json.hpp>
@@ -14,22 +15,22 @@ using tensormount::PinnedCheckpoint;
 using tensormount::RetentionRules;
 using tensormount::Status;
 using tensormount::c_api::Call;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::ReadStruct;
+using tensormount::c_api::SetOutput;
 using RetentionJson = nlohmann::ordered_json;
 
 namespace {
 
 Status GiveIfWanted(const RetentionJson& document, char** json) {
-  return json == nullptr ? Status() : HandOut(document, json);
+  return json == nullptr ? Status() : SetOutput(document, json);
 }
 
 }  // namespace
 
 tm_status tm_store_remove_with(const char* path, const tm_remove_options* options) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_remove_options given,
                                  ReadStruct(options, "tm_remove_options"));
     return tensormount::RemoveCheckpoint(path, {.force = given.force != 0});
@@ -38,7 +39,7 @@ tm_status tm_store_remove_with(const char* path, const tm_remove_options* option
 
 tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_pin_options given, ReadStruct(options, "tm_pin_options"));
     tensormount::PinOptions how;
     if (given.reason != nullptr) how.reason = given.reason;
@@ -50,24 +51,24 @@ tm_status tm_store_pin(const char* path, const tm_pin_options* options, char** j
 
 tm_status tm_store_unpin(const char* path) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}}));
     return tensormount::UnpinCheckpoint(path);
   });
 }
 
 tm_status tm_store_pins(const char* store, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}, {json, "json"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, tensormount::ListPins(store));
     RetentionJson all = RetentionJson::array();
     for (const PinnedCheckpoint& pin : list) all.push_back(tensormount::retention::PinJson(pin));
-    return HandOut(all, json);
+    return SetOutput(all, json);
   });
 }
 
 tm_status tm_store_prune(const char* store, const tm_prune_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_prune_options given,
                                  ReadStruct(options, "tm_prune_options"));
     tensormount::PruneOptions how;
@@ -82,17 +83,17 @@ tm_status tm_store_prune(const char* store, const tm_prune_options* options, cha
 
 tm_status tm_store_policy(const char* store, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}, {json, "json"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto rules, tensormount::RetentionPolicy(store));
     RetentionJson said = {{"rules", nullptr}};
     if (rules) said["rules"] = rules->ToText();
-    return HandOut(said, json);
+    return SetOutput(said, json);
   });
 }
 
 tm_status tm_store_set_policy(const char* store, const char* rules) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}}));
     std::optional<RetentionRules> wanted;
     if (rules != nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(wanted, RetentionRules::Parse(rules));

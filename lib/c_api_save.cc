@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// tm_save, in the foreground and in the background (tensormount/c.h, over tensormount/save.h and
+// tm_save in the foreground and in the background (tensormount/c.h, over tensormount/save.h and
 // async_save.h).
 #include <chrono>
 #include <utility>
+
+#include <nlohmann/json.hpp>
 
 #include "tensormount/async_save.h"
 #include "tensormount/save.h"
@@ -19,12 +21,12 @@ using tensormount::SaveReport;
 using tensormount::SaveStrategy;
 using tensormount::Status;
 using tensormount::c_api::Call;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::Choice;
 using tensormount::c_api::Handle;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
+using tensormount::c_api::SetOutput;
 
-// As tm_load_report.
+// The report of a save; functions of c.h return its parts.
 struct tm_save_report {
   SaveReport report;
 };
@@ -42,7 +44,7 @@ struct tm_saver {
 
 namespace {
 
-// What a hook of the caller's returned, with the message that it set on this thread.
+// The status that a caller's hook returned, with the message that it set on this thread.
 Status ReadVerdict(tm_status returned) {
   if (returned == TM_OK) return {};
   const bool known = returned > TM_OK && returned <= TM_INTERNAL;
@@ -51,8 +53,7 @@ Status ReadVerdict(tm_status returned) {
           *message == '\0' ? "the hook before_publish of the caller failed" : message};
 }
 
-// Enumerations are checked, everything else is taken over; what does not fit together the save
-// itself says.
+// Converts the options. Numbers of enumerations are checked here, other values by the save.
 Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_save_options given,
                                tensormount::c_api::ReadStruct(options, "tm_save_options"));
@@ -63,7 +64,8 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
                                        PlacementRule::kRankShard, PlacementRule::kSafetensors}));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       out.replicas, Choice("tm_save_options.replica_check", given.replica_check,
-                           {ReplicaCheck::kRotating, ReplicaCheck::kFull, ReplicaCheck::kOff}));
+                           {ReplicaCheck::kRotating, ReplicaCheck::kFull, ReplicaCheck::kOff,
+                            ReplicaCheck::kWarn}));
   TENSORMOUNT_ASSIGN_OR_RETURN(out.strategy,
                                Choice("tm_save_options.strategy", given.strategy,
                                       {SaveStrategy::kParallel, SaveStrategy::kMain}));
@@ -74,8 +76,7 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
       out.common_exempt,
       tensormount::c_api::ReadTexts(given.common_exempt, given.common_exempt_count,
                                     "tm_save_options.common_exempt"));
-  // Members of c.h are such that 0 is the default: hence skip_validation and no_plan_reuse, and not
-  // their opposites.
+  // In c.h 0 is the default of each member, hence names like skip_validation and no_plan_reuse.
   if (given.replace != 0) out.if_exists = tensormount::IfExists::kReplace;
   out.validate = given.skip_validation == 0;
   out.reuse_plan = given.no_plan_reuse == 0;
@@ -86,11 +87,12 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   }
   if (given.reuse_from != nullptr) out.reuse_from = given.reuse_from;
   if (given.inherit != nullptr) out.inherit = given.inherit;
-  // A name that was forgotten is not "none": the checkpoint would lack what it should inherit.
+  // An empty name is an error, because without it the checkpoint would lack the data that it should
+  // inherit.
   if ((given.inherit != nullptr && out.inherit.empty()) ||
       (given.reuse_from != nullptr && out.reuse_from.empty())) {
     return tensormount::Status(tensormount::Code::kInvalidArgument,
-                               "inherit, reuse_from: an empty name; NULL is none");
+                               "inherit, reuse_from: the name is empty; pass NULL for none");
   }
   if (given.producer != nullptr) out.producer = given.producer;
   out.ephemeral = given.ephemeral != 0;
@@ -118,12 +120,13 @@ Result<SaveOptions> ReadSaveOptions(const tm_save_options* options) {
   return out;
 }
 
-// What a save was called with. Where it cannot be done so, this rank takes part with a state that
-// has failed: the others are told why, and do not wait for a rank that has long returned.
-struct Asked {
-  Asked(const tm_state* state, const char* to, const tm_save_options* how, Status status = {})
+// The arguments of a save. If they are invalid, this rank takes part in the collective call with a
+// failed state dict, so that the other ranks do not wait for it, and get the error.
+struct SaveArguments {
+  SaveArguments(const tm_state* state, const char* to, const tm_save_options* how,
+                Status status = {})
       : given(state), path(to == nullptr ? "" : to) {
-    if (status.ok()) status = Need({{state, "state"}, {to, "path"}});
+    if (status.ok()) status = CheckPointers({{state, "state"}, {to, "path"}});
     Result<SaveOptions> read = ReadSaveOptions(how);
     if (status.ok()) status = read.status();
     if (read.ok()) options = std::move(read.value());
@@ -138,7 +141,7 @@ struct Asked {
   SaveOptions options;
 };
 
-// The saver that belongs to a communicator.
+// Makes the saver of a communicator, if it has none.
 Status GiveSaver(tm_communicator* communicator) {
   if (communicator->saver != nullptr) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(communicator->saver,
@@ -146,7 +149,8 @@ Status GiveSaver(tm_communicator* communicator) {
   return {};
 }
 
-// `out` NULL is this rank's mistake, which the others were told: the job ends with it.
+// Outputs the job of a save. If `out` is NULL, SaveArguments has made the save fail on all ranks,
+// and this waits for its end.
 Status HandOutJob(Result<tensormount::SaveHandle> handle, tm_save_job** out) {
   TENSORMOUNT_RETURN_IF_ERROR(handle.status());
   if (out == nullptr) return handle.value().WaitCommitted().status();
@@ -161,9 +165,10 @@ void tm_save_report_free(tm_save_report* report) { delete report; }
 tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
                   const tm_save_options* options, tm_save_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    const Asked asked(state, path, options);
-    // Before the checkpoint exists: afterwards nothing may fail.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    const SaveArguments asked(state, path, options);
+    // Memory for the report is allocated before the save, because this call must not fail after the
+    // checkpoint is published.
     auto out = std::make_unique<tm_save_report>();
     TENSORMOUNT_ASSIGN_OR_RETURN(
         out->report,
@@ -173,9 +178,51 @@ tm_status tm_save(const tm_state* state, const char* path, tm_communicator* comm
   });
 }
 
+tm_status tm_save_report_json(const tm_save_report* report, char** json) {
+  return Call([&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {json, "json"}}));
+    const SaveReport& r = report->report;
+    nlohmann::ordered_json out = {
+        {"path", r.path},
+        {"uuid", r.uuid},
+        {"base", r.reused.base},
+        {"note", r.reused.note},
+        {"plan_reused", r.plan_reused},
+        {"generation", r.generation},
+        {"tensors", r.tensors},
+        {"bytes", r.bytes},
+        {"bytes_written", r.bytes_written},
+        {"bytes_written_here", r.bytes_written_here},
+        {"replica_bytes", r.replica_bytes},
+        {"replica_bytes_compared", r.replica_bytes_compared},
+        {"validate_seconds", r.validate_seconds},
+        {"plan_seconds", r.plan_seconds},
+        {"write_seconds", r.write_seconds},
+        {"compare_seconds", r.compare_seconds},
+        {"publish_seconds", r.publish_seconds},
+        {"reuse_seconds", r.reuse_seconds},
+        {"reused_tensors", r.reused.tensors},
+        {"reused_objects", r.reused.objects},
+        {"reused_bytes", r.reused.bytes},
+        {"reused_bytes_by_leaf", r.reused.bytes_by_leaf},
+        {"reused_bytes_by_comparison", r.reused.bytes_by_comparison},
+        {"files_linked", r.reused.files_linked},
+        {"bytes_linked", r.reused.bytes_linked},
+        {"files_copied", r.reused.files_copied},
+        {"bytes_copied", r.reused.bytes_copied},
+        {"files", nlohmann::ordered_json::array()},
+        {"warnings", r.warnings},
+        {"pruned", r.pruned},
+        {"not_pruned", r.not_pruned},
+    };
+    for (const SaveReport::File& file : r.files) out["files"].push_back(file.name);
+    return SetOutput(out, json);
+  });
+}
+
 tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}, {out, "out"}}));
     const SaveReport& r = report->report;
     tm_save_numbers n{};
     n.plan_reused = r.plan_reused ? 1 : 0;
@@ -206,7 +253,7 @@ tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* 
 }
 
 const char* tm_save_report_path(const tm_save_report* report) {
-  // Lives as long as the report.
+  // The text is valid until the report is freed.
   return report == nullptr ? "" : report->report.path.c_str();
 }
 
@@ -224,39 +271,40 @@ const char* tm_save_report_note(const tm_save_report* report) {
 
 tm_status tm_save_report_files(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    // A list of names; lengths are in the C++ report only.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    // The list has only names; the C++ report also has lengths.
     std::vector<std::string> names;
     for (const SaveReport::File& file : report->report.files) names.push_back(file.name);
-    return HandOut(std::move(names), out);
+    return SetOutput(std::move(names), out);
   });
 }
 
 tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.warnings, out);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.warnings, out);
   });
 }
 
 tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.pruned, out);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.pruned, out);
   });
 }
 
 tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{report, "report"}}));
-    return HandOut(report->report.not_pruned, out);
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{report, "report"}}));
+    return SetOutput(report->report.not_pruned, out);
   });
 }
 
 tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* options,
                        tm_saver** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator"), {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({Handle(communicator, "communicator"), {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_saver_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_saver_options"));
     tensormount::AsyncOptions how;
@@ -273,12 +321,13 @@ tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* op
 
 void tm_saver_free(tm_saver* saver) { tensormount::c_api::FreeHandle(saver); }
 
-// Returns when the bytes are staged: from then on the caller may go on training.
+// Returns when the snapshot is taken (unless stage_in_background is set); the caller may then
+// change its buffers.
 tm_status tm_saver_save(tm_saver* saver, const tm_state* state, const char* path,
                         const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(saver, "saver")}));
-    const Asked asked(state, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(saver, "saver")}));
+    const SaveArguments asked(state, path, options, CheckPointers({{out, "out"}}));
     return HandOutJob(saver->saver->Save(asked.state(), asked.path, asked.options), out);
   });
 }
@@ -286,8 +335,8 @@ tm_status tm_saver_save(tm_saver* saver, const tm_state* state, const char* path
 tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator* communicator,
                         const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    const Asked asked(state, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    const SaveArguments asked(state, path, options, CheckPointers({{out, "out"}}));
     TENSORMOUNT_RETURN_IF_ERROR(GiveSaver(communicator));
     return HandOutJob(communicator->saver->Save(asked.state(), asked.path, asked.options), out);
   });
@@ -296,15 +345,15 @@ tm_status tm_save_async(const tm_state* state, const char* path, tm_communicator
 tm_status tm_save_in_place(const tm_state* state, const char* path, tm_communicator* communicator,
                            const tm_save_options* options, tm_save_job** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(communicator, "communicator")}));
-    const Asked asked(state, path, options, Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(communicator, "communicator")}));
+    const SaveArguments asked(state, path, options, CheckPointers({{out, "out"}}));
     TENSORMOUNT_RETURN_IF_ERROR(GiveSaver(communicator));
     return HandOutJob(communicator->saver->SaveInPlace(asked.state(), asked.path, asked.options),
                       out);
   });
 }
 
-// May be called again: the verdict stays.
+// May be called repeatedly, with the same result.
 tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report) {
   int32_t done = 0;
   return tm_save_job_wait_for(job, -1, &done, report);
@@ -313,7 +362,7 @@ tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report) {
 tm_status tm_save_job_wait_for(tm_save_job* job, int64_t timeout_ms, int32_t* done,
                                tm_save_report** report) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {done, "done"}}));
     auto out = std::make_unique<tm_save_report>();
     auto verdict = job->handle.WaitCommittedFor(tensormount::c_api::ReadWait(timeout_ms));
     *done = verdict.has_value() ? 1 : 0;
@@ -326,8 +375,8 @@ tm_status tm_save_job_wait_for(tm_save_job* job, int64_t timeout_ms, int32_t* do
 
 tm_status tm_save_job_wait_staged(tm_save_job* job, int64_t timeout_ms, int32_t* done) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {done, "done"}}));
-    // Also where staging failed: there is nothing more to wait for.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {done, "done"}}));
+    // `done` is 1 also if staging failed, because then there is nothing to wait for.
     *done = 1;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const bool staged, job->handle.WaitStagedFor(tensormount::c_api::ReadWait(timeout_ms)));
@@ -338,7 +387,7 @@ tm_status tm_save_job_wait_staged(tm_save_job* job, int64_t timeout_ms, int32_t*
 
 tm_status tm_save_job_staged_fd(tm_save_job* job, int* fd) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {fd, "fd"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.StagedFd());
     return {};
   });
@@ -346,7 +395,7 @@ tm_status tm_save_job_staged_fd(tm_save_job* job, int* fd) {
 
 tm_status tm_save_job_fd(tm_save_job* job, int* fd) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {fd, "fd"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {fd, "fd"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(*fd, job->handle.CommittedFd());
     return {};
   });
@@ -354,7 +403,8 @@ tm_status tm_save_job_fd(tm_save_job* job, int* fd) {
 
 void tm_save_job_cancel(tm_save_job* job) {
   if (job == nullptr) return;
-  (void)Call([&] {  // What comes of it is said by tm_save_job_wait.
+  // The result is reported by tm_save_job_wait.
+  (void)Call([&] {
     job->handle.Cancel();
     return Status();
   });
@@ -362,10 +412,10 @@ void tm_save_job_cancel(tm_save_job* job) {
 
 tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({Handle(job, "job"), {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({Handle(job, "job"), {out, "out"}}));
     const tensormount::SaveProgress p = job->handle.progress();
     tm_job_progress n{};
-    // The numbers of c.h are those of the enumeration.
+    // The enumerators have the same numbers as in c.h.
     n.state = static_cast<int32_t>(p.state);
     n.bytes_total = p.bytes_total;
     n.bytes_staged = p.bytes_staged;

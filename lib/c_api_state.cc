@@ -19,13 +19,13 @@ using tensormount::Result;
 using tensormount::Shard;
 using tensormount::Status;
 using tensormount::c_api::Call;
-using tensormount::c_api::Need;
-using tensormount::c_api::On;
+using tensormount::c_api::CallOnState;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::ReadDims;
 
 namespace {
 
-// Nothing of the data is copied: the shard refers to the caller's memory.
+// Converts a shard. No data are copied: the result refers to the caller's memory.
 Result<Shard> ReadShard(const tm_shard* given) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const tm_shard s, tensormount::c_api::ReadStruct(given, "tm_shard"));
   Shard shard;
@@ -42,7 +42,7 @@ Result<Shard> ReadShard(const tm_shard* given) {
   return shard;
 }
 
-// Rank 0: an object without a grid.
+// Converts a position on a grid. If `rank` is 0, the object has no grid.
 Result<GridPosition> ReadPosition(const int64_t* index, const int64_t* grid, int32_t rank) {
   GridPosition position;
   TENSORMOUNT_ASSIGN_OR_RETURN(position.index, ReadDims(index, rank, "index"));
@@ -50,23 +50,23 @@ Result<GridPosition> ReadPosition(const int64_t* index, const int64_t* grid, int
   return position;
 }
 
-// JSON is the one form of common values that every language has; bytes and tuples have a form
-// within it (docs/format.md).
+// Parses a common value. In c.h common values are JSON; docs/format.md describes the form of bytes
+// and tuples.
 Status CommonFromText(const char* json, CommonValue* value) {
-  TENSORMOUNT_RETURN_IF_ERROR(Need({{json, "json"}}));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{json, "json"}}));
   TENSORMOUNT_ASSIGN_OR_RETURN(*value, tensormount::CommonFromJson(json));
   return {};
 }
 
-// The state and options of a call that all ranks make about a layout. What cannot be done as asked
-// is told to the other ranks, as in tm_save: the state is then one that failed.
+// The state dict and options of a collective call about a layout. If they are invalid, dict() is a
+// failed state dict, so that the other ranks get the error.
 class LayoutCall {
  public:
   LayoutCall(const tm_state* state, const tm_validate_options* options,
              tensormount::c_api::Argument out) {
     const Result<tm_validate_options> read =
         tensormount::c_api::ReadStruct(options, "tm_validate_options");
-    Status status = Need({{state, "state"}, out});
+    Status status = CheckPointers({{state, "state"}, out});
     if (status.ok()) status = read.status();
     if (status.ok()) {
       dict_ = &state->dict;
@@ -95,7 +95,7 @@ class LayoutCall {
 
 tm_status tm_state_new(tm_state** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     *out = new tm_state;
     return {};
   });
@@ -104,20 +104,20 @@ tm_status tm_state_new(tm_state** out) {
 void tm_state_free(tm_state* state) { delete state; }
 
 tm_status tm_state_add_tensor(tm_state* state, const char* key, const tm_shard* shard) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}, {shard, "shard"}}));
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{key, "key"}, {shard, "shard"}}));
     const Result<Shard> read = ReadShard(shard);
     if (!read.ok()) return read.status().WithContext("tensor " + std::string(key));
     return dict.AddTensor(key, read.value());
   });
 }
 
-// The bytes are copied by the state: objects are small beside tensors.
+// Copies the bytes, because objects are small compared with tensors.
 tm_status tm_state_add_object(tm_state* state, const char* key, const void* data, size_t size,
                               const int64_t* index, const int64_t* grid, int32_t rank) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
-    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(Need({{data, "data"}}));
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{key, "key"}}));
+    if (size != 0) TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{data, "data"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const GridPosition position, ReadPosition(index, grid, rank));
     return dict.AddObject(key, {static_cast<const char*>(data), size}, position);
   });
@@ -125,8 +125,8 @@ tm_status tm_state_add_object(tm_state* state, const char* key, const void* data
 
 tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* index,
                                const int64_t* grid, int32_t rank) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}}));
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{key, "key"}}));
     GridPosition position;
     TENSORMOUNT_ASSIGN_OR_RETURN(position.index, ReadDims(index, rank, "index"));
     if (grid != nullptr) {
@@ -137,57 +137,57 @@ tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* 
 }
 
 tm_status tm_state_set_common(tm_state* state, const char* name, const char* json) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{name, "name"}}));
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
     return dict.SetCommon(name, std::move(value));
   });
 }
 
 tm_status tm_state_set_rank_common(tm_state* state, const char* name, const char* json) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{name, "name"}}));
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
     return dict.SetRankCommon(name, std::move(value));
   });
 }
 
 tm_status tm_state_set_metadata(tm_state* state, const char* json) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext("content metadata"));
-    // Content metadata is a dict of the user's own keys.
+    // Content metadata are a dict with keys chosen by the user.
     auto* object = value.get_if<tensormount::CommonDict>();
-    if (object == nullptr) return {Code::kInvalidArgument, "content metadata: not an object"};
+    if (object == nullptr) return {Code::kInvalidArgument, "content metadata: not a JSON object"};
     return dict.SetContentMetadata(std::move(*object));
   });
 }
 
 tm_status tm_state_set_local(tm_state* state, const char* name, const char* json) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
     CommonValue value;
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{name, "name"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{name, "name"}}));
     TENSORMOUNT_RETURN_IF_ERROR(CommonFromText(json, &value).WithContext(name));
     return dict.SetLocal(name, std::move(value));
   });
 }
 
-// The pattern is checked by the state, so that a slip is told here and not at the save.
+// Fails if the pattern is invalid, so that the save need not report it.
 tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pattern) {
-  return On(state, [&](tensormount::StateDict& dict) -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{key, "key"}, {pattern, "pattern"}}));
+  return CallOnState(state, [&](tensormount::StateDict& dict) -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{key, "key"}, {pattern, "pattern"}}));
     return dict.NameLayers(key, pattern);
   });
 }
 
 tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}, {message, "message"}}));
-    // A failure must have a code that this library knows, or ranks could not tell it to each other.
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{state, "state"}, {message, "message"}}));
+    // A failure needs a known code, so that ranks can exchange it.
     if (status <= TM_OK || status > TM_INTERNAL) {
-      return {Code::kInvalidArgument, std::to_string(status) + " is no status of a failure"};
+      return {Code::kInvalidArgument, std::to_string(status) + " is not a failure status"};
     }
     (void)state->dict.Fail(Status(static_cast<Code>(status), message));
     return {};
@@ -196,7 +196,7 @@ tm_status tm_state_fail(tm_state* state, tm_status status, const char* message) 
 
 tm_status tm_state_fail_json(tm_state* state, const char* json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{state, "state"}, {json, "json"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{state, "state"}, {json, "json"}}));
     Status failure;
     TENSORMOUNT_RETURN_IF_ERROR(tensormount::StatusFromJson(json, failure));
     (void)state->dict.Fail(failure);
@@ -207,15 +207,16 @@ tm_status tm_state_fail_json(tm_state* state, const char* json) {
 tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                       const tm_validate_options* options, int32_t* sound, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(communicator, "communicator")}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({tensormount::c_api::Handle(communicator, "communicator")}));
     const LayoutCall call(state, options, {sound, "sound"});
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const tensormount::LayoutReport report,
         tensormount::Validate(call.dict(), *communicator->comm, call.options()));
     if (json != nullptr) {
-      TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::HandOut(report.ToJson(), json, nullptr));
+      TENSORMOUNT_RETURN_IF_ERROR(tensormount::c_api::SetOutput(report.ToJson(), json, nullptr));
     }
-    // A layout with findings is no failure of the call: the report is the result.
+    // Findings are the result and not a failure of the call.
     *sound = report.ok() ? 1 : 0;
     return {};
   });
@@ -224,12 +225,13 @@ tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
 tm_status tm_dump_spec(const tm_state* state, tm_communicator* communicator,
                        const tm_validate_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(communicator, "communicator")}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({tensormount::c_api::Handle(communicator, "communicator")}));
     const LayoutCall call(state, options, {json, "json"});
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string spec,
         tensormount::DumpSpec(call.dict(), *communicator->comm, call.options().timeouts,
                               call.options().cancel));
-    return tensormount::c_api::HandOut(spec, json, nullptr);
+    return tensormount::c_api::SetOutput(spec, json, nullptr);
   });
 }

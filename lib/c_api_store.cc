@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores, verify, diff, adopt, and tasks (tensormount/c.h), over what the command calls. The JSON
-// is made where the command's is.
+// Stores, verify, repair, diff, adopt, derive, key maps, and tasks (tensormount/c.h). The command
+// makes its JSON with the same functions.
 #include <memory>
 #include <optional>
 #include <utility>
@@ -27,7 +27,6 @@
 using tensormount::Code;
 using tensormount::FileSystem;
 using tensormount::FoundSource;
-using tensormount::HostFileSystem;
 using tensormount::KeyMap;
 using tensormount::KeyRenames;
 using tensormount::Result;
@@ -35,25 +34,24 @@ using tensormount::SourceKind;
 using tensormount::Status;
 using tensormount::Store;
 using tensormount::c_api::Call;
-using tensormount::c_api::HandOut;
-using tensormount::c_api::Need;
+using tensormount::c_api::CheckPointers;
 using tensormount::c_api::ReadRules;
 using tensormount::c_api::ReadTask;
+using tensormount::c_api::SetOutput;
 using OrderedJson = nlohmann::ordered_json;
 
 namespace {
 
 Status GiveJson(const OrderedJson& document, char** json) {
-  return json == nullptr ? Status() : HandOut(document, json);
+  return json == nullptr ? Status() : SetOutput(document, json);
 }
 
-// Of a store "latest" names one; the store itself is refused, as it holds many.
+// Finds one checkpoint. A store is refused, because it has several; STORE/latest is accepted.
 Result<FoundSource> FindOne(const char* path, const std::vector<std::string>& roots) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found,
-                               tensormount::FindSource(HostFileSystem(), path, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource found, tensormount::FindSource(path, roots));
   if (found.kind == SourceKind::kStore || found.kind == SourceKind::kForeignSteps) {
     return Status(Code::kInvalidArgument,
-                  std::string(path) + ": holds several checkpoints: name one of them");
+                  std::string(path) + ": contains several checkpoints: name one of them");
   }
   return found;
 }
@@ -62,7 +60,7 @@ Result<FoundSource> FindOne(const char* path, const std::vector<std::string>& ro
 
 tm_status tm_task_new(tm_task** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     *out = new tm_task;
     return {};
   });
@@ -81,7 +79,7 @@ void tm_task_free(tm_task* task) { delete task; }
 
 tm_status tm_store_list(const char* store, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}, {json, "json"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto list, tensormount::ListCheckpoints(store));
     OrderedJson all = OrderedJson::array();
     for (const tensormount::StoredCheckpoint& item : list) {
@@ -101,57 +99,58 @@ tm_status tm_store_list(const char* store, char** json) {
       one["pinned"] = item.pinned;
       if (!item.pins_read.ok()) one["pinned"] = nullptr;
     }
-    return HandOut(all, json);
+    return SetOutput(all, json);
   });
 }
 
 tm_status tm_store_latest(const char* store, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto latest, opened.Latest());
     OrderedJson found = ListingJson(latest, true);
     found.erase("latest");
     found["path"] = opened.CheckpointPath(latest.name);
     found["warnings"] = latest.warnings;
-    return HandOut(found, json);
+    return SetOutput(found, json);
   });
 }
 
 tm_status tm_store_remove(const char* path) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(HostFileSystem(), parts.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(parts.store));
     return store.Remove(parts.name);
   });
 }
 
 tm_status tm_store_gc(const char* store, const tm_gc_options* options, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{store, "store"}, {json, "json"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{store, "store"}, {json, "json"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_gc_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_gc_options"));
     Store::GcOptions how;
     how.dry_run = given.dry_run != 0;
     if (given.grace_seconds != 0) {
       how.grace = std::chrono::seconds(std::max<std::int64_t>(given.grace_seconds, 0));
-      // Without locks the grace is all that protects readers: only one that was chosen counts.
+      // Without locks only the grace period protects readers, so it is trusted only if the caller
+      // chose it.
       how.trust_grace = true;
     }
     if (given.staging_age_seconds > 0) {
       how.staging_age = std::chrono::seconds(given.staging_age_seconds);
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(HostFileSystem(), store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store opened, Store::Open(store));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto report, opened.Gc(how));
-    return HandOut(GcJson(report, how.dry_run), json);
+    return SetOutput(GcJson(report, how.dry_run), json);
   });
 }
 
 tm_status tm_store_copy(const char* const* sources, size_t source_count, const char* destination,
                         const tm_copy_options* options, int32_t* all, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{destination, "destination"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{destination, "destination"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_copy_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_copy_options"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto from,
@@ -177,7 +176,7 @@ tm_status tm_store_copy(const char* const* sources, size_t source_count, const c
 tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t* whole,
                     char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {whole, "whole"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}, {whole, "whole"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_verify_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_verify_options"));
     tensormount::VerifyOptions how;
@@ -188,13 +187,13 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
         how.roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_verify_options.roots"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindOne(path, how.roots));
-    FileSystem& fs = HostFileSystem();
+    FileSystem& fs = *found.fs;
     TENSORMOUNT_ASSIGN_OR_RETURN(tensormount::VerifyReport report,
                                  found.kind == SourceKind::kForeign
                                      ? VerifyForeign(fs, found.path, how)
                                      : VerifyCheckpoint(fs, found.path, how));
     if (found.kind != SourceKind::kForeign) NameSharers(fs, found.path, report);
-    if (const auto opened = OpenFound(fs, found, how.roots); opened.ok()) {
+    if (const auto opened = OpenFound(found, how.roots); opened.ok()) {
       for (std::string& note : tensormount::FindKnownDefects(*opened.value())) {
         report.warnings.push_back(std::move(note));
       }
@@ -212,7 +211,7 @@ tm_status tm_verify(const char* path, const tm_verify_options* options, int32_t*
 tm_status tm_repair(const char* path, const char* from, const tm_repair_options* options,
                     int32_t* whole, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {from, "from"}, {whole, "whole"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}, {from, "from"}, {whole, "whole"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_repair_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_repair_options"));
     tensormount::RepairOptions how;
@@ -232,16 +231,16 @@ tm_status tm_repair(const char* path, const char* from, const tm_repair_options*
 tm_status tm_diff(const char* first, const char* second, const tm_diff_options* options,
                   int32_t* same, char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{first, "first"}, {second, "second"}, {same, "same"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        CheckPointers({{first, "first"}, {second, "second"}, {same, "same"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_diff_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_diff_options"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadRules(given.key_map));
-    FileSystem& fs = HostFileSystem();
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_diff_options.roots"));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(fs, first, roots));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(fs, second, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto a, tensormount::OpenNamed(first, roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto b, tensormount::OpenNamed(second, roots));
     std::optional<KeyRenames> names;
     if (map != nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(names, KeyRenames::Make(a->index(), *map));
@@ -264,12 +263,12 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
           }
           return Status();
         }));
-    // A glob with a slip in it would find everything equal.
+    // If the glob matches no key, the sources would be reported as equal.
     if (!how.keys.empty() &&
         summary.added + summary.removed + summary.changed + summary.equal == 0) {
-      return Status(Code::kNotFound, "keys '" + how.keys + "': no key matches it");
+      return Status(Code::kNotFound, "keys '" + how.keys + "': no key matches");
     }
-    // What is lost was not compared: to call it equal would be a lie.
+    // Missing data cannot be compared, so the comparison fails.
     for (const auto& source : {a, b}) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckNoLoss(source->lost(), how.keys));
     }
@@ -285,7 +284,7 @@ tm_status tm_diff(const char* first, const char* second, const tm_diff_options* 
 tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options* options,
                    char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{source, "source"}, {path, "path"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{source, "source"}, {path, "path"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_adopt_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_adopt_options"));
     tensormount::AdoptOptions how;
@@ -295,17 +294,16 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
     if (given.replace != 0) how.if_exists = tensormount::IfExists::kReplace;
     TENSORMOUNT_ASSIGN_OR_RETURN(how.map, ReadRules(given.key_map));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, tensormount::SplitCheckpointPath(path));
-    FileSystem& fs = HostFileSystem();
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto roots,
         tensormount::c_api::ReadTexts(given.roots, given.root_count, "tm_adopt_options.roots"));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto opened,
-        tensormount::OpenWhole(fs, source, roots, /*partial=*/given.partial != 0));
+        tensormount::OpenComplete(source, roots, /*partial=*/given.partial != 0));
     TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, parts.store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(parts.store));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store::Published published,
-                                 AdoptSource(fs, *opened, store, parts.name, how));
+                                 AdoptSource(store.fs(), *opened, store, parts.name, how));
     return GiveJson({{"path", store.CheckpointPath(parts.name)},
                      {"uuid", published.info.uuid.ToString()},
                      {"generation", published.info.generation},
@@ -319,7 +317,7 @@ tm_status tm_adopt(const char* source, const char* path, const tm_adopt_options*
 tm_status tm_derive(const char* path, const char* from, const tm_derive_options* options,
                     char** json) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{path, "path"}, {from, "from"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{path, "path"}, {from, "from"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const tm_derive_options given,
                                  tensormount::c_api::ReadStruct(options, "tm_derive_options"));
     tensormount::DeriveOptions how;
@@ -341,12 +339,12 @@ tm_status tm_derive(const char* path, const char* from, const tm_derive_options*
 tm_status tm_key_map_apply(const char* rules, const char* keys, size_t keys_size, size_t count,
                            tm_list** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{rules, "rules"}, {keys, "keys"}, {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{rules, "rules"}, {keys, "keys"}, {out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const KeyMap map, KeyMap::FromJson(rules));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto texts,
                                  tensormount::c_api::ReadKeys(keys, keys_size, count));
     TENSORMOUNT_ASSIGN_OR_RETURN(
         auto names, map.ApplyToAll(std::vector<std::string>(texts.begin(), texts.end())));
-    return HandOut(std::move(names), out);
+    return SetOutput(std::move(names), out);
   });
 }

@@ -20,7 +20,7 @@ using tensormount::TcpGroup;
 using tensormount::TcpOptions;
 using tensormount::TcpToken;
 using tensormount::c_api::Call;
-using tensormount::c_api::Need;
+using tensormount::c_api::CheckPointers;
 
 struct tm_tcp {
   std::unique_ptr<TcpGroup> group;
@@ -34,7 +34,7 @@ static_assert(TM_TCP_TOKEN_BYTES == sizeof(TcpToken));
 Result<std::uint16_t> ReadPort(const char* field, std::uint32_t number) {
   if (number > std::numeric_limits<std::uint16_t>::max()) {
     return Status(Code::kInvalidArgument,
-                  std::string(field) + ": " + std::to_string(number) + " is no port");
+                  std::string(field) + ": " + std::to_string(number) + " is not a port");
   }
   return static_cast<std::uint16_t>(number);
 }
@@ -68,7 +68,7 @@ Result<TcpOptions> ReadTcpOptions(const tm_tcp_options* options) {
 
 tm_status tm_tcp_listen(const tm_tcp_options* options, tm_tcp** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{out, "out"}}));
     TENSORMOUNT_ASSIGN_OR_RETURN(const TcpOptions given, ReadTcpOptions(options));
     TENSORMOUNT_ASSIGN_OR_RETURN(auto made, TcpGroup::Listen(given));
     *out = new tm_tcp{std::move(made)};
@@ -82,7 +82,7 @@ const char* tm_tcp_address(const tm_tcp* tcp) {
 
 tm_status tm_tcp_token(uint8_t* token, size_t size) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({{token, "token"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({{token, "token"}}));
     TENSORMOUNT_RETURN_IF_ERROR(CheckTokenSize(size));
     TENSORMOUNT_ASSIGN_OR_RETURN(const TcpToken made, tensormount::MakeTcpToken());
     std::copy(made.begin(), made.end(), token);
@@ -93,12 +93,12 @@ tm_status tm_tcp_token(uint8_t* token, size_t size) {
 tm_status tm_tcp_connect(tm_tcp* tcp, const char* const* addresses, int32_t rank, int32_t size,
                          const uint8_t* token, size_t token_size, tm_communicator** out) {
   return Call([&]() -> Status {
-    TENSORMOUNT_RETURN_IF_ERROR(Need({tensormount::c_api::Handle(tcp, "tcp"),
-                                      {addresses, "addresses"},
-                                      {token, "token"},
-                                      {out, "out"}}));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckPointers({tensormount::c_api::Handle(tcp, "tcp"),
+                                               {addresses, "addresses"},
+                                               {token, "token"},
+                                               {out, "out"}}));
     TENSORMOUNT_RETURN_IF_ERROR(CheckTokenSize(token_size));
-    if (size < 1) return {Code::kInvalidArgument, "size: a group has one rank at least"};
+    if (size < 1) return {Code::kInvalidArgument, "size: a group has at least one rank"};
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::vector<std::string> texts,
         tensormount::c_api::ReadTexts(addresses, static_cast<std::size_t>(size), "addresses"));

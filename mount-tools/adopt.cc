@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount adopt`, declared in commands.h as every subcommand is: a file each, so that what a
-// command does is found by its name.
+// `tensormount adopt` (commands.h).
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
@@ -18,8 +17,8 @@
 namespace tensormount::tools {
 namespace {
 
-// Everything that the checkpoint takes besides the data.
-// Manifests, index and commit record. For the report: it shows how little a copy of the records is.
+// Total size of the files in a directory and below: of the checkpoint's own files (manifests, index
+// and commit record), for the report.
 Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
   std::uint64_t bytes = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
@@ -36,49 +35,48 @@ Result<std::uint64_t> BytesBelow(FileSystem& fs, const std::string& folder) {
   return bytes;
 }
 
-// What is told at the end; `path` is the new checkpoint, `root` where its data stay.
+// The values of the report; `path` is the new checkpoint, `root` the directory of its data.
 struct Outcome {
   std::string format;
   std::string root;
   Store::Published published;
   std::string path;
   std::uint64_t data_bytes = 0;
-  // Published it is, whether or not its size can be told.
+  // Size of the checkpoint's own files; nullopt if it cannot be determined, which is not an error.
   std::optional<std::uint64_t> index_bytes;
 };
 
 Result<Outcome> Adopt(const AdoptArgs& args, const Interrupt& interrupt, Terminal& terminal) {
   if (args.if_exists != "fail" && args.if_exists != "replace") {
     return Status(Code::kInvalidArgument,
-                  fmt::format("--if-exists {}: fail or replace", args.if_exists));
+                  fmt::format("--if-exists {}: must be fail or replace", args.if_exists));
   }
-  FileSystem& fs = HostFileSystem();
   AdoptOptions options;
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(fs, args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(args.map));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
-                               OpenSource(fs, args.source, terminal, IfLostOf(args.partial)));
+                               OpenSource(args.source, terminal, LossPolicyOf(args.partial)));
   TENSORMOUNT_RETURN_IF_ERROR(CheckIsForeign(*opened));
-  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(fs, to.store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Store store, Store::OpenOrCreate(to.store));
   options.hashes = !args.quick;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   Outcome out;
   {
-    // In a block of its own, so that its line is gone before the report.
+    // The end of this block ends the progress line, before the report.
     Progress progress(terminal, "adopt " + to.name);
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
       return interrupt.Check();
     };
-    TENSORMOUNT_ASSIGN_OR_RETURN(out.published, AdoptSource(fs, *opened, store, to.name, options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(out.published,
+                                 AdoptSource(store.fs(), *opened, store, to.name, options));
   }
-  // From the opened source and not from the store: all of it is known, and the checkpoint need not
-  // be opened again.
+  // These values are those of the source, so the new checkpoint need not be opened.
   out.format = opened->index().info().producer;
   out.root = opened->index().info().root;
   out.path = store.CheckpointPath(to.name);
   out.data_bytes = opened->index().tensor_bytes();
-  const Result<std::uint64_t> index_bytes = BytesBelow(fs, out.path);
+  const Result<std::uint64_t> index_bytes = BytesBelow(store.fs(), out.path);
   if (index_bytes.ok()) out.index_bytes = index_bytes.value();
   return out;
 }
@@ -111,15 +109,16 @@ int RunAdopt(const AdoptArgs& args, Terminal& terminal) {
     terminal.Line(fmt::format("adopted {} ({}) as {}: {}, {}, {}", out.root, out.format, out.path,
                               Counted(out.published.tensors, "tensor"),
                               Counted(out.published.chunks, "chunk"), HumanBytes(out.data_bytes)));
-    terminal.Line(args.quick ? std::string("no data were read: reads are not verified (--quick)")
-                             : fmt::format("{} hashed", HumanBytes(out.published.bytes)));
+    terminal.Line(args.quick
+                      ? std::string("no data was read (--quick): later reads are not verified")
+                      : fmt::format("{} hashed", HumanBytes(out.published.bytes)));
     if (out.index_bytes && out.data_bytes > 0) {
       terminal.Line(fmt::format(
           "the index takes {}, {:.3f} % of the data", HumanBytes(*out.index_bytes),
           100.0 * static_cast<double>(*out.index_bytes) / static_cast<double>(out.data_bytes)));
     }
     terminal.Line(
-        fmt::format("not self-contained: the data stay in {}, and are read from there", out.root));
+        fmt::format("not self-contained: the data stay in {} and are read from there", out.root));
   }
   return terminal.Flush();
 }

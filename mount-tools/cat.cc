@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount cat`: a tensor or a box of it to standard output, as bytes or as text; see
-// commands.h.
+// `tensormount cat` (commands.h): a tensor or a box of it to standard output, as bytes or as text.
 #include <algorithm>
 #include <vector>
 
@@ -17,18 +16,19 @@
 namespace tensormount::tools {
 namespace {
 
-// What is written: the box, and which of its axes remain in the .npy.
+// The tensor and box to write, and the axes of the result for the .npy header.
 struct Target {
   TensorEntry tensor;
   Slice slice;
 };
 
-// A slice of a tensor, or of a layer of a stacked one: then the box is the stack's.
+// The target for a slice of the tensor or layer `key`. For a layer the box is one of the stacked
+// tensor.
 Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& key,
                         const std::string& slice) {
   auto found = checkpoint.index().Find(key);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
-  // A stored key wins over a layer of the same name.
+  // If a tensor and a layer have the same name, the tensor is used.
   std::optional<LayerEntry> layer;
   if (!found.ok()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(layer, checkpoint.index().ResolveLayer(key));
@@ -42,8 +42,8 @@ Result<Target> TargetOf(const OpenedCheckpoint& checkpoint, const std::string& k
   return Target{layer->stacked, {.box = in_stack.box(), .kept = parsed.value().kept}};
 }
 
-// KEY, KEY[SLICE] or KEY@SLICE. A key that is stored with exactly this name wins.
-// So keys with brackets at their end can be named; with slices they need the form with '@'.
+// Parses KEY, KEY[SLICE] or KEY@SLICE. If a tensor has exactly this name, it is used, so that keys
+// that end with brackets can be named; their slices need '@'.
 Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string& text) {
   auto exact = TargetOf(checkpoint, text, "");
   if (exact.status().code() != Code::kNotFound) return exact;
@@ -63,12 +63,12 @@ Result<Target> FindTarget(const OpenedCheckpoint& checkpoint, const std::string&
   return TargetOf(checkpoint, key, slice);
 }
 
-// Calls fn with the packed bytes of the box, block by block, so that memory stays bounded.
+// Calls fn with the packed bytes of the box in blocks, to limit memory.
 Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
                     const std::function<Status(const std::byte*, std::size_t)>& fn) {
   const TensorMeta& meta = target.tensor.meta;
   const std::int64_t volume = target.slice.box.volume();
-  // A multiple of 8 elements is whole bytes for every element size.
+  // A multiple of 8 elements is a whole number of bytes for every element size.
   const std::int64_t step =
       std::max<std::int64_t>(8, (std::int64_t{32} << 20) / meta.bits() / 8 * 8);
   std::vector<std::byte> block;
@@ -78,7 +78,7 @@ Status ForEachBlock(const OpenedCheckpoint& checkpoint, const Target& target,
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t size,
                                  RegionBytes(meta.dtype(), meta.shape(), region));
     block.resize(size);
-    // The reader writes into a packed buffer of the region's form.
+    // The buffer is packed and has the shape of the region.
     const Dims shape = region.is_flat() ? Dims{count} : region.box().extent();
     TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Read(target.tensor, region,
                                                 BufferView::Host(meta.dtype(), block.data(), shape),
@@ -93,10 +93,11 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
   const std::size_t item = meta.bits() / 8;
   if (meta.bits() % 8 != 0) {
     return Status(Code::kUnsupported,
-                  fmt::format("--as text of {}: elements under a byte", InfoOf(meta.dtype()).name));
+                  fmt::format("--as text: {} elements are smaller than a byte; use --as raw",
+                              InfoOf(meta.dtype()).name));
   }
   const Dims& kept = target.slice.kept;
-  // A line is a row of the last axis that remains; a scalar is a line of one.
+  // A line of text has the elements along the last axis of the result; a scalar is one line.
   const std::int64_t columns = kept.rank() == 0 ? 1 : kept[kept.rank() - 1];
   std::int64_t n = 0;
   return ForEachBlock(checkpoint, target, [&](const std::byte* data, std::size_t size) {
@@ -109,17 +110,19 @@ Status CatText(const OpenedCheckpoint& checkpoint, const Target& target, Termina
   });
 }
 
-// All parts of an object one after the other, as they are or described.
+// Writes all parts of an object in order, as bytes or described.
 Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                  const std::string& as, Terminal& terminal) {
   if (as == "npy") {
-    return Status(Code::kInvalidArgument, "--as npy: an object is no tensor; raw or text");
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("--as npy: {} is an object, not a tensor; use raw or text", parts.front().key));
   }
   for (const ObjectRecord& part : parts) {
     if (as == "text") {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, DescribePart(checkpoint, part));
-      // What a pickle holds is somebody else's text. Raw bytes are written as they are: that is
-      // what was asked for.
+      // The description may contain control characters, which ShownText escapes. Raw bytes are not
+      // escaped.
       text = ShownText(text, "\n\t");
       if (!text.ends_with('\n')) text += '\n';
       TENSORMOUNT_RETURN_IF_ERROR(terminal.Write(text.data(), text.size()));
@@ -141,13 +144,13 @@ Status CatObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRec
 int RunCat(const CatArgs& args, Terminal& terminal) {
   if (args.as != "raw" && args.as != "npy" && args.as != "text") {
     return terminal.Fail(
-        Status(Code::kInvalidArgument, fmt::format("--as {}: raw, npy or text", args.as)));
+        Status(Code::kInvalidArgument, fmt::format("--as {}: must be raw, npy or text", args.as)));
   }
-  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  auto opened = OpenSource(args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
   const OpenedCheckpoint& checkpoint = *opened.value();
   auto target = FindTarget(checkpoint, args.key);
-  // Not a tensor: perhaps an object.
+  // If no tensor has the key, it may be the key of an object.
   if (target.status().code() == Code::kNotFound) {
     const auto parts = checkpoint.index().ObjectParts(args.key);
     if (parts.ok() && !parts.value().empty()) {

@@ -4,11 +4,10 @@
 
 namespace tensormount::tools {
 
-// The whole command: parses, runs one subcommand, returns the exit status. Called as
-// mount.tensormount (by mount(8), from /etc/fstab) it takes that program's arguments.
-// The exit status is that of docs/cli.md: 0 done, 1 the check did not hold, 2 anything else, also
-// for arguments that do not parse. Meant for one call a process: what a command sets (signal masks,
-// the sink of the log) stays as it left it.
+// Runs the command: parses the arguments, runs one subcommand and returns the exit status of
+// docs/cli.md. If the program is called as mount.tensormount (by mount(8), for /etc/fstab), the
+// arguments are those of a mount helper. Call it once in a process, because commands change the
+// state of the process (signal masks, log sink).
 int Main(int argc, const char* const* argv);
 
 }  // namespace tensormount::tools

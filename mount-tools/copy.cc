@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount copy`, declared in commands.h as every subcommand is. What is done and in which
-// order is index/store/copy.h's; here are words and numbers of it.
+// `tensormount copy` (commands.h): options and report; index/store/copy.h does the copy.
 #include "index/store/copy.h"
 
 #include <fmt/core.h>
@@ -16,7 +15,7 @@
 namespace tensormount::tools {
 namespace {
 
-// What went on with a checkpoint that is there now: "1.2 GB copied, 3.4 GB linked".
+// The bytes of a copied checkpoint: "1.2 GB copied, 3.4 GB in 12 files linked".
 std::string Parts(const CopiedCheckpoint& one) {
   std::string text = HumanBytes(one.bytes_copied) + " copied";
   if (one.files_linked > 0) {
@@ -39,9 +38,10 @@ void PrintCopied(const CopiedCheckpoint& one, const std::string& destination, Te
   if (terminal.json) {
     terminal.Json(CopiedJson(one));
   } else if (one.status.ok() && !terminal.quiet) {
-    terminal.Line(one.was_there
-                      ? fmt::format("{}: is there already", JoinPath(destination, one.name))
-                      : fmt::format("copied {}: {}", JoinPath(destination, one.name), Parts(one)));
+    terminal.Line(
+        one.was_there
+            ? fmt::format("{}: already in the store, skipped", JoinPath(destination, one.name))
+            : fmt::format("copied {}: {}", JoinPath(destination, one.name), Parts(one)));
   }
 }
 
@@ -54,31 +54,31 @@ int RunCopy(const CopyArgs& args, Terminal& terminal) {
   if (!args.limit_rate.empty()) {
     const Result<std::uint64_t> rate = fs::ParsePartSize(args.limit_rate);
     if (!rate.ok()) {
-      return terminal.Fail(
-          Status(Code::kInvalidArgument,
-                 fmt::format("--limit-rate {}: bytes a second: a number, or of K, M, G, KB, MB, GB "
-                             "(powers of 1000), KiB, MiB, GiB (of 1024)",
-                             args.limit_rate)));
+      return terminal.Fail(Status(
+          Code::kInvalidArgument,
+          fmt::format("--limit-rate {}: not a number of bytes per second, optionally followed by "
+                      "K, M, G, KB, MB, GB (powers of 1000) or KiB, MiB, GiB (powers of 1024)",
+                      args.limit_rate)));
     }
     options.limit_rate = rate.value();
   }
   const Interrupt interrupt;
   Result<CopyReport> copied = CopyReport();
   {
-    // In a block of its own, so that its line is gone before the report.
+    // The end of this block ends the progress line, before the report.
     Progress progress(terminal, "copy");
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
       return interrupt.Check();
     };
-    copied = CopyCheckpoints(HostFileSystem(), sources, destination, options);
+    copied = CopyCheckpoints(sources, destination, options);
   }
   if (!copied.ok()) {
     const Status& why = copied.status();
     const bool goes_on = why.code() == Code::kCancelled || why.code() == Code::kResourceExhausted;
     return interrupt.ExitStatus(
-        why, terminal.Fail(why, goes_on ? "the same command goes on where it was: what is copied "
-                                          "waits in .staging/ for a day"
+        why, terminal.Fail(why, goes_on ? "run the same command again to continue; the copied "
+                                          "files stay in .staging/ for a day"
                                         : ""));
   }
   int worst = kDone;

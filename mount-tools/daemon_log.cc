@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the lines of a mount in the background go: a file, or the system's log.
+// The log of a background mount (daemon_log.h): a file, or the system's log.
 #include "mount-tools/daemon_log.h"
 
 #include <cerrno>
@@ -17,7 +17,7 @@
 namespace tensormount::tools {
 namespace {
 
-// syslog's names for ours.
+// The priority of syslog for a log level.
 int PriorityOf(LogLevel level) {
   switch (level) {
     case LogLevel::kDebug:
@@ -32,7 +32,7 @@ int PriorityOf(LogLevel level) {
   return LOG_ERR;
 }
 
-// UTC, to the millisecond: lines of mounts on several machines are compared.
+// UTC with milliseconds, so that logs of several machines can be compared.
 std::string TimeStamp() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
@@ -43,7 +43,7 @@ std::string TimeStamp() {
                      now.tv_nsec / 1'000'000);
 }
 
-// Used under the lock of Log(), so needs none of its own. Never closed while the daemon lives.
+// The log file of a daemon. Log() calls Write under its own lock.
 class LogFile {
  public:
   explicit LogFile(std::string path) : path_(std::move(path)) {}
@@ -53,17 +53,16 @@ class LogFile {
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
 
-  // Also where it is another file by now.
+  // Opens the file, unless the open file is still the one at the path.
   Status Open() {
     struct stat there {};
     struct stat ours {};
-    // logrotate renames the file and makes a new one; lines go on in the old one only until the
-    // next is written.
+    // logrotate renames the file and makes a new one; the next line goes to the new one.
     const bool same = fd_ >= 0 && stat(path_.c_str(), &there) == 0 && fstat(fd_, &ours) == 0 &&
                       there.st_dev == ours.st_dev && there.st_ino == ours.st_ino;
     if (same) return {};
-    // O_NONBLOCK, so that a FIFO without a reader cannot hang the daemon; O_NOCTTY, so that a
-    // terminal does not become its own.
+    // O_NONBLOCK: a FIFO without a reader must not hang the daemon. O_NOCTTY: a terminal must not
+    // become its controlling terminal.
     const int fd = open(path_.c_str(),
                         O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
     if (fd < 0) return Status::FromErrno(errno, "open log file", path_);
@@ -72,8 +71,8 @@ class LogFile {
     return {};
   }
   void Write(std::string_view line) {
-    (void)Open();  // The old one still serves where it fails.
-    // One write, so that lines of several mounts do not mix.
+    (void)Open();  // If this fails, the line goes to the old file.
+    // One write for each line, so that lines of several mounts do not mix.
     [[maybe_unused]] const ssize_t n = write(fd_, line.data(), line.size());
   }
 

@@ -8,14 +8,15 @@
 
 namespace tensormount::tools {
 
-// Where the lines of Log() go in a program without a terminal.
+// Where Log() writes in a program without a terminal.
 
-// To the system's log, facility "daemon". What a mount in the background has to say after its start
-// has nowhere else to go: its standard error is /dev/null.
+// Makes Log() write to the system's log, facility "daemon": a mount in the background has no
+// standard error.
 void LogToSyslog();
-// Appended to `path`, one line each: "2026-03-01T12:00:00.123Z tensormount[PID] WARNING: ...".
-// The file is opened anew where somebody has moved or removed it (logrotate needs no signal). What
-// cannot be written is lost: a full disk must not stop a mount. Fails where it cannot be opened.
+// Makes Log() append lines to `path`: "2026-03-01T12:00:00.123Z tensormount[PID] WARNING: ...". If
+// the file was moved or removed, a new file is opened, so logrotate needs no signal. Lines that
+// cannot be written are dropped, because a full disk must not stop a mount. Fails if the file
+// cannot be opened.
 Status LogToFile(const std::string& path);
 
 }  // namespace tensormount::tools

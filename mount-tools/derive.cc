@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount derive`: a checkpoint out of an old one of the same store; see commands.h.
+// `tensormount derive` (commands.h): a new checkpoint from an old one of the same store.
 #include "tensormount/derive.h"
 
 #include <fmt/core.h>
@@ -14,13 +14,14 @@
 namespace tensormount::tools {
 namespace {
 
-// --rename, and behind them the rules of --map.
-Result<KeyMap> ReadRenames(FileSystem& fs, const DeriveArgs& args) {
+// The rules of --rename, followed by the rules of --map.
+Result<KeyMap> ReadRenames(const DeriveArgs& args) {
   std::vector<KeyMap::Rule> rules;
   for (const std::string& rename : args.rename) {
     const std::size_t equals = rename.find('=');
     if (equals == std::string::npos || equals == 0 || equals + 1 == rename.size()) {
-      return Status(Code::kInvalidArgument, fmt::format("--rename {}: want OLD=NEW", rename));
+      return Status(Code::kInvalidArgument,
+                    fmt::format("--rename {}: must have the form OLD=NEW", rename));
     }
     KeyMap::Rule rule;
     rule.from = rename.substr(0, equals);
@@ -30,26 +31,25 @@ Result<KeyMap> ReadRenames(FileSystem& fs, const DeriveArgs& args) {
     rules.push_back(std::move(rule));
   }
   if (!args.map.empty()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
     rules.insert(rules.end(), map->rules().begin(), map->rules().end());
   }
   return KeyMap::Make(std::move(rules));
 }
 
-Result<DeriveReport> DeriveAsAsked(const DeriveArgs& args) {
-  FileSystem& fs = HostFileSystem();
+Result<DeriveReport> DeriveCheckpoint(const DeriveArgs& args) {
   if (args.if_exists != "fail" && args.if_exists != "replace") {
     return Status(Code::kInvalidArgument,
-                  fmt::format("--if-exists {}: fail or replace", args.if_exists));
+                  fmt::format("--if-exists {}: must be fail or replace", args.if_exists));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
-  const Result<std::string> from = NameInStore(fs, to.store, args.from);
+  const Result<std::string> from = NameInStore(to.store, args.from);
   TENSORMOUNT_RETURN_IF_ERROR(from.status().WithContext("--from"));
   DeriveOptions options;
   options.keep = args.keep;
   options.drop = args.drop;
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.rename, ReadRenames(fs, args));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.rename, ReadRenames(args));
   options.renames_must_match = args.map.empty();
   return Derive(args.destination, from.value(), options);
 }
@@ -57,7 +57,7 @@ Result<DeriveReport> DeriveAsAsked(const DeriveArgs& args) {
 }  // namespace
 
 int RunDerive(const DeriveArgs& args, Terminal& terminal) {
-  const Result<DeriveReport> derived = DeriveAsAsked(args);
+  const Result<DeriveReport> derived = DeriveCheckpoint(args);
   if (!derived.ok()) return terminal.Fail(derived.status());
   const DeriveReport& report = derived.value();
   if (terminal.json) {
@@ -71,7 +71,7 @@ int RunDerive(const DeriveArgs& args, Terminal& terminal) {
                               HumanBytes(report.bytes_copied)));
   }
   if (!report.refused.empty()) {
-    terminal.Warn(fmt::format("links were refused, so files were copied: {}", report.refused));
+    terminal.Warn(fmt::format("hard links were refused, so files were copied: {}", report.refused));
   }
   return terminal.Flush();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount diff`: two sources compared (index/read/compare.h), as text or JSON; see commands.h.
-// The comparison tells each mismatch as it finds it, and it is printed at once: a diff of two large
-// checkpoints shows its first lines long before it ends, and keeps nothing. The summary comes last.
+// `tensormount diff` (commands.h): compares two sources (index/read/compare.h), as text or JSON.
+// Each mismatch is printed when it is found, so a diff of large checkpoints shows its first lines
+// early and takes little memory. The summary comes last.
 #include <optional>
 
 #include <fmt/core.h>
@@ -21,8 +21,7 @@ std::string TensorTypeText(const TensorMeta& meta) {
   return fmt::format("{} {}", InfoOf(meta.dtype()).name, meta.shape().ToString());
 }
 
-// One line for a person. Positions are element indices, so that they can be given to `cat` as a
-// slice.
+// Describes how values differ. Positions of elements are written as `cat` accepts them in a slice.
 std::string ValuesText(const ValueMismatch& v, const Dims& shape) {
   const auto at = [&](std::uint64_t element) { return IndexOf(element, shape).ToString(); };
   std::string text = fmt::format("{} of {} elements differ", v.differing, v.compared);
@@ -34,9 +33,9 @@ std::string ValuesText(const ValueMismatch& v, const Dims& shape) {
   }
   if (v.differing > 0) text += ", first at " + at(v.first);
   if (v.nan_beside > 0) text += fmt::format("; {} are NaN on one side", v.nan_beside);
-  if (v.nan_both > 0) text += fmt::format("; {} are NaN on both, with other bits", v.nan_both);
+  if (v.nan_both > 0) text += fmt::format("; {} are NaN on both, with different bits", v.nan_both);
   if (v.equal_other_bits > 0) {
-    text += fmt::format("; {} are equal with other bits", v.equal_other_bits);
+    text += fmt::format("; {} are equal with different bits", v.equal_other_bits);
   }
   return text;
 }
@@ -46,7 +45,8 @@ std::string TensorText(const Mismatch& d) {
     return fmt::format("{} {}", d.key, TensorTypeText(d.first ? *d.first : *d.second));
   }
   const Dims& shape = d.first->shape();
-  // Values of tensors of two types are compared as numbers; of two shapes nothing is.
+  // Values of tensors with different dtypes are compared as numbers; tensors with different shapes
+  // are not compared.
   const bool same_kind = d.first->dtype() == d.second->dtype() && shape == d.second->shape();
   std::string text = same_kind ? fmt::format("{} {}: ", d.key, TensorTypeText(*d.first))
                                : fmt::format("{}: {}", d.key, d.reason);
@@ -68,8 +68,7 @@ std::string CommonText(const Mismatch& d) {
   return fmt::format("common {}{} {}", d.key, changed ? ":" : "", d.reason);
 }
 
-// The mark, and the colour that it has on a terminal.
-// As diff(1) and git have them.
+// The first character of a line and its colour on a terminal, as in diff(1) and git.
 struct Mark {
   char sign;
   Terminal::Colour colour;
@@ -90,14 +89,14 @@ Mark DiffMarkOf(Mismatch::Kind kind) {
 void PrintText(const Mismatch& d, Terminal& terminal) {
   const Mark mark = DiffMarkOf(d.kind);
   std::string text;
-  switch (d.what) {
-    case Mismatch::What::kTensor:
+  switch (d.subject) {
+    case Mismatch::Subject::kTensor:
       text = TensorText(d);
       break;
-    case Mismatch::What::kObject:
+    case Mismatch::Subject::kObject:
       text = ObjectText(d);
       break;
-    case Mismatch::What::kCommon:
+    case Mismatch::Subject::kCommon:
       text = CommonText(d);
       break;
   }
@@ -123,22 +122,21 @@ void PrintSummary(const CompareSummary& s, Terminal& terminal) {
 }  // namespace
 
 int RunDiff(const DiffArgs& args, Terminal& terminal) {
-  FileSystem& fs = HostFileSystem();
-  const auto first = OpenSource(fs, args.first, terminal);
+  const auto first = OpenSource(args.first, terminal);
   if (!first.ok()) return terminal.Fail(first.status());
-  const auto second = OpenSource(fs, args.second, terminal);
+  const auto second = OpenSource(args.second, terminal);
   if (!second.ok()) return terminal.Fail(second.status());
-  const auto map = ReadKeyMap(fs, args.map);
+  const auto map = ReadKeyMap(args.map);
   if (!map.ok()) return terminal.Fail(map.status());
-  // --map renames the first source, so a checkpoint can be compared with one that was imported
-  // under other names.
+  // --map renames the keys of the first source, so that a checkpoint can be compared with an import
+  // that renamed its keys.
   std::optional<KeyRenames> names;
   if (map.value()) {
     auto made = KeyRenames::Make(first.value()->index(), *map.value());
     if (!made.ok()) return terminal.Fail(made.status());
     names = std::move(made).value();
   }
-  // In a function of its own, so that the progress line is gone before the summary.
+  // The end of this function ends the progress line, before the summary.
   Result<CompareSummary> summary = [&] {
     Progress progress(terminal, "diff");
     CompareOptions options;
@@ -156,7 +154,7 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   }();
   if (!summary.ok()) return terminal.Fail(summary.status());
   const CompareSummary& seen = summary.value();
-  // A glob with a slip in it would find everything equal.
+  // If the glob matches no key, the sources would be reported as equal.
   if (!args.keys.empty() && seen.added + seen.removed + seen.changed + seen.equal == 0) {
     return terminal.Fail(
         Status(Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)));
@@ -164,10 +162,9 @@ int RunDiff(const DiffArgs& args, Terminal& terminal) {
   PrintSummary(summary.value(), terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
-  // What is lost was not compared.
-  // Told last, and as a failure: "no difference" would be a lie.
+  // Missing data could not be compared, so the command fails even if no difference was found.
   for (const auto& source : {first.value(), second.value()}) {
-    const Status whole = CheckNothingLost(*source, args.keys);
+    const Status whole = CheckSourceComplete(*source, args.keys);
     if (!whole.ok()) return terminal.Fail(whole);
   }
   return summary.value().same() ? kDone : kCheckFailed;

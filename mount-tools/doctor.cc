@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount doctor`: what this machine offers, each with how to get what is missing; see
-// commands.h.
+// `tensormount doctor` (commands.h): what this machine supports, and how to get what is missing.
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>
@@ -12,27 +11,28 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
-#include "base/file_system.h"
+#include "base/file_system_for.h"
 #include "base/hash.h"
 #include "device/device_module.h"
 #include "device/devices.h"
 #include "fs/mount/fuse_backing.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/mpi_module.h"
+#include "mount-tools/source.h"
 
 namespace tensormount::tools {
 namespace {
 
-// One line of the report. `good` false is no failure of the command: most of what is missing has a
-// substitute.
+// One line of the report. The command succeeds even if `good` is false, because most missing
+// features have a substitute.
 struct Diagnosis {
   std::string name;
   bool good = false;
   std::string detail;
-  std::string remedy;  // How to get what is missing; empty: nothing to do or nothing known.
+  std::string remedy;  // How to get the missing feature; empty: unknown or not needed.
 };
 
-// By the release, as distributions may have patched features in or out: a hint and no proof.
+// Compares only the release number; distributions may have added or removed features.
 bool KernelAtLeast(int major, int minor) {
   utsname name{};
   if (uname(&name) != 0) return false;
@@ -47,8 +47,8 @@ std::string KernelRelease() {
   return uname(&name) == 0 ? name.release : "unknown";
 }
 
-// Where the command lies on PATH, or nothing.
-std::string Which(const std::string& command) {
+// The path of the command on PATH; empty if it is not found.
+std::string FindProgram(const std::string& command) {
   const char* path = std::getenv("PATH");
   std::string rest = path != nullptr ? path : "";
   while (!rest.empty()) {
@@ -60,7 +60,7 @@ std::string Which(const std::string& command) {
   return "";
 }
 
-// By opening it, because modes and device cgroups both decide.
+// Tries to open /dev/fuse, because access depends on its mode and on device cgroups.
 Diagnosis Fuse() {
   const int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
   if (fd >= 0) {
@@ -68,15 +68,15 @@ Diagnosis Fuse() {
     return {"fuse", true, "/dev/fuse opens", ""};
   }
   const bool there = access("/dev/fuse", F_OK) == 0;
-  return {"fuse", false, there ? "/dev/fuse is there but cannot be opened" : "/dev/fuse is missing",
+  return {"fuse", false, there ? "/dev/fuse exists but cannot be opened" : "/dev/fuse is missing",
           there ? "run as root, or ask for access to /dev/fuse"
                 : "load the module with `modprobe fuse`; in a container pass --device /dev/fuse"};
 }
 
-// Whether users who are not root may mount with --allow-other.
+// Whether users other than root may mount with --allow-other.
 Diagnosis AllowOther() {
-  if (geteuid() == 0) return {"allow_other", true, "root may always", ""};
-  const Result<std::string> text = HostFileSystem().ReadFile("/etc/fuse.conf", 1 << 20);
+  if (geteuid() == 0) return {"allow_other", true, "root may always use it", ""};
+  const Result<std::string> text = ReadNamedFile("/etc/fuse.conf", 1 << 20);
   bool allowed = false;
   std::istringstream lines(text.ok() ? text.value() : std::string());
   for (std::string line; std::getline(lines, line);) {
@@ -85,50 +85,57 @@ Diagnosis AllowOther() {
     allowed = allowed || (begin != std::string::npos &&
                           line.substr(begin, end - begin + 1) == "user_allow_other");
   }
-  if (allowed) return {"allow_other", true, "user_allow_other stands in /etc/fuse.conf", ""};
-  return {"allow_other", false, "mount --allow-other is root's alone",
-          "put the line user_allow_other into /etc/fuse.conf"};
+  if (allowed) return {"allow_other", true, "/etc/fuse.conf has user_allow_other", ""};
+  return {"allow_other", false, "only root can use mount --allow-other",
+          "add the line user_allow_other to /etc/fuse.conf"};
 }
 
-// The helper that mounts for users who are not root.
+// Whether fusermount3 exists, which mounts for users other than root.
 Diagnosis Fusermount() {
-  const std::string path = Which("fusermount3");
+  const std::string path = FindProgram("fusermount3");
   if (!path.empty()) return {"fusermount3", true, path, ""};
   return {"fusermount3", geteuid() == 0,
-          geteuid() == 0 ? "missing; root mounts without it" : "missing",
+          geteuid() == 0 ? "missing; root does not need it" : "missing",
           "install the package fuse3"};
 }
 
-// Whether the kernel can be asked to read files of a mount itself. Only a mount finds out for sure:
-// the kernel may be built without it.
+// Whether the kernel may support passthrough. It may be built without passthrough, so only a mount
+// shows this with certainty.
 Diagnosis Passthrough() {
   if (!KernelAtLeast(6, 9)) {
     return {"passthrough", false, "needs Linux 6.9",
-            "mounts work without it: the daemon reads for programs, at about half the speed"};
+            "mounts work without it: the daemon serves the reads, at about half the speed"};
   }
   const std::string obstacle = fs::PassthroughObstacle();
   if (!obstacle.empty()) {
     return {
         "passthrough", false, obstacle,
-        "mount as root for it; without it the daemon reads for programs, at about half the speed"};
+        "mount as root to use it; without it the daemon serves the reads, at about half the speed"};
   }
-  return {"passthrough", true, "Linux 6.9 or later, and CAP_SYS_ADMIN; .tensormount/status tells",
+  return {"passthrough", true,
+          "Linux 6.9 or later, with CAP_SYS_ADMIN; MNT/.tensormount/status shows whether a mount "
+          "uses it",
           ""};
 }
 
-// Tries what the store asks of a filesystem, in a folder of its own that it removes.
+// Tries the operations that a store needs, in a temporary directory.
 void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& out) {
-  FileSystem& fs = HostFileSystem();
-  const std::string probe =
-      JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
-  // Named with the process id: several of these may run on one shared folder.
-  const Status made = fs.CreateDirectory(probe);
-  if (!made.ok()) {
+  const Result<FileSystem*> found = FileSystemFor(directory);
+  if (!found.ok()) {
     out.push_back(
-        {"filesystem", false, made.ToString(), "name a folder that can be written with --dir"});
+        {"filesystem", false, found.status().ToString(), "choose a directory with --dir"});
     return;
   }
-  // The magic number of the filesystem, for bug reports; what it can do is tried, not looked up.
+  FileSystem& fs = *found.value();
+  const std::string probe =
+      JoinPath(directory, fmt::format(".tensormount-doctor-{}", static_cast<int>(getpid())));
+  // The name has the process id, because several doctors may run in one shared directory.
+  const Status made = fs.CreateDirectory(probe);
+  if (!made.ok()) {
+    out.push_back({"filesystem", false, made.ToString(), "choose a writable directory with --dir"});
+    return;
+  }
+  // The magic number of the filesystem, which is only for bug reports.
   struct statfs info {};
   const std::string kind = statfs(directory.c_str(), &info) == 0
                                ? fmt::format("type 0x{:x}", static_cast<unsigned long>(info.f_type))
@@ -142,46 +149,47 @@ void FileSystemFeatures(const std::string& directory, std::vector<Diagnosis>& ou
   if (status.ok()) status = fs.CreateDirectory(b);
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(a, "f"), "x");
   if (status.ok()) status = fs.WriteFileDurably(JoinPath(b, "f"), "y");
-  // What a publish needs: files and folders that survive a power cut.
+  // A publish makes directories durable with this call.
   if (status.ok()) status = fs.SyncDirectory(probe);
   add("fsync", status, "");
-  // b exists and is not empty: exactly this must be refused.
+  // Directory b exists and is not empty, so the rename must fail.
   const Status refused = fs.RenameNoReplace(a, b);
   add("rename without replacing",
       refused.code() == Code::kAlreadyExists
           ? Status()
-          : (refused.ok() ? Status(Code::kInternal, "an existing folder was replaced") : refused),
-      "put the store on another filesystem: two saves of one name could not be told apart");
+          : (refused.ok() ? Status(Code::kInternal, "an existing directory was replaced")
+                          : refused),
+      "put the store on another filesystem: here one save could replace another of the same name");
   add("exchange (import --if-exists replace)", fs.Exchange(a, b),
-      "replacing a checkpoint under its name is refused on this filesystem");
+      "a checkpoint cannot be replaced on this filesystem");
   add("hard links", fs.Link(JoinPath(a, "f"), JoinPath(a, "g")), "");
-  // As a reader does, then as gc does beside it: some filesystems grant whatever is asked for.
+  // Takes a reader's lock and then gc's lock, which must fail: some filesystems grant every lock.
   auto lock = fs.OpenRead(JoinPath(a, "f"));
   Status locks = lock.ok() ? lock.value()->TryLockShared() : lock.status();
   if (locks.ok()) {
     const auto other = fs.OpenShared(JoinPath(a, "f"));
     const Status alone = other.ok() ? other.value()->TryLockExclusive() : other.status();
     if (alone.ok()) {
-      locks = Status(Code::kUnsupported, "granted to two at once");
+      locks = Status(Code::kUnsupported, "an exclusive lock was granted beside a shared one");
     } else if (alone.code() != Code::kBusy) {
       locks = alone;
     }
   }
   add("file locks", locks,
-      "readers work without; gc cannot see them here and keeps what was removed unless it is given "
-      "--grace with more seconds than the longest read takes");
+      "reads work without locks, but gc cannot detect readers: it frees removed checkpoints only "
+      "if you pass --grace, which must be longer than the longest read");
   lock = Status(Code::kCancelled, "closed");
-  // Closed before: on NFS an open file would stay behind under another name.
-  (void)fs.RemoveTree(
-      probe);  // A folder of ours in a place that the user named; nothing depends on it.
+  // Closes the file before the removal, because NFS would keep an open file under another name. An
+  // error of the removal is ignored.
+  (void)fs.RemoveTree(probe);
 }
 
-// The way between the devices of ranks, as the first device has it.
+// Whether NCCL can be used to exchange data between devices of ranks; tried with the first device.
 Diagnosis Nccl(const Result<int>& devices) {
-  Result<std::unique_ptr<DeviceLink>> link = Status(Code::kUnavailable, "there is no device");
+  Result<std::unique_ptr<DeviceLink>> link = Status(Code::kUnavailable, "no CUDA device was found");
   if (devices.ok() && devices.value() > 0) link = OpenDeviceLink({DeviceKind::kCuda, 0});
   return {"nccl", link.ok(), link.ok() ? link.value()->version() : link.status().message(),
-          link.ok() ? "" : "ranks pass bytes on through the host"};
+          link.ok() ? "" : "ranks exchange data through host memory"};
 }
 
 }  // namespace
@@ -193,7 +201,7 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
   findings.push_back(Fusermount());
   findings.push_back(AllowOther());
   findings.push_back({"mmap of direct files", KernelAtLeast(6, 6),
-                      KernelAtLeast(6, 6) ? "offered by this kernel" : "needs Linux 6.6",
+                      KernelAtLeast(6, 6) ? "supported by this kernel" : "needs Linux 6.6",
                       KernelAtLeast(6, 6) ? "" : "files are then served through the page cache"});
   findings.push_back(Passthrough());
   const auto mpi = FindMpi();
@@ -222,7 +230,7 @@ int RunDoctor(const std::string& directory, Terminal& terminal) {
         terminal.Line(fmt::format("    {}", finding.remedy));
       }
     }
-    // Only reported where the folder cannot be written at all.
+    // The finding "filesystem" exists only if the directory cannot be written to.
     if (finding.name == "filesystem") usable = false;
   }
   const int flushed = terminal.Flush();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements as text for `cat`.
+// Converts elements to text for `cat`.
 #include "mount-tools/element_text.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ std::string NumberText(const std::byte* p) {
   return fmt::format("{}", LoadLittle<T>(p));
 }
 
-// As Python writes them: "1+2j", and the sign also of a zero or NaN.
+// A complex number as Python writes it: "1+2j". A sign is written even for zero and NaN.
 std::string Complex(double imaginary, const std::string& r, const std::string& i) {
   return r + (std::signbit(imaginary) ? "" : "+") + i + "j";
 }
@@ -28,7 +28,7 @@ std::string ElementText(DType dtype, const std::byte* p) {
   switch (dtype) {
     case DType::kBool:
       return LoadLittle<std::uint8_t>(p) != 0 ? "true" : "false";
-    // Not through std::int64_t, which could not hold it.
+    // A u64 does not fit in std::int64_t.
     case DType::kU64:
       return NumberText<std::uint64_t>(p);
     case DType::kF32:
@@ -49,8 +49,8 @@ std::string ElementText(DType dtype, const std::byte* p) {
       return fmt::format("{}", value);
     }
     case NumberKind::kReal: {
-      // Every float of 16 bits or less is an f32, which prints shorter.
-      // So it is printed as one, with as few digits as tell it from its f32 neighbours.
+      // Every float of 16 bits or less is an f32, and is printed with as few digits as an f32
+      // needs.
       double value = 0;
       DecodeNumbers(dtype, p, 1, &value);
       return fmt::format("{}", static_cast<float>(value));

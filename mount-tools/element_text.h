@@ -7,13 +7,12 @@
 
 #include "tensormount/dtype.h"
 
-// Apart from cat.cc, which knows boxes and files: here is all that depends on the type.
+// Converts elements to text; cat.cc handles boxes and files.
 namespace tensormount::tools {
 
-// One element as text: the shortest decimal that reads back to the same value for f32 and f64,
-// exact values of the narrower floats, "1+2j" for complex numbers. Not for types under a byte.
-// For `cat --as text`. `element` need not be aligned; bytes are little-endian, as they are stored.
-// Text that reads back to the same bits, where there is such text, so that outputs can be compared.
+// One element as text for `cat --as text`. For f32 and f64 it is the shortest decimal that reads
+// back to the same value; narrower floats are written as f32, complex numbers as "1+2j". Types
+// under a byte are not supported. `element` is little-endian and need not be aligned.
 std::string ElementText(DType dtype, const std::byte* element);
 
 }  // namespace tensormount::tools

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount export`, with ranks as threads or under mpirun.
-// Options are checked and the source is opened once in each process, before ranks start; what fails
-// there goes into fs::Export as `before`, which tells it to all ranks. Then one collective call
-// does everything (fs/export/export.h), and rank 0 prints its report.
+// `tensormount export` (commands.h), with ranks as threads or under mpirun. Each process checks the
+// options and opens the source before its ranks start. An error of this is the argument `before` of
+// fs::Export, which makes all ranks fail. One collective call does the export (fs/export/export.h),
+// and rank 0 prints the report.
 #include "fs/export/export.h"
 
 #include <mutex>
@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/file_system_for.h"
 #include "mount-tools/commands.h"
 #include "mount-tools/interrupt.h"
 #include "mount-tools/ranks.h"
@@ -24,31 +25,32 @@ using fs::ExportFormat;
 Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   const auto format = fs::ExportFormatOf(args.to);
   if (!format) {
-    return Status(Code::kInvalidArgument,
-                  fmt::format("--to {}: one of safetensors, hf, npy, zarr, dcp, torch", args.to));
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("--to {}: must be one of safetensors, hf, npy, zarr, dcp, torch", args.to));
   }
   options.format = *format;
   if (args.if_exists != "fail" && args.if_exists != "replace") {
     return Status(Code::kInvalidArgument,
-                  fmt::format("--if-exists {}: fail or replace", args.if_exists));
+                  fmt::format("--if-exists {}: must be fail or replace", args.if_exists));
   }
   options.replace = args.if_exists == "replace";
-  // Ignored options would be a surprise after an hour of writing.
+  // These options are refused, because a user would notice only after the export that they were
+  // ignored.
   if (*format != ExportFormat::kHf && (args.hf_part_size || args.hf_rules)) {
-    return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules go with --to hf");
+    return Status(Code::kInvalidArgument, "--hf-part-size and --hf-rules require --to hf");
   }
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(args.destination));
-  FileSystem& host = HostFileSystem();
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(host, args.hf_rules.value_or("")));
+  TENSORMOUNT_RETURN_IF_ERROR(FileSystemFor(args.destination).status());
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(args.hf_rules.value_or("")));
   if (args.hf_part_size) {
     TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(*args.hf_part_size));
   }
   return {};
 }
 
-// Where a mount shows the same files; empty: nowhere.
-// For the last line of the report: many who export could read the mount instead.
+// The view of a mount with the same files, which the last line of the report names, because reading
+// a mount may make the export unnecessary. Empty if no view has these files.
 std::string ViewOf(ExportFormat format) {
   switch (format) {
     case ExportFormat::kSafetensors:
@@ -77,14 +79,14 @@ void PrintExport(const fs::ExportReport& report, const ExportArgs& args, ExportF
                             Counted(report.files, "file"),
                             Counted(static_cast<std::uint64_t>(ranks), "rank"),
                             HumanSeconds(seconds), HumanBytes(report.bytes_written)));
-  // Without what changes the names or the files: the mount's would be others.
+  // With these options a mount would show other names or files.
   const std::string view = args.map.empty() && !args.hf_part_size && !args.hf_rules && !args.partial
                                ? ViewOf(format)
                                : "";
   if (!view.empty()) {
-    terminal.Line(fmt::format(
-        "the mount shows the same bytes without a copy: tensormount mount {} MNT; MNT/{}",
-        args.source, view));
+    terminal.Line(
+        fmt::format("a mount shows the same bytes without a copy: tensormount mount {} MNT; MNT/{}",
+                    args.source, view));
   }
 }
 
@@ -95,18 +97,17 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   if (!ranks.ok()) return terminal.Fail(ranks.status());
   Ranks group = std::move(ranks).value();
 
-  // What this process finds wrong is carried into the collective call, so that no rank waits for
-  // one that has already given up.
+  // An error before the collective call is passed to it, so that the other ranks do not wait.
   fs::ExportOptions options;
   options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
   Status before = MakeExportOptions(args, options);
   std::shared_ptr<OpenedCheckpoint> source;
   if (before.ok()) {
-    auto opened = OpenSource(HostFileSystem(), args.source, terminal, IfLostOf(args.partial));
+    auto opened = OpenSource(args.source, terminal, LossPolicyOf(args.partial));
     before = opened.status();
     if (opened.ok()) source = opened.value();
   }
-  // Alone, nobody waits: say it plainly.
+  // Without MPI no other process waits.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
   const Interrupt interrupt;
@@ -114,13 +115,12 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
   Progress progress(terminal, "export");
   if (source) progress.SetTotal(source->index().tensor_bytes());
   options.progress = &progress.done();
-  // Ranks are threads here, and the report is set by one of them.
+  // Without MPI ranks are threads of this process; rank 0 sets the report.
   std::mutex mutex;
   fs::ExportReport report;
   const Status status = group.Run([&](Communicator& comm) -> Status {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        fs::ExportReport mine,
-        fs::Export(HostFileSystem(), before, source, args.destination, comm, options));
+    TENSORMOUNT_ASSIGN_OR_RETURN(fs::ExportReport mine,
+                                 fs::Export(before, source, args.destination, comm, options));
     if (comm.rank() == 0) {
       const std::lock_guard lock(mutex);
       report = std::move(mine);
@@ -128,7 +128,7 @@ int RunExport(const ExportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return interrupt.ExitStatus(status, group.Fail(terminal, status));
-  if (group.prints()) PrintExport(report, args, options.format, group.size(), terminal);
+  if (group.prints_results()) PrintExport(report, args, options.format, group.size(), terminal);
   return terminal.Flush();
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How --help looks: CLI11's sections, each line within the columns of a terminal.
+// The format of --help (help.h): the sections of CLI11, wrapped to the width of a terminal.
 #include "mount-tools/help.h"
 
 #include <vector>
@@ -9,7 +9,7 @@
 namespace tensormount::tools {
 namespace {
 
-// Where descriptions begin. Longer names stand on a line of their own.
+// The column at which descriptions begin. A name that reaches it gets a line of its own.
 constexpr std::size_t kDescriptions = 26;
 
 class HelpFormatter : public CLI::Formatter {
@@ -28,17 +28,17 @@ class HelpFormatter : public CLI::Formatter {
     return Item(sub->get_name(), sub->get_description());
   }
 
-  // "--ranks INT" and the range behind the description, not between name and description.
+  // The text of an option: name and type ("--ranks INT"), the description, then the range.
   std::string make_option(const CLI::Option* option, bool is_positional) const override {
     std::string type = option->get_option_text();
     std::string what = option->get_description();
     if (type.empty() && option->get_type_size() != 0) {
-      // CLI11 puts a check behind the type: "INT:INT in [1 - 4096]".
+      // CLI11 puts a check after the type: "INT:INT in [1 - 4096]".
       type = option->get_type_name();
       const std::size_t check = type.find(':');
       const std::size_t range = type.find('[');
       if (check != std::string::npos && range != std::string::npos) {
-        // One word, that is not broken: "[1..4096]".
+        // The range is written without spaces, so that it is not broken: "[1..4096]".
         std::string limits = type.substr(range);
         const std::size_t dash = limits.find(" - ");
         if (dash != std::string::npos) limits.replace(dash, 3, "..");
@@ -46,8 +46,7 @@ class HelpFormatter : public CLI::Formatter {
       }
       type = type.substr(0, check);
       if (!option->get_default_str().empty()) type += "=" + option->get_default_str();
-      // A positional says by its place that it is required, and by "[]" in the usage that it is
-      // not.
+      // The usage shows whether a positional argument is required.
       if (option->get_required() && !is_positional) what += " (required)";
       if (is_positional && type == "TEXT") type.clear();
     }
@@ -57,7 +56,7 @@ class HelpFormatter : public CLI::Formatter {
   }
 
   std::string make_footer(const CLI::App* app) const override {
-    // "Example:", and below it a command.
+    // The footer is "Example:", then a command on the next line.
     const std::string footer = app->get_footer();
     const std::size_t line = footer.find('\n');
     if (line == std::string::npos) return footer.empty() ? "" : Wrapped(footer, 0, 0);
@@ -80,7 +79,7 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
-// Words of `text` with a shell's quoted strings left whole.
+// Splits `text` at spaces, except within single quotes.
 std::vector<std::string_view> ShellWords(std::string_view text) {
   std::vector<std::string_view> words;
   std::size_t begin = 0;
@@ -135,7 +134,7 @@ std::string WrappedCommand(std::string_view command, std::size_t indent) {
   std::size_t at = indent;
   bool empty = true;
   for (const std::string_view word : ShellWords(command)) {
-    // Room for " \" is left on each line.
+    // The line needs room for " \" at its end.
     if (!empty && at + 1 + word.size() + 2 > kColumns) {
       out += " \\\n";
       out.append(indent + 4, ' ');

@@ -12,19 +12,19 @@ class FormatterBase;
 
 namespace tensormount::tools {
 
-// Columns of a terminal that help and tables fit into.
+// The width of help and tables.
 inline constexpr std::size_t kColumns = 80;
 
-// `text` broken between words into lines of at most kColumns columns, ended by '\n'. The first
-// begins at column `at` (what stands before it is printed already), the others are indented by
-// `indent` blanks. A word that is longer than a line is not broken. Line ends of `text` stay.
-// ASCII.
+// Breaks `text` between words into lines of at most kColumns columns, each ended by '\n'. The first
+// line begins at column `at`, after text that is already printed; the others are indented by
+// `indent` spaces. A word that is longer than a line is not broken. Line breaks in `text` are kept.
+// The text must be ASCII.
 std::string Wrapped(std::string_view text, std::size_t at, std::size_t indent);
 
-// `command` broken between words where it is longer than a line, so that a shell reads it as one.
+// Breaks a shell command between words, with a backslash at the end of each line except the last.
 std::string WrappedCommand(std::string_view command, std::size_t indent);
 
-// Help of the command and its subcommands, no line longer than kColumns.
+// Formats the help of the command and its subcommands within kColumns.
 std::shared_ptr<CLI::FormatterBase> MakeHelpFormatter();
 
 }  // namespace tensormount::tools

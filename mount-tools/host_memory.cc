@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for what `load` loads. Large buffers are mapped with their pages there at once, so that
-// what is timed is the load and not the page faults of a process that has just begun.
+// Memory for `load` (host_memory.h). Large buffers are mapped with their pages (MAP_POPULATE), so
+// that the load is timed without page faults.
 #include "mount-tools/host_memory.h"
 
 #include <cerrno>
@@ -10,7 +10,7 @@
 namespace tensormount::tools {
 namespace {
 
-// Above, a mapping of its own; the same number decides how it is freed.
+// Buffers of at least this size are mappings.
 constexpr std::size_t kMapFrom = std::size_t{1} << 20;
 
 }  // namespace
@@ -30,7 +30,6 @@ Result<BufferView> HostMemory::BufferFor(const TensorMeta& meta, const Region& r
                                RegionBytes(meta.dtype(), meta.shape(), region));
   void* data = nullptr;
   if (size >= kMapFrom) {
-    // There at once, as the tensors of a trainer are: what is timed is the load.
     data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE,
                 -1, 0);
     if (data == MAP_FAILED) {  // NOLINT

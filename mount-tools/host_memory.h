@@ -14,28 +14,26 @@
 
 namespace tensormount::tools {
 
-// Page-aligned memory for the slices of one rank, freed together.
-//
-// One for each rank of `import` and `load`, and not shared between threads. Large buffers are
-// mapped with their pages there at once (MAP_POPULATE), small ones come from malloc: a mapping each
-// would cost a page and a system call for every bias of a model.
+// Memory for the shards of one rank of `load`, which the destructor frees. Not thread-safe. Large
+// buffers are mapped with their pages (MAP_POPULATE). Small buffers come from malloc, because a
+// mapping would take a page and a system call for every bias of a model.
 class HostMemory {
  public:
-  // Neither copied nor moved: buffers point into it.
+  // It can be neither copied nor moved, because views of its buffers exist.
   HostMemory() = default;
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  // The size follows from type and region; strides are never needed here.
-  // A packed buffer for a region: its extents, or one axis for a flat range. kResourceExhausted.
-  // The view is valid as long as this lives. Its bytes are not set.
+  // Allocates a packed buffer with the shape of a region: its extents, or one axis for a flat
+  // range. The view is valid as long as this object; the bytes are not initialised.
+  // kResourceExhausted: memory does not suffice.
   Result<BufferView> BufferFor(const TensorMeta& meta, const Region& region);
-  // Of all buffers so far.
+  // Total size of all buffers.
   std::uint64_t bytes() const { return bytes_; }
 
  private:
-  // How a block is freed follows from its size, as it was allocated.
+  // All buffers. The size of a buffer tells whether it was mapped or comes from malloc.
   std::vector<std::span<std::byte>> blocks_;
   std::uint64_t bytes_ = 0;
 };

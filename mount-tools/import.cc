@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount import`: a source cut by a rule and saved by ranks; see commands.h.
-// Each rank saves the regions that the rule gives it as a job would (tensormount::Save): the same
-// plan, checks, hashes and commit. Their bytes are read from the source when the save asks for
-// them, so that a rank needs memory for a few blocks, whatever it copies. Objects go round the
-// ranks and are held in memory; common values are set by all, as a save expects.
+// `tensormount import` (commands.h): ranks save a source that a rule shards. Each rank saves its
+// regions with tensormount::Save, as a job does. Bytes are read from the source when the save needs
+// them, so a rank needs memory only for a few blocks. Objects are distributed over the ranks and
+// kept in memory; all ranks set the common values, as a save requires.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -31,7 +30,7 @@
 namespace tensormount::tools {
 namespace {
 
-// How layers of stacked tensors are called, under the names that the tensors got.
+// Copies the layer names of stacked tensors to the state dict, under the new keys.
 Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, StateDict& state) {
   if (renames != nullptr) {
     for (const auto& [ordinal, pattern] : renames->layers()) {
@@ -49,18 +48,19 @@ Status NameLayers(const CheckpointIndex& index, const KeyRenames* renames, State
   return {};
 }
 
-// Reads what a rank saves, ahead of it: the save asks for small blocks, and whoever reads a source
-// verified reads whole leaves around each. One a rank, not thread-safe.
+// Reads a rank's data for the save in windows. The save requests small blocks, and a verified read
+// of each block would read all leaves around it. Each rank has its own reader, which is not
+// thread-safe.
 class SourceReader {
  public:
   explicit SourceReader(const OpenedCheckpoint& source) : source_(source) {}
 
-  // The next item of the state dict.
+  // Adds the next item of the state dict.
   void Add(TensorEntry tensor, const Region& region) {
     items_.emplace_back(std::move(tensor), region);
   }
 
-  // ShardReader.
+  // Reads bytes of an item, as a ShardReader.
   Status Read(std::uint32_t item, std::uint64_t offset, std::span<std::byte> out) {
     while (!out.empty()) {
       if (item != item_ || offset < begin_ || offset >= begin_ + window_.size()) {
@@ -80,7 +80,7 @@ class SourceReader {
 
   Status Fill(std::uint32_t item, std::uint64_t offset) {
     const auto& [tensor, region] = items_.at(item);
-    window_.clear();  // Where reading fails there is nothing in it.
+    window_.clear();  // If the read fails, the window stays empty.
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(tensor.meta.dtype(), tensor.meta.shape(), region));
     const auto size = static_cast<std::uint64_t>(bytes.volume());
@@ -110,16 +110,16 @@ class SourceReader {
   std::uint64_t begin_ = 0;
 };
 
-// One rank's slices of the source, without their bytes, which `reader` learns to read, under their
-// new names (`renames` null: their own).
-// Fails at the first tensor; the state of the others is dropped with it.
+// Adds one rank's shards to `state` under their new keys, and to `reader` in the same order.
+// `renames`: null if keys stay as they are. After an error `state` is incomplete and must not be
+// used.
 Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const KeyRenames* renames,
                  Communicator& comm, SourceReader& reader, StateDict& state) {
   Status failure;
   const Status scan = source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
     const std::string& key = renames != nullptr ? renames->tensors()[tensor.ordinal] : meta.key();
-    if (key.empty()) return true;  // Dropped.
+    if (key.empty()) return true;  // The key map drops the tensor.
     auto region = rule.RegionOf(key, meta.dtype(), meta.shape(), comm.rank());
     if (!region.ok()) {
       failure = region.status().WithContext("tensor " + meta.key());
@@ -137,9 +137,9 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   for (std::size_t i = 0; i < objects.size(); ++i) {
     const std::string& key = renames != nullptr ? renames->Object(objects[i].key) : objects[i].key;
     if (key.empty()) continue;
-    // An object has one writer: the parts are dealt out.
+    // One rank saves each object.
     if (static_cast<int>(i % static_cast<std::size_t>(comm.size())) != comm.rank()) continue;
-    // Before memory is taken by a number that a damaged index may say.
+    // The length is checked before memory is allocated: in a damaged index it may be any number.
     if (objects[i].file >= source.index().files().size() ||
         objects[i].length > source.index().files()[objects[i].file].length) {
       return Status(Code::kDataLoss,
@@ -159,19 +159,18 @@ Status FillState(const OpenedCheckpoint& source, const ShardRule& rule, const Ke
   }
   if (comm.rank() == 0 && !common.ranks.empty() && common.ranks.rbegin()->first >= comm.size()) {
     Log(LogLevel::kWarning,
-        fmt::format(
-            "import: what rank {} and others set for themselves is left out: there are only "
-            "{} ranks here",
-            common.ranks.rbegin()->first, comm.size()));
+        fmt::format("import: common values of single ranks are left out for rank {} and above (up "
+                    "to rank {}), which this import does not have",
+                    comm.size(), common.ranks.rbegin()->first));
   }
-  // Rank n gets what rank n had, whatever the number of ranks was.
+  // Rank n gets the values of rank n of the source, also if the source has another number of ranks.
   for (const auto& [name, value] : common.ranks[comm.rank()]) {
     TENSORMOUNT_RETURN_IF_ERROR(state.SetRankCommon(name, value));
   }
   return {};
 }
 
-// auto leaves the choice to the save.
+// Parses --placement; with auto the save chooses.
 Result<PlacementRule> ParsePlacement(const std::string& text) {
   static const std::map<std::string, PlacementRule> kRules = {
       {"auto", PlacementRule::kAuto},
@@ -182,24 +181,24 @@ Result<PlacementRule> ParsePlacement(const std::string& text) {
   if (it == kRules.end()) {
     return Status(
         Code::kInvalidArgument,
-        fmt::format("--placement {}: auto, tensor-file, rank-shard or safetensors", text));
+        fmt::format("--placement {}: must be auto, tensor-file, rank-shard or safetensors", text));
   }
   return it->second;
 }
 
-// --reuse, --full-every and --inherit.
-Status ReadBase(FileSystem& fs, const ImportArgs& args, SaveOptions& options) {
+// Converts --reuse, --full-every and --inherit to options of the save.
+Status ReadBase(const ImportArgs& args, SaveOptions& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName to, SplitCheckpointPath(args.destination));
   options.full_every = args.full_every;
   if (args.reuse == "off") {
     options.reuse = Reuse::kOff;
   } else if (args.reuse != "auto") {
-    const Result<std::string> name = NameInStore(fs, to.store, args.reuse);
+    const Result<std::string> name = NameInStore(to.store, args.reuse);
     TENSORMOUNT_RETURN_IF_ERROR(name.status().WithContext("--reuse"));
     options.reuse_from = name.value();
   }
   if (!args.inherit.empty()) {
-    const Result<std::string> name = NameInStore(fs, to.store, args.inherit);
+    const Result<std::string> name = NameInStore(to.store, args.inherit);
     TENSORMOUNT_RETURN_IF_ERROR(name.status().WithContext("--inherit"));
     options.inherit = name.value();
   }
@@ -220,7 +219,7 @@ nlohmann::ordered_json ReusedJson(const ReuseReport& reused) {
           {"bytes_copied", reused.bytes_copied}};
 }
 
-// Of rank 0, which prints.
+// The files in rank 0's report.
 nlohmann::ordered_json FilesJson(const SaveReport& report) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const SaveReport::File& file : report.files) {
@@ -229,18 +228,20 @@ nlohmann::ordered_json FilesJson(const SaveReport& report) {
   return files;
 }
 
-// Rank 0's report: sums of all ranks where the library sums them.
-// `beside`: what else the source's folder holds (OpenedCheckpoint::beside).
+// Prints rank 0's report. `beside`: names of other files in the source's directory
+// (OpenedCheckpoint::beside).
 void PrintImport(const SaveReport& report, const std::vector<std::string>& beside, int ranks,
                  Terminal& terminal) {
-  // The save alone; reading the source before it is not in it.
+  // The time of the save, without the time to open the source.
   const double seconds = report.validate_seconds + report.plan_seconds + report.reuse_seconds +
                          report.write_seconds + report.compare_seconds + report.publish_seconds;
   for (const std::string& warning : report.warnings) terminal.Warn(warning);
   if (!terminal.json && !terminal.quiet) {
-    for (const std::string& name : report.pruned) terminal.Line("removed by rule: " + name);
+    for (const std::string& name : report.pruned)
+      terminal.Line("removed by retention rule: " + name);
   }
-  for (const std::string& why : report.not_pruned) terminal.Warn("not removed by rule: " + why);
+  for (const std::string& why : report.not_pruned)
+    terminal.Warn("not removed by retention rule: " + why);
   if (terminal.json) {
     nlohmann::ordered_json json = {{"path", report.path},
                                    {"uuid", report.uuid},
@@ -272,13 +273,14 @@ void PrintImport(const SaveReport& report, const std::vector<std::string>& besid
                             HumanSeconds(seconds), HumanBytes(report.bytes_written)));
   const ReuseReport& reused = report.reused;
   if (reused.tensors + reused.objects > 0) {
-    terminal.Line(fmt::format("{} of {} as {} has them: {} linked, {} copied",
+    terminal.Line(fmt::format("{} of {} reused from {}: {} linked, {} copied",
                               Counted(reused.tensors, "tensor"), HumanBytes(reused.bytes),
                               reused.base, Counted(reused.files_linked, "file"),
                               HumanBytes(reused.bytes_copied)));
   }
   if (!reused.note.empty()) {
-    terminal.Line(fmt::format("nothing linked, or not all: {}", reused.note));
+    terminal.Line(
+        fmt::format("data of earlier checkpoints not reused, or only in part: {}", reused.note));
   }
 }
 
@@ -289,9 +291,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   if (!ranks.ok()) return terminal.Fail(ranks.status());
   Ranks group = std::move(ranks).value();
 
-  // Whatever this process finds wrong beforehand is carried into the collective call, so that no
-  // rank waits for one that has already given up.
-  FileSystem& fs = HostFileSystem();
+  // An error before the collective call is passed to it, so that the other ranks do not wait.
   Status before = SplitCheckpointPath(args.destination).status();
   SaveOptions options;
   options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
@@ -302,11 +302,11 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   if (before.ok() && args.if_exists != "fail" && args.if_exists != "replace") {
     before = Status(Code::kInvalidArgument,
-                    fmt::format("--if-exists {}: fail or replace", args.if_exists));
+                    fmt::format("--if-exists {}: must be fail or replace", args.if_exists));
   }
   options.if_exists = args.if_exists == "replace" ? IfExists::kReplace : IfExists::kFail;
   options.page_hashes = args.page_hashes;
-  if (before.ok()) before = ReadBase(fs, args, options);
+  if (before.ok()) before = ReadBase(args, options);
   options.ephemeral = args.ephemeral;
   if (before.ok() && !args.retain.empty()) {
     auto rules = RetentionRules::Parse(args.retain);
@@ -317,14 +317,14 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   ShardRule rule;
   std::optional<KeyRenames> renames;
   if (before.ok()) {
-    auto opened = OpenSource(fs, args.source, terminal, IfLostOf(args.partial));
+    auto opened = OpenSource(args.source, terminal, LossPolicyOf(args.partial));
     before = opened.status();
     if (opened.ok()) source = opened.value();
   }
   if (before.ok()) {
-    auto parsed = ShardRule::ParseOrRead(fs, args.shard, group.size());
+    auto parsed = ShardRule::ParseOrRead(args.shard, group.size());
     if (parsed.ok() && source) {
-      const Status cuts = CheckRuleCuts(*source, args.shard, parsed.value(), group.size());
+      const Status cuts = CheckShardRuleSplits(*source, args.shard, parsed.value(), group.size());
       if (!cuts.ok()) parsed = cuts;
     }
     before = parsed.status();
@@ -332,18 +332,18 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
   }
   if (before.ok() && !args.map.empty()) {
     const auto rename = [&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
       TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
       return {};
     };
     before = rename();
   }
-  // Alone, nobody waits: say it plainly.
+  // Without MPI no other process waits.
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
 
   const Interrupt interrupt;
   Progress progress(terminal, "import");
-  // With MPI each process writes its part.
+  // With MPI each process shows the progress of its own part.
   const auto writers = static_cast<std::uint64_t>(group.is_mpi() ? group.size() : 1);
   if (source) progress.SetTotal(source->index().tensor_bytes() / writers);
   options.progress = &progress.done();
@@ -361,10 +361,10 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
       };
       mine = FillState(*source, rule, renames ? &*renames : nullptr, comm, *reader, state);
     }
-    // A state that failed makes Save fail on all ranks with this message.
+    // A failed state dict makes Save fail on all ranks with this error.
     if (!mine.ok()) state.Fail(mine);
     TENSORMOUNT_ASSIGN_OR_RETURN(SaveReport r,
-                                 SaveOn(fs, state, args.destination, comm, options, control));
+                                 Save(state, args.destination, comm, options, control));
     for (const SaveReport::File& file : r.files) {
       terminal.Note(
           fmt::format("rank {}: {} in {}", comm.rank(), HumanBytes(file.bytes), file.name));
@@ -376,7 +376,7 @@ int RunImport(const ImportArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return interrupt.ExitStatus(status, group.Fail(terminal, status));
-  if (group.prints()) PrintImport(report, source->beside(), group.size(), terminal);
+  if (group.prints_results()) PrintImport(report, source->beside(), group.size(), terminal);
   return terminal.Flush();
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount init` of commands.h: an empty store, so that the first checkpoint too can be saved
-// through a mount.
+// `tensormount init` (commands.h): makes an empty store, so that even the first checkpoint can be
+// saved through a mount.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
@@ -10,8 +10,8 @@
 namespace tensormount::tools {
 
 int RunInit(const std::string& path, Terminal& terminal) {
-  const Result<Store> there = Store::Open(HostFileSystem(), path);
-  const Result<Store> store = Store::OpenOrCreate(HostFileSystem(), path);
+  const Result<Store> there = Store::Open(path);
+  const Result<Store> store = Store::OpenOrCreate(path);
   if (!store.ok()) return terminal.Fail(store.status());
   if (terminal.json) {
     terminal.Json(nlohmann::ordered_json{{"store", store.value().path()},
@@ -19,7 +19,7 @@ int RunInit(const std::string& path, Terminal& terminal) {
                                          {"made", !there.ok()}});
   } else if (!terminal.quiet) {
     terminal.Line(fmt::format("{} {}", store.value().path(),
-                              there.ok() ? "is a store already" : "is a store now, and empty"));
+                              there.ok() ? "is already a store" : "is now an empty store"));
   }
   return terminal.Flush();
 }

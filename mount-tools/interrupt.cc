@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Signals as a flag (interrupt.h). A handler and no thread: that some work is to end is all that it
-// has to say, and SA_RESETHAND makes the second signal the end of the process without any code.
+// Signals set a flag (interrupt.h). With SA_RESETHAND the default action returns after the first
+// signal, so the second signal ends the process.
 #include "mount-tools/interrupt.h"
 
 #include <iterator>

@@ -9,13 +9,14 @@
 
 namespace tensormount::tools {
 
-// Ctrl-C for a command that writes. While one lives the first SIGINT, SIGTERM or SIGHUP only sets a
-// flag, which the work looks at after each block, so that it can take away what it wrote; a second
-// one ends the process at once, as without this. What the caller's shell ignores (nohup) stays
-// ignored. System calls are restarted: storage that hangs holds up the clean end, not the second
-// signal.
+// Ctrl-C for a command that writes. While an object exists, the first SIGINT, SIGTERM or SIGHUP
+// only sets a flag, which the command checks after each block so that it can remove its output; a
+// second signal ends the process at once. Signals that were ignored before (nohup) stay ignored.
+// System calls are restarted, so storage that hangs delays the clean end, but a second signal still
+// ends the process.
 //
-// Signals belong to the process: one at a time, on the main thread, made before there are ranks.
+// Signal handlers belong to the process, so only one object may exist at a time. Make it on the
+// main thread, before ranks start.
 class Interrupt {
  public:
   Interrupt();
@@ -23,12 +24,12 @@ class Interrupt {
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 
-  // What a long work takes as `cancel`. Lives as long as the program.
+  // The flag, for the option `cancel` of long operations. Valid as long as the program runs.
   const std::atomic<bool>* flag() const;
-  // kCancelled once it is set: for a Watch.
+  // kCancelled if the flag is set. A Watch returns this.
   Status Check() const;
-  // The exit status of a command that ended with `failure`: 128 + the signal, as of a process that
-  // it killed, where a signal is why (kCancelled); otherwise `status`.
+  // The exit status of a command that ended with `failure`: 128 + the signal if a signal caused the
+  // failure (kCancelled), else `status`.
   int ExitStatus(const Status& failure, int status) const;
 
  private:

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount rm`, `gc` and `fsck`: what an operator does to a store; see commands.h. In one file
-// because each is a call of Store and a report.
-// rm renames into the trash, which is atomic and quick; gc deletes what has been there for the
-// grace and is locked by no reader. So a reader that has a checkpoint open reads it to the end.
+// `tensormount rm`, `gc` and `fsck` (commands.h): each is a call of Store and a report. rm renames
+// into the trash, which is atomic and fast; gc deletes a checkpoint that was in the trash for the
+// grace period, if no reader has locked it. So a reader can read an open checkpoint to the end.
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
+#include "base/file_system_for.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
 #include "index/store/store.h"
@@ -17,34 +17,35 @@
 namespace tensormount::tools {
 
 int RunRm(const RmArgs& args, Terminal& terminal) {
-  // All names are looked at before the first one goes.
-  // A store for each name: they may be of several stores.
+  // All names are checked before the first is removed. They may be in several stores.
   std::vector<std::pair<Store, std::string>> targets;
   for (const std::string& path : args.checkpoints) {
     auto parts = SplitCheckpointPath(path);
     if (!parts.ok()) return terminal.Fail(parts.status());
-    auto store = Store::Open(HostFileSystem(), parts.value().store);
-    if (store.status().code() == Code::kNotFound && Store::Open(HostFileSystem(), path).ok()) {
+    auto store = Store::Open(parts.value().store);
+    if (store.status().code() == Code::kNotFound && Store::Open(path).ok()) {
       return terminal.Fail(
-          Status(Code::kInvalidArgument,
-                 fmt::format("{}: a store: name a checkpoint of it, {}/NAME; nothing was removed",
-                             path, WithoutTrailingSlashes(path))),
-          fmt::format("`tensormount ls {}` lists them", path));
+          Status(
+              Code::kInvalidArgument,
+              fmt::format("{}: is a store; name a checkpoint in it, {}/NAME; nothing was removed",
+                          path, WithoutTrailingSlashes(path))),
+          fmt::format("`tensormount ls {}` lists the checkpoints", path));
     }
     if (!store.ok()) return terminal.Fail(store.status());
     const std::string folder = store.value().CheckpointPath(parts.value().name);
-    if (!HostFileSystem().Exists(folder)) {
+    if (!store.value().fs().Exists(folder)) {
       return terminal.Fail(
           Status(Code::kNotFound, fmt::format("{}: no such checkpoint; nothing was removed", path)),
           fmt::format("`tensormount ls {}` lists the checkpoints", parts.value().store));
     }
     if (!args.force) {
       const Status held =
-          pins::CheckUnpinned(HostFileSystem(), store.value().path(), parts.value().name);
+          pins::CheckUnpinned(store.value().fs(), store.value().path(), parts.value().name);
       if (!held.ok()) {
-        return terminal.Fail(
-            held.WithMessage(held.message() + "; nothing was removed"),
-            held.code() == Code::kPermissionDenied ? "`tensormount unpin`, or `rm --force`" : "");
+        return terminal.Fail(held.WithMessage(held.message() + "; nothing was removed"),
+                             held.code() == Code::kPermissionDenied
+                                 ? "remove the pin with `tensormount unpin`, or use `rm --force`"
+                                 : "");
       }
     }
     targets.emplace_back(store.value(), parts.value().name);
@@ -65,19 +66,19 @@ int RunRm(const RmArgs& args, Terminal& terminal) {
   }
   if (!args.dry_run && !terminal.quiet && !terminal.json && !targets.empty()) {
     terminal.Line(
-        fmt::format("its space is freed by `tensormount gc {}`", targets.front().first.path()));
+        fmt::format("run `tensormount gc {}` to free the space", targets.front().first.path()));
   }
   return terminal.Flush();
 }
 
 int RunGc(const GcArgs& args, Terminal& terminal) {
-  auto store = Store::Open(HostFileSystem(), args.store);
+  auto store = Store::Open(args.store);
   if (!store.ok()) return terminal.Fail(store.status());
   Store::GcOptions options;
   options.dry_run = args.dry_run;
   options.grace = std::chrono::seconds(args.grace_seconds.value_or(kDefaultGraceSeconds));
-  // Without locks the grace is all that protects readers, so only one that somebody chose is relied
-  // on.
+  // Without locks only the grace period protects readers, so it is trusted only if the user chose
+  // it.
   options.trust_grace = args.grace_seconds.has_value();
   options.staging_age = std::chrono::seconds(args.staging_age_seconds);
   auto report = store.value().Gc(options);
@@ -89,7 +90,8 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
   }
   if (!terminal.quiet) {
     const char* const verb = args.dry_run ? "would remove" : "removed";
-    // Each save leaves a claim, which is an empty folder: only how many there were is of interest.
+    // Each save leaves a claim of its generation number, an empty directory; only the number of
+    // claims is reported.
     std::uint64_t claims = 0;
     const std::string generations = std::string(store_paths::kGenerationsFolder) + "/";
     for (const std::string& path : report.value().removed) {
@@ -109,24 +111,26 @@ int RunGc(const GcArgs& args, Terminal& terminal) {
     terminal.Line(fmt::format("{} {}", HumanBytes(report.value().bytes_freed),
                               args.dry_run ? "would be freed" : "freed"));
   }
-  // Told on standard error also with --json, which has them in its document.
+  // With --json these errors are also in the document.
   for (const std::string& path : report.value().failed) {
-    terminal.Fail(Status(Code::kUnavailable, "left as it is: " + path));
+    terminal.Fail(Status(Code::kUnavailable, "not removed: " + path));
   }
   const int flushed = terminal.Flush();
   return flushed == kDone && !report.value().failed.empty() ? kFailed : flushed;
 }
 
-// By folder and not by an opened store: the superblock may be what is damaged.
+// Does not open the store, because its superblock may be damaged.
 int RunFsck(const FsckArgs& args, Terminal& terminal) {
+  const auto fs = FileSystemFor(args.store);
+  if (!fs.ok()) return terminal.Fail(fs.status());
   auto findings = Store::FsckFolder(
-      HostFileSystem(), args.store,
+      *fs.value(), args.store,
       {.rebuild = args.rebuild, .read_data = args.read_data, .roots = terminal.roots});
   if (!findings.ok()) return terminal.Fail(findings.status());
   bool sound = true;
   std::size_t unread = 0;
   for (const Store::FsckFinding& finding : findings.value()) {
-    // What was repaired is told and does not count.
+    // Damage that was repaired is printed, but does not change the exit status.
     if (finding.damage && !finding.repaired) sound = false;
     unread += finding.unread ? 1 : 0;
     if (terminal.json) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount ls` and `info`; see commands.h. One file: both walk stores, checkpoints and keys,
-// and show the same columns.
-// `ls` streams: a line for each key as the index gives it, so it needs no memory for a million
-// keys. `info` of a tensor shows all that the index has of it, each chunk too.
+// `tensormount ls` and `info` (commands.h): both walk stores, checkpoints and keys, and print the
+// same columns. `ls` prints each key when it is read from the index, so its memory does not grow
+// with the number of keys. `info` of a tensor prints everything in the index about it, also each
+// chunk.
 #include <algorithm>
 #include <ctime>
 #include <set>
@@ -31,12 +31,11 @@
 namespace tensormount::tools {
 namespace {
 
-// JSON has lists of numbers.
 std::vector<std::int64_t> ShapeVector(const TensorEntry& tensor) {
   return {tensor.meta.shape().begin(), tensor.meta.shape().end()};
 }
 
-// What ls --json and info --json have in common; docs/cli.md lists the fields.
+// The fields of a tensor that ls --json and info --json have; docs/cli.md lists them.
 nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
   nlohmann::ordered_json json = {
       {"key", tensor.meta.key()},     {"dtype", InfoOf(tensor.meta.dtype()).name},
@@ -46,7 +45,7 @@ nlohmann::ordered_json TensorJson(const OpenedCheckpoint& checkpoint, const Tens
   return json;
 }
 
-// "2026-11-22 21:15" in local time.
+// A time as "2026-11-22 21:15", in local time.
 std::string DateText(std::int64_t seconds) {
   const auto time = static_cast<std::time_t>(seconds);
   std::tm parts{};
@@ -58,7 +57,7 @@ std::string DateText(std::int64_t seconds) {
   return text;
 }
 
-// A line of ls -l of a store or a training directory: 51 columns, then the name.
+// A line of ls -l for a checkpoint: 51 columns, then the name.
 std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, const std::string& date,
                         const std::string& size, const std::string& own, bool latest,
                         const char* pinned, const std::string& name) {
@@ -67,18 +66,19 @@ std::string DetailsLine(const Terminal& terminal, std::uint64_t generation, cons
   return line + terminal.LastName(name, line.size());
 }
 
-// The steps of a training directory, which has no uuids.
-// Generations are step numbers, as the names of the folders say them.
+// Lists the steps of a training directory. They have no UUIDs, and their generation is the number
+// in the directory's name.
 int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
-  const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
+  const auto folder = ForeignFolder::Open(*source.fs, source.path, terminal.roots);
   if (!folder.ok()) return terminal.Fail(folder.status());
   const auto steps = ReadForeignSteps(folder.value());
   if (!steps.ok()) return terminal.Fail(steps.status());
-  if (!steps.value()) return terminal.Flush();  // Gone meanwhile.
+  if (!steps.value()) return terminal.Flush();  // All steps were removed meanwhile.
   for (const ForeignStep& step : steps.value()->steps) {
     const bool latest = step.name == steps.value()->latest;
-    // What a step holds only opening it would tell, which may take long: its date is its folder's.
-    const auto info = args.details ? HostFileSystem().Stat(source.path + "/" + step.name)
+    // The date of a step is that of its directory, because reading the files of all steps would
+    // take long.
+    const auto info = args.details ? source.fs->Stat(source.path + "/" + step.name)
                                    : Result<FileInfo>(FileInfo{});
     if (!info.ok()) return terminal.Fail(info.status());
     if (terminal.json) {
@@ -98,7 +98,7 @@ int ListSteps(const FoundSource& source, const LsArgs& args, Terminal& terminal)
 }
 
 int InfoSteps(const FoundSource& source, Terminal& terminal) {
-  const auto folder = ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots);
+  const auto folder = ForeignFolder::Open(*source.fs, source.path, terminal.roots);
   if (!folder.ok()) return terminal.Fail(folder.status());
   const auto steps = ReadForeignSteps(folder.value());
   if (!steps.ok()) return terminal.Fail(steps.status());
@@ -115,11 +115,11 @@ int InfoSteps(const FoundSource& source, Terminal& terminal) {
   return terminal.Flush();
 }
 
-// An object: its parts, and what each is for a person.
+// Prints an object: its parts, and a description of each.
 int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecord>& parts,
                Terminal& terminal) {
   for (const ObjectRecord& part : parts) {
-    // Of a pickle its opcodes are walked and never run.
+    // A pickle is parsed and never executed.
     const auto text = DescribePart(checkpoint, part);
     if (!text.ok()) return terminal.Fail(text.status().WithContext("object " + part.key));
     const std::string& file = checkpoint.index().files()[part.file].name;
@@ -144,24 +144,25 @@ int InfoObject(const OpenedCheckpoint& checkpoint, const std::vector<ObjectRecor
   return terminal.Flush();
 }
 
-// Bytes of the files of other programs that an adopted checkpoint reads in place: what only opening
-// it tells.
-Status ReadForeignBytes(const std::string& folder, const Terminal& terminal, std::uint64_t* bytes) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(
-      const auto opened,
-      OpenedCheckpoint::Open(HostFileSystem(), folder, {.roots = terminal.roots}));
+// Adds the size of the foreign files of an adopted checkpoint to `bytes`. The checkpoint must be
+// opened for this.
+Status ReadForeignBytes(FileSystem& fs, const std::string& folder, const Terminal& terminal,
+                        std::uint64_t* bytes) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened,
+                               OpenedCheckpoint::Open(fs, folder, {.roots = terminal.roots}));
   for (const FileRecord& file : opened->index().files()) {
     if (file.placement == Placement::kForeign) *bytes += file.length;
   }
   return {};
 }
 
-// The checkpoints of a store, with -l what each costs. Of one whose files all lie below it nothing
-// but COMMIT and the begin of a manifest is read: a store of thousands is listed in a second.
+// The checkpoints of a store; with `details` also the bytes that each takes. For a self-contained
+// checkpoint only COMMIT and the begin of a manifest are read, so a store with thousands is listed
+// in a second.
 Result<std::vector<CheckpointCost>> ReadListings(const Store& store, bool details) {
   std::vector<CheckpointCost> all;
   if (details) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(HostFileSystem(), store));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs, StoreCosts::Of(store.fs(), store));
     return costs.checkpoints();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<CheckpointListing> listed, store.List());
@@ -169,16 +170,16 @@ Result<std::vector<CheckpointCost>> ReadListings(const Store& store, bool detail
   return all;
 }
 
-// Bytes of a store that are of no checkpoint.
-struct HiddenBytes {
+// Numbers of bytes in a store that belong to no checkpoint.
+struct UnreferencedBytes {
   std::uint64_t trash = 0;
   std::uint64_t staging = 0;
 
-  static Result<HiddenBytes> Of(const Store& store) {
+  static Result<UnreferencedBytes> Of(const Store& store) {
     const auto below = [&](std::string_view folder) {
-      return OwnBytes::Below(HostFileSystem(), JoinPath(store.path(), folder));
+      return OwnBytes::Below(store.fs(), JoinPath(store.path(), folder));
     };
-    HiddenBytes hidden;
+    UnreferencedBytes hidden;
     TENSORMOUNT_ASSIGN_OR_RETURN(hidden.trash, below(store_paths::kTrashFolder));
     TENSORMOUNT_ASSIGN_OR_RETURN(hidden.staging, below(store_paths::kStagingFolder));
     return hidden;
@@ -187,27 +188,27 @@ struct HiddenBytes {
     return fmt::format("{} in .trash, which gc frees", HumanBytes(trash));
   }
   std::string StagingText() const {
-    return fmt::format("{} in .staging: saves and copies, or what was left of them",
+    return fmt::format("{} in .staging: saves and copies in progress, or leftovers of failed ones",
                        HumanBytes(staging));
   }
 };
 
 int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal) {
-  auto store = Store::Open(HostFileSystem(), source.path);
+  auto store = Store::Open(*source.fs, source.path);
   if (!store.ok()) return terminal.Fail(store.status());
   const auto list = ReadListings(store.value(), args.details);
   if (!list.ok()) return terminal.Fail(list.status());
-  // Where no one can tell which is the latest, none is called so; the one that stands in the way is
-  // listed with its problem.
+  // If the latest checkpoint cannot be determined, none is marked as latest; a damaged checkpoint
+  // is listed with its problem.
   std::vector<CheckpointListing> listings;
   for (const CheckpointCost& cost : list.value()) listings.push_back(cost.listing);
   const auto latest = store.value().LatestOf(listings);
   pins::PinMap pinned;
   Status pins_read;
   if (args.details) {
-    auto all = pins::ReadAll(HostFileSystem(), store.value().path(), HostFileSystem().NowSeconds());
+    auto all = pins::ReadAll(*source.fs, store.value().path(), source.fs->NowSeconds());
     pins_read = all.status();
-    if (!all.ok()) terminal.Warn("what is pinned cannot be told: " + all.status().message());
+    if (!all.ok()) terminal.Warn("cannot read the pins: " + all.status().message());
     if (all.ok()) pinned = std::move(all).value();
   }
   int worst = kDone;
@@ -215,8 +216,10 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     CheckpointListing item = cost.listing;
     std::uint64_t foreign = 0;
     if (args.details && item.problem.ok() && !cost.self_contained) {
-      item.problem = ReadForeignBytes(source.path + "/" + item.name, terminal, &foreign);
-      if (item.problem.code() == Code::kNotFound) continue;  // Removed meanwhile.
+      item.problem =
+          ReadForeignBytes(*source.fs, source.path + "/" + item.name, terminal, &foreign);
+      // The checkpoint was removed meanwhile.
+      if (item.problem.code() == Code::kNotFound) continue;
       if (!item.problem.ok()) {
         item.state = item.problem.code() == Code::kDataLoss ? CheckpointListing::State::kDamaged
                                                             : CheckpointListing::State::kUnread;
@@ -226,8 +229,7 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
         latest.ok() && latest.value().name == item.name && latest.value().uuid == item.uuid;
     const auto pin = pinned.find(item.uuid);
     const bool is_pinned = pin != pinned.end() && !pin->second.expired;
-    // What is listed with a problem is listed; that nothing is known of it, or damage, is said in
-    // the exit status too.
+    // A checkpoint with a problem is listed, and also changes the exit status.
     if (item.state == CheckpointListing::State::kUnread) worst = kFailed;
     if (item.state == CheckpointListing::State::kDamaged) worst = std::max(worst, kCheckFailed);
     if (terminal.json) {
@@ -253,12 +255,12 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
     } else {
       terminal.Line(fmt::format("{}\t{}", item.name,
                                 item.state == CheckpointListing::State::kNoCheckpoint
-                                    ? "no checkpoint: a folder without COMMIT"
+                                    ? "not a checkpoint: a directory without COMMIT"
                                     : item.problem.ToString()));
     }
   }
   if (args.details && !terminal.json && !terminal.quiet) {
-    const Result<HiddenBytes> hidden = HiddenBytes::Of(store.value());
+    const Result<UnreferencedBytes> hidden = UnreferencedBytes::Of(store.value());
     if (!hidden.ok()) return terminal.Fail(hidden.status());
     if (hidden.value().trash > 0) terminal.Line("besides      " + hidden.value().TrashText());
     if (hidden.value().staging > 0) terminal.Line("besides      " + hidden.value().StagingText());
@@ -267,14 +269,13 @@ int ListStore(const FoundSource& source, const LsArgs& args, Terminal& terminal)
   return flushed != kDone ? flushed : worst;
 }
 
-// Dtype, shape and size, with a blank at the end: 32 columns for most tensors.
+// Dtype, shape and size of a tensor, with a space at the end: 32 columns for most tensors.
 std::string TensorColumns(const TensorMeta& meta) {
   return fmt::format("{:<5} {:<16} {:>8} ", InfoOf(meta.dtype()).name, meta.shape().ToString(),
                      HumanBytes(meta.bytes()));
 }
 
-// The names by which layers of stacked tensors can be read.
-// After the stored keys, each pattern in turn.
+// Lists the names of layers of stacked tensors, after the stored keys, pattern by pattern.
 Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal,
                   std::size_t& listed) {
   const CheckpointIndex& index = checkpoint.index();
@@ -288,7 +289,7 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
       const std::string name = LayerKey(pattern, n);
       if (!args.glob.empty() && !GlobMatches(args.glob, name)) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto layer, index.ResolveLayer(name));
-      // Not every name of a pattern is a layer: a stored key may have the name.
+      // If a tensor has the same key as a layer, the layer cannot be named.
       if (!layer) continue;
       ++listed;
       const TensorMeta& meta = layer->meta;
@@ -312,8 +313,8 @@ Status ListLayers(const OpenedCheckpoint& checkpoint, const LsArgs& args, Termin
   return {};
 }
 
-// Columns of -l are fixed in width but for the key, which is last, so that lines can be printed as
-// they come.
+// Lists the keys of a checkpoint. The columns of -l have fixed widths, except the last, the key, so
+// that each line is printed when its tensor is read.
 int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal& terminal) {
   std::size_t listed = 0;
   const Status status = checkpoint.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
@@ -339,7 +340,8 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
     const Status layers = ListLayers(checkpoint, args, terminal, listed);
     if (!layers.ok()) return terminal.Fail(layers);
   }
-  // A glob with a slip in it is not a checkpoint without tensors.
+  // If the glob matches no key, the command fails, so that the checkpoint does not seem to be
+  // empty.
   if (listed == 0 && !args.glob.empty()) {
     const int flushed = terminal.Flush();
     if (flushed != kDone) return flushed;
@@ -350,7 +352,7 @@ int ListTensors(const OpenedCheckpoint& checkpoint, const LsArgs& args, Terminal
   return terminal.Flush();
 }
 
-// A layer has no chunks, digest or placement of its own: the stack has them.
+// Prints a layer. Only the stacked tensor has chunks, digest and placement.
 int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
   const TensorMeta& meta = layer.meta;
   const std::string& stack = layer.stacked.meta.key();
@@ -373,9 +375,8 @@ int InfoLayer(const LayerEntry& layer, Terminal& terminal) {
   return terminal.Flush();
 }
 
-// How a mount reads this tensor: by the kernel where one file is nothing but it.
-// As the mount itself decides it (WholeFileOf), but for what only a mount knows, as whether the
-// kernel can.
+// How a mount reads the tensor: by passthrough if a file has only this tensor (`whole_file`), else
+// through the daemon. Whether the kernel supports passthrough is not considered.
 std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
   if (whole_file) return "passthrough";
   std::set<std::uint32_t> files;
@@ -385,12 +386,12 @@ std::string TierOf(const std::vector<ChunkRecord>& chunks, bool whole_file) {
                      files.size() == 1 ? "file" : "files");
 }
 
-// Bytes of a common value's text that are shown where they stand among other things.
+// Largest number of bytes of a common value that a list shows.
 constexpr std::size_t kShownValueBytes = 100;
-// And how many values.
+// Largest number of common values in a list.
 constexpr std::size_t kShownValues = 20;
 
-// The text of a value, cut between characters where it is long.
+// The text of a value, cut between characters if it is long.
 std::string ShortValue(const CommonValue& value) {
   std::string text = CommonToJson(value);
   if (text.size() <= kShownValueBytes) return text;
@@ -400,7 +401,7 @@ std::string ShortValue(const CommonValue& value) {
   return fmt::format("{}... ({} of text)", text.substr(0, end), whole);
 }
 
-// Common values among what `info` says of a checkpoint: some, and how to see all.
+// Lists the first common values for `info` of a checkpoint, and how to see all.
 void ListCommon(const CommonState& common, const std::string& source, Terminal& terminal) {
   std::size_t left = kShownValues;
   std::size_t more = 0;
@@ -415,14 +416,14 @@ void ListCommon(const CommonState& common, const std::string& source, Terminal& 
     }
   };
   list("common", common.values);
-  for (const auto& [rank, values] : common.ranks) list(fmt::format("of rank {}", rank), values);
+  for (const auto& [rank, values] : common.ranks) list(fmt::format("rank {}", rank), values);
   if (more > 0) {
     terminal.Line(fmt::format("{:14} and {}: tensormount info {} --common", "",
                               Counted(more, "other common value"), source));
   }
 }
 
-// All of them, in the form in which a mount has them.
+// Prints all common values as in common.json of a mount.
 int InfoCommon(const OpenedCheckpoint& checkpoint, Terminal& terminal) {
   const Result<std::string> text = fs::CommonJson(checkpoint.index());
   if (!text.ok()) return terminal.Fail(text.status());
@@ -445,7 +446,7 @@ int InfoCommonValue(const std::string& name, const CommonValue& value, Terminal&
   return terminal.Flush();
 }
 
-// The order of names: a stored tensor, a layer, an object, a common value.
+// Prints the tensor, layer, object or common value (the first that exists) with the key.
 int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Terminal& terminal) {
   const std::string& key = args.key;
   auto found = checkpoint.index().Find(key);
@@ -510,22 +511,32 @@ int InfoTensor(const OpenedCheckpoint& checkpoint, const InfoArgs& args, Termina
   return terminal.Flush();
 }
 
-// Sharers that are listed; --json has all.
+// Largest number of checkpoints that are listed as sharing files; --json lists all.
 constexpr std::size_t kShownSharers = 20;
 
-// What a checkpoint costs beside the others of its store; nothing of one that stands in none.
+// Prints how many bytes the checkpoint takes in its store, and which checkpoints share them. Prints
+// nothing for a checkpoint outside of a store. `json`: if not null, the values are added there
+// instead.
 Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json,
                 Terminal& terminal) {
   const auto parts = SplitCheckpointPath(checkpoint.directory());
   if (checkpoint.commit() == nullptr || !parts.ok()) return {};
-  const auto store = Store::Open(HostFileSystem(), parts.value().store);
+  const auto store = Store::Open(checkpoint.fs(), parts.value().store);
   if (store.status().code() == Code::kNotFound) return {};
   TENSORMOUNT_RETURN_IF_ERROR(store.status());
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreCosts costs,
-                               StoreCosts::Of(HostFileSystem(), store.value()));
+                               StoreCosts::Of(checkpoint.fs(), store.value()));
   const CheckpointCost* const cost = costs.Find(parts.value().name);
-  // Replaced or removed since it was opened.
-  if (cost == nullptr || cost->listing.uuid != checkpoint.index().info().uuid) return {};
+  if (cost == nullptr) return {};  // The checkpoint was removed meanwhile.
+  TENSORMOUNT_RETURN_IF_ERROR(cost->listing.problem);
+  // Another checkpoint has replaced this one meanwhile.
+  if (cost->listing.uuid != checkpoint.index().info().uuid) return {};
+  // Files shared with a checkpoint that cannot be read are counted as not shared.
+  for (const CheckpointCost& other : costs.checkpoints()) {
+    if (other.listing.state != CheckpointListing::State::kUnread) continue;
+    terminal.Warn(fmt::format("own and shared bytes do not count {}, which cannot be read: {}",
+                              other.listing.name, other.listing.problem.message()));
+  }
   const std::vector<StoreCosts::Sharer> sharers = costs.SharersOf(parts.value().name);
   if (json != nullptr) {
     (*json)["stored_bytes"] = cost->bytes;
@@ -538,14 +549,14 @@ Status InfoCost(const OpenedCheckpoint& checkpoint, nlohmann::ordered_json* json
     }
     return {};
   }
-  terminal.Line(fmt::format("stored         {}, {} of them its own", HumanBytes(cost->bytes),
-                            HumanBytes(cost->own_bytes)));
+  terminal.Line(fmt::format("stored         {}, {} of them only in this checkpoint",
+                            HumanBytes(cost->bytes), HumanBytes(cost->own_bytes)));
   for (std::size_t i = 0; i < std::min(sharers.size(), kShownSharers); ++i) {
     terminal.Line(fmt::format("shared         {} in {} with {}", HumanBytes(sharers[i].bytes),
                               Counted(sharers[i].files, "file"), sharers[i].name));
   }
   if (sharers.size() > kShownSharers) {
-    terminal.Line(fmt::format("{:14} and with {} (--json names all)", "",
+    terminal.Line(fmt::format("{:14} and with {} (--json lists all)", "",
                               Counted(sharers.size() - kShownSharers, "other checkpoint")));
   }
   return {};
@@ -556,7 +567,7 @@ std::string CommonKeyText(const CommonKey& key) {
   return text != nullptr ? *text : std::to_string(*std::get_if<std::int64_t>(&key));
 }
 
-// Everything but tensors and chunks themselves; reads a handful of records.
+// Prints everything about a checkpoint except its tensors and chunks. Reads only a few records.
 int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source,
                    Terminal& terminal) {
   const CheckpointIndex& index = checkpoint.index();
@@ -621,7 +632,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
     return terminal.Fail(costs);
   }
   if (!layers.value()->empty()) {
-    terminal.Line(fmt::format("layer names    of {} (ls --layers)",
+    terminal.Line(fmt::format("layer names    for {} (ls --layers)",
                               Counted(layers.value()->patterns().size(), "stacked tensor")));
   }
   terminal.Line(fmt::format("objects        {}", objects.value().size()));
@@ -632,11 +643,11 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
   }
   if (!info.self_contained) {
     terminal.Line(
-        fmt::format("self-contained no: the data lie in files of others below {}", info.root));
+        fmt::format("self-contained no: the data stay in the original files under {}", info.root));
   }
   if (!checkpoint.beside().empty()) {
-    terminal.Line(
-        fmt::format("beside         {} (no part of it)", ListedNames(checkpoint.beside())));
+    terminal.Line(fmt::format("beside         {} (not part of the checkpoint)",
+                              JoinFirstNames(checkpoint.beside())));
   }
   for (const std::string& note : notes) terminal.Line("note           " + note);
   return terminal.Flush();
@@ -645,7 +656,7 @@ int InfoCheckpoint(const OpenedCheckpoint& checkpoint, const std::string& source
 }  // namespace
 
 int RunLs(const LsArgs& args, Terminal& terminal) {
-  auto source = FindNamed(HostFileSystem(), args.source, terminal);
+  auto source = FindSourceArgument(args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
   if (args.glob.empty() && source.value().kind == SourceKind::kStore) {
     return ListStore(source.value(), args, terminal);
@@ -653,7 +664,7 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
   if (args.glob.empty() && source.value().kind == SourceKind::kForeignSteps) {
     return ListSteps(source.value(), args, terminal);
   }
-  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  auto opened = OpenSource(args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
   return ListTensors(*opened.value(), args, terminal);
 }
@@ -661,22 +672,22 @@ int RunLs(const LsArgs& args, Terminal& terminal) {
 int RunInfo(const InfoArgs& args, Terminal& terminal) {
   if (args.common && !args.key.empty()) {
     return terminal.Fail(
-        Status(Code::kInvalidArgument, "info --common is of a checkpoint, without a KEY"));
+        Status(Code::kInvalidArgument,
+               "info --common prints all common values of a checkpoint and takes no KEY"));
   }
-  auto source = FindNamed(HostFileSystem(), args.source, terminal);
+  auto source = FindSourceArgument(args.source, terminal);
   if (!source.ok()) return terminal.Fail(source.status());
   if (source.value().kind == SourceKind::kForeignSteps && args.key.empty() && !args.common) {
     return InfoSteps(source.value(), terminal);
   }
   if (source.value().kind == SourceKind::kStore && args.key.empty() && !args.common) {
-    auto store = Store::Open(HostFileSystem(), source.value().path);
+    auto store = Store::Open(*source.value().fs, source.value().path);
     if (!store.ok()) return terminal.Fail(store.status());
-    const auto costs = StoreCosts::Of(HostFileSystem(), store.value());
+    const auto costs = StoreCosts::Of(store.value().fs(), store.value());
     if (!costs.ok()) return terminal.Fail(costs.status());
     const std::vector<CheckpointListing> list = costs.value().Listings();
     auto latest = store.value().LatestOf(list);
-    // "None" is only said of a store that has none.
-    // An error while looking for it is an error.
+    // kNotFound means that there is no latest checkpoint; other errors are reported.
     if (!latest.ok() && latest.status().code() != Code::kNotFound) {
       return terminal.Fail(latest.status(),
                            fmt::format("`tensormount ls {}` lists the checkpoints", args.source));
@@ -687,9 +698,9 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
     } else if (!list.empty()) {
       terminal.Warn(latest.status().message());
     }
-    const Result<HiddenBytes> looked = HiddenBytes::Of(store.value());
+    const Result<UnreferencedBytes> looked = UnreferencedBytes::Of(store.value());
     if (!looked.ok()) return terminal.Fail(looked.status());
-    const HiddenBytes& hidden = looked.value();
+    const UnreferencedBytes& hidden = looked.value();
     if (terminal.json) {
       terminal.Json(nlohmann::ordered_json{{"store", source.value().path},
                                            {"uuid", store.value().uuid().ToString()},
@@ -708,11 +719,11 @@ int RunInfo(const InfoArgs& args, Terminal& terminal) {
                                 HumanBytes(costs.value().stored_bytes()),
                                 HumanBytes(costs.value().shared_bytes())));
       if (hidden.trash > 0) terminal.Line("removed      " + hidden.TrashText());
-      if (hidden.staging > 0) terminal.Line("under way    " + hidden.StagingText());
+      if (hidden.staging > 0) terminal.Line("in progress  " + hidden.StagingText());
     }
     return terminal.Flush();
   }
-  auto opened = OpenSource(HostFileSystem(), args.source, terminal);
+  auto opened = OpenSource(args.source, terminal);
   if (!opened.ok()) return terminal.Fail(opened.status());
   if (args.common) return InfoCommon(*opened.value(), terminal);
   if (args.key.empty()) return InfoCheckpoint(*opened.value(), args.source, terminal);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount load`: the slices of every rank loaded into memory, as a job would, and measured.
-// The order: sources, map and rule are read in each process; each rank allocates its buffers; all
-// agree that they could, so that the clock starts on all of them together; Load; then, with
-// --compare, each rank reads the same regions of the other source and compares; the figures of all
-// are gathered, and rank 0 prints them.
+// `tensormount load` (commands.h): loads every rank's shards into memory, as a job would, and
+// measures the time. Each process opens the sources and reads map and rule. Each rank allocates its
+// buffers, and the ranks agree that all succeeded, so that their clocks start together. After Load,
+// with --compare, each rank compares its regions with the other source. Rank 0 prints the figures
+// of all ranks.
 #include "tensormount/load.h"
 
 #include <algorithm>
@@ -32,8 +32,7 @@
 namespace tensormount::tools {
 namespace {
 
-// What one rank loaded, as bytes for the gather to rank 0.
-// Sent as it lies in memory: all ranks run the same program, and the size is checked.
+// The figures of one rank. Ranks exchange them as raw memory, because all run the same program.
 struct RankFigures {
   std::uint64_t wanted = 0;
   std::uint64_t read = 0;
@@ -46,12 +45,12 @@ struct RankFigures {
   std::uint64_t tensors = 0;
   std::uint64_t compared_bytes = 0;
   std::uint64_t different_tensors = 0;
-  std::uint64_t peak_memory = 0;  // Of the process.
+  std::uint64_t peak_memory = 0;  // Peak memory of the process.
   double seconds = 0;
 };
 
-// Of this program since its start. The ru_maxrss of getrusage is also that of the process which
-// started it.
+// The peak memory of this process. ru_maxrss of getrusage is not used, because it includes memory
+// of the process that started this one.
 std::uint64_t PeakMemory() {
   std::ifstream status("/proc/self/status");
   std::string line;
@@ -61,20 +60,20 @@ std::uint64_t PeakMemory() {
   return 0;
 }
 
-// The key, or what the map makes of it; empty where that drops it.
-// The map gives names for matching; what is loaded is asked for by stored keys.
+// The tensor's key after the key map, with which keys are matched and compared; empty if the map
+// drops the tensor. Tensors are loaded by their stored keys.
 const std::string& NameOf(const TensorEntry& tensor, const KeyRenames* renames) {
   return renames != nullptr ? renames->tensors()[tensor.ordinal] : tensor.meta.key();
 }
 
-// Adds this rank's region of each tensor that is chosen, over memory of `memory`.
+// Adds this rank's region of each tensor that matches --keys, with buffers from `memory`.
 Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const ShardRule& rule,
                    const KeyRenames* renames, int rank, HostMemory& memory, StateDict& request) {
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
     const TensorMeta& meta = tensor.meta;
     const std::string& name = NameOf(tensor, renames);
-    if (name.empty()) return true;  // Dropped.
+    if (name.empty()) return true;  // The key map drops the tensor.
     if (!args.keys.empty() && !GlobMatches(args.keys, name)) return true;
     auto region = rule.RegionOf(name, meta.dtype(), meta.shape(), rank);
     failure = region.status();
@@ -90,7 +89,7 @@ Status FillRequest(const OpenedCheckpoint& source, const LoadArgs& args, const S
   return failure;
 }
 
-// Calls fn(name) for the name of each tensor of the source, which the map has not dropped.
+// Calls fn with the key (NameOf) of each tensor of the source, except tensors that the map drops.
 Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
                    const std::function<void(const std::string&)>& fn) {
   return source.index().ForEachTensor(0, [&](const TensorEntry& tensor) {
@@ -100,9 +99,10 @@ Status ForEachName(const OpenedCheckpoint& source, const KeyRenames* renames,
   });
 }
 
-// A glob with a slip in it would load nothing, and find all of it equal.
-Status CheckKeysChoose(const OpenedCheckpoint& source, const OpenedCheckpoint* other,
-                       const LoadArgs& args, const KeyRenames* renames) {
+// Fails if --keys matches no key, because nothing would be loaded, and the sources reported as
+// equal.
+Status CheckKeysMatch(const OpenedCheckpoint& source, const OpenedCheckpoint* other,
+                      const LoadArgs& args, const KeyRenames* renames) {
   if (args.keys.empty()) return {};
   bool any = false;
   const auto look = [&](const std::string& name) { any |= GlobMatches(args.keys, name); };
@@ -112,7 +112,7 @@ Status CheckKeysChoose(const OpenedCheckpoint& source, const OpenedCheckpoint* o
   return {Code::kNotFound, fmt::format("--keys '{}': no key matches it", args.keys)};
 }
 
-// Counts and names what only the second source has. What the map dropped nobody wants.
+// Counts and reports keys that only the second source has, except keys that the map drops.
 Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
                    const LoadArgs& args, const KeyRenames* renames, Terminal& terminal,
                    RankFigures& figures) {
@@ -132,9 +132,8 @@ Status CompareKeys(const OpenedCheckpoint& source, const OpenedCheckpoint& other
   });
 }
 
-// Compares what was loaded with the same regions of `other`, byte for byte, in blocks. Names the
-// first difference of each tensor on standard error.
-// Memory: one tensor's region of the other source at a time.
+// Compares the loaded data with the same regions of `other`, byte for byte, and warns of the first
+// byte that differs in each tensor. Takes memory for one region at a time.
 Status Compare(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
                const StateDict& loaded, const KeyRenames* renames, Terminal& terminal,
                RankFigures& figures) {
@@ -151,7 +150,7 @@ Status Compare(const OpenedCheckpoint& source, const OpenedCheckpoint& other,
       if (!entry.ok() && entry.status().code() != Code::kNotFound) return entry.status();
       ++figures.different_tensors;
       terminal.Warn(fmt::format("tensor {}: {} in the second source", name,
-                                entry.ok() ? "another dtype or shape" : "missing"));
+                                entry.ok() ? "different dtype or shape" : "missing"));
       continue;
     }
     HostMemory memory;
@@ -188,7 +187,7 @@ nlohmann::ordered_json FiguresJson(const RankFigures& f) {
           {"different_tensors", f.different_tensors}};
 }
 
-// Text has a line a rank and the sum; JSON has both too, with exact numbers.
+// Prints the figures of each rank and of all ranks together.
 void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& terminal) {
   RankFigures sum;
   for (const RankFigures& f : all) {
@@ -199,7 +198,7 @@ void PrintFigures(const std::vector<RankFigures>& all, bool compared, Terminal& 
     sum.by_digest += f.by_digest;
     sum.unverified += f.unverified;
     sum.messages += f.messages;
-    // Of buffers and time the worst rank counts, of bytes all.
+    // Buffers, tensors, time and memory are maxima; all other figures are sums.
     sum.peak_buffers = std::max(sum.peak_buffers, f.peak_buffers);
     sum.compared_bytes += f.compared_bytes;
     sum.different_tensors += f.different_tensors;
@@ -240,37 +239,35 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
   if (!made.ok()) return terminal.Fail(made.status());
   Ranks group = std::move(made).value();
 
-  FileSystem& fs = HostFileSystem();
   Status before;
   std::shared_ptr<OpenedCheckpoint> source;
   std::shared_ptr<OpenedCheckpoint> other;
   ShardRule rule;
   std::optional<KeyRenames> renames;
-  // Once for all ranks of this process. A failure is told here where nobody waits, and by Agree
-  // below where others do.
+  // Called once for all ranks of this process. Under mpirun an error is reported to the other ranks
+  // by Agree below.
   const auto prepare = [&]() -> Status {
-    // What is lost beside the keys that were asked for concerns nobody.
-    const IfLost lost = args.partial ? IfLost::kLeaveOut : IfLost::kShow;
-    TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(fs, args.source, terminal, lost));
+    // Only missing data of requested keys are an error, in CheckSourceComplete below.
+    const LossPolicy lost = args.partial ? LossPolicy::kLeaveOut : LossPolicy::kWarn;
+    TENSORMOUNT_ASSIGN_OR_RETURN(source, OpenSource(args.source, terminal, lost));
     if (!args.compare.empty()) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(fs, args.compare, terminal, lost));
+      TENSORMOUNT_ASSIGN_OR_RETURN(other, OpenSource(args.compare, terminal, lost));
     }
     if (!args.partial) {
-      TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*source, args.keys));
-      if (other) TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*other, args.keys));
+      TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*source, args.keys));
+      if (other) TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*other, args.keys));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(fs, args.map));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const auto map, ReadKeyMap(args.map));
     if (map) {
       TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(source->index(), *map));
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(fs, args.shard, group.size()));
-    TENSORMOUNT_RETURN_IF_ERROR(CheckRuleCuts(*source, args.shard, rule, group.size()));
-    return CheckKeysChoose(*source, other.get(), args, renames ? &*renames : nullptr);
+    TENSORMOUNT_ASSIGN_OR_RETURN(rule, ShardRule::ParseOrRead(args.shard, group.size()));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckShardRuleSplits(*source, args.shard, rule, group.size()));
+    return CheckKeysMatch(*source, other.get(), args, renames ? &*renames : nullptr);
   };
   before = prepare();
   if (!before.ok() && !group.is_mpi()) return terminal.Fail(before);
-  // The file itself, so that all ranks load what was resolved once here.
-  // "latest" may change while ranks start.
+  // The path is resolved, so that all ranks load the same checkpoint even if "latest" changes.
   const std::string path = source ? source->directory() : args.source;
 
   Progress progress(terminal, "load");
@@ -288,8 +285,9 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     options.progress = &progress.done();
     options.timeouts = MakeTimeouts(args.liveness_seconds, args.arrival_seconds);
     options.roots = terminal.roots;
-    options.not_requested = Strict::kIgnore;  // --keys asks for a part.
-    // Everybody's memory is there before the clock runs.
+    // With --keys only some keys are requested.
+    options.not_requested = Strict::kIgnore;
+    // All ranks have allocated their memory before the clock starts.
     Collective collective(comm, options.timeouts);
     TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(mine, "prepare"));
     const auto start = std::chrono::steady_clock::now();
@@ -306,7 +304,7 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     figures.messages = report.messages_sent;
     figures.peak_buffers = report.peak_buffer_bytes;
     figures.tensors = request.tensors().size();
-    // Of the process, so with threads as ranks all of them report the same.
+    // This is the value of the process, so ranks that are threads report the same.
     figures.peak_memory = PeakMemory();
     Status compared =
         other ? Compare(*source, *other, request, renamed, terminal, figures) : Status();
@@ -321,7 +319,11 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     all.clear();
     different = 0;
     for (const std::string& bytes : gathered) {
-      if (bytes.size() != sizeof(RankFigures)) return Status(Code::kInternal, "report of a rank");
+      if (bytes.size() != sizeof(RankFigures)) {
+        return Status(Code::kInternal,
+                      fmt::format("the report of rank {} has {} bytes instead of {}", all.size(),
+                                  bytes.size(), sizeof(RankFigures)));
+      }
       RankFigures f;
       std::memcpy(&f, bytes.data(), sizeof f);
       different += f.different_tensors;
@@ -330,10 +332,10 @@ int RunLoad(const LoadArgs& args, Terminal& terminal) {
     return {};
   });
   if (!status.ok()) return group.Fail(terminal, status);
-  if (group.prints()) PrintFigures(all, other != nullptr, terminal);
+  if (group.prints_results()) PrintFigures(all, other != nullptr, terminal);
   const int flushed = terminal.Flush();
   if (flushed != kDone) return flushed;
-  // The same on all ranks: every one has the figures of all.
+  // Each rank has the figures of all ranks, so all return the same status.
   return different == 0 ? kDone : kCheckFailed;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program `tensormount`, all of which is tm_main (tensormount/c.h): a part of the program
-// itself, or of the library beside it, as in the Python wheel.
+// The program `tensormount`. It contains tm_main (tensormount/c.h) or, in the Python wheel, uses
+// that of the library.
 #include "tensormount/c.h"
 
 int main(int argc, char** argv) { return tm_main(argc, argv); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount mount` and `unmount`: options to MountOptions, the fork into the background, and its
-// first words; see commands.h.
+// `tensormount mount` and `unmount` (commands.h): convert options to MountOptions, fork the daemon,
+// and report whether the mount started.
 //
 //   parent                                   child (the daemon)
 //   resolve paths, check options
@@ -8,7 +8,7 @@
 //   wait on a pipe, 60 s at most             start the session, write the outcome into the pipe
 //   print it, exit                           serve until unmounted or a signal
 //
-// In the foreground there is one process and no pipe; everything else is the same.
+// With --foreground there is only one process, and no pipe.
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -25,6 +25,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/file_system_for.h"
 #include "base/log.h"
 #include "fs/mount/mount_session.h"
 #include "mount-tools/commands.h"
@@ -34,60 +35,67 @@
 namespace tensormount::tools {
 namespace {
 
-// How long the parent waits for its daemon to say that the mount answers.
+// How long the parent waits until the daemon reports that the mount answers.
 constexpr int kStartSeconds = 60;
 
 template <typename T>
-// The value of an option that is one of some words; the error names them all.
+// Converts the value of an option that is one of several words; the error lists the words.
 Result<T> Choose(const std::map<std::string, T>& choices, const std::string& option,
                  const std::string& text) {
   const auto it = choices.find(text);
   if (it != choices.end()) return it->second;
   std::string names;
   for (const auto& [name, value] : choices) names += (names.empty() ? "" : ", ") + name;
-  return Status(Code::kInvalidArgument, fmt::format("{} {}: one of {}", option, text, names));
+  return Status(Code::kInvalidArgument,
+                fmt::format("{} {}: must be one of {}", option, text, names));
+}
+
+Result<std::string> ResolvePathArgument(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
+  return fs->Resolve(path);
 }
 
 Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal& terminal) {
   using Tier = fs::MountOptions::Tier;
   using Verify = fs::ServeVerify;
   fs::MountOptions options;
-  FileSystem& host = HostFileSystem();
-  // Taken before the daemon leaves this folder, and "latest" once.
+  // Relative paths and "latest" are resolved before the daemon changes its working directory.
   for (const std::string& root : terminal.roots) {
-    Result<std::string> resolved = host.Resolve(root);
+    Result<std::string> resolved = ResolvePathArgument(root);
     if (!resolved.ok()) return resolved.status().WithContext("--root");
     options.roots.push_back(std::move(resolved).value());
   }
-  Terminal quiet;  // What a daemon has to say goes to its log.
+  Terminal quiet;  // A daemon has no terminal, so notes are not printed.
   quiet.roots = options.roots;
   quiet.file = terminal.file;
-  const Result<FoundSource> found = FindNamed(host, args.source, quiet);
+  const Result<FoundSource> found = FindSourceArgument(args.source, quiet);
   if (found.status().code() == Code::kUnsupported) {
-    const auto entries = host.List(args.source);
+    const auto fs = FileSystemFor(args.source);
+    const auto entries = fs.ok() ? fs.value()->List(args.source) : fs.status();
     if (entries.ok() && entries.value().empty()) {
-      return found.status().WithContext(
-          fmt::format("`tensormount init {}` makes it a store, which can be mounted and saved into",
-                      args.source));
+      return found.status().WithMessage(
+          fmt::format("{}; `tensormount init {}` makes this directory a store",
+                      found.status().message(), args.source));
     }
   }
   if (!found.ok()) return found.status();
   const FoundSource& source = found.value();
   options.source = source.path;
   for (const std::string& warning : source.warnings) Log(LogLevel::kWarning, warning);
-  // A daemon that was killed leaves a mount point that answers ENOTCONN to everything: mounting
-  // again must work without an unmount.
+  // A daemon that was killed leaves a dead mount, which returns ENOTCONN for everything. It is
+  // removed, so that the user need not unmount it.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool dead, fs::ClearDeadMount(args.mount_point));
-  if (dead) Log(LogLevel::kWarning, args.mount_point + ": took away a mount whose daemon is gone");
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(args.mount_point));
-  auto mount_point = host.Resolve(args.mount_point);
+  if (dead)
+    Log(LogLevel::kWarning, args.mount_point + ": removed a dead mount whose daemon is gone");
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const host, FileSystemFor(args.mount_point));
+  auto mount_point = host->Resolve(args.mount_point);
   if (!mount_point.ok()) {
     return Status(mount_point.status().code(),
-                  fmt::format("mount point {}: no such folder", args.mount_point));
+                  fmt::format("mount point {}: no such directory", args.mount_point));
   }
   options.mount_point = mount_point.value();
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(host, args.map));
-  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(host, args.hf_rules));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.map, ReadKeyMap(args.map));
+  TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.rules, ReadKeyMap(args.hf_rules));
   TENSORMOUNT_ASSIGN_OR_RETURN(options.hf.part_bytes, fs::ParsePartSize(args.hf_part_size));
   options.list_views = args.views;
   options.allow_other = args.allow_other;
@@ -103,11 +111,11 @@ Result<fs::MountOptions> MakeMountOptions(const MountArgs& args, const Terminal&
   return options;
 }
 
-// Mounts and serves until unmounted. `started` is told once, with the outcome of the start.
+// Mounts and serves until unmounted. `started` is called once, with the result of the start.
 Status Serve(const fs::MountOptions& options, const std::function<void(const Status&)>& started) {
-  // Signals are taken by a thread of their own: a handler could do nothing useful. Blocked before
-  // the session's threads start, so that they inherit it.
-  // SIGHUP as well: who closes a terminal with a foreground mount wants it gone.
+  // A thread waits for signals, because a signal handler could not end the session. The signals are
+  // blocked before the session's threads start, so that these inherit the mask. SIGHUP is one of
+  // them, because closing the terminal should end a foreground mount.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -116,14 +124,14 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 
-  auto session = fs::MountSession::Start(HostFileSystem(), options);
+  auto session = fs::MountSession::Start(options);
   started(session.status());
   if (!session.ok()) return session.status();
   std::atomic<bool> done{false};
-  // Stop() ends the session, and with it Wait below.
+  // After a signal this thread calls Stop(), which ends the session, so that Wait() below returns.
   std::thread watcher([&] {
-    // Once whoever waited for the mount has read from it, what opening took and gave back is the
-    // kernel's again, and so is what is freed later (tm_main.cc).
+    // Shortly after the start, memory that was used for opening is returned to the kernel. From
+    // then on, freed memory is returned sooner than tm_main.cc has set.
     const timespec soon{.tv_sec = 0, .tv_nsec = 300'000'000};
     int signal = sigtimedwait(&signals, nullptr, &soon);
     mallopt(M_MMAP_THRESHOLD, 1 << 20);
@@ -131,7 +139,7 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
     malloc_trim(0);
     while (signal < 0) {
       signal = sigwaitinfo(&signals, nullptr);
-      // A process that is stopped and continued (a debugger, a frozen container) hears EINTR.
+      // A process that is stopped and continued (a debugger, a frozen container) gets EINTR.
       if (signal < 0 && errno != EINTR) break;
     }
     if (done || signal < 0) return;
@@ -139,14 +147,15 @@ Status Serve(const fs::MountOptions& options, const std::function<void(const Sta
     session.value()->Stop();
   });
   const Status status = session.value()->Wait();
-  // The signal that wakes the watcher is then not taken for one from outside.
+  // `done` tells the watcher that the next signal is only to wake it.
   done = true;
-  pthread_kill(watcher.native_handle(), SIGTERM);  // Where it still waits for one.
+  pthread_kill(watcher.native_handle(), SIGTERM);  // Wakes the watcher.
   watcher.join();
   return status;
 }
 
-// A parent that is gone is nobody's problem: SIGPIPE is ignored, and the mount serves on.
+// Writes the text to a pipe. Errors are ignored: if the parent process has ended, the mount
+// continues.
 void WriteAll(int fd, const std::string& text) {
   std::size_t at = 0;
   while (at < text.size()) {
@@ -157,28 +166,30 @@ void WriteAll(int fd, const std::string& text) {
   }
 }
 
-// What the daemon reports through the pipe: code, errno, message.
-// In text; the message comes last, since it may hold anything.
+// The text that the daemon sends through the pipe: code, errno and message. The message is last,
+// because it may contain any characters.
 std::string EncodeOutcome(const Status& status) {
   return fmt::format("{} {} {}", static_cast<int>(status.code()), status.ToErrno(),
                      status.ok() ? "" : status.message());
 }
 
-// An empty text is a daemon that died before it could say anything.
+// Decodes the daemon's text. If it is empty, the daemon died before it sent a text.
 Status DecodeOutcome(const std::string& text) {
   int code = 0;
   int err = 0;
   int at = 0;
   if (std::sscanf(text.c_str(), "%d %d %n", &code, &err, &at) < 2 || code < 0 ||
       code > static_cast<int>(Code::kInternal)) {
-    return Status(Code::kInternal, "the mount daemon ended before the mount answered");
+    return Status(Code::kInternal,
+                  "the mount daemon exited before the mount answered; see its log (--log, or the "
+                  "system log)");
   }
   if (code == 0) return {};
   return Status::FromParts(static_cast<Code>(code), err, text.substr(static_cast<std::size_t>(at)));
 }
 
-// Ends by _exit: destructors and atexit handlers are the parent's, and its buffered output would be
-// written twice.
+// Runs the daemon after the fork. Ends with _exit, because destructors, atexit handlers and
+// buffered output belong to the parent.
 [[noreturn]] void RunDaemon(const fs::MountOptions& options, const MountArgs& args,
                             bool log_level_given, int pipe_fd) {
   setsid();
@@ -189,7 +200,7 @@ Status DecodeOutcome(const std::string& text) {
     dup2(null_fd, STDOUT_FILENO);
     dup2(null_fd, STDERR_FILENO);
   }
-  // A log file was opened by the parent already, and is inherited.
+  // With --log the parent has opened the file, which the daemon inherits.
   if (args.log_file.empty()) LogToSyslog();
   if (!log_level_given) SetLogLevel(LogLevel::kInfo);
   const Status status = Serve(options, [&](const Status& started) {
@@ -217,7 +228,8 @@ void PrintMounted(const fs::MountOptions& options, pid_t pid, Terminal& terminal
 int RunMount(const MountArgs& given, Terminal& terminal) {
   MountArgs args = given;
   if (!args.log_file.empty()) {
-    // Opened here, where somebody can be told; the daemon leaves this folder.
+    // The log file is opened here, so that an error is reported, and before the daemon changes its
+    // working directory.
     std::error_code failed;
     args.log_file = std::filesystem::absolute(args.log_file, failed).string();
     const Status opened = LogToFile(args.log_file);
@@ -238,7 +250,7 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
 
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return terminal.Fail(Status::FromErrno(errno, "make", "a pipe"));
-  // Before the first thread starts: threads do not survive a fork.
+  // The fork is before the first thread starts, because a child has no other threads.
   const pid_t pid = fork();
   if (pid < 0) return terminal.Fail(Status::FromErrno(errno, "start", "the mount daemon"));
   if (pid == 0) {
@@ -253,11 +265,11 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
     const int ready = poll(&wait, 1, kStartSeconds * 1000);
     if (ready < 0 && errno == EINTR) continue;
     if (ready == 0) {
-      // It hangs, in storage or in the kernel; what it has mounted by then, if anything, is a dead
-      // mount, which the next `mount` takes away.
+      // The daemon hangs in a call of storage or of the kernel. If it has already mounted, a dead
+      // mount remains, which the next `mount` removes.
       kill(pid, SIGKILL);
       return terminal.Fail(
-          Status(Code::kDeadlineExceeded, fmt::format("the mount at {} did not answer in {} s",
+          Status(Code::kDeadlineExceeded, fmt::format("the mount at {} did not answer within {} s",
                                                       options.mount_point, kStartSeconds)));
     }
     const ssize_t n = read(ends[0], block, sizeof block);
@@ -268,7 +280,8 @@ int RunMount(const MountArgs& given, Terminal& terminal) {
   close(ends[0]);
   const Status status = DecodeOutcome(text);
   if (!status.ok()) {
-    (void)waitpid(pid, nullptr, 0);  // It reports and ends; nothing to learn from its code.
+    // The daemon has sent its error, so its exit status is not needed.
+    (void)waitpid(pid, nullptr, 0);
     return terminal.Fail(status);
   }
   PrintMounted(options, pid, terminal);
@@ -282,8 +295,9 @@ int RunUnmount(const UnmountArgs& args, Terminal& terminal) {
   }
   const Status status = fs::Unmount(args.mount_point, args.lazy, std::chrono::milliseconds(10'000));
   if (!status.ok()) {
-    return terminal.Fail(status, status.code() == Code::kBusy ? "close what uses it, or pass --lazy"
-                                                              : std::string_view());
+    return terminal.Fail(status, status.code() == Code::kBusy
+                                     ? "close the programs that use the mount, or pass --lazy"
+                                     : std::string_view());
   }
   if (terminal.json) {
     terminal.Json(nlohmann::ordered_json{{"unmounted", args.mount_point}});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way into the command's MPI module, which mpi_module.cc opens. Not part of the command itself.
+// The entry points of the command's MPI module (mpi_entry.h), which mpi_module.cc opens.
 #include "mount-tools/mpi_entry.h"
 
 #include <exception>

@@ -6,11 +6,11 @@
 
 #include "tensormount/mpi.h"
 
-// What the command looks up in its MPI module. Both are built together: types of C++ may pass, once
-// the versions are found to be equal.
+// The interface of the command's MPI module. It has C++ types, so the command compares the versions
+// before it calls a function of the module.
 extern "C" {
 TENSORMOUNT_EXPORT extern const char tensormount_mpi_module_version[];
-// Replaces *out by what MpiSession::Init() answers.
+// Sets *out to the result of MpiSession::Init().
 TENSORMOUNT_EXPORT void tensormount_mpi_module_init(
     tensormount::Result<std::unique_ptr<tensormount::MpiSession>>* out);
 }

@@ -7,16 +7,17 @@
 
 #include "tensormount/mpi.h"
 
-// The command's MPI, in a file of its own (lib/tensormount/mpi.so beside bin/), which is opened
-// only when MPI is asked for: so the command runs, and starts as fast, where no MPI is installed.
+// MPI is in a separate module (lib/tensormount/mpi.so beside bin/), which is opened only when MPI
+// is used, so that the command also runs without an MPI installation.
 namespace tensormount::tools {
 
-// MpiSession::Init() of the module. kUnsupported, with words that name the file and what to
-// install, where it is not there, is of another version, or the MPI library that it needs cannot be
-// opened. The module stays open for as long as the process lives.
+// Opens the module and calls its MpiSession::Init(). kUnsupported, with the file and what to
+// install, if the module is missing, has another version, or its MPI library cannot be opened. The
+// module stays open until the process ends.
 Result<std::unique_ptr<MpiSession>> InitMpi();
 
-// The module's file, or why MPI cannot be had; opens the module and does not initialise MPI.
+// The path of the module, or an error that tells why MPI is not available. Opens the module, but
+// does not initialise MPI.
 Result<std::string> FindMpi();
 
 }  // namespace tensormount::tools

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names that were nearly given: the distance of Damerau and Levenshtein, in which two neighbours
-// that were exchanged count once (optimal string alignment).
+// Suggestions for mistyped names (nearest.h): the Damerau-Levenshtein distance, in which a swap of
+// two neighbours counts once (optimal string alignment).
 #include "mount-tools/nearest.h"
 
 #include <algorithm>
@@ -11,12 +11,13 @@
 namespace tensormount::tools {
 namespace {
 
-// `limit` where it is that or more. O(limit * length) by a band around the diagonal.
+// The distance, or `limit` if the distance is at least `limit`. O(limit * length), because only
+// cells near the diagonal of the table are computed.
 std::size_t Distance(std::string_view a, std::string_view b, std::size_t limit) {
   const std::size_t longer = std::max(a.size(), b.size());
   const std::size_t shorter = std::min(a.size(), b.size());
   if (longer - shorter >= limit) return limit;
-  std::vector<std::size_t> before(b.size() + 1, limit);  // Of the row before the last.
+  std::vector<std::size_t> before(b.size() + 1, limit);  // The table row before `last`.
   std::vector<std::size_t> last(b.size() + 1, limit);
   std::vector<std::size_t> row(b.size() + 1, limit);
   for (std::size_t j = 0; j <= b.size(); ++j) last[j] = std::min(j, limit);
@@ -41,10 +42,10 @@ std::size_t Distance(std::string_view a, std::string_view b, std::size_t limit) 
 
 }  // namespace
 
-Nearest::Nearest(std::string_view text)
+NearestName::NearestName(std::string_view text)
     : text_(text), distance_(std::clamp<std::size_t>(text.size() / 3, 1, 8) + 1) {}
 
-void Nearest::Offer(std::string_view name) {
+void NearestName::Consider(std::string_view name) {
   if (text_.empty()) return;
   const std::size_t distance = Distance(text_, name, distance_);
   if (distance >= distance_) return;
@@ -57,24 +58,25 @@ std::string KeyHint(const OpenedCheckpoint& checkpoint, std::string_view source,
   const std::string lists = fmt::format("`tensormount ls {}` lists the keys", source);
   const std::size_t slice = key.find_first_of("[@");
   const std::string_view name = key.substr(0, slice);
-  Nearest nearest(name);
+  NearestName nearest(name);
   bool has_name = false;
   const auto look = [&](const TensorEntry& tensor) {
     has_name = has_name || tensor.meta.key() == name;
-    nearest.Offer(tensor.meta.key());
+    nearest.Consider(tensor.meta.key());
     return true;
   };
-  // What cannot be listed has no hint; the failure itself is told already.
+  // If the keys cannot be read, there is no suggestion.
   if (!checkpoint.index().ForEachTensor(0, look).ok()) return lists;
   if (has_name && slice != std::string_view::npos && key[slice] == '[' && key.back() != ']') {
-    return fmt::format("a slice ends with its bracket, as {}[0:2, :]", name);
+    return fmt::format("a slice ends with a bracket, for example {}[0:2, :]", name);
   }
   const Result<CommonValues> common = checkpoint.index().CommonRecords();
   for (const auto& [name_of, value] : common.ok() ? common.value() : CommonValues()) {
     if (name_of == name) {
-      return fmt::format("it is a common value: tensormount info {} {}", source, name_of);
+      return fmt::format("it is a common value; `tensormount info {} {}` prints it", source,
+                         name_of);
     }
-    if (!IsReservedCommonName(name_of)) nearest.Offer(name_of);
+    if (!IsReservedCommonName(name_of)) nearest.Consider(name_of);
   }
   if (has_name || nearest.best().empty()) return lists;
   return fmt::format("did you mean {}? {}", nearest.best(), lists);

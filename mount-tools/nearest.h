@@ -10,23 +10,25 @@
 
 namespace tensormount::tools {
 
-// The name that a slip of the fingers may have meant: that with the fewest letters added, left out,
-// changed or exchanged with their neighbour, if they are at most a third of it.
-class Nearest {
+// Finds the name that is most similar to a mistyped text: the name with the fewest characters
+// inserted, deleted, replaced or swapped with a neighbour, if these are at most a third of the
+// text.
+class NearestName {
  public:
-  explicit Nearest(std::string_view text);
-  void Offer(std::string_view name);
-  // Empty: none is near.
+  explicit NearestName(std::string_view text);
+  void Consider(std::string_view name);
+  // Empty if no name is near.
   const std::string& best() const { return best_; }
 
  private:
   const std::string text_;
-  std::size_t distance_;  // Of the best so far; at first one more than is near.
+  // Number of edits to best_; at first one more than the limit.
+  std::size_t distance_;
   std::string best_;
 };
 
-// What to do where a source has no such key, which may end in a slice: "did you mean ...", what is
-// wrong with its brackets, and the command that lists the keys. `source` as the user named it.
+// The hint for a key (maybe with a slice) that does not exist: "did you mean ...", an error in its
+// brackets, or the command that lists the keys. `source`: the argument of the user.
 std::string KeyHint(const OpenedCheckpoint& checkpoint, std::string_view source,
                     std::string_view key);
 

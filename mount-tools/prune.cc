@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount prune`, `pin` and `unpin`: which checkpoints of a store stay; see commands.h. In one
-// file because all of it is a call of the library (tensormount/retention.h) and a report.
+// `tensormount prune`, `pin` and `unpin` (commands.h): calls of the library
+// (tensormount/retention.h) and their reports.
 #include <charconv>
 #include <ctime>
 
@@ -17,7 +17,8 @@
 namespace tensormount::tools {
 namespace {
 
-// The options of prune in the one text that Parse knows, whose messages are the library's.
+// Joins the options into one text, which RetentionRules::Parse parses with the error messages of
+// the library.
 Result<RetentionRules> RulesOf(const PruneArgs& args) {
   std::string text = args.rules;
   const auto add = [&](std::string_view word, const std::string& value) {
@@ -37,7 +38,7 @@ Result<RetentionRules> RulesOf(const PruneArgs& args) {
 }
 
 int ShowPolicy(const Store& store, Terminal& terminal) {
-  const auto policy = pins::ReadPolicy(HostFileSystem(), store.path());
+  const auto policy = pins::ReadPolicy(store.fs(), store.path());
   if (!policy.ok()) return terminal.Fail(policy.status());
   const std::string text = policy.value() ? policy.value()->ToText() : std::string();
   if (terminal.json) {
@@ -54,15 +55,16 @@ int ChangePolicy(const Store& store, const PruneArgs& args, const RetentionRules
                  Terminal& terminal) {
   Status changed = store.CheckWritable();
   if (changed.ok()) {
-    changed = args.clear_policy ? pins::RemovePolicy(HostFileSystem(), store.path())
-                                : pins::WritePolicy(HostFileSystem(), store.path(), rules);
+    changed = args.clear_policy ? pins::RemovePolicy(store.fs(), store.path())
+                                : pins::WritePolicy(store.fs(), store.path(), rules);
   }
   if (!changed.ok()) return terminal.Fail(changed);
   return terminal.quiet && !terminal.json ? terminal.Flush() : ShowPolicy(store, terminal);
 }
 
-// "30d", "12h", "90m", "45s", "2w" from now on; "2027-01-31", "2027-01-31T12:00", of this machine's
-// time zone or with a Z of UTC; "@1800000000".
+// Parses --expires: a duration from now ("30d", "12h", "90m", "45s", "2w"), a date in the machine's
+// time zone, or with a Z in UTC ("2027-01-31", "2027-01-31T12:00"), or seconds since 1970
+// ("@1800000000").
 Result<std::int64_t> ParseExpiry(const std::string& text) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kInvalidArgument, fmt::format("--expires {}: {}", text, why));
@@ -76,10 +78,11 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
   constexpr std::int64_t kMost = 100'000'000'000;  // The year 5138.
   if (text.starts_with('@')) {
     const auto seconds = number(std::string_view(text).substr(1));
-    // Of a variable that was not set, as in @$((N)), there is a 0.
+    // 0 is an error, because it is probably an unset variable, as in @$((N)).
     return seconds && *seconds > 0 && *seconds <= kMost
                ? Result<std::int64_t>(*seconds)
-               : bad("want seconds since 1970 after the @; without --expires it is held for ever");
+               : bad("@ must be followed by seconds since 1970; without --expires a pin has no "
+                     "end");
   }
   static constexpr std::pair<char, std::int64_t> kUnits[] = {
       {'s', 1}, {'m', 60}, {'h', 3600}, {'d', 86400}, {'w', 7 * 86400}};
@@ -87,8 +90,8 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     if (!text.ends_with(letter)) continue;
     const auto count = number(std::string_view(text).substr(0, text.size() - 1));
     if (!count) break;
-    if (*count > kMost / seconds) return bad("that is too far away");
-    return HostFileSystem().NowSeconds() + *count * seconds;
+    if (*count > kMost / seconds) return bad("too far in the future");
+    return std::time(nullptr) + *count * seconds;
   }
   std::string wall = text;
   const bool utc = wall.ends_with('Z');
@@ -100,12 +103,12 @@ Result<std::int64_t> ParseExpiry(const std::string& text) {
     parts.tm_isdst = -1;
     const int day = parts.tm_mday;
     const std::time_t seconds = utc ? timegm(&parts) : mktime(&parts);
-    if (parts.tm_mday != day) return bad("that month has fewer days");
+    if (parts.tm_mday != day) return bad("the month has fewer days");
     if (seconds > 0) return static_cast<std::int64_t>(seconds);
   }
   return bad(
-      "want a time from now on (30d, 12h, 90m), a date (2027-01-31, 2027-01-31T12:00, with "
-      "a Z for UTC) or @SECONDS since 1970");
+      "must be a duration (30d, 12h, 90m), a date (2027-01-31, 2027-01-31T12:00, with a Z for UTC) "
+      "or @SECONDS since 1970");
 }
 
 void PrintPin(const PinnedCheckpoint& pin, Terminal& terminal) {
@@ -118,7 +121,7 @@ void PrintPin(const PinnedCheckpoint& pin, Terminal& terminal) {
 }
 
 int ListAllPins(const Store& store, Terminal& terminal) {
-  const auto all = pins::ReadAll(HostFileSystem(), store.path(), HostFileSystem().NowSeconds());
+  const auto all = pins::ReadAll(store.fs(), store.path(), store.fs().NowSeconds());
   if (!all.ok()) return terminal.Fail(all.status());
   for (const auto& [uuid, pin] : all.value()) PrintPin(pin, terminal);
   return terminal.Flush();
@@ -129,16 +132,16 @@ int ListAllPins(const Store& store, Terminal& terminal) {
 int RunPrune(const PruneArgs& args, Terminal& terminal) {
   const auto rules = RulesOf(args);
   if (!rules.ok()) return terminal.Fail(rules.status());
-  const auto store = Store::Open(HostFileSystem(), args.store);
+  const auto store = Store::Open(args.store);
   if (!store.ok()) return terminal.Fail(store.status());
   if (args.set_policy && rules.value().of_store) {
     return terminal.Fail(
-        Status(Code::kInvalidArgument, "--set-policy: name the rules, as --keep-last 3"));
+        Status(Code::kInvalidArgument, "--set-policy needs rules, for example --keep-last 3"));
   }
   if ((args.clear_policy || args.show_policy) && !rules.value().of_store) {
     return terminal.Fail(Status(Code::kInvalidArgument,
                                 "--show-policy and --clear-policy take no rules; --set-policy "
-                                "replaces those of the store"));
+                                "replaces the store's policy"));
   }
   if (args.set_policy || args.clear_policy) {
     return ChangePolicy(store.value(), args, rules.value(), terminal);
@@ -149,7 +152,7 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
   options.rules = rules.value();
   options.dry_run = args.dry_run;
   options.roots = terminal.roots;
-  const auto pruned = retention::Prune(HostFileSystem(), store.value(), options);
+  const auto pruned = retention::Prune(store.value().fs(), store.value(), options);
   if (!pruned.ok()) return terminal.Fail(pruned.status());
   const PruneReport& report = pruned.value();
   const std::vector<std::string> failures = report.failures();
@@ -170,15 +173,17 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
       }
     }
     if (report.rules.empty()) {
-      terminal.Line(options.rules.of_store
-                        ? "no rules: the store has no policy (--set-policy), and none were given"
-                        : "no rules");
+      terminal.Line(
+          options.rules.of_store
+              ? "no rules: none were given, and the store has no policy (--set-policy sets one)"
+              : "no rules");
     }
     terminal.Line(fmt::format("{} {}, {} stay{}", Counted(gone, "checkpoint"),
-                              args.dry_run ? "would go" : "removed", kept, kept == 1 ? "s" : ""));
+                              args.dry_run ? "would be removed" : "removed", kept,
+                              kept == 1 ? "s" : ""));
     if (report.bytes_freed > 0) terminal.Line(HumanBytes(report.bytes_freed) + " freed");
     if (!report.waiting.empty()) {
-      terminal.Line(fmt::format("{} wait in .trash for `tensormount gc {}`:",
+      terminal.Line(fmt::format("{} stay in .trash until `tensormount gc {}` frees them:",
                                 HumanBytes(report.bytes_waiting), store.value().path()));
       for (const std::string& waits : report.waiting) terminal.Line("  " + waits);
     }
@@ -186,7 +191,7 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
   for (const std::string& note : report.notes) terminal.Warn(note);
   for (const PruneReport::Decision& d : report.decisions) {
     if (!d.failed.ok()) terminal.Fail(d.failed.WithContext(d.checkpoint));
-    // It may have been the newest.
+    // A checkpoint that could not be read may be the newest, so the user is warned.
     if (d.unread) terminal.Warn(d.checkpoint + ": " + d.reason);
   }
   const int flushed = terminal.Flush();
@@ -194,11 +199,11 @@ int RunPrune(const PruneArgs& args, Terminal& terminal) {
 }
 
 int RunPin(const PinArgs& args, Terminal& terminal) {
-  if (const auto whole = Store::Open(HostFileSystem(), args.checkpoint); whole.ok()) {
+  if (const auto whole = Store::Open(args.checkpoint); whole.ok()) {
     if (args.reason.empty() && args.expires.empty()) return ListAllPins(whole.value(), terminal);
     return terminal.Fail(
         Status(Code::kInvalidArgument,
-               fmt::format("{}: a store: name a checkpoint of it, {}/NAME", args.checkpoint,
+               fmt::format("{}: is a store; name a checkpoint in it, {}/NAME", args.checkpoint,
                            WithoutTrailingSlashes(args.checkpoint))));
   }
   PinOptions options;
@@ -210,11 +215,12 @@ int RunPin(const PinArgs& args, Terminal& terminal) {
   }
   const auto parts = SplitCheckpointPath(args.checkpoint);
   if (!parts.ok()) return terminal.Fail(parts.status());
-  const auto store = Store::Open(HostFileSystem(), parts.value().store);
+  const auto store = Store::Open(parts.value().store);
   if (!store.ok()) return terminal.Fail(store.status());
-  const auto pin = pins::Pin(HostFileSystem(), store.value(), parts.value().name, options);
+  const auto pin = pins::Pin(store.value().fs(), store.value(), parts.value().name, options);
   if (!pin.ok()) return terminal.Fail(pin.status());
-  if (pin.value().expired) terminal.Warn("that time is over already: nothing is held");
+  if (pin.value().expired)
+    terminal.Warn("--expires is in the past: the pin does not protect the checkpoint");
   if (!terminal.quiet || terminal.json) PrintPin(pin.value(), terminal);
   return terminal.Flush();
 }
@@ -222,9 +228,9 @@ int RunPin(const PinArgs& args, Terminal& terminal) {
 int RunUnpin(const std::string& checkpoint, Terminal& terminal) {
   const auto parts = SplitCheckpointPath(checkpoint);
   if (!parts.ok()) return terminal.Fail(parts.status());
-  const auto store = Store::Open(HostFileSystem(), parts.value().store);
+  const auto store = Store::Open(parts.value().store);
   if (!store.ok()) return terminal.Fail(store.status());
-  const Status unpinned = pins::Unpin(HostFileSystem(), store.value(), parts.value().name);
+  const Status unpinned = pins::Unpin(store.value().fs(), store.value(), parts.value().name);
   if (!unpinned.ok()) return terminal.Fail(unpinned);
   const std::string path = store.value().CheckpointPath(parts.value().name);
   if (terminal.json) {

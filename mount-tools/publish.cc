@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount publish`: what mounts wrote, published, or what is missing; see commands.h.
-// The same publish as `mv -T` in a mount does (fs/save), run by this process on the store itself:
-// it needs no mount, so it also finishes a save whose mounts are gone.
+// `tensormount publish` (commands.h): publishes a checkpoint that was written through mounts, or
+// prints what is missing. It does the same as `mv -T` in a mount (fs/save), but needs no mount.
 #include "fs/save/publish.h"
 
 #include <chrono>
@@ -17,10 +16,11 @@
 namespace tensormount::tools {
 namespace {
 
-// On the terminal; the staging's report.txt and --json have all that are kept.
+// Largest number of problems that are printed; report.txt in the staging directory and --json have
+// more.
 constexpr std::size_t kProblemsShown = 20;
 
-// By code, and not by the text of messages.
+// The hint for a failed publish.
 std::string_view HintFor(Code code) {
   switch (code) {
     case Code::kUnavailable:
@@ -34,16 +34,16 @@ std::string_view HintFor(Code code) {
   }
 }
 
-int Failed(const Status& status, const fs::StagingReport& report, const std::string& staging,
-           Terminal& terminal) {
+int PrintFailure(const Status& status, const fs::StagingReport& report, const std::string& staging,
+                 Terminal& terminal) {
   if (terminal.json) {
-    // Text from outside need not be UTF-8; the report's own text always is.
+    // The report's own JSON is used, because texts in the report need not be UTF-8.
     auto document = nlohmann::ordered_json::parse(report.ToJson(), nullptr, false);
     document["event"] = "failed";
     document["staging"] = staging;
     document["code"] = std::string(CodeName(status.code()));
     terminal.Json(document);
-    (void)terminal.Flush();  // It fails already.
+    (void)terminal.Flush();  // The command fails anyway.
   } else if (!terminal.quiet) {
     for (std::size_t i = 0; i < report.problems.size() && i < kProblemsShown; ++i) {
       terminal.Line(fmt::format("{}: {}", report.problems[i].object, report.problems[i].detail));
@@ -52,7 +52,7 @@ int Failed(const Status& status, const fs::StagingReport& report, const std::str
       terminal.Line(fmt::format("and {} more, in {}/report.txt",
                                 report.problems.size() + report.more - kProblemsShown, staging));
     }
-    (void)terminal.Flush();  // It fails already.
+    (void)terminal.Flush();  // The command fails anyway.
   }
   return terminal.Fail(status, HintFor(status.code()));
 }
@@ -62,15 +62,15 @@ int Failed(const Status& status, const fs::StagingReport& report, const std::str
 int RunPublish(const PublishArgs& args, Terminal& terminal) {
   const auto path = SplitStagingPath(args.staging);
   if (!path.ok()) return terminal.Fail(path.status());
-  const auto store = Store::Open(HostFileSystem(), path.value().store);
+  const auto store = Store::Open(path.value().store);
   if (!store.ok()) return terminal.Fail(store.status());
   const std::string as = args.as.empty() ? path.value().name : args.as;
-  // 0: one attempt.
+  // 0 means one attempt.
   const std::chrono::milliseconds wait(static_cast<std::int64_t>(args.wait_seconds * 1000));
   fs::StagingReport report;
-  const auto published = fs::PublishStagingWhenDone(store.value(), HostFileSystem(),
+  const auto published = fs::PublishStagingWhenDone(store.value(), store.value().fs(),
                                                     path.value().name, as, wait, &report);
-  if (!published.ok()) return Failed(published.status(), report, args.staging, terminal);
+  if (!published.ok()) return PrintFailure(published.status(), report, args.staging, terminal);
   const Store::Published& p = published.value();
   const std::string checkpoint = store.value().CheckpointPath(as);
   if (terminal.json) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of a command: threads of it, or those of mpirun.
+// The ranks of a command (ranks.h): threads, or processes of mpirun.
 #include "mount-tools/ranks.h"
 
 #include <fmt/core.h>
@@ -15,10 +15,11 @@ Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds) {
 
 Result<Ranks> Ranks::Make(int wanted) {
   Ranks out;
-  // By variables that launchers set, before MPI is touched: without mpirun it is never initialised.
+  // mpirun is recognised by its environment variables, so that MPI is not initialised without it.
   if (UnderMpiLauncher()) {
     if (wanted != 0) {
-      return Status(Code::kInvalidArgument, "--ranks under mpirun: mpirun's -n says how many");
+      return Status(Code::kInvalidArgument,
+                    "--ranks cannot be used under mpirun: mpirun -n sets the number of ranks");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(out.mpi_, InitMpi());
     TENSORMOUNT_ASSIGN_OR_RETURN(out.world_, out.mpi_->World());
@@ -26,19 +27,18 @@ Result<Ranks> Ranks::Make(int wanted) {
     return out;
   }
   if (wanted < 0 || wanted > 4096) {
-    return Status(Code::kInvalidArgument,
-                  fmt::format("--ranks {}: 1 to 4096 are possible", wanted));
+    return Status(Code::kInvalidArgument, fmt::format("--ranks {}: must be 1 to 4096", wanted));
   }
   out.size_ = wanted == 0 ? 1 : wanted;
   return out;
 }
 
 int Ranks::Fail(Terminal& terminal, const Status& failure) const {
-  // After these ranks do not know of each other.
+  // With these errors the ranks may not reach each other.
   const bool alone =
       failure.code() == Code::kDeadlineExceeded || failure.code() == Code::kUnavailable;
-  if (!prints() && !alone) return kFailed;
-  // Of a full disk it is what would make room.
+  if (!prints_results() && !alone) return kFailed;
+  // For a full disk, the error has a cause that tells how to free space.
   const std::string_view hint =
       failure.code() == Code::kAlreadyExists ? "choose another name, or pass --if-exists replace"
       : failure.code() == Code::kResourceExhausted ? std::string_view(failure.fields().cause)

@@ -13,36 +13,34 @@
 
 namespace tensormount::tools {
 
-// Seconds, as options give them.
-// Fractions are kept to milliseconds.
+// Converts seconds to timeouts in milliseconds.
 Timeouts MakeTimeouts(double liveness_seconds, double arrival_seconds);
 
-// The ranks that a command runs on: MPI's under mpirun, otherwise threads of this process.
-// With MPI this process is one rank; else it is all of them, a thread each, which is how the
-// commands run on a laptop and in most tests. Ends MPI when it is destroyed.
+// The ranks of a command. Under mpirun this process is one rank; without mpirun each rank is a
+// thread of this process. The destructor ends MPI.
 class Ranks {
  public:
-  // `wanted`: --ranks, 0 where it was not given. An error under mpirun; a build without MPI refuses
-  // to run under it (it would run N times alone).
+  // `wanted`: --ranks, or 0 if the option was not given; under mpirun another value is an error.
+  // Fails under mpirun if MPI is not available, because each process would run as a job of its own.
   static Result<Ranks> Make(int wanted);
 
   int size() const { return size_; }
   bool is_mpi() const { return mpi_ != nullptr; }
-  // Whether this process prints the result: it has rank 0.
-  bool prints() const { return !mpi_ || world_->rank() == 0; }
-  // Ends a command that failed on the ranks. All of them have the same verdict, so one process
-  // tells it, except where ranks could not be reached and each can only speak for itself.
-  // Returns kFailed. kAlreadyExists gets a hint, because its remedy is an option.
+  // Whether this process runs rank 0 and so prints the results.
+  bool prints_results() const { return !mpi_ || world_->rank() == 0; }
+  // Prints the error of a command that failed on the ranks, with a hint for some errors, and
+  // returns kFailed. All ranks have the same error, so only rank 0 prints it; but if ranks could
+  // not reach each other, every process prints its error.
   int Fail(Terminal& terminal, const Status& failure) const;
-  // Runs `body` once a rank that lives in this process. The first failure by rank; after one under
-  // MPI, the session is abandoned, because others may be gone.
+  // Runs `body` once for each rank of this process and returns the failure of the lowest rank.
+  // After a failure the MPI session is abandoned, because other ranks may be gone.
   Status Run(const std::function<Status(Communicator&)>& body);
 
  private:
   int size_ = 1;
-  // Null without mpirun. The communicator is destroyed before the session it is of.
+  // Null without mpirun. Declared before world_, because world_ must be destroyed first.
   std::unique_ptr<MpiSession> mpi_;
-  // Null without mpirun, too: threads get theirs from RunOnThreads.
+  // Null without mpirun; threads get their communicators from RunOnThreads.
   std::unique_ptr<Communicator> world_;
 };
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount repair`: what was damaged, what was made whole, and what could not be; see
-// commands.h.
+// `tensormount repair` (commands.h): prints the damage, what was repaired, and what could not be.
 #include <string_view>
 
 #include <fmt/core.h>
@@ -35,7 +34,7 @@ void PrintRepair(const RepairReport& report, Terminal& terminal) {
   if (terminal.quiet) return;
   const std::string checked = HumanBytes(report.bytes_checked);
   if (!report.left.empty()) {
-    terminal.Line(fmt::format("{}: damaged still: {} not repaired, {} checked", name,
+    terminal.Line(fmt::format("{}: still damaged: {} not repaired, {} checked", name,
                               Counted(report.left.size(), "range"), checked));
   } else if (report.files.empty()) {
     terminal.Line(fmt::format("{}: whole, nothing to repair, {} checked", name, checked));
@@ -55,7 +54,7 @@ int RunRepair(const RepairArgs& args, Terminal& terminal) {
   options.roots = terminal.roots;
   Result<RepairReport> repaired = RepairReport();
   {
-    // In a block of its own, so that its line is gone before the report.
+    // The end of this block ends the progress line, before the report.
     Progress progress(terminal, "repair");
     options.watch = [&](std::uint64_t done, std::uint64_t total) {
       progress.Set(done, total);
@@ -67,7 +66,7 @@ int RunRepair(const RepairArgs& args, Terminal& terminal) {
     const bool goes_on = repaired.status().code() == Code::kCancelled;
     return interrupt.ExitStatus(
         repaired.status(),
-        terminal.Fail(repaired.status(), goes_on ? "the same command goes on with it" : ""));
+        terminal.Fail(repaired.status(), goes_on ? "run the same command again to continue" : ""));
   }
   if (terminal.json) {
     terminal.Json(RepairJson(repaired.value()));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names from outside as text for a terminal.
+// Escapes text from outside for a terminal (shown_text.h).
 #include "mount-tools/shown_text.h"
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 namespace tensormount::tools {
 namespace {
 
-// Bytes of the character that begins here; 0: no UTF-8.
+// The number of bytes of the character at the start of `text`; 0 if these bytes are not valid
+// UTF-8.
 std::size_t CharacterBytes(std::string_view text) {
   const auto lead = static_cast<unsigned char>(text.front());
   const std::size_t bytes = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
@@ -28,18 +29,17 @@ std::uint32_t CodePoint(std::string_view character) {
   return code;
 }
 
-// C0 and C1 controls, the Arabic letter mark, zero-width characters and direction marks, line and
-// paragraph separators, overrides and isolates of direction, invisible operators, and the byte
-// order mark.
-bool DoesMoreThanShow(std::uint32_t c) {
+// Whether a character must be escaped: C0 and C1 controls, the Arabic letter mark, zero-width
+// characters and direction marks, line and paragraph separators, direction overrides and isolates,
+// invisible operators, and the byte order mark.
+bool MustEscape(std::uint32_t c) {
   return c < 0x20 || (c >= 0x7F && c <= 0x9F) || c == 0x061C || (c >= 0x200B && c <= 0x200F) ||
          (c >= 0x2028 && c <= 0x202E) || (c >= 0x2060 && c <= 0x206F) || c == 0xFEFF;
 }
 
 }  // namespace
 
-// Character by character; what only shows stays as it is, so ordinary names of all languages are
-// readable.
+// Printable characters are not escaped, so names in all languages are readable.
 std::string ShownText(std::string_view text, std::string_view keep) {
   std::string out;
   out.reserve(text.size());
@@ -49,7 +49,7 @@ std::string ShownText(std::string_view text, std::string_view keep) {
     if (bytes == 0) {
       out += fmt::format("\\x{:02x}", static_cast<unsigned char>(character.front()));
     } else if (const std::uint32_t code = CodePoint(character);
-               !DoesMoreThanShow(code) || keep.find(character) != std::string_view::npos) {
+               !MustEscape(code) || keep.find(character) != std::string_view::npos) {
       out += character;
     } else {
       out += code == '\n' ? std::string("\\n") : fmt::format("\\u{:04x}", code);

@@ -7,10 +7,10 @@
 
 namespace tensormount::tools {
 
-// Text of which parts came from outside (keys, names of files, what others wrote into metadata), so
-// that it does nothing but show: control characters (C1 too), marks that turn the direction of
-// text, invisible ones and line separators become \n, \u001b, \u202e and so on, bytes that are no
-// UTF-8 \x9b. What JSON allows stays the same JSON. `keep`: control characters that stay, as "\n".
+// Escapes text from outside (keys, file names, foreign metadata), so that it is safe to print.
+// Control characters (also C1), direction marks, invisible characters and line separators become
+// \n, \u001b, \u202e and so on; bytes that are not UTF-8 become \x9b and so on. Escaped JSON has
+// the same value. `keep`: control characters that are not escaped, such as "\n".
 std::string ShownText(std::string_view text, std::string_view keep = {});
 
 }  // namespace tensormount::tools

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SOURCE arguments, opened as all commands open them.
-// FindSource (index/foreign/open_source.h) says what the text names; a store or a training
-// directory becomes its latest checkpoint; then it is opened, and what there is to warn of is
-// printed.
+// Opens SOURCE arguments, in the same way for all commands (source.h).
 #include "mount-tools/source.h"
 
 #include <algorithm>
@@ -12,6 +9,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/file_system_for.h"
 #include "fs/mount/mount_table.h"
 #include "index/archives/torch_archive.h"
 #include "index/store/store.h"
@@ -21,9 +19,9 @@ namespace tensormount::tools {
 
 namespace {
 
-// What the mount shows that a path lies in: its source, or a checkpoint of that. Nothing below, as
-// there are files only.
-std::optional<std::string> ShownByMount(FileSystem& host, const std::string& text) {
+// The source that a mount at this path shows or, for a directory at the top of a mount, the
+// checkpoint that it shows; nullopt for other paths.
+std::optional<std::string> SourceOfMount(FileSystem& host, const std::string& text) {
   const Result<std::string> resolved = host.Resolve(text);
   if (!resolved.ok()) return std::nullopt;
   const std::size_t slash = resolved.value().rfind('/');
@@ -45,16 +43,16 @@ std::optional<std::string> ShownByMount(FileSystem& host, const std::string& tex
   return std::nullopt;
 }
 
-// "; did you mean st/step-1?", where something beside it has nearly that name.
-std::string NearlyThere(FileSystem& host, const std::string& text) {
+// A text like "; did you mean st/step-1?" if the directory has a similar name; else empty.
+std::string SuggestSimilarName(FileSystem& host, const std::string& text) {
   const std::string path = WithoutTrailingSlashes(text);
   const std::size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? std::string() : path.substr(0, slash + 1);
   const auto entries = host.List(folder.empty() ? "." : folder);
   if (!entries.ok()) return {};
-  Nearest nearest(path.substr(folder.size()));
+  NearestName nearest(path.substr(folder.size()));
   for (const DirectoryEntry& entry : entries.value()) {
-    if (!entry.name.starts_with('.')) nearest.Offer(entry.name);
+    if (!entry.name.starts_with('.')) nearest.Consider(entry.name);
   }
   return nearest.best().empty() ? std::string()
                                 : fmt::format("; did you mean {}{}?", folder, nearest.best());
@@ -62,54 +60,56 @@ std::string NearlyThere(FileSystem& host, const std::string& text) {
 
 }  // namespace
 
-Result<FoundSource> ChosenFile(FileSystem& fs, FoundSource source, const Terminal& terminal) {
+Result<FoundSource> ApplyFileOption(FoundSource source, const Terminal& terminal) {
   if (terminal.file.empty() || source.kind != SourceKind::kForeign) return source;
-  const Result<FileInfo> info = fs.Stat(source.path);
+  const Result<FileInfo> info = source.fs->Stat(source.path);
   if (!info.ok() || info.value().kind != FileKind::kDirectory) return source;
-  return FindSource(fs, JoinPath(source.path, terminal.file), terminal.roots);
+  return FindSource(*source.fs, JoinPath(source.path, terminal.file), terminal.roots);
 }
 
-Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal) {
-  Result<FoundSource> found = FindSource(fs, text, terminal.roots);
-  if (found.ok()) return ChosenFile(fs, std::move(found).value(), terminal);
+Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& terminal) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(text));
+  Result<FoundSource> found = FindSource(*fs, text, terminal.roots);
+  if (found.ok()) return ApplyFileOption(std::move(found).value(), terminal);
   if (found.status().code() == Code::kUnsupported) {
-    if (const auto shown = ShownByMount(fs, text)) {
-      terminal.Note(fmt::format("{}: a mount shows {} there", text, *shown));
-      return FindSource(fs, *shown, terminal.roots);
+    if (const auto shown = SourceOfMount(*fs, text)) {
+      terminal.Note(fmt::format("{}: this mount shows {}, which is read instead", text, *shown));
+      return FindSource(*shown, terminal.roots);
     }
   }
-  if (found.status().code() == Code::kNotFound && !fs.Exists(text)) {
-    return Status(Code::kNotFound,
-                  fmt::format("{}: no such file or folder{}", text, NearlyThere(fs, text)));
+  if (found.status().code() == Code::kNotFound && !fs->Exists(text)) {
+    return Status(Code::kNotFound, fmt::format("{}: no such file or directory{}", text,
+                                               SuggestSimilarName(*fs, text)));
   }
   return found;
 }
 
-Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
-                                                     Terminal& terminal, IfLost lost) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindNamed(fs, text, terminal));
-  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(fs, found, terminal.roots));
+Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(const std::string& text, Terminal& terminal,
+                                                     LossPolicy lost) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSourceArgument(text, terminal));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FoundSource one, LatestOf(found, terminal.roots));
   const bool latest = one.path != found.path;
-  // A note and no warning: that is what was asked for.
+  // This is a note and not a warning, because a store as an argument means its latest checkpoint.
   if (latest) {
     terminal.Note(fmt::format("{}: using its latest checkpoint, {}", text,
                               one.path.substr(one.path.rfind('/') + 1)));
   }
   if (latest) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(one, ChosenFile(fs, std::move(one), terminal));
+    TENSORMOUNT_ASSIGN_OR_RETURN(one, ApplyFileOption(std::move(one), terminal));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(auto opened,
-                               OpenFound(fs, one, terminal.roots, lost == IfLost::kLeaveOut));
+                               OpenFound(one, terminal.roots, lost == LossPolicy::kLeaveOut));
   for (const std::string& warning : opened->warnings()) terminal.Warn(warning);
-  if (lost == IfLost::kRefuse) TENSORMOUNT_RETURN_IF_ERROR(CheckNothingLost(*opened));
-  if (lost != IfLost::kShow && !opened->beside().empty()) {
-    terminal.Warn(fmt::format("{}: beside it and no part of it: {}", opened->directory(),
-                              ListedNames(opened->beside())));
+  if (lost == LossPolicy::kRefuse) TENSORMOUNT_RETURN_IF_ERROR(CheckSourceComplete(*opened));
+  if (lost != LossPolicy::kWarn && !opened->beside().empty()) {
+    terminal.Warn(
+        fmt::format("{}: the directory also has data that is not part of the checkpoint: {}",
+                    opened->directory(), JoinFirstNames(opened->beside())));
   }
   return opened;
 }
 
-std::string ListedNames(const std::vector<std::string>& names) {
+std::string JoinFirstNames(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 8;
   std::string text;
   for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
@@ -118,16 +118,21 @@ std::string ListedNames(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys) {
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys) {
   const Status lost = CheckNoLoss(source.lost(), keys).WithContext(source.directory());
-  return lost.WithMessage(lost.message() + " (--partial goes on without what is lost)");
+  return lost.WithMessage(lost.message() + " (--partial continues without the missing data)");
 }
 
-Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path) {
+Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_bytes) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
+  return fs->ReadFile(path, max_bytes);
+}
+
+Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path) {
   if (path.empty()) return std::shared_ptr<const KeyMap>();
-  // Of rules; a larger file is not one.
+  // Largest file of rules.
   constexpr std::uint64_t kMaxBytes = 64 << 20;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(path, kMaxBytes));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadNamedFile(path, kMaxBytes));
   Result<KeyMap> map = KeyMap::FromJson(text);
   if (!map.ok()) return map.status().WithContext(path);
   return std::make_shared<const KeyMap>(std::move(map).value());
@@ -135,14 +140,16 @@ Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::stri
 
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part) {
   if (part.file >= checkpoint.index().files().size()) {
-    return Status(Code::kDataLoss, "in a file that is not in the table");
+    return Status(Code::kDataLoss,
+                  fmt::format("stored in file number {}, but the index lists {} files", part.file,
+                              checkpoint.index().files().size()));
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, checkpoint.OpenFile(part.file));
   return DescribeObject(*file, part.offset, part.length);
 }
 
-Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
-                     int ranks) {
+Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& text,
+                            const ShardRule& rule, int ranks) {
   if (text == "replicate" || ranks == 1) return {};
   bool any = false;
   int most = 0;
@@ -153,14 +160,15 @@ Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, co
     return !any;
   }));
   if (any || most == 0) return {};
-  return {Code::kInvalidArgument, fmt::format("--shard {}: cuts no tensor: they have at most {} {}",
-                                              text, most, most == 1 ? "axis" : "axes")};
+  return {Code::kInvalidArgument,
+          fmt::format("--shard {}: splits no tensor: the tensors have at most {} {}", text, most,
+                      most == 1 ? "axis" : "axes")};
 }
 
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor) {
   const auto extents = checkpoint.index().Extents(tensor.ordinal);
   if (!extents.ok()) return "damaged";
-  // Walks over all chunks: `ls -l` of a tensor with a million chunks takes a moment.
+  // Reads all chunk records, which takes a moment for a million chunks.
   std::set<Placement> kinds;
   for (std::size_t i = 0; i < extents.value()->size(); ++i) {
     const auto chunk = extents.value()->At(i);

@@ -2,6 +2,7 @@
 #ifndef TENSORMOUNT_MOUNT_TOOLS_SOURCE_H_
 #define TENSORMOUNT_MOUNT_TOOLS_SOURCE_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -10,7 +11,6 @@
 #include "tensormount/key_map.h"
 #include "tensormount/status.h"
 
-#include "base/file_system.h"
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
 #include "mount-tools/terminal.h"
@@ -18,55 +18,55 @@
 
 namespace tensormount::tools {
 
-// FindSource, and what people mean besides: a folder that a mount of ours shows (MNT, MNT/step-1)
-// is its source, said in a note. Of what is not there the message says what is nearly. With --file
-// the file of a foreign checkpoint's folder.
-Result<FoundSource> FindNamed(FileSystem& fs, const std::string& text, Terminal& terminal);
+// FindSource for an argument of a command. For a directory in a tensormount mount (MNT, MNT/step-1)
+// it finds the source that the mount shows, and prints a note. For a name that does not exist the
+// error suggests a similar name. Applies --file.
+Result<FoundSource> FindSourceArgument(const std::string& text, Terminal& terminal);
 
-// The file of a foreign checkpoint's folder that --file names; other sources, and all where the
-// option was not given, as they are. kNotFound: there is no such file.
-Result<FoundSource> ChosenFile(FileSystem& fs, FoundSource source, const Terminal& terminal);
+// The file that --file selects in a foreign directory; kNotFound if it does not exist. Other
+// sources, and all sources without --file, are returned unchanged.
+Result<FoundSource> ApplyFileOption(FoundSource source, const Terminal& terminal);
 
-// Opens a source (FindNamed, with the terminal's --root) as one checkpoint; of a store or a
-// training directory the latest, said in a note. Warnings of the open (damaged copy, rebuilt index,
-// what was left out of a foreign one) are printed. `lost`: what to do where a foreign checkpoint
-// names what its files lack.
-enum class IfLost {
-  kShow,      // Only tell: what is there can be looked at.
-  kRefuse,    // kDataLoss, naming it: what would be made could not be told from a whole one.
-  kLeaveOut,  // --partial: tell, and take the tensors that are whole.
+// What OpenSource does if a foreign checkpoint has missing data.
+enum class LossPolicy {
+  kWarn,      // Prints a warning.
+  kRefuse,    // Fails with kDataLoss, because the output must be complete.
+  kLeaveOut,  // Prints a warning and removes incomplete tensors (--partial).
 };
-// A store's latest checkpoint is resolved once, here: a command that reads it for an hour reads the
-// same one to the end.
-Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(FileSystem& fs, const std::string& text,
-                                                     Terminal& terminal,
-                                                     IfLost lost = IfLost::kShow);
+// Opens one checkpoint; of a store or training directory the latest, with a note. Prints the
+// warnings of the opening (damaged copy, rebuilt index, data left out of a foreign checkpoint).
+Result<std::shared_ptr<OpenedCheckpoint>> OpenSource(const std::string& text, Terminal& terminal,
+                                                     LossPolicy lost = LossPolicy::kWarn);
 
-// "a, b, c and 5 more".
-std::string ListedNames(const std::vector<std::string>& names);
+// A list of names like "a, b, c and 5 more".
+std::string JoinFirstNames(const std::vector<std::string>& names);
 
-// Of --partial.
-inline IfLost IfLostOf(bool partial) { return partial ? IfLost::kLeaveOut : IfLost::kRefuse; }
+inline LossPolicy LossPolicyOf(bool partial) {
+  return partial ? LossPolicy::kLeaveOut : LossPolicy::kRefuse;
+}
 
-// kDataLoss where something is lost that `keys` chooses (a glob; empty: everything).
-// What is known to be lost by name can be chosen by keys; a loss without names (a file that cannot
-// be read) may be of anything, and always counts.
-Status CheckNothingLost(const OpenedCheckpoint& source, const std::string& keys = {});
+// kDataLoss if data are missing for a key that matches `keys` (a glob; empty: all keys). A loss
+// without keys (a file that cannot be read) always counts, because it may affect any key.
+Status CheckSourceComplete(const OpenedCheckpoint& source, const std::string& keys = {});
 
-// --map RULES.json: no map where the option was not given (empty `path`). kInvalidArgument names
-// the file and the rule.
-Result<std::shared_ptr<const KeyMap>> ReadKeyMap(FileSystem& fs, const std::string& path);
+// Reads a file that an option or argument names.
+Result<std::string> ReadNamedFile(const std::string& path, std::uint64_t max_bytes);
 
-// kInvalidArgument where a rule (--shard `text`) of several ranks cuts no tensor, as that of an
-// axis that none has: all ranks would have all of it, which `replicate` says.
-Status CheckRuleCuts(const OpenedCheckpoint& source, const std::string& text, const ShardRule& rule,
-                     int ranks);
+// Reads the rules of --map; null if `path` is empty. kInvalidArgument: the rules are invalid; the
+// message names the file and the rule.
+Result<std::shared_ptr<const KeyMap>> ReadKeyMap(const std::string& path);
 
-// What an object's bytes are, for a person (DescribeObject of index/archives/torch_archive.h).
+// kInvalidArgument if the rule (of --shard `text`) splits no tensor among several ranks, for
+// example because no tensor has the axis. Every rank would have all data, as with the rule
+// `replicate`.
+Status CheckShardRuleSplits(const OpenedCheckpoint& source, const std::string& text,
+                            const ShardRule& rule, int ranks);
+
+// A description of an object's bytes for people (DescribeObject of index/archives/torch_archive.h).
 Result<std::string> DescribePart(const OpenedCheckpoint& checkpoint, const ObjectRecord& part);
 
-// Where a tensor's chunks lie, in words: "tensor-file", "rank-shard", "pack", or "mixed".
-// "damaged" where its extents cannot be read: `ls -l` lists it all the same.
+// The placement of a tensor's chunks: "tensor-file", "rank-shard", "pack", or "mixed"; "damaged" if
+// its extents cannot be read, so that `ls -l` still lists it.
 std::string PlacementOf(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor);
 
 }  // namespace tensormount::tools

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount stats`: the counters of a mount; see commands.h.
-// They are a file of the mount, MNT/.tensormount/stats, in JSON, so no protocol besides the
-// filesystem is needed. --json prints it as it is; text shows the fields that people ask for.
-// Fields that are not there (another version) count as 0.
+// `tensormount stats` (commands.h): the counters of a mount, from its file MNT/.tensormount/stats
+// in JSON. --json prints the file unchanged; text shows the most useful fields. Missing fields (of
+// another version) count as 0.
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -25,20 +24,21 @@ namespace {
 using Json = nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
-// A mount whose daemon is stopped or gone mad must not hold whoever asks how it is.
+// How long to wait for an answer: the daemon may be stopped.
 constexpr int kPatienceMs = 5000;
 constexpr std::size_t kMaxBytes = 1u << 20;
 
-// The whole of a control file, read by a child that can be killed where the mount does not answer.
-// A thread could not be given up: read(2) on a mount whose daemon is stopped cannot be interrupted
-// but by killing the process.
+// Reads a control file in a child process, which is killed if the mount does not answer. A thread
+// would not suffice, because read(2) on a mount whose daemon is stopped ends only when the process
+// is killed.
 Result<std::string> ReadControl(const std::string& path) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return Status::FromErrno(errno, "make", "a pipe");
-  // No thread runs in this command, so the child may do as it likes; it uses system calls alone.
+  // The fork is safe, because this command has no other threads and the child only makes system
+  // calls.
   const pid_t child = fork();
   if (child < 0) {
-    const Status status = Status::FromErrno(errno, "start", "a reader");
+    const Status status = Status::FromErrno(errno, "start", "a helper process");
     close(ends[0]);
     close(ends[1]);
     return status;
@@ -64,7 +64,7 @@ Result<std::string> ReadControl(const std::string& path) {
     pollfd wait{.fd = ends[0], .events = POLLIN, .revents = 0};
     const int ready = left > 0 ? poll(&wait, 1, static_cast<int>(left)) : 0;
     if (ready < 0 && errno == EINTR) continue;
-    // The limit: what is mounted there may not be ours, and its file endless.
+    // The size is limited, because a mount of another program may have an endless file there.
     if (ready <= 0 || text.size() > kMaxBytes) {
       late = true;
       kill(child, SIGKILL);
@@ -82,15 +82,16 @@ Result<std::string> ReadControl(const std::string& path) {
   }
   if (late) {
     return Status(Code::kDeadlineExceeded,
-                  fmt::format("read {}: no answer in {} s", path, kPatienceMs / 1000));
+                  fmt::format("read {}: no answer within {} s", path, kPatienceMs / 1000));
   }
-  if (!WIFEXITED(ended)) return Status(Code::kInternal, "read " + path + ": the reader died");
+  if (!WIFEXITED(ended))
+    return Status(Code::kInternal, "read " + path + ": the helper process was killed");
   if (WEXITSTATUS(ended) != 0) return Status::FromErrno(WEXITSTATUS(ended), "read", path);
   return text;
 }
 
 Result<Json> ReadMountStats(const std::string& mount_point) {
-  // Otherwise "no such file" would be the message for a folder where nothing is mounted.
+  // Without this check the error for a directory that is not a mount point would be "no such file".
   if (!fs::IsMountPoint(mount_point)) {
     return Status(Code::kInvalidArgument, fmt::format("{}: nothing is mounted here", mount_point));
   }
@@ -108,7 +109,7 @@ std::uint64_t NumberIn(const Json& stats, std::string_view name) {
   return it != stats.end() && it->is_number() ? it->get<std::uint64_t>() : 0;
 }
 
-// With three or so digits, in the unit that suits.
+// A time in microseconds as text, with about three digits in a suitable unit.
 std::string Micros(const Json& op, std::string_view name) {
   const auto it = op.find(name);
   const double us = it != op.end() && it->is_number() ? it->get<double>() : 0;
@@ -117,9 +118,8 @@ std::string Micros(const Json& op, std::string_view name) {
   return fmt::format("{:.1f} us", us);
 }
 
-// What came since `before` a second, where there was one.
-// Counters only grow; where one is less than before, the mount was made anew in between, and the
-// rate is 0.
+// Prints the changes since `before` per second. If a counter has decreased, the mount was made
+// again, and the rate is shown as 0.
 void PrintRates(const Json& stats, const Json& before, double seconds, Terminal& terminal) {
   std::string line;
   for (const auto& [name, value] : stats["bytes"].items()) {
@@ -147,12 +147,13 @@ void PrintRates(const Json& stats, const Json& before, double seconds, Terminal&
 }
 
 void PrintStats(const Json& stats, Terminal& terminal) {
-  terminal.Line(fmt::format("up {} s, {} errors, {} interrupted", NumberIn(stats, "uptime_seconds"),
-                            NumberIn(stats, "errors"), NumberIn(stats, "interrupted")));
+  terminal.Line(fmt::format("mounted for {} s, {} errors, {} requests of killed programs",
+                            NumberIn(stats, "uptime_seconds"), NumberIn(stats, "errors"),
+                            NumberIn(stats, "interrupted")));
   const Json& bytes = stats["bytes"];
   terminal.Line(fmt::format(
       "bytes: {} served by the daemon, {} in files handed to the kernel, {} read from and {} "
-      "written to stagings",
+      "written to staging directories",
       HumanBytes(NumberIn(bytes, "daemon")), HumanBytes(NumberIn(bytes, "passthrough")),
       HumanBytes(NumberIn(bytes, "staging_read")), HumanBytes(NumberIn(bytes, "staging_written"))));
   terminal.Line(fmt::format("storage: {} read, {} of them verified",
@@ -180,7 +181,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
     if (!stats.ok()) {
       const bool dead = stats.status().ToErrno() == ENOTCONN;
       return terminal.Fail(stats.status(),
-                           dead ? "its daemon is gone: `tensormount mount` again cleans up" : "");
+                           dead ? "the daemon of this mount is gone; mount again to clean up" : "");
     }
     Json& now = stats.value();
     if (!now.contains("bytes")) now["bytes"] = Json::object();
@@ -198,7 +199,7 @@ int RunStats(const StatsArgs& args, Terminal& terminal) {
     if (args.rounds > 0 && round + 1 >= args.rounds) return kDone;
     before = std::move(now);
     last = at;
-    // Slept by nanosleep, which tells what is left where a signal interrupts it.
+    // nanosleep returns the remaining time if a signal interrupts it.
     const auto nap = static_cast<std::int64_t>(args.watch_seconds * 1e9);
     timespec left{.tv_sec = nap / 1'000'000'000, .tv_nsec = nap % 1'000'000'000};
     while (nanosleep(&left, &left) != 0 && errno == EINTR) {

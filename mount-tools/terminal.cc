@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Standard output and error: progress, colours, JSON lines.
+// Standard output and error (terminal.h): lines, colours, errors, progress.
 #include "mount-tools/terminal.h"
 
 #include <cerrno>
@@ -25,14 +25,14 @@ bool Terminal::colours() const {
          (kind == nullptr || std::string_view(kind) != "dumb");
 }
 
-// The codes are put around text that was made harmless, so nothing inside can end them.
+// The text is escaped first, so that it cannot end the colour.
 void Terminal::Line(std::string_view text, Colour colour) {
   if (!colours()) return Line(text);
   static constexpr const char* kCodes[] = {"\033[31m", "\033[32m", "\033[33m"};
   Text(kCodes[static_cast<std::size_t>(colour)] + ShownText(text, "\t") + "\033[0m");
 }
 
-// Of standard output, since that is where pictures go.
+// The width of standard output, where pictures are printed.
 int Terminal::Columns() {
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
@@ -42,7 +42,7 @@ int Terminal::Columns() {
 std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
   if (json || verbose || isatty(STDOUT_FILENO) == 0) return std::string(name);
   const std::string shown = ShownText(name, {});
-  // Where characters of UTF-8 begin: each is counted as one column.
+  // Positions of characters in UTF-8. Each character counts as one column.
   std::vector<std::size_t> starts;
   for (std::size_t i = 0; i < shown.size(); ++i) {
     if ((static_cast<unsigned char>(shown[i]) & 0xC0U) != 0x80U) starts.push_back(i);
@@ -52,7 +52,8 @@ std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
   if (starts.size() <= room) return shown;
   constexpr std::string_view kCut = "...";
   const std::size_t kept = room - kCut.size();
-  // The ends of keys tell more than their beginnings: weight or bias, of which layer.
+  // More of the end is kept, because the end of a key tells more than its start: weight or bias,
+  // and of which layer.
   const std::size_t front = kept / 3;
   return shown.substr(0, starts[front]) + std::string(kCut) +
          shown.substr(starts[starts.size() - (kept - front)]);
@@ -61,7 +62,7 @@ std::string Terminal::LastName(std::string_view name, std::size_t taken) const {
 void Terminal::Line(std::string_view text) { Text(ShownText(text, "\t")); }
 
 void Terminal::Text(std::string_view text) {
-  // The first error is the one that tells; Flush() reports it.
+  // After an error nothing more is printed; Flush() reports the first error.
   if (output_failed_) return;
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() ||
       std::fputc('\n', stdout) == EOF) {
@@ -70,7 +71,7 @@ void Terminal::Text(std::string_view text) {
   }
 }
 
-// Remembered too, so that Flush() reports it where the caller does not.
+// The error is also stored, so that Flush() reports it even if the caller ignores it.
 Status Terminal::Write(const void* data, std::size_t size) {
   if (std::fwrite(data, 1, size, stdout) != size) {
     output_failed_ = true;
@@ -81,7 +82,7 @@ Status Terminal::Write(const void* data, std::size_t size) {
 }
 
 int Terminal::Flush() {
-  // A full disk often shows only here.
+  // A full disk is often noticed only here.
   if (std::fflush(stdout) != 0 && !output_failed_) {
     output_failed_ = true;
     output_errno_ = errno;
@@ -101,8 +102,8 @@ int Terminal::Fail(const Status& status, std::string_view hint) {
     return kFailed;
   }
   std::string line = "tensormount: ";
-  // Line breaks of a message stay, indented, so that a report of several lines can be read and
-  // cannot forge one of ours.
+  // Line breaks in a message are kept, but lines after the first are indented, so that they cannot
+  // look like an error line.
   for (const char c : ShownText(status.ToString(), "\n")) {
     line += c;
     if (c == '\n') line += "    ";
@@ -135,7 +136,7 @@ std::string DigestHex(std::uint64_t digest) { return fmt::format("{:016x}", dige
 
 Progress::Progress(const Terminal& terminal, std::string label)
     : label_(ShownText(label)), start_(std::chrono::steady_clock::now()) {
-  // No thread at all where nothing is to be seen.
+  // If the progress line cannot be seen, no thread is started.
   if (terminal.quiet || terminal.json || isatty(STDERR_FILENO) == 0) return;
   thread_ = std::thread([this] { Run(); });
 }
@@ -155,11 +156,11 @@ void Progress::Set(std::uint64_t done, std::uint64_t total) {
   total_ = total;
 }
 
-// Reads the counters five times a second; the work itself only bumps them.
+// Shows the counters five times a second.
 void Progress::Run() {
   std::unique_lock lock(mutex_);
   bool shown = false;
-  // Most work is over within a second, and shows nothing.
+  // The first wait is a second, so shorter operations show nothing.
   auto pause = std::chrono::milliseconds(1000);
   while (!wake_.wait_for(lock, pause, [this] { return stop_; })) {
     pause = std::chrono::milliseconds(200);
@@ -168,7 +169,7 @@ void Progress::Run() {
     const double elapsed =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     const double rate = static_cast<double>(done) / elapsed;
-    // Back to the begin of the line, and what was there erased.
+    // Returns to the start of the line and erases it.
     std::string line = fmt::format("\r\033[K{}: {}", label_, HumanBytes(done));
     if (total > 0) line += fmt::format(" of {}", HumanBytes(total));
     line += fmt::format(", {}/s", HumanBytes(static_cast<std::uint64_t>(rate)));

@@ -24,67 +24,62 @@ inline constexpr int kDone = 0;
 inline constexpr int kCheckFailed = 1;
 inline constexpr int kFailed = 2;
 
-// Where a command prints, and how. One for the process, made by main. Under mpirun only rank 0
-// prints results; errors come from whoever has them.
+// The output of a command; main makes one for the process. Under mpirun only rank 0 prints results,
+// and every rank prints its own errors. Text from outside is escaped (ShownText), and the command
+// fails if its output cannot be written (a full disk, a closed pipe).
 //
-// Two rules that it keeps for all commands: text from outside never does anything but show, and
-// output that could not be written (a full disk, a closed pipe) is a failure of the command and not
-// silence.
-// Thread-safe for Warn and Note, which ranks call from their threads: each is one fwrite of a whole
-// line. All else is for the main thread.
+// Warn and Note are thread-safe: each is one fwrite of a whole line. All other functions are for
+// the main thread.
 class Terminal {
  public:
-  // Set once, by the options.
+  // The options --json, --quiet and --verbose.
   bool json = false;
   bool quiet = false;
   bool verbose = false;
-  // --log-level, of what the library logs (tensormount/log.h); where it is not given, warnings, and
-  // of a mount in the background infos too.
+  // --log-level, for the library's log (tensormount/log.h). Without it warnings are logged, and by
+  // a mount in the background also infos.
   std::optional<LogLevel> log_level;
-  // --root, of the commands that open sources.
-  // Here and not in each structure of arguments: OpenSource and FindSource take them from the
-  // terminal.
+  // --root. It is not in the argument structures, because OpenSource and FindSourceArgument take
+  // the roots from the terminal.
   std::vector<std::string> roots;
-  // --file: of a source that is a folder of a foreign format, the file or index to read; empty: not
-  // given.
+  // --file: the file or index to read in a foreign directory; empty if the option was not given.
   std::string file;
 
-  // Colours are for people who look at a terminal: not in files, pipes or JSON, nor where NO_COLOR
-  // is set or TERM says "dumb".
+  // Whether to use colours: only on a terminal, and not with --json, NO_COLOR or TERM=dumb.
   enum class Colour { kRed, kGreen, kYellow };
   bool colours() const;
-  // Columns of the terminal that standard output is; 80 where it is none.
+  // Width of the terminal at standard output; 80 if it is not a terminal.
   static int Columns();
-  // A name at the end of a line, of which `taken` columns are full: on a terminal it is shortened
-  // in the middle ("encoder....weight") where the line would wrap, but not below 16 columns. As it
-  // is in pipes and files, and with -v.
+  // A name for the end of a line, of which `taken` columns are used. On a terminal it is shortened
+  // in the middle ("encoder....weight") to fit the line, to 16 columns at least; in pipes, files
+  // and with -v it is unchanged.
   std::string LastName(std::string_view name, std::size_t taken) const;
 
-  // Standard output, one line whatever the text holds: keys and names come from outside, and do no
-  // more than show (ShownText). Failures of the pipe end up in Flush().
+  // Prints one line to standard output. `text` may come from outside, because it is escaped
+  // (ShownText). Flush() reports errors of writing.
   void Line(std::string_view text);
   void Line(std::string_view text, Colour colour);
-  // Several lines, or with colours of ours: what came from outside was made harmless before.
+  // Prints several lines, or a line with colours. The caller must have escaped text from outside.
   void Text(std::string_view text);
-  // A document or an event on a line of its own. Text that is not UTF-8 (names of files may be
-  // anything) is shown with replacement characters.
-  // J is nlohmann's; a template keeps that header out of this one.
+  // Prints a JSON document or event on one line; text that is not UTF-8 (in file names) gets
+  // replacement characters. This is a template, so that this header does not include the JSON
+  // library.
   template <typename J>
   void Json(const J& document) {
     Line(document.dump(-1, ' ', false, J::error_handler_t::replace));
   }
-  // Bytes to standard output as they are.
+  // Writes bytes to standard output unchanged.
   Status Write(const void* data, std::size_t size);
-  // kDone, or kFailed with an error line where standard output could not take it all.
-  // The last call of a command that printed: buffered output fails only here.
+  // Returns kDone, or kFailed after an error line if standard output failed. A command calls it
+  // last, because buffered output may fail only here.
   int Flush();
 
-  // "tensormount: CODE: message" and, where there is one, a line about what to do. Further lines of
-  // a message are indented: none looks like one of ours. With --json an object on one line instead,
-  // on standard error too: {"error": {"code", "message"}}, and "hint". Returns kFailed.
+  // Prints "tensormount: CODE: message" and an optional hint line on standard error; further lines
+  // of a message are indented. With --json it prints an object on one line instead: {"error":
+  // {"code", "message"}}, and "hint". Returns kFailed.
   int Fail(const Status& status, std::string_view hint = {});
-  void Warn(std::string_view text);  // Not with --quiet.
-  // What happened beside the result; standard error, only with --verbose.
+  void Warn(std::string_view text);  // Prints a warning on standard error, unless with --quiet.
+  // Prints additional information on standard error, only with --verbose.
   void Note(std::string_view text);
 
  private:
@@ -92,16 +87,15 @@ class Terminal {
   int output_errno_ = 0;
 };
 
-// A line on standard error that shows how far a long work is: only on a terminal, only after a
-// second, erased at the end. `done` and `total` in bytes; total 0 = not known.
-// Made around the work that it shows; destroying it takes the line away, before the command prints
-// its result. Set and the counter may be used from any thread.
+// The progress line of a long operation on standard error. It is shown only on a terminal and only
+// after a second. The destructor erases it, so destroy this object before printing results. `done`
+// and `total` are in bytes; a total of 0 means that it is unknown. All functions are thread-safe.
 class Progress {
  public:
   Progress(const Terminal& terminal, std::string label);
   ~Progress();
   void Set(std::uint64_t done, std::uint64_t total);
-  // Counts on its own: for work that bumps a counter.
+  // The counter of bytes done, for operations that increment it.
   std::atomic<std::uint64_t>& done() { return done_; }
   void SetTotal(std::uint64_t total) { total_ = total; }
   void AddTotal(std::uint64_t bytes) { total_ += bytes; }
@@ -118,9 +112,9 @@ class Progress {
   std::thread thread_;
 };
 
-// "1.23 s", "12 ms".
+// A time as text, such as "1.23 s" or "12 ms".
 std::string HumanSeconds(double seconds);
-// 16 hex digits, as the digest is printed everywhere.
+// A digest as 16 hex digits, as in all output.
 std::string DigestHex(std::uint64_t digest);
 
 }  // namespace tensormount::tools

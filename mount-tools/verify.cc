@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `tensormount verify`: damages as they are found, and what they come to; see commands.h.
-// Each checkpoint of the source is verified by itself, and a failure of one does not keep the
-// others from it. The exit status is the worst of all: 2 over 1 over 0.
+// `tensormount verify` (commands.h): verifies checkpoints one after the other, also after a
+// failure, and prints damage and a summary of each. The exit status is the largest of all.
 #include <algorithm>
 #include <set>
 #include <string_view>
@@ -24,16 +23,15 @@
 namespace tensormount::tools {
 namespace {
 
-// Prints the report of one checkpoint; whether it is what was asked for: whole, or, with --partial,
-// whole but for what is lost.
+// Prints the report of one checkpoint. Returns whether it is intact; with --partial missing data
+// are accepted.
 bool PrintVerdict(const std::string& name, const VerifyReport& report, const VerifyArgs& args,
                   Terminal& terminal) {
-  // Lost data of foreign checkpoints are damages of a kind of their own: --partial accepts them,
-  // and nothing else.
   const bool quick = args.quick;
   for (const std::string& warning : report.warnings) terminal.Warn(name + ": " + warning);
   std::size_t lost = 0;
-  std::set<std::string_view> shared;  // Files whose sharers are told.
+  // Files for which the other checkpoints with the file are printed.
+  std::set<std::string_view> shared;
   for (const VerifyReport::Damage& damage : report.damages) {
     lost += damage.lost ? 1 : 0;
     if (terminal.json) {
@@ -43,7 +41,7 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
     } else if (damage.lost) {
       terminal.Line(fmt::format("{}: {}: {}{}", name, damage.object,
                                 damage.file.empty() ? "" : damage.file + ": ", damage.reason));
-      // The line above names one key, or the first few.
+      // The line above has only the first few keys.
       if (terminal.verbose && damage.keys.size() > 1) {
         for (const std::string& key : damage.keys) {
           terminal.Line(fmt::format("{}: lost: {}", name, key));
@@ -53,8 +51,8 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
       terminal.Line(fmt::format("{}: {}: {}: byte {}: {}", name, damage.object, damage.file,
                                 damage.offset, damage.reason));
       if (!damage.shared_with.empty() && shared.insert(damage.file).second) {
-        terminal.Line(fmt::format("{}: {}: the same file is in {}, which {} damaged by it too",
-                                  name, damage.file, fmt::join(damage.shared_with, ", "),
+        terminal.Line(fmt::format("{}: {}: the same file is part of {}, which {} damaged too", name,
+                                  damage.file, fmt::join(damage.shared_with, ", "),
                                   damage.shared_with.size() == 1 ? "is" : "are"));
       }
     }
@@ -67,8 +65,7 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   } else if (!terminal.quiet) {
     if (report.bytes_without_hash > 0) {
       terminal.Line(
-          fmt::format("{}: {} have no hashes: what describes them, lengths and readability were "
-                      "checked",
+          fmt::format("{}: {} have no hashes: only metadata, lengths and readability were checked",
                       name, HumanBytes(report.bytes_without_hash)));
     }
     const std::string verdict = whole ? "whole" : Counted(report.damages.size(), "damage");
@@ -80,7 +77,7 @@ bool PrintVerdict(const std::string& name, const VerifyReport& report, const Ver
   return whole || (args.partial && lost == report.damages.size());
 }
 
-// kDone, kCheckFailed or kFailed.
+// Verifies one checkpoint. Returns kDone, kCheckFailed or kFailed.
 int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& terminal) {
   const bool foreign = source.kind == SourceKind::kForeign;
   const std::string name = source.path.substr(source.path.rfind('/') + 1);
@@ -94,17 +91,17 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
       progress.Set(done, total);
       return Status();
     };
-    report = foreign ? VerifyForeign(HostFileSystem(), source.path, options)
-                     : VerifyCheckpoint(HostFileSystem(), source.path, options);
+    report = foreign ? VerifyForeign(*source.fs, source.path, options)
+                     : VerifyCheckpoint(*source.fs, source.path, options);
   }
   if (!report.ok()) {
-    // What cannot even be opened is damaged: that is what the command is for.
+    // If damage prevents the opening, the check has failed.
     terminal.Fail(report.status().WithContext(name));
     return report.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
   }
-  if (!foreign) NameSharers(HostFileSystem(), source.path, report.value());
-  // The bytes are right; what was saved may not be what was meant.
-  if (const auto opened = OpenFound(HostFileSystem(), source, terminal.roots); opened.ok()) {
+  if (!foreign) NameSharers(*source.fs, source.path, report.value());
+  // Warns of known defects of the program that saved the checkpoint, which hashes do not show.
+  if (const auto opened = OpenFound(source, terminal.roots); opened.ok()) {
     for (std::string& note : FindKnownDefects(*opened.value())) {
       report.value().warnings.push_back(std::move(note));
     }
@@ -112,23 +109,26 @@ int VerifyOne(const FoundSource& source, const VerifyArgs& args, Terminal& termi
   return PrintVerdict(name, report.value(), args, terminal) ? kDone : kCheckFailed;
 }
 
-// Every checkpoint of a store or a training directory.
+// Lists all checkpoints of a store or training directory; for other sources only the source.
 Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal& terminal) {
   std::vector<FoundSource> all;
   if (source.kind == SourceKind::kStore) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(HostFileSystem(), source.path));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(*source.fs, source.path));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> list, store.List());
     for (const CheckpointListing& item : list) {
-      all.push_back({.kind = SourceKind::kCheckpoint, .path = store.CheckpointPath(item.name)});
+      all.push_back({.fs = source.fs,
+                     .kind = SourceKind::kCheckpoint,
+                     .path = store.CheckpointPath(item.name)});
     }
   } else if (source.kind == SourceKind::kForeignSteps) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        const ForeignFolder folder,
-        ForeignFolder::Open(HostFileSystem(), source.path, terminal.roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
+                                 ForeignFolder::Open(*source.fs, source.path, terminal.roots));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto steps, ReadForeignSteps(folder));
-    // None: the directory is gone meanwhile.
+    // There are no steps if they were removed meanwhile.
     for (const ForeignStep& step : steps.value_or(ForeignSteps()).steps) {
-      all.push_back({.kind = SourceKind::kForeign, .path = JoinPath(source.path, step.name)});
+      all.push_back({.fs = source.fs,
+                     .kind = SourceKind::kForeign,
+                     .path = JoinPath(source.path, step.name)});
     }
   } else {
     all.push_back(source);
@@ -139,7 +139,7 @@ Result<std::vector<FoundSource>> AllOf(const FoundSource& source, const Terminal
 }  // namespace
 
 int RunVerify(const VerifyArgs& args, Terminal& terminal) {
-  const auto source = FindNamed(HostFileSystem(), args.source, terminal);
+  const auto source = FindSourceArgument(args.source, terminal);
   if (!source.ok()) {
     terminal.Fail(source.status());
     return source.status().code() == Code::kDataLoss ? kCheckFailed : kFailed;
@@ -149,7 +149,7 @@ int RunVerify(const VerifyArgs& args, Terminal& terminal) {
   if (!all.ok()) return terminal.Fail(all.status());
   int worst = kDone;
   for (const FoundSource& one : all.value()) {
-    // kFailed is the largest: something could not be checked, so the others prove nothing about it.
+    // kFailed is the largest status: a checkpoint that could not be checked.
     worst = std::max(worst, VerifyOne(one, args, terminal));
   }
   const int flushed = terminal.Flush();

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes man pages and bash completion out of what `tensormount --help` says, so that they cannot say
-anything else.
+"""Generates man pages and bash completion from the output of `tensormount --help`.
 
 usage: pages.py TENSORMOUNT FOLDER
 
-Writes FOLDER/man/tensormount.1.gz, FOLDER/man/tensormount-COMMAND.1.gz of each command, and
+Writes FOLDER/man/tensormount.1.gz, FOLDER/man/tensormount-COMMAND.1.gz for each command, and
 FOLDER/completion/tensormount.
 """
 
@@ -19,9 +18,9 @@ import sys
 SECTION = re.compile(r"^([A-Z][A-Za-z ]*):$")
 ITEM = re.compile(r"^  (\S.*?)(?: {2,}(\S.*))?$")
 MORE = re.compile(r"^ {8,}(\S.*)$")
-# "fail or replace", "With --to hf: ..." is prose.
+# The words that an option takes, at the end of its text: "If the checkpoint exists: fail or replace".
 ONE_OF = re.compile(r"(?:^|: )((?:[a-z0-9-]+, )*[a-z0-9-]+ or [a-z0-9-]+)(?:\s\(required\))?$")
-NOT_BUILT = "Not built yet"
+NOT_BUILT = "Not implemented yet"
 
 
 @dataclasses.dataclass
@@ -64,7 +63,7 @@ def roff(text):
 
 
 def option_roff(name):
-    """"-q,--quiet" bold, the type behind it as it is."""
+    """An option in roff: names ("-q,--quiet") in bold, the type after them plain."""
     names, _, kind = name.partition(" ")
     return "\\fB" + roff(names.replace(",", ", ")) + "\\fR" + (" " + roff(kind) if kind else "")
 
@@ -85,18 +84,18 @@ def man_page(name, version, page, commands):
             lines += [".TP", item, roff(text) or "\\&"]
     if page.example:
         lines += [".SH EXAMPLE", ".nf", roff(page.example.rstrip("\n")), ".fi"]
-    lines += [".SH EXIT STATUS", ".TP", "0", "done", ".TP", "1",
-              "a check or a comparison found damage or a difference", ".TP", "2", "it could not be done"]
+    lines += [".SH EXIT STATUS", ".TP", "0", "success", ".TP", "1", "the check failed: damage or a difference was found",
+              ".TP", "2", "any other failure", ".TP", "130, 143, 129", "interrupted by Ctrl\\-C, SIGTERM or SIGHUP"]
     lines.append(".SH SEE ALSO")
     if commands:
-        lines.append(roff("The folder doc/tensormount beside this manual's: cli.md, operations.md, semantics.md"))
+        lines.append(roff("The directory share/doc/tensormount of this installation: cli.md, operations.md, mounting.md"))
     else:
         lines.append("\\fBtensormount\\fR(1)")
     return "\n".join(lines) + "\n"
 
 
 def options_of(page):
-    """Option -> the words that it takes, or None where it takes none, or [] where it takes anything."""
+    """Option -> the words that it takes; None: it takes no value; []: it takes any value."""
     options = {}
     for section, items in page.items.items():
         if section in ("Positionals", "Subcommands", NOT_BUILT):
@@ -177,12 +176,12 @@ def main():
     for name in ("man", "completion"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for old in (folder / "man").iterdir():
-        old.unlink()  # Of commands that are gone.
+        old.unlink()  # The command may not exist any more.
     texts = {"tensormount": man_page("tensormount", version, program, pages)}
     for name, page in pages.items():
         texts[f"tensormount-{name}"] = man_page(f"tensormount-{name}", version, page, {})
     for name, text in texts.items():
-        # The same bytes whenever it is made.
+        # mtime=0: the same input gives the same bytes.
         (folder / "man" / f"{name}.1.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     (folder / "completion" / "tensormount").write_text(completion(program, pages))
 

@@ -4,18 +4,17 @@
 
 usage: wheel.py --parts DIR --out DIR [--patchelf PROGRAM]
 
-DIR of parts is what the target wheel_parts makes (python/CMakeLists.txt). Prints the path of the
-wheel. The same parts give the same bytes.
+The target wheel_parts makes the directory of parts (python/CMakeLists.txt). Prints the path of the wheel. The
+same parts give the same bytes.
 
-What is bundled is renamed three times over, so that another copy of RocksDB (or of what it needs) in
-the same process neither takes its place nor is taken for it: the file and its soname get a hash, and
-every symbol that it defines a number for a name, here and in all that use it. Sonames alone would not
-do: names are looked up among what was loaded globally first, by whomever; and the gflags of RocksDB
-ends the process when its flags are registered twice. Numbers rather than longer names, because
-those of C++ are a twentieth of all that is bundled; what a debugger shows of RocksDB is poorer for it.
+Bundled libraries are renamed, so that they do not conflict with another copy of RocksDB or its dependencies in
+the same process: file name and soname get a hash, and every symbol that a library defines gets a number as its
+name, in the library and in its users. New sonames alone are not enough: symbols are looked up in globally
+loaded libraries first, and the gflags of RocksDB ends the process if its flags are registered twice. Numbers
+save space, because names of C++ are a twentieth of the bundled bytes; a debugger shows less of RocksDB.
 
-The standard C++ library is the system's, as manylinux allows: with a second one in a process that has
-the system's already (torch, NumPy's), each would throw what the other does not catch.
+The standard C++ library is the system's, as manylinux allows. With a second copy in a process (torch and NumPy
+use the system's) neither would catch the exceptions of the other.
 """
 
 import argparse
@@ -34,11 +33,11 @@ import zlib
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MOST_BYTES = 8_500_000
 GLIBC = "2_35"
-# The newest versions of symbols that the tag promises to need (policy manylinux_2_35).
+# The newest symbol versions that the tag allows (policy manylinux_2_35).
 NEWEST = {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12, 0, 0)}
 SYSTEM = re.compile(r"^(lib(c|m|pthread|dl|rt|stdc\+\+|gcc_s)|ld-linux-[-\w]+)\.so\.\d+$")
-MPI = re.compile(r"^libmpi\.so\.\d+$")  # Of lib/tensormount/mpi.so alone: the host's.
-# Compiled in, header by header.
+MPI = re.compile(r"^libmpi\.so\.\d+$")  # Needed only by lib/tensormount/mpi.so; the host's library.
+# Packages of header-only libraries that are compiled in.
 HEADERS = ["nlohmann-json3-dev", "libcli11-dev"]
 
 
@@ -58,24 +57,24 @@ def needed(path):
 
 
 def where(path):
-    """Soname to path of all that `path` needs, as the system finds it."""
+    """Soname to path of all libraries that `path` needs, as the system finds them."""
     return dict(re.findall(r"^\s*(\S+) => (/\S+)", run("ldd", path), re.MULTILINE))
 
 
 def defined(path):
-    """Names of the symbols that a library offers, without their versions."""
+    """Names of the symbols that a library exports, without their versions."""
     names = set()
     for line in run("nm", "-D", "--defined-only", "-p", path).splitlines():
         kind, name = line.split()[-2:]
         name = name.split("@")[0]
-        # Absolute ones are versions (FUSE_3.0) and ends of sections.
+        # Absolute symbols are versions (FUSE_3.0) and ends of sections.
         if kind != "A" and name not in ("_init", "_fini", "_end", "_edata", "__bss_start"):
             names.add(name)
     return names
 
 
 def bundle(parts, made, patchelf):
-    """Copies the parts and what they need to `made`, renames and strips. Returns the bundled
+    """Copies the parts and the libraries that they need to `made`, renames and strips them. Returns the bundled
     libraries as {name in the wheel: path on this machine}."""
     folder = os.path.join(made, "lib")
     shutil.copytree(parts, made, dirs_exist_ok=True)
@@ -85,7 +84,7 @@ def bundle(parts, made, patchelf):
     ours += [part for part in (mpi, cuda) if os.path.exists(part)]
 
     found = where(os.path.join(parts, "lib", "libtensormount.so"))
-    originals = {}  # Soname to path; by what is needed, breadth first.
+    originals = {}  # Soname to path, breadth first.
     waiting = needed(ours[1])
     while waiting:
         soname = waiting.pop(0)
@@ -105,7 +104,7 @@ def bundle(parts, made, patchelf):
         renamed[soname] = f"{stem}-{digest}.so{version}"
         symbols |= defined(path)
     with tempfile.NamedTemporaryFile("w", suffix=".map") as table:
-        # Of nothing but what is bundled, so that the same libraries get the same names.
+        # Depends only on the bundled libraries, so that the same libraries get the same names.
         mark = hashlib.sha256("".join(sorted(renamed.values())).encode()).hexdigest()[:6]
         table.writelines(
             f"{name} tm_{mark}_{number:x}\n" for number, name in enumerate(sorted(symbols)))
@@ -119,7 +118,7 @@ def bundle(parts, made, patchelf):
             run("strip", "--strip-unneeded", path)
             above = os.path.relpath(folder, os.path.dirname(path))
             changes = ["--rename-dynamic-symbols", table.name,
-                       # Before LD_LIBRARY_PATH, where a libtensormount.so of another build may be.
+                       # An RPATH comes before LD_LIBRARY_PATH, which may have another build's library.
                        "--force-rpath", "--set-rpath", "$ORIGIN" if above == "." else "$ORIGIN/" + above]
             if os.path.basename(path) in renamed.values():
                 changes += ["--set-soname", os.path.basename(path)]
@@ -129,7 +128,7 @@ def bundle(parts, made, patchelf):
                 elif not SYSTEM.match(soname) and soname != "libtensormount.so":
                     if not (path == mpi and MPI.match(soname)):
                         fail(f"{path} needs {soname}")
-            # All at once: each call would leave another copy of the names behind.
+            # In one call, because each call leaves another copy of the names behind.
             run(patchelf, *changes, path)
             clear_unused_names(path)
             check_versions(path)
@@ -137,8 +136,8 @@ def bundle(parts, made, patchelf):
 
 
 def clear_unused_names(path):
-    """Zeroes what nothing refers to in the table of dynamic names. patchelf appends new names and
-    leaves the old ones, which are longer than all that the other libraries compress to."""
+    """Zeroes the unused names in the table of dynamic names. patchelf appends new names and leaves the old ones,
+    which are larger than all the other libraries compressed."""
     with open(path, "rb") as file:
         data = bytearray(file.read())
     at, = struct.unpack_from("<Q", data, 40)
@@ -155,8 +154,8 @@ def clear_unused_names(path):
     symbols = by_kind[11]  # SHT_DYNSYM
     for entry in struct.iter_unpack("<I20x", data[symbols[4]:symbols[4] + symbols[5]]):
         used.add(entry[0])
-    # Of the versions (SHT_GNU_verneed, SHT_GNU_verdef) records in chains: first its offset of
-    # auxiliary records, and where in those the name stands.
+    # Versions (SHT_GNU_verneed, SHT_GNU_verdef) are chains of records: type of section, offsets of the
+    # fields for auxiliary records and the next record, then of name and next in an auxiliary record.
     for kind, aux_at, next_at, name_at, aux_next in (
             (0x6FFFFFFE, 8, 12, 8, 12), (0x6FFFFFFD, 12, 16, 0, 4)):
         if kind not in by_kind:
@@ -194,10 +193,10 @@ def check_versions(path):
 
 
 def debian(path):
-    """(package, version, source and version) of a file, or of a package."""
+    """(package, version, source and version) of the Debian package of a file, or of that name."""
     package = path
     if path.startswith("/"):
-        # dpkg knows files by the path that they were installed with, before /lib became a link.
+        # dpkg knows a file by its path at installation, from before /lib was a symbolic link.
         for name in (path, path.removeprefix("/usr")):
             done = subprocess.run(["dpkg-query", "-S", name], capture_output=True, text=True)
             if done.returncode == 0:
@@ -211,7 +210,7 @@ def debian(path):
 
 
 def licences(bundled):
-    """Files of the folder licenses/: ours, those of every bundled part, and what is what."""
+    """Files of the directory licenses/: our license, those of every bundled part, and a list of the parts."""
     with open(os.path.join(ROOT, "LICENSE"), "rb") as file:
         yield "LICENSE", file.read()
     lines = ["Parts of this wheel that others wrote, and the Debian packages that they were taken "
@@ -244,7 +243,7 @@ def version():
 
 def metadata(stated):
     with open(os.path.join(ROOT, "docs", "python.md"), encoding="utf-8") as file:
-        described = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", file.read())  # Links lead nowhere there.
+        described = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", file.read())  # Without links, which would lead nowhere.
     return f"""Metadata-Version: 2.1
 Name: tensormount
 Version: {stated}
@@ -267,7 +266,7 @@ def package_files():
     """(name in the wheel, bytes, mode) of the Python sources."""
     top = os.path.join(ROOT, "python")
     for folder, folders, files in os.walk(os.path.join(top, "tensormount")):
-        # bin and lib are not sources, but links that a developer may have there.
+        # bin and lib are not sources; a developer may have symbolic links there.
         folders[:] = sorted(f for f in folders if f not in ("__pycache__", "bin", "lib"))
         for name in sorted(files):
             if name.endswith((".py", ".pyi")) or name == "py.typed":
@@ -282,9 +281,8 @@ def record_line(name, data):
 
 
 def deflated(data):
-    """`data` by DEFLATE, in as few bytes as libdeflate finds: 3 % fewer than zlib, on which the limit
-    of the size hangs. What it makes is a file of gzip; a zip file wants what is between its head and
-    its last eight bytes."""
+    """`data` compressed by libdeflate: 3 % smaller than by zlib, which the size limit of the wheel needs. The
+    output is a gzip file; a zip file needs only the bytes between its header and its last eight bytes."""
     done = subprocess.run(["libdeflate-gzip", "-12", "-c"], input=data, capture_output=True)
     out = done.stdout
     if done.returncode != 0 or out[:4] != b"\x1f\x8b\x08\0":
@@ -293,7 +291,7 @@ def deflated(data):
 
 
 def write(path, files):
-    """A zip file with these (name, bytes, mode), in this order, and no time of its own."""
+    """Writes a zip file with these (name, bytes, mode), in this order, and a fixed time."""
     with open(path, "wb") as file:
         directory = []
         for name, data, mode in files:

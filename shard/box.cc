@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dims and Box of the public API. Dims keep up to five axes in the object and more on the heap:
-// plans hold millions of them, and almost all tensors have few axes.
+// Dims and Box of the public API. Dims store up to five axes in the object and more on the heap,
+// because plans hold millions of them, and almost all tensors have few axes.
 //
-// Every extent and product from outside is checked here once (Box::Make, CheckedProduct); code
-// behind it adds and multiplies freely.
+// Untrusted extents and products are checked here once (Box::Make, CheckedProduct); later code uses
+// plain operators.
 #include "tensormount/box.h"
 
 #include <algorithm>
@@ -31,7 +31,8 @@ Dims Dims::Filled(int rank, std::int64_t value) {
   return d;
 }
 
-// The sixth number moves all of them to the heap, into room for kMaxAxes: it never moves again.
+// The sixth value moves all of them to the heap, with room for kMaxAxes, so that values move only
+// once.
 void Dims::push_back(std::int64_t v) {
   assert(rank_ < kMaxAxes);
   if (rank_ == kMaxAxes) return;
@@ -64,8 +65,7 @@ std::string Dims::ToString() const {
 }
 
 std::optional<std::int64_t> CheckedProduct(const Dims& extents) {
-  // Zeros first: [2^40, 2^40, 0] has no elements, and multiplying from the left would overflow on
-  // the way to saying so.
+  // Zeros first: [2^40, 2^40, 0] has no elements, but multiplying from the left would overflow.
   std::int64_t product = 1;
   for (const std::int64_t e : extents) {
     if (e < 0) return std::nullopt;
@@ -83,7 +83,7 @@ Dims PackedStrides(const Dims& extents) {
   std::int64_t step = 1;
   for (int a = extents.rank() - 1; a >= 0; --a) {
     strides[a] = step;
-    // A shape that nobody has checked yet may not fit; whoever uses the strides checks it first.
+    // An unchecked shape may overflow; users of the strides check it first.
     if (__builtin_mul_overflow(step, std::max<std::int64_t>(extents[a], 1), &step)) {
       step = std::numeric_limits<std::int64_t>::max();
     }
@@ -94,14 +94,15 @@ Dims PackedStrides(const Dims& extents) {
 Result<Box> Box::Make(const Dims& begin, const Dims& extent) {
   if (begin.rank() != extent.rank()) {
     return Status(Code::kInvalidArgument, "box at " + begin.ToString() + " of extents " +
-                                              extent.ToString() + ": ranks differ");
+                                              extent.ToString() +
+                                              ": they have different numbers of axes");
   }
   const auto bad = [&](const char* why) {
     return Status(Code::kInvalidArgument,
                   "box at " + begin.ToString() + " of extents " + extent.ToString() + ": " + why);
   };
   for (int a = 0; a < begin.rank(); ++a) {
-    if (begin[a] < 0 || extent[a] < 0) return bad("negative");
+    if (begin[a] < 0 || extent[a] < 0) return bad("negative begin or extent");
     if (!CheckedAdd(begin[a], extent[a])) return bad("ends past 2^63 - 1");
   }
   if (!CheckedProduct(extent)) return bad("more than 2^63 - 1 elements");
@@ -110,7 +111,7 @@ Result<Box> Box::Make(const Dims& begin, const Dims& extent) {
 
 Box Box::Whole(const Dims& shape) { return Box(Dims::Filled(shape.rank(), 0), shape); }
 
-// Zeros first, for the same reason as in CheckedProduct: of a checked box only the whole product is
+// Looks for zeros first, like CheckedProduct: of a checked box only the product of all extents is
 // known to fit.
 std::int64_t Box::volume() const {
   std::int64_t v = 1;
@@ -146,8 +147,7 @@ std::string Box::ToString() const {
   return s + "]";
 }
 
-// Where the boxes do not meet on an axis, the later begin and extent zero: an empty box that still
-// has the rank of both.
+// On an axis on which the boxes do not meet the result has extent zero, so that it is an empty box.
 Box Intersect(const Box& a, const Box& b) {
   assert(a.rank() == b.rank());
   const int rank = std::min(a.rank(), b.rank());
@@ -169,7 +169,8 @@ void SubtractBox(std::vector<Box>& boxes, const Box& cut) {
       left.push_back(box);
       continue;
     }
-    // Of `box` what is not yet in `left`: on the axes behind us it is as narrow as `common`.
+    // The part of `box` not yet in `left`: on the axes already processed it is as narrow as
+    // `common`.
     Box rest = box;
     for (int a = 0; a < box.rank(); ++a) {
       const std::int64_t low = rest.begin(a);

@@ -9,13 +9,13 @@
 
 namespace tensormount {
 
-// Boxes from numbers that the library has already checked: cuts of checked boxes stay checked. A
-// part of a box has no larger extents and no larger end, so neither its end nor its volume can
-// overflow where those of the whole did not. Box::Make is for everybody else.
+// Makes boxes from numbers that are already checked. Parts of a checked box need no check: their
+// extents and ends are not larger, so ends and volume cannot overflow. All other code uses
+// Box::Make.
 class BoxAccess {
  public:
   static Box Make(const Dims& begin, const Dims& extent) { return Box(begin, extent); }
-  // `box` with [begin, begin + extent) on one axis.
+  // A copy of `box` with [begin, begin + extent) on one axis.
   static Box WithAxis(Box box, int axis, std::int64_t begin, std::int64_t extent) {
     box.begin_[axis] = begin;
     box.extent_[axis] = extent;
@@ -23,16 +23,16 @@ class BoxAccess {
   }
 };
 
-// Row-major steps of a packed box: [2, 3, 4] gives [12, 4, 1]. Requires a checked volume of the
-// extents that are not zero.
+// Row-major strides of a packed box: [2, 3, 4] gives [12, 4, 1]. Strides that overflow become
+// INT64_MAX.
 Dims PackedStrides(const Dims& extents);
 
-// Replaces each of `boxes` by what is left of it without `cut`, as disjoint boxes; boxes that `cut`
-// does not meet stay as they are, and one that it covers goes. O(boxes * rank).
+// Subtracts `cut` from each of `boxes`, leaving disjoint boxes; boxes that do not meet `cut` stay,
+// and covered ones are removed. O(boxes * axes).
 //
-// One axis after the other, a box loses what lies before and behind `cut` on that axis, each as a
-// box of its own, and goes on as the slab between. So there are at most two new boxes an axis, and
-// outer axes give the larger ones: [0:4, 0:4] without [1:3, 1:2] leaves
+// On each axis in turn the parts before and after `cut` become boxes, and the slab between is
+// processed further. So there are at most two new boxes per axis, and outer axes give the larger
+// ones: [0:4, 0:4] without [1:3, 1:2] leaves
 //   [0:1, 0:4]  [3:4, 0:4]   rows before and behind,
 //   [1:3, 0:1]  [1:3, 2:4]   of the rows between, columns before and behind.
 void SubtractBox(std::vector<Box>& boxes, const Box& cut);

@@ -39,7 +39,7 @@ Result<DeviceStream> DeviceStream::FromDLPack(std::int64_t number) {
   }
   if (number <= 0) {
     return Status(Code::kInvalidArgument,
-                  "stream " + std::to_string(number) + ": DLPack has no such stream of CUDA");
+                  "stream " + std::to_string(number) + ": not a CUDA stream that DLPack defines");
   }
   return DeviceStream(StreamKind::kHandle,
                       reinterpret_cast<void*>(static_cast<std::uintptr_t>(number)));
@@ -51,13 +51,13 @@ Status CheckDescription(const BufferView& view) {
   };
   const bool on_host = view.device.kind == DeviceKind::kHost;
   if (on_host && view.memory == MemoryKind::kDevice) {
-    return cannot_be("in memory of a device, and on the host");
+    return cannot_be("described as device memory, but its device is the host");
   }
   if (!on_host && view.memory == MemoryKind::kPinned) {
-    return cannot_be("in pinned memory, which is the host's, and on a device");
+    return cannot_be("described as pinned host memory, but its device is not the host");
   }
   if ((view.stream.kind == StreamKind::kHandle) != (view.stream.handle != nullptr)) {
-    return cannot_be("ordered by a stream of another kind than its handle says");
+    return cannot_be("ordered by a stream whose kind does not match its handle");
   }
   return Status();
 }
@@ -70,7 +70,7 @@ Status CheckHostMemory(const BufferView& view) {
   }
   if (view.stream.kind != StreamKind::kNone) {
     return Status(Code::kUnsupported,
-                  "what the buffer holds is ordered by a stream, which this build cannot wait for");
+                  "the buffer is ordered by a device stream, which this build cannot wait for");
   }
   return Status();
 }
@@ -80,11 +80,11 @@ bool BufferView::IsPacked() const {
   for (const std::int64_t e : shape) {
     if (e == 0) return true;
   }
-  // Strides are compared with what they would be if packed, from the innermost axis outwards. The
-  // caller's shape is not checked yet, hence the overflow test.
+  // Compares strides with packed ones, from the innermost axis outwards. The shape is not checked
+  // yet, hence the overflow test.
   std::int64_t step = 1;
   for (int a = shape.rank() - 1; a >= 0; --a) {
-    if (shape[a] == 1) continue;  // Its stride is never used.
+    if (shape[a] == 1) continue;  // Its stride is not used.
     if (strides[a] != step) return false;
     if (__builtin_mul_overflow(step, shape[a], &step)) return false;
   }

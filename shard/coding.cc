@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one coding of dims, tensor metadata, grid positions and regions, for manifests and for
-// messages between ranks. Decoders take nothing that an encoder would not have written: other forms
-// of equal values would give equal checkpoints unequal hashes.
+// The encoding of dims, tensor metadata, grid positions and regions, for manifests and for messages
+// between ranks. Decoders accept only the form that an encoder writes, because other forms of equal
+// values would give equal checkpoints unequal hashes.
 #include "shard/coding.h"
 
 #include <cstdint>
@@ -18,9 +18,12 @@ void EncodeDims(ByteWriter& out, const Dims& dims) {
 }
 
 Result<Dims> DecodeDims(ByteReader& in, std::string_view what) {
-  // Before the numbers: Dims hold no more, and a failed read gives rank 0 and no numbers.
+  // Checked before the values are read, because Dims hold at most kMaxAxes. A failed read gives no
+  // axes.
   const std::uint8_t rank = in.U8();
-  if (rank > kMaxRank) return DataLoss(what, "rank " + std::to_string(rank));
+  if (rank > kMaxRank)
+    return DataLoss(what, "has " + std::to_string(rank) + " axes, at most " +
+                              std::to_string(kMaxRank) + " are allowed");
   Dims dims;
   for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
@@ -41,7 +44,7 @@ Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what) {
   std::string key(in.String(kMaxKeyBytes));
   const std::uint8_t number = in.U8();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, DecodeDims(in, what));
-  // A type that only a newer version knows is no damage: its own code says so, and not kDataLoss.
+  // An unknown type of a newer version is kUnsupported, not kDataLoss.
   Result<DType> dtype = DTypeFromNumber(number);
   if (!dtype.ok()) return dtype.status().WithContext(std::string(what) + ": tensor " + key);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), dtype.value(), shape);
@@ -54,7 +57,8 @@ Status DecodeGridPosition(ByteReader& in, std::string_view what, std::string_vie
   TENSORMOUNT_ASSIGN_OR_RETURN(index, DecodeDims(in, what));
   TENSORMOUNT_ASSIGN_OR_RETURN(grid, DecodeDims(in, what));
   if (index.rank() != grid.rank()) {
-    return DataLoss(what, "object " + std::string(key) + ": index and grid differ in rank");
+    return DataLoss(
+        what, "object " + std::string(key) + ": index and grid have different numbers of axes");
   }
   for (int a = 0; a < grid.rank(); ++a) {
     if (index[a] < 0 || index[a] >= grid[a]) {
@@ -65,7 +69,6 @@ Status DecodeGridPosition(ByteReader& in, std::string_view what, std::string_vie
   return Status();
 }
 
-// Begins, then extents, as Box has them; the rank is that of the tensor, whose shape comes before.
 void EncodeRegion(ByteWriter& out, const Region& region) {
   out.U8(region.is_flat() ? 1 : 0);
   for (const std::int64_t v : region.box().begin()) out.I64(v);
@@ -85,8 +88,8 @@ Result<Region> DecodeRegion(ByteReader& in, std::string_view what, std::string_v
   const std::int64_t first = flat ? in.I64() : 0;
   const std::int64_t count = flat ? in.I64() : 0;
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  // Made by the functions that check callers' numbers, in the canonical form: a flat range that is
-  // a box comes back as the box, so that it compares equal whoever wrote it.
+  // Uses the functions that check untrusted numbers and make the canonical form, so that equal
+  // regions compare equal whoever wrote them.
   const Result<Box> box = Box::Make(begin, extent);
   Result<Region> region = !box.ok() ? Result<Region>(box.status())
                           : flat    ? Region::Flat(box.value(), first, count)
@@ -95,7 +98,7 @@ Result<Region> DecodeRegion(ByteReader& in, std::string_view what, std::string_v
     return DataLoss(what, "tensor " + std::string(key) + ": " + region.status().message());
   }
   if (!region.value().Within(shape)) {
-    return DataLoss(what, "tensor " + std::string(key) + ": a region outside of its shape");
+    return DataLoss(what, "tensor " + std::string(key) + ": a region lies outside of its shape");
   }
   return region;
 }

@@ -10,31 +10,34 @@
 #include "base/coding.h"
 #include "shard/tensor_meta.h"
 
-// Shapes, tensors, positions and regions as bytes: in manifests and indexes (docs/format.md,
-// "Records"), in journals of saves through a mount, and in messages of ranks. Encoders append.
-// Decoders check what they take and give kDataLoss "what: why" for all else; what ends too soon is
-// the reader's own error.
+// Binary encoding of shapes, tensors, positions and regions: in manifests and indexes
+// (docs/format.md, "Records"), in journals of saves through a mount, and in messages between ranks.
+// Encoders append to `out`. Decoders validate, and return kDataLoss "what: why"; if the input is
+// too short, they return the reader's error.
 
 namespace tensormount {
 
-void EncodeDims(ByteWriter& out, const Dims& dims);  // u8 rank, i64 each.
-// At most kMaxRank numbers, which may be any.
+// Writes the number of axes as u8, then an i64 per axis.
+void EncodeDims(ByteWriter& out, const Dims& dims);
+// Reads at most kMaxRank numbers, of any value.
 Result<Dims> DecodeDims(ByteReader& in, std::string_view what);
 
-// Key, u8 dtype and shape.
+// Writes key, dtype (u8) and shape.
 void EncodeMeta(ByteWriter& out, std::string_view key, DType dtype, const Dims& shape);
 void EncodeMeta(ByteWriter& out, const TensorMeta& meta);
-// kUnsupported for an element type that this version does not know.
+// Reads key, dtype and shape. kUnsupported for an element type that this version does not know.
 Result<TensorMeta> DecodeMeta(ByteReader& in, std::string_view what);
 
-// Index and grid of a part of the object `key`: of one rank, the index on the grid.
+// Reads index and grid of a part of the object `key`. kDataLoss unless both have the same number of
+// axes and the index lies on the grid.
 Status DecodeGridPosition(ByteReader& in, std::string_view what, std::string_view key, Dims& index,
                           Dims& grid);
 
-// u8 whether it is a flat range, begin and extent of the box as i64 each, and of a flat range its
-// first element and their number. Of a tensor whose shape the reader knows: there is no rank.
+// Writes whether it is a flat range (u8), begin and extent of the box (an i64 per axis each), and
+// for a flat range its first element and count (i64). The number of axes is not written, because
+// the reader knows the tensor's shape.
 void EncodeRegion(ByteWriter& out, const Region& region);
-// Within `shape`; `key` is its tensor's, for the error.
+// Reads a region, which must lie within `shape`. `key` is the tensor's key, for the error message.
 Result<Region> DecodeRegion(ByteReader& in, std::string_view what, std::string_view key,
                             const Dims& shape);
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In what two buffers of one shape differ, as numbers: for `diff --values`, which wants to know how
-// far apart two runs are and not only that they are.
+// Numerical differences of two buffers of one shape, for `diff --values`.
 #include "shard/compare_values.h"
 
 #include <algorithm>
@@ -12,24 +11,24 @@
 namespace tensormount {
 namespace {
 
-// Elements decoded at a time: what fits the first cache.
+// Elements decoded at a time: fits the first-level cache.
 constexpr std::size_t kStep = 512;
 
-// The larger one; of equal ones the first. That makes Add independent of the order of blocks, which
-// threads finish in any order.
+// Keeps the larger value, and the first of equal ones. That makes Add independent of the order of
+// blocks, which threads finish in any order.
 void Raise(std::optional<ValueMismatch::Largest>& largest, double value, std::uint64_t at) {
   if (!largest || value > largest->value || (value == largest->value && at < largest->at)) {
     largest = ValueMismatch::Largest{.value = value, .at = at};
   }
 }
 
-// In units of the larger number, so that it is at most 2 (the numbers have opposite signs).
+// Relative to the larger number, so at most 2 (for opposite signs).
 double Relative(double distance, double size_a, double size_b) {
   const double size = std::max(size_a, size_b);
-  return std::isinf(size) ? 1 : distance / size;  // Not zero: the two differ.
+  return std::isinf(size) ? 1 : distance / size;  // Not zero, because the two differ.
 }
 
-// One element that has other bits on the two sides (or another type).
+// Adds pairs of elements that differ in bits or type to a ValueMismatch.
 class Tally {
  public:
   Tally(ValueMismatch& sum, bool same_type) : sum_(sum), same_type_(same_type) {}
@@ -44,7 +43,7 @@ class Tally {
     const bool nan_b = std::isnan(b[0]) || std::isnan(b[1]);
     if (nan_a || nan_b) return Nan(nan_a && nan_b, at);
     if (a[0] == b[0] && a[1] == b[1]) return Equal();
-    // Equal infinities are no distance, and inf - inf would be NaN.
+    // Equal infinities have distance 0; inf - inf would be NaN.
     const double real = a[0] == b[0] ? 0 : a[0] - b[0];
     const double imaginary = a[1] == b[1] ? 0 : a[1] - b[1];
     Differs(std::hypot(real, imaginary), std::hypot(a[0], a[1]), std::hypot(b[0], b[1]), at);
@@ -60,7 +59,7 @@ class Tally {
   }
 
  private:
-  // In unsigned arithmetic, where the difference of INT64_MAX and INT64_MIN (2^64 - 1) has room.
+  // Unsigned, so that INT64_MAX - INT64_MIN (2^64 - 1) fits.
   static std::uint64_t Distance(std::int64_t larger, std::int64_t smaller) {
     return static_cast<std::uint64_t>(larger) - static_cast<std::uint64_t>(smaller);
   }
@@ -68,7 +67,7 @@ class Tally {
     sum_.first = sum_.differing == 0 ? at : std::min(sum_.first, at);
     ++sum_.differing;
   }
-  // Of one type only: between two types the bits are other ones anyway, and mean nothing.
+  // Counted only within one type, because the bits of two types always differ.
   void Equal() {
     if (same_type_) ++sum_.equal_other_bits;
   }
@@ -87,7 +86,7 @@ class Tally {
   }
   void Exact(std::uint64_t distance, double a, double b, std::uint64_t at) {
     Count(at);
-    // Several integers may be one double: `at` follows the exact ones.
+    // The exact distances decide which one is the largest, because several may round to one double.
     const std::uint64_t before = sum_.max_abs_integer.value_or(0);
     if (distance > before || (distance == before && at < sum_.max_abs->at)) {
       sum_.max_abs_integer = distance;
@@ -100,9 +99,9 @@ class Tally {
   const bool same_type_;
 };
 
-// As what elements of both types are compared; kNone where they cannot be. A signed and an unsigned
-// integer, or an integer and a float, meet as doubles, which is why the exact kinds need both
-// sides.
+// The kind in which elements of both types are compared; kNone if they are incomparable. A signed
+// and an unsigned integer, or an integer and a float, are compared as doubles, so the exact kinds
+// require both sides.
 NumberKind ComparedAs(DType a, DType b) {
   const NumberKind kind_a = NumberKindOf(a);
   const NumberKind kind_b = NumberKindOf(b);
@@ -145,7 +144,7 @@ void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::by
   const bool same_type = type_a == type_b;
   Tally tally(*sum, same_type);
   sum->compared += count;
-  // Twice, because a complex element is two numbers. 24 KiB of stack in all.
+  // Twice kStep, because a complex element is two numbers. 24 KiB of stack in all.
   double reals_a[2 * kStep];
   double reals_b[2 * kStep];
   std::int64_t integers_a[kStep];
@@ -154,7 +153,7 @@ void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::by
     const std::size_t n = std::min(kStep, count - done);
     const std::byte* at_a = a + done * item_a;
     const std::byte* at_b = b + done * item_b;
-    // Most of two like tensors is the same.
+    // Fast path: most parts of similar tensors are equal.
     if (same_type && std::memcmp(at_a, at_b, n * item_a) == 0) continue;
     const auto differs = [&](std::size_t i) {
       return !same_type || std::memcmp(at_a + i * item_a, at_b + i * item_b, item_a) != 0;

@@ -10,39 +10,40 @@
 
 namespace tensormount {
 
-// How far two tensors of one shape are from each other. Positions count elements of the row-major
-// order. Adding up blocks in any order gives the same.
+// Numerical difference of two tensors of one shape. Positions count elements in row-major order.
+// Blocks may be added in any order.
 struct ValueMismatch {
-  std::uint64_t compared = 0;          // Elements.
-  std::uint64_t differing = 0;         // Other values; NaN beside a number is one.
-  std::uint64_t nan_beside = 0;        // Of these: NaN on one side. They have no distance.
-  std::uint64_t nan_both = 0;          // Equal as NaN, with other bits: not differing.
-  std::uint64_t equal_other_bits = 0;  // Equal numbers with other bits (zeros of either sign).
-  std::uint64_t first = 0;             // The first one of `differing`.
+  std::uint64_t compared = 0;   // Elements.
+  std::uint64_t differing = 0;  // Elements with different values; NaN and a number differ.
+  // Part of `differing`: elements that are NaN on one side only, and so have no distance.
+  std::uint64_t nan_beside = 0;
+  std::uint64_t nan_both = 0;          // NaN on both sides with different bits: not differing.
+  std::uint64_t equal_other_bits = 0;  // Equal numbers with different bits (0.0 and -0.0).
+  std::uint64_t first = 0;             // Position of the first differing element.
 
-  // Of the differing ones that have a distance; nullopt: there are none.
+  // Largest distance of differing elements; nullopt if none has a distance.
   struct Largest {
     double value = 0;
-    std::uint64_t at = 0;  // The first element that has it.
+    std::uint64_t at = 0;  // Position of the first element with this distance.
   };
   std::optional<Largest> max_abs;
-  // |a - b| over the larger of |a| and |b|; 1 where that is infinite.
+  // The relative distance |a - b| over the larger of |a| and |b|; 1 if that is infinite.
   std::optional<Largest> max_rel;
-  // max_abs exactly, where both types are integers.
+  // max_abs without rounding, set if the elements were compared as integers.
   std::optional<std::uint64_t> max_abs_integer;
 
-  // Adds what was found in other elements of the same two tensors. Largest distances that are equal
-  // are told at the lower position, which is what makes the order of adding without effect.
+  // Adds the result of other elements of the same two tensors. Equal largest distances keep the
+  // lower position, so the order of additions does not matter.
   void Add(const ValueMismatch& other);
 };
 
-// Whether values of these types can be compared: not complex with real ones, not types under a
+// Whether values of these types can be compared: not complex with real ones, not types below one
 // byte.
 bool CanCompareValues(DType a, DType b);
 
-// `count` packed elements on each side, the first being number `first`, added to `*sum`. Integers
-// are compared exactly (u64 beside a signed type, and integers beside floats, as nearest doubles),
-// everything else as doubles, which hold every value; a complex distance is that in the plane.
+// Compares `count` packed elements, numbered from `first`, and adds the result to `*sum`. Integers
+// are compared exactly (u64 with a signed type, and integers with floats, as nearest doubles),
+// everything else as doubles, which represent every value; complex distances are in the plane.
 void CompareValues(DType type_a, const std::byte* a, DType type_b, const std::byte* b,
                    std::size_t count, std::uint64_t first, ValueMismatch* sum);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion between number types, by value and without rounding in between: each source element
-// becomes sign, significand and exponent, exactly, and is rounded once, to nearest with ties to
-// even, into the target. Slower than a cast, and the same on every machine for all pairs of types.
+// Conversion between number types by value, with one rounding: each source element becomes an exact
+// sign, significand and exponent, which are rounded to the target, to nearest with ties to even.
+// Slower than a cast, and equal on every machine for all pairs of types.
 #include "shard/convert.h"
 
 #include <algorithm>
@@ -15,14 +15,15 @@
 namespace tensormount {
 namespace {
 
-// The codes that an encoder needs besides numbers. Quiet NaN: the highest bit of the fraction.
+// The code of NaN: a quiet NaN (the highest bit of the fraction is set), or all ones if the format
+// has no infinity.
 template <FloatFormat F>
 constexpr std::uint64_t NanOf() {
   const std::uint64_t exponent = F.exponent_mask() << F.fraction_bits;
   return F.has_infinity() ? exponent | (std::uint64_t{1} << (F.fraction_bits - 1))
                           : exponent | F.fraction_mask();
 }
-// What is too large: infinity, and NaN where there is none.
+// The code for overflow: infinity, or NaN if the format has none.
 template <FloatFormat F>
 constexpr std::uint64_t OverflowOf() {
   return F.has_infinity() ? F.exponent_mask() << F.fraction_bits : NanOf<F>();
@@ -34,8 +35,8 @@ std::uint64_t Encode(const ExactNumber& x) {
   if (x.kind == ExactNumber::Kind::kNaN) return sign | NanOf<F>();
   if (x.kind == ExactNumber::Kind::kInfinity) return sign | OverflowOf<F>();
   if (x.significand == 0) return sign;
-  // The exponent of the last place of the result: that of a normal number with the same first bit,
-  // but no lower than that of the subnormal ones.
+  // The exponent of the result's last place: that of a normal number with the same first bit, but
+  // at least that of subnormal numbers.
   const int first = 63 - std::countl_zero(x.significand) + x.exponent;
   const int lowest = 1 - F.bias() - F.fraction_bits;
   const int place = std::max(first - F.fraction_bits, lowest);
@@ -49,10 +50,10 @@ std::uint64_t Encode(const ExactNumber& x) {
     const std::uint64_t half = std::uint64_t{1} << (drop - 1);
     if (rest > half || (rest == half && (rounded & 1) != 0)) ++rounded;
   }
-  // From 64 bits on all of it is less than half of the last place: integers have as many bits, but
-  // none of theirs goes so far below it.
-  // Adding the significand to the exponent field lets a carry out of the fraction raise the
-  // exponent by itself: subnormal ones become normal, and the largest becomes "too large".
+  // If 64 or more bits are dropped, the whole significand is less than half of the last place.
+  // (Integers also have up to 64 bits, but are never that far below the last place.) Adding the
+  // significand to the exponent field lets a carry out of the fraction raise the exponent:
+  // subnormal numbers become normal, and the largest number overflows.
   const std::uint64_t magnitude =
       (static_cast<std::uint64_t>(place - lowest) << F.fraction_bits) + rounded;
   if (magnitude >= OverflowOf<F>()) return sign | OverflowOf<F>();
@@ -76,9 +77,8 @@ struct FloatType {
   using Storage = Bits;
 };
 
-// From a number of a type to code for that type, once for all elements and not for each. Two nested
-// calls make 15 * 15 loops, each with its formats as constants.
-// Calls fn with the C++ type that stands for `dtype`; false where it is none of ours.
+// Calls fn with the C++ type for `dtype`; false if there is none. Dispatches once for all elements:
+// two nested calls make 15 * 15 loops with constant formats.
 template <typename Fn>
 bool WithType(DType dtype, Fn fn) {
   switch (dtype) {
@@ -144,10 +144,10 @@ bool IsKnown(DType dtype) {
   return WithType(dtype, [](auto) {});
 }
 
-// What all hardware does in one instruction, and rounds as we do, or what integer arithmetic does
-// in a few: bf16 is the upper half of f32, so that a shift widens it, and adding 0x7fff and the
-// lowest bit that stays rounds to nearest, ties to even. NaNs are treated apart: the addition could
-// carry the bits of one into infinity or the sign, and processors disagree on the payload.
+// Whether hardware converts From to To in one instruction with our rounding, or integer arithmetic
+// does so in a few: bf16 is the upper half of f32, so a shift widens it, and adding 0x7fff and the
+// lowest kept bit rounds to nearest, ties to even. NaNs are handled separately: the addition could
+// carry into infinity or the sign, and processors disagree on the payload.
 template <typename From, typename To>
 inline constexpr bool kByHardware = false;
 using F32Type = FloatType<kF32Format, std::uint32_t>;
@@ -177,7 +177,7 @@ typename To::Storage FloatToFloat(typename From::Storage bits) {
     using FromFloat = std::conditional_t<sizeof(bits) == 4, float, double>;
     using ToFloat = std::conditional_t<sizeof(bits) == 4, double, float>;
     const auto value = static_cast<ToFloat>(std::bit_cast<FromFloat>(bits));
-    if (value != value) {  // One NaN, whatever the processor makes of the payload.
+    if (value != value) {  // Always the same NaN, whatever payload the processor gives.
       const std::uint64_t sign = bits >> (From::kFormat.bits() - 1);
       return static_cast<typename To::Storage>(sign << (To::kFormat.bits() - 1) |
                                                NanOf<To::kFormat>());
@@ -198,16 +198,15 @@ std::optional<UnfitElement> Convert(const std::byte* src, std::byte* dst, std::i
         Store(dst, FloatToFloat<From, To>(LoadElement<Bits>(src)));
       }
     }
-    return std::nullopt;  // Floats to integers: CanConvert said no.
+    return std::nullopt;  // Floats to integers: refused by CanConvert.
   } else {
-    // Not a C++ bool: other bytes than 0 and 1 may be stored, and count as true.
+    // Not a C++ bool: bytes other than 0 and 1 may be stored, and count as true.
     using Source = std::conditional_t<std::is_same_v<From, bool>, std::uint8_t, From>;
     for (std::size_t i = 0; i < count; ++i, src += sizeof(Source), dst += step) {
       Source value = LoadElement<Source>(src);
       if constexpr (std::is_same_v<From, bool>) value = value != 0 ? 1 : 0;
       if constexpr (kIsFloat<To>) {
-        // An integer is its own significand. The negation is unsigned, so that INT64_MIN has one
-        // too.
+        // An integer is its own significand. The negation is unsigned, so that INT64_MIN works.
         ExactNumber x;
         x.negative = std::cmp_less(value, 0);
         const auto wide = static_cast<std::uint64_t>(value);

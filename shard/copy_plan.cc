@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// From regions that are wanted and regions that are stored to strided copies, whatever the shapes
-// of both. Boxes are intersected pair by pair, but only those that a sweep along one axis leaves.
-// That each wanted cell is there exactly once is proved by counting cells, because the parts are
-// known to be disjoint; only when the count is wrong is it worked out which cells are missing.
+// Plans strided copies from stored regions to wanted regions of any shapes. Each wanted box is
+// intersected with each stored one, and a sweep along one axis proves that the resulting parts are
+// disjoint. Disjoint parts of the right total volume store each wanted cell exactly once; the cells
+// at fault are determined only if this proof fails.
 #include "shard/copy_plan.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 namespace tensormount {
 namespace {
 
-// Parts are cut to each box that is wanted and moved to its corner, so that CheckCoverage can be
-// asked about a tensor of just that box; what it finds is moved back and named in elements. Says
-// which cells of `want` are covered not exactly once. Slow and exact: only errors come here.
+// Reports which cells of `want` are not covered exactly once. Parts are cut to each wanted box and
+// shifted to the origin for CheckCoverage; its findings are shifted back and converted to elements.
+// Slow and exact, for errors only.
 Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::Part> parts,
                      const TensorMeta* meta) {
   const auto name = [&](const Box& bytes) {
@@ -27,7 +27,7 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
   for (const PlacedBox& w : want) {
     Dims ends;
     for (int a = 0; a < w.box.rank(); ++a) ends.push_back(w.box.end(a));
-    // Cells before the box are not wanted: shift everything to its corner.
+    // Shifts everything so that the box begins at the origin.
     RegionSet regions(w.box.extent());
     const auto shifted = [&](const Box& box, std::int64_t sign) {
       Dims begin;
@@ -53,12 +53,13 @@ Status CoverageError(std::span<const PlacedBox> want, std::span<const CopyPlan::
                                          std::to_string(overlap.second));
     }
   }
-  return Status(Code::kInternal, "copy plan: volumes differ, but every cell is covered once");
+  return Status(Code::kInternal,
+                "internal error: copy plan: volumes differ, but every element is covered once");
 }
 
-// Whether no two of the parts share a cell. A sweep along the axis with most beginnings: parts are
-// visited as they begin there, and compared with those that have not ended yet. O(n log n) and a
-// comparison for each pair that overlaps on this axis: few for rows and grids; n^2 / 2 at worst.
+// Whether the parts are disjoint. A sweep along the axis with the most distinct begins compares
+// each part with those that have not ended. O(n log n), and a comparison for each pair that
+// overlaps on this axis: few for rows and grids; n^2 / 2 at worst.
 bool Disjoint(std::span<const CopyPlan::Part> parts) {
   if (parts.size() < 2) return true;
   const int rank = parts[0].part.rank();
@@ -106,17 +107,18 @@ std::uint64_t StridedCopy::src_span() const {
   return span;
 }
 
-// O(rank). Example: cut [0:4, 2:4, 0:2] (4 rows, 2 elements of 2 bytes) from a packed [4, 8, 2],
-// into a packed [4, 2, 2]: the axis of bytes is contiguous on both sides and merges into that of
-// elements, which gives runs of 4 bytes; rows are 16 bytes apart on one side and 4 on the other, so
-// they stay a loop: src_offset 4, run 4, axis {4, 16, 4}.
+// O(axes). Example: cut [0:4, 2:4, 0:2] (4 rows, 2 elements of 2 bytes) from a packed [4, 8, 2],
+// into a packed [4, 2, 2]: the axis of bytes is contiguous on both sides and merges into the axis
+// of elements, which gives runs of 4 bytes; rows are 16 bytes apart on one side and 4 on the other,
+// so they stay a loop: src_offset 4, run 4, axis {4, 16, 4}.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst) {
   StridedCopy copy;
   copy.src_offset = src.offset;
   copy.dst_offset = dst.offset;
   if (part.empty()) return copy;
   copy.run = 1;
-  // Inwards from the outermost axis; the last one kept grows while it is continued on both sides.
+  // Goes from the outermost axis inwards. The last kept axis grows while the next axis is
+  // contiguous with it on both sides.
   for (int a = 0; a < part.rank(); ++a) {
     copy.src_offset += (part.begin(a) - src.box.begin(a)) * src.strides[a];
     copy.dst_offset += (part.begin(a) - dst.box.begin(a)) * dst.strides[a];
@@ -178,7 +180,7 @@ Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
         if (placed.box.rank() != w.box.rank()) {
           return Status(Code::kInvalidArgument, "copy plan: chunk " + std::to_string(c) + " has " +
                                                     std::to_string(placed.box.rank()) + " axes, " +
-                                                    std::to_string(w.box.rank()) + " are wanted");
+                                                    std::to_string(w.box.rank()) + " expected");
         }
         const Box part = Intersect(w.box, placed.box);
         if (part.empty()) continue;
@@ -187,8 +189,8 @@ Result<CopyPlan> CopyPlan::Make(std::span<const PlacedBox> want,
       }
     }
   }
-  // Disjoint parts of the right total volume cover everything once. Two boxes wanted are disjoint,
-  // so that parts of different ones never meet.
+  // Disjoint parts of the right total volume cover everything once. The wanted boxes are disjoint,
+  // so the parts of different wanted boxes are disjoint, too.
   if (plan.bytes_ != wanted || !Disjoint(plan.parts_)) {
     return CoverageError(want, plan.parts_, meta);
   }

@@ -15,21 +15,20 @@
 
 namespace tensormount {
 
-// The strided loop nest that copies one box between two placements: axes, the outermost first,
-// around contiguous runs of `run` bytes. Axes that are contiguous on both sides are already merged,
-// so that runs are as long as they can be. Yields runs instead of holding them: memory is O(rank).
-// A value; safe to share between threads.
+// The loop nest that copies one box between two placements: axes, the outermost first, around
+// contiguous runs of `run` bytes. Axes that are contiguous on both sides are merged, so runs are as
+// long as possible. Runs are generated, not stored, so memory is O(axes). A value type; threads may
+// share it.
 //
-// Example: columns 2 to 3 of a packed [4, 8] of bytes, read into a packed [4, 2], are 4 runs of 2
-// bytes: src_offset 2, run 2, one axis {count 4, src 8, dst 2}. Rows 1 and 2 of the same tensor
-// into a packed [2, 8] are one run of 16 bytes from 8 on, and no axis at all.
+// Example: columns 2 to 3 of a packed [4, 8] of bytes, copied to a packed [4, 2], are 4 runs of 2
+// bytes: src_offset 2, run 2, one axis {count 4, src 8, dst 2}. Rows 1 and 2 of the same tensor to
+// a packed [2, 8] are one run of 16 bytes from 8 on, without axes.
 struct StridedCopy {
   std::int64_t src_offset = 0;
   std::int64_t dst_offset = 0;
   std::uint64_t run = 0;  // Bytes of one run; 0 = nothing to copy.
   int axes = 0;
-  // `count` steps, at each of which both sides move by so many bytes; of memory they may be
-  // negative.
+  // A loop of `count` steps. Each step advances `src` and `dst` bytes (may be negative in memory).
   struct Axis {
     std::int64_t count = 0;
     std::int64_t src = 0;
@@ -42,7 +41,7 @@ struct StridedCopy {
 
   std::uint64_t runs() const;
   std::uint64_t bytes() const { return runs() * run; }
-  // Bytes from the first to the end of the last one that is read, where no step is negative.
+  // Number of bytes from the first to the last byte read, if no step is negative.
   std::uint64_t src_span() const;
 
   // Calls fn(src_offset, dst_offset, size) for every run in row-major order of the box.
@@ -52,8 +51,8 @@ struct StridedCopy {
     std::array<std::int64_t, kMaxAxes> at{};
     std::int64_t src = src_offset;
     std::int64_t dst = dst_offset;
-    // An odometer over the outer axes: `at` says how far each has turned, src and dst follow it by
-    // additions, and an axis that is through goes back to its beginning and moves the one before.
+    // An odometer over the outer axes: `at` counts each axis, src and dst follow by additions, and
+    // a finished axis resets and advances the one before it.
     for (;;) {
       // The innermost axis without the odometer: this is the hot loop of a column read.
       const Axis inner = axes > 0 ? axis[static_cast<std::size_t>(axes - 1)] : Axis{1, 0, 0};
@@ -75,27 +74,27 @@ struct StridedCopy {
   }
 };
 
-// Offsets and steps are plain int64 sums and products, which cannot overflow: placed boxes are made
-// of checked shapes, of chunks that lie within their files, and of strides whose reach
-// tensor_meta.h bounds by 2^62 bytes, and every run is a part of one.
+// Offsets and steps are plain int64 sums and products, which cannot overflow: placed boxes come
+// from checked shapes, from chunks within their files, and from strides whose reach tensor_meta.h
+// limits to 2^62 bytes, and every run is part of a placed box.
 
-// How to copy `part` (which must lie in both boxes) from `src` to `dst`. The one place that turns
-// boxes into byte runs: slices, resharding, packing and the byte ranges of the mount all use it.
+// Plans the copy of `part` (which must lie in both boxes) from `src` to `dst`. The only place that
+// turns boxes into byte runs: slices, resharding, packing and the byte ranges of the mount use it.
 StridedCopy PlanCopy(const Box& part, const PlacedBox& src, const PlacedBox& dst);
 
-// Moves the bytes of a plan from one memory to another, which must not overlap. Any order of axes
-// is as fast as its memory allows: transposes go by tiles, and what no cache holds goes past the
-// caches where that pays. `whole`: the bytes of the copy that this one is a block of, if it is one.
+// Executes a plan between memories that must not overlap. Any order of axes runs at memory speed:
+// transposes use tiles, and large copies bypass the caches if that is faster. `whole`: total bytes,
+// if this copy is a block of a larger one.
 void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
                  std::uint64_t whole = 0);
 
-// Cuts a box into row-major consecutive parts of at most `max_bytes` each (at least one element):
-// each part is one run of the packed row-major order of the box.
+// Splits a box into consecutive row-major parts of at most `max_bytes` each (at least one element),
+// each of which is contiguous in the packed box.
 void SplitBox(const Box& box, std::uint64_t element_bytes, std::uint64_t max_bytes,
               const std::function<void(const Box&)>& fn);
 
-// How to assemble a byte region of a tensor from the chunks that store it. Parts are ordered by
-// chunk, then destination; together they cover the destination exactly once.
+// The copies that assemble a byte region of a tensor from the chunks that store it. Parts are
+// ordered by chunk, then destination; together they cover the destination exactly once.
 class CopyPlan {
  public:
   struct Part {
@@ -104,9 +103,9 @@ class CopyPlan {
     StridedCopy copy;
   };
   // `want`: placed boxes of the destination (disjoint). `chunks[i]`: placed boxes of chunk i.
-  // kDataLoss "[0:4, 0:2] is stored in no chunk" / "... is stored twice" where the cells wanted are
-  // not covered exactly once; kInvalidArgument where ranks differ. `meta` names the box in
-  // elements, and the tensor; without it the message speaks of bytes.
+  // kDataLoss "[0:4, 0:2] is stored in no chunk" / "... is stored twice" if the wanted cells are
+  // not covered exactly once; kInvalidArgument if the numbers of axes differ. With `meta` the
+  // message has the tensor and its elements, without `meta` the bytes.
   static Result<CopyPlan> Make(std::span<const PlacedBox> want,
                                std::span<const std::vector<PlacedBox>> chunks,
                                const TensorMeta* meta = nullptr);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether regions cover a shape, in three steps that each cost more than the one before: the proofs
-// of partition_proof.h, which answer for every layout in use; a sweep along the row-major order
-// where all regions are ranges of it; the search of coverage_search.h, which also finds what is
-// wrong. Proof and explanation are separate on purpose: the first must be fast for millions of
-// regions, the second only for those that people can read.
+// Whether regions cover a shape, in three steps of rising cost: the proofs of partition_proof.h,
+// which decide all layouts in use; a sweep along the row-major order if all regions are ranges of
+// it; the search of coverage_search.h, which also finds the errors. Proof and explanation are
+// separate: the first must be fast for millions of regions, the second only for as many as people
+// can read.
 #include "shard/coverage.h"
 
 #include <algorithm>
@@ -16,9 +16,10 @@
 namespace tensormount {
 namespace {
 
-// From the cheapest on. Volumes alone refuse most layouts that are wrong, and regions in rank order
-// prove themselves on the way (ByOrder). Ranges of the row-major order need two corners each
-// (ByEnds), grids one look-up an axis (AsGrid), and everything else 2^axes corners.
+// Tries the proofs of partition_proof.h, the cheapest first. Volumes alone refute most wrong
+// layouts, and regions in rank order are proved in the same pass (ProveByOrder). Ranges of the
+// row-major order need two corners each (ProveByEnds), grids one look-up per axis (ProveAsGrid),
+// and other regions 2^axes corners.
 Proof Prove(const RegionSet& regions, bool* linear) {
   Proof proof = ProveByOrder(regions, linear);
   if (proof != Proof::kUnknown) return proof;
@@ -27,21 +28,21 @@ Proof Prove(const RegionSet& regions, bool* linear) {
   return proof != Proof::kUnknown ? proof : ProveByCorners(regions, nullptr);
 }
 
+// Appends elements [begin, end) of the row-major order of the tensor, as boxes.
 void AppendRange(const Box& whole, std::int64_t begin, std::int64_t end, std::vector<Box>& out) {
   const Result<Region> range = Region::Flat(whole, begin, end - begin);
-  const std::vector<Box> boxes = range.value().Boxes();  // Lies within the tensor.
+  const std::vector<Box> boxes = range.value().Boxes();
   out.insert(out.end(), boxes.begin(), boxes.end());
 }
 
-// Ranges of the row-major order: a sweep along it, as over intervals of a line. `covered` is how
-// far the ranges so far reach without a hole, so a hole is what lies between it and the next begin.
-// O(n log n), and one step more for each pair that overlaps until `limit` is reached. Stops listing
-// overlaps, in order, at `limit`.
+// Finds holes and overlaps by a sweep over ranges along the row-major order. `covered` is the end
+// of the gapless part so far, so a hole lies between `covered` and the next begin. O(n log n), plus
+// one step for each overlapping pair, of which the first `limit` are listed.
 void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
   const Box whole = Box::Whole(regions.shape());
   const LinearOrder order(regions.shape());
   std::vector<LinearRange> ranges(regions.size());
-  std::vector<std::uint32_t> sorted(regions.size());  // Regions by where they begin.
+  std::vector<std::uint32_t> sorted(regions.size());  // Regions sorted by begin.
   for (std::uint32_t i = 0; i < ranges.size(); ++i) {
     std::int64_t volume = 0;
     order.RangeOf(regions, i, &ranges[i], &volume);
@@ -51,7 +52,7 @@ void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& re
     return ranges[a].begin < ranges[b].begin;
   });
   std::int64_t covered = 0;
-  std::vector<std::uint32_t> open;  // Regions before that reach beyond the begin of this one.
+  std::vector<std::uint32_t> open;  // Earlier regions that end after the begin of `region`.
   std::vector<Box> common;
   const auto cover = [&](std::int64_t begin, std::int64_t end) {
     if (begin > covered) {
@@ -83,7 +84,8 @@ void SweepRanges(const RegionSet& regions, std::size_t limit, CoverageReport& re
   cover(order.elements(), order.elements());
 }
 
-// Boxes, and flat ranges as the boxes that they consist of. Owners in the report are positions.
+// Finds holes and overlaps by SearchCoverage, after splitting flat ranges into boxes. Owners in the
+// report are positions in `regions`.
 void SearchBoxes(const RegionSet& regions, std::size_t limit, bool only_overlaps,
                  CoverageReport& report) {
   RegionSet pieces(regions.shape());
@@ -94,7 +96,7 @@ void SearchBoxes(const RegionSet& regions, std::size_t limit, bool only_overlaps
     }
     boxes = &pieces;
   }
-  // More pairs than are listed are looked for, so that the listed ones are the first.
+  // Searches more pairs than are listed, so that the listed ones are the first.
   CoverageFindings found = SearchCoverage(*boxes, limit * 4 + 64, only_overlaps);
   std::sort(found.pairs.begin(), found.pairs.end());
   const auto position = [&](std::uint32_t box) {
@@ -109,18 +111,17 @@ void SearchBoxes(const RegionSet& regions, std::size_t limit, bool only_overlaps
   report.truncated = found.holes_dropped || found.pairs_dropped;
 }
 
-bool Meet(const RegionSet& regions, std::size_t i, const Box& box) {
+bool Intersects(const RegionSet& regions, std::size_t i, const Box& box) {
   for (int a = 0; a < box.rank(); ++a) {
     if (regions.low(i)[a] >= box.end(a) || regions.high(i)[a] <= box.begin(a)) return false;
   }
   return true;
 }
 
-// The middle way: one pass over the corners (partition_proof.h) gives holes and doubled cells
-// however many regions there are, where they are few. It knows cells and not who claims them, so
-// the regions near doubled cells are searched by themselves: of a million mostly two. From the
-// cells that the proof left over; only what meets those with too many regions is searched. False,
-// and nothing reported, where the proof was of no use.
+// Finds the errors without a search of all regions: one pass over the corners (partition_proof.h)
+// gives holes and doubly covered cells of any number of regions, if these cells are few. The pass
+// does not know the owners, so the regions that meet doubly covered cells are searched separately:
+// mostly two of a million. False, without a report, if the pass gave no cells.
 bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport& report) {
   constexpr std::size_t kPlacesApart = 16;
   std::vector<Miscount> differences;
@@ -139,7 +140,7 @@ bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport&
   JoinBoxes(regions.rank(), twice);
   if (twice.size() > kPlacesApart) {
     // One box around all of them: each region is compared with every box of `twice`, so these must
-    // be few. Regions that meet it without reason are sorted out by the search.
+    // be few. The search discards regions that meet this box but no doubly covered cell.
     Dims low = twice[0].begin();
     Dims extent;
     for (int a = 0; a < regions.rank(); ++a) {
@@ -155,7 +156,7 @@ bool UseDifferences(const RegionSet& regions, std::size_t limit, CoverageReport&
   RegionSet near(regions.shape());
   for (std::size_t i = 0; i < regions.size(); ++i) {
     const bool meets = std::any_of(twice.begin(), twice.end(),
-                                   [&](const Box& box) { return Meet(regions, i, box); });
+                                   [&](const Box& box) { return Intersects(regions, i, box); });
     if (meets) near.AddFrom(regions, i, static_cast<std::uint32_t>(i));
   }
   CoverageReport found;
@@ -176,8 +177,8 @@ CoverageReport CheckCoverage(const RegionSet& regions, std::size_t limit) {
   if (Box::Whole(regions.shape()).empty()) return report;
   bool linear = false;
   if (Prove(regions, &linear) == Proof::kPartition) return report;
-  // Owners of overlaps that are found by searching are positions, until the loop below names them.
-  limit = std::max<std::size_t>(limit, 1);  // A report without findings means complete.
+  // Owners of overlaps from the search are positions, until the loop below replaces them.
+  limit = std::max<std::size_t>(limit, 1);  // A report without findings would mean complete.
   if (linear) {
     SweepRanges(regions, limit, report);
   } else {

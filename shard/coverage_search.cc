@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Holes and overlaps of boxes, found by cutting space. A cell of it is looked at with the boxes
-// that touch it: where none does it is a hole, where one does what that box leaves is, and where
-// several do the cell is cut in two at the border of one of them, where few lie across. Holes that
-// a cut went through are joined again on the way out, so that one missing box is named as one.
+// Finds holes and overlaps of boxes by subdividing space. A part that no box touches is a hole; of
+// a part that one box touches, the rest is holes; a part that several touch is cut in two at a
+// boundary of one of them that crosses few others. Holes split by a cut are joined again on the way
+// out, so that one missing box is reported as one.
 #include "shard/coverage_search.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using Id = std::uint32_t;
 
-// Order by place and extent on all axes but one: 0 where boxes can be joined along that one.
+// Compares position and extent on all axes except `axis`; 0 if boxes can be joined along `axis`.
 int CompareAcross(const Box& a, const Box& b, int axis) {
   for (int i = 0; i < a.rank(); ++i) {
     if (i == axis) continue;
@@ -25,9 +25,9 @@ int CompareAcross(const Box& a, const Box& b, int axis) {
   return 0;
 }
 
-// Cuts the shape in two at a boundary of some box again and again, until a part is empty, whole or
-// touched by one box only. The cut is the median boundary of the axis on which fewest boxes are cut
-// through, so rows and grids split cleanly (O(n log n)), and what is irregular costs what it must.
+// Cuts the shape at box boundaries recursively, until a part is empty, whole or touched by one box
+// only. The cut is the median boundary of the axis on which it crosses the fewest boxes, so rows
+// and grids split cleanly (O(n log n)).
 class Search {
  public:
   Search(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps)
@@ -38,8 +38,8 @@ class Search {
   CoverageFindings found;
 
  private:
-  // `touching`: boxes that meet the cell. `covers`: boxes known to span it; all found.pairs among
-  // them and with `touching` have been noted.
+  // `touching`: boxes that meet the cell. `covers`: boxes known to span the cell; all pairs among
+  // `covers`, and of `covers` with `touching`, are already in found.pairs.
   void Visit(const Box& cell, std::vector<Id> touching, std::vector<Id> covers) {
     if (only_overlaps_ && found.pairs_dropped) return;
     std::vector<Id> spanning;
@@ -81,9 +81,9 @@ class Search {
     JoinAtCut(below, above, axis, cut);
   }
 
-  // Joins found.holes [below, above) with those from `above` on where a cut went through one box of
-  // missing cells. Done from the inside out, so that a single missing box comes out whole however
-  // it was cut: joining in any other order may end in pieces that pairwise no longer fit.
+  // Joins found.holes [below, above) with those from `above` on if a cut split one box of missing
+  // cells. Done from the inside out, which restores a single missing box for any sequence of cuts;
+  // other orders may leave pieces that do not match pairwise.
   void JoinAtCut(std::size_t below, std::size_t above, int axis, std::int64_t cut) {
     if (below == above || above == found.holes.size()) return;
     std::vector<std::size_t> ends;
@@ -112,7 +112,7 @@ class Search {
     found.holes.resize(kept);
   }
 
-  // Whether the box has all of the cell.
+  // Whether the box contains the whole cell.
   bool Spans(Id i, const Box& cell) const {
     const std::int64_t* low = boxes_.low(i);
     const std::int64_t* high = boxes_.high(i);
@@ -122,8 +122,8 @@ class Search {
     return true;
   }
 
-  // Each pair once, however many cells it shares: cuts may separate these. At most max_pairs_; with
-  // more it is known that there are more, and nobody reads thousands.
+  // Notes each pair once, although cuts may separate its common cells. After max_pairs_ pairs only
+  // records that there are more.
   void NotePair(Id a, Id b) {
     if (found.pairs_dropped) return;
     const Id first = std::min(a, b);
@@ -145,10 +145,9 @@ class Search {
     }
   }
 
-  // Some box does not span the cell, so there is a boundary inside. On each axis the median
-  // boundary is tried; what counts is how many boxes the larger side then has to look at, and with
-  // equal ones how many lie on both sides. A tie goes to the outer axis. O(axes * n) without
-  // sorting.
+  // Some box does not span the cell, so there is a boundary inside. Tries the median boundary on
+  // each axis; the best has the fewest boxes on the larger side, then the fewest on both sides,
+  // then the outer axis. O(axes * n) without sorting.
   int ChooseCut(const Box& cell, const std::vector<Id>& touching, std::int64_t* cut) {
     int best = -1;
     std::size_t best_side = 0;
@@ -188,7 +187,7 @@ class Search {
   std::vector<std::int64_t> bounds_;
 };
 
-// Joins boxes that touch along `axis` and agree on all others; says whether there were any.
+// Joins boxes that touch along `axis` and agree on all other axes; returns whether any were joined.
 bool JoinAlong(int axis, std::vector<Box>& boxes) {
   std::sort(boxes.begin(), boxes.end(), [axis](const Box& a, const Box& b) {
     const int order = CompareAcross(a, b, axis);

@@ -13,33 +13,34 @@
 
 namespace tensormount {
 
-// A hole list longer than this is not kept (the count goes on): it would be unreadable anyway.
+// Further holes are only counted, because nobody could read a longer list.
 inline constexpr std::size_t kMaxHoles = std::size_t{1} << 20;
 
-// What is wrong with a set of boxes. Both lists are bounded: a layout that is wrong all over has as
-// many findings as it has boxes, or more, and the first of them say as much as all.
+// The errors of a set of boxes. Both lists are bounded, because a completely wrong layout has as
+// many findings as boxes, and the first ones suffice.
 struct CoverageFindings {
   std::vector<Box> holes;  // Disjoint.
   std::uint64_t missing_elements = 0;
-  bool holes_dropped = false;  // There are more than are worth keeping.
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;  // Boxes that meet, by position.
+  bool holes_dropped = false;                                  // There are more than kMaxHoles.
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;  // Positions of boxes that overlap.
+  // There are more than the largest number of pairs.
   bool pairs_dropped = false;
 };
 
-// The slow half of coverage, which is only asked where the proofs of partition_proof.h said no or
-// had no answer. How it cuts decides how fast it is and in which boxes a hole is told, never what
-// is missing.
+// The slow half of coverage, used only if the proofs of partition_proof.h failed or did not apply.
+// The choice of cuts affects the speed and the division of a hole into boxes, never the set of
+// missing cells.
 
-// Finds the cells that no box has (unless only overlaps are asked for) and the boxes that meet. All
-// regions must be boxes. O(n log n) where cuts can be found that few boxes lie across.
+// Finds the cells in no box (unless only overlaps are requested) and the boxes that overlap. All
+// regions must be boxes. O(n log n) if there are cuts that cross few boxes.
 CoverageFindings SearchCoverage(const RegionSet& boxes, std::size_t max_pairs, bool only_overlaps);
 
-// By where boxes begin, the outermost axis first: the order in which findings are listed.
+// Orders boxes by begin, outermost axis first: the order of findings.
 bool RowMajorLess(const Box& a, const Box& b);
 
-// Joins boxes that make up one box until there are none, and sorts them in row-major order. Two
-// boxes do where they agree on all axes but one and touch on that one. Boxes must be disjoint. O(n
-// log n) a round over all axes; every round but the last joins some.
+// Joins boxes until no two form one box, and sorts them in row-major order. Two boxes form one if
+// they are equal on all axes but one and touch on that one. Boxes must be disjoint. O(n log n) per
+// round over all axes; every round but the last joins some.
 void JoinBoxes(int rank, std::vector<Box>& boxes);
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of element types: one row says all that the rest of the code asks about a type. Numbers
-// are stored on disk (tensormount/dtype.h has them); rows are added at the end and never change.
+// The table of element types: one table row has all properties of a type. Numbers are stored on
+// disk (tensormount/dtype.h has them); table rows are added at the end and never change.
 #include "tensormount/dtype.h"
 
 #include <array>
@@ -9,10 +9,10 @@
 namespace tensormount {
 namespace {
 
-// In order of number, so that InfoOf is an index. Names as safetensors 0.8, torch 2.9, NumPy 2 and
-// ml_dtypes 0.5 spell them. torch has no type of one fp4 or fp6 element (its float4_e2m1fn_x2 is
+// Ordered by number, so that InfoOf is an index. Names as in safetensors 0.8, torch 2.9, NumPy 2
+// and ml_dtypes 0.5. torch has no type for a single fp4 or fp6 element (its float4_e2m1fn_x2 is
 // two), safetensors no complex128. NumPy writes ml_dtypes' kinds as raw bytes ("<V2"); its "<f1"
-// for float8_e5m2 cannot be read back, so that we say "<V1" there too.
+// for float8_e5m2 cannot be read back, so we write "<V1" there, too.
 constexpr std::array<DTypeInfo, 23> kTable = {{
     {DType::kBool, "bool", 8, "BOOL", "torch.bool", "bool", false, "|b1"},
     {DType::kI8, "i8", 8, "I8", "torch.int8", "int8", false, "|i1"},
@@ -42,7 +42,7 @@ constexpr std::array<DTypeInfo, 23> kTable = {{
     {DType::kC128, "c128", 128, "", "torch.complex128", "complex128", false, "<c16"},
 }};
 
-// A row in the wrong place would make InfoOf answer for another type.
+// A misplaced table row would make InfoOf return another type.
 constexpr bool InOrder() {
   for (std::size_t i = 0; i < kTable.size(); ++i) {
     if (static_cast<std::size_t>(kTable[i].dtype) != i + 1) return false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements as the numbers they mean, for `cat`, `diff --values` and messages; every dtype has a
-// reading here, also those that no processor computes with.
+// Decodes elements to numbers, for `cat`, `diff --values` and messages; every dtype is supported,
+// also those without arithmetic.
 #include "shard/element_values.h"
 
 #include <bit>
@@ -33,8 +33,8 @@ std::vector<float> Table() {
   return table;
 }
 
-// f8_e8m0: a power of two and nothing else, 2^(bits - 127), and NaN for all ones. The lowest,
-// 2^-127, is subnormal as a float and exact.
+// The values of f8_e8m0: powers of two, 2^(bits - 127), and NaN for all ones. The lowest, 2^-127,
+// is subnormal as a float and exact.
 std::vector<float> ScaleTable() {
   std::vector<float> table(256);
   for (int e = 0; e < 255; ++e) table[static_cast<std::size_t>(e)] = std::ldexp(1.0F, e - 127);
@@ -42,9 +42,9 @@ std::vector<float> ScaleTable() {
   return table;
 }
 
-// Look-ups, because these values are wanted by the million (diff --values) and decoding one takes a
-// call of ldexp. 256 KiB for f16, a KiB for each of the others. Every value of a type of 8 or 16
-// bits by its bits; made when it is wanted first.
+// Tables of every value of f16 and of the 8-bit floats, because millions are decoded (diff
+// --values) and decoding one calls ldexp. 256 KiB for f16, one KiB for each of the others; made on
+// first use.
 const std::vector<float>& TableOf(DType dtype) {
   static const std::vector<float> f16 = Table<kF16Format>();
   static const std::vector<float> e4m3 = Table<kF8E4M3Format>();
@@ -65,7 +65,7 @@ const std::vector<float>& TableOf(DType dtype) {
       return e5m2fnuz;
     case DType::kF8E8M0:
       return e8m0;
-    // Others have no table; a new type must be put above or here.
+    // Other types have no table; a new type must be added above or here.
     case DType::kBool:
     case DType::kI8:
     case DType::kU8:
@@ -85,7 +85,7 @@ const std::vector<float>& TableOf(DType dtype) {
     case DType::kC128:
       break;
   }
-  std::abort();  // A bug of the caller, which knows its types.
+  std::abort();  // The caller passed a wrong type.
 }
 
 template <typename T>
@@ -106,7 +106,7 @@ void LookUp(DType dtype, const std::byte* src, std::size_t count, double* out) {
   for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<double>(table[LoadAt<Bits>(src, i)]);
 }
 
-// Calls of integers: true where `dtype` is one.
+// Widens integers and bools; returns false for other types.
 template <typename Out>
 bool WidenIntegers(DType dtype, const std::byte* src, std::size_t count, Out* out) {
   switch (dtype) {
@@ -166,7 +166,7 @@ NumberKind NumberKindOf(DType dtype) {
     case DType::kF6E3M2:
     case DType::kF4:
       return NumberKind::kNone;
-    // No default: a type that is added and forgotten here does not compile.
+    // No default, so that a new type that is missing here does not compile.
     case DType::kF64:
     case DType::kF32:
     case DType::kBF16:
@@ -225,12 +225,12 @@ void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double*
     case DType::kF6E2M3:
     case DType::kF6E3M2:
     case DType::kF4:
-      assert(false);  // kNone: the caller asked NumberKindOf first. No default, as there.
+      assert(false);  // kNone: the caller must check NumberKindOf first.
   }
 }
 
 void DecodeIntegers(DType dtype, const std::byte* src, std::size_t count, std::int64_t* out) {
-  (void)WidenIntegers(dtype, src, count, out);  // As the caller promised.
+  (void)WidenIntegers(dtype, src, count, out);  // The caller ensures the type.
 }
 
 }  // namespace tensormount

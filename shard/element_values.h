@@ -9,25 +9,26 @@
 
 namespace tensormount {
 
-// Reading is all that is done here: conversion at load, which must also round, is convert.h.
+// The functions of this file only decode; conversion at load, which also rounds, is in convert.h.
 
-// How elements of a type are looked at as numbers. Every element type has a kind; a type that is
-// added to the table and forgotten here does not compile.
+// The kind of number of an element type. Every type has one; a new type that is missing here does
+// not compile.
 enum class NumberKind : std::uint8_t {
   kReal,      // Floats: every value is a double, exactly.
-  kInteger,   // bool and integers that a signed 64-bit one holds.
+  kInteger,   // bool and integers that fit a signed 64-bit integer.
   kUnsigned,  // u64.
   kComplex,   // Two reals.
-  kNone,      // Under a byte: how they are packed differs from program to program.
+  kNone,      // Below one byte: programs differ in their packing.
 };
 NumberKind NumberKindOf(DType dtype);
 
-// `count` packed elements at `src` (no alignment needed) as doubles: exact but for integers past
-// 2^53, which become the nearest. Complex elements give two doubles each, the real part first.
-// Not for kNone.
+// Decodes `count` packed elements at `src` (any alignment) to doubles: exact except for integers
+// beyond 2^53, which are rounded to the nearest. Complex elements give two doubles each, the real
+// part first. Not for kNone.
 void DecodeNumbers(DType dtype, const std::byte* src, std::size_t count, double* out);
 
-// The same exactly, for kInteger and, as the same 64 bits, kUnsigned.
+// Decodes integers exactly. For kUnsigned the results are the signed integers with the same 64
+// bits.
 void DecodeIntegers(DType dtype, const std::byte* src, std::size_t count, std::int64_t* out);
 
 }  // namespace tensormount

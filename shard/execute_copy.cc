@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the strided copies of copy_plan.h, which declares it: planning thinks, this only moves
-// bytes, and all that is particular about caches and processors is in here. Tiles for runs of a few
-// bytes; the others as HowToCopy says.
+// ExecuteCopy of copy_plan.h: all code of copies that depends on caches and processors is here.
+// Runs of a few bytes use tiles; ChooseRunCopy chooses the method for longer runs.
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -14,14 +13,14 @@
 namespace tensormount {
 namespace {
 
-// More than the second-level cache of a core holds.
+// About a core's second-level cache.
 constexpr std::uint64_t kLargeCopy = 2 * 1024 * 1024;
 
 using CopyAxis = StridedCopy::Axis;
 
-// The axes in the order of execution. The destination decides (writes in sequence are worth most),
-// then axes that continue each other on both sides merge: this finds the long runs of two buffers
-// that are transposed alike.
+// Orders the axes for execution: by the destination (sequential writes matter most), then merges
+// axes that are contiguous on both sides. This finds long runs if both buffers are transposed
+// alike.
 StridedCopy Ordered(const StridedCopy& plan) {
   StridedCopy nest;
   nest.run = plan.run;
@@ -51,7 +50,7 @@ StridedCopy Ordered(const StridedCopy& plan) {
   return nest;
 }
 
-// Runs of a constant size, which the compiler makes one load and one store of.
+// Copies runs of a constant size, for which the compiler emits one load and one store.
 template <std::size_t kRun>
 void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   for (std::int64_t i = 0; i < x.count; ++i) {
@@ -61,9 +60,9 @@ void CopyLine(const CopyAxis& x, const std::byte* src, std::byte* dst) {
   }
 }
 
-// Two axes of small runs that want opposite orders: in tiles, so that each cache line of the source
-// is used up while it is there. Tiles are few lines wide, because a power-of-two step maps all of
-// them to one cache set. (Measured: passing tiles through a packed block is slower.)
+// Two axes of small runs with opposite memory orders: copied in tiles, so that each cache line of
+// the source is used completely while cached. Tiles are few lines wide, because a power-of-two step
+// maps all of them to one cache set. (Measured: copying tiles through a packed block is slower.)
 template <std::size_t kRun>
 void CopyTiles(const CopyAxis& outer, const CopyAxis& inner, const std::byte* src, std::byte* dst) {
   constexpr std::int64_t kRows = kRun >= 8 ? 16 : 64 / static_cast<std::int64_t>(kRun);
@@ -91,26 +90,26 @@ void CopyPlane(const CopyAxis& outer, const CopyAxis& inner, const std::byte* sr
   }
 }
 
-// How the runs of a plane are copied that are too long for CopyPlane. Which is best depends on the
-// run, on the side that has the gaps, and on whether a cache holds it (docs/performance.md, "Copies
-// of runs", has the table).
+// Method for runs that are too long for CopyPlane. The best method depends on the run, on the side
+// with gaps, and on whether the copy fits a cache (docs/performance.md, "Copies of runs", has the
+// table).
 enum class RunCopy {
-  kMemcpy,      // Short ones. The hardware's prefetching is in step; ours would be in its way.
-  kLines,       // A KiB to some, where the C library's start of a copy costs more than the copy.
-  kLongMemcpy,  // Long ones, whose last pages the hardware does not look beyond.
-  kStream,      // Of more than a cache holds: into many places, or from many where kLines is best.
+  kMemcpy,      // Short runs, which the hardware prefetches; prefetching by code would interfere.
+  kLines,       // A few KiB, where the C library's setup costs more than the copy.
+  kLongMemcpy,  // Long runs. Code prefetches beyond the page at which the hardware stops.
+  kStream,      // Larger than a cache, and scattered or of runs for which kLines is best.
 };
 
 constexpr std::uint64_t kLinesFrom = 1024;
 constexpr std::uint64_t kLinesTo = 3072;
-// The C library begins to copy by `rep movsb` in here, at a third of the speed where the
-// destination is not on a line's start; it ends to where it streams itself.
+// In this range the C library uses `rep movsb`, which has a third of the speed if the destination
+// is not line-aligned; for longer runs the library uses streaming stores itself.
 constexpr std::uint64_t kUnalignedLinesTo = 64 * 1024;
-// Below it a run is mostly the two lines that it shares with others.
+// Shorter runs consist mostly of the two cache lines that they share with their neighbours.
 constexpr std::uint64_t kStreamedRun = 128;
 
-RunCopy HowToCopy(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
-                  const std::byte* dst) {
+RunCopy ChooseRunCopy(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
+                      const std::byte* dst) {
   const bool scatters = std::llabs(inner.src) == static_cast<std::int64_t>(run);
   if (large && scatters && run >= kStreamedRun) return RunCopy::kStream;
   if (run < kLinesFrom) return RunCopy::kMemcpy;
@@ -132,7 +131,7 @@ void CopyRuns(std::uint64_t run, const CopyAxis& outer, const CopyAxis& inner, c
     std::byte* to = dst + i * outer.dst;
     for (std::int64_t j = 0; j < inner.count; ++j) {
       if (kHow != RunCopy::kMemcpy && prefetch) {
-        // The hardware's own prefetching ends at a page, and column runs are pages apart.
+        // Hardware prefetching ends at a page, and column runs are pages apart.
         const std::byte* ahead = from + std::min(j + 2, inner.count - 1) * inner.src;
         for (std::uint64_t p = 0; p < std::min<std::uint64_t>(run, 256); p += kCacheLine) {
           __builtin_prefetch(ahead + p);
@@ -151,7 +150,7 @@ void CopyRuns(std::uint64_t run, const CopyAxis& outer, const CopyAxis& inner, c
 
 void CopyRuns(std::uint64_t run, bool large, const CopyAxis& outer, const CopyAxis& inner,
               const std::byte* src, std::byte* dst) {
-  switch (HowToCopy(run, large, outer, inner, dst)) {
+  switch (ChooseRunCopy(run, large, outer, inner, dst)) {
     case RunCopy::kMemcpy:
       return CopyRuns<RunCopy::kMemcpy>(run, outer, inner, src, dst);
     case RunCopy::kLines:
@@ -197,10 +196,11 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
   const CopyAxis once = {1, 0, 0};
   const CopyAxis inner = nest.axes > 0 ? nest.loops().back() : once;
   CopyAxis outer = once;
-  int outside = std::max(0, nest.axes - 2);  // Axes that the odometer below walks.
-  // A plane of two loops, `outer` around `inner`, and the other axes around that.
+  int outside = std::max(0, nest.axes - 2);  // Axes of the odometer below.
+  // A plane of two loops, `outer` around `inner`, within the other axes.
   if (nest.axes > 1) {
-    // The axis that the source likes innermost goes next to the one that the destination does.
+    // The axis with the smallest source step goes next to the one with the smallest destination
+    // step.
     std::size_t best = static_cast<std::size_t>(nest.axes - 2);
     for (std::size_t a = 0; a < best; ++a) {
       if (std::llabs(nest.axis[a].src) < std::llabs(nest.axis[best].src)) best = a;
@@ -222,7 +222,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
     } else {
       CopyRuns(nest.run, large, outer, inner, src, dst);
     }
-    // The odometer over the axes outside of the plane, as in ForEachRun.
+    // The odometer over the axes outside the plane, as in ForEachRun.
     int a = outside - 1;
     for (; a >= 0; --a) {
       const auto u = static_cast<std::size_t>(a);
@@ -236,7 +236,7 @@ void ExecuteCopy(const StridedCopy& plan, const std::byte* src, std::byte* dst,
     }
     if (a < 0) break;
   }
-  if (large) EndStream();  // Of some of it, perhaps.
+  if (large) EndStream();  // Some runs may have been streamed.
 }
 
 }  // namespace tensormount

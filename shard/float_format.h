@@ -4,22 +4,22 @@
 
 #include <cstdint>
 
-// What the bits of binary floats mean, in one place for conversions at load (convert.cc) and for
-// looking at values (element_values.cc). Sign, exponent and fraction, from the highest bit down:
-// with e the exponent's field and f that of the fraction,
+// The encoding of binary floats, for conversions at load (convert.cc) and for displaying values
+// (element_values.cc). Sign, exponent and fraction, from the highest bit down, with e the exponent
+// field and f the fraction field:
 //
 //   e > 0   (1 + f / 2^fraction_bits) * 2^(e - bias)
 //   e = 0   (0 + f / 2^fraction_bits) * 2^(1 - bias)    subnormal
 //
-// but for the codes that FloatFormat::specials takes away. f8_e8m0 is no such float: it has neither
-// sign nor fraction.
+// except for the codes of FloatFormat::specials. f8_e8m0 is not covered: it has neither sign nor
+// fraction.
 
 namespace tensormount {
 
 struct FloatFormat {
-  // Which codes are no numbers. kIeee: the highest exponent is infinity (fraction zero) or NaN.
-  // kNanAllOnes ("fn"): no infinities, and only all ones are NaN. kNanMinusZero ("fnuz"): neither,
-  // and NaN is what would be minus zero.
+  // Codes that are not finite numbers. kIeee: the highest exponent is infinity (fraction zero) or
+  // NaN. kNanAllOnes ("fn"): no infinities, and only all ones are NaN. kNanMinusZero ("fnuz"): no
+  // infinities, and the code of minus zero is NaN.
   enum class Specials : std::uint8_t { kIeee, kNanAllOnes, kNanMinusZero };
 
   int exponent_bits;
@@ -27,7 +27,7 @@ struct FloatFormat {
   Specials specials = Specials::kIeee;
 
   constexpr int bits() const { return 1 + exponent_bits + fraction_bits; }
-  // IEEE's; one more in the fnuz types, whose exponents are shifted by one.
+  // The IEEE bias; one more in the fnuz types.
   constexpr int bias() const {
     return (1 << (exponent_bits - 1)) - (specials == Specials::kNanMinusZero ? 0 : 1);
   }
@@ -45,8 +45,8 @@ inline constexpr FloatFormat kF8E4M3Format{4, 3, FloatFormat::Specials::kNanAllO
 inline constexpr FloatFormat kF8E5M2FNUZFormat{5, 2, FloatFormat::Specials::kNanMinusZero};
 inline constexpr FloatFormat kF8E4M3FNUZFormat{4, 3, FloatFormat::Specials::kNanMinusZero};
 
-// A number without rounding: significand * 2^exponent. Every float and every integer of up to 64
-// bits is one, so whoever goes from type to type over it rounds once, at the end.
+// An exact number: significand * 2^exponent. It represents every float and every integer of up to
+// 64 bits, so conversions through it round only once, at the end.
 struct ExactNumber {
   enum class Kind : std::uint8_t { kFinite, kInfinity, kNaN } kind = Kind::kFinite;
   bool negative = false;
@@ -54,8 +54,8 @@ struct ExactNumber {
   int exponent = 0;
 };
 
-// The lowest bits() of `bits` are the float. A template, because the masks and shifts of a format
-// that is known are constants, and loads decode billions of elements.
+// Decodes the lowest bits() of `bits`. A template, so that masks and shifts are constants: loads
+// decode billions of elements.
 template <FloatFormat F>
 constexpr ExactNumber DecodeExact(std::uint64_t bits) {
   using Kind = ExactNumber::Kind;

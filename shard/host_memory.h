@@ -7,13 +7,13 @@
 
 namespace tensormount {
 
-// kInvalidArgument where what a view says of its memory cannot be: memory of a device on the host,
-// pinned memory on a device, a handle without a stream.
+// kInvalidArgument if a view's description of its memory is contradictory: device memory on the
+// host, pinned memory on a device, or a stream kind that does not match the stream handle.
 Status CheckDescription(const BufferView& view);
 
-// Whether the host can read and write what a view describes, now: pageable, pinned or managed
-// memory whose contents are there. kUnsupported for memory of a device (device/devices.h), and
-// where a stream orders the contents, of which nobody says whose it is; errors of CheckDescription.
+// Checks that the host can access the memory of a view now: pageable, pinned or managed memory
+// whose contents are valid. kUnsupported for device memory (device/devices.h handles it), and if a
+// device stream orders the contents; also the errors of CheckDescription.
 Status CheckHostMemory(const BufferView& view);
 
 }  // namespace tensormount

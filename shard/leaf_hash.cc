@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include "base/coding.h"
 
@@ -16,7 +17,7 @@ Hash128 ChunkRoot(std::span<const Hash128> leaves, std::uint64_t length) {
   head.U64(length);
   Xxh3Stream stream;
   stream.Update(head.bytes().data(), head.size());
-  // As on disk: low half, high half, little-endian.
+  // The leaves as on disk: low half, high half, little-endian.
   static_assert(sizeof(Hash128) == 16);
   stream.Update(leaves.data(), leaves.size_bytes());
   return stream.Value();
@@ -26,7 +27,7 @@ void LeafHasher::Update(const void* data, std::size_t size) {
   const auto* at = static_cast<const std::byte*>(data);
   length_ += size;
   while (size > 0) {
-    // A whole leaf at hand: in one call, which is faster than the stream and copies nothing.
+    // A whole leaf in one call, which is faster than the stream and copies nothing.
     if (in_leaf_ == 0 && size >= leaf_bytes_) {
       leaves_.push_back(Xxh3(at, leaf_bytes_));
       at += leaf_bytes_;
@@ -38,15 +39,21 @@ void LeafHasher::Update(const void* data, std::size_t size) {
     in_leaf_ += n;
     at += n;
     size -= n;
-    if (in_leaf_ == leaf_bytes_) Finish();
+    if (in_leaf_ == leaf_bytes_) CloseLeaf();
   }
 }
 
-void LeafHasher::Finish() {
+void LeafHasher::CloseLeaf() {
   if (in_leaf_ == 0) return;
   leaves_.push_back(stream_.Value());
   stream_.Reset();
   in_leaf_ = 0;
+}
+
+std::vector<Hash128> LeafHasher::Take() {
+  CloseLeaf();
+  length_ = 0;
+  return std::exchange(leaves_, {});
 }
 
 }  // namespace tensormount

@@ -12,37 +12,39 @@
 
 namespace tensormount {
 
-// The header of a .npy file, version 1.0 (rank 16 always fits), C order, data aligned to 64
-// bytes (NumPy's format document, numpy.lib.format). Types under a byte: kUnsupported.
+// Makes the header of a .npy file, version 1.0 (16 axes always fit), C order, data aligned to 64
+// bytes (NumPy's format document, numpy.lib.format). Types below one byte: kUnsupported.
 Result<std::string> MakeNpyHeader(DType dtype, const Dims& shape);
 
-// What a .npy file holds, as its first bytes say. Of an array in Fortran order the bytes are those
-// of the array with its axes reversed.
+// A parsed header of a .npy file. If `fortran_order`, the bytes are those of the array with its
+// axes reversed.
 struct NpyHeader {
   DType dtype = DType::kU8;
   Dims shape;
   bool fortran_order = false;
-  std::uint64_t data_offset = 0;  // Where the elements begin.
+  std::uint64_t data_offset = 0;  // Offset of the first element.
 };
 
-// Longer headers are refused: NumPy itself stops at 10,000 bytes.
+// Longer headers are refused (NumPy's own limit is 10,000 bytes).
 inline constexpr std::uint64_t kMaxNpyHeader = std::uint64_t{1} << 20;
 // Magic (6 bytes), version (2), header length: 2 bytes in version 1.0, 4 in 2.0 and 3.0.
 inline constexpr std::size_t kNpyPrefix = 12;
 
-// Where the elements begin, from the first kNpyPrefix bytes (version 1.0 needs ten of them).
-// kDataLoss: no .npy file; kUnsupported: another version than 1, 2, 3, or over kMaxNpyHeader.
+// The offset of the elements, from the first kNpyPrefix bytes (version 1.0 needs ten of them).
+// kDataLoss: not a .npy file; kUnsupported: a version other than 1, 2, 3, or a header over
+// kMaxNpyHeader.
 Result<std::uint64_t> NpyDataOffset(std::string_view first_bytes);
 
-// `first_bytes`: at least NpyDataOffset of them. The dictionary is read as the literal that it is,
-// not evaluated: exactly the keys descr, fortran_order and shape, each once. kDataLoss where it is
-// not that or the shape overflows; kUnsupported, by name, for structured and object types, byte
-// orders and kinds that we lack (DTypeFromNpyDescr), ranks over kMaxRank.
+// Parses a header. `first_bytes`: at least the first NpyDataOffset bytes of the file. The
+// dictionary is parsed, not evaluated: exactly the keys descr, fortran_order and shape, each once.
+// kDataLoss if it is malformed or the shape overflows; kUnsupported, with the name, for structured
+// and object types, unsupported byte orders and kinds (DTypeFromNpyDescr), and more than kMaxRank
+// axes.
 Result<NpyHeader> ParseNpyHeader(std::string_view first_bytes);
 
-// An element type as NumPy's array protocol spells it: "<f4", "|u1". ml_dtypes' bfloat16 is "<V2"
-// and its float8_e5m2 "<f1"; its other types of one byte are all "<V1", which could be any of them.
-// kUnsupported names what it is: "big-endian", "Python objects".
+// Parses an element type of NumPy's array protocol: "<f4", "|u1". ml_dtypes' bfloat16 is "<V2" and
+// its float8_e5m2 "<f1"; its other one-byte types are all "<V1", which is ambiguous. kUnsupported
+// names the kind: "big-endian", "Python objects".
 Result<DType> DTypeFromNpyDescr(std::string_view descr);
 
 }  // namespace tensormount

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page hashes of a stored range as manifests have them (docs/format.md, "Page hashes").
+// Page hashes of a stored range in manifests (docs/format.md, "Page hashes").
 #include "shard/page_hash.h"
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 namespace tensormount {
 namespace {
 
-// Their NUL is hashed, too.
+// The terminating NUL of both strings is hashed, too.
 constexpr std::string_view kMarkDomain{"tensormount pages v1\0", 21};
 constexpr std::string_view kBlockDomain{"tensormount page block v1\0", 26};
 
-// As on disk: low half, high half, little-endian.
+// Hashes the domain and the hashes in their form on disk: low half, high half, little-endian.
 Hash128 HashOfHashes(std::string_view domain, const Hash128& first,
                      std::span<const Hash128> others) {
   Xxh3Stream stream;

@@ -9,23 +9,25 @@
 #include "base/hash.h"
 #include "shard/leaf_hash.h"
 
-// Page hashes (docs/format.md): what proves 4 KiB of a leaf without the other 60. They stand behind
-// the leaves of their range: a mark, and then a block for each leaf, of its page hashes and a check
-// that binds them to the leaf.
+// Page hashes (docs/format.md) verify 4 KiB of a leaf without the other 60 KiB. In a manifest they
+// follow the leaves of their range: a mark, then for each leaf a block of its page hashes and a
+// check that binds them to the leaf.
 namespace tensormount {
 
 inline constexpr std::uint64_t kHashPageBytes = 4096;
-// Hashes that a whole leaf takes: its pages and their check. That of a shorter last leaf has fewer.
+// Number of hashes in the block of a whole leaf: its pages and the check. The block of a shorter
+// last leaf has fewer.
 inline constexpr std::uint64_t kPageBlockHashes = kLeafBytes / kHashPageBytes + 1;
 
-// Of leaf number `leaf` of a range of `length` bytes: 1 to 16.
+// Number of pages of leaf `leaf` in a range of `length` bytes: 1 to 16.
 std::uint64_t PagesOfLeaf(std::uint64_t leaf, std::uint64_t length);
 
-// What stands right behind the leaves of a range that has page hashes.
+// The mark that directly follows the leaves of a range with page hashes.
 Hash128 PagesMark(const Hash128& chunk_hash);
 Hash128 PageBlockCheck(const Hash128& leaf, std::span<const Hash128> pages);
 
-// The mark and all blocks of a range behind `out`. `pages`: of all of the range, one after another.
+// Appends the mark and all blocks of a range to `out`. `pages`: the page hashes of the whole range,
+// in order.
 void AppendPageHashes(std::span<const Hash128> leaves, const Hash128& chunk_hash,
                       std::span<const Hash128> pages, std::vector<Hash128>& out);
 

@@ -5,10 +5,10 @@
 // AsGrid     boxes are the cells of a grid, in any order: the cuts on each axis are found by
 //            hashing, must tile the axis, and the cells must be distinct and as many as the
 //            product.
-// ByCorners  the sum of the indicator functions of all boxes is the one of the shape. Taking
+// ByCorners  the sum of the indicator functions of all boxes equals the one of the shape. Taking
 //            differences along each axis leaves 2^axes signed corners of a box; those of a
-//            partition cancel but for the corners of the shape. What is left over, if it is little,
-//            gives the holes and overlaps themselves.
+//            partition cancel except for the corners of the shape. If few are left over, the holes
+//            and overlaps are computed from them.
 //
 // No step compares two boxes, so no arrangement of them is quadratic.
 #include "shard/partition_proof.h"
@@ -28,23 +28,23 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;
 
-// Linear hashing of places keeps their pattern (places are sums of multiples of strides), so mix.
+// Mixes bits, because keys (indexes, or sums of multiples of strides) have a regular pattern.
 std::uint64_t Mix(std::uint64_t key) {
   key = (key ^ (key >> 32)) * 0x9E3779B97F4A7C15u;
   return (key ^ (key >> 29)) * 0xD6E8FEB86659FD93u;
 }
 
-// Where boxes begin and end on one axis. In a grid a begin belongs to one end, so cuts are found by
-// their begin; a box that begins at a known one and ends elsewhere says that this is no grid.
+// The cuts of boxes on one axis. In a grid all boxes with one begin have the same end, so cuts are
+// found by their begin; a second end for a known begin proves that the boxes are not a grid.
 class Cuts {
  public:
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
 
-  // The number of [low, high), in order of first appearance; kNone where another cut begins at
-  // `low` as well, which no grid has.
+  // The number of the cut [low, high), in order of first appearance; kNone if another cut begins at
+  // `low`, so that the boxes are not a grid.
   std::uint32_t Find(std::int64_t low, std::int64_t high) {
     if (!low_.empty()) {
-      // In order boxes repeat the cut before, go to the next one, or start again.
+      // Sorted boxes repeat the previous cut, go to the next one, or start again.
       if (low_[last_] != low) {
         const auto next = static_cast<std::uint32_t>(last_ + 1 < low_.size() ? last_ + 1 : 0);
         last_ = low_[next] == low ? next : Lookup(low);
@@ -60,15 +60,15 @@ class Cuts {
 
   std::size_t size() const { return low_.size(); }
 
-  // Whether the cuts follow each other from 0 to `end`, none left over. Without sorting: each is
-  // looked up by the end of the one before.
+  // Whether the cuts exactly tile [0, end). Without sorting: each cut is looked up by the end of
+  // the previous one.
   bool Tile(std::int64_t end) {
     std::int64_t at = 0;
     std::uint32_t guess = 0;
     for (std::size_t n = 0; n < low_.size(); ++n, ++guess) {
       if (guess >= low_.size() || low_[guess] != at) guess = Lookup(at);
       if (guess == kNone) return false;
-      at = high_[guess];  // Rises, so no cut is met twice.
+      at = high_[guess];  // Increases, so no cut is visited twice.
     }
     return at == end;
   }
@@ -104,21 +104,21 @@ class Cuts {
 
   std::vector<std::int64_t> low_;
   std::vector<std::int64_t> high_;
-  bool rising_ = true;                // Lows so far; one beyond the last is then a new one.
-  std::vector<std::uint32_t> table_;  // Open addressing by low, of the cuts that were entered.
+  bool rising_ = true;  // Each cut begins after the one before; one beyond the last is new.
+  std::vector<std::uint32_t> table_;  // Open addressing by low, for the entered cuts.
   std::uint32_t entered_ = 0;
   std::uint32_t last_ = 0;
 };
 
-// Open addressing, at most half full. Most places return to zero soon, when the neighbour comes, so
-// the table stays small where neighbours come soon after each other, whatever the number of boxes.
-// Counts at places. Those that are zero again go when room is needed.
+// A count per place (the number of a corner), in an open-addressing table that is at most half
+// full. Most counts return to zero when the neighbouring box is added, so the table stays small if
+// neighbours come soon after each other. Zero counts are removed when space is needed.
 class CornerTable {
  public:
   CornerTable() : slots_(1024) {}
 
-  // Places must be less than 2^64 - 1. Additions are held back a while, so that their slots are on
-  // the way when they are needed.
+  // Adds `sign` to the count of `place`, which must be less than 2^64 - 1. Additions are delayed,
+  // so that their slots can be prefetched.
   void Add(std::uint64_t place, std::int32_t sign) {
     const std::uint64_t hash = Mix(place);
     pending_[held_] = {place, hash, sign};
@@ -126,7 +126,7 @@ class CornerTable {
     if (++held_ == pending_.size()) Flush();
   }
 
-  // Room for that many places that are not zero, so that it is not made step by step.
+  // Reserves space for `places` nonzero counts, to avoid growing step by step.
   void Reserve(std::size_t places) {
     Flush();
     if (std::bit_ceil(2 * places) > slots_.size()) Rebuild(std::bit_ceil(2 * places));
@@ -138,7 +138,7 @@ class CornerTable {
   }
   bool AllZero() { return NonZero() == 0; }
 
-  // In no particular order.
+  // Calls f(place, count) for every nonzero count, in no particular order.
   template <typename F>
   void ForEachNonZero(F f) const {
     for (const Slot& slot : slots_) {
@@ -162,7 +162,7 @@ class CornerTable {
     return static_cast<std::size_t>(hash >> (64 - std::countr_zero(slots_.size())));
   }
 
-  // Where the place is, or a free slot for it.
+  // The slot of the place, or a free slot for it.
   Slot& Find(std::uint64_t place, std::uint64_t hash) {
     std::size_t at = Home(hash);
     while (slots_[at].place != place && slots_[at].place != kFree) {
@@ -171,7 +171,7 @@ class CornerTable {
     return slots_[at];
   }
 
-  // Without branches on what is found: whether a place is new is as good as random.
+  // Executes the delayed additions. Branch-free, because whether a place is new is unpredictable.
   void Flush() {
     if (2 * (used_ + held_) > slots_.size()) {
       Rebuild(4 * nonzero_ > slots_.size() ? 2 * slots_.size() : slots_.size());
@@ -197,27 +197,27 @@ class CornerTable {
   }
 
   std::vector<Slot> slots_;
-  std::size_t used_ = 0;  // Slots that are not free.
+  std::size_t used_ = 0;  // Slots with a place, also those whose count is zero.
   std::size_t nonzero_ = 0;
   std::array<Addition, 64> pending_;
   std::size_t held_ = 0;
 };
 
 constexpr std::size_t kMaxCornerAxes = 6;
-// What is left over is made boxes of while its corners are no more, and the grid through them has
-// no more cells.
+// Limits for converting leftover corners to boxes: their number, and the number of cells of the
+// grid through them.
 constexpr std::size_t kMaxRest = std::size_t{1} << 14;
 constexpr std::size_t kMaxRestCells = std::size_t{1} << 18;
 
-// On one axis, shape [6], regions [0, 2) and [3, 6): corners are +1 at 0, -1 at 2, +1 at 3, -1 at
-// 6, and those of the shape taken off (-1 at 0, +1 at 6) leave -1 at 2 and +1 at 3. Sums from the
-// left (Rest) give -1 from 2 to 3 and 0 elsewhere: cell 2 is in no region. Adds up the corners of
-// boxes. Boxes that come in some nested order (a grid by rows, a tensor cut again and again) are
-// first joined to larger ones, which have the same sum and fewer corners.
+// Adds up the corners of boxes. Example on one axis, shape [6], regions [0, 2) and [3, 6): corners
+// are +1 at 0, -1 at 2, +1 at 3, -1 at 6; subtracting those of the shape (+1 at 0, -1 at 6) leaves
+// -1 at 2 and +1 at 3. Prefix sums (Rest) give -1 from 2 to 3 and 0 elsewhere: cell 2 is in no
+// region. Boxes in a nested order (a grid by rows, a tensor cut repeatedly) are first joined to
+// larger ones, which have the same sum and fewer corners.
 class Corners {
  public:
-  // The axes on which some region does not span the shape. On the others all agree, so they do not
-  // matter.
+  // Finds the axes on which some region does not span the shape; other axes do not matter. nullopt
+  // if there are more than kMaxCornerAxes, or too many corners to number them.
   static std::optional<Corners> Of(const RegionSet& regions) {
     Corners corners;
     corners.regions_ = regions.size();
@@ -231,7 +231,8 @@ class Corners {
       if (corners.axes_ == kMaxCornerAxes) return std::nullopt;
       corners.axis_[corners.axes_++] = static_cast<std::size_t>(a);
     }
-    // Corners lie between cells: one more than these on each axis. Their numbers must be distinct.
+    // Corners lie between cells, so an axis has one more corner than cells. Each corner gets a
+    // different number.
     std::uint64_t places = 1;
     for (std::size_t k = corners.axes_; k-- > 0;) {
       corners.stride_[k] = places;
@@ -256,10 +257,10 @@ class Corners {
       --depth_;
       ++joined_;
     }
-    // Not worth the while where there is no such order.
+    // Joining pays off only if boxes come in a nested order.
     if (++added_ % 1024 == 0) {
       joining_ = joined_ > added_ / 8;
-      // A sparse table is faster while it stays within a cache or so.
+      // A sparse table is faster while it fits into a cache.
       if (!joining_) table_.Reserve((regions_ >> 16) == 0 ? 4 * regions_ : 2 * regions_);
     }
   }
@@ -270,7 +271,7 @@ class Corners {
     Add(box.begin().begin(), high.begin());
   }
 
-  // Whether all is the sum of just the shape's own box.
+  // Whether the sum of the added boxes equals the box of the whole shape.
   bool SumIsWhole(const Dims& shape) {
     FlushAll();
     Part whole;
@@ -280,12 +281,12 @@ class Corners {
     return table_.AllZero();
   }
 
-  // After SumIsWhole: undoes the differences that corners are, on the grid through those that are
-  // left. Nothing where there are too many.
+  // After SumIsWhole: computes the differing cells from the leftover corners, on the grid through
+  // these corners. Empty if there are too many.
   std::vector<Miscount> Rest(const Dims& shape);
 
  private:
-  // A box on the axes that matter.
+  // A box, on the axes of `axis_` only.
   struct Part {
     std::array<std::int64_t, kMaxCornerAxes> low;
     std::array<std::int64_t, kMaxCornerAxes> high;
@@ -300,7 +301,7 @@ class Corners {
     }
   }
 
-  // Makes `a` the union of both where that is a box.
+  // Replaces `a` by the union of both if that is a box, and returns whether it is.
   bool Join(Part& a, const Part& b) const {
     std::size_t differs = axes_;
     for (std::size_t k = 0; k < axes_; ++k) {
@@ -338,7 +339,8 @@ class Corners {
     }
   }
 
-  // The older half: what comes next joins with the newer one, if at all.
+  // Adds the older half of the stack to the table; following boxes can only join with the newer
+  // half.
   void FlushHalf() {
     const std::size_t half = depth_ / 2;
     for (std::size_t i = 0; i < half; ++i) AddCorners(stack_[i], 1);
@@ -381,7 +383,7 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
     if (cuts[k].size() > kMaxRestCells / cells) return {};
     cells *= cuts[k].size();
   }
-  // Sums over all corners before a cell, axis by axis.
+  // Prefix sums over all corners before a cell, axis by axis.
   std::vector<std::int64_t> sum(cells);
   table_.ForEachNonZero([&](std::uint64_t place, std::int32_t count) {
     std::size_t cell = 0;
@@ -391,8 +393,8 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
     }
     sum[cell] += count;
   });
-  // Along one axis after the other each cell adds the sum of the cell before it: after all axes it
-  // is the sum over everything that lies before it on every axis. O(cells * axes).
+  // On each axis in turn each cell adds the sum of the cell before it; after all axes a cell has
+  // the sum over everything before it on every axis. O(cells * axes).
   std::size_t step = cells;
   for (std::size_t k = 0; k < axes_; ++k) {
     const std::size_t block = step;
@@ -409,7 +411,7 @@ std::vector<Miscount> Corners::Rest(const Dims& shape) {
     for (std::size_t k = axes_; k-- > 0;) {
       const std::size_t cut = cell % cuts[k].size();
       cell /= cuts[k].size();
-      // The sum is zero behind the last cut of an axis, so there is a next one.
+      // The sum is zero after the last cut of an axis, so another cut follows this one.
       box = BoxAccess::WithAxis(box, static_cast<int>(axis_[k]), cuts[k][cut],
                                 cuts[k][cut + 1] - cuts[k][cut]);
     }
@@ -451,7 +453,7 @@ Proof ProveAsGrid(const RegionSet& regions) {
       cells[i * rank + a] = cut;
     }
   }
-  // Never more than the number of regions, so it cannot overflow.
+  // The product is at most the number of regions, so it cannot overflow.
   std::size_t product = 1;
   for (std::size_t a = 0; a < rank; ++a) {
     if (cuts[a].size() > regions.size() / product) return Proof::kUnknown;
@@ -459,7 +461,7 @@ Proof ProveAsGrid(const RegionSet& regions) {
     if (!cuts[a].Tile(regions.shape()[static_cast<int>(a)])) return Proof::kUnknown;
   }
   if (product != regions.size()) return Proof::kUnknown;
-  // As many boxes as cells, so each has its box unless one has two.
+  // There are as many boxes as cells, so each cell has one box unless some cell has two.
   std::vector<bool> seen(product);
   for (std::size_t i = 0; i < regions.size(); ++i) {
     std::size_t cell = 0;

@@ -11,44 +11,44 @@
 
 namespace tensormount {
 
-// Answers of exact methods that each are fast for some sets of regions.
+// The result of a proof method; each method is fast for some kinds of regions.
 enum class Proof {
   kPartition,     // Every cell of the shape lies in exactly one region.
-  kNotPartition,  // Some cell does not.
-  kUnknown,       // Not of the kind that the method is for.
+  kNotPartition,  // Some cell is in none, or in several.
+  kUnknown,       // The method does not apply.
 };
 
-// Cells that not exactly one region has.
+// Cells that are not in exactly one region.
 struct Miscount {
   Box box;
-  std::int64_t surplus = 0;  // How many more than one have all of them: -1 where none has.
+  std::int64_t surplus = 0;  // Number of regions that contain them, minus one: -1 if none.
 };
 
-// They are asked in the order of their costs (Prove in coverage.cc), and all are exact: an answer
-// other than kUnknown is a proof, whatever the regions. None looks at pairs of regions.
+// Proof methods, in order of cost (Prove in coverage.cc). All are exact: an answer other than
+// kUnknown is a proof, for any regions. None compares pairs of regions.
 //
-// Below, a set is one for which Box::Whole(shape) is not empty.
+// All require that Box::Whole(shape) is not empty.
 
-// By volumes, in one pass: no, where these do not add up; yes, where the regions are ranges of the
-// row-major order that come one after the other. All of them being ranges is said in `linear`.
+// One pass over volumes: kNotPartition if they do not add up; kPartition if the regions are
+// consecutive ranges of the row-major order. `linear` is set if all are such ranges.
 Proof ProveByOrder(const RegionSet& regions, bool* linear);
 
-// Yes, where the boxes are the cells of a grid, each once, in any order; else unknown. Expected
-// O(n): cuts are found and followed by hashing, and not even that where boxes come in order.
+// kPartition if the boxes are the cells of a grid, each once, in any order; otherwise kUnknown.
+// Expected O(n): cuts are looked up by hashing, and not even that if boxes come in order.
 Proof ProveAsGrid(const RegionSet& regions);
 
-// Regions are added up as functions that are 1 on their cells, and compared with the one that is 1
-// on the shape. Such a sum is known by its corners alone: taking differences along every axis
-// leaves, of a box, +1 and -1 in turn at its 2^axes corners, and only of the zero function nothing
-// at all. So the regions are a partition if and only if all corners cancel out, those of the shape
-// taken off. Expected O(n * 2^axes), over axes on which something is cut; in any order, but with a
-// small table only where neighbours come soon after each other. Unknown with many such axes.
+// Compares the sum of the regions' indicator functions with the indicator function of the shape.
+// Such a sum is determined by its corners: differences along every axis leave +1 and -1 alternately
+// at the 2^axes corners of each box, and zero everywhere only for the zero function. So the regions
+// are a partition if and only if all corners cancel with those of the shape. Only axes on which
+// something is cut count. Expected O(n * 2^axes), in any order, but with a small table only if
+// neighbours come soon after each other. kUnknown with many such axes.
 //
-// Corners that are left over tell where the sum differs, however many regions there are: where
-// these are few, `differences` (if not null) gets all such cells, as disjoint boxes; it stays empty
-// otherwise.
+// Leftover corners show where the sum differs: if they are few, `differences` (if not null) gets
+// all such cells as disjoint boxes; otherwise it stays empty.
 Proof ProveByCorners(const RegionSet& regions, std::vector<Miscount>* differences);
-// The same along the one axis of the row-major order; all regions must be ranges of it.
+// Like ProveByCorners, but the corners are the two ends of each region in the row-major order; all
+// regions must be ranges of that order.
 Proof ProveByEnds(const RegionSet& regions);
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many regions of one shape in one array of numbers: 16 bytes an axis instead of an object each,
-// because a job of 4,096 ranks brings millions of them to the ranks that check them.
+// Many regions of one shape as columns of numbers instead of an object each, because a job of 4,096
+// ranks brings millions of them to the ranks that check them.
 #include "shard/region_set.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace tensormount {
 namespace {
 
-// Region `i` of the set equals region `j` of the other, both of one shape.
+// Whether region `i` of `a` equals region `j` of `b`; both sets have the same shape.
 bool Equal(const RegionSet& a, std::size_t i, const RegionSet& b, std::size_t j) {
   const auto words = static_cast<std::size_t>(a.rank()) * 2;
   if (!std::equal(a.low(i), a.low(i) + words, b.low(j))) return false;
@@ -22,9 +22,9 @@ bool Equal(const RegionSet& a, std::size_t i, const RegionSet& b, std::size_t j)
          (a.flat_first(i) == b.flat_first(j) && a.flat_count(i) == b.flat_count(j));
 }
 
-// Not stored and not sent, so it may change. The multiplications spread regions that differ in one
-// bound by a power of two, which is what grids are, over the high bits, of which tables take
-// theirs.
+// The hash is neither stored nor sent, so the function may change. The multiplications spread
+// regions that differ in one bound by a power of two, as in grids, over the high bits, which the
+// table uses.
 std::uint64_t HashOf(const RegionSet& set, std::size_t i) {
   std::uint64_t h = 0;
   const auto add = [&h](std::int64_t word) {
@@ -59,7 +59,7 @@ bool RegionSet::Within(const std::int64_t* begin, const std::int64_t* extent, bo
   bool within = true;
   bool none = false;
   for (int a = 0; a < shape_.rank(); ++a) {
-    // No overflow: an extent is subtracted only from what is not negative.
+    // No overflow: an extent is subtracted only if the difference is not negative.
     within &= begin[a] >= 0 && extent[a] >= 0 && extent[a] <= shape_[a] &&
               begin[a] <= shape_[a] - extent[a];
     none |= extent[a] == 0;
@@ -85,14 +85,14 @@ bool RegionSet::AddBox(const std::int64_t* begin, const std::int64_t* extent, st
   return true;
 }
 
-// See Region::Flat for why this form is canonical. The same walk on plain numbers: a job brings
-// millions of these in messages, and each as a Region would cost two Dims and a Result.
+// The algorithm of Region::Flat, where the canonical form is explained, on plain numbers, because a
+// job brings millions of regions in messages, and a Region would cost two Dims and a Result.
 bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, std::int64_t first,
                         std::int64_t count, std::uint32_t owner) {
   bool empty = false;
   if (!Within(begin, extent, &empty) || first < 0 || count < 0) return false;
   const int rank = shape_.rank();
-  std::int64_t volume = 1;  // Of a box within a checked shape, unless it is empty.
+  std::int64_t volume = 1;  // Cannot overflow for a non-empty box within a checked shape.
   for (int a = 0; a < rank && !empty; ++a) volume *= extent[a];
   if (empty) volume = 0;
   const auto end = CheckedAdd(first, count);
@@ -119,7 +119,8 @@ bool RegionSet::AddFlat(const std::int64_t* begin, const std::int64_t* extent, s
   }
   if (!AddBox(low.data(), size.data(), owner)) return false;
   if (flat) {
-    flats_.resize(owners_.size());  // The first one: all before it are boxes (count 0).
+    // The first flat range: all regions before it are boxes (count 0).
+    flats_.resize(owners_.size());
     flats_.back() = {first, count};
   }
   return true;
@@ -144,7 +145,7 @@ void RegionSet::AddFrom(const RegionSet& other, std::size_t i, std::uint32_t own
   }
 }
 
-// Of a box within a checked shape, so the product fits.
+// The product fits, because the box is within a checked shape.
 std::int64_t RegionSet::volume(std::size_t i) const {
   if (is_flat(i)) return flats_[i].count;
   std::int64_t volume = 1;
@@ -164,13 +165,13 @@ Region RegionSet::At(std::size_t i) const {
   return Region::Flat(box, flats_[i].first, flats_[i].count).value();
 }
 
-// Data parallel ranks hold the same regions, so 4,096 ranks may bring 8 distinct ones, each 512
-// times: the table holds distinct regions only, and two guesses spare most look-ups.
+// Data parallel ranks hold equal regions: 4,096 ranks may bring 8 distinct ones, each 512 times.
+// The table holds distinct regions only, and two guesses avoid most look-ups.
 std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct) {
   constexpr std::uint32_t kNone = ~std::uint32_t{0};
   distinct->Reset(all.shape());
   std::vector<std::uint32_t> group_of(all.size());
-  // Open addressing; grows with the distinct regions, which often are few.
+  // Open addressing; grows with the number of distinct regions, which is often small.
   std::vector<std::uint32_t> table(64, kNone);
   std::vector<std::uint64_t> hashes;
   std::uint32_t last = 0;
@@ -178,8 +179,8 @@ std::vector<std::uint32_t> GroupEqual(const RegionSet& all, RegionSet* distinct)
     return static_cast<std::size_t>(hash >> (64 - std::countr_zero(table.size())));
   };
   for (std::size_t i = 0; i < all.size(); ++i) {
-    // Ranks come in order, so a region mostly equals the last one, or the one that came after the
-    // last one at its first appearance.
+    // Ranks come in order, so a region mostly equals the previous one, or the one that followed the
+    // previous one at its first appearance.
     const auto groups = static_cast<std::uint32_t>(distinct->size());
     if (groups > 0) {
       if (Equal(all, i, *distinct, last)) {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Headers of safetensors files: written with the spaces and the order that the format's own writer
-// uses, read with everything refused that its reader refuses, and more: what one reader takes and
-// another one does not is a way to show two people different weights.
-//
-// The parser works on events and keeps only what a tensor needs, so that a header of 100 MB takes
-// no more memory than its tensors.
+// Headers of safetensors files, written with the format's own spacing and order. The reader refuses
+// everything that the reference reader refuses, and more: a file that readers interpret differently
+// could show different weights to different users.
+// The parser is event-based and keeps only the entries, so that a header of 100 MB needs no more
+// memory than its tensors.
 #include "shard/safetensors.h"
 
 #include <algorithm>
@@ -23,11 +22,11 @@
 namespace tensormount {
 namespace {
 
-// The format's own limit (its reference implementation refuses more).
+// The limit of the format's reference implementation.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr std::string_view kMetadataKey = "__metadata__";
-// Of a header of the size that the format allows, one string could be all, and parsers keep several
-// copies of it. No writer has more to say.
+// Limits for strings, because one string could fill the whole header and parsers keep several
+// copies of a string. No writer needs more.
 constexpr std::size_t kMaxStringBytes = std::size_t{16} << 20;
 constexpr std::size_t kMaxMetadataBytes = std::size_t{32} << 20;
 
@@ -46,7 +45,7 @@ std::optional<DType> FromSafetensorsName(std::string_view name) {
   return std::nullopt;
 }
 
-// Bytes of a packed tensor; nullopt where it passes 2^63 - 1 or does not fill whole bytes.
+// Bytes of a packed tensor; nullopt if they exceed 2^63 - 1 or are not whole bytes.
 std::optional<std::uint64_t> PackedBytes(DType dtype, const Dims& shape) {
   const auto elements = CheckedProduct(shape);
   if (!elements) return std::nullopt;
@@ -56,8 +55,8 @@ std::optional<std::uint64_t> PackedBytes(DType dtype, const Dims& shape) {
   return *bits / 8;
 }
 
-// Whether a string of the text is longer than may be copied. Strings end at a quote that no
-// backslash hides; what is no JSON the parser finds out.
+// Whether some string exceeds kMaxStringBytes. Strings end at an unescaped quote; the parser
+// detects invalid JSON.
 bool HasLongString(std::string_view json) {
   std::size_t at = 0;
   while ((at = json.find('"', at)) != std::string_view::npos) {
@@ -73,140 +72,139 @@ bool HasLongString(std::string_view json) {
   return false;
 }
 
-// A state machine over the events of the JSON parser; `at_` is what may come next:
+// A state machine over the events of the JSON parser; `at_` is the expected token:
 //
 //   kStart  {  kTop  "KEY"  kTensor  {  kField  "dtype"  kDType  "F32"  kField ... }  kTop ... }
 //   kEnd
 //
 // and from kField by "shape" to kShape, then [ kExtent ... ], by "data_offsets" to kOffsets and
-// kOffset. A field with another name may hold anything: `skip_` counts how deep its value is, and
-// nothing in there is looked at. No tree is built: memory is that of the entries.
-// Receives the events of the JSON parser. Knows at each moment what the format allows there; the
-// first thing that it does not ends the parse with `error`.
+// kOffset. A field with another name may have any value, which is ignored; `skip_` counts its
+// depth. No tree is built. The first token that the format does not allow ends the parse with
+// `error`.
 class Reader : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit Reader(UnknownDType unknown_dtype) : unknown_dtype_(unknown_dtype) {}
 
   std::vector<SafetensorsEntry> entries;
-  std::map<std::string, std::string> unknown;  // SafetensorsHeader::unknown.
+  std::map<std::string, std::string> unknown;  // By key: the name of its unknown element type.
   std::map<std::string, std::string> metadata;
   Status error;
 
   bool start_object(std::size_t) override {
-    if (skip_ > 0) return Deeper();
+    if (skip_ > 0) return SkipDeeper();
     switch (at_) {
-      case At::kStart:
-        at_ = At::kTop;
+      case ParsePosition::kStart:
+        at_ = ParsePosition::kTop;
         return true;
-      case At::kTensor:
-        at_ = At::kField;
+      case ParsePosition::kTensor:
+        at_ = ParsePosition::kField;
         entry_ = {};
         entry_.key = key_;
         has_dtype_ = has_shape_ = has_offsets_ = false;
         fields_.clear();
         return true;
-      case At::kMetadata:
-        at_ = At::kMetadataEntry;
+      case ParsePosition::kMetadata:
+        at_ = ParsePosition::kMetadataEntry;
         return true;
-      case At::kUnknown:
-        return Deeper();
+      case ParsePosition::kUnknown:
+        return SkipDeeper();
       default:
-        return Wrong("an object");
+        return UnexpectedToken("an object");
     }
   }
 
   bool key(string_t& name) override {
     if (skip_ > 0) return true;
     switch (at_) {
-      case At::kTop:
+      case ParsePosition::kTop:
         if (!keys_.insert(name).second) return Fail("key '" + name + "' occurs twice");
         key_ = name;
-        at_ = name == kMetadataKey ? At::kMetadata : At::kTensor;
+        at_ = name == kMetadataKey ? ParsePosition::kMetadata : ParsePosition::kTensor;
         return true;
-      case At::kField:
+      case ParsePosition::kField:
         if (!fields_.insert(name).second) {
           return Fail(QuotedKey(key_) + ": field '" + name + "' occurs twice");
         }
-        at_ = name == "dtype"          ? At::kDType
-              : name == "shape"        ? At::kShape
-              : name == "data_offsets" ? At::kOffsets
-                                       : At::kUnknown;
+        at_ = name == "dtype"          ? ParsePosition::kDType
+              : name == "shape"        ? ParsePosition::kShape
+              : name == "data_offsets" ? ParsePosition::kOffsets
+                                       : ParsePosition::kUnknown;
         return true;
-      case At::kMetadataEntry:
+      case ParsePosition::kMetadataEntry:
         metadata_key_ = name;
         if (metadata.contains(name)) return Fail("__metadata__: key '" + name + "' occurs twice");
-        at_ = At::kMetadataValue;
+        at_ = ParsePosition::kMetadataValue;
         return true;
       default:
-        return Wrong("a key");
+        return UnexpectedToken("a key");
     }
   }
 
   bool end_object() override {
-    if (skip_ > 0) return Shallower();
+    if (skip_ > 0) return SkipShallower();
     switch (at_) {
-      case At::kTop:
-        at_ = At::kEnd;
+      case ParsePosition::kTop:
+        at_ = ParsePosition::kEnd;
         return true;
-      case At::kField:
+      case ParsePosition::kField:
         if (!has_dtype_) return Fail(QuotedKey(key_) + ": no dtype");
         if (!has_shape_) return Fail(QuotedKey(key_) + ": no shape");
         if (!has_offsets_) return Fail(QuotedKey(key_) + ": no data_offsets");
         entries.push_back(std::move(entry_));
-        at_ = At::kTop;
+        at_ = ParsePosition::kTop;
         return true;
-      case At::kMetadataEntry:
-        at_ = At::kTop;
+      case ParsePosition::kMetadataEntry:
+        at_ = ParsePosition::kTop;
         return true;
       default:
-        return Wrong("the end of an object");
+        return UnexpectedToken("the end of an object");
     }
   }
 
   bool start_array(std::size_t) override {
-    if (skip_ > 0) return Deeper();
+    if (skip_ > 0) return SkipDeeper();
     switch (at_) {
-      case At::kShape:
-        at_ = At::kExtent;
+      case ParsePosition::kShape:
+        at_ = ParsePosition::kExtent;
         return true;
-      case At::kOffsets:
-        at_ = At::kOffset;
+      case ParsePosition::kOffsets:
+        at_ = ParsePosition::kOffset;
         offsets_ = 0;
         return true;
-      case At::kUnknown:
-        return Deeper();
+      case ParsePosition::kUnknown:
+        return SkipDeeper();
       default:
-        return Wrong("an array");
+        return UnexpectedToken("an array");
     }
   }
 
   bool end_array() override {
-    if (skip_ > 0) return Shallower();
-    if (at_ == At::kExtent) {
+    if (skip_ > 0) return SkipShallower();
+    if (at_ == ParsePosition::kExtent) {
       has_shape_ = true;
-    } else if (at_ == At::kOffset) {
+    } else if (at_ == ParsePosition::kOffset) {
       if (offsets_ != 2) return Fail(QuotedKey(key_) + ": data_offsets are not two numbers");
       has_offsets_ = true;
     } else {
-      return Wrong("the end of an array");
+      return UnexpectedToken("the end of an array");
     }
-    at_ = At::kField;
+    at_ = ParsePosition::kField;
     return true;
   }
 
   bool string(string_t& value) override {
     if (skip_ > 0) return true;
-    if (at_ == At::kMetadataValue) {
+    if (at_ == ParsePosition::kMetadataValue) {
       metadata_bytes_ += metadata_key_.size() + value.size();
       if (metadata_bytes_ > kMaxMetadataBytes) {
-        error = Status(Code::kUnsupported, "safetensors header: metadata of more than 32 MiB");
+        error = Status(Code::kUnsupported, "safetensors header: metadata exceeds 32 MiB");
         return false;
       }
       metadata.emplace(std::move(metadata_key_), value);
-      at_ = At::kMetadataEntry;
+      at_ = ParsePosition::kMetadataEntry;
       return true;
     }
-    if (at_ == At::kDType) {
+    if (at_ == ParsePosition::kDType) {
       const auto dtype = FromSafetensorsName(value);
       if (!dtype && unknown_dtype_ == UnknownDType::kLeaveOut) {
         unknown.emplace(key_, value.substr(0, 64));
@@ -217,7 +215,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
       }
       entry_.dtype = dtype.value_or(DType::kU8);
       has_dtype_ = true;
-      at_ = At::kField;
+      at_ = ParsePosition::kField;
       return true;
     }
     return Scalar("a string");
@@ -225,7 +223,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
 
   bool number_unsigned(number_unsigned_t value) override {
     if (skip_ > 0) return true;
-    if (at_ == At::kExtent) {
+    if (at_ == ParsePosition::kExtent) {
       if (entry_.shape.rank() == kMaxRank) {
         error = Status(Code::kUnsupported, "safetensors header: " + QuotedKey(key_) +
                                                ": more than " + std::to_string(kMaxRank) + " axes");
@@ -237,7 +235,7 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
       entry_.shape.push_back(*extent);
       return true;
     }
-    if (at_ == At::kOffset) {
+    if (at_ == ParsePosition::kOffset) {
       if (offsets_ == 0) entry_.begin = value;
       if (offsets_ == 1) entry_.end = value;
       if (offsets_ == 2) return Fail(QuotedKey(key_) + ": data_offsets are not two numbers");
@@ -248,13 +246,14 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   }
 
   bool null() override {
-    if (skip_ == 0 && at_ == At::kMetadata) {  // The reference writes and takes it for none.
-      at_ = At::kTop;
+    // The reference reads and writes null as "no metadata".
+    if (skip_ == 0 && at_ == ParsePosition::kMetadata) {
+      at_ = ParsePosition::kTop;
       return true;
     }
     return Scalar("null");
   }
-  bool boolean(bool) override { return Scalar("a truth value"); }
+  bool boolean(bool) override { return Scalar("a boolean"); }
   bool number_integer(number_integer_t) override { return Scalar("a negative number"); }
   bool number_float(number_float_t, const string_t&) override {
     return Scalar("a number that is not whole or does not fit 64 bits");
@@ -267,17 +266,17 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   }
 
  private:
-  enum class At {
+  enum class ParsePosition {
     kStart,
-    kTop,     // A key, or the end.
-    kTensor,  // The object of key_.
-    kField,   // A field of it, or its end.
+    kTop,     // A key, or the end of the header.
+    kTensor,  // The object that describes the tensor key_.
+    kField,   // A field of a tensor's object, or the end of that object.
     kDType,
     kShape,
     kExtent,
     kOffsets,
     kOffset,
-    kUnknown,  // The value of a field that we do not know: the format lets newer ones be.
+    kUnknown,  // The value of an unknown field, which the format allows.
     kMetadata,
     kMetadataEntry,
     kMetadataValue,
@@ -289,49 +288,49 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
     return false;
   }
 
-  // What came where it may not, named by what was expected there.
-  bool Wrong(const std::string& got) {
+  // Reports an unexpected token, and what was expected.
+  bool UnexpectedToken(const std::string& got) {
     switch (at_) {
-      case At::kStart:
+      case ParsePosition::kStart:
         return Fail("is not a JSON object");
-      case At::kTensor:
+      case ParsePosition::kTensor:
         return Fail(QuotedKey(key_) + " is " + got + ", not an object");
-      case At::kDType:
+      case ParsePosition::kDType:
         return Fail(QuotedKey(key_) + ": dtype is " + got + ", not a string");
-      case At::kShape:
-      case At::kExtent:
+      case ParsePosition::kShape:
+      case ParsePosition::kExtent:
         return Fail(QuotedKey(key_) + ": shape holds " + got + ", not whole numbers");
-      case At::kOffsets:
-      case At::kOffset:
+      case ParsePosition::kOffsets:
+      case ParsePosition::kOffset:
         return Fail(QuotedKey(key_) + ": data_offsets hold " + got + ", not two whole numbers");
-      case At::kMetadata:
-      case At::kMetadataEntry:
-      case At::kMetadataValue:
-        return Fail("__metadata__ holds " + got + ", not strings by name");
+      case ParsePosition::kMetadata:
+      case ParsePosition::kMetadataEntry:
+      case ParsePosition::kMetadataValue:
+        return Fail("__metadata__ holds " + got + ", not a string for each key");
       default:
         return Fail("unexpected " + got);
     }
   }
 
-  // A value that is right nowhere but in a field that we do not know.
+  // A value that is allowed only in unknown fields.
   bool Scalar(const std::string& got) {
     if (skip_ > 0) return true;
-    if (at_ != At::kUnknown) return Wrong(got);
-    at_ = At::kField;
+    if (at_ != ParsePosition::kUnknown) return UnexpectedToken(got);
+    at_ = ParsePosition::kField;
     return true;
   }
 
-  bool Deeper() {
+  bool SkipDeeper() {
     ++skip_;
     return true;
   }
-  bool Shallower() {
-    if (--skip_ == 0) at_ = At::kField;
+  bool SkipShallower() {
+    if (--skip_ == 0) at_ = ParsePosition::kField;
     return true;
   }
 
   UnknownDType unknown_dtype_;
-  At at_ = At::kStart;
+  ParsePosition at_ = ParsePosition::kStart;
   std::size_t skip_ = 0;  // Depth inside a value that is ignored.
   std::string key_;
   std::string metadata_key_;
@@ -345,11 +344,10 @@ class Reader : public nlohmann::json_sax<nlohmann::json> {
   int offsets_ = 0;
 };
 
-// Entries come sorted by begin, so one pass sees that each begins where the one before ended: no
-// gap, no overlap, no byte with two meanings. What a gap holds no reader would show, and a
-// checkpoint could carry it along unseen. Empty tensors share a begin and sort before the one that
-// has bytes. Offsets against shapes, against each other and against the length of the data part.
-// `unknown`: tensors whose bytes nobody can count.
+// Checks offsets against shapes, each other and the length of the data part. Entries are sorted by
+// begin, so one pass verifies that each begins where the previous one ends: no gap, in which a file
+// could hide data, and no overlap. Empty tensors share a begin and sort before the one that has
+// bytes. `unknown`: tensors of unknown size.
 Status CheckLayout(const std::vector<SafetensorsEntry>& entries,
                    const std::map<std::string, std::string>& unknown, std::uint64_t data_bytes) {
   std::uint64_t at = 0;
@@ -372,11 +370,10 @@ Status CheckLayout(const std::vector<SafetensorsEntry>& entries,
     }
     if (e.begin < at) return BadSafetensorsHeader(place + " overlap " + QuotedKey(before->key));
     if (e.begin > at) {
-      return BadSafetensorsHeader(place + " leave a gap, the data before end at " +
-                                  std::to_string(at));
+      return BadSafetensorsHeader(place + " leave a gap after byte " + std::to_string(at));
     }
     if (e.end > data_bytes) {
-      return BadSafetensorsHeader(place + " pass the end of the data at " +
+      return BadSafetensorsHeader(place + " reach past the end of the data at byte " +
                                   std::to_string(data_bytes));
     }
     at = e.end;
@@ -392,9 +389,9 @@ Status CheckLayout(const std::vector<SafetensorsEntry>& entries,
 void AppendJsonString(std::string_view s, std::string& out) {
   constexpr std::string_view kHex = "0123456789abcdef";
   out += '"';
-  // Only what JSON demands is escaped; UTF-8 stands as it is, as the reference writes it. Plain
-  // text is appended run by run.
-  std::size_t plain = 0;  // What was not appended yet begins here.
+  // Escapes only what JSON requires and keeps UTF-8, like the reference. Plain text is appended run
+  // by run.
+  std::size_t plain = 0;  // Start of the text not yet appended.
   for (std::size_t i = 0; i < s.size(); ++i) {
     const auto u = static_cast<unsigned char>(s[i]);
     if (u >= 0x20 && u != '"' && u != '\\') continue;
@@ -434,17 +431,16 @@ Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view header_json,
   const std::uint64_t data_offset = 8 + header_json.size();
   if (data_offset > file_size) {
     return BadSafetensorsHeader(std::to_string(header_json.size()) +
-                                " bytes do not fit a file of " + std::to_string(file_size));
+                                " bytes do not fit in a file of " + std::to_string(file_size));
   }
   if (header_json.empty() || header_json.front() != '{')
     return BadSafetensorsHeader("does not begin with '{'");
   if (const Status text = CheckJsonText(header_json); !text.ok())
     return BadSafetensorsHeader(text.message());
   if (HasLongString(header_json)) {
-    return Status(Code::kUnsupported, "safetensors header: a string of more than 16 MiB");
+    return Status(Code::kUnsupported, "safetensors header: a string exceeds 16 MiB");
   }
-  // The parser copies strings and knows no limit of its own, so what is too long was refused
-  // before.
+  // The parser copies strings of any length, so long ones were refused before.
   Reader reader(unknown);
   if (!nlohmann::json::sax_parse(header_json.begin(), header_json.end(), &reader)) {
     return reader.error.ok() ? BadSafetensorsHeader("is not JSON") : reader.error;
@@ -470,12 +466,13 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file, UnknownDType unknown
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (info.size < 8) {
     return BadSafetensorsHeader("a file of " + std::to_string(info.size) +
-                                " bytes has no header length")
+                                " bytes is too short for the header length")
         .WithContext(file.path());
   }
   std::array<char, 8> prefix{};
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(0, prefix.data(), prefix.size()));
-  // Both limits before the allocation: any eight bytes of another file are some length.
+  // Checks both limits before the allocation: in a file of another format the first eight bytes may
+  // be any number.
   const auto length = LoadLittle<std::uint64_t>(prefix.data());
   if (length > kMaxHeaderBytes) {
     return BadSafetensorsHeader(std::to_string(length) + " bytes, the format allows " +
@@ -483,7 +480,7 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file, UnknownDType unknown
         .WithContext(file.path());
   }
   if (length > info.size - 8) {
-    return BadSafetensorsHeader(std::to_string(length) + " bytes do not fit a file of " +
+    return BadSafetensorsHeader(std::to_string(length) + " bytes do not fit in a file of " +
                                 std::to_string(info.size))
         .WithContext(file.path());
   }
@@ -494,8 +491,8 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(File& file, UnknownDType unknown
   return header;
 }
 
-// Eight bytes for the length, which Finish fills in. Text is appended as it will stand, so that a
-// header of a million tensors is in memory once.
+// Eight bytes are for the length, which Finish fills in. Text is appended in its final form, so
+// that a header of a million tensors is in memory once.
 SafetensorsHeaderWriter::SafetensorsHeaderWriter(std::size_t tensors) : out_(8, '\0') {
   keys_.reserve(tensors);
   out_ += '{';
@@ -537,7 +534,7 @@ Result<std::uint64_t> SafetensorsHeaderWriter::Add(std::string_view key, DType d
   const auto end = bytes ? CheckedAdd(at_, *bytes) : std::nullopt;
   if (!end) return bad("shape " + shape.ToString() + " overflows or does not fill whole bytes");
   const std::uint64_t begin = std::exchange(at_, *end);
-  if (out_.size() - 8 > kMaxHeaderBytes) return begin;  // Finish says so.
+  if (out_.size() - 8 > kMaxHeaderBytes) return begin;  // Finish reports the size.
   if (out_.size() > 9) out_ += ',';
   AppendJsonString(key, out_);
   out_ += ":{\"dtype\":\"";
@@ -559,10 +556,9 @@ Result<std::string> SafetensorsHeaderWriter::Finish(std::uint64_t alignment) {
   if (alignment < 8 || (alignment & (alignment - 1)) != 0 || alignment > kMaxHeaderBytes) {
     return Status(Code::kInvalidArgument, "safetensors header: alignment " +
                                               std::to_string(alignment) +
-                                              " is not a power of two from 8 on");
+                                              " is not a power of two that is at least 8");
   }
-  // Blanks behind the object are part of the header's length, which every reader of the format
-  // takes.
+  // Blanks after the object count in the header's length; every reader accepts them.
   out_ += '}';
   out_.append((alignment - out_.size() % alignment) % alignment, ' ');
   if (out_.size() - 8 > kMaxHeaderBytes) {

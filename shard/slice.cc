@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ParseSlice of tensormount/box.h: NumPy's a:b notation, with negative numbers and without steps. A
-// file of its own because the text form is for people and file names, the rest of box.h for code.
+// separate file because the text form is for people and file names, the rest of box.h for code.
 #include <charconv>
 #include <string>
 
@@ -22,7 +22,7 @@ bool ParseNumber(std::string_view s, std::int64_t* value) {
   return error == std::errc() && end == s.data() + s.size();
 }
 
-// One part between commas, on an axis of `extent` elements.
+// Parses one part between commas, for an axis of `extent` elements.
 Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin,
                  std::int64_t* count, bool* drop) {
   const std::string named = "'" + std::string(part) + "'";
@@ -44,7 +44,7 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
   std::string_view low = Trim(part.substr(0, colon));
   std::string_view high = part.substr(colon + 1);
   if (const std::size_t second = high.find(':'); second != std::string_view::npos) {
-    // "a:b:1" is what some programs print for "a:b".
+    // Some programs print "a:b:1" for "a:b".
     const std::string_view step = Trim(high.substr(second + 1));
     if (!step.empty() && step != "1") {
       return Status(Code::kInvalidArgument, named + ": only steps of 1 are supported");
@@ -61,8 +61,8 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
     return Status(Code::kInvalidArgument,
                   named + " is out of range for " + std::to_string(extent) + " elements");
   }
-  // As in Python, but for what is out of range, which Python cuts: of a checkpoint nobody wants
-  // less than was asked for without a word.
+  // As in Python, except that an index out of range is an error, because clipping would silently
+  // return less than requested.
   if (from < 0) from += extent;
   if (to < 0) to += extent;
   if (to < from) return Status(Code::kInvalidArgument, named + " ends before it begins");
@@ -74,8 +74,7 @@ Status ParsePart(std::string_view part, std::int64_t extent, std::int64_t* begin
 
 }  // namespace
 
-// From left to right, one part an axis. Errors name the whole slice, as people type it, and the
-// part that is wrong.
+// Parses from left to right, one part per axis. Errors name the whole slice and the wrong part.
 Result<Slice> ParseSlice(std::string_view text, const Dims& shape) {
   Dims begin = Dims::Filled(shape.rank(), 0);
   Dims extent = shape;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// JSON from outside: depth, size and number of values are bounded, keys are unique, and numbers
-// that do not fit are refused instead of rounded.
+// Untrusted JSON: depth, size and number of values are bounded, keys are unique, and numbers that
+// do not fit are refused, not rounded.
 #include "shard/strict_json.h"
 
 #include <string>
@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Makes a tree of the parser's events, or stops at the first thing that is not allowed.
+// Builds a tree from the parser's events, or stops at the first violation.
 class Builder : public nlohmann::json_sax<Json> {
  public:
   Builder(std::string_view stream, const JsonMember* member, const JsonLimits& limits)
@@ -39,10 +39,11 @@ class Builder : public nlohmann::json_sax<Json> {
   bool end_object() override { return Close(); }
   bool end_array() override { return Close(); }
 
-  // nlohmann's own tree would let the second of two equal keys win, and another parser the first.
+  // Refuses duplicate keys: nlohmann's own tree would keep the second value, other parsers the
+  // first.
   bool key(string_t& name) override {
     Level& level = levels_.back();
-    const bool fresh = InStream() ? streamed_.insert(name).second : !level.value.contains(name);
+    const bool fresh = IsStreaming() ? streamed_.insert(name).second : !level.value.contains(name);
     if (!fresh) return Fail("key '" + name.substr(0, 256) + "' occurs twice");
     level.key = std::move(name);
     return true;
@@ -56,11 +57,11 @@ class Builder : public nlohmann::json_sax<Json> {
  private:
   struct Level {
     Json value;
-    std::string key;  // Of the member that comes next.
+    std::string key;  // Key of the next member.
   };
 
-  // Whether the innermost container is the one whose members are handed over.
-  bool InStream() const {
+  // Whether the innermost container is the one whose members go to the caller.
+  bool IsStreaming() const {
     return member_ != nullptr && levels_.size() == 2 && levels_[0].key == stream_ &&
            levels_[1].value.is_object();
   }
@@ -70,8 +71,8 @@ class Builder : public nlohmann::json_sax<Json> {
     return false;
   }
 
-  // Values that are in memory now, which is what the limit is about: members that were handed over
-  // do not count any more.
+  // Counts values in memory, for JsonLimits::max_values; members that went to the caller are not in
+  // memory any more.
   bool Count() {
     if (++values_ <= limits_.max_values) return true;
     error = Status(Code::kResourceExhausted,
@@ -81,7 +82,7 @@ class Builder : public nlohmann::json_sax<Json> {
 
   bool Open(Json&& container) {
     if (levels_.size() == limits_.max_depth) {
-      return Fail("nested deeper than " + std::to_string(limits_.max_depth));
+      return Fail("nested deeper than " + std::to_string(limits_.max_depth) + " levels");
     }
     levels_.push_back({std::move(container), {}});
     return Count();
@@ -90,11 +91,11 @@ class Builder : public nlohmann::json_sax<Json> {
   bool Close() {
     Json value = std::move(levels_.back().value);
     levels_.pop_back();
-    --values_;  // Put counts it.
+    --values_;  // Put counts the container again.
     return Put(std::move(value));
   }
 
-  // A complete value goes into the container around it, to the caller, or is the result.
+  // Adds a complete value to its container, passes it to the caller, or makes it the result.
   bool Put(Json&& value) {
     if (levels_.empty()) {
       root = std::move(value);
@@ -102,7 +103,7 @@ class Builder : public nlohmann::json_sax<Json> {
     }
     if (!Count()) return false;
     Level& level = levels_.back();
-    if (InStream()) {
+    if (IsStreaming()) {
       error = (*member_)(level.key, value);
       values_ = levels_.size();
       return error.ok();
@@ -119,7 +120,7 @@ class Builder : public nlohmann::json_sax<Json> {
   std::string_view stream_;
   const JsonMember* member_;
   const JsonLimits& limits_;
-  std::vector<Level> levels_;  // The containers that are open, outermost first.
+  std::vector<Level> levels_;  // Open containers, outermost first.
   std::unordered_set<std::string> streamed_;
   std::size_t values_ = 0;
 };

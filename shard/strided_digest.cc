@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a box of a tensor contributes to its digest, from memory in which it has any strides. The
-// CRC of a tensor is over its row-major bytes; a box is runs of them. Each run is hashed and moved
-// up by the bytes behind it, not run by run but by Horner's rule along the axes, and along the
-// innermost one by Crc64Rows, for which runs of 64 bytes and up are as good as one long run.
-// Shorter ones are gathered first, because to begin and end a CRC costs as much as some tens of
-// bytes.
+// The contribution of a box to its tensor's digest, from memory with any strides. The CRC covers
+// the row-major bytes of the tensor, in which a box is a set of runs. Each run is hashed and
+// shifted by the bytes after it: by Horner's rule along the axes, and by Crc64Rows along the
+// innermost one, which makes runs of 64 bytes and more as fast as one long run. Shorter runs are
+// gathered first, because starting and ending a CRC costs as much as tens of bytes.
 #include "shard/strided_digest.h"
 
 #include <algorithm>
@@ -20,30 +19,30 @@ namespace tensormount {
 namespace {
 
 constexpr std::int64_t kScratchBytes = 256 * 1024;
-// Below this a run is cheaper gathered first: starting and ending a CRC costs tens of bytes' time.
+// Runs shorter than this are gathered before they are hashed.
 constexpr std::int64_t kShortRun = 64;
-// Up to this a copy and then Crc64Rows of what was copied, which is in cache, is faster than both
-// in one pass.
+// Up to this length a copy followed by Crc64Rows of the cached result is faster than one combined
+// pass.
 constexpr std::int64_t kRowRun = 512;
 
-// Loops around runs that are contiguous in both memories and in the tensor, in the tensor's order:
-// a copy of which each axis also says how far it moves in the tensor.
+// A loop nest around runs that are contiguous in both memories and in the tensor, in the tensor's
+// order: a copy whose axes also have their step in the tensor.
 struct DigestNest {
   StridedCopy copy;
-  std::int64_t position = 0;                       // Of the first byte in the tensor.
-  std::array<std::int64_t, kMaxAxes> tensor_step;  // Bytes, by axis of `copy`.
+  std::int64_t position = 0;                       // Position of the first byte in the tensor.
+  std::array<std::int64_t, kMaxAxes> tensor_step;  // Step of each axis in the tensor, in bytes.
 
   StridedCopy::Axis& axis(int a) { return copy.axis[static_cast<std::size_t>(a)]; }
   const StridedCopy::Axis& axis(int a) const { return copy.axis[static_cast<std::size_t>(a)]; }
   std::int64_t step(int a) const { return tensor_step[static_cast<std::size_t>(a)]; }
   std::int64_t run() const { return static_cast<std::int64_t>(copy.run); }
-  // Bytes of one step of the axis before `from`.
+  // Bytes of the axes from `from` on, which are one step of the axis before `from`.
   std::int64_t Bytes(int from) const {
     std::int64_t n = run();
     for (int a = from; a < copy.axes; ++a) n *= axis(a).count;
     return n;
   }
-  // Where the last run ends in the tensor.
+  // The end of the last run, as a position in the tensor.
   std::int64_t End() const {
     std::int64_t end = position + run();
     for (int a = 0; a < copy.axes; ++a) end += (axis(a).count - 1) * step(a);
@@ -51,8 +50,8 @@ struct DigestNest {
   }
 };
 
-// Adds the axes of `part`, outermost first; src and dst steps are those of its axes. As PlanCopy
-// merges them, but only where they continue each other in the tensor too.
+// Adds the axes of `part`, outermost first; `src` and `dst` are their steps in both memories.
+// Merges axes as PlanCopy does, but only if they are also contiguous in the tensor.
 void AddAxes(const Box& part, const Dims& src, const Dims& dst, const Dims& byte_shape,
              DigestNest& nest) {
   const Dims tensor = PackedStrides(byte_shape);
@@ -84,8 +83,8 @@ void AddAxes(const Box& part, const Dims& src, const Dims& dst, const Dims& byte
   }
 }
 
-// One shift for each of the first `axes` axes: the distance between two neighbours on an axis is
-// always the same, and to make a shift costs many times what it costs to apply it.
+// One shift for each of the first `axes` axes, because the distance between neighbours on an axis
+// is constant, and making a shift costs much more than applying it.
 std::vector<Crc64Shift> ShiftsOf(const DigestNest& nest, int axes) {
   std::vector<Crc64Shift> shifts;
   shifts.reserve(static_cast<std::size_t>(axes));
@@ -93,17 +92,15 @@ std::vector<Crc64Shift> ShiftsOf(const DigestNest& nest, int axes) {
   return shifts;
 }
 
-// Zero stays zero: the first run of an axis has nothing before it.
+// Applies the shift of `axis`. The CRC before the first run is zero, which every shift leaves zero.
 Crc64 Shifted(const std::vector<Crc64Shift>& shifts, int axis, Crc64 crc) {
   return crc == 0 ? 0 : shifts[static_cast<std::size_t>(axis)].Apply(crc);
 }
 
-// As a polynomial in Horner's form is read from its highest coefficient on with one multiplication
-// a step: over an axis of three runs r0, r1, r2 that stand d bytes apart the CRC is
-// ((r0 << d) ^ r1) << d ^ r2, where "<< d" is the shift by d bytes. The runs of an inner axis
-// together are one coefficient of the axis around it. Horner's rule over the axes from `axis` to
-// `axes`: the CRCs that `leaf(src, dst)` gives, each shifted by what lies between it and the end of
-// the last one.
+// Horner's rule over the axes from `axis` to `axes`: combines the CRCs that `leaf(src, dst)`
+// returns, each shifted to the end of the last run. For three runs r0, r1, r2 at distances of d
+// bytes the CRC is ((r0 << d) ^ r1) << d ^ r2, where "<< d" is the shift by d bytes. The runs of an
+// inner axis together are one coefficient of the axis around it.
 template <typename Leaf>
 Crc64 Horner(const DigestNest& nest, const std::vector<Crc64Shift>& shifts, int axis, int axes,
              std::int64_t src, std::int64_t dst, const Leaf& leaf) {
@@ -123,17 +120,18 @@ Crc64 Horner(const DigestNest& nest, const std::vector<Crc64Shift>& shifts, int 
   return crc;
 }
 
-// The bytes of the tensor that follow the last run, for all runs at once.
-Crc64 BehindEnd(const DigestNest& nest, const Dims& byte_shape, Crc64 crc) {
+// Shifts `crc` by the bytes of the tensor after the last run, for all runs at once.
+Crc64 ShiftedPastEnd(const DigestNest& nest, const Dims& byte_shape, Crc64 crc) {
   const std::int64_t behind = Box::Whole(byte_shape).volume() - nest.End();
   return Crc64Shift(static_cast<std::uint64_t>(behind)).Apply(crc);
 }
 
-// The memory of `nest` (its src side), brought into the tensor's order where that differs.
+// Hashes the memory of `nest` (its src side), and gathers it into the tensor's order if that
+// differs.
 class Gatherer {
  public:
   Gatherer(const DigestNest& nest, const std::byte* base) : nest_(nest), base_(base) {
-    // Axes from here on continue each other in the tensor.
+    // Finds the axes that are contiguous in the tensor: those from `joined_` on.
     joined_ = nest.copy.axes;
     std::int64_t run = nest.run();
     while (joined_ > 0 && nest.step(joined_ - 1) == run) {
@@ -159,7 +157,7 @@ class Gatherer {
   }
 
  private:
-  // The runs along an axis, where they are.
+  // Hashes the runs along an axis in place.
   Crc64 RowsInPlace(int axis, std::int64_t src) const {
     const StridedCopy::Axis& x = nest_.axis(axis);
     return Crc64Rows(base_ + src, x.src, static_cast<std::size_t>(nest_.run()),
@@ -167,7 +165,7 @@ class Gatherer {
                      static_cast<std::uint64_t>(nest_.step(axis)));
   }
 
-  // Whole rows of the tensor, as many at a time as scratch holds, so that cache lines of a
+  // Gathers as many whole rows of the tensor as the scratch memory holds, so that cache lines of
   // transposed memory serve all of them.
   Crc64 Rows(int axis, std::int64_t row, std::int64_t src) const {
     const StridedCopy::Axis& x = nest_.axis(axis);
@@ -188,7 +186,7 @@ class Gatherer {
     return crc;
   }
 
-  // One run of the tensor, made of the axes from `axis` on.
+  // Hashes one run of the tensor, which consists of the axes from `axis` on.
   Crc64 Run(int axis, std::int64_t src, Crc64 crc) const {
     if (axis == nest_.copy.axes) {
       return Crc64Extend(crc, base_ + src, static_cast<std::size_t>(nest_.run()));
@@ -208,7 +206,7 @@ class Gatherer {
     return crc;
   }
 
-  // `count` steps of `axis`, packed into scratch.
+  // Packs `count` steps of `axis` into the scratch memory.
   void Gather(int axis, std::int64_t count, std::int64_t src) const {
     StridedCopy copy;
     copy.src_offset = src;
@@ -227,8 +225,8 @@ class Gatherer {
   std::unique_ptr<std::byte[]> scratch_;
 };
 
-// Takes the merged axes of a plan apart again: the steps of every axis of `part` on one side,
-// `side` being &Axis::src or &Axis::dst.
+// Splits the merged axes of a plan: the steps of every axis of `part` on one side, `side` being
+// &Axis::src or &Axis::dst.
 Dims StepsOfPart(const StridedCopy& plan, const Box& part, std::int64_t StridedCopy::Axis::*side) {
   Dims steps = Dims::Filled(part.rank(), 0);
   int a = part.rank() - 1;
@@ -248,9 +246,9 @@ Dims StepsOfPart(const StridedCopy& plan, const Box& part, std::int64_t StridedC
   return steps;
 }
 
-// Halves the outermost axis until a block fits scratch memory, and so the second-level cache. The
-// two halves' contributions add up like those of two boxes, because that is what they are. Copies
-// block by block and reads each block's digest from the destination.
+// Halves the outermost axis until a block fits the scratch size, and so the second-level cache;
+// then copies block by block and hashes each block at the destination. The contributions of the
+// halves add up like those of two boxes.
 Crc64 CopyThenDigest(const DigestNest& nest, const std::byte* src, std::byte* dst,
                      const Dims& byte_shape) {
   if (nest.copy.axes == 0 || nest.Bytes(0) <= kScratchBytes) {
@@ -258,7 +256,7 @@ Crc64 CopyThenDigest(const DigestNest& nest, const std::byte* src, std::byte* ds
     DigestNest written = nest;
     written.copy.src_offset = nest.copy.dst_offset;
     for (StridedCopy::Axis& axis : written.copy.loops()) axis.src = axis.dst;
-    return BehindEnd(nest, byte_shape, Gatherer(written, dst).Digest());
+    return ShiftedPastEnd(nest, byte_shape, Gatherer(written, dst).Digest());
   }
   if (nest.axis(0).count == 1) {
     DigestNest inner = nest;
@@ -286,7 +284,7 @@ Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims&
   DigestNest nest;
   nest.copy.src_offset = placed.offset;
   AddAxes(placed.box, placed.strides, placed.strides, byte_shape, nest);
-  return BehindEnd(nest, byte_shape, Gatherer(nest, base).Digest());
+  return ShiftedPastEnd(nest, byte_shape, Gatherer(nest, base).Digest());
 }
 
 void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::byte* src,
@@ -306,7 +304,7 @@ void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::
   const Crc64 crc = Horner(
       nest, shifts, 0, nest.copy.axes, nest.copy.src_offset, nest.copy.dst_offset,
       [&](std::int64_t from, std::int64_t to) { return Crc64Copy(0, dst + to, src + from, run); });
-  *contribution ^= BehindEnd(nest, byte_shape, crc);
+  *contribution ^= ShiftedPastEnd(nest, byte_shape, crc);
 }
 
 }  // namespace tensormount

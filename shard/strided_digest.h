@@ -12,22 +12,23 @@
 
 namespace tensormount {
 
-// The contribution of a box of a tensor to the tensor's digest (base/hash.h, Crc64Shift):
-// the CRC of each of its runs in the tensor's row-major byte string, shifted by the bytes behind
-// it. The contributions of a partition XOR to the CRC-64 of the whole.
+// The contribution of a box to the digest of its tensor (base/hash.h, Crc64Shift): the CRC of each
+// of its runs in the tensor's row-major byte string, shifted by the number of bytes after it. The
+// contributions of a partition XOR to the CRC-64 of the whole.
 //
-// Example: of a tensor of bytes [2, 4], the box of columns 0 and 1 is the runs 0:2 and 4:6 of its
-// byte string "abcdefgh". It contributes CRC("ab") moved up by 6 bytes, XOR CRC("ef") by 2. That of
-// columns 2 and 3 is CRC("cd") by 4 XOR CRC("gh"); both together give CRC("abcdefgh").
+// Example: in a tensor of bytes [2, 4] with the byte string "abcdefgh", the box of columns 0 and 1
+// is the runs 0:2 and 4:6. It contributes CRC("ab") shifted by 6 bytes XOR CRC("ef") shifted by 2.
+// Columns 2 and 3 contribute CRC("cd") shifted by 4 XOR CRC("gh"); together they give
+// CRC("abcdefgh").
 
-// `placed`: where the box's bytes are, relative to `base` (any strides); `byte_shape`: the tensor's
-// ByteShape, in which the box must lie. An empty box contributes 0. Needs at most 256 KiB of
-// memory, and only where runs of the tensor are not runs of memory.
+// `placed`: the positions of the box's bytes relative to `base` (any strides); `byte_shape`: the
+// tensor's ByteShape, in which the box must lie. An empty box contributes 0. Needs at most 256 KiB
+// of memory, and only if runs of the tensor are not contiguous in memory.
 Crc64 DigestOfPlaced(const PlacedBox& placed, const std::byte* base, const Dims& byte_shape);
 
-// ExecuteCopy(plan, src, dst), where `plan` is PlanCopy(part, ..., ...), and the digest of what was
-// copied: XORs the contribution of `part` to *contribution. One pass over memory where runs are
-// over 512 bytes, otherwise a second one over blocks that are still in cache.
+// ExecuteCopy(plan, src, dst), where `plan` is PlanCopy(part, ..., ...); also XORs the contribution
+// of `part` to *contribution. One pass over memory for runs over 512 bytes, otherwise a second one
+// over blocks that are still cached.
 void ExecuteCopyWithDigest(const StridedCopy& plan, const Box& part, const std::byte* src,
                            std::byte* dst, const Dims& byte_shape, Crc64* contribution);
 

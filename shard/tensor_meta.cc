@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// From elements to bytes. A tensor of any dtype is a tensor of bytes with one more axis, so that
-// plans, copies and digests need no element sizes. Types under a byte have no such axis of their
-// own: their last axes are merged until a position is whole bytes, and regions that would cut a
-// byte are refused here.
+// Conversion from elements to bytes. A tensor of any dtype is a tensor of bytes with one more axis,
+// so that plans, copies and digests need no element sizes. Types below one byte have no such axis:
+// their last axes are merged until a position is a whole byte, and regions that would cut a byte
+// are refused here.
 #include "shard/tensor_meta.h"
 
 #include <algorithm>
@@ -15,11 +15,11 @@
 namespace tensormount {
 namespace {
 
-// Where the axes of elements stop being axes of bytes: elements of the axes from `first` on are one
-// axis of bytes. For whole-byte types that is an axis of its own.
-// For types under a byte as few trailing axes as hold whole bytes: of f4, [2, 4] has rows of two
-// bytes and becomes [2, 2] bytes; [2, 3] has rows of a byte and a half and becomes [3]. CheckShape
-// has made sure that all axes together do.
+// The first element axis that is merged: the axes from it on form one axis of bytes. For whole-byte
+// types no axis is merged, and the bytes of an element are an extra axis. For smaller types as few
+// trailing axes are merged as hold whole bytes: of f4, [2, 4] has rows of two bytes and becomes [2,
+// 2] bytes; [2, 3] has rows of a byte and a half and becomes [3]. CheckShape ensures that all axes
+// together are whole bytes.
 int FirstMergedAxis(std::uint32_t bits, const Dims& shape) {
   if (bits >= 8) return shape.rank();
   std::int64_t elements = 1;
@@ -30,13 +30,13 @@ int FirstMergedAxis(std::uint32_t bits, const Dims& shape) {
   return 0;
 }
 
-Status NotOnAByte(DType dtype, const Region& region) {
+Status UnalignedRegionError(DType dtype, const Region& region) {
   return Status(Code::kInvalidArgument, "region " + region.ToString() + " of " +
                                             std::string(InfoOf(dtype).name) +
-                                            " does not begin and end on a byte");
+                                            " does not begin and end on a byte boundary");
 }
 
-// The box of all zeros, whose rank fits the shape: what empty regions become.
+// The form of empty regions: a box with `rank` axes whose extents are zero.
 Region EmptyRegion(int rank) {
   return BoxAccess::Make(Dims::Filled(rank, 0), Dims::Filled(rank, 0));
 }
@@ -47,11 +47,11 @@ std::int64_t Product(const Dims& extents, int from, int to) {
   return p;
 }
 
-// Whether the cells of `box` are one run of the row-major order of `shape` over the axes from
-// `from` on; gives its first position.
+// Whether the cells of `box` are contiguous in the row-major order of `shape` over the axes from
+// `from` on; returns the first position.
 bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t* first) {
   *first = 0;
-  bool spanned = true;  // All axes behind are whole.
+  bool spanned = true;  // Whether all axes after `a` are whole.
   for (int a = shape.rank() - 1; a >= from; --a) {
     if (!spanned && box.extent(a) != 1) return false;
     spanned = spanned && box.extent(a) == shape[a];
@@ -60,10 +60,10 @@ bool RunOfTrailingAxes(const Box& box, const Dims& shape, int from, std::int64_t
   return true;
 }
 
-// Three cases. The cells are one run of the merged axis: it scales by bits / 8 whatever boxes it
-// was cut from. They are whole runs in several rows: the box of these runs. Anything else, a column
-// of half bytes for instance, begins or ends inside a byte. Types under a byte: `merged` axes are
-// one axis of bytes (FirstMergedAxis).
+// ByteRegion for types below one byte; the axes from `merged` on form one axis of bytes
+// (FirstMergedAxis). If the cells are one run of the merged axis, the run scales by bits / 8. If
+// they are whole runs in several rows, the result is the box of these runs. Anything else, for
+// instance a column of half bytes, begins or ends inside a byte.
 Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& region, int merged) {
   const std::int64_t bits = InfoOf(dtype).bits;
   const Box& box = region.box();
@@ -79,14 +79,14 @@ Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& regio
   const bool one_row = Product(box.extent(), 0, merged) == 1;
   std::int64_t flat_first = region.flat_first();
   if (run && one_row) {
-    // The flat range is a run of the merged axis itself; the box around it need not be on bytes.
+    // The flat range itself is a run of the merged axis; its box need not be byte-aligned.
     first += flat_first;
     count = region.volume();
     flat_first = 0;
   }
   if (!run || first * bits % 8 != 0 || count * bits % 8 != 0 || flat_first * bits % 8 != 0 ||
       region.volume() * bits % 8 != 0) {
-    return NotOnAByte(dtype, region);
+    return UnalignedRegionError(dtype, region);
   }
   begin.push_back(first * bits / 8);
   extent.push_back(count * bits / 8);
@@ -95,9 +95,9 @@ Result<Region> SubByteRegion(DType dtype, const Dims& shape, const Region& regio
   return Region::Flat(bytes, flat_first * bits / 8, region.volume() * bits / 8);
 }
 
-// The span of byte offsets, relative to the first element, that a strided box touches; false where
-// it passes 2^62: half of what an offset may be, so that one below 2^62 can be added to either side
-// without another test.
+// The span of byte offsets of a strided box, relative to its first element. False if the span
+// exceeds 2^62: half of the range of offsets, so that an offset below 2^62 can be added without
+// another check.
 bool ReachOf(const Dims& extents, const Dims& strides, std::int64_t* low, std::int64_t* high) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   *low = 0;
@@ -113,7 +113,7 @@ bool ReachOf(const Dims& extents, const Dims& strides, std::int64_t* low, std::i
   return true;
 }
 
-// Element strides times `unit` and one axis for the bytes of an element.
+// Strides in bytes: element strides times `unit`, and one more axis for the bytes of an element.
 Result<Dims> ByteStrides(const Dims& strides, std::int64_t unit) {
   Dims out;
   for (const std::int64_t s : strides) {
@@ -151,15 +151,15 @@ Status CheckKey(std::string_view key) {
 
 namespace {
 
-// The bits of all elements; zero where an extent is.
+// Number of bits of all elements; zero if an extent is zero.
 Result<std::int64_t> ShapeBits(DType dtype, const Dims& shape) {
   const auto bad = [&](const std::string& why) {
     return Status(Code::kInvalidArgument, "shape " + shape.ToString() + " of " +
                                               std::string(InfoOf(dtype).name) + " " + why);
   };
   if (shape.rank() > kMaxRank) {
-    return bad("has rank " + std::to_string(shape.rank()) + ", at most " +
-               std::to_string(kMaxRank) + " is allowed");
+    return bad("has " + std::to_string(shape.rank()) + " axes, at most " +
+               std::to_string(kMaxRank) + " are allowed");
   }
   std::int64_t size = InfoOf(dtype).bits;
   bool empty = false;
@@ -175,7 +175,8 @@ Result<std::int64_t> ShapeBits(DType dtype, const Dims& shape) {
   return size;
 }
 
-// How many leading axes of extent one a buffer of this shape lacks of a box; -1: it does not fit.
+// Number of leading axes of extent one that a box of these extents has and a buffer of this shape
+// lacks; -1 if the two are incompatible.
 int LackingAxes(const Dims& extents, const Dims& shape) {
   const int lacking = extents.rank() - shape.rank();
   if (lacking < 0) return -1;
@@ -214,7 +215,7 @@ Dims ByteShape(DType dtype, const Dims& shape) {
 Result<Region> ByteRegion(DType dtype, const Dims& shape, const Region& region) {
   if (!region.Within(shape)) {
     return Status(Code::kInvalidArgument,
-                  "region " + region.ToString() + " does not lie within " + shape.ToString());
+                  "region " + region.ToString() + " does not lie within shape " + shape.ToString());
   }
   const std::uint32_t bits = InfoOf(dtype).bits;
   const int merged = FirstMergedAxis(bits, shape);
@@ -226,8 +227,8 @@ Result<Region> ByteRegion(DType dtype, const Dims& shape, const Region& region) 
   return Region::Flat(box, region.flat_first() * bytes, region.volume() * bytes);
 }
 
-// Rounds outwards to whole elements. Where several axes were merged no box of elements fits the run
-// of bytes, and the message names all of these axes.
+// Rounds outwards to whole elements. If several axes were merged, a run of bytes is no box of
+// elements, and the result spans all of these axes.
 Box ElementBox(DType dtype, const Dims& shape, const Box& byte_box) {
   const std::int64_t bits = InfoOf(dtype).bits;
   const int merged = FirstMergedAxis(InfoOf(dtype).bits, shape);
@@ -238,7 +239,7 @@ Box ElementBox(DType dtype, const Dims& shape, const Box& byte_box) {
     begin.push_back(byte_box.begin(a));
     extent.push_back(byte_box.extent(a));
   }
-  // One merged axis scales; several are named whole.
+  // A single merged axis is scaled to elements; several merged axes are spanned.
   for (int a = merged; a < shape.rank(); ++a) {
     const bool scales = a == merged && merged + 1 == shape.rank();
     const std::int64_t from = scales ? byte_box.begin(merged) * 8 / bits : 0;
@@ -277,23 +278,24 @@ std::vector<PlacedBox> PlacePacked(const Region& byte_region, std::uint64_t offs
 Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype, const Dims& shape,
                                            const Region& region) {
   if (buffer.dtype != dtype) {
-    return Status(Code::kInvalidArgument, "buffer of " + std::string(InfoOf(buffer.dtype).name) +
-                                              " for a tensor of " +
-                                              std::string(InfoOf(dtype).name));
+    return Status(Code::kInvalidArgument,
+                  "buffer of dtype " + std::string(InfoOf(buffer.dtype).name) +
+                      " does not match the tensor's dtype " + std::string(InfoOf(dtype).name));
   }
-  // A buffer of the box's own extents is stepped through axis by axis; one of a single axis holds
-  // the elements of the region one after the other, whatever boxes they come from.
+  // A buffer of the box's own extents is traversed axis by axis; a buffer with one axis holds the
+  // elements of the region in order, whatever boxes they come from.
   const int lacking = region.is_flat() ? -1 : LackingAxes(region.box().extent(), buffer.shape);
   const bool as_box = lacking >= 0;
   const bool as_run = buffer.shape.rank() == 1 && buffer.shape[0] == region.volume();
   if (!as_box && !as_run) {
     return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
-                                              " for region " + region.ToString() + " of " +
+                                              " does not fit region " + region.ToString() + " of " +
                                               std::to_string(region.volume()) + " elements");
   }
   if (buffer.strides.rank() != buffer.shape.rank()) {
-    return Status(Code::kInvalidArgument, "buffer of shape " + buffer.shape.ToString() +
-                                              " with strides " + buffer.strides.ToString());
+    return Status(Code::kInvalidArgument,
+                  "buffer of shape " + buffer.shape.ToString() +
+                      " has strides with another number of axes: " + buffer.strides.ToString());
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, ByteRegion(dtype, shape, region));
   if (bytes.empty()) return std::vector<PlacedBox>();
@@ -314,14 +316,14 @@ Result<std::vector<PlacedBox>> PlaceBuffer(const BufferView& buffer, DType dtype
   }
   std::vector<PlacedBox> placed;
   if (as_box) {
-    Dims all = Dims::Filled(lacking, 0);  // Never stepped along.
+    Dims all = Dims::Filled(lacking, 0);  // Axes of extent one; the stride is never used.
     for (const std::int64_t s : strides) all.push_back(s);
     placed.push_back({ByteBox(region.box(), element_bytes), 0, all});
     return placed;
   }
-  std::int64_t at = 0;  // Position in the buffer's one axis.
-  // Strided memory of one axis: element n of the region is n steps from the first, so inside of
-  // each box the steps are those of packed elements times the buffer's one stride.
+  std::int64_t at = 0;  // Position on the buffer's single axis.
+  // Strided memory of one axis: element n of the region is n steps from the first, so within each
+  // box the strides are those of packed elements times the buffer's stride.
   for (const Box& box : region.Boxes()) {
     Dims steps;
     for (const std::int64_t s : PackedStrides(box.extent())) steps.push_back(s * strides[0]);
@@ -338,11 +340,14 @@ Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, cons
     return Status(code, "box " + box.ToString() + " at byte " + std::to_string(offset) +
                             " with strides " + byte_strides.ToString() + " " + why);
   };
-  if (!box.Within(shape)) return bad(Code::kInvalidArgument, "is not within " + shape.ToString());
-  if (byte_strides.rank() != box.rank()) return bad(Code::kInvalidArgument, "has another rank");
+  if (!box.Within(shape))
+    return bad(Code::kInvalidArgument, "is not within shape " + shape.ToString());
+  if (byte_strides.rank() != box.rank())
+    return bad(Code::kInvalidArgument, "has another number of axes than its strides");
   if (box.empty()) return std::vector<PlacedBox>();
   if (InfoOf(dtype).bits < 8) {
-    return bad(Code::kUnsupported, "of elements smaller than a byte: only packed chunks are known");
+    return bad(Code::kUnsupported,
+               "has elements smaller than a byte, for which only packed chunks are supported");
   }
   const std::int64_t element_bytes = InfoOf(dtype).bits / 8;
   std::int64_t low = 0;
@@ -350,7 +355,7 @@ Result<std::vector<PlacedBox>> PlaceStrided(DType dtype, const Dims& shape, cons
   const auto at = CheckedCast<std::int64_t>(offset);
   if (!at || *at >= (std::int64_t{1} << 62) || !ReachOf(box.extent(), byte_strides, &low, &high) ||
       *at + low < 0 || *at + high > (std::int64_t{1} << 62) - element_bytes) {
-    return bad(Code::kInvalidArgument, "reaches outside of a file");
+    return bad(Code::kInvalidArgument, "reaches before byte 0 or past byte 2^62");
   }
   Dims strides = byte_strides;
   strides.push_back(1);
@@ -362,9 +367,10 @@ Result<std::uint64_t> StridedSpan(DType dtype, const Dims& extents, const Dims& 
     return Status(code, "strides " + byte_strides.ToString() + " of a box of " +
                             extents.ToString() + " " + why);
   };
-  if (byte_strides.rank() != extents.rank()) return bad(Code::kInvalidArgument, "differ in rank");
+  if (byte_strides.rank() != extents.rank())
+    return bad(Code::kInvalidArgument, "have another number of axes");
   if (InfoOf(dtype).bits < 8) {
-    return bad(Code::kUnsupported, "of elements smaller than a byte: only packed chunks are known");
+    return bad(Code::kUnsupported, "are not supported for elements smaller than a byte");
   }
   bool empty = false;
   for (int a = 0; a < extents.rank(); ++a) {
@@ -394,14 +400,14 @@ bool ArePackedStrides(DType dtype, const Dims& extents, const Dims& byte_strides
 Result<std::uint64_t> ChunkBytes(DType dtype, const Dims& shape, const Region& region,
                                  const Dims& byte_strides) {
   if (byte_strides.rank() == 0) return RegionBytes(dtype, shape, region);
-  if (region.is_flat()) return Status(Code::kInvalidArgument, "strides of a flat range");
+  if (region.is_flat()) return Status(Code::kInvalidArgument, "a flat range cannot have strides");
   return StridedSpan(dtype, region.box().extent(), byte_strides);
 }
 
 Result<std::vector<PlacedBox>> PlaceChunk(DType dtype, const Dims& shape, const Region& region,
                                           std::uint64_t offset, const Dims& byte_strides) {
   if (byte_strides.rank() > 0) {
-    if (region.is_flat()) return Status(Code::kInvalidArgument, "strides of a flat range");
+    if (region.is_flat()) return Status(Code::kInvalidArgument, "a flat range cannot have strides");
     return PlaceStrided(dtype, shape, region.box(), offset, byte_strides);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, ByteRegion(dtype, shape, region));

@@ -18,9 +18,9 @@ bool IsUtf8(std::string_view text) {
       ++i;
       continue;
     }
-    // By the lead byte: how many follow, and within what the second one must lie. That range is
-    // what refuses overlong forms (E0 80..9F, F0 80..8F), surrogates (ED A0..BF) and what is past
-    // U+10FFFF (F4 90..); C0, C1 and F5 upwards begin nothing.
+    // The lead byte determines the number of following bytes and the range of the second. That
+    // range refuses overlong forms (E0 80..9F, F0 80..8F), surrogates (ED A0..BF) and code points
+    // past U+10FFFF (F4 90..); C0, C1 and F5 upwards are invalid.
     std::size_t more = 0;
     std::uint8_t low = 0x80;  // The range of the second byte, narrower after some leads.
     std::uint8_t high = 0xBF;

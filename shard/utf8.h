@@ -6,9 +6,9 @@
 
 namespace tensormount {
 
-// Whether all of `text` is well-formed UTF-8 (Unicode 15, table 3-7: no overlong forms, no
-// surrogates, nothing past U+10FFFF). NUL is well-formed; keys refuse it for themselves (CheckKey).
-// Strict, because two programs that read a malformed key in two ways see two keys, or one.
+// Whether `text` is well-formed UTF-8 (Unicode 15, table 3-7: no overlong forms, no surrogates,
+// nothing past U+10FFFF). NUL is well-formed; CheckKey refuses it for keys. Strict, because
+// programs that decode a malformed key differently would disagree about the keys.
 bool IsUtf8(std::string_view text);
 
 }  // namespace tensormount

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Equality and first mismatch of common values, by which ranks find that they disagree.
+// Equality and first difference of common values between ranks.
 #include "state/common_compare.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace tensormount {
 namespace {
 
-// What is left of `value`, which stands at `path`.
+// The value `value`, whose path is `path`, without its exempt parts.
 CommonValue WithoutExempt(const CommonValue& value, std::string& path, CommonGlobs exempt) {
   const std::size_t length = path.size();
   const auto items = [&](const std::vector<CommonValue>& from, char open, char close) {
@@ -47,7 +47,7 @@ CommonValue WithoutExempt(const CommonValue& value, std::string& path, CommonGlo
   return kept;
 }
 
-// False where all of it is exempt.
+// Appends name and value without exempt parts. False if the whole value is exempt.
 bool AppendCompared(ByteWriter& out, std::string_view name, const CommonValue& value,
                     CommonGlobs exempt) {
   if (IsExempt(exempt, name)) return false;
@@ -64,7 +64,7 @@ bool AppendCompared(ByteWriter& out, std::string_view name, const CommonValue& v
 }  // namespace
 
 bool IsExempt(CommonGlobs exempt, std::string_view path) {
-  // Names of layers are part of the layout: they are never a matter of taste.
+  // Layer names are part of the layout, so they are never exempt.
   if (exempt.empty() || path.starts_with(kLayersRecordPrefix)) return false;
   const std::string text(path);
   return std::any_of(exempt.begin(), exempt.end(),
@@ -88,7 +88,8 @@ std::optional<std::string> FirstCommonDifference(const std::map<std::string, Com
     if (other == b.end() || IsExempt(exempt, name)) continue;
     if (const auto found = CompareAt(name, value, other->second, is_exempt)) {
       return "common value " + found->path + ": " +
-             found->What("on rank " + std::to_string(rank_a), "on rank " + std::to_string(rank_b));
+             found->SidesText("on rank " + std::to_string(rank_a),
+                              "on rank " + std::to_string(rank_b));
     }
   }
   return std::nullopt;

@@ -12,11 +12,11 @@
 
 #include "base/hash.h"
 
-// Whether ranks hold the same common state. Pure functions.
+// Compares the common values of ranks. Pure functions.
 //
-// What may differ is told by globs (fnmatch, '*' crosses everything) of paths: the name of a common
-// value as it is, then as CommonValue::At has it: "rng*", "args.rank", "args.groups*.seed". What a
-// glob names is left out with all that is below it, as if it were not there.
+// Exempt values are given by globs (fnmatch, '*' matches any characters) of paths: the name of a
+// common value, then as in CommonValue::At: "rng*", "args.rank", "args.groups*.seed". A matched
+// value is ignored with everything below it, as if it did not exist.
 
 namespace tensormount {
 
@@ -24,14 +24,14 @@ using CommonGlobs = std::span<const std::string>;
 
 bool IsExempt(CommonGlobs exempt, std::string_view path);
 
-// Of one common value: equal where nothing that counts differs. nullopt: all of it is exempt.
+// Hash of one common value without its exempt parts. nullopt: the whole value is exempt.
 std::optional<Hash128> CommonHash(std::string_view name, const CommonValue& value,
                                   CommonGlobs exempt);
 
-// The first difference, in the order of names, of what both ranks have set:
+// The first difference, in the order of names, between values that both ranks set:
 //   "common value args.lr: 0.1 on rank 0 and 0.2 on rank 3"
 //   "common value args.fp8: only on rank 3"
-// nullopt where there is none.
+// nullopt if there is no difference.
 std::optional<std::string> FirstCommonDifference(const std::map<std::string, CommonValue>& a,
                                                  int rank_a,
                                                  const std::map<std::string, CommonValue>& b,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The records that the common values of a state are stored as: one for each shared value, one for
-// the content metadata and one for the layer names of a stacked tensor; all of a rank's own values
-// are one record.
+// Converts the common values of a state dict to records: one for each shared value, one for the
+// content metadata, one for the layer names of each stacked tensor, and one for all of a rank's own
+// values.
 #include "state/common_records.h"
 
 #include "index/records/layer_names.h"
@@ -26,7 +26,7 @@ Result<std::optional<std::pair<std::string, CommonValue>>> RankCommonRecord(cons
   if (state.rank_common().empty()) return Record();
   CommonValue dict = DictOf(state.rank_common());
   if (Status status = CheckCommon(dict); !status.ok()) {
-    return status.WithContext("the common values of this rank alone");
+    return status.WithContext("the per-rank common values");
   }
   return Record(std::in_place, RankRecordName(rank), std::move(dict));
 }

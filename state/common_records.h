@@ -11,16 +11,17 @@
 
 #include "index/records/common_state.h"
 
-// What a state dict has for the common records of a checkpoint (index/records/common_state.h).
+// Converts a state dict's values to the common records of a checkpoint
+// (index/records/common_state.h).
 
 namespace tensormount {
 
-// What must be the same on every rank that sets it: common values, content metadata, names
-// of layers.
+// The values that must be equal on every rank that sets them, as records: common values, content
+// metadata, layer names.
 CommonValues SharedCommonRecords(const StateDict& state);
 
-// What this rank set for itself, under the name that it is stored as; nothing where it set nothing.
-// kInvalidArgument where it is too large as a whole.
+// The values that this rank set for itself, as one record with its name; nullopt if there are none.
+// kInvalidArgument if the record is too large.
 Result<std::optional<std::pair<std::string, CommonValue>>> RankCommonRecord(const StateDict& state,
                                                                             int rank);
 

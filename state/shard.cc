@@ -22,11 +22,12 @@ struct Grid {
   Dims begin;
 };
 
-// The global tensor of a regular grid of boxes of `extents`, and where this one begins.
+// The position of a box on a regular grid of boxes of `extents`: the global shape, and the begin of
+// the box.
 Result<Grid> PlaceOnGrid(const Dims& extents, std::span<const AxisFragment> fragments,
                          int prepended_axes) {
   const auto axis_text = [](const AxisFragment& f) {
-    return "axis " + std::to_string(f.axis) + ": " + std::to_string(f.index) + " of " +
+    return "axis " + std::to_string(f.axis) + ", fragment " + std::to_string(f.index) + " of " +
            std::to_string(f.count);
   };
   std::array<bool, kMaxRank> named{};
@@ -36,24 +37,24 @@ Result<Grid> PlaceOnGrid(const Dims& extents, std::span<const AxisFragment> frag
   for (const AxisFragment& f : fragments) {
     if (f.axis < 0 || f.axis >= extents.rank()) {
       return InvalidArgument(axis_text(f) + ": the tensor has " + std::to_string(extents.rank()) +
-                             " axes, those before the local ones included");
+                             " axes, prepended axes included");
     }
     if (named[static_cast<std::size_t>(f.axis)]) {
-      return InvalidArgument("axis " + std::to_string(f.axis) + " is named twice");
+      return InvalidArgument("axis " + std::to_string(f.axis) + " is given twice");
     }
     named[static_cast<std::size_t>(f.axis)] = true;
     if (f.count < 1 || f.index < 0 || f.index >= f.count) {
-      return InvalidArgument(axis_text(f) + " is not possible");
+      return InvalidArgument(axis_text(f) + ": the fragment index is out of range");
     }
     const auto whole = CheckedMul(extents[f.axis], f.count);
-    if (!whole) return InvalidArgument(axis_text(f) + ": the extent passes 2^63 - 1");
+    if (!whole) return InvalidArgument(axis_text(f) + ": the global extent exceeds 2^63 - 1");
     grid.shape[f.axis] = *whole;
     grid.begin[f.axis] = extents[f.axis] * f.index;
   }
   for (int a = 0; a < prepended_axes; ++a) {
     if (!named[static_cast<std::size_t>(a)]) {
       return InvalidArgument("axis " + std::to_string(a) +
-                             " is not one of the local buffer, so that its place must be named");
+                             " is prepended to the local buffer, so its fragment must be given");
     }
   }
   return grid;
@@ -61,9 +62,9 @@ Result<Grid> PlaceOnGrid(const Dims& extents, std::span<const AxisFragment> frag
 
 Result<Dims> WithPrepended(const Dims& local, int prepended_axes) {
   if (prepended_axes < 0 || prepended_axes > kMaxRank - std::min(local.rank(), kMaxRank)) {
-    return InvalidArgument(std::to_string(prepended_axes) + " axes before the " +
+    return InvalidArgument(std::to_string(prepended_axes) + " prepended and " +
                            std::to_string(local.rank()) +
-                           " local ones: at most 16 in all are allowed");
+                           " local axes: at most 16 axes in total are allowed");
   }
   Dims extents = Dims::Filled(prepended_axes, 1);
   for (const std::int64_t e : local) {
@@ -80,16 +81,18 @@ Result<Shard> CheckedShard(Shard shard) {
 
 Status CheckBuffer(const BufferView& buffer) {
   if (buffer.strides.rank() != buffer.shape.rank()) {
-    return InvalidArgument("buffer of shape " + buffer.shape.ToString() + " with strides " +
-                           buffer.strides.ToString());
+    return InvalidArgument(
+        "buffer of shape " + buffer.shape.ToString() +
+        " has strides with another number of axes: " + buffer.strides.ToString());
   }
   if (!CheckedProduct(buffer.shape)) {
-    return InvalidArgument("buffer of shape " + buffer.shape.ToString() + " is not possible");
+    return InvalidArgument("buffer of shape " + buffer.shape.ToString() +
+                           " has a negative extent or more than 2^63 - 1 elements");
   }
   return Status();
 }
 
-// Elements under a byte have no address of their own: only what is packed can be described.
+// Sub-byte elements have no address of their own, so only packed buffers can be described.
 Status CheckStillPacked(const BufferView& view, const char* what) {
   if (InfoOf(view.dtype).bits >= 8 || view.IsPacked()) return Status();
   return Status(Code::kUnsupported, std::string(what) + " a buffer of " +
@@ -115,7 +118,8 @@ BufferView WithoutMemory(DType dtype, const Region& region) {
 Status CheckShard(const Shard& shard) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckShape(shard.data.dtype, shard.global_shape));
   if (shard.region.box().rank() != shard.global_shape.rank()) {
-    return InvalidArgument("region " + shard.region.ToString() + " has another rank than shape " +
+    return InvalidArgument("region " + shard.region.ToString() +
+                           " has another number of axes than shape " +
                            shard.global_shape.ToString());
   }
   if (!shard.region.Within(shard.global_shape)) {
@@ -144,7 +148,7 @@ Result<Shard> FlatShardFromOffsets(const Dims& local_shape, std::span<const Axis
   TENSORMOUNT_RETURN_IF_ERROR(CheckBuffer(data));
   if (data.shape.rank() != 1) {
     return InvalidArgument("buffer of shape " + data.shape.ToString() +
-                           ": of a flat range it has one axis");
+                           ": the buffer of a flat range must have one axis");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, WithPrepended(local_shape, prepended_axes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Grid grid, PlaceOnGrid(extents, fragments, prepended_axes));
@@ -191,7 +195,7 @@ Result<BufferView> SliceView(const BufferView& buffer, const Box& box) {
   if (bits % 8 != 0) {
     return Status(Code::kUnsupported, "slice " + box.ToString() + " of " +
                                           std::string(InfoOf(buffer.dtype).name) +
-                                          " does not begin on a byte");
+                                          " does not begin on a byte boundary");
   }
   if (view.data != nullptr) view.data = static_cast<std::byte*>(view.data) + bits / 8;
   return view;
@@ -216,8 +220,8 @@ Result<BufferView> TransposeView(const BufferView& buffer, std::span<const int> 
     for (const int axis : axes.first(std::min<std::size_t>(axes.size(), kMaxAxes))) {
       list += (list.empty() ? "" : ", ") + std::to_string(axis);
     }
-    return InvalidArgument("axes (" + list + ") are not an order of the " + std::to_string(rank) +
-                           " axes there are");
+    return InvalidArgument("axes (" + list + ") are not a permutation of the " +
+                           std::to_string(rank) + " axes");
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckStillPacked(view, "transpose"));
   return view;
@@ -227,8 +231,8 @@ Result<BufferView> UnsqueezeView(const BufferView& buffer, int axis) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckBuffer(buffer));
   const int rank = buffer.shape.rank();
   if (axis < 0 || axis > rank || rank >= kMaxRank) {
-    return InvalidArgument("no axis " + std::to_string(axis) +
-                           " can be added to a buffer of shape " + buffer.shape.ToString());
+    return InvalidArgument("axis " + std::to_string(axis) +
+                           " cannot be added to a buffer of shape " + buffer.shape.ToString());
   }
   BufferView view = buffer;
   view.shape = Dims();
@@ -236,7 +240,7 @@ Result<BufferView> UnsqueezeView(const BufferView& buffer, int axis) {
   for (int a = 0; a <= rank; ++a) {
     if (a == axis) {
       view.shape.push_back(1);
-      view.strides.push_back(0);  // Never stepped along.
+      view.strides.push_back(0);  // The axis has extent 1, so its stride is not used.
     }
     if (a == rank) break;
     view.shape.push_back(buffer.shape[a]);

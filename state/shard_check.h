@@ -7,11 +7,11 @@
 
 namespace tensormount {
 
-// The data of a shard that has none: dtype and extents, packed, no memory.
+// The buffer of a shard without data: dtype and extents, packed, no memory.
 BufferView WithoutMemory(DType dtype, const Region& region);
 
-// Whether a shard is one: its shape is possible, its region lies within it (on whole bytes), and
-// its buffer fits the region. Null buffers are for the caller to judge.
+// Fails if the shape is invalid, the region lies outside or not on whole bytes, or the buffer does
+// not fit the region. A null buffer is not an error here; the caller checks for it.
 Status CheckShard(const Shard& shard);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules behind `--shard`: rows, cols, dim:K, grid:AxB, flat, replicate, or a JSON file with a
-// rule for each pattern of keys. Extents that do not divide evenly are cut as torch.chunk cuts
-// them: ceiling parts first, the last ones shorter or empty.
+// The rules of `--shard`: rows, cols, dim:K, grid:AxB, flat, replicate, or a JSON file with a rule
+// for each pattern of keys. Uneven extents are cut like torch.chunk: ceil-sized parts first, the
+// last ones shorter or empty.
 #include "state/shard_rule.h"
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/file_system_for.h"
 #include "base/glob.h"
 
 namespace tensormount {
@@ -24,8 +25,8 @@ std::optional<std::int64_t> ParseNumber(std::string_view text) {
   return v;
 }
 
-// torch.chunk: pieces of ceil(extent / parts), the last ones shorter or empty. `unit`: a multiple
-// of so many elements, so that a cut never falls inside a byte.
+// Cuts an axis like torch.chunk: pieces of ceil(extent / parts), the last ones shorter or empty.
+// Sizes are multiples of `unit` elements, so that a cut never falls inside a byte.
 void ChunkAxis(std::int64_t extent, std::int64_t parts, std::int64_t index, std::int64_t unit,
                std::int64_t* begin, std::int64_t* count) {
   const std::int64_t ceil = extent / parts + (extent % parts != 0 ? 1 : 0);
@@ -40,17 +41,20 @@ void ChunkAxis(std::int64_t extent, std::int64_t parts, std::int64_t index, std:
 Result<Box> CutBox(DType dtype, const Dims& shape, const Dims& parts, const Dims& index) {
   if (parts.rank() > shape.rank() || index.rank() != parts.rank()) {
     return Status(Code::kInvalidArgument,
-                  fmt::format("{} cuts of a tensor of {} axes", parts.rank(), shape.rank()));
+                  fmt::format("a grid of {} axes does not fit a tensor of {} axes", parts.rank(),
+                              shape.rank()));
   }
   const Box whole = Box::Whole(shape);
   Dims begin = whole.begin();
   Dims extent = whole.extent();
   for (int axis = 0; axis < parts.rank(); ++axis) {
     if (index[axis] < 0 || index[axis] >= parts[axis]) {
-      return Status(Code::kInvalidArgument,
-                    fmt::format("piece {} of {}", index[axis], parts[axis]));
+      return Status(
+          Code::kInvalidArgument,
+          fmt::format("piece index {} is out of range for {} pieces", index[axis], parts[axis]));
     }
-    // Bits of one step along this axis, modulo 8: so many steps make whole bytes.
+    // Bits of one step along this axis, modulo 8, from which follows the number of steps in whole
+    // bytes.
     std::int64_t step_bits = InfoOf(dtype).bits % 8;
     for (int inner = axis + 1; inner < shape.rank(); ++inner) {
       step_bits = step_bits * (shape[inner] % 8) % 8;
@@ -63,11 +67,12 @@ Result<Box> CutBox(DType dtype, const Dims& shape, const Dims& parts, const Dims
 
 Result<Region> CutFlat(DType dtype, const Box& box, std::int64_t parts, std::int64_t index) {
   if (index < 0 || index >= parts) {
-    return Status(Code::kInvalidArgument, fmt::format("piece {} of {}", index, parts));
+    return Status(Code::kInvalidArgument,
+                  fmt::format("piece index {} is out of range for {} pieces", index, parts));
   }
   std::int64_t first = 0;
   std::int64_t count = 0;
-  // Elements of fp4 and fp6 share bytes: 2 or 4 of them make whole ones.
+  // Elements of fp4 and fp6 share bytes: 2 or 4 of them make whole bytes.
   const std::int64_t unit =
       8 / std::gcd(std::int64_t{8}, static_cast<std::int64_t>(InfoOf(dtype).bits));
   ChunkAxis(box.volume(), parts, index, unit, &first, &count);
@@ -93,7 +98,7 @@ Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
     const auto axis = ParseNumber(text.substr(4));
     if (!axis || *axis >= kMaxRank) {
       return Status(Code::kInvalidArgument,
-                    fmt::format("shard rule '{}': an axis from 0 to {} is wanted after dim:", text,
+                    fmt::format("shard rule '{}': expected an axis from 0 to {} after dim:", text,
                                 kMaxRank - 1));
     }
     rule.axis = static_cast<int>(*axis);
@@ -108,7 +113,7 @@ Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
       const auto n = ParseNumber(rest.substr(0, x));
       if (!n || *n < 1 || *n > 1 << 20 || product > 1 << 20 || rule.grid.rank() == kMaxRank) {
         return Status(Code::kInvalidArgument,
-                      fmt::format("shard rule '{}': a grid like 2x4 is wanted after grid:", text));
+                      fmt::format("shard rule '{}': expected a grid like 2x4 after grid:", text));
       }
       rule.grid.push_back(*n);
       product *= *n;
@@ -122,10 +127,11 @@ Result<ShardRule::Rule> ShardRule::ParseRule(std::string_view text, int ranks) {
     }
     return rule;
   }
-  return Status(Code::kInvalidArgument,
-                fmt::format("shard rule '{}': one of rows, cols, dim:K, grid:AxB, flat, replicate "
-                            "or a JSON file is wanted",
-                            text));
+  return Status(
+      Code::kInvalidArgument,
+      fmt::format(
+          "shard rule '{}': expected rows, cols, dim:K, grid:AxB, flat, replicate or a JSON file",
+          text));
 }
 
 Result<ShardRule> ShardRule::Parse(const std::string& text, int ranks) {
@@ -136,16 +142,17 @@ Result<ShardRule> ShardRule::Parse(const std::string& text, int ranks) {
   return out;
 }
 
-Result<ShardRule> ShardRule::ParseOrRead(FileSystem& fs, const std::string& text, int ranks) {
+Result<ShardRule> ShardRule::ParseOrRead(const std::string& text, int ranks) {
   if (!text.ends_with(".json")) return Parse(text, ranks);
   ShardRule out;
   out.ranks_ = ranks;
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, fs.ReadFile(text, 16 << 20));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(text));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, fs->ReadFile(text, 16 << 20));
   const auto json = nlohmann::json::parse(bytes, nullptr, /*allow_exceptions=*/false);
   if (!json.is_array()) {
     return Status(
         Code::kInvalidArgument,
-        fmt::format("{}: a JSON list of {{\"match\": GLOB, \"shard\": RULE}} is wanted", text));
+        fmt::format("{}: expected a JSON list of {{\"match\": GLOB, \"shard\": RULE}}", text));
   }
   for (std::size_t i = 0; i < json.size(); ++i) {
     const auto& item = json[i];
@@ -153,7 +160,7 @@ Result<ShardRule> ShardRule::ParseOrRead(FileSystem& fs, const std::string& text
         !item.contains("shard") || !item["match"].is_string() || !item["shard"].is_string()) {
       return Status(
           Code::kInvalidArgument,
-          fmt::format("{}: entry {}: \"match\" and \"shard\", both strings, are wanted", text, i));
+          fmt::format("{}: entry {}: expected the strings \"match\" and \"shard\"", text, i));
     }
     auto rule = ParseRule(item["shard"].get<std::string>(), ranks);
     if (!rule.ok()) return rule.status().WithContext(fmt::format("{}: entry {}", text, i));

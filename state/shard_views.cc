@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Views of shards (Narrowed, Split, Stacked, Transposed, Interleaved, ...) of tensormount/shard.h:
-// another tensor seen through the same memory, without a copy. Apart from shard.cc, which makes
-// shards; here each function takes one to another. Each first brings its argument to one form
-// (Normalized) and ends with the same last look (CheckedView), so that what a view gives is as good
-// as what a caller made.
+// another tensor seen through the same memory, without a copy. shard.cc makes shards; the functions
+// here take one shard to another. Each normalizes its argument (Normalized) and checks its result
+// (CheckedView), so that a view meets the same rules as a shard that a caller made.
 #include <algorithm>
 #include <string>
 
@@ -18,13 +17,14 @@
 namespace tensormount {
 namespace {
 
-// `box` with another extent and begin on one axis, whose numbers the caller has checked.
+// `region` with another begin and extent on one axis, whose numbers the caller has checked.
 Region WithAxis(const Region& region, int axis, std::int64_t begin, std::int64_t extent) {
   return BoxAccess::WithAxis(region.box(), axis, begin, extent);
 }
 
-// Checked, and in the one form that views start from: the buffer of a box has all axes of the box,
-// the buffer of a flat range has one, and what is empty is a box (but for scalars).
+// Checks a shard and converts it to the form that views start from: the buffer of a box has all
+// axes of the box, the buffer of a flat range has one axis, and an empty region is a box (except
+// for scalars).
 Result<Shard> Normalized(const Shard& shard) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   Shard out = shard;
@@ -42,10 +42,11 @@ Result<Shard> Normalized(const Shard& shard) {
   if (out.region.empty()) {
     data.strides = PackedStrides(extents);
   } else if (data.shape.rank() == 1 && data.shape[0] == out.region.volume()) {
-    // Also where the buffer could be read as lacking axes: then this comes to the same.
+    // A buffer with one axis. If it can also be read as a box without leading axes, the result is
+    // the same.
     const std::int64_t step = data.strides[0];
     data.strides = PackedStrides(extents);
-    // What is never stepped along may be anything; the rest was checked with the buffer.
+    // The stride of an axis of extent 1 does not matter; the others were checked with the buffer.
     for (int a = 0; a < extents.rank(); ++a) {
       data.strides[a] = extents[a] == 1 ? 0 : data.strides[a] * step;
     }
@@ -64,8 +65,8 @@ Status CheckAxis(const Shard& shard, int axis) {
                          std::to_string(axis));
 }
 
-// What a normalized shard has of [lo, hi) on `axis`, in the same coordinates; empty parts lie at
-// one of the two ends. Requires 0 <= lo <= hi <= the shape there.
+// The part of a normalized shard in [lo, hi) on `axis`, in the same coordinates; an empty part lies
+// at one of the two ends. Requires 0 <= lo <= hi <= the global extent of `axis`.
 Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi) {
   const Box& box = shard.region.box();
   const std::int64_t from = std::clamp(box.begin(axis), lo, hi);
@@ -85,7 +86,7 @@ Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi
     TENSORMOUNT_ASSIGN_OR_RETURN(part.data, SliceView(shard.data, inside));
     return part;
   }
-  // Some of several rows of a flat range.
+  // Cuts whole rows out of a flat range.
   std::int64_t row = 1;
   for (int a = 0; a < box.rank(); ++a) {
     if (a < axis && box.extent(a) != 1) {
@@ -107,11 +108,12 @@ Result<Shard> Cut(const Shard& shard, int axis, std::int64_t lo, std::int64_t hi
   }
   const Box inside = BoxAccess::Make(Dims{cut_first - first}, Dims{cut_end - cut_first});
   TENSORMOUNT_ASSIGN_OR_RETURN(part.data, SliceView(shard.data, inside));
-  // What is left may be a box.
+  // The remaining cells may be a box, which needs the form of a box.
   return Normalized(part);
 }
 
-// The region moved along an axis of a tensor that is `extent` long there.
+// The shard with its region moved by `distance` along `axis`, in a tensor whose extent there is
+// `extent`.
 Result<Shard> Moved(Shard shard, int axis, std::int64_t distance, std::int64_t extent) {
   const Region& region = shard.region;
   const Box box = BoxAccess::WithAxis(region.box(), axis, region.box().begin(axis) + distance,
@@ -126,22 +128,24 @@ Result<Shard> Moved(Shard shard, int axis, std::int64_t distance, std::int64_t e
   return shard;
 }
 
-// The last look at a view: shapes grow, and elements under a byte may be cut inside of one.
+// Checks the result of a view: its shape may have become too large, or the view may cut elements
+// smaller than a byte.
 Result<Shard> CheckedView(Result<Shard> shard) {
   if (!shard.ok()) return shard;
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard.value()));
   return shard;
 }
 
-// Whether ranges [begin, begin + extent) of checked numbers share an element.
+// Whether ranges [begin, begin + extent) of checked numbers overlap.
 bool OverlapOf(std::int64_t a, std::int64_t a_extent, std::int64_t b, std::int64_t b_extent) {
   return std::max(a, b) < std::min(a + a_extent, b + b_extent);
 }
 
 Status CheckRange(std::int64_t begin, std::int64_t extent, std::int64_t whole, const char* what) {
   if (begin >= 0 && extent >= 0 && begin <= whole && extent <= whole - begin) return Status();
-  return InvalidArgument(std::to_string(extent) + " elements from " + std::to_string(begin) +
-                         " do not lie within the " + std::to_string(whole) + " of " + what);
+  return InvalidArgument(std::to_string(extent) + " elements beginning at " +
+                         std::to_string(begin) + " do not lie within the " + std::to_string(whole) +
+                         " elements of " + what);
 }
 
 }  // namespace
@@ -165,7 +169,7 @@ Result<std::vector<Shard>> Split(const Shard& shard, int axis,
   }
   if (at != extent) {
     return InvalidArgument("sizes of parts do not add up to the " + std::to_string(extent) +
-                           " of axis " + std::to_string(axis));
+                           " elements of axis " + std::to_string(axis));
   }
   return parts;
 }
@@ -174,7 +178,7 @@ Result<Shard> Concatenated(const Shard& shard, int axis, std::int64_t offset, st
   TENSORMOUNT_RETURN_IF_ERROR(CheckShard(shard));
   TENSORMOUNT_RETURN_IF_ERROR(CheckAxis(shard, axis));
   TENSORMOUNT_RETURN_IF_ERROR(
-      CheckRange(offset, shard.global_shape[axis], total, "the whole that it is put into"));
+      CheckRange(offset, shard.global_shape[axis], total, "the concatenated axis"));
   return CheckedView(Moved(shard, axis, offset, total));
 }
 
@@ -182,16 +186,16 @@ Result<Shard> Stacked(const Shard& shard, int axis, std::int64_t index, std::int
   TENSORMOUNT_ASSIGN_OR_RETURN(Shard out, Normalized(shard));
   const int rank = out.global_shape.rank();
   if (axis < 0 || axis > rank) {
-    return InvalidArgument("no axis " + std::to_string(axis) + " can be added to shape " +
+    return InvalidArgument("axis " + std::to_string(axis) + " cannot be added to shape " +
                            out.global_shape.ToString());
   }
   if (rank == kMaxRank) {
     return InvalidArgument("shape " + out.global_shape.ToString() +
-                           " has no room for one more axis");
+                           " already has 16 axes, the maximum");
   }
   if (index < 0 || index >= count) {
-    return InvalidArgument("layer " + std::to_string(index) + " of " + std::to_string(count) +
-                           " is not possible");
+    return InvalidArgument("layer index " + std::to_string(index) + " is out of range for " +
+                           std::to_string(count) + " layers");
   }
   const auto insert = [axis](const Dims& dims, std::int64_t value) {
     Dims longer;
@@ -221,14 +225,14 @@ Result<Shard> Transposed(const Shard& shard, std::span<const int> axes) {
                   "region " + out.region.ToString() +
                       " cannot be transposed: the result would not be one flat range");
   }
-  // Shape and begin are permuted as the buffer is, whose check of the axes serves for all.
+  // Shape and begin are permuted like the buffer. TransposeView checks `axes` for all three.
   const auto permuted = [axes](const Dims& dims) {
     Dims turned;
     for (const int axis : axes) turned.push_back(dims[axis]);
     return turned;
   };
   if (out.metadata_only) {
-    // Without bytes nothing has to be packed.
+    // Without memory the elements need not be packed, so TransposeView only checks `axes`.
     BufferView bytes = out.data;
     bytes.dtype = DType::kU8;
     TENSORMOUNT_ASSIGN_OR_RETURN(bytes, TransposeView(bytes, axes));
@@ -278,11 +282,12 @@ Result<Shard> NarrowedOnGrid(const Shard& shard, int axis, std::int64_t local_ex
   const std::int64_t global = whole.global_shape[axis];
   if (local_extent < 1 || global % local_extent != 0) {
     return InvalidArgument("axis " + std::to_string(axis) + " of " + std::to_string(global) +
-                           " elements is not a grid of pieces of " + std::to_string(local_extent));
+                           " elements cannot be divided into pieces of " +
+                           std::to_string(local_extent));
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckRange(begin, extent, local_extent, "a piece of the grid"));
   const Box& box = whole.region.box();
-  // An empty region at the very end belongs to the last piece, if there is one.
+  // An empty region at the end belongs to the last piece, if there is one.
   const std::int64_t pieces = global / local_extent;
   const std::int64_t piece =
       std::max<std::int64_t>(0, std::min(box.begin(axis) / local_extent, pieces - 1));
@@ -312,8 +317,8 @@ Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
     for (const AxisMove& before : moves.first(i)) {
       if (OverlapOf(m.from, m.extent, before.from, before.extent) ||
           OverlapOf(m.to, m.extent, before.to, before.extent)) {
-        return InvalidArgument("parts of an interleaved axis overlap: from " +
-                               std::to_string(m.from) + " and from " + std::to_string(before.from));
+        return InvalidArgument("parts of an interleaved axis overlap: those that begin at " +
+                               std::to_string(m.from) + " and at " + std::to_string(before.from));
       }
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Shard cut, Cut(whole, axis, m.from, m.from + m.extent));
@@ -322,7 +327,7 @@ Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
     parts.push_back(std::move(part));
   }
   if (volume != whole.region.volume()) {
-    return InvalidArgument("parts of an interleaved axis leave out some of region " +
+    return InvalidArgument("parts of an interleaved axis do not cover region " +
                            whole.region.ToString());
   }
   return parts;
@@ -331,8 +336,8 @@ Result<std::vector<Shard>> Interleaved(const Shard& shard, int axis,
 Result<std::vector<AxisMove>> FusedMoves(std::span<const std::int64_t> sizes, std::int64_t index,
                                          std::int64_t count) {
   if (count < 1 || index < 0 || index >= count) {
-    return InvalidArgument("rank " + std::to_string(index) + " of " + std::to_string(count) +
-                           " is not possible");
+    return InvalidArgument("rank " + std::to_string(index) + " is out of range for " +
+                           std::to_string(count) + " ranks");
   }
   std::int64_t total = 0;
   for (const std::int64_t size : sizes) {
@@ -341,7 +346,7 @@ Result<std::vector<AxisMove>> FusedMoves(std::span<const std::int64_t> sizes, st
                              std::to_string(count) + " equal pieces");
     }
     const auto sum = CheckedAdd(total, size);
-    if (!sum) return InvalidArgument("parts of 2^63 elements or more");
+    if (!sum) return InvalidArgument("the parts have 2^63 elements or more");
     total = *sum;
   }
   std::vector<AxisMove> moves;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A rank's shards, objects and common values, checked when they are added. The first failure is
-// remembered: whoever ignores what AddTensor returned hears it from Save, on all ranks.
+// kept, so that Save reports it on all ranks even if the caller ignored it.
 #include "tensormount/state_dict.h"
 
 #include <algorithm>
@@ -26,14 +26,13 @@ namespace tensormount {
 
 namespace {
 
-// Of one stacked tensor: names of layers are checked one by one.
+// Limit for one stacked tensor, because layer names are checked one by one.
 constexpr std::int64_t kMaxLayers = 1 << 16;
-// For zeros on a device.
+// Time limit for filling device memory with zeros.
 constexpr std::chrono::milliseconds kDevicePatience{60'000};
 
-// A failure of what has that key.
-Status About(std::string_view kind, std::string_view key, const Status& status) {
-  // A broken key may be megabytes of rubbish.
+Status WithItemName(std::string_view kind, std::string_view key, const Status& status) {
+  // A broken key may have megabytes.
   constexpr std::size_t kShown = 200;
   std::string text(kind);
   text += ' ';
@@ -52,16 +51,17 @@ struct StateDict::Rep {
   std::map<std::string, CommonValue> locals;
   std::optional<CommonDict> content;
   std::map<std::string, std::string> layer_names;
-  // Where a key was first added: dtype and shape of its later shards must agree with that.
+  // By key: position of the first shard with this key; all later shards must have its dtype and
+  // shape.
   std::unordered_map<std::string, std::size_t> first_of_key;
   std::set<std::pair<std::string, std::string>> object_parts;
-  LayerNames layers;  // Of layer_names.
+  LayerNames layers;  // Index of layer_names.
   struct Free {
-    std::shared_ptr<const OpenedDevice> device;  // Null: the host's.
+    std::shared_ptr<const OpenedDevice> device;  // Null: host memory.
     void operator()(void* p) const {
       if (device != nullptr) {
-        // A load that failed may have left work on it.
-        device->remains->Free(static_cast<std::byte*>(p));
+        // A failed load may have left operations on this memory.
+        device->pending_work->Free(static_cast<std::byte*>(p));
       } else {
         std::free(p);  // NOLINT(cppcoreguidelines-no-malloc)
       }
@@ -71,25 +71,26 @@ struct StateDict::Rep {
   Status first_failure;
   Status last;
 
-  // Whether no layer of a stacked tensor goes by this name.
+  // Fails if `name` is the name of a layer of a stacked tensor.
   Status CheckNoLayer(std::string_view name) const {
     const auto found = layers.Find(name);
     if (!found) return Status();
     const std::string stacked(found->stacked_key);
     const Shard& stack = tensors[first_of_key.at(stacked)].shard;
     if (found->layer >= stack.global_shape[0]) return Status();
-    return Status(Code::kInvalidArgument, "\"" + std::string(name) + "\" is the name of layer " +
-                                              std::to_string(found->layer) + " of tensor " +
-                                              stacked);
+    return Status(Code::kInvalidArgument,
+                  "\"" + std::string(name) + "\" is already the name of layer " +
+                      std::to_string(found->layer) + " of tensor " + stacked);
   }
 
-  // Large ones begin on a page, all on a cache line.
+  // Blocks of a page or more are page-aligned, smaller ones are cache-line-aligned.
   Result<void*> Allocate(std::uint64_t bytes, Fill fill) {
     constexpr std::size_t kPage = 4096;
     const std::size_t alignment = bytes >= kPage ? kPage : 64;
     void* memory = nullptr;
     if (posix_memalign(&memory, alignment, bytes) != 0) {
-      return Status(Code::kResourceExhausted, "no memory for " + std::to_string(bytes) + " bytes");
+      return Status(Code::kResourceExhausted,
+                    "cannot allocate " + std::to_string(bytes) + " bytes");
     }
     owned.emplace_back(memory, Free{});
     if (fill == Fill::kZero) std::memset(memory, 0, bytes);
@@ -97,11 +98,11 @@ struct StateDict::Rep {
   }
   Result<void*> AllocateOn(const std::shared_ptr<const OpenedDevice>& device, std::uint64_t bytes,
                            Fill fill) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const memory, device->remains->Allocate(bytes));
+    TENSORMOUNT_ASSIGN_OR_RETURN(std::byte* const memory, device->pending_work->Allocate(bytes));
     std::unique_ptr<void, Free> own(memory, Free{device});
     owned.push_back(std::move(own));
     if (fill == Fill::kUninitialized) return memory;
-    DeviceRules rules;
+    DeviceLimits rules;
     rules.patience = kDevicePatience;
     DeviceWriter writer(rules);
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box all,
@@ -122,7 +123,7 @@ struct StateDict::Rep {
                     CommonValue value, int outer) {
     Status status = CheckCommonName(name);
     if (status.ok()) status = CheckCommon(value, outer);
-    if (!status.ok()) return Note(About("common value", name, status));
+    if (!status.ok()) return Note(WithItemName("common value", name, status));
     values.insert_or_assign(std::string(name), std::move(value));
     return Note(Status());
   }
@@ -130,7 +131,7 @@ struct StateDict::Rep {
 
 namespace {
 
-// What a dict asks of a shard beyond that it is one.
+// Checks of an added shard beyond its own validity.
 Status CheckAdded(const Shard& shard) {
   TENSORMOUNT_RETURN_IF_ERROR(shard.metadata_only ? CheckDescription(shard.data)
                                                   : CheckMemory(shard.data));
@@ -141,7 +142,6 @@ Status CheckAdded(const Shard& shard) {
   return Status();
 }
 
-// What two shards of one key must have in common.
 Status CheckAgree(const Shard& first, const Shard& shard) {
   const auto differ = [](const std::string& a, const std::string& b) {
     return Status(Code::kInvalidArgument, "added with " + a + " and with " + b);
@@ -154,22 +154,23 @@ Status CheckAgree(const Shard& first, const Shard& shard) {
     return differ("shape " + first.global_shape.ToString(), shard.global_shape.ToString());
   }
   if ((first.replica == Replica::kUnlabelled) != (shard.replica == Replica::kUnlabelled)) {
-    return differ("a replica label", "none: all shards of a tensor have one, or none has");
+    return differ("a replica label", "none: either all shards of a tensor have one, or none has");
   }
   return Status();
 }
 
-Status CheckPlace(const GridPosition& place) {
+Status CheckGridPosition(const GridPosition& place) {
   if (place.index.rank() != place.grid.rank()) {
-    return Status(
-        Code::kInvalidArgument,
-        "index " + place.index.ToString() + " has another rank than grid " + place.grid.ToString());
+    return Status(Code::kInvalidArgument, "index " + place.index.ToString() +
+                                              " has another number of axes than grid " +
+                                              place.grid.ToString());
   }
   if (place.grid.rank() > kMaxRank) {
     return Status(Code::kInvalidArgument, "a grid has at most 16 axes");
   }
   if (!CheckedProduct(place.grid).has_value()) {
-    return Status(Code::kInvalidArgument, "grid " + place.grid.ToString() + " is not possible");
+    return Status(Code::kInvalidArgument, "grid " + place.grid.ToString() +
+                                              " has a negative extent or more than 2^63 - 1 parts");
   }
   for (int a = 0; a < place.grid.rank(); ++a) {
     if (place.index[a] < 0 || place.index[a] >= place.grid[a]) {
@@ -191,11 +192,11 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
   Status status = CheckKey(key);
   if (status.ok()) status = CheckAdded(shard);
   if (status.ok()) status = rep_->CheckNoLayer(key);
-  if (!status.ok()) return rep_->Note(About("tensor", key, status));
+  if (!status.ok()) return rep_->Note(WithItemName("tensor", key, status));
   const auto [at, added] = rep_->first_of_key.try_emplace(std::string(key), rep_->tensors.size());
   if (!added) {
     status = CheckAgree(rep_->tensors[at->second].shard, shard);
-    if (!status.ok()) return rep_->Note(About("tensor", key, status));
+    if (!status.ok()) return rep_->Note(WithItemName("tensor", key, status));
   }
   rep_->tensors.push_back({std::string(key), shard});
   Shard& kept = rep_->tensors.back().shard;
@@ -206,22 +207,22 @@ const Status& StateDict::AddTensor(std::string_view key, const Shard& shard) {
 const Status& StateDict::AddObject(std::string_view key, std::string_view bytes,
                                    const GridPosition& place) {
   Status status = CheckKey(key);
-  if (status.ok()) status = CheckPlace(place);
+  if (status.ok()) status = CheckGridPosition(place);
   if (status.ok() && !rep_->object_parts.emplace(std::string(key), place.index.ToString()).second) {
     status = Status(Code::kInvalidArgument,
                     place.index.rank() == 0 ? std::string("added twice")
                                             : "part " + place.index.ToString() + " added twice");
   }
-  if (!status.ok()) return rep_->Note(About("object", key, status));
+  if (!status.ok()) return rep_->Note(WithItemName("object", key, status));
   rep_->objects.push_back({std::string(key), place, std::string(bytes)});
   return rep_->Note(Status());
 }
 
 const Status& StateDict::WantObject(std::string_view key, const GridPosition& place) {
   Status status = CheckKey(key);
-  // For wishes the grid may be left out: it is known to the checkpoint.
-  if (status.ok() && place.grid.rank() != 0) status = CheckPlace(place);
-  if (!status.ok()) return rep_->Note(About("object", key, status));
+  // A request may omit the grid, which the checkpoint knows.
+  if (status.ok() && place.grid.rank() != 0) status = CheckGridPosition(place);
+  if (!status.ok()) return rep_->Note(WithItemName("object", key, status));
   rep_->objects.push_back({std::string(key), place, std::string(), true});
   return rep_->Note(Status());
 }
@@ -231,7 +232,7 @@ const Status& StateDict::SetCommon(std::string_view name, CommonValue value) {
 }
 
 const Status& StateDict::SetRankCommon(std::string_view name, CommonValue value) {
-  // All of a rank are stored as one dict.
+  // All values of a rank are stored as one dict.
   return rep_->Set(rep_->rank_common, name, std::move(value), 1);
 }
 
@@ -250,13 +251,13 @@ const Status& StateDict::SetContentMetadata(CommonDict content) {
 
 const Status& StateDict::NameLayers(std::string_view key, std::string_view pattern) {
   const auto fail = [&](Status status) -> const Status& {
-    return rep_->Note(About("names of the layers of tensor", key, status));
+    return rep_->Note(WithItemName("layer names of tensor", key, status));
   };
   const auto invalid = [](const std::string& why) { return Status(Code::kInvalidArgument, why); };
   if (Status status = CheckLayerPattern(pattern); !status.ok()) return fail(std::move(status));
   const auto at = rep_->first_of_key.find(std::string(key));
   if (at == rep_->first_of_key.end()) {
-    return fail(invalid("no tensor of that name was added before"));
+    return fail(invalid("no such tensor was added before"));
   }
   const Dims& shape = rep_->tensors[at->second].shard.global_shape;
   if (shape.rank() == 0) return fail(invalid("a scalar has no layers"));
@@ -268,7 +269,7 @@ const Status& StateDict::NameLayers(std::string_view key, std::string_view patte
   const auto named = rep_->layer_names.find(std::string(key));
   if (named != rep_->layer_names.end()) {
     if (named->second == pattern) return rep_->Note(Status());
-    return fail(invalid("named \"" + named->second + "\" before"));
+    return fail(invalid("already named \"" + named->second + "\""));
   }
   if (Status status = CheckKey(LayerKey(pattern, std::max<std::int64_t>(layers - 1, 0)));
       !status.ok()) {
@@ -277,7 +278,7 @@ const Status& StateDict::NameLayers(std::string_view key, std::string_view patte
   for (std::int64_t layer = 0; layer < layers; ++layer) {
     const std::string name = LayerKey(pattern, layer);
     if (rep_->first_of_key.contains(name)) {
-      return fail(invalid("\"" + name + "\" is a tensor of its own"));
+      return fail(invalid("\"" + name + "\" is the key of another tensor"));
     }
     if (Status status = rep_->CheckNoLayer(name); !status.ok()) return fail(std::move(status));
   }

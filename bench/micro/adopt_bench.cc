@@ -52,7 +52,7 @@ Status MeasureMetadata(const ForeignFolder& folder, Figures& out) {
     out.Add("pickle", parse.Ms());
     out.counts["pickle_memory"] = document.memory();
   }
-  LeftOut left_out;
+  OmissionCounter left_out;
   Stopwatch records;
   TENSORMOUNT_ASSIGN_OR_RETURN(const DcpMetadata metadata,
                                ParseDcpMetadata(std::move(bytes), left_out));

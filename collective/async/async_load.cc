@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads in the background: each is a thread that runs an ordinary load, after those of its
-// communicator that were asked for before it.
+// Loads in the background: each one is a thread that runs an ordinary load, after the earlier loads
+// of its communicator.
 #include "tensormount/async_load.h"
 
 #include <algorithm>
@@ -28,11 +28,11 @@ struct LoadHandle::Rep {
   const pid_t process = getpid();
 
   StateDict request;
-  std::shared_ptr<const DeviceFences> fences;  // Of the caller's memory, when it called.
+  std::shared_ptr<const DeviceFences> fences;  // Taken when the caller called AsyncLoad.
   std::string path;
   LoadOptions options;
   std::atomic<std::uint64_t> bytes_read{0};
-  // What LoadOptions::progress names, until the load has ended; otherwise bytes_read.
+  // The counter of read bytes: LoadOptions::progress until the load has ended, then bytes_read.
   std::atomic<std::uint64_t>* read = &bytes_read;
   std::atomic<bool> cancel{false};
   Milestone<Result<LoadReport>> ended;
@@ -43,11 +43,11 @@ struct LoadHandle::Rep {
     if (thread.joinable()) thread.join();
   }
   void Run(Communicator& comm) {
-    Result<LoadReport> verdict = Status(Code::kInternal, "the load did not run");
+    Result<LoadReport> verdict = Status(Code::kInternal, "the background load did not run");
     options.progress = read;
     const Status ran = Guarded([&]() -> Status {
       const LoadControl control{.cancel = &cancel, .fences = fences, .background = true};
-      verdict = LoadOn(HostFileSystem(), request, path, comm, options, control);
+      verdict = Load(request, path, comm, options, control);
       return {};
     });
     if (!ran.ok()) verdict = ran.WithContext("load " + path);
@@ -60,13 +60,12 @@ struct LoadHandle::Rep {
 
 namespace {
 
-// The last load of a communicator that was asked for.
 struct LoadQueue {
   std::mutex mutex;
   std::weak_ptr<LoadHandle::Rep> last;
 };
 
-// For the end of the process.
+// The loads of the process; the process waits for them at exit.
 struct LiveLoads {
   std::mutex mutex;
   std::vector<std::weak_ptr<LoadHandle::Rep>> loads;
@@ -82,23 +81,24 @@ void EndLoads() {
   }
   for (const auto& load : loads) {
     const auto rep = load.lock();
-    // A hook that ends the process is called by the load itself.
+    // A hook that ends the process runs on the load's own thread, which cannot wait for itself.
     if (rep != nullptr && !rep->IsThisThread()) (void)rep->ended.Wait();
   }
 }
 
 void AddLive(const std::shared_ptr<LoadHandle::Rep>& rep) {
-  // In this order: loads that are waited for read tables.
+  // PrepareProcess comes first, because loads for which EndLoads waits read SST tables.
   static const int registered = (SstTable::PrepareProcess(), std::atexit(&EndLoads));
-  (void)registered;  // Where it could not be, only destructors wait.
+  (void)registered;  // If atexit failed, only destructors wait for loads.
   auto& live = PerProcess<LiveLoads>();
   std::lock_guard lock(live.mutex);
   std::erase_if(live.loads, [](const auto& load) { return load.expired(); });
   live.loads.push_back(rep);
 }
 
-Status LoadOfAnotherProcess() {
-  return {Code::kUnsupported, "the load is of the process that this one was forked from"};
+Status ForkedLoadError() {
+  return {Code::kUnsupported,
+          "the load belongs to the parent process: a forked child cannot use it"};
 }
 
 }  // namespace
@@ -106,39 +106,40 @@ Status LoadOfAnotherProcess() {
 LoadHandle::LoadHandle(std::shared_ptr<Rep> rep) : rep_(std::move(rep)) {}
 LoadHandle::LoadHandle(LoadHandle&&) noexcept = default;
 LoadHandle& LoadHandle::operator=(LoadHandle&& other) noexcept {
-  std::swap(rep_, other.rep_);  // What this one had is dropped with `other`.
+  std::swap(rep_, other.rep_);  // The load that this handle had is dropped with `other`.
   return *this;
 }
 LoadHandle::~LoadHandle() {
   if (rep_ == nullptr) return;
   if (!rep_->InThisProcess() || rep_->IsThisThread()) {
-    // Its thread is the parent's, or this one, in a hook: it cannot be joined here.
+    // The thread is the parent's (after a fork) or this one (in a hook), so it cannot be joined
+    // here.
     if (rep_->IsThisThread()) Cancel();
     (void)new std::shared_ptr<Rep>(std::move(rep_));
     return;
   }
   Cancel();
-  (void)rep_->ended.Wait();  // The verdict is nobody's any more.
+  (void)rep_->ended.Wait();  // No caller remains for the verdict.
 }
 
 Result<LoadReport> LoadHandle::Wait() {
-  if (!rep_->InThisProcess()) return LoadOfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedLoadError();
   return rep_->ended.Wait();
 }
 
 std::optional<Result<LoadReport>> LoadHandle::WaitFor(std::chrono::milliseconds most) {
-  if (!rep_->InThisProcess()) return LoadOfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedLoadError();
   return rep_->ended.WaitFor(most);
 }
 
 Result<int> LoadHandle::EventFd() {
-  if (!rep_->InThisProcess()) return LoadOfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedLoadError();
   return rep_->ended.EventFd();
 }
 
 std::uint64_t LoadHandle::bytes_read() const {
   std::uint64_t bytes = 0;
-  if (rep_->InThisProcess()) rep_->ended.Look([&] { bytes = *rep_->read; });
+  if (rep_->InThisProcess()) rep_->ended.WithLock([&] { bytes = *rep_->read; });
   return bytes;
 }
 
@@ -155,7 +156,7 @@ Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path, Co
     TENSORMOUNT_ASSIGN_OR_RETURN(rep->fences, FencesOf(request));
     return {};
   });
-  // Whatever goes wrong here, the load runs, so that the other ranks hear of it.
+  // After a failure here the load still runs, so that the other ranks learn of it.
   if (!prepared.ok()) (void)rep->request.Fail(prepared);
   const auto queue = std::static_pointer_cast<LoadQueue>(
       comm.Kept("loads in the background", [] { return std::make_shared<LoadQueue>(); }));
@@ -169,8 +170,8 @@ Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path, Co
       load->Run(comm);
     });
   } catch (const std::system_error& e) {
-    (void)rep->request.Fail(
-        Status(Code::kResourceExhausted, "load " + rep->path + ": no thread for it: " + e.what()));
+    (void)rep->request.Fail(Status(Code::kResourceExhausted,
+                                   "load " + rep->path + ": cannot start its thread: " + e.what()));
     if (earlier != nullptr) (void)earlier->ended.Wait();
     rep->Run(comm);
   }

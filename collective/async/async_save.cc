@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves in the background. Save() copies the state while the caller waits, then a lane, which is a
-// thread with a channel of the communicator for itself, runs an ordinary save of the copy. Lanes
-// know nothing of each other; what must happen in one order, as the verdicts of the saves of one
-// saver, takes turns.
+// Saves in the background. Save() copies the state while the caller waits; then a lane, which is a
+// thread with a channel of the communicator of its own, runs an ordinary save of the copy. Lanes
+// are independent; steps that must happen in the order of the calls, such as publishing, wait in
+// SaveOrder.
 #include "tensormount/async_save.h"
 
 #include <algorithm>
@@ -38,25 +38,26 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint32_t kLanes = 2;  // Saves that may be under way at a time.
-// Those of Make, and in the last place that of Of; a channel stays free.
+constexpr std::uint32_t kLanes = 2;  // Lanes (threads) of a saver, one for each concurrent save.
+// Number of savers of a communicator. The last slot belongs to the saver of AsyncSaver::Of, all
+// others to savers of Make; one channel stays free.
 constexpr std::uint32_t kSavers = (Communicator::kChannels - 1) / kLanes;
 constexpr std::uint32_t kOwnSaver = kSavers - 1;
 constexpr std::chrono::milliseconds kProgressInterval{1000};
 
-class Turns;
+class SaveOrder;
 
-// Which savers of a communicator exist. The n-th one of Make takes place n % kOwnSaver, on every
-// rank.
+// The existing savers of a communicator. The n-th saver of AsyncSaver::Make takes slot n %
+// kOwnSaver on every rank.
 struct SaverSlots {
   std::mutex mutex;
   std::condition_variable changed;
   std::uint32_t made = 0;
   std::array<bool, kSavers> taken{};
-  // That of Of. Ranks let go of it and make it anew at different times, so what they must count
-  // alike outlives it.
+  // The saver of AsyncSaver::Of. Ranks release and remake this saver at different times, so its
+  // save order, which must be equal on all ranks, is kept here.
   std::weak_ptr<AsyncSaver> shared;
-  std::shared_ptr<Turns> shared_turns;
+  std::shared_ptr<SaveOrder> shared_order;
 };
 
 std::shared_ptr<SaverSlots> PlacesOf(Communicator& comm) {
@@ -66,29 +67,31 @@ std::shared_ptr<SaverSlots> PlacesOf(Communicator& comm) {
 
 }  // namespace
 
-// One save, between the caller and the thread that works on it.
+// The state of one save, shared by the caller's handle and the thread that saves.
 struct SaveHandle::Rep {
-  // A forked child has the handle and not the threads: what it waited for would never come.
+  // False in a forked child, which has the handle but not the threads: a wait there would never
+  // end.
   bool InThisProcess() const { return getpid() == process; }
   const pid_t process = getpid();
 
-  Milestone<Status> staged;  // Of the bytes.
+  Milestone<Status> staged;  // Reached when the caller's bytes are copied.
   Milestone<Result<SaveReport>> ended;
   std::atomic<SaveProgress::State> state{SaveProgress::State::kStaging};
   std::uint64_t bytes_total = 0;
   std::atomic<std::uint64_t> bytes_staged{0};
   std::atomic<std::uint64_t> bytes_written{0};
-  // What SaveOptions::progress names, until the save has ended; otherwise bytes_written.
+  // The counter of written bytes: SaveOptions::progress until the save has ended, then
+  // bytes_written.
   std::atomic<std::uint64_t>* written = &bytes_written;
   std::atomic<std::int64_t> stalled{0};
   std::atomic<bool> cancel{false};
   AsyncOptions::OnDrop on_drop = AsyncOptions::OnDrop::kWait;
 
-  void Staged(const Status& status) {
+  void ReportStaged(const Status& status) {
     state = SaveProgress::State::kSaving;
     staged.Reach(status);
   }
-  void Ended(Result<SaveReport> verdict, bool was_in_place) {
+  void ReportEnded(Result<SaveReport> verdict, bool was_in_place) {
     const Status status = verdict.status();
     const std::uint64_t bytes = status.ok() ? verdict.value().bytes_written_here : written->load();
     const auto end = status.ok()                         ? SaveProgress::State::kCommitted
@@ -105,15 +108,15 @@ struct SaveHandle::Rep {
 
 namespace {
 
-// In which order the saves of one saver on this rank do what must not be done in any order. Lanes
-// know nothing of each other, and the same two saves may run in either order on two ranks; each
-// wait is for earlier saves alone, which end by their own deadlines whatever later ones do.
-class Turns {
+// Orders the steps of one saver's saves on this rank. Each lane (thread) saves independently, so
+// two saves may run in different orders on two ranks. A save waits only for earlier saves, which
+// end by their own deadlines whatever later saves do.
+class SaveOrder {
  public:
   enum class Step { kQueued, kStaged, kBegun };
 
-  // A save that will come: its number. Numbers rise in the order of calls.
-  std::uint64_t Enter(std::string path) {
+  // Adds a save and returns its number. Numbers rise in the order of calls.
+  std::uint64_t Register(std::string path) {
     std::lock_guard lock(mutex_);
     saves_.emplace(next_, Save{Step::kQueued, std::move(path)});
     return next_++;
@@ -125,7 +128,7 @@ class Turns {
     }
     changed_.notify_all();
   }
-  void Leave(std::uint64_t number) {
+  void Remove(std::uint64_t number) {
     {
       std::lock_guard lock(mutex_);
       saves_.erase(number);
@@ -133,15 +136,14 @@ class Turns {
     changed_.notify_all();
   }
 
-  // Until all earlier saves have come as far as `step`, or have ended; false where `limit` passes
-  // before.
+  // Waits until all earlier saves have reached `step` or ended; false if `limit` passes first.
   bool AwaitEarlier(std::uint64_t number, Step step,
                     std::chrono::milliseconds limit = kLongestWait) {
     return Await(number, limit,
                  [step](const Save& earlier, const Save&) { return earlier.step >= step; });
   }
-  // Until no earlier save to the same name is under way.
-  void AwaitName(std::uint64_t number) {
+  // Waits until no earlier save to the same path is in progress.
+  void AwaitSamePath(std::uint64_t number) {
     (void)Await(number, kLongestWait,
                 [](const Save& earlier, const Save& own) { return earlier.path != own.path; });
   }
@@ -164,20 +166,20 @@ class Turns {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<std::uint64_t, Save> saves_;  // Those that have not ended.
+  std::map<std::uint64_t, Save> saves_;  // Saves that have not ended, by number.
   std::uint64_t next_ = 0;
 };
 
-// One save that a lane has to do. A lane has a channel and a thread, and works on its saves one
-// after the other, in the order of their numbers. It must: a save waits for the turn of earlier
-// ones, and one of these that stood behind it in the queue would never have its turn.
+// One save for a lane (background thread). A lane works on its saves in the order of their numbers,
+// because a save waits for earlier ones: an earlier save behind it in the same queue would never
+// run.
 struct Task {
-  std::uint64_t number = 0;  // Of its turn.
+  std::uint64_t number = 0;  // Number of the save in SaveOrder.
   std::shared_ptr<SaveHandle::Rep> job;
-  StateDict state;        // To be staged by the lane where `staged` is not set yet.
-  bool in_place = false;  // Not staged: `staged` has views of the caller's memory.
+  StateDict state;        // The caller's state; the lane copies it if `staged` is not set.
+  bool in_place = false;  // `staged` has views of the caller's memory.
   std::optional<SnapshotState> staged;
-  std::shared_ptr<const DeviceFences> fences;  // Of the caller's memory, when it called.
+  std::shared_ptr<const DeviceFences> fences;  // Taken when the caller requested the save.
   std::string path;
   SaveOptions options;
 };
@@ -185,19 +187,19 @@ struct Task {
 class Lane {
  public:
   Lane(std::unique_ptr<Communicator> channel, std::shared_ptr<SnapshotPool> pool,
-       std::shared_ptr<DeviceSnapshots> on_devices, std::shared_ptr<Turns> turns)
+       std::shared_ptr<DeviceSnapshots> on_devices, std::shared_ptr<SaveOrder> save_order)
       : channel_(std::move(channel)),
         pool_(std::move(pool)),
         on_devices_(std::move(on_devices)),
-        turns_(std::move(turns)) {}
+        save_order_(std::move(save_order)) {}
 
-  // A save that will be added. Numbers rise from call to call.
+  // Announces a save that will be added. Numbers rise from call to call.
   void Expect(std::uint64_t number) {
     std::lock_guard lock(mutex_);
     expected_.insert(expected_.end(), number);
   }
 
-  // Waits for what is in the queue.
+  // Waits until all queued saves have ended.
   ~Lane() {
     {
       std::lock_guard lock(mutex_);
@@ -207,8 +209,8 @@ class Lane {
     if (thread_.joinable()) thread_.join();
   }
 
-  // Where there is no thread to be had, the save fails, on the caller's: the other ranks must hear
-  // of it.
+  // Gives a save to the thread. If no thread can be started, the save runs on the caller's thread
+  // and fails, so that the other ranks learn of the failure.
   void Add(Task task) {
     Status failure;
     {
@@ -219,7 +221,7 @@ class Lane {
             thread_ = std::thread([this] { Run(); });
           } catch (const std::system_error& e) {
             return {Code::kResourceExhausted,
-                    "save " + task.path + ": no thread for it: " + e.what()};
+                    "save " + task.path + ": cannot start its thread: " + e.what()};
           }
           return {};
         });
@@ -234,13 +236,13 @@ class Lane {
     task.staged.emplace();
     (void)task.staged->dict.Fail(failure);
     if (!was_staged) {
-      turns_->Reach(task.number, Turns::Step::kStaged);
-      task.job->Staged(failure);
+      save_order_->Reach(task.number, SaveOrder::Step::kStaged);
+      task.job->ReportStaged(failure);
     }
     (void)WaitUntil(task.number, PatienceOf(task.options.timeouts));
     Work(std::optional<Task>(std::move(task)));
   }
-  // A save that is expected and could not be added: what comes after it does not wait for it.
+  // Drops an announced save that could not be added, so that later saves do not wait for it.
   void Forget(std::uint64_t number) {
     {
       std::lock_guard lock(mutex_);
@@ -249,7 +251,7 @@ class Lane {
     changed_.notify_all();
   }
 
-  // Until nothing before `number` is under way; false where `limit` passes before.
+  // Waits until no save before `number` is in progress; false if `limit` passes first.
   bool WaitUntil(std::uint64_t number, std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, std::min(limit, kLongestWait),
@@ -258,7 +260,7 @@ class Lane {
   bool WaitIdle(std::chrono::milliseconds limit) {
     return WaitUntil(std::numeric_limits<std::uint64_t>::max(), limit);
   }
-  // Whether this is called by what it is working on, a callback.
+  // Whether the caller runs on this lane's thread, in a callback.
   bool IsThisThread() {
     std::lock_guard lock(mutex_);
     return std::this_thread::get_id() == thread_.get_id();
@@ -287,12 +289,13 @@ class Lane {
     Result<SaveReport> verdict = Save(*task);
     if (!verdict.ok()) verdict = AfterDevices(verdict.status(), task->fences.get());
     if (!verdict.ok() && task->staged.has_value()) {
-      for (const auto& memory : task->staged->on_devices) memory->Doubt();
+      for (const auto& memory : task->staged->on_devices) memory->MarkStillAccessed();
     }
-    // The memory goes back before anybody hears of the end, who may want it for the next save.
+    // The staging memory is freed before the end is reported, because the caller may need this
+    // memory for its next save.
     task.reset();
-    turns_->Leave(number);
-    job->Ended(std::move(verdict), in_place);
+    save_order_->Remove(number);
+    job->ReportEnded(std::move(verdict), in_place);
     {
       std::lock_guard lock(mutex_);
       expected_.erase(number);
@@ -303,74 +306,75 @@ class Lane {
   Result<SaveReport> Save(Task& task) {
     SaveHandle::Rep& job = *task.job;
     if (!task.staged.has_value()) {
-      // Memory is given out in the order of saves, on every rank. Otherwise the first save might
-      // hold it on one rank and the second on another, and each wait for the other for ever.
-      (void)turns_->AwaitEarlier(task.number, Turns::Step::kStaged);
-      const DeviceRules rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
+      // Memory is given out in the order of saves, on every rank. In another order the first save
+      // could have the memory on one rank and the second save on another rank, and each save would
+      // wait for the other forever.
+      (void)save_order_->AwaitEarlier(task.number, SaveOrder::Step::kStaged);
+      const DeviceLimits rules{task.fences.get(), &job.cancel, PatienceOf(task.options.timeouts)};
       task.staged.emplace(
           StageState(task.state, *pool_, *on_devices_, rules, &job.bytes_staged, &job.stalled));
-      turns_->Reach(task.number, Turns::Step::kStaged);
-      job.Staged(task.staged->status);
+      save_order_->Reach(task.number, SaveOrder::Step::kStaged);
+      job.ReportStaged(task.staged->status);
     }
     SaveOptions options = task.options;
     options.progress = job.written;
     std::optional<ProgressFile> progress;
-    // What this rank says about itself must be finished when rank 0 begins to publish.
+    // This rank's progress file must be complete when rank 0 begins to publish.
     options.events = [&](const Event& event) {
       if (event.kind != Event::Kind::kStart && event.phase == "write" && progress.has_value()) {
         progress->Stop();
       }
-      TakeTurn(task, event);
+      KeepSaveOrder(task, event);
       if (task.options.events) task.options.events(event);
     };
     SaveControl control;
     control.cancel = &job.cancel;
     if (task.in_place) control.fences = task.fences;
     control.copied = !task.in_place;
-    control.begun = [&](const Staging& staging) {
-      progress.emplace(HostFileSystem(), staging, channel_->rank(), channel_->size(),
-                       kProgressInterval, [&job, written = options.progress] {
+    control.on_staging_made = [&](FileSystem& fs, const Staging& staging) {
+      progress.emplace(fs, staging, channel_->rank(), channel_->size(), kProgressInterval,
+                       [&job, written = options.progress] {
                          return ProgressFile::Line{job.bytes_total, written->load()};
                        });
     };
-    control.ending = [&](const Staging&) {
+    control.on_staging_end = [&](const Staging&) {
       if (progress.has_value()) progress->Remove();
     };
-    Result<SaveReport> verdict = Status(Code::kInternal, "the save did not run");
+    Result<SaveReport> verdict = Status(Code::kInternal, "the background save did not run");
     const Status ran = Guarded([&]() -> Status {
-      verdict = SaveOn(HostFileSystem(), task.staged->dict, task.path, *channel_, options, control);
+      verdict = tensormount::Save(task.staged->dict, task.path, *channel_, options, control);
       return {};
     });
     if (!ran.ok()) return ran.WithContext("asynchronous save " + task.path);
     return verdict;
   }
 
-  // Rank 0 claims generations in the order of saves, so that `latest` is the last one that was
-  // asked for; and of two saves that replace the same name, the second one stays.
-  void TakeTurn(const Task& task, const Event& event) {
+  // Makes rank 0 claim generations in the order of saves, so that `latest` is the save requested
+  // last, and of two saves that replace the same name the second one remains.
+  void KeepSaveOrder(const Task& task, const Event& event) {
     if (channel_->rank() != 0) return;
     const bool start = event.kind == Event::Kind::kStart;
     if (event.phase == "stage") {
       if (start) {
-        (void)turns_->AwaitEarlier(task.number, Turns::Step::kBegun);
+        (void)save_order_->AwaitEarlier(task.number, SaveOrder::Step::kBegun);
       } else {
-        turns_->Reach(task.number, Turns::Step::kBegun);
+        save_order_->Reach(task.number, SaveOrder::Step::kBegun);
       }
     } else if (event.phase == "publish" && start) {
-      turns_->AwaitName(task.number);
+      save_order_->AwaitSamePath(task.number);
     }
   }
 
   const std::unique_ptr<Communicator> channel_;
   const std::shared_ptr<SnapshotPool> pool_;
   const std::shared_ptr<DeviceSnapshots> on_devices_;
-  const std::shared_ptr<Turns> turns_;
+  const std::shared_ptr<SaveOrder> save_order_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::uint64_t, Task> queue_;
-  std::set<std::uint64_t> expected_;  // That have not ended, whether they are in the queue or not.
+  std::set<std::uint64_t> expected_;  // Numbers of saves that have not ended, queued or not.
   bool stop_ = false;
-  std::thread thread_;  // Once there is something to do. Last: stops first.
+  std::thread thread_;  // Started with the first save.
 };
 
 }  // namespace
@@ -381,7 +385,7 @@ struct AsyncSaver::Rep {
         places(PlacesOf(comm)),
         pool(std::make_shared<SnapshotPool>(opts.staging_bytes)),
         on_devices(std::make_shared<DeviceSnapshots>(opts.device_staging_bytes)),
-        turns(std::make_shared<Turns>()) {}
+        save_order(std::make_shared<SaveOrder>()) {}
   ~Rep() {
     for (auto& lane : lanes) lane.reset();
     if (place.has_value()) {
@@ -392,14 +396,14 @@ struct AsyncSaver::Rep {
       places->changed.notify_all();
     }
   }
-  // The number of a save that will be added to its lane.
-  std::uint64_t Enter(std::string_view path) {
-    std::lock_guard lock(entering);  // A lane expects numbers in their order.
-    const std::uint64_t number = turns->Enter(WithoutTrailingSlashes(path));
+  // Announces a save to its lane and returns its number.
+  std::uint64_t Register(std::string_view path) {
+    std::lock_guard lock(entering);  // Each lane must get numbers in rising order.
+    const std::uint64_t number = save_order->Register(WithoutTrailingSlashes(path));
     try {
       lanes[number % kLanes]->Expect(number);
     } catch (...) {
-      turns->Leave(number);
+      save_order->Remove(number);
       throw;
     }
     return number;
@@ -408,7 +412,7 @@ struct AsyncSaver::Rep {
     for (std::uint32_t i = 0; i < kLanes; ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel,
                                    MakeChannel(comm, 1 + *place * kLanes + i));
-      lanes[i] = std::make_unique<Lane>(std::move(channel), pool, on_devices, turns);
+      lanes[i] = std::make_unique<Lane>(std::move(channel), pool, on_devices, save_order);
     }
     return {};
   }
@@ -419,19 +423,18 @@ struct AsyncSaver::Rep {
   std::optional<std::uint32_t> place;
   std::shared_ptr<SnapshotPool> pool;
   std::shared_ptr<DeviceSnapshots> on_devices;
-  std::shared_ptr<Turns> turns;
+  std::shared_ptr<SaveOrder> save_order;
   std::mutex entering;
   std::array<std::unique_ptr<Lane>, kLanes> lanes;
 };
 
 namespace {
 
-// Savers that exist, for the end of the process: what is under way is waited for, as long as the
-// time-outs of the saves allow.
+// The savers of the process. At exit the process waits for their saves in progress, within the
+// timeouts of the saves.
 struct LiveSavers {
-  // Once it ends no save begins any more: a thread that is still there would write files while what
-  // it needs is destroyed. `busy`: threads that begin a save, or destroy a saver that may have
-  // some.
+  // Set at exit: no save begins any more, because a thread would write files while the objects that
+  // it needs are destroyed. `busy` counts threads that begin a save or destroy a saver.
   std::atomic<bool> ending{false};
   std::atomic<int> busy{0};
   std::mutex mutex;
@@ -439,11 +442,13 @@ struct LiveSavers {
 };
 LiveSavers& Live() { return PerProcess<LiveSavers>(); }
 
-Status OfAnotherProcess() {
-  return {Code::kUnsupported, "the save is of the process that this one was forked from"};
+Status ForkedSaverError() {
+  return {Code::kUnsupported,
+          "asynchronous saves and their savers belong to the parent process: a forked child cannot "
+          "use them"};
 }
-// In slices: other threads, whose saves may be what is waited for, can still make and destroy
-// savers meanwhile.
+// Waits for the saves of all savers, in short slices, so that other threads can still make and
+// destroy savers meanwhile.
 void DrainAll() {
   Live().ending = true;
   for (bool idle = false; !idle;) {
@@ -461,9 +466,9 @@ void DrainAll() {
 }
 
 void DrainAtExit() {
-  // In this order: saves that are waited for write tables.
+  // PrepareProcess comes first, because saves for which DrainAll waits write SST tables.
   static const int registered = (SstTable::PrepareProcess(), std::atexit(&DrainAll));
-  (void)registered;  // Where it could not be, only destructors drain.
+  (void)registered;  // If atexit failed, only destructors wait for saves.
 }
 
 }  // namespace
@@ -473,7 +478,7 @@ void DrainAtExit() {
 SaveHandle::SaveHandle(std::shared_ptr<Rep> rep) : rep_(std::move(rep)) {}
 SaveHandle::SaveHandle(SaveHandle&&) noexcept = default;
 SaveHandle& SaveHandle::operator=(SaveHandle&& other) noexcept {
-  // What this one had is dropped with `other`.
+  // The save that this handle had is dropped with `other`.
   std::swap(rep_, other.rep_);
   std::swap(saver_, other.saver_);
   return *this;
@@ -482,42 +487,42 @@ SaveHandle::~SaveHandle() {
   if (rep_ == nullptr || !rep_->InThisProcess()) return;
   const bool cancel = rep_->on_drop == AsyncOptions::OnDrop::kCancel;
   if (cancel) Cancel();
-  // What is not staged reads the caller's memory, which may go after this.
+  // Until the snapshot is taken, the save reads the caller's memory, which may be freed after this.
   if (cancel) {
     (void)rep_->staged.Wait();
   } else {
-    (void)WaitCommitted();  // The verdict is nobody's any more.
+    (void)WaitCommitted();  // No caller remains for the verdict.
   }
 }
 
 Status SaveHandle::WaitStaged() {
-  return rep_->InThisProcess() ? rep_->staged.Wait() : OfAnotherProcess();
+  return rep_->InThisProcess() ? rep_->staged.Wait() : ForkedSaverError();
 }
 
 Result<SaveReport> SaveHandle::WaitCommitted() {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedSaverError();
   return rep_->ended.Wait();
 }
 
 Result<bool> SaveHandle::WaitStagedFor(std::chrono::milliseconds most) {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedSaverError();
   const std::optional<Status> staged = rep_->staged.WaitFor(most);
   if (staged) TENSORMOUNT_RETURN_IF_ERROR(*staged);
   return staged.has_value();
 }
 
 std::optional<Result<SaveReport>> SaveHandle::WaitCommittedFor(std::chrono::milliseconds most) {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedSaverError();
   return rep_->ended.WaitFor(most);
 }
 
 Result<int> SaveHandle::StagedFd() {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedSaverError();
   return rep_->staged.EventFd();
 }
 
 Result<int> SaveHandle::CommittedFd() {
-  if (!rep_->InThisProcess()) return OfAnotherProcess();
+  if (!rep_->InThisProcess()) return ForkedSaverError();
   return rep_->ended.EventFd();
 }
 
@@ -526,8 +531,8 @@ SaveProgress SaveHandle::progress() const {
   p.state = rep_->state;
   p.bytes_total = rep_->bytes_total;
   p.bytes_staged = rep_->bytes_staged;
-  if (rep_->InThisProcess()) {  // Elsewhere a thread that is not there may hold it.
-    rep_->ended.Look([&] { p.bytes_written = *rep_->written; });
+  if (rep_->InThisProcess()) {  // In a forked child the mutex of `ended` may be locked forever.
+    rep_->ended.WithLock([&] { p.bytes_written = *rep_->written; });
   }
   p.stalled = std::chrono::nanoseconds(rep_->stalled);
   return p;
@@ -544,11 +549,12 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Rep> rep) : rep_(std::move(rep)) {
 
 AsyncSaver::~AsyncSaver() {
   if (rep_->process != getpid()) {
-    // Its lanes' threads are the parent's: they cannot be joined here.
+    // In a forked child the saver's threads belong to the parent and cannot be joined.
     (void)rep_.release();
     return;
   }
-  // Still seen by the end of the process while its lanes come to theirs.
+  // DrainAll waits until `busy` is 0, and so also for the threads of a saver that is no longer in
+  // `savers`.
   ++Live().busy;
   const AtExit done([] { --Live().busy; });
   {
@@ -564,12 +570,12 @@ Result<std::unique_ptr<AsyncSaver>> AsyncSaver::Make(Communicator& comm,
   auto rep = std::make_unique<Rep>(comm, options);
   {
     std::lock_guard lock(rep->places->mutex);
-    // Counted also where there is none: the next one is in the same place on all ranks.
+    // Counted even if the slot is taken, so that the next saver has the same slot on all ranks.
     const std::uint32_t place = rep->places->made++ % kOwnSaver;
     if (rep->places->taken[place]) {
-      return Status(Code::kResourceExhausted, "a communicator has at most " +
-                                                  std::to_string(kOwnSaver) +
-                                                  " asynchronous savers at a time");
+      return Status(Code::kResourceExhausted,
+                    "a communicator has at most " + std::to_string(kOwnSaver) +
+                        " asynchronous savers at a time; close one first");
     }
     rep->places->taken[place] = true;
     rep->place = place;
@@ -583,7 +589,7 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   auto rep = std::make_unique<Rep>(comm, AsyncOptions{});
   SaverSlots& places = *rep->places;
   std::unique_lock lock(places.mutex);
-  // One that is just being destroyed waits for its saves.
+  // If the previous saver is being destroyed, waits until its saves have ended.
   std::shared_ptr<AsyncSaver> saver;
   const bool free = places.changed.wait_for(lock, Timeouts().arrival, [&] {
     saver = places.shared.lock();
@@ -592,12 +598,13 @@ Result<std::shared_ptr<AsyncSaver>> AsyncSaver::Of(Communicator& comm) {
   if (saver != nullptr) return saver;
   if (!free) {
     return Status(Code::kDeadlineExceeded,
-                  "the communicator's asynchronous saver: the last one is still saving");
+                  "cannot start a background save: the previous saver of this communicator did not "
+                  "finish within the arrival timeout; wait for its saves first");
   }
   places.taken[kOwnSaver] = true;
   rep->place = kOwnSaver;
-  if (places.shared_turns == nullptr) places.shared_turns = rep->turns;
-  rep->turns = places.shared_turns;
+  if (places.shared_order == nullptr) places.shared_order = rep->save_order;
+  rep->save_order = places.shared_order;
   lock.unlock();
   TENSORMOUNT_RETURN_IF_ERROR(rep->MakeLanes(comm));
   saver.reset(new AsyncSaver(std::move(rep)));
@@ -619,10 +626,12 @@ Result<SaveHandle> AsyncSaver::SaveInPlace(const StateDict& state, std::string_v
 
 Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view path,
                                      const SaveOptions& options, Staging staging) {
-  if (rep_->process != getpid()) return OfAnotherProcess();
+  if (rep_->process != getpid()) return ForkedSaverError();
   ++Live().busy;
   const AtExit begun([] { --Live().busy; });
-  if (Live().ending) return Status(Code::kCancelled, "save: the process ends");
+  if (Live().ending) {
+    return Status(Code::kCancelled, "save " + std::string(path) + ": the process is exiting");
+  }
   auto job = std::make_shared<SaveHandle::Rep>();
   job->on_drop = rep_->options.on_drop;
   job->bytes_total = BytesOf(state);
@@ -631,16 +640,16 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
   task.job = job;
   task.path = std::string(path);
   task.options = options;
-  task.number = rep_->Enter(path);
+  task.number = rep_->Register(path);
   Lane& lane = *rep_->lanes[task.number % kLanes];
   const std::uint64_t number = task.number;
-  // Where there is not even the memory to say so.
+  // Runs if the task cannot be given to the lane because memory is exhausted.
   AtExit forget([&] {
     lane.Forget(number);
-    rep_->turns->Leave(number);
+    rep_->save_order->Remove(number);
   });
-  // Whatever goes wrong from here on, the task is given to the lane, so that the other ranks hear
-  // of it instead of waiting.
+  // After any failure from here on, the task still goes to the lane, so that the other ranks learn
+  // of the failure instead of waiting.
   const Status prepared = Guarded([&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(task.fences, FencesOf(state));
     if (staging == Staging::kInBackground) {
@@ -653,19 +662,23 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
       task.staged->dict = ShareState(state);
       return {};
     }
-    // The save before the last must be over: its memory is what this one is staged in.
+    // The save before the last one must have ended, because this save reuses its staging memory.
     const std::chrono::milliseconds patience = PatienceOf(options.timeouts);
     if (!lane.WaitUntil(task.number, patience)) {
-      return {Code::kDeadlineExceeded,
-              "save " + task.path + ": an earlier save is still under way"};
+      return {
+          Code::kDeadlineExceeded,
+          "save " + task.path +
+              ": timed out: the save before the last one has not ended; wait for it, or raise the "
+              "arrival timeout"};
     }
-    // Memory is given out in the order of saves, as in Lane::Save. Otherwise this save could hold
-    // what an earlier one needs, and wait for the turn of that one.
-    if (!rep_->turns->AwaitEarlier(task.number, Turns::Step::kStaged, patience)) {
-      return {Code::kDeadlineExceeded,
-              "save " + task.path + ": the tensors of an earlier save are not copied yet"};
+    // Memory is given out in the order of saves, as in Lane::Save. In another order this save could
+    // have memory that an earlier save needs, and wait for that save.
+    if (!rep_->save_order->AwaitEarlier(task.number, SaveOrder::Step::kStaged, patience)) {
+      return {
+          Code::kDeadlineExceeded,
+          "save " + task.path + ": timed out: the tensors of an earlier save are not copied yet"};
     }
-    const DeviceRules rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
+    const DeviceLimits rules{task.fences.get(), &job->cancel, PatienceOf(options.timeouts)};
     task.staged.emplace(StageState(state, *rep_->pool, *rep_->on_devices, rules, &job->bytes_staged,
                                    &job->stalled));
     return {};
@@ -676,11 +689,11 @@ Result<SaveHandle> AsyncSaver::Start(const StateDict& state, std::string_view pa
     (void)task.staged->dict.Fail(prepared);
   }
   if (task.staged.has_value()) {
-    rep_->turns->Reach(task.number, Turns::Step::kStaged);
+    rep_->save_order->Reach(task.number, SaveOrder::Step::kStaged);
     if (task.in_place) {
       job->state = SaveProgress::State::kSaving;
     } else {
-      job->Staged(task.staged->status);
+      job->ReportStaged(task.staged->status);
     }
   }
   lane.Add(std::move(task));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of a state within its devices, where they have room: what a save in the background holds
-// of the caller's time is then a copy at the speed of the device's memory.
+// Copies of a state within its devices, if they have room: a save in the background then delays the
+// caller only by a copy at the speed of device memory.
 #include "collective/async/device_snapshots.h"
 
 #include <algorithm>
@@ -14,13 +14,13 @@ DeviceSnapshots::~DeviceSnapshots() {
 
 DeviceSnapshots::Memory::~Memory() {
   std::lock_guard lock(pool_->mutex_);
-  Block& block = pool_->blocks_[piece_];
+  Block& block = pool_->blocks_[block_index_];
   block.taken = false;
-  block.doubtful = block.doubtful || doubtful_;
+  block.still_accessed = block.still_accessed || still_accessed_;
   if (writes_) block.writes = std::move(writes_);
 }
 
-bool DeviceSnapshots::IsQuiet(Block& block) {
+bool DeviceSnapshots::HaveWritesEnded(Block& block) {
   if (!block.writes) return true;
   if (!block.writes->ok()) return false;
   const Result<bool> reached = block.writes->value()->Reached();
@@ -34,15 +34,16 @@ bool DeviceSnapshots::IsQuiet(Block& block) {
 }
 
 bool DeviceSnapshots::IsIdle(Block& block) {
-  if (block.doubtful) block.doubtful = !block.device->remains->IsOver(block.data);
-  return !block.doubtful && IsQuiet(block);
+  if (block.still_accessed)
+    block.still_accessed = !block.device->pending_work->HasNoPendingWork(block.data);
+  return !block.still_accessed && HaveWritesEnded(block);
 }
 
 void DeviceSnapshots::Free(Block& block) {
   if (block.data == nullptr) return;
-  // No copy of this memory is under way, so it need not wait for copies of other memory.
-  if (IsIdle(block)) block.device->remains->Renew(block.data);
-  block.device->remains->Free(block.data);
+  // No copy of this block is in progress, so freeing it need not wait for copies of other memory.
+  if (IsIdle(block)) block.device->pending_work->ResetPendingWork(block.data);
+  block.device->pending_work->Free(block.data);
   block.data = nullptr;
   block.size = 0;
 }
@@ -55,21 +56,21 @@ std::unique_ptr<DeviceSnapshots::Memory> DeviceSnapshots::Take(
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     Block& block = blocks_[i];
     if (block.device != device || block.data == nullptr) continue;
-    if (!block.taken && block.size >= bytes && IsQuiet(block)) {
-      if (!block.doubtful) device->remains->Renew(block.data);
+    if (!block.taken && block.size >= bytes && HaveWritesEnded(block)) {
+      if (!block.still_accessed) device->pending_work->ResetPendingWork(block.data);
       block.taken = true;
       return std::unique_ptr<Memory>(new Memory(shared_from_this(), i, block.data));
     }
     held += block.size;
   }
-  // Not a larger one beside a smaller one that nobody uses.
+  // Frees idle blocks before a larger one is allocated.
   for (Block& block : blocks_) {
     if (block.device != device || block.taken || block.data == nullptr || !IsIdle(block)) continue;
     held -= block.size;
     Free(block);
   }
   if (held > bound_ - bytes) return nullptr;
-  const Result<std::byte*> data = device->remains->Allocate(static_cast<std::size_t>(bytes));
+  const Result<std::byte*> data = device->pending_work->Allocate(static_cast<std::size_t>(bytes));
   if (!data.ok()) return nullptr;
   const auto unused = std::find_if(blocks_.begin(), blocks_.end(), [](const Block& block) {
     return block.data == nullptr && !block.taken;

@@ -19,9 +19,8 @@
 
 namespace tensormount {
 
-// A point that a job in the background comes to once, and what there is to say about it then: for
-// threads that wait, for a time or for as long as it takes, and for event loops, which poll a
-// descriptor. Thread-safe.
+// An event that a background job reaches once, with a value. Threads can wait for it, with or
+// without a time limit, and event loops can poll a descriptor. Thread-safe.
 template <typename T>
 class Milestone {
  public:
@@ -32,7 +31,7 @@ class Milestone {
     if (fd_ >= 0) close(fd_);
   }
 
-  // Once. `first` runs before anybody sees it, under the lock that Look takes.
+  // Call once. `first` runs before any waiter sees the value, under the lock that WithLock takes.
   template <typename First>
   void Reach(T value, First first) {
     {
@@ -47,25 +46,26 @@ class Milestone {
     Reach(std::move(value), [] {});
   }
 
-  // What was said; a copy, since others may wait too.
+  // Waits for the event. Returns a copy of the value, because other threads may wait, too.
   T Wait() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return value_.has_value(); });
     return *value_;
   }
-  // Nothing: not yet, after `most`.
+  // Waits for at most `most`; empty if the event was not reached by then.
   std::optional<T> WaitFor(std::chrono::milliseconds most) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, std::min(most, kLongestWait), [&] { return value_.has_value(); });
     return value_;
   }
   template <typename Fn>
-  void Look(Fn fn) {
+  void WithLock(Fn fn) {
     std::lock_guard lock(mutex_);
     fn();
   }
 
-  // Readable from then on; belongs to this. kResourceExhausted where there is none to be had.
+  // A descriptor, owned by this object, that becomes readable at the event. Fails if no descriptor
+  // can be made.
   Result<int> EventFd() {
     std::lock_guard lock(mutex_);
     if (fd_ < 0) {
@@ -77,7 +77,7 @@ class Milestone {
   }
 
  private:
-  // It was zero, and nobody else writes to it: this cannot fail.
+  // The counter was zero and has no other writer, so the write cannot fail.
   void Signal() {
     const std::uint64_t one = 1;
     (void)!write(fd_, &one, sizeof(one));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each rank replaces its own line, rank 0 replaces the whole; a failure to write either is ignored,
-// because a save must not fail for it.
+// Each rank replaces the file with its own line, and rank 0 also the combined file. Failures are
+// ignored, because a save must not fail for them.
 #include "collective/async/progress_file.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ void ProgressFile::Stop() {
 
 void ProgressFile::Remove() {
   Stop();
-  (void)fs_.RemoveTree(JoinPath(staging_.directory, kFolder));  // Best effort, as all here.
+  (void)fs_.RemoveTree(JoinPath(staging_.directory, kFolder));  // Failures are ignored.
   (void)fs_.RemoveTree(JoinPath(staging_.directory, "status.json.new"));
   (void)fs_.RemoveTree(JoinPath(staging_.directory, "status.json"));
 }
@@ -88,7 +88,7 @@ void ProgressFile::WriteAll() {
   for (int r = 0; r < world_; ++r) {
     const Result<std::string> text =
         fs_.ReadFile(JoinPath(folder, "rank-" + std::to_string(r)), kMaxLine);
-    if (!text.ok()) continue;  // It has said nothing yet.
+    if (!text.ok()) continue;  // The rank has written nothing yet.
     OrderedJson line = OrderedJson::parse(text.value(), nullptr, /*allow_exceptions=*/false);
     if (!line.is_object()) continue;
     total += line.value("bytes_total", std::uint64_t{0});

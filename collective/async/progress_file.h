@@ -15,29 +15,28 @@
 
 namespace tensormount {
 
-// How far a save is, for people and programs that look at the store: every rank keeps a line about
-// itself in STAGING/status/, and rank 0 puts them together as STAGING/status.json
-// (docs/format.md, "Progress"). Through the file system and not by messages, so that it costs the
-// ranks nothing, and what a dead rank said last can still be read. Best effort: a failure to write
-// it is no failure of the save. A save that is over within the first interval writes nothing.
-// A file each, replaced by rename: a reader never sees half of one. The line of a rank that hangs
-// or is gone stays as it was while those of the others go on.
+// Progress of a save, for people and programs that look at the store: every rank keeps a line about
+// itself in STAGING/status/, and rank 0 combines them in STAGING/status.json (docs/format.md,
+// "Store"). Progress goes into files, not messages, so that the other ranks do no work for it and a
+// dead rank's last line can still be read. Failures to write are ignored. A save shorter than the
+// first interval writes nothing. Files are replaced by rename, so a reader never sees half a file.
 class ProgressFile {
  public:
-  // Bytes that this rank has to write in this save, and has written.
+  // Bytes that this rank writes in this save, in total and so far.
   struct Line {
     std::uint64_t bytes_total = 0;
     std::uint64_t bytes_written = 0;
   };
-  // `line` is called on a thread of its own. Intervals grow with the number of ranks, so that a
-  // large job does not keep a file system busy with this.
+  // Calls `line` on a thread of its own. Intervals grow with the number of ranks, to bound the load
+  // on the file system.
   ProgressFile(FileSystem& fs, const Staging& staging, int rank, int world,
                std::chrono::milliseconds interval, std::function<Line()> line);
-  // Stops, without removing anything.
+  // Stops the thread. The files stay.
   ~ProgressFile();
 
   void Stop();
-  // Rank 0, before the staging is published or given up: nothing of this stays in a checkpoint.
+  // Call on rank 0 before the staging is published or aborted: the files are not part of a
+  // checkpoint.
   void Remove();
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for snapshots, kept from one save to the next: to get gigabytes from the kernel and have
-// them zeroed costs as much as the copy itself. What is held at once is bounded, and a save that
-// could never fit says so before it waits.
+// Memory for snapshots is kept from one save to the next: allocating and zeroing gigabytes in the
+// kernel costs as much as the copy itself. The total is bounded, and a save that can never fit
+// fails before it waits.
 #include "collective/async/snapshot_pool.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace tensormount {
 namespace {
 
-// Pieces are rounded up to this, so that a state that grows a little still finds its old memory.
+// Blocks are rounded up to this, so that a state that grows a little can reuse its block.
 constexpr std::uint64_t kRound = 2u << 20;
-// No more idle pieces than saves can be under way.
+// Maximum number of idle blocks: the number of concurrent saves.
 constexpr std::size_t kMaxIdle = 2;
 
 }  // namespace
@@ -33,9 +33,10 @@ SnapshotPool::Memory::~Memory() {
 Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
     std::uint64_t bytes, std::chrono::milliseconds limit, std::atomic<std::int64_t>* stalled) {
   if (bytes > (std::uint64_t{1} << 62) || (bound_ != 0 && bytes > bound_)) {
-    return Status(Code::kResourceExhausted, "staging needs " + std::to_string(bytes) +
-                                                " bytes; staging_bytes allows " +
-                                                std::to_string(bound_));
+    return Status(Code::kResourceExhausted,
+                  "copying the tensors needs " + std::to_string(bytes) +
+                      " bytes of staging memory; the option staging_bytes allows " +
+                      std::to_string(bound_));
   }
   std::uint64_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
   if (bound_ != 0) size = std::min(size, std::max(bound_, bytes));
@@ -62,24 +63,25 @@ Result<std::unique_ptr<SnapshotPool::Memory>> SnapshotPool::Take(
                              .count(),
                          std::memory_order_relaxed);
     }
-    // What came back in the last moment is still looked at.
+    // The loop looks once more after the deadline, so that memory returned at the last moment is
+    // used.
     if (before >= deadline) {
-      return Status(Code::kDeadlineExceeded, "staging needs " + std::to_string(bytes) +
-                                                 " bytes, and earlier saves did not "
-                                                 "give back enough of the " +
-                                                 std::to_string(bound_) + " of staging_bytes");
+      return Status(Code::kDeadlineExceeded,
+                    "copying the tensors needs " + std::to_string(bytes) +
+                        " bytes of staging memory, but earlier saves did not free enough of the " +
+                        std::to_string(bound_) + " bytes that staging_bytes allows in time");
     }
   }
-  // Giving back must not need memory.
-  idle_.reserve(pieces_ + 1);
+  // Reserved here, because GiveBack must not allocate.
+  idle_.reserve(mapped_blocks_ + 1);
   auto memory = std::unique_ptr<Memory>(new Memory(shared_from_this(), nullptr, 0));
   void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
     return Status::FromErrno(errno, "map", std::to_string(size) + " bytes of staging memory");
   }
-  ::madvise(data, size, MADV_HUGEPAGE);  // An offer: refusing it is no failure.
+  ::madvise(data, size, MADV_HUGEPAGE);  // A hint that may be refused.
   mapped_ += size;
-  ++pieces_;
+  ++mapped_blocks_;
   memory->data_ = static_cast<std::byte*>(data);
   memory->size_ = size;
   return memory;
@@ -92,7 +94,7 @@ void SnapshotPool::MakeRoom(std::uint64_t bytes) {
     idle_.erase(idle_.begin());
     ::munmap(piece.data(), piece.size());
     mapped_ -= piece.size();
-    --pieces_;
+    --mapped_blocks_;
   }
 }
 

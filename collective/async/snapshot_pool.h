@@ -16,16 +16,17 @@
 
 namespace tensormount {
 
-// Memory for copies of what is being saved. It comes from the kernel in one piece a save and is
-// kept for the next one: touching fresh pages costs more than copying into them. Pieces are used
-// for whatever fits, and two are kept, since no more saves than that are under way. Thread-safe.
+// A pool of host memory for snapshots. The kernel provides one block for each save. The block is
+// kept for later saves, because touching fresh pages costs more than copying into them. Any block
+// that is large enough is reused. Two idle blocks are kept, the number of concurrent saves.
+// Thread-safe.
 class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
  public:
   // At most `bound` bytes are mapped at a time; 0: no bound.
   explicit SnapshotPool(std::uint64_t bound) : bound_(bound) {}
   ~SnapshotPool();
 
-  // Goes back to the pool when destroyed.
+  // Memory taken from the pool, which goes back when this object is destroyed.
   class Memory {
    public:
     ~Memory();
@@ -40,10 +41,11 @@ class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
     std::size_t size_;
   };
 
-  // `bytes` of page-aligned memory, contents undefined. Waits, at most `limit`, while others hold
-  // what is missing to the bound; `stalled` counts that time in nanoseconds.
-  //   kResourceExhausted  more than the bound, or the kernel gives none
-  //   kDeadlineExceeded   others held it for longer than `limit`
+  // Returns `bytes` of page-aligned memory with undefined contents. If other saves use so much
+  // memory that the bound would be exceeded, waits up to `limit`; `stalled` counts that time in
+  // nanoseconds.
+  //   kResourceExhausted  more than the bound, or the kernel has none
+  //   kDeadlineExceeded   other saves used the memory for longer than `limit`
   Result<std::unique_ptr<Memory>> Take(std::uint64_t bytes, std::chrono::milliseconds limit,
                                        std::atomic<std::int64_t>* stalled);
 
@@ -51,15 +53,15 @@ class SnapshotPool : public std::enable_shared_from_this<SnapshotPool> {
 
  private:
   void GiveBack(std::span<std::byte> piece);
-  // Unmaps idle pieces, the smallest first, until `bytes` more fit under the bound.
+  // Unmaps idle blocks, the smallest first, until `bytes` more fit under the bound.
   void MakeRoom(std::uint64_t bytes);
 
   const std::uint64_t bound_;
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::uint64_t mapped_ = 0;
-  std::size_t pieces_ = 0;                  // Mapped ones, idle or not.
-  std::vector<std::span<std::byte>> idle_;  // By rising size.
+  std::size_t mapped_blocks_ = 0;           // Number of mapped blocks.
+  std::vector<std::span<std::byte>> idle_;  // Idle blocks, by rising size.
 };
 
 }  // namespace tensormount

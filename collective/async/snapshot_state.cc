@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A StateDict of the same shards over memory of a snapshot. Copies are shared out between threads:
-// one moves a fifth of what the bus to a device does. Large ones go past the caches, which hold
-// nothing of them when the save reads them.
+// Makes a StateDict of the same shards in snapshot memory. Several threads copy, because one thread
+// uses a fifth of the bus to a device. Large copies bypass the caches, which would not hold them
+// until the save reads them.
 #include "collective/async/snapshot_state.h"
 
 #include <algorithm>
@@ -23,18 +23,18 @@
 namespace tensormount {
 namespace {
 
-// Shards begin at multiples of this in staging memory: a cache line, and what vector loads like.
+// Alignment of shards in staging memory: a cache line, which also suits vector loads.
 constexpr std::uint64_t kAlign = 64;
-// Larger copies do not stay in a cache until the save reads them.
+// Size from which copies bypass the caches: larger ones do not stay in a cache until the save reads
+// them.
 constexpr std::size_t kStreamBytes = 256 * 1024;
 
-// What stands in host memory, in one copy.
 Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t bytes,
                  std::byte* to) {
   const auto size = static_cast<std::size_t>(bytes);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* from, source.Fetch(begin, size, to));
   if (from == to) return {};
-  // memcpy goes past the caches for a whole state, but not for its tensors one by one.
+  // memcpy bypasses the caches for a whole state, but not for single tensors.
   if (size >= kStreamBytes) {
     StreamBytes(from, to, size);
   } else {
@@ -43,16 +43,16 @@ Status CopyBytes(const PackedSource& source, std::uint64_t begin, std::uint64_t 
   return {};
 }
 
-// One moves so many bytes in a few milliseconds.
+// Bytes for each copying thread: it copies them in a few milliseconds.
 constexpr std::uint64_t kBytesOfAStager = std::uint64_t{16} << 20;
 constexpr std::uint64_t kMostStagers = 8;
 
-// Where the copies of a state stand: each shard at an offset of one memory.
+// Where the copies of a state's shards lie: each at an offset from a base.
 struct Copies {
   std::vector<PackedSource> sources;
   std::vector<std::uint64_t> offsets;
-  std::vector<std::byte*> bases;  // Of each; null: it has no bytes.
-  std::vector<bool> there;        // Of each: on its device.
+  std::vector<std::byte*> bases;  // By shard; null: the shard has no bytes.
+  std::vector<bool> on_device;    // By shard: whether its copy is on its device.
 };
 
 Status AddTo(std::uint64_t& total, std::uint64_t bytes, std::uint64_t& offset) {
@@ -65,52 +65,56 @@ Status AddTo(std::uint64_t& total, std::uint64_t bytes, std::uint64_t& offset) {
   return {};
 }
 
-// The device's work on copies within it, which nobody may forget: it is on the caller's memory.
+// Copies within device memory, which read the caller's memory and so must be waited for.
 class CopiesWithin {
  public:
-  explicit CopiesWithin(const DeviceRules& rules) : queues_(rules) {}
+  explicit CopiesWithin(const DeviceLimits& rules) : queues_(rules) {}
   ~CopiesWithin() {
     const Deadline deadline = Deadline::After(kDeviceGrace);
-    for (const Under& way : marks_) {
-      if (way.mark.ok() && AwaitMark(*way.mark.value(), deadline).ok()) way.memory->WritesArrived();
+    for (const PendingCopy& way : marks_) {
+      if (way.mark.ok() && AwaitMark(*way.mark.value(), deadline).ok())
+        way.memory->ClearPendingWrites();
     }
   }
   CopiesWithin(const CopiesWithin&) = delete;
   CopiesWithin& operator=(const CopiesWithin&) = delete;
 
-  // Into `memory`, which must outlive this.
+  // Begins copies to `memory`, which must outlive this object.
   Status Begin(const std::shared_ptr<const OpenedDevice>& device,
                std::span<const DeviceCopy> copies, DeviceSnapshots::Memory& memory) {
     TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
     marks_.reserve(marks_.size() + 1);
-    // Until there is a mark, and for good where an exception is thrown before.
-    memory.AwaitWrites(Status(Code::kInternal, "copies that no mark stands for"));
+    // Until there is a mark, the end of the writes is unknown; it stays unknown if an exception is
+    // thrown before.
+    memory.SetPendingWrites(Status(
+        Code::kInternal, "internal error: the copies to staging memory have no completion mark"));
     Submission submission =
-        MarkSubmitted(*queue, NothingThrown([&] { return queue->CopyWithin(copies); }));
-    memory.AwaitWrites(submission.mark);
+        MarkSubmitted(*queue, CatchExceptions([&] { return queue->CopyWithin(copies); }));
+    memory.SetPendingWrites(submission.mark);
     marks_.push_back({device, std::move(submission.mark), &memory});
     return device->Name(submission.status);
   }
   Status Finish() {
-    for (const Under& way : marks_) {
-      TENSORMOUNT_RETURN_IF_ERROR(queues_.rules().Await(*way.mark.value(), *way.device));
-      way.memory->WritesArrived();
+    for (const PendingCopy& way : marks_) {
+      TENSORMOUNT_RETURN_IF_ERROR(queues_.limits().Await(*way.mark.value(), *way.device));
+      way.memory->ClearPendingWrites();
     }
     marks_.clear();
     return {};
   }
 
  private:
-  struct Under {
+  struct PendingCopy {
     std::shared_ptr<const OpenedDevice> device;
     Result<std::shared_ptr<DeviceMark>> mark;
     DeviceSnapshots::Memory* memory;
   };
   DeviceQueues queues_;
-  std::vector<Under> marks_;
+  std::vector<PendingCopy> marks_;
 };
 
-// Begins the copies of all devices that have room for theirs, and notes where they go.
+// Begins the copies on each device that has room for all of its shards, and records where the
+// copies lie.
 Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin& within,
                          SnapshotState& out) {
   std::map<std::shared_ptr<const OpenedDevice>, std::vector<std::size_t>> by_device;
@@ -128,7 +132,7 @@ Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin&
     std::vector<DeviceCopy> wanted;
     for (const std::size_t i : all) {
       const PackedSource& source = copies.sources[i];
-      copies.there[i] = true;
+      copies.on_device[i] = true;
       copies.bases[i] = memory->data();
       for (const StridedCopy& plan : source.Gather(0, source.bytes())) {
         wanted.push_back({plan, source.base(), memory->data() + copies.offsets[i]});
@@ -140,25 +144,25 @@ Status CopyWithinDevices(DeviceSnapshots& devices, Copies& copies, CopiesWithin&
   return {};
 }
 
-// The bytes of what is to be staged in host memory, in even parts that each are a thread's.
-Status CopyToHost(const StateDict& state, const DeviceRules& rules, const Copies& copies,
+// Copies the remaining bytes to host memory, in even parts, one for each thread.
+Status CopyToHost(const StateDict& state, const DeviceLimits& rules, const Copies& copies,
                   std::uint64_t total, std::atomic<std::uint64_t>* staged) {
   const std::uint64_t threads = std::clamp<std::uint64_t>(
       total / kBytesOfAStager, 1, std::min<std::uint64_t>(HostCores(), kMostStagers));
   const std::uint64_t even = total / threads + kAlign;
-  std::vector<std::vector<BlockReader::Wanted>> parts(1);
+  std::vector<std::vector<BlockReader::PlannedRange>> parts(1);
   std::uint64_t room = even;
   for (std::size_t i = 0; i < copies.sources.size(); ++i) {
-    if (copies.there[i]) continue;
+    if (copies.on_device[i]) continue;
     const std::uint64_t bytes = copies.sources[i].bytes();
     for (std::uint64_t begin = 0; begin < bytes;) {
       if (room < kAlign) {
         parts.emplace_back();
         room = even;
       }
-      // What is gathered from host memory stays whole.
+      // Strided host memory is not split.
       const bool whole = copies.sources[i].device() == nullptr && !copies.sources[i].in_place();
-      // Not within a word: devices copy words whole.
+      // Cuts at word boundaries: devices copy whole words.
       const std::uint64_t cut = std::min(room / kAlign * kAlign, bytes - begin);
       const std::uint64_t n = whole ? bytes : cut;
       parts.back().push_back({static_cast<std::uint32_t>(i), begin, n});
@@ -169,14 +173,14 @@ Status CopyToHost(const StateDict& state, const DeviceRules& rules, const Copies
   struct Nothing {};
   return ForEachParallel<Nothing>(
       parts.size(), static_cast<int>(threads), [&](std::size_t p, Nothing&) -> Status {
-        // What is on devices is on its way while the rest is copied.
-        std::vector<BlockReader::Wanted> flown;
-        for (const BlockReader::Wanted& part : parts[p]) {
+        // Device copies run while the host copies the rest.
+        std::vector<BlockReader::PlannedRange> flown;
+        for (const BlockReader::PlannedRange& part : parts[p]) {
           if (copies.sources[part.item].device() != nullptr) flown.push_back(part);
         }
         BlockReader blocks(state, BlockRules{rules});
         blocks.Plan(std::move(flown));
-        for (const BlockReader::Wanted& part : parts[p]) {
+        for (const BlockReader::PlannedRange& part : parts[p]) {
           const PackedSource& source = copies.sources[part.item];
           std::byte* const to = copies.bases[part.item] + copies.offsets[part.item] + part.begin;
           if (source.device() == nullptr) {
@@ -199,7 +203,7 @@ Status CopyToHost(const StateDict& state, const DeviceRules& rules, const Copies
 }
 
 Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
-             const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
+             const DeviceLimits& rules, std::atomic<std::uint64_t>* staged,
              std::atomic<std::int64_t>* stalled, SnapshotState& out) {
   TENSORMOUNT_RETURN_IF_ERROR(state.status());
   TENSORMOUNT_RETURN_IF_ERROR(CheckHasData(state));
@@ -213,20 +217,20 @@ Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& device
   }
   copies.offsets.resize(count);
   copies.bases.resize(count);
-  copies.there.resize(count);
-  // First what is nobody's wait: it goes on beside all that follows.
+  copies.on_device.resize(count);
+  // Device copies begin first, so that they run while the host copies.
   CopiesWithin within(rules);
   TENSORMOUNT_RETURN_IF_ERROR(CopyWithinDevices(devices, copies, within, out));
   std::uint64_t total = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    if (copies.there[i]) continue;
+    if (copies.on_device[i]) continue;
     TENSORMOUNT_RETURN_IF_ERROR(AddTo(total, copies.sources[i].bytes(), copies.offsets[i]));
   }
   if (total > 0) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out.memory, pool.Take(total, rules.patience, stalled));
   }
   for (std::size_t i = 0; i < count; ++i) {
-    if (!copies.there[i] && copies.sources[i].bytes() > 0) copies.bases[i] = out.memory->data();
+    if (!copies.on_device[i] && copies.sources[i].bytes() > 0) copies.bases[i] = out.memory->data();
   }
   TENSORMOUNT_RETURN_IF_ERROR(CopyToHost(state, rules, copies, total, staged));
   TENSORMOUNT_RETURN_IF_ERROR(within.Finish());
@@ -236,7 +240,7 @@ Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& device
         shard.region.is_flat() ? Dims{shard.region.volume()} : shard.region.box().extent();
     void* data = copies.bases[i] == nullptr ? nullptr : copies.bases[i] + copies.offsets[i];
     BufferView view = BufferView::Host(shard.data.dtype, data, shape);
-    if (copies.there[i]) {
+    if (copies.on_device[i]) {
       view.device = shard.data.device;
       view.memory = MemoryKind::kDevice;
     }
@@ -245,7 +249,8 @@ Status Stage(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& device
   });
   if (staged != nullptr) {
     for (std::size_t i = 0; i < count; ++i) {
-      if (copies.there[i]) staged->fetch_add(copies.sources[i].bytes(), std::memory_order_relaxed);
+      if (copies.on_device[i])
+        staged->fetch_add(copies.sources[i].bytes(), std::memory_order_relaxed);
     }
     for (const StateDict::ObjectItem& object : state.objects()) {
       staged->fetch_add(object.bytes.size(), std::memory_order_relaxed);
@@ -292,7 +297,7 @@ StateDict ShareState(const StateDict& state) {
 }
 
 SnapshotState StageState(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
-                         const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
+                         const DeviceLimits& rules, std::atomic<std::uint64_t>* staged,
                          std::atomic<std::int64_t>* stalled) {
   SnapshotState out;
   out.status = Guarded([&] { return Stage(state, pool, devices, rules, staged, stalled, out); });
@@ -301,7 +306,7 @@ SnapshotState StageState(const StateDict& state, SnapshotPool& pool, DeviceSnaps
     out.dict = StateDict();
     (void)out.dict.Fail(out.status);
     out.memory.reset();
-    for (const auto& memory : out.on_devices) memory->Doubt();
+    for (const auto& memory : out.on_devices) memory->MarkStillAccessed();
     out.on_devices.clear();
   }
   return out;

@@ -19,32 +19,31 @@
 
 namespace tensormount {
 
-// Bytes of the shards of a state, packed, and of its objects.
+// Total size in bytes of a state's shards, packed, and objects.
 std::uint64_t BytesOf(const StateDict& state);
 
-// The same state again, but for its shards: `shard_of` gives the one that takes the place of an
-// item's.
+// A copy of the state with other shards: `shard_of(i)` returns the new shard of item i.
 StateDict WithShards(const StateDict& state, const std::function<Shard(std::size_t)>& shard_of);
 
-// The same state again: views of the same memory, copies of everything else. A failure in `state`
-// is in the copy too.
+// A copy of the state whose shards are views of the same memory; everything else is copied. A
+// failure in `state` is kept.
 StateDict ShareState(const StateDict& state);
 
-// The copy is what `hold` of an asynchronous save waits for: once it is made the caller may change
-// its tensors, and the save reads the copy. Objects and common values are copied with it.
+// The snapshot of a state for a save in the background. Once it is made, the caller may change the
+// tensors, and the save reads the snapshot. Objects and common values are copied, too.
 //
-// A state whose shards are packed copies in memory of the pools: of their device where `devices`
-// has room for all that is on it, otherwise of the host. What cannot be staged becomes the failure
-// of `dict`, so that a save of it tells the other ranks. `rules`: of devices; its patience is for
-// memory of the pool, too.
+// The snapshot's shards are packed copies in memory of the pools: in device memory if `devices` has
+// room for all shards of the device, in host memory if not. A failure to stage becomes the failure
+// of `dict`, so that the save reports it to the other ranks. `rules` are for devices; their
+// patience also limits the wait for pool memory.
 struct SnapshotState {
-  std::unique_ptr<SnapshotPool::Memory> memory;  // Null where there is nothing to hold.
+  std::unique_ptr<SnapshotPool::Memory> memory;  // Null: no host copies.
   std::vector<std::unique_ptr<DeviceSnapshots::Memory>> on_devices;
   StateDict dict;
-  Status status;  // Of staging.
+  Status status;  // The result of staging.
 };
 SnapshotState StageState(const StateDict& state, SnapshotPool& pool, DeviceSnapshots& devices,
-                         const DeviceRules& rules, std::atomic<std::uint64_t>* staged,
+                         const DeviceLimits& rules, std::atomic<std::uint64_t>* staged,
                          std::atomic<std::int64_t>* stalled);
 
 }  // namespace tensormount

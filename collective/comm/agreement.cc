@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Classes of ranks that bring the same, and the fingerprint of a job.
+// Classes of ranks with equal inputs, and the fingerprint of a job.
 #include "collective/comm/agreement.h"
 
 namespace tensormount {
@@ -12,7 +12,7 @@ std::vector<std::vector<int>> RanksByClass(const RankClasses& class_of) {
   return ranks;
 }
 
-bool Speaks(const RankClasses& class_of, int rank) {
+bool SendsForClass(const RankClasses& class_of, int rank) {
   const auto r = static_cast<std::size_t>(rank);
   return r < class_of.size() && class_of[r] == r;
 }
@@ -26,13 +26,14 @@ Status ReadClasses(ByteReader& in, std::uint32_t world, RankClasses& class_of) {
   const std::uint32_t count = in.U32();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (count != 0 && count != world) {
-    return Status(Code::kDataLoss, "answer of rank 0: not as many classes as ranks");
+    return Status(Code::kDataLoss,
+                  "answer of rank 0: the number of rank classes differs from the number of ranks");
   }
   for (std::uint32_t r = 0; r < count && in.status().ok(); ++r) {
     class_of.push_back(in.U32());
-    // A class is named for its lowest rank, which was read before all others of it.
+    // The number of a class is its lowest rank, which was read before all others of the class.
     if (class_of[r] > r || class_of[class_of[r]] != class_of[r]) {
-      return Status(Code::kDataLoss, "answer of rank 0: damaged classes");
+      return Status(Code::kDataLoss, "answer of rank 0: its rank classes are malformed");
     }
   }
   return in.status();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MakeDeviceTransport of bulk_transport.h: what ranks must have in common before each makes its
-// mover, whatever kind of device that is of.
+// MakeDeviceTransport of bulk_transport.h: compares what must be equal on all ranks before each
+// makes its mover, for every kind of device.
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -18,12 +18,13 @@ Status CompareLinks(const std::vector<std::string>& versions,
   for (std::size_t r = 0; r < versions.size(); ++r) {
     if (versions[r] != versions[0]) {
       return Status(Code::kUnsupported, "rank " + std::to_string(r) + " has " + versions[r] +
-                                            ", rank 0 has " + versions[0])
+                                            ", rank 0 has " + versions[0] +
+                                            ": all ranks need the same version")
           .With({.rank = static_cast<int>(r)});
     }
     for (std::size_t other = 0; other < r && !devices[r].empty(); ++other) {
       if (devices[other] != devices[r]) continue;
-      return Status(Code::kUnsupported, versions[r] + " takes one rank a device: ranks " +
+      return Status(Code::kUnsupported, versions[r] + " allows one rank per device: ranks " +
                                             std::to_string(other) + " and " + std::to_string(r) +
                                             " are both on " + devices[r])
           .With({.rank = static_cast<int>(r)});
@@ -37,16 +38,16 @@ Status CompareLinks(const std::vector<std::string>& versions,
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link) {
   Collective collective(control, timeouts);
-  return MakeDeviceTransport(collective, PatienceToConnect(timeouts), std::move(link));
+  return MakeDeviceTransport(collective, DefaultConnectTimeout(timeouts), std::move(link));
 }
 
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Collective& collective, std::chrono::milliseconds patience,
     Result<std::unique_ptr<DeviceLink>> link) {
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "find a way between devices"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(link.status(), "choose a device transport"));
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const auto versions,
-      collective.AllGather(link.value()->version(), "compare ways between devices"));
+      collective.AllGather(link.value()->version(), "compare device transports"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto devices,
                                collective.AllGather(link.value()->device(), "compare devices"));
   TENSORMOUNT_RETURN_IF_ERROR(CompareLinks(versions, devices));

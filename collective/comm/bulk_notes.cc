@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small messages beside a BulkTransport: of fixed size, with a checksum, because the tag may
-// hold what an earlier transport left.
+// The notes of a BulkTransport: fixed size, with a checksum, because messages of an earlier
+// transport may be left on the tag.
 #include "collective/comm/bulk_notes.h"
 
 #include <cstring>
@@ -13,10 +13,10 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kNoteMagic = 0x6b6c4254;  // "TBlk"
+constexpr std::uint32_t kNoteMagic = 0x6b6c4254;  // The bytes "TBlk".
 constexpr std::size_t kMaxNoteMessage = 600;
 constexpr std::uint32_t kAllBulkChannels = Communicator::kChannels * Communicator::kChannels;
-// The end of the lower half: what others use tags for begins at 0.
+// Notes use tags at the end of the lower half, because other users take tags from 0 up.
 constexpr std::uint32_t kFirstBulkTag = 16384 - 2 * kAllBulkChannels;
 
 BufferView ViewOfNote(char* bytes, std::size_t size) {
@@ -25,21 +25,21 @@ BufferView ViewOfNote(char* bytes, std::size_t size) {
 
 constexpr std::size_t kMaxNoteDevice = 64;
 
-// At most so many bytes, of whole characters (UTF-8).
+// Cuts a text to at most `most` bytes, at a UTF-8 character boundary.
 std::string CutToBytes(const std::string& text, std::size_t most) {
   if (text.size() <= most) return text;
   while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;
   return text.substr(0, most);
 }
 
-// "cuda:0 (NVIDIA ...)", or without the model where that is too long.
+// The name of a device in a note: "cuda:0 (NVIDIA ...)", without the model if it is too long.
 std::string DeviceInNote(const std::string& device) {
   return device.size() <= kMaxNoteDevice
              ? device
              : CutToBytes(device.substr(0, device.find(' ')), kMaxNoteDevice);
 }
 
-// What fits into a note: the code, the words, whose fault it was.
+// The part of a status that fits into a note: code, message, rank and device.
 Status CutToNote(const Status& status) {
   if (status.ok()) return status;
   return Status::FromParts(status.code(), status.ToErrno(),
@@ -67,9 +67,9 @@ std::uint32_t BulkNotes::TagOf(const Communicator& comm) {
   return kFirstBulkTag + 2 * comm.channel();
 }
 
-void BulkNotes::Tell(BulkNote note) { TellAllBut(comm_.rank(), std::move(note)); }
+void BulkNotes::SendToAll(BulkNote note) { SendToAllExcept(comm_.rank(), std::move(note)); }
 
-void BulkNotes::TellAllBut(int rank, BulkNote note) {
+void BulkNotes::SendToAllExcept(int rank, BulkNote note) {
   const Bytes bytes = Encode(note);
   std::lock_guard lock(mutex_);
   DropSent();
@@ -95,7 +95,7 @@ Result<std::optional<BulkNote>> BulkNotes::Poll() {
         if (note) return note;
         continue;
       }
-      // What an earlier user of the tag left may have another size.
+      // A message of an earlier user of the tag may have another size.
       if (came.status().code() == Code::kDataLoss) continue;
       seat.gone = true;
       return came.status().With({.rank = seat.rank});
@@ -112,7 +112,7 @@ BulkNotes::Bytes BulkNotes::Encode(const BulkNote& note) const {
   out.U64(note.exchange);
   out.U64(note.plan);
   WriteStatus(out, CutToNote(note.status));
-  out.String(std::string_view(note.word).substr(0, BulkNote::kMaxWord));
+  out.String(std::string_view(note.mover_message).substr(0, BulkNote::kMaxMoverMessage));
   Bytes bytes{};
   std::memcpy(bytes.data(), out.bytes().data(), out.bytes().size());
   StoreLittle(bytes.data() + bytes.size() - 8,
@@ -123,7 +123,7 @@ BulkNotes::Bytes BulkNotes::Encode(const BulkNote& note) const {
 std::optional<BulkNote> BulkNotes::Decode(const Bytes& bytes, int from) const {
   const std::string_view body(bytes.data(), bytes.size() - 8);
   if (LoadLittle<std::uint64_t>(bytes.data() + body.size()) != Xxh3Low64(body)) return {};
-  ByteReader in(body, "a note between ranks");
+  ByteReader in(body, "a control message between ranks");
   if (in.U32() != kNoteMagic) return {};
   BulkNote note;
   note.from = from;
@@ -132,7 +132,7 @@ std::optional<BulkNote> BulkNotes::Decode(const Bytes& bytes, int from) const {
   note.exchange = in.U64();
   note.plan = in.U64();
   note.status = ReadStatus(in);
-  note.word = std::string(in.String(BulkNote::kMaxWord));
+  note.mover_message = std::string(in.String(BulkNote::kMaxMoverMessage));
   if (!in.status().ok()) return {};
   return note;
 }

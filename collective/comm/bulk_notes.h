@@ -15,59 +15,61 @@
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
 
-// What the ranks of a BulkTransport tell each other beside the bytes: small messages of one size
-// over the communicator, between rank 0 and every other one.
+// Notes that the ranks of a BulkTransport send beside the data: small messages of one size over the
+// communicator, between rank 0 and every other rank.
 //
 //   member                                rank 0
 //   kBegin (number, hash of plan) ----->  compares it with its own
 //   kFailed (status) ------------------>  tells all others
-//   <----------------------- kFailed, kWord
-//   kLeft ----------------------------->  its silence is no failure from here on
+//   <----------------- kFailed, kMoverMessage
+//   kGoodbye -------------------------->  its silence is no failure from here on
 //
-// A star, as in Collective: N - 1 messages wait at rank 0 and one at each other rank, whatever the
-// plan, and no connection is made for it that is not there.
+// The topology is a star, as in Collective: N - 1 receives wait at rank 0 and one at each other
+// rank, whatever the plan, and no new connections are needed.
 
 namespace tensormount {
 
 struct BulkNote {
-  enum Kind : std::uint8_t { kBegin = 1, kFailed = 2, kLeft = 3, kWord = 4 };
+  enum Kind : std::uint8_t { kBegin = 1, kFailed = 2, kGoodbye = 3, kMoverMessage = 4 };
   Kind kind = kBegin;
   int from = 0;
-  std::uint64_t exchange = 0;  // Number of the last one that the sender began.
-  std::uint64_t plan = 0;      // Its hash.
-  Status status;               // Of kFailed.
-  std::string word;            // Of kWord: a mover's, up to kMaxWord bytes.
-  static constexpr std::size_t kMaxWord = 256;
+  std::uint64_t exchange = 0;  // Number of the last exchange that the sender began.
+  std::uint64_t plan = 0;      // Hash of that exchange's plan.
+  Status status;               // With kFailed: the failure.
+  std::string mover_message;   // For kMoverMessage: a mover's bytes, up to kMaxMoverMessage.
+  static constexpr std::size_t kMaxMoverMessage = 256;
 };
 
-// Tell may be called from any thread, Poll from one at a time.
+// SendToAll is thread-safe; Poll is for one thread at a time.
 class BulkNotes {
  public:
   // `group` tells these notes from those of an earlier transport on the same channel, which may
-  // still be on their way. `comm` must outlive this.
+  // still be in flight. `comm` must outlive this.
   BulkNotes(Communicator& comm, std::uint64_t group);
   ~BulkNotes();
   BulkNotes(const BulkNotes&) = delete;
   BulkNotes& operator=(const BulkNotes&) = delete;
 
-  // A tag of the lower half, which collective jobs do not use: of the notes, and the one after it
-  // of the bytes. Another one for each channel.
+  // The tag of the notes for this channel; the next tag is for the data. Both are in the lower
+  // half, which collective jobs do not use.
   static std::uint32_t TagOf(const Communicator& comm);
 
-  // To all others at rank 0, else to rank 0. A failure to send shows as a rank that is gone.
-  void Tell(BulkNote note);
-  void TellAllBut(int rank, BulkNote note);
-  // The next note that came. kUnavailable, with the rank: its end is closed.
+  // Sends a note: from rank 0 to all other ranks, from every other rank to rank 0. Failures to send
+  // are not reported; a rank that is gone is found by Poll.
+  void SendToAll(BulkNote note);
+  void SendToAllExcept(int rank, BulkNote note);
+  // Returns the next note that arrived, if any. Fails with kUnavailable, naming the rank, if a rank
+  // has closed its end.
   Result<std::optional<BulkNote>> Poll();
 
  private:
-  // Taken over at once by every communicator.
+  // Small enough for every communicator to copy at once.
   using Bytes = std::array<char, 1024>;
   struct Seat {
     int rank = 0;
     Bytes bytes{};
     std::optional<Communicator::Request> request;
-    bool gone = false;  // And said so.
+    bool gone = false;  // The rank has left, and Poll has reported this.
   };
   struct Outgoing {
     Bytes bytes{};
@@ -82,9 +84,9 @@ class BulkNotes {
   Communicator& comm_;
   const std::uint64_t group_;
   const std::uint32_t tag_;
-  std::vector<Seat> seats_;  // Whom this rank hears.
+  std::vector<Seat> seats_;  // The ranks that send notes to this rank.
   std::mutex mutex_;
-  std::list<Outgoing> sent_;  // Not taken over yet. Its memory must not move.
+  std::list<Outgoing> sent_;  // Sends in progress; their memory must not move.
 };
 
 }  // namespace tensormount

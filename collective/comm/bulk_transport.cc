@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all kinds of transports have in common: arguments, deadlines, and how a failure of one rank
-// reaches the others.
+// The part of a transport that does not depend on its mover: arguments, deadlines, and how a
+// failure of one rank reaches the others.
 #include "collective/comm/bulk_transport.h"
 
 #include <algorithm>
@@ -20,10 +20,10 @@ namespace tensormount {
 namespace {
 
 constexpr std::chrono::nanoseconds kShortPause = std::chrono::microseconds(20);
-// A kind that moves without messages is not heard: it is looked at this often.
+// Poll interval for movers without messages, whose progress Changes() does not count.
 constexpr std::chrono::nanoseconds kLongPause = std::chrono::milliseconds(1);
 
-std::string UnitInWords(std::uint64_t unit, std::uint64_t bytes) {
+std::string UnitText(std::uint64_t unit, std::uint64_t bytes) {
   return "unit " + std::to_string(unit) + " (" + std::to_string(bytes) + " bytes)";
 }
 
@@ -45,34 +45,36 @@ Result<std::string> RandomGroup() {
 
 }  // namespace
 
-std::chrono::milliseconds PatienceToConnect(const Timeouts& timeouts) {
+std::chrono::milliseconds DefaultConnectTimeout(const Timeouts& timeouts) {
   const std::chrono::milliseconds most = std::min(timeouts.arrival, kLongestWait);
-  // Less, so that who does not connect is named before it is missed in the next round.
+  // Less than `most`, so that a rank that does not connect is reported before it is missing in the
+  // next collective call.
   return (timeouts.total.count() > 0 ? std::min(most, timeouts.total) : most) * 3 / 4;
 }
 
-// Until the mover can move. What fails is kept, so that it is no failure of the round.
+// Waits until the mover can move. A mover's failure is kept in status(), so that it does not fail
+// the collective call that runs this work.
 class BulkTransport::Connecting final : public LocalWork {
  public:
   Connecting(BulkTransport& transport, std::chrono::milliseconds patience)
       : transport_(transport), deadline_(Deadline::After(patience)) {
-    alone = true;  // No communicator hears of movers.
+    progresses_alone = true;  // The communicator does not see movers.
   }
   Result<bool> Step() override {
     if (over_) return true;
     const Status asked = Guarded([&]() -> Status {
       TENSORMOUNT_RETURN_IF_ERROR(transport_.Failure());
-      TENSORMOUNT_RETURN_IF_ERROR(transport_.HearNotes());
+      TENSORMOUNT_RETURN_IF_ERROR(transport_.ReadNotes());
       TENSORMOUNT_ASSIGN_OR_RETURN(over_, transport_.Prepared());
       if (over_ || !deadline_.Passed()) return {};
-      return {Code::kDeadlineExceeded, "the ranks of a bulk transport did not connect in time"};
+      return {Code::kDeadlineExceeded, "device transport: the ranks did not connect in time"};
     });
     if (!asked.ok()) Fail(asked);
     moved = over_;
     return over_;
   }
   void Cancel() override {
-    if (!over_) Fail({Code::kCancelled, "it is being cancelled"});
+    if (!over_) Fail({Code::kCancelled, "device transport: connecting was cancelled"});
   }
   const Status& status() const { return status_; }
 
@@ -93,7 +95,7 @@ Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Communicator& control
                                                            const Timeouts& timeouts,
                                                            const MakeBulkMover& make) {
   Collective collective(control, timeouts);
-  return Make(collective, PatienceToConnect(timeouts), make);
+  return Make(collective, DefaultConnectTimeout(timeouts), make);
 }
 
 Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Collective& collective,
@@ -102,9 +104,10 @@ Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Collective& collectiv
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string word,
       collective.Broadcast(collective.rank() == 0 ? RandomGroup() : Result<std::string>(""),
-                           "make a bulk transport"));
+                           "make a device transport"));
   if (word.size() != sizeof(std::uint64_t)) {
-    return Status(Code::kInternal, "the name of a bulk transport has another size");
+    return Status(Code::kInternal,
+                  "internal error: the identifier of a device transport is not 8 bytes long");
   }
   const auto group = LoadLittle<std::uint64_t>(word.data());
   std::unique_ptr<BulkTransport> transport;
@@ -113,10 +116,10 @@ Result<std::unique_ptr<BulkTransport>> BulkTransport::Make(Collective& collectiv
     transport.reset(new BulkTransport(collective.comm(), group, std::move(mover)));
     return {};
   });
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "make a mover"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "start a device transport"));
   Connecting connecting(*transport, patience);
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Run(connecting, 0, "connect a bulk transport"));
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(connecting.status(), "connect a bulk transport"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Run(connecting, 0, "connect a device transport"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(connecting.status(), "connect a device transport"));
   return transport;
 }
 
@@ -131,11 +134,11 @@ BulkTransport::~BulkTransport() {
   if (!Failure().ok()) {
     if (!stopped_) mover_->Stop();
   } else if (idle_) {
-    notes_.Tell({.kind = BulkNote::kLeft, .exchange = exchange_.number});
+    notes_.SendToAll({.kind = BulkNote::kGoodbye, .exchange = exchange_.number});
   } else {
     (void)Fail(Status(Code::kUnavailable, "rank " + std::to_string(rank()) +
                                               " is gone: it left in the middle of an exchange")
-                   .With({.rank = rank()}));  // For the others.
+                   .With({.rank = rank()}));  // So that other ranks report this rank.
     mover_->Stop();
   }
   const std::string left = mover_->Close();
@@ -148,7 +151,7 @@ Status BulkTransport::Register(const BulkRange& range) {
   const auto begin = reinterpret_cast<std::uintptr_t>(range.data);
   if (range.data == nullptr || begin + range.bytes < begin) {
     return {Code::kInvalidArgument, "register " + std::to_string(range.bytes) +
-                                        " bytes: there is no memory of this size there"};
+                                        " bytes: their address is null or too large"};
   }
   const auto after = ranges_.upper_bound(range.data);
   const bool over_next = after != ranges_.end() &&
@@ -160,7 +163,7 @@ Status BulkTransport::Register(const BulkRange& range) {
   }
   if (over_next || over_last) {
     return {Code::kAlreadyExists, "register " + std::to_string(range.bytes) +
-                                      " bytes: some of them are registered already"};
+                                      " bytes: the range overlaps a registered one"};
   }
   TENSORMOUNT_RETURN_IF_ERROR(mover_->Check(range));
   ranges_.emplace(range.data, range);
@@ -169,7 +172,7 @@ Status BulkTransport::Register(const BulkRange& range) {
 
 Status BulkTransport::Unregister(const std::byte* data) {
   if (!idle_ && Failure().ok()) {
-    return {Code::kBusy, "unregister memory: an exchange is under way"};
+    return {Code::kBusy, "unregister memory: an exchange between ranks is under way"};
   }
   if (data != nullptr && ranges_.erase(data) == 0) {
     return {Code::kInvalidArgument, "unregister memory: it is not registered"};
@@ -179,15 +182,15 @@ Status BulkTransport::Unregister(const std::byte* data) {
 
 Status BulkTransport::Begin(std::vector<BulkUnit> plan) {
   TENSORMOUNT_RETURN_IF_ERROR(Failure());
-  if (!idle_) return {Code::kBusy, "begin an exchange: one is under way"};
+  if (!idle_) return {Code::kBusy, "begin an exchange: another exchange is under way"};
   std::vector<bool> takes_part(static_cast<std::size_t>(size()));
   std::vector<BulkMove> mine;
   for (std::size_t u = 0; u < plan.size(); ++u) {
     const BulkUnit& unit = plan[u];
     if (unit.from < 0 || unit.from >= size() || unit.to < 0 || unit.to >= size()) {
       return {Code::kInvalidArgument,
-              UnitInWords(u, unit.bytes) + " is from rank " + std::to_string(unit.from) +
-                  " to rank " + std::to_string(unit.to) + " of " + std::to_string(size())};
+              UnitText(u, unit.bytes) + ": from rank " + std::to_string(unit.from) + " to rank " +
+                  std::to_string(unit.to) + ", but there are " + std::to_string(size()) + " ranks"};
     }
     if (unit.bytes == 0) continue;
     takes_part[static_cast<std::size_t>(unit.from)] = true;
@@ -205,7 +208,7 @@ Status BulkTransport::Begin(std::vector<BulkUnit> plan) {
   put_ = 0;
   idle_ = false;
   if (rank() != 0) {
-    notes_.Tell({.kind = BulkNote::kBegin, .exchange = exchange_.number, .plan = plan_hash_});
+    notes_.SendToAll({.kind = BulkNote::kBegin, .exchange = exchange_.number, .plan = plan_hash_});
   }
   mover_->Begin(exchange_);
   return {};
@@ -219,10 +222,10 @@ Status BulkTransport::Put(std::span<const BulkBlock> blocks) {
   Status wrong;
   for (const BulkBlock& block : blocks) {
     if (block.unit < exchange_.plan.size() && exchange_.plan[block.unit].bytes == 0) continue;
-    const std::size_t found = FindMine(block.unit);
+    const std::size_t found = FindOwnUnit(block.unit);
     if (found == mine.size()) {
-      wrong = Status(Code::kInvalidArgument,
-                     "put unit " + std::to_string(block.unit) + ": it is not of this rank");
+      wrong = Status(Code::kInvalidArgument, "put unit " + std::to_string(block.unit) +
+                                                 ": this rank neither sends nor receives it");
       break;
     }
     wrong = CheckBlock(block, mine[found]);
@@ -244,7 +247,7 @@ Status BulkTransport::Put(std::span<const BulkBlock> blocks) {
 Status BulkTransport::CheckBlock(const BulkBlock& block, const BulkMove& transfer) const {
   if (transfer.put) {
     return {Code::kInvalidArgument,
-            "put " + UnitInWords(block.unit, transfer.bytes) + ": it was put before"};
+            "put " + UnitText(block.unit, transfer.bytes) + ": this rank has put it already"};
   }
   if (transfer.sends) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckRegistered(block.unit, block.from, transfer.bytes));
@@ -261,14 +264,14 @@ Status BulkTransport::CheckRegistered(std::uint64_t unit, const std::byte* data,
   if (data != nullptr && after != ranges_.begin()) {
     const BulkRange& range = std::prev(after)->second;
     const auto skip = static_cast<std::uint64_t>(data - range.data);
-    // In this order: a sum could be more than 64 bits hold.
+    // Compared in this way because the sum of offset and size could overflow 64 bits.
     if (skip <= range.bytes && bytes <= range.bytes - skip) return {};
   }
   return {Code::kInvalidArgument,
-          "put " + UnitInWords(unit, bytes) + ": its memory is not registered"};
+          "put " + UnitText(unit, bytes) + ": the memory of this unit is not registered"};
 }
 
-std::size_t BulkTransport::FindMine(std::uint64_t unit) const {
+std::size_t BulkTransport::FindOwnUnit(std::uint64_t unit) const {
   const auto& mine = exchange_.mine;
   const auto at =
       std::lower_bound(mine.begin(), mine.end(), unit,
@@ -278,7 +281,7 @@ std::size_t BulkTransport::FindMine(std::uint64_t unit) const {
 }
 
 bool BulkTransport::Done(std::uint64_t unit) const {
-  const std::size_t at = FindMine(unit);
+  const std::size_t at = FindOwnUnit(unit);
   if (at != exchange_.mine.size()) return exchange_.mine[at].done;
   if (unit >= exchange_.plan.size()) return false;
   const BulkUnit& u = exchange_.plan[unit];
@@ -287,15 +290,16 @@ bool BulkTransport::Done(std::uint64_t unit) const {
 
 Result<bool> BulkTransport::Prepared() {
   if (prepared_) return true;
-  TENSORMOUNT_ASSIGN_OR_RETURN(prepared_, mover_->Prepare([&](std::string_view word) {
-    notes_.Tell({.kind = BulkNote::kWord, .word = std::string(word)});
+  TENSORMOUNT_ASSIGN_OR_RETURN(prepared_, mover_->Prepare([&](std::string_view mover_message) {
+    notes_.SendToAll(
+        {.kind = BulkNote::kMoverMessage, .mover_message = std::string(mover_message)});
   }));
   return prepared_;
 }
 
 Result<bool> BulkTransport::Poll() {
   Status failed = Failure();
-  if (failed.ok()) failed = HearNotes();
+  if (failed.ok()) failed = ReadNotes();
   bool done = idle_;
   if (failed.ok() && !idle_) {
     failed = Guarded([&]() -> Status {
@@ -306,9 +310,9 @@ Result<bool> BulkTransport::Poll() {
     });
     done = done && AllPut();
     if (failed.ok()) idle_ = done;
-    // Who left because another one is gone may be missed first, between two looks.
+    // If a rank left because another one failed, its absence may be seen before the cause.
     if (failed.code() == Code::kUnavailable) {
-      const Status heard = HearNotes();
+      const Status heard = ReadNotes();
       if (!heard.ok()) failed = heard;
     }
   }
@@ -324,7 +328,7 @@ Status BulkTransport::RepeatUntil(const Deadline& deadline, Step step, const cha
   std::chrono::nanoseconds pause = kShortPause;
   while (true) {
     const std::uint64_t seen = control_.Changes();
-    (void)control_.Progress();  // What it says befell a rank comes with the notes.
+    (void)control_.Progress();  // A failure is reported by the notes.
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool done, step());
     if (done) return {};
     if (deadline.Passed()) return {Code::kDeadlineExceeded, what};
@@ -339,13 +343,13 @@ Status BulkTransport::Wait(const Deadline& deadline) {
     const auto missing = std::find_if(exchange_.mine.begin(), exchange_.mine.end(),
                                       [](const BulkMove& transfer) { return !transfer.put; });
     return {Code::kInvalidArgument,
-            "wait: this rank has not put " + UnitInWords(missing->unit, missing->bytes)};
+            "wait: this rank has not put " + UnitText(missing->unit, missing->bytes)};
   }
   if (RepeatUntil(
           deadline, [&] { return Poll(); }, "")
           .ok())
     return {};
-  const Status why = Fail(LateStatus());  // Unless Poll failed, and has said why.
+  const Status why = Fail(LateStatus());  // Keeps the reason if Poll failed.
   (void)Poll();                           // Stops the mover.
   return why;
 }
@@ -354,31 +358,31 @@ Status BulkTransport::LateStatus() const {
   const auto late = std::find_if(exchange_.mine.begin(), exchange_.mine.end(),
                                  [](const BulkMove& transfer) { return !transfer.done; });
   if (late == exchange_.mine.end()) {
-    return {Code::kDeadlineExceeded, "an exchange did not end by its deadline"};
+    return {Code::kDeadlineExceeded, "an exchange between ranks did not end by its deadline"};
   }
   const std::string peer = " rank " + std::to_string(late->peer);
   const std::string words =
-      kind() + ": " + UnitInWords(late->unit, late->bytes) +
-      (late->receives ? " from" + peer + " did not come" : " to" + peer + " was not taken") +
+      kind() + ": " + UnitText(late->unit, late->bytes) +
+      (late->receives ? " from" + peer + " did not arrive" : " to" + peer + " was not received") +
       " by the deadline";
   const std::string suspects = mover_->Suspects(*late);
   if (!suspects.empty()) return {Code::kDeadlineExceeded, words + suspects};
   return Status(Code::kDeadlineExceeded, words).With({.rank = late->peer});
 }
 
-Status BulkTransport::HearNotes() {
+Status BulkTransport::ReadNotes() {
   while (true) {
     Result<std::optional<BulkNote>> heard = notes_.Poll();
     if (!heard.ok()) {
       const int gone = heard.status().fields().rank;
-      if (seats_[static_cast<std::size_t>(gone)].left) continue;
+      if (seats_[static_cast<std::size_t>(gone)].said_goodbye) continue;
       return heard.status();
     }
     const std::optional<BulkNote> note = std::move(heard).value();
     if (!note) break;
     TENSORMOUNT_RETURN_IF_ERROR(OnNote(*note));
   }
-  return idle_ ? Status() : CompareBegun();
+  return idle_ ? Status() : CheckSamePlans();
 }
 
 Status BulkTransport::OnNote(const BulkNote& note) {
@@ -387,35 +391,36 @@ Status BulkTransport::OnNote(const BulkNote& note) {
     case BulkNote::kBegin:
       seat.begun = note.exchange;
       seat.plan = note.plan;
-      return CompareBegun();
+      return CheckSamePlans();
     case BulkNote::kFailed:
       if (note.status.ok()) break;
-      heard_failure_ = true;
+      failure_received_ = true;
       return note.status;
-    case BulkNote::kLeft:
-      seat.left = true;
+    case BulkNote::kGoodbye:
+      seat.said_goodbye = true;
       seat.begun = note.exchange;
       return {};
-    case BulkNote::kWord:
-      mover_->OnWord(note.word);
+    case BulkNote::kMoverMessage:
+      mover_->OnBroadcast(note.mover_message);
       return {};
   }
-  return FromRank(note.from, Status(Code::kDataLoss, "it sent a note that cannot be read"));
+  return FromRank(note.from, Status(Code::kDataLoss, "sent a malformed control message"));
 }
 
-Status BulkTransport::CompareBegun() {
+Status BulkTransport::CheckSamePlans() {
   for (std::size_t r = 0; r < seats_.size(); ++r) {
     const Seat& seat = seats_[r];
-    if (seat.left && seat.begun < exchange_.number && takes_part_[r]) {
+    if (seat.said_goodbye && seat.begun < exchange_.number && takes_part_[r]) {
       return Status(Code::kUnavailable, "rank " + std::to_string(r) +
                                             " is gone: it left before exchange " +
                                             std::to_string(exchange_.number))
           .With({.rank = static_cast<int>(r)});
     }
-    // Of a rank that is two exchanges ahead only the later one is compared.
-    if (rank() == 0 && !seat.left && seat.begun == exchange_.number && seat.plan != plan_hash_) {
+    // If a rank is two exchanges ahead, only its later plan is compared.
+    if (rank() == 0 && !seat.said_goodbye && seat.begun == exchange_.number &&
+        seat.plan != plan_hash_) {
       return Status(Code::kInternal, "rank " + std::to_string(r) +
-                                         " has another plan of exchange " +
+                                         " has a different plan for exchange " +
                                          std::to_string(exchange_.number) + " than rank 0")
           .With({.rank = static_cast<int>(r)});
     }
@@ -434,10 +439,10 @@ Status BulkTransport::Fail(const Status& why) {
     if (!failure_.ok()) return failure_;
     failure_ = why;
   }
-  if (!heard_failure_) {
-    notes_.Tell({.kind = BulkNote::kFailed, .status = FromRank(rank(), why)});
+  if (!failure_received_) {
+    notes_.SendToAll({.kind = BulkNote::kFailed, .status = FromRank(rank(), why)});
   } else if (rank() == 0) {
-    notes_.Tell({.kind = BulkNote::kFailed, .status = why});
+    notes_.SendToAll({.kind = BulkNote::kFailed, .status = why});
   }
   return why;
 }
@@ -452,20 +457,21 @@ Status BulkTransport::Settle(const Deadline& deadline) {
   stopped_ = true;
   return RepeatUntil(
       deadline, [&] { return mover_->Settled(); },
-      "the memory of an exchange that failed may still be written: its device has not stopped");
+      "an exchange failed, and its device did not stop: it may still write to the memory");
 }
 
 Status BulkTransport::Release(const Deadline& deadline) {
   TENSORMOUNT_RETURN_IF_ERROR(Failure());
-  if (!idle_) return {Code::kBusy, "release: an exchange is under way"};
+  if (!idle_)
+    return {Code::kBusy, "release transport memory: an exchange between ranks is under way"};
   const Status released = RepeatUntil(
       deadline,
       [&]() -> Result<bool> {
-        TENSORMOUNT_RETURN_IF_ERROR(HearNotes());
+        TENSORMOUNT_RETURN_IF_ERROR(ReadNotes());
         prepared_ = false;
         return mover_->Release();
       },
-      "the memory between exchanges was not given back by the deadline");
+      "transport memory was not released by the deadline");
   if (released.ok()) return {};
   const Status kept = Fail(released.WithContext(kind()));
   if (!stopped_) mover_->Stop();

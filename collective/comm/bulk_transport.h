@@ -23,62 +23,62 @@
 
 namespace tensormount {
 
-// Makes the mover of one rank. `group` is the same on all of them, and another one each time.
+// Makes the mover of one rank. `group` is the same on all ranks, and different in each call.
 using MakeBulkMover = std::function<Result<std::unique_ptr<BulkMover>>(std::uint64_t group)>;
 
-class Collective;  // collective.h
+class Collective;  // Defined in collective.h.
 
-// Memory of one rank for one unit.
 struct BulkBlock {
-  std::uint64_t unit = 0;           // Its position in the plan.
-  const std::byte* from = nullptr;  // On the rank that sends it.
-  std::byte* to = nullptr;          // On the rank that receives it. Both, of a unit to itself.
+  std::uint64_t unit = 0;           // Position in the plan.
+  const std::byte* from = nullptr;  // Set on the sending rank.
+  // Set on the receiving rank. A unit from a rank to itself sets both.
+  std::byte* to = nullptr;
 };
 
-// Moves large blocks between the ranks of a group: the data plane of a load, beside a Communicator,
-// which is the control plane. There are no tags. All ranks know the whole plan, so that a kind that
-// needs the same order on both sides (NCCL) finds it there.
+// Moves large blocks between the ranks of a group: the data plane of a load, beside the
+// Communicator, which is the control plane. There are no tags. Every rank knows the whole plan,
+// because a kind such as NCCL needs the same order on both sides.
 //
 //   transport->Register({memory, size, device});
 //   transport->Begin(plan);                 // The same on all ranks, in the same order.
 //   transport->Put(blocks);                 // In any order, as they are ready, in many calls.
 //   Status s = transport->Wait(deadline);   // Until this rank's units are moved.
 //
-// What a failure does: the transport is spent. Every further call returns the failure at once, and
-// all other ranks are told, by rank 0 over the control plane, with their next Poll or Wait. So
-// nobody waits longer than its own deadline, and mostly far less. Codes:
-//   kDeadlineExceeded  names the unit and the rank that it did not come from or go to;
-//   kUnavailable       a rank is gone: its end is closed, or it was destroyed in an exchange. (Over
-//                      MPI, which does not say that a process is gone, it is kDeadlineExceeded.);
+// After a failure the transport is unusable: every further call returns the failure at once, and
+// rank 0 tells all other ranks over the control plane, with their next Poll or Wait. So no rank
+// waits longer than its own deadline. Codes:
+//   kDeadlineExceeded  names the unit and the rank on the other side;
+//   kUnavailable       a rank closed its end, or destroyed its transport in an exchange. (MPI does
+//                      not report that a process is gone; there it is kDeadlineExceeded.)
 //   kInternal          ranks have different plans;
-//   any other          as the kind or the caller of Abort gave it.
-// kInvalidArgument of Register, Begin, Put and Wait says that the call asks for what cannot be; it
-// does nothing and spends nothing. Whoever must have one verdict for all, agrees on it afterwards
-// (Collective::Agree), or calls Poll from a LocalWork: a rank whose units are moved does not wait
-// for those of others.
+//   any other          from the kind, or from the caller of Abort.
+// kInvalidArgument of Register, Begin, Put and Wait reports an invalid call, which has no effect. A
+// rank whose units are moved does not wait for those of other ranks. For one verdict on all ranks,
+// call Collective::Agree afterwards, or Poll from a LocalWork.
 //
-// Memory is the caller's. What was put must stay, and be left alone, until Done says so of its
-// unit, Wait was ok, or after a failure Settle was ok: a device cannot be called back, and may
-// write until then. What is sent must be there when it is put: work of a device that makes it has
-// ended, or is ordered before the mover's stream.
+// Memory stays the caller's. After Put, do not free or change a block until Done is true for its
+// unit, Wait returned ok or, after a failure, Settle returned ok: a device transfer cannot be
+// called back and may write until then. The bytes to send must be there at Put: the device work
+// that makes them has ended, or is ordered before the mover's stream.
 //
-// One thread at a time, but that Abort may be called from any. One transport at a time on each
+// Not thread-safe, except Abort, which any thread may call. At most one transport at a time on each
 // channel of a communicator (MakeChannel).
 class BulkTransport {
  public:
-  // All ranks of `control` together, which must outlive the transport; fails on all of them alike.
-  // `make` makes this rank's mover. Takes as long as Timeouts::arrival at most, and `total`.
+  // Collective over all ranks of `control`, with the same verdict on all of them. `control` must
+  // outlive the transport. `make` makes this rank's mover. Takes at most Timeouts::arrival and at
+  // most `total`.
   static Result<std::unique_ptr<BulkTransport>> Make(Communicator& control,
                                                      const Timeouts& timeouts,
                                                      const MakeBulkMover& make);
-  // The same as a part of a job, whose deadlines and cancellation hold, over its communicator.
-  // Movers that are not connected after `patience` fail with kDeadlineExceeded; a failure of movers
-  // does not spend the job.
+  // Like Make above, but within a job, under the job's deadlines and cancellation and over its
+  // communicator. Movers that are not connected after `patience` fail with kDeadlineExceeded; after
+  // a failure of movers the job can continue.
   static Result<std::unique_ptr<BulkTransport>> Make(Collective& collective,
                                                      std::chrono::milliseconds patience,
                                                      const MakeBulkMover& make);
-  // In the middle of an exchange, which it ends for all others with kUnavailable. What Settle did
-  // not see end goes on touching memory; the log says so where it is left behind.
+  // Ends an exchange in progress with kUnavailable on all other ranks. A transfer that Settle did
+  // not see end may still access the caller's memory; a log line reports it.
   ~BulkTransport();
   BulkTransport(const BulkTransport&) = delete;
   BulkTransport& operator=(const BulkTransport&) = delete;
@@ -87,34 +87,36 @@ class BulkTransport {
   int size() const { return control_.size(); }
   std::string kind() const { return mover_->kind(); }
 
-  // Memory that blocks may lie in, until Unregister(data). kAlreadyExists where it overlaps with
-  // what is registered, kUnsupported for memory that this kind cannot move.
+  // Registers memory in which blocks may lie, until Unregister(data). Fails with kAlreadyExists if
+  // the range overlaps a registered one, with kUnsupported if this kind of transport cannot move
+  // the memory.
   Status Register(const BulkRange& range);
-  // kBusy in the middle of an exchange.
+  // Ends the registration of the range that begins at `data`. Fails with kBusy during an exchange.
   Status Unregister(const std::byte* data);
 
-  // Units of 0 bytes are done when this returns, also on ranks that do not put them. Does not wait.
-  // kBusy before the exchange before was waited for.
+  // Begins an exchange, without waiting. Units of 0 bytes need no Put. Fails with kBusy if the
+  // previous exchange has not ended.
   Status Begin(std::vector<BulkUnit> plan);
-  // All of them or none: kInvalidArgument for a unit that is not this rank's, was put before, or
-  // lies in no range that was registered. A unit of 0 bytes needs no block. Does not wait; what is
-  // put moves on in Put, Poll and Wait.
+  // Accepts all blocks or none: fails with kInvalidArgument for a unit that is not this rank's, was
+  // put before, or lies outside the registered ranges. Does not wait; Put, Poll and Wait move the
+  // blocks.
   Status Put(std::span<const BulkBlock> blocks);
-  // Whether this rank's part of a unit is over. False for one that is not its own.
+  // Whether this rank has sent or received the unit. False for a unit of other ranks.
   bool Done(std::uint64_t unit) const;
-  // True once all units of this rank are moved. Never waits.
+  // Moves blocks without waiting. Returns true once all units of this rank are moved.
   Result<bool> Poll();
-  // kInvalidArgument where this rank has not put all of its units. At the deadline the transport is
-  // spent.
+  // Waits until all units of this rank are moved. Fails with kInvalidArgument if this rank has not
+  // put all of its units. The transport is unusable if the deadline passes.
   Status Wait(const Deadline& deadline);
 
-  // From any thread, more than once: the first failure is kept. `why` must not be ok.
+  // Ends the transport on all ranks with the failure `why`, which must not be ok. Thread-safe. If
+  // called more than once, the first failure is kept.
   void Abort(const Status& why);
-  // After a failure: ok once nothing touches the caller's memory any more. kDeadlineExceeded may
-  // be asked again.
+  // After a failure: returns ok once nothing accesses the caller's memory any more. After
+  // kDeadlineExceeded, Settle may be called again.
   Status Settle(const Deadline& deadline);
-  // Gives back memory that only exchanges need, until the next Begin. All ranks together, between
-  // two exchanges (kBusy).
+  // Frees memory that only exchanges need, until the next Begin. Collective, between two exchanges
+  // (kBusy during one).
   Status Release(const Deadline& deadline);
 
  private:
@@ -122,18 +124,17 @@ class BulkTransport {
 
   class Connecting;
   Result<bool> Prepared();
-  // What came from the others, and what it means for this rank.
-  Status HearNotes();
+  // Reads the notes of other ranks and applies them to this rank.
+  Status ReadNotes();
   Status OnNote(const BulkNote& note);
-  Status CompareBegun();
-  // The first failure: keeps it and tells all others. Returns what is kept.
+  Status CheckSamePlans();
+  // Keeps the first failure and tells all other ranks. Returns the failure that is kept.
   Status Fail(const Status& why);
   Status Failure() const;
-  // Of a wait that came to its deadline.
   Status LateStatus() const;
   Status CheckBlock(const BulkBlock& block, const BulkMove& transfer) const;
   Status CheckRegistered(std::uint64_t unit, const std::byte* data, std::uint64_t bytes) const;
-  std::size_t FindMine(std::uint64_t unit) const;  // mine.size(): none.
+  std::size_t FindOwnUnit(std::uint64_t unit) const;  // Position in exchange_.mine, or its size.
   bool AllPut() const { return put_ == exchange_.mine.size(); }
   template <typename Step>
   Status RepeatUntil(const Deadline& deadline, Step step, const char* what);
@@ -141,22 +142,23 @@ class BulkTransport {
   Communicator& control_;
   BulkNotes notes_;
   const std::unique_ptr<BulkMover> mover_;
-  std::map<const std::byte*, BulkRange> ranges_;  // By where they begin.
+  std::map<const std::byte*, BulkRange> ranges_;  // By first byte.
 
   BulkExchange exchange_;
   std::uint64_t plan_hash_ = 0;
   std::vector<bool> takes_part_;  // Ranks that have units in the exchange.
-  std::size_t put_ = 0;           // Transfers of this rank that were put.
+  std::size_t put_ = 0;           // Number of this rank's units that were put.
   bool prepared_ = false;
-  bool idle_ = true;  // Nothing is under way.
+  bool idle_ = true;  // No exchange is in progress.
   bool stopped_ = false;
-  std::atomic<bool> heard_failure_ = false;  // Of another rank.
+  std::atomic<bool> failure_received_ = false;  // Another rank reported a failure.
 
-  // What other ranks said last (rank 0's view; at the others only rank 0's seat is used).
+  // The contents of the last notes of a rank. Rank 0 has an entry for each rank; other ranks use
+  // only that of rank 0.
   struct Seat {
     std::uint64_t begun = 0;
     std::uint64_t plan = 0;
-    bool left = false;
+    bool said_goodbye = false;
   };
   std::vector<Seat> seats_;
 
@@ -164,24 +166,18 @@ class BulkTransport {
   Status failure_;
 };
 
-// How long ranks are given to connect where nothing else says it.
-std::chrono::milliseconds PatienceToConnect(const Timeouts& timeouts);
+// Time limit for ranks to connect, for callers that set none.
+std::chrono::milliseconds DefaultConnectTimeout(const Timeouts& timeouts);
 
-// Ranks that are threads of one process: one copy, by whoever comes second. kUnsupported where one
-// is in another process. Host memory.
-Result<std::unique_ptr<BulkTransport>> MakeMemoryTransport(Communicator& control,
-                                                           const Timeouts& timeouts);
-// By messages of `control` itself, of whatever kind. Host memory.
-Result<std::unique_ptr<BulkTransport>> MakeMessageTransport(Communicator& control,
-                                                            const Timeouts& timeouts);
-// From device to device, by the way that they have for it (NCCL): memory of devices. All ranks
-// together, also those that have no device or no way: `link` is OpenDeviceLink (device/devices.h)
-// of this rank's device, or why there is none, which then is what all fail with. So no rank waits
-// for one that cannot, longer than `timeouts`. The transport keeps what it needs of the device.
-// kUnsupported also where versions differ, and where two ranks are on one device.
+// Transport between devices by their own link (NCCL), for device memory. Collective over all ranks,
+// including those without a device or a link: `link` is the result of OpenDeviceLink
+// (device/devices.h) for this rank's device, and if it failed on one rank, all ranks fail with that
+// status. So no rank waits longer than `timeouts` for one that cannot take part. The transport
+// keeps the parts of the device that it needs. kUnsupported also if versions differ, or if two
+// ranks share a device.
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Communicator& control, const Timeouts& timeouts, Result<std::unique_ptr<DeviceLink>> link);
-// The same as a part of a job, as BulkTransport::Make.
+// Like MakeDeviceTransport above, but within a job, as BulkTransport::Make.
 Result<std::unique_ptr<BulkTransport>> MakeDeviceTransport(
     Collective& collective, std::chrono::milliseconds patience,
     Result<std::unique_ptr<DeviceLink>> link);

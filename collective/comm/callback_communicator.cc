@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that talk through a host's callbacks: the protocol of StreamPeer over streams of packets.
+// Ranks that communicate through a host program's callbacks: the protocol of StreamPeer over
+// streams of packets.
 //
-// A packet is a head of fixed size, for which one receive is always under way, with few bytes in
-// it, or else the size of a bulk message that follows. Frames of collective jobs fit into a head.
-// The host sees memory of ours only, so that Cancel can forget at once; that costs a copy on each
-// side. Who leaves says so in a last packet and reads until the other side does, after which
-// nothing is under way that would take a message of the next communicator.
+// A packet is a head of fixed size, for which one receive is always posted. The head contains
+// either a few bytes, such as a frame of a collective job, or the size of a bulk message that
+// follows. The host sees only memory of this file, so that Cancel can forget a message at once; the
+// price is a copy on each side. A side that leaves sends a last packet and reads until the other
+// side's last one; then no packet is left that a later communicator could receive.
 #include "tensormount/callback_communicator.h"
 
 #include <algorithm>
@@ -26,18 +27,20 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kCallbackMagic = 0x50434d54;  // "TMCP"
-// magic 4, flags 4, bytes in the head 4, bytes in the bulk message 4; then the bytes.
+constexpr std::uint32_t kCallbackMagic = 0x50434d54;  // The bytes "TMCP".
+// Size of a head's fixed fields: magic 4, flags 4, bytes in the head 4, bytes in the bulk message
+// 4. The bytes follow.
 constexpr std::size_t kHeadFixed = 16;
 constexpr std::size_t kHead = 512;
 constexpr std::size_t kInHead = kHead - kHeadFixed;
 constexpr std::uint32_t kFlagBye = 1;
 constexpr std::size_t kBulk = kMaxCallbackMessage;
-// Heads and bulk messages that are not out yet. A packet is two at most; the last one is a head.
+// Limit of unsent heads and bulk messages. A packet has at most two of these; the last packet is
+// one head.
 constexpr std::size_t kMaxSends = 8;
 
-// What a host that cannot cancel may still read or write after its communicator is gone: stays
-// until the end of the process, where leak checkers can see it.
+// Keeps memory until the process ends, because a host without cancel may still access it after its
+// communicator is gone. Leak checkers can find the memory.
 void KeepForHost(std::vector<std::byte> bytes) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::vector<std::byte>>;
@@ -78,7 +81,7 @@ class CallbackStream final : public ByteStream {
   }
 
   void Flush() override {
-    Reap();
+    TestSends();
     if (!packet_.empty() && sends_.size() < kMaxSends) SendPacket(0);
   }
 
@@ -99,19 +102,19 @@ class CallbackStream final : public ByteStream {
 
   void Shut() override {}
 
-  bool Leave() override {
-    Reap();
+  bool TryClose() override {
+    TestSends();
     if (!failure_.ok()) return true;
-    if (!said_bye_) {
-      // In a packet of its own, after what is still to go.
+    if (!goodbye_sent_) {
+      // The last packet is a packet of its own, after all bytes that are still to be sent.
       if (!packet_.empty() && sends_.size() < kMaxSends) SendPacket(0);
-      if (packet_.empty() && sends_.size() < kMaxSends) said_bye_ = SendPacket(kFlagBye);
+      if (packet_.empty() && sends_.size() < kMaxSends) goodbye_sent_ = SendPacket(kFlagBye);
     }
-    // What still comes is for nobody.
+    // Bytes that arrive from now on are dropped.
     do {
       at_ = end_;
     } while (Advance());
-    return !failure_.ok() || (said_bye_ && sends_.empty() && peer_left_);
+    return !failure_.ok() || (goodbye_sent_ && sends_.empty() && peer_left_);
   }
 
  private:
@@ -119,15 +122,15 @@ class CallbackStream final : public ByteStream {
     std::uint64_t request = 0;
     std::vector<std::byte> bytes;
   };
-  enum Receiving { kNothing, kHeadOfPacket, kBulkOfPacket };
+  enum Receiving { kNothing, kPacketHeader, kPacketBody };
 
   void Fail(const char* action, int code) {
     if (!failure_.ok()) return;
-    failure_ =
-        Status(Code::kUnavailable, "rank " + std::to_string(peer_) + " is gone: the host's " +
-                                       action + " failed (" + std::to_string(code) + ")");
+    failure_ = Status(Code::kUnavailable, "rank " + std::to_string(peer_) + " is gone: " + action +
+                                              " failed in the communicator's callbacks (" +
+                                              std::to_string(code) + ")");
   }
-  // What a host written in C++ may throw is a failure.
+  // A host written in C++ may throw; an exception counts as a failure.
   template <typename Call>
   int Guard(Call call) const {
     try {
@@ -141,7 +144,7 @@ class CallbackStream final : public ByteStream {
     std::size_t taken = 0;
     while (taken < size) {
       if (packet_.size() == kBulk) {
-        Reap();
+        TestSends();
         if (sends_.size() >= kMaxSends || !SendPacket(0)) break;
       }
       const std::size_t n = std::min(size - taken, kBulk - packet_.size());
@@ -181,7 +184,7 @@ class CallbackStream final : public ByteStream {
     return false;
   }
 
-  void Reap() {
+  void TestSends() {
     for (auto it = sends_.begin(); it != sends_.end();) {
       const int code = Guard([&] { return host_.test(host_.context, it->request); });
       if (code == 0) {
@@ -207,11 +210,11 @@ class CallbackStream final : public ByteStream {
     return true;
   }
 
-  // With all that came read: true where more may be there.
+  // Call when all received bytes are read. Returns true if more bytes may have arrived.
   bool Advance() {
     if (receiving_ == kNothing) {
       if (peer_left_ || !failure_.ok()) return false;
-      if (!Receive(bulk_ != 0 ? kBulkOfPacket : kHeadOfPacket, bulk_ != 0 ? bulk_ : kHead)) {
+      if (!Receive(bulk_ != 0 ? kPacketBody : kPacketHeader, bulk_ != 0 ? bulk_ : kHead)) {
         return false;
       }
     }
@@ -222,7 +225,7 @@ class CallbackStream final : public ByteStream {
       Fail("receive", code);
       return false;
     }
-    if (what == kBulkOfPacket) {
+    if (what == kPacketBody) {
       at_ = 0;
       end_ = std::exchange(bulk_, 0);
       return true;
@@ -238,7 +241,7 @@ class CallbackStream final : public ByteStream {
     if (LoadLittle<std::uint32_t>(head) != kCallbackMagic || in_head > kInHead || bulk > kBulk ||
         (in_head != 0 && bulk != 0) || flags > kFlagBye) {
       failure_ = Status(Code::kDataLoss, "connection to rank " + std::to_string(peer_) +
-                                             ": a packet has an impossible head");
+                                             ": a packet has an invalid header");
       return false;
     }
     at_ = kHeadFixed;
@@ -253,15 +256,15 @@ class CallbackStream final : public ByteStream {
   const int peer_;
   Status failure_;
 
-  std::vector<std::byte> packet_;  // Taken and not yet sent.
+  std::vector<std::byte> packet_;  // Bytes accepted by Write and not sent yet.
   std::deque<Flight> sends_;
-  bool said_bye_ = false;
+  bool goodbye_sent_ = false;
 
   Flight incoming_;
   Receiving receiving_ = kNothing;
-  std::size_t at_ = 0;  // What of it is not read yet.
+  std::size_t at_ = 0;  // First unread byte.
   std::size_t end_ = 0;
-  std::size_t bulk_ = 0;  // Follows the head.
+  std::size_t bulk_ = 0;  // Size of the bulk message that follows the head.
   bool peer_left_ = false;
 };
 

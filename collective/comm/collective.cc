@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collective operations for one job: gather, decide, broadcast, exchange (collective.h), made of
-// rounds (collective_round.h). Every one of them has a deadline for ranks that are slow and a
-// shorter one for ranks that show no sign of life, and ends with one verdict: all ranks go on, or
-// all that can be reached fail with the same reason.
+// The operations of collective.h (gather, decide, broadcast, exchange), each made of rounds
+// (collective_round.h). Each operation has a deadline for slow ranks and a shorter one for ranks
+// that show no sign of life, and ends with one verdict: all ranks continue, or all that can be
+// reached fail with the same reason.
 #include "collective/comm/collective.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 using Round = CollectiveEngine::Round;
 
-// u64 count, u64 size of each, then the bytes of all.
+// Encodes the parts of all ranks: u64 count, u64 size of each part, then the bytes of all parts.
 std::string EncodeParts(const std::vector<std::string>& parts) {
   std::size_t total = 8 + 8 * parts.size();
   for (const std::string& p : parts) total += p.size();
@@ -39,15 +39,16 @@ std::string EncodeParts(const std::vector<std::string>& parts) {
 }
 
 Result<std::vector<std::string>> DecodeParts(std::string_view bytes, int ranks) {
-  ByteReader r(bytes, "gathered parts");
+  ByteReader r(bytes, "gathered messages of the ranks");
   std::vector<std::string> parts(static_cast<std::size_t>(ranks));
   if (r.U64() != parts.size()) {
-    return Status(Code::kDataLoss, "gathered parts: not one of every rank");
+    return Status(Code::kDataLoss, "gathered messages of the ranks: expected one per rank");
   }
   std::vector<std::uint64_t> sizes(parts.size());
   for (std::uint64_t& size : sizes) size = r.U64();
   for (std::size_t i = 0; i < parts.size(); ++i) {
-    if (sizes[i] > r.left()) return Status(Code::kDataLoss, "gathered parts: truncated");
+    if (sizes[i] > r.left())
+      return Status(Code::kDataLoss, "gathered messages of the ranks: truncated");
     parts[i] = std::string(r.Raw(static_cast<std::size_t>(sizes[i])));
   }
   TENSORMOUNT_RETURN_IF_ERROR(r.Finish());
@@ -60,16 +61,17 @@ Frame LetterFrame() {
   return frame;
 }
 
-// Only letters come on that tag.
+// Fails unless the frame is a letter, the only kind of frame on the data tag.
 Status CheckLetter(const Frame& frame, int from) {
   if (frame.kind == Frame::kLetter) return {};
-  return {Code::kDataLoss, "message of rank " + std::to_string(from) + ": is no letter"};
+  return {Code::kDataLoss,
+          "message of rank " + std::to_string(from) + ": not of the kind that this rank expects"};
 }
 
-// One rank's messages to those that it names and from those that it expects one of.
+// Sends one rank's letters and receives the letters that it expects.
 class Letters final : public LocalWork {
  public:
-  // No message may be larger than `most`: what the most talkative rank says in all.
+  // `most` bounds the size of a letter: the largest total that any rank sends.
   Letters(CollectiveEngine& engine, std::span<const Collective::Letter> letters,
           std::span<const int> from, std::uint64_t most)
       : engine_(engine), texts_(from.size()) {
@@ -83,10 +85,10 @@ class Letters final : public LocalWork {
         if (to_self != nullptr) texts_[i] = to_self->text;
         continue;
       }
-      coming_.push_back({from[i], i});
+      unreceived_.push_back({from[i], i});
       engine_.data_in(from[i]).LimitPayload(most);
     }
-    // Starts with the next rank, so that not all talk to the same one at once.
+    // Starts with the next higher rank, so that not all ranks send to the same one first.
     const auto next = std::find_if(letters.begin(), letters.end(),
                                    [self](const Collective::Letter& l) { return l.peer > self; });
     const auto send = [&](const Collective::Letter& letter) {
@@ -106,13 +108,13 @@ class Letters final : public LocalWork {
       Cancel();
       return failure;
     }
-    return sent && coming_.empty();
+    return sent && unreceived_.empty();
   }
 
   void Cancel() override {
     engine_.data_out().CancelAll();
-    for (const auto& [peer, at] : coming_) engine_.data_in(peer).Cancel();
-    coming_.clear();
+    for (const auto& [peer, at] : unreceived_) engine_.data_in(peer).Cancel();
+    unreceived_.clear();
   }
 
   std::vector<std::string> Take() { return std::move(texts_); }
@@ -120,7 +122,7 @@ class Letters final : public LocalWork {
  private:
   Status Receive() {
     Status failure;
-    std::erase_if(coming_, [&](const auto& coming) {
+    std::erase_if(unreceived_, [&](const auto& coming) {
       const auto& [peer, at] = coming;
       if (!failure.ok()) return false;
       FrameReceiver& in = engine_.data_in(peer);
@@ -132,8 +134,9 @@ class Letters final : public LocalWork {
       failure = CheckLetter(letter.frame, peer);
       total_ = CheckedAdd(total_, std::uint64_t{letter.payload.size()}).value_or(kMaxPayload + 1);
       if (failure.ok() && total_ > kMaxPayload) {
-        failure = Status(Code::kDataLoss,
-                         "messages of all ranks: " + std::to_string(total_) + " bytes cannot be");
+        failure =
+            Status(Code::kDataLoss, "messages of all ranks: " + std::to_string(total_) +
+                                        " bytes, the limit is " + std::to_string(kMaxPayload));
       }
       texts_[at] = std::move(letter.payload);
       moved = true;
@@ -145,10 +148,10 @@ class Letters final : public LocalWork {
   CollectiveEngine& engine_;
   std::uint64_t total_ = 0;
   std::vector<std::string> texts_;
-  std::vector<std::pair<int, std::size_t>> coming_;  // The peer, and where in texts_.
+  std::vector<std::pair<int, std::size_t>> unreceived_;  // Peer, and index in texts_.
 };
 
-// Of (sender, receiver) pairs: a sum of their hashes, which does not depend on their order.
+// Order-independent sum of hashes of (sender, receiver) pairs.
 class PairSum {
  public:
   void Add(int from, int to) {
@@ -165,8 +168,9 @@ class PairSum {
 
 using Parts = std::vector<std::string>;
 
-// One round without work: everybody's bytes and a verdict.
-Result<CollectiveEngine::Told> RunRound(
+// Runs one round of messages to rank 0 and back (collective_round.h) without LocalWork: rank 0 gets
+// the payloads of all ranks, and `decide` makes the verdict that all ranks receive.
+Result<CollectiveEngine::VerdictPayload> RunRound(
     CollectiveEngine& engine, CollectiveOp op, std::string_view phase,
     const Result<std::string_view>& mine,
     std::function<Status(Parts& parts, std::string* verdict)> decide) {
@@ -179,21 +183,22 @@ Result<CollectiveEngine::Told> RunRound(
   return engine.Run(round);
 }
 
-// What is moved between the ranks. As each rank brings it: its own bytes, and the PairSums of whom
-// it sends to and receives from (0 where only bytes count). As all are told it: the most that one
-// rank moves, what all do, and 0.
+// Numbers that ranks compare before an exchange. A rank sends the size of its own data, and the
+// PairSums of its receivers and its senders (0 if only sizes matter). All ranks get the most bytes
+// that one rank moves, the bytes of all ranks, and 0.
 using Volume = std::array<std::uint64_t, 3>;
 
-// Everybody comes before anything is written into anybody's memory.
-Result<Volume> Arrive(CollectiveEngine& engine, CollectiveOp op, std::string_view phase,
-                      const Result<Volume>& volume) {
+// Compares the Volumes of all ranks before an exchange, so that every rank has come before any byte
+// is written into memory.
+Result<Volume> AgreeVolume(CollectiveEngine& engine, CollectiveOp op, std::string_view phase,
+                           const Result<Volume>& volume) {
   const auto encode = [](const Volume& v) {
     ByteWriter out;
     for (const std::uint64_t number : v) out.U64(number);
     return std::move(out.bytes());
   };
   const auto decode = [](std::string_view bytes) -> Result<Volume> {
-    ByteReader in(bytes, "exchange: what a rank moves");
+    ByteReader in(bytes, "message sizes that a rank sent");
     Volume v;
     for (std::uint64_t& number : v) number = in.U64();
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -210,8 +215,7 @@ Result<Volume> Arrive(CollectiveEngine& engine, CollectiveOp op, std::string_vie
     }
     if (pairs != 0) {
       return {Code::kInternal,
-              "messages between ranks: those who send and those who receive do "
-              "not name the same pairs"};
+              "internal error: a rank expects a message from a rank that sends none to it"};
     }
     *verdict = encode(all);
     return {};
@@ -220,7 +224,7 @@ Result<Volume> Arrive(CollectiveEngine& engine, CollectiveOp op, std::string_vie
   const Result<std::string_view> payload = volume.ok()
                                                ? Result<std::string_view>(std::string_view(mine))
                                                : Result<std::string_view>(volume.status());
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told told,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::VerdictPayload told,
                                RunRound(engine, op, phase, payload, decide));
   return decode(*told);
 }
@@ -255,7 +259,7 @@ Result<std::vector<std::string>> Collective::AllGather(std::string_view mine,
     if (size() > 1) *verdict = EncodeParts(all);
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::VerdictPayload payload,
                                RunRound(*engine_, CollectiveOp::kAllGather, phase, mine, decide));
   if (rank() == 0) return all;
   return DecodeParts(*payload, size());
@@ -279,7 +283,7 @@ Result<std::string> Collective::Broadcast(const Result<std::string>& mine, std::
     *verdict = mine.value();
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::VerdictPayload payload,
                                RunRound(*engine_, CollectiveOp::kBroadcast, phase, status, decide));
   return *payload;
 }
@@ -297,7 +301,7 @@ Result<std::string> Collective::Decide(std::string_view mine, std::string_view p
     TENSORMOUNT_ASSIGN_OR_RETURN(*verdict, decide(parts));
     return {};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::Told payload,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const CollectiveEngine::VerdictPayload payload,
                                RunRound(*engine_, CollectiveOp::kDecide, phase,
                                         able.ok() ? Result<std::string_view>(mine) : able, told));
   return *payload;
@@ -335,15 +339,17 @@ Result<std::vector<std::string>> Collective::NeighborAllToAll(std::span<const Le
     }
     return Volume{bytes, sends.value(), receives.value()};
   };
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Volume volume,
-                               Arrive(*engine_, CollectiveOp::kNeighborAllToAll, phase, measure()));
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      const Volume volume,
+      AgreeVolume(*engine_, CollectiveOp::kNeighborAllToAll, phase, measure()));
   Letters work(*engine_, letters, from, volume[0]);
   TENSORMOUNT_RETURN_IF_ERROR(Move(*engine_, work, phase, volume[1]));
   return work.Take();
 }
 
 Status Collective::Run(LocalWork& work, std::uint64_t bytes, std::string_view phase) {
-  const Result<Volume> volume = Arrive(*engine_, CollectiveOp::kExchange, phase, Volume{bytes});
+  const Result<Volume> volume =
+      AgreeVolume(*engine_, CollectiveOp::kExchange, phase, Volume{bytes});
   if (!volume.ok()) {
     work.Cancel();
     return volume.status();

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The frame around each message of a collective operation: whose job, which step, how large, and
-// checksums of head and payload. What is left over from a job that failed is told by it and
-// dropped; a message that changed on the way is damage and not a surprise.
+// Encodes, decodes and checks frames (collective_frame.h). Leftovers of a failed job are recognized
+// by the job number and dropped; a frame of this job that changed on the way is reported as damage.
 #include "collective/comm/collective_frame.h"
 
 #include <algorithm>
@@ -17,16 +16,16 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kFrameMagic = 0x43434d54;  // "TMCC"
+constexpr std::uint32_t kFrameMagic = 0x43434d54;  // The bytes "TMCC".
 constexpr std::uint16_t kFrameVersion = 3;
 constexpr std::size_t kPhaseBytes = 40;
-// magic 4, version 2, kind 1, op 1, job 16, sequence 4, round 4, phase hash 8, code 4, errno 4,
-// payload size 8 and hash 8, fatal 1, phase length 1, zero 2.
+// Size of the fields before the phase: magic 4, version 2, kind 1, op 1, job 16, sequence 4, round
+// 4, phase hash 8, code 4, errno 4, payload size 8 and hash 8, fatal 1, phase length 1, zero 2.
 constexpr std::size_t kFixedBytes = 68;
 constexpr std::size_t kChecksumAt = kFrameBytes - 8;
 static_assert(kFixedBytes + kPhaseBytes + kInlinePayload == kChecksumAt);
-// What failed jobs leave on a tag is a few messages. More, and somebody floods the connection, or
-// it fails at each call.
+// Failed jobs leave a few messages on a tag. More than this means a flood, or a connection that
+// fails at each call.
 constexpr std::uint32_t kMostDropped = 1 << 16;
 
 BufferView BytesView(const void* data, std::size_t size) {
@@ -36,9 +35,9 @@ BufferView BytesView(void* data, std::size_t size) {
   return BufferView::Host(DType::kU8, data, Dims{static_cast<std::int64_t>(size)});
 }
 
-// Whether bytes that are no good frame were one of this job before they changed: most of what is
-// known beforehand stands there.
-bool WasFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
+// Whether bytes that are not a valid frame were one of this job before they changed: compares the
+// fields that are known beforehand.
+bool IsFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
   ByteWriter w;
   w.U32(kFrameMagic);
   w.U16(kFrameVersion);
@@ -51,7 +50,7 @@ bool WasFrameOf(const FrameBytes& bytes, const Communicator::Job& job) {
   return equal > w.bytes().size() / 2 + 4;
 }
 
-bool CodeKnown(std::uint32_t code) { return code <= static_cast<std::uint32_t>(Code::kInternal); }
+bool IsKnownCode(std::uint32_t code) { return code <= static_cast<std::uint32_t>(Code::kInternal); }
 
 }  // namespace
 
@@ -98,15 +97,15 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload) 
   };
   const std::string_view all(bytes.data(), bytes.size());
   ByteReader r(all.substr(0, kChecksumAt), "message between ranks");
-  if (r.U32() != kFrameMagic) return damaged("does not begin with its magic number");
-  if (r.U16() != kFrameVersion) return damaged("of another version of tensormount");
+  if (r.U32() != kFrameMagic) return damaged("wrong magic number");
+  if (r.U16() != kFrameVersion) return damaged("sent by another version of tensormount");
   if (LoadLittle<std::uint64_t>(bytes.data() + kChecksumAt) !=
       Xxh3Low64(all.substr(0, kChecksumAt))) {
-    return damaged("checksum differs");
+    return damaged("checksum mismatch");
   }
   Frame frame;
   const std::uint8_t kind = r.U8();
-  if (kind < Frame::kHello || kind > Frame::kLetter) return damaged("of unknown kind");
+  if (kind < Frame::kHello || kind > Frame::kLetter) return damaged("unknown kind");
   frame.kind = static_cast<Frame::Kind>(kind);
   frame.op = r.U8();
   frame.job.number = r.U64();
@@ -120,9 +119,9 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload) 
   frame.payload_hash = r.U64();
   frame.fatal = r.U8() != 0;
   const std::size_t phase = r.U8();
-  if (!CodeKnown(code)) return damaged("with an unknown error code");
-  if (phase > kPhaseBytes) return damaged("with an impossible phase name");
-  if (frame.payload_size > kMaxPayload) return damaged("with an impossible payload size");
+  if (!IsKnownCode(code)) return damaged("unknown error code");
+  if (phase > kPhaseBytes) return damaged("phase name too long");
+  if (frame.payload_size > kMaxPayload) return damaged("payload too large");
   frame.phase.assign(all.substr(kFixedBytes, phase));
   if (code != 0) {
     frame.status = Status::FromParts(static_cast<Code>(code), static_cast<int>(err), "");
@@ -154,13 +153,14 @@ Result<bool> FrameReceiver::Poll() {
     stage_ = Stage::kIdle;
     const Result<bool> next = done.ok() ? OnFrame() : done;
     if (!next.ok()) {
-      // Of another size, withdrawn, or no frame at all: what an earlier job left.
+      // An earlier job may have left a message of another size, a withdrawn send, or bytes that are
+      // no frame.
       const Code code = next.status().code();
       const bool left = code == Code::kCancelled || code == Code::kDataLoss;
-      if (begun_ || !left || (done.ok() && WasFrameOf(bytes_, job_))) return next;
+      if (begun_ || !left || (done.ok() && IsFrameOf(bytes_, job_))) return next;
       TENSORMOUNT_RETURN_IF_ERROR(Drop(next.status()));
     } else if (!next.value()) {
-      TENSORMOUNT_RETURN_IF_ERROR(Drop(Damaged("old messages come without end")));
+      TENSORMOUNT_RETURN_IF_ERROR(Drop(Damaged("too many messages of earlier saves and loads")));
     }
   }
 }
@@ -178,29 +178,33 @@ Status FrameReceiver::Damaged(const std::string& what) const {
 Result<bool> FrameReceiver::IsNext(const Frame& frame) {
   if (frame.job.group != job_.group || frame.job.number < job_.number) return false;
   if (frame.job.number > job_.number) {
-    return Status(Code::kUnavailable, "rank " + std::to_string(peer_) + " has gone on to job " +
-                                          std::to_string(frame.job.number) +
-                                          " while this rank is in job " +
-                                          std::to_string(job_.number))
+    return Status(Code::kUnavailable,
+                  "rank " + std::to_string(peer_) + " is in a later collective call (job " +
+                      std::to_string(frame.job.number) + ") than this rank (job " +
+                      std::to_string(job_.number) + ")")
         .With({.rank = peer_});
   }
   if (frame.sequence < next_) return false;
   if (frame.sequence > next_) {
-    return Damaged("number " + std::to_string(next_) + " is missing, number " +
-                   std::to_string(frame.sequence) + " came");
+    return Damaged("the message has number " + std::to_string(frame.sequence) +
+                   ", expected was number " + std::to_string(next_));
   }
   begun_ = true;
   ++next_;
   return true;
 }
 
-// True where a frame of this job came whose payload is there or on its way.
+// Handles received frame bytes. Returns true if they are the next frame of this job; its payload
+// has arrived, too, or is on its way.
 Result<bool> FrameReceiver::OnFrame() {
   TENSORMOUNT_ASSIGN_OR_RETURN(received_.frame, DecodeFrame(bytes_, &received_.payload));
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool next, IsNext(received_.frame));
   if (!next) return false;
   const std::uint64_t size = received_.frame.payload_size;
-  if (size > most_) return Damaged(std::to_string(size) + " bytes cannot be");
+  if (size > most_) {
+    return Damaged("the message has " + std::to_string(size) + " bytes, the limit is " +
+                   std::to_string(most_));
+  }
   if (size > kInlinePayload) {
     TENSORMOUNT_RETURN_IF_ERROR(ReceivePayload());
   } else {
@@ -214,8 +218,8 @@ Status FrameReceiver::ReceivePayload() {
   try {
     received_.payload.resize(size);
   } catch (const std::exception&) {
-    return {Code::kResourceExhausted,
-            "no memory for " + std::to_string(size) + " bytes of rank " + std::to_string(peer_)};
+    return {Code::kResourceExhausted, "message of rank " + std::to_string(peer_) +
+                                          ": no memory for its " + std::to_string(size) + " bytes"};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(
       request_, comm_.Receive(peer_, tag_, BytesView(received_.payload.data(), size)));
@@ -225,7 +229,7 @@ Status FrameReceiver::ReceivePayload() {
 
 Status FrameReceiver::CheckPayload() {
   if (Xxh3Low64(received_.payload) != received_.frame.payload_hash) {
-    return Damaged("its bytes changed on the way");
+    return Damaged("checksum mismatch: its bytes changed in transit");
   }
   stage_ = Stage::kReady;
   return {};
@@ -236,11 +240,11 @@ FrameReceiver::Received FrameReceiver::Take() {
   Received out = std::exchange(received_, {});
   if (out.frame.status.ok()) return out;
   const std::string told = std::exchange(out.payload, {});
-  ByteReader in(told, "failure of another rank");
+  ByteReader in(told, "failure report of another rank");
   const Status status = ReadStatus(in);
-  // A failure that cannot be read stays one.
+  // A failure that cannot be decoded is still a failure.
   out.frame.status =
-      status.ok() || !in.Finish().ok() ? Damaged("it failed, and does not say why") : status;
+      status.ok() || !in.Finish().ok() ? Damaged("reports a failure that cannot be read") : status;
   return out;
 }
 

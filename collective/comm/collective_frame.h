@@ -15,61 +15,57 @@
 #include "tensormount/communicator.h"
 #include "tensormount/status.h"
 
-// How the ranks of a Collective talk: a frame of fixed size, and after it, where the payload does
-// not fit in, a message with the payload. A frame says of which job it is, which number it has
-// among those of this job from that rank on that tag, and the checksums of itself and of the
-// payload. Everything is checked before it is believed.
-// A small message (a vote, a verdict without text) is one message of kFrameBytes; a payload over
-// kInlinePayload costs a second one, whose size the frame announced. The size of the first is
-// fixed because a receive must be posted with its memory before anything is known of the sender.
-
+// Messages of a Collective: a frame of fixed size and, if the payload does not fit into the frame,
+// a second message with the payload, whose size the frame announces. The first size is fixed
+// because a receive must be posted with its memory before anything is known of the sender. A frame
+// carries its job, its number among the job's frames from that rank on that tag, and checksums of
+// itself and of the payload.
 //
 //   u32 magic, u16 version, u8 kind, u8 op, job (2 u64), u32 sequence, u32 round, u64 phase hash,
 //   u32 status code, u32 errno, u64 payload size, u64 payload hash, u8 fatal, u8 length of the
-//   phase, the phase in words, the payload where it fits, and in the last 8 bytes XXH3-64 of the
-//   rest
+//   phase, phase text, the payload if it fits, and in the last 8 bytes XXH3-64 of the rest
 //
-// A frame that was damaged, or is of another program that uses the same tags, fails one of these;
-// one of an earlier job that failed is told by its job number and dropped.
+// A damaged frame, or one of another program that uses the same tags, fails a check; a frame of an
+// earlier job is recognized by its job number and dropped.
 
 namespace tensormount {
 
-// One message as its fields.
 struct Frame {
   enum Kind : std::uint8_t {
-    kHello = 1,         // "this job runs here": from now on silence counts
+    kHello = 1,         // "this job runs here": from now on silence of this rank counts
     kContribution = 2,  // to rank 0: this rank came, with this status or payload
-    kWaiting = 3,       // from rank 0: it came, others have not
+    kWaiting = 3,       // from rank 0: the receiver came, other ranks have not
     kVerdict = 4,       // from rank 0: the outcome
-    kGaveUp = 5,        // to rank 0: this rank failed alone and takes part no more
+    kGaveUp = 5,        // to rank 0: this rank failed alone and leaves the job
     kLetter = 6,        // between any two: data of an exchange
   };
   Kind kind = kHello;
-  // No other field tells whether the ranks may go on after a failure: one that a caller put in
-  // (Agree) leaves them in step, a missing rank does not.
-  bool fatal = false;  // Of a failure: the object is spent.
+  // Whether the receiver's Collective is unusable after this failure: after a failure that a caller
+  // passed in (Agree) the ranks are still in step, after a missing rank they are not.
+  bool fatal = false;
   Communicator::Job job;
-  // From zero for each peer and tag: a gap means a lost message, a repetition is dropped.
+  // Counts from zero for each peer and tag: a gap means a lost message, a repetition is dropped.
   std::uint32_t sequence = 0;
-  // Round, op and phase together prove that both ranks are in the same call.
+  // Round, op and phase together show whether both ranks are in the same call.
   std::uint32_t round = 0;
   std::uint8_t op = 0;
   std::uint64_t phase_hash = 0;
-  std::string phase;  // Cut to what fits; for messages.
-  Status status;      // A failure; its words and fields travel as the payload (ToPayload).
+  std::string phase;  // For error messages; cut to what fits.
+  Status status;      // Message and fields travel as the payload (ToPayload).
   std::uint64_t payload_size = 0;
   std::uint64_t payload_hash = 0;
 };
 
 inline constexpr std::size_t kFrameBytes = 256;
-// What fits into the frame itself.
+// Largest payload inside the frame.
 inline constexpr std::size_t kInlinePayload = 140;
-// More than any gathered plan; a size over it is a damaged frame.
+// Maximum size of a payload: more than any gathered plan, so that a larger size means a damaged
+// frame.
 inline constexpr std::uint64_t kMaxPayload = std::uint64_t{1} << 36;
 
 using FrameBytes = std::array<char, kFrameBytes>;
 
-// Bytes and their checksum, which is computed once for all whom they are sent to.
+// The bytes of a message and their checksum, computed once for all receivers.
 struct Payload {
   Payload() : Payload(std::string_view()) {}
   explicit Payload(std::string_view b);
@@ -77,13 +73,13 @@ struct Payload {
   std::uint64_t hash;
 };
 
-// The payload of a frame with this failure.
+// Encodes a failure as the payload of a frame.
 std::string ToPayload(const Status& failure);
 
-// `payload` is put in where it fits; its size and hash in any case.
+// Copies `payload` into the frame if it fits; sets its size and hash in any case.
 FrameBytes EncodeFrame(const Frame& frame, const Payload& payload);
-// kDataLoss where magic, version, checksum, sizes or kinds are not as they must be. The payload's
-// inline part, if any, is put into `inline_payload`.
+// Decodes a frame. Fails with kDataLoss if magic, version, checksum, sizes or kinds are wrong. Sets
+// `inline_payload` to the payload's inline part, if any.
 Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload);
 
 // Receives frames with their payloads from one peer, one after the other.
@@ -91,9 +87,9 @@ Result<Frame> DecodeFrame(const FrameBytes& bytes, std::string* inline_payload);
 //   kIdle -- Poll posts a receive of kFrameBytes --> kFrame -- it came --> kPayload or kReady
 //   kPayload -- its bytes came, checksum right --> kReady -- Take --> kIdle
 //
-// Tags are used again by later jobs (there are not that many), so what a failed job left behind may
-// stand before the first frame of this one: all of it is dropped. So is a frame that comes twice.
-// From the first frame of this job on, order and checksums must hold.
+// Later jobs reuse tags, so frames of a failed job may arrive before the first frame of this one:
+// all of them are dropped, and so are repeated frames. From the first frame of this job on, order
+// and checksums must be right.
 class FrameReceiver {
  public:
   FrameReceiver(Communicator& comm, Communicator::Job job, int peer, std::uint32_t tag)
@@ -102,31 +98,30 @@ class FrameReceiver {
   FrameReceiver(const FrameReceiver&) = delete;
   FrameReceiver& operator=(const FrameReceiver&) = delete;
 
-  // True once a whole frame is there; it stays until Take. Starts to receive where it has not.
-  // kDataLoss: bytes changed on the way, or a frame is missing.
+  // Returns true once a whole frame has arrived; the frame stays until Take. Starts a receive if
+  // none is posted. Fails with kDataLoss if bytes changed on the way, or a frame is missing.
   Result<bool> Poll();
   struct Received {
     Frame frame;
     std::string payload;
   };
   Received Take();
-  // Of a frame that came and whose payload is still on its way; otherwise 0.
+  // Size of the payload that is still arriving; 0 if none is.
   std::uint64_t PayloadComing() const {
     return stage_ == Stage::kPayload ? received_.frame.payload_size : 0;
   }
-  // A payload that is larger is kDataLoss, before there is memory for it.
+  // Makes larger payloads fail with kDataLoss, before memory is allocated for them.
   void LimitPayload(std::uint64_t most) { most_ = most; }
-  // Withdraws the receive that is under way.
   void Cancel();
 
  private:
   enum class Stage { kIdle, kFrame, kPayload, kReady };
-  // True where the frame is the one that is waited for, false where it is to be dropped.
+  // True if `frame` is the expected one, false if it is to be dropped.
   Result<bool> IsNext(const Frame& frame);
   Result<bool> OnFrame();
   Status ReceivePayload();
   Status CheckPayload();
-  // Counts what is dropped; `why` itself where it was too much.
+  // Counts dropped frames; returns `why` if there are too many.
   Status Drop(const Status& why);
   Status Damaged(const std::string& what) const;
 
@@ -139,14 +134,14 @@ class FrameReceiver {
   Communicator::Request request_ = 0;
   FrameBytes bytes_{};
   Received received_;
-  bool begun_ = false;  // A frame of this job came.
+  bool begun_ = false;  // A frame of this job arrived.
   std::uint32_t next_ = 0;
   std::uint32_t dropped_ = 0;
 };
 
-// Sends frames of one job on one tag, and keeps what they need until they are out.
-// Sends complete in the background: Send starts one, Poll tests it. Frames stand in a list because
-// the communicator holds pointers into them, which must not move. Not thread-safe.
+// Sends frames of one job on one tag and keeps their memory until they are sent. Send starts a
+// send, Poll tests it. Frames stand in a list because the communicator holds pointers into them.
+// Not thread-safe.
 class FrameSender {
  public:
   FrameSender(Communicator& comm, Communicator::Job job, std::uint32_t tag)
@@ -155,18 +150,17 @@ class FrameSender {
   FrameSender(const FrameSender&) = delete;
   FrameSender& operator=(const FrameSender&) = delete;
 
-  // The bytes of `payload` are the caller's, until nothing is left unsent to `peer`; or shared.
-  // Job and sequence of `frame` are set here.
+  // Sets job and sequence of `frame`. The bytes of `payload` must stay until nothing is unsent to
+  // `peer`, unless `keep` owns them.
   void Send(int peer, Frame frame, const Payload& payload = {},
             std::shared_ptr<const std::string> keep = nullptr);
-  // Tests what is out. True where nothing is left.
+  // Tests the sends in progress. Returns true if none is left.
   bool Poll();
-  // Peers with something unsent.
   std::vector<int> Unsent() const;
   void CancelFor(int peer);
   void CancelAll();
-  // The first failure of a send. Whoever did not get a frame fails, or is gone, and is noticed:
-  // only who needs the cause looks.
+  // The first failure of a send. Callers need not check it: a peer that did not get its frame fails
+  // or is found missing.
   const Status& failure() const { return failure_; }
 
  private:
@@ -185,7 +179,7 @@ class FrameSender {
   Communicator& comm_;
   const Communicator::Job job_;
   const std::uint32_t tag_;
-  std::vector<std::uint32_t> next_;  // By rank.
+  std::vector<std::uint32_t> next_;  // By rank: number of the next frame.
   std::list<Item> items_;
   Status failure_;
 };

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// One round of messages to rank 0 and back: the part of collective.cc that waits. Rank 0 keeps a
-// list of who has not come; those who came hear from it now and then, so that a wait ends with the
-// name of the rank that is missing and not with a guess.
+// CollectiveEngine: one round of messages to rank 0 and back. Rank 0 keeps a list of the ranks that
+// have not come and reminds those that did, so that a wait ends with the name of the missing rank
+// and not with a guess.
 //
-// One round among N ranks, on two tags (members speak on tag_, rank 0 on tag_ + 1):
+// One round among N ranks, on two tags (members send on tag_, rank 0 on tag_ + 1):
 //
 //   member r                                  rank 0
-//   kContribution(status | payload)  ------>  Collect: marks the seat of r, keeps the payload
-//                                             (own work runs beside, one Step a turn)
-//                  <-- kWaiting, again -----  Remind: after 50 ms, to those who wait
-//                                             StillThere, Judge: the verdict
-//              <-- kVerdict(status|payload)-  TellAll, Drain
+//   kContribution(status | payload)  ------>  Collect: marks r as arrived, keeps the payload
+//                                             (rank 0's own work runs beside, step by step)
+//                  <-- kWaiting, again -----  Remind: after 50 ms, to ranks that came
+//                                             CheckRanksAlive, MakeVerdict: the verdict
+//              <-- kVerdict(status|payload)-  SendVerdict, Drain
 //
 // A round costs N - 1 contributions and N - 1 verdicts, and rank 0 holds all payloads at once.
-// Reminders come on top, only in rounds that take longer than that.
+// Reminders come on top, only in rounds that take longer than 50 ms.
 //
 // What happens when a rank dies:
-//   a member before its contribution: rank 0 sees its stream closed (kUnavailable), or its silence
-//     (kDeadlineExceeded, by liveness if it was heard of in this job or lost in an earlier one,
-//     else by arrival), and tells all the others one fatal verdict;
-//   a member after its contribution: the verdict may be good; the next round misses it;
+//   a member before its contribution: rank 0 sees its stream closed (kUnavailable) or its silence
+//     (kDeadlineExceeded; after `liveness` if the member sent something in this job or was lost in
+//     an earlier job, if not after `arrival`), and sends all others one fatal verdict;
+//   a member after its contribution: the verdict may be ok; the next round misses the member;
 //   rank 0: every member gives up by itself, by closed stream, liveness or deadline.
-// Only rank 0 judges, so all members that hear a verdict of one round hear the same one.
+// Only rank 0 decides, so all members that receive a verdict of one round receive the same one.
 #include "collective/comm/collective_round.h"
 
 #include <algorithm>
@@ -42,9 +42,9 @@ using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Tags of Collective: four of the upper half a job, in turns, others for each channel. On one
-// channel a tag comes back after 64 jobs, and groups of other ranks may use the same: frames say
-// whose they are, what is left from before is dropped (FrameReceiver).
+// Tags of Collective: four for each job, from the upper half of the tags, in rotation; each channel
+// has its own. On one channel a tag is used again after 64 jobs, and other groups may use the same
+// tags, so frames carry their job and FrameReceiver drops frames of earlier jobs.
 constexpr std::uint32_t kFirstTag = 16384;
 constexpr std::uint32_t kTagTurns = 64;
 constexpr std::uint32_t kAllChannels = Communicator::kChannels * Communicator::kChannels;
@@ -55,13 +55,14 @@ std::uint32_t TagOf(const Communicator& comm, const Communicator::Job& job) {
   return kFirstTag + 4 * (turn * kAllChannels + comm.channel());
 }
 
-// Messages of failures are cut, so that they always go out at once.
+// Failure messages are cut to this number of bytes, so that they are always sent at once.
 constexpr std::size_t kMaxVerdictMessage = 2000;
 constexpr std::size_t kMaxVerdictField = 500;
-// After which rank 0 tells those who came that it waits for others.
+// Time after which rank 0 tells the ranks that came that it waits for others.
 constexpr milliseconds kRemindAfter{50};
-// For telling the others of a failure: those who can be reached take it at once.
-constexpr milliseconds kFarewell{200};
+// Time limit for sending a failure to the other ranks; ranks that can be reached receive it at
+// once.
+constexpr milliseconds kFailureSendLimit{200};
 
 std::string SecondsText(nanoseconds d) {
   char text[32];
@@ -70,7 +71,7 @@ std::string SecondsText(nanoseconds d) {
   return text;
 }
 
-// "rank 2" or "ranks 1, 4 and 2 more".
+// Ranks as text in messages: "rank 2", or "ranks 1, 4 and 2 more".
 std::string NamesOfRanks(const std::vector<int>& ranks) {
   constexpr std::size_t kNamed = 16;
   std::string out = ranks.size() == 1 ? "rank " : "ranks ";
@@ -81,22 +82,22 @@ std::string NamesOfRanks(const std::vector<int>& ranks) {
   return out;
 }
 
-std::string Waiting(const CollectiveEngine::Round& round) {
+std::string WaitingText(const CollectiveEngine::Round& round) {
   return "waiting for '" + std::string(round.phase) + "'";
 }
 
-// A failure of rank 0, which `message` names.
-Status OfRank0(Code code, std::string message) {
+// A failure that names rank 0 as its cause.
+Status RankZeroFailure(Code code, std::string message) {
   return Status(code, std::move(message)).With({.rank = 0});
 }
 
-Status GaveUp(int rank, const Status& why) {
+Status GaveUpFailure(int rank, const Status& why) {
   return why.WithContext("rank " + std::to_string(rank) + " gave up").With({.rank = rank});
 }
 
-// So that it goes out at once, with its fields: a field that is too long is left out, as a part of
-// a key would be another one.
-Status Cut(const Status& status) {
+// Shortens a failure so that it is sent at once. A field that is too long is dropped, because a
+// part of a key would be a different key.
+Status ShortenFailure(const Status& status) {
   if (status.ok()) return status;
   ErrorFields fields = status.fields();
   for (std::string* field : {&fields.key, &fields.file, &fields.cause, &fields.device}) {
@@ -113,9 +114,9 @@ nanoseconds BeatInterval(nanoseconds liveness) {
   return std::clamp<nanoseconds>(liveness / 4, milliseconds(1), milliseconds(250));
 }
 
-// The pauses of a loop that looks for what has come. Where the communicator hears of changes, until
-// there is one; elsewhere as long as a fixed share of what was waited already, so that the loop
-// notices late by that share at most, and a rank that waits for long costs next to nothing.
+// The pauses of a loop that polls for messages. If the communicator reports changes, Pause sleeps
+// until the next change. If not, it sleeps for a fixed share of the time waited so far, which
+// bounds both the delay and the cost of a long wait.
 class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
@@ -125,14 +126,14 @@ class Backoff {
         longest_(std::clamp<nanoseconds>(
             std::min({timeouts.liveness, timeouts.arrival, timeouts.total}) / 16, kShortest,
             milliseconds(hears_ ? 100 : 10))),
-        // With more ranks than cores, spinning takes the time that the others need.
+        // With many more ranks than cores, spinning takes the time that other ranks need.
         spins_(comm.size() <= static_cast<int>(2 * HostCores())) {}
 
-  // Before anything is looked at; then, where nothing was found, Pause.
-  void Look() { seen_ = comm_.Changes(); }
+  // Call RecordChanges before checking for messages and Pause if none was found.
+  void RecordChanges() { seen_ = comm_.Changes(); }
   void Reset() { since_ = Clock::now(); }
-  // `alone`: something is waited for of which no communicator hears, whose end is not to be noticed
-  // late.
+  // `alone`: the caller also waits for work whose progress the communicator does not report, so the
+  // pause is short.
   void Pause(bool alone = false) {
     if (comm_.Changes() != seen_) Reset();
     const nanoseconds waited = Clock::now() - since_;
@@ -149,7 +150,7 @@ class Backoff {
 
  private:
   static constexpr nanoseconds kShortest{50'000};
-  // As long as a thread takes to be woken: most answers come sooner.
+  // About as long as it takes to wake a thread: most answers come sooner.
   static constexpr nanoseconds kSpin{200'000};
   static constexpr milliseconds kAlone{1};
   Communicator& comm_;
@@ -160,7 +161,7 @@ class Backoff {
   Clock::time_point since_ = Clock::now();
 };
 
-// Often enough for deadlines and reminders, which are looked up for every rank.
+// Interval of checks for deadlines and reminders, which look at every rank.
 constexpr milliseconds kLookAfterMissing{5};
 
 }  // namespace
@@ -170,7 +171,7 @@ Heartbeat::Heartbeat(Communicator& comm, nanoseconds interval) {
     std::unique_lock lock(mutex_);
     while (!stop_) {
       lock.unlock();
-      (void)comm.Progress();  // What fails here fails again where the owner looks.
+      (void)comm.Progress();  // The owner's calls report the failure.
       lock.lock();
       stop_changed_.wait_for(lock, interval, [this] { return stop_; });
     }
@@ -213,23 +214,23 @@ LivenessWatch::LivenessWatch(Communicator& comm, nanoseconds liveness)
   }
   for (Seat& seat : seats_) seat.joined = comm.BeatsAlways();
   Start(Clock::now());
-  base_ = last_turn_;
+  base_ = last_iteration_;
 }
 
 void LivenessWatch::Start(Clock::time_point now) {
-  last_turn_ = now;
+  last_iteration_ = now;
   for (Seat& seat : seats_) seat.suspected = false;
 }
 
-void LivenessWatch::Turn(Clock::time_point now) {
-  if (now - last_turn_ > liveness_ / 2) {
+void LivenessWatch::DetectPause(Clock::time_point now) {
+  if (now - last_iteration_ > liveness_ / 2) {
     Start(now);
     base_ = now;
   }
-  last_turn_ = now;
+  last_iteration_ = now;
 }
 
-bool LivenessWatch::Lost(int rank, Clock::time_point now) {
+bool LivenessWatch::IsLost(int rank, Clock::time_point now) {
   Seat& seat = seats_[static_cast<std::size_t>(rank)];
   if (seat.lost_since) {
     if (comm_.SilentFor(rank) >= now - *seat.lost_since) return true;
@@ -250,14 +251,14 @@ bool LivenessWatch::Lost(int rank, Clock::time_point now) {
   return true;
 }
 
-// Of work: a rank that fails withdraws its messages, and those who wait for them are told
-// kCancelled, perhaps before that rank says why. The cause is on its way then.
+// Whether a failure may be the cause of others. kCancelled is not: a rank whose work fails
+// withdraws its messages, so other ranks may fail with kCancelled before that rank reports the
+// cause.
 bool IsCause(const Status& status) { return !status.ok() && status.code() != Code::kCancelled; }
 
-// What rank 0 has of one round.
 struct CollectiveEngine::Gathered {
   struct Seat {
-    bool came = false;
+    bool arrived = false;
     Status status;
     Clock::time_point reminded{};
     std::optional<Clock::time_point> payload_deadline;
@@ -270,15 +271,15 @@ struct CollectiveEngine::Gathered {
   std::vector<Seat> seats;
   std::vector<std::string> parts;
   int missing;
-  bool failed = false;  // A cause, see below.
+  bool failed = false;  // Whether some status is a cause (IsCause).
   Clock::time_point start = Clock::now();
 };
 
 namespace {
 
-// "No limit" (milliseconds::max(), 300 years) as a time that can be added to others; and nothing
-// below a millisecond, which no rank could keep to.
-Timeouts Bounded(const Timeouts& given) {
+// Clamps the limits: "no limit" (milliseconds::max(), 300 years) becomes a time that can be added
+// to others, and values below 1 ms become 1 ms.
+Timeouts ClampTimeouts(const Timeouts& given) {
   constexpr milliseconds kShortest{1};
   const milliseconds total = given.total > milliseconds(0) ? given.total : kLongestWait;
   return {.liveness = std::clamp(given.liveness, kShortest, kLongestWait),
@@ -291,7 +292,7 @@ Timeouts Bounded(const Timeouts& given) {
 CollectiveEngine::CollectiveEngine(Communicator& comm, const Timeouts& timeouts,
                                    const std::atomic<bool>* cancel)
     : comm_(comm),
-      timeouts_(Bounded(timeouts)),
+      timeouts_(ClampTimeouts(timeouts)),
       end_(Clock::now() + timeouts_.total),
       cancel_(cancel),
       job_(comm.BeginJob()),
@@ -339,14 +340,14 @@ Frame CollectiveEngine::MakeFrame(const Round& round, Frame::Kind kind) const {
   return f;
 }
 
-Result<CollectiveEngine::Told> CollectiveEngine::Run(const Round& round) {
+Result<CollectiveEngine::VerdictPayload> CollectiveEngine::Run(const Round& round) {
   if (!spent_.ok()) {
     if (round.work != nullptr) round.work->Cancel();
     return spent_;
   }
   ++round_;
   watch_.Start(Clock::now());
-  Result<Told> out = comm_.rank() == 0 ? RunRoot(round) : RunMember(round);
+  Result<VerdictPayload> out = comm_.rank() == 0 ? RunRoot(round) : RunMember(round);
   if (!out.ok() && round.work != nullptr) round.work->Cancel();
   return out;
 }
@@ -363,13 +364,11 @@ Status CollectiveEngine::Spend(const Status& why) {
   return why;
 }
 
-// Rank 0.
-
-Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
+Result<CollectiveEngine::VerdictPayload> CollectiveEngine::RunRoot(const Round& round) {
   Gathered g(comm_.size());
   bool working = round.work != nullptr;
   const auto self_came = [&](const Status& status) {
-    g.seats[0].came = true;
+    g.seats[0].arrived = true;
     g.seats[0].status = status;
     g.failed |= IsCause(status);
     --g.missing;
@@ -380,13 +379,13 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
   Backoff backoff(comm_, timeouts_);
   Clock::time_point looked{};
   while (true) {
-    backoff.Look();
+    backoff.RecordChanges();
     (void)comm_.Progress();
     const Clock::time_point now = Clock::now();
-    watch_.Turn(now);
+    watch_.DetectPause(now);
     bool moved = false;
     if (Status broken = Collect(round, g, &moved); !broken.ok()) {
-      return TellAll(round, broken, /*fatal=*/true, {});
+      return SendVerdict(round, broken, /*fatal=*/true, {});
     }
     if (working) {
       round.work->moved = false;
@@ -398,30 +397,30 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunRoot(const Round& round) {
       }
     }
     if (g.missing == 0) break;
-    // One failed transfer leaves others waiting for ever: nobody else is waited for.
-    // Seats that are still empty hold an ok status, so Judge passes over them.
+    // After a failed transfer other ranks may wait forever, so rank 0 does not wait for them.
+    // MakeVerdict treats ranks that have not come as ok.
     if (g.failed && round.work != nullptr) break;
     if (now - looked >= std::min<nanoseconds>(kLookAfterMissing, timeouts_.liveness / 16)) {
       looked = now;
-      Status missing = Missing(round, g, now);
+      Status missing = CheckArrivals(round, g, now);
       if (missing.ok()) missing = CancelledWait(round, now);
-      if (!missing.ok()) return TellAll(round, missing, /*fatal=*/true, {});
+      if (!missing.ok()) return SendVerdict(round, missing, /*fatal=*/true, {});
       Remind(round, g, now);
     }
     (void)sender_.Poll();
     if (moved) {
       backoff.Reset();
     } else {
-      backoff.Pause(working && round.work->alone);
+      backoff.Pause(working && round.work->progresses_alone);
     }
   }
-  if (Status gone = StillThere(round, g); !gone.ok()) {
-    return TellAll(round, gone, /*fatal=*/true, {});
+  if (Status gone = CheckRanksAlive(round, g); !gone.ok()) {
+    return SendVerdict(round, gone, /*fatal=*/true, {});
   }
   std::string verdict;
-  const Status failure = Judge(round, g, &verdict);
-  return TellAll(round, failure, /*fatal=*/!failure.ok() && round.work != nullptr,
-                 std::move(verdict));
+  const Status failure = MakeVerdict(round, g, &verdict);
+  return SendVerdict(round, failure, /*fatal=*/!failure.ok() && round.work != nullptr,
+                     std::move(verdict));
 }
 
 Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
@@ -429,7 +428,7 @@ Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
   Status why;
   for (std::size_t r = 1; r < g.seats.size(); ++r) {
     Gathered::Seat& seat = g.seats[r];
-    while (!seat.came) {
+    while (!seat.arrived) {
       const Result<bool> got = from_[r]->Poll();
       if (!got.ok()) {
         lost.push_back(static_cast<int>(r));
@@ -451,14 +450,14 @@ Status CollectiveEngine::Collect(const Round& round, Gathered& g, bool* moved) {
   if (lost.size() > 1 && why.code() == Code::kUnavailable) {
     why = Status(Code::kUnavailable, NamesOfRanks(lost) + " are gone").With({.rank = lost[0]});
   }
-  return why.WithContext(Waiting(round));
+  return why.WithContext(WaitingText(round));
 }
 
 Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int from,
                                         FrameReceiver::Received in) {
   const Frame& f = in.frame;
   if (f.kind == Frame::kHello) return {};
-  if (f.kind == Frame::kGaveUp) return GaveUp(from, f.status);
+  if (f.kind == Frame::kGaveUp) return GaveUpFailure(from, f.status);
   const Frame mine = MakeFrame(round, Frame::kContribution);
   if (f.kind != Frame::kContribution || f.round != mine.round || f.op != mine.op ||
       f.phase_hash != mine.phase_hash) {
@@ -469,7 +468,7 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
         .With({.rank = from});
   }
   Gathered::Seat& seat = g.seats[static_cast<std::size_t>(from)];
-  seat.came = true;
+  seat.arrived = true;
   seat.status = f.status;
   g.failed |= IsCause(f.status);
   --g.missing;
@@ -477,28 +476,28 @@ Status CollectiveEngine::OnContribution(const Round& round, Gathered& g, int fro
   return {};
 }
 
-// Whoever came waits for the verdict. If rank 0 itself was stopped meanwhile, they may have given
-// up: then there is no good verdict any more.
-// The last look before the verdict is final: a member says nothing between its contribution and
-// the verdict but that it gave up, so any other frame here is out of order.
-Status CollectiveEngine::StillThere(const Round& round, const Gathered& g) {
+// Checks that the ranks that came still wait for the verdict: if rank 0 itself was stopped
+// meanwhile, they may have given up, and an ok verdict is impossible. Between its contribution and
+// the verdict a member sends only "gave up", so any other frame here is out of order.
+Status CollectiveEngine::CheckRanksAlive(const Round& round, const Gathered& g) {
   for (std::size_t r = 1; r < g.seats.size(); ++r) {
-    if (!g.seats[r].came) continue;
+    if (!g.seats[r].arrived) continue;
     const Result<bool> got = from_[r]->Poll();
-    if (!got.ok()) return got.status().WithContext(Waiting(round));
+    if (!got.ok()) return got.status().WithContext(WaitingText(round));
     if (!got.value()) continue;
     const Frame f = from_[r]->Take().frame;
-    if (f.kind == Frame::kGaveUp) return GaveUp(static_cast<int>(r), f.status);
-    return Status(Code::kInternal, "rank " + std::to_string(r) + " went on without an answer")
+    if (f.kind == Frame::kGaveUp) return GaveUpFailure(static_cast<int>(r), f.status);
+    return Status(Code::kInternal,
+                  "rank " + std::to_string(r) + " sent its next message before rank 0 answered")
         .With({.rank = static_cast<int>(r)});
   }
   return {};
 }
 
-// Who is not waited for any longer, and why.
-// A rank whose payload has begun to come has a deadline of its own, longer by its size: a large
-// contribution over a slow link is not lateness.
-Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::time_point now) {
+// Returns a failure that names the ranks for which rank 0 no longer waits; ok if there are none. A
+// rank whose payload has begun to arrive has a deadline of its own, longer by the payload's size.
+Status CollectiveEngine::CheckArrivals(const Round& round, const Gathered& g,
+                                       Clock::time_point now) {
   std::vector<int> silent;
   std::vector<int> late;
   const bool ended = now > end_;
@@ -506,23 +505,24 @@ Status CollectiveEngine::Missing(const Round& round, const Gathered& g, Clock::t
   for (std::size_t r = 0; r < g.seats.size(); ++r) {
     const Gathered::Seat& seat = g.seats[r];
     const int rank = static_cast<int>(r);
-    // During an exchange a rank that came may still be needed by others.
-    if ((!seat.came || round.work != nullptr) && r != 0 && watch_.Lost(rank, now)) {
+    // During an exchange other ranks may still need a rank that came.
+    if ((!seat.arrived || round.work != nullptr) && r != 0 && watch_.IsLost(rank, now)) {
       silent.push_back(rank);
-    } else if (!seat.came &&
+    } else if (!seat.arrived &&
                (seat.payload_deadline && !ended ? now > *seat.payload_deadline : over)) {
       late.push_back(rank);
     }
   }
   if (silent.empty() && late.empty()) return {};
-  std::string what = Waiting(round);
+  std::string what = WaitingText(round);
   if (!silent.empty()) {
-    what += ": " + NamesOfRanks(silent) + ": not heard of for " + SecondsText(timeouts_.liveness);
+    what += ": no heartbeat from " + NamesOfRanks(silent) + " for " +
+            SecondsText(timeouts_.liveness) + " (liveness timeout)";
   }
   if (!late.empty()) {
-    what += ": " + NamesOfRanks(late) + " did not come within " +
-            (ended ? SecondsText(timeouts_.total) + ", the time for the whole call"
-                   : SecondsText(timeouts_.arrival + round.allowance));
+    what += (silent.empty() ? ": " : "; ") + NamesOfRanks(late) + " did not arrive within " +
+            (ended ? SecondsText(timeouts_.total) + " (total timeout)"
+                   : SecondsText(timeouts_.arrival + round.allowance) + " (arrival timeout)");
   }
   return Status(Code::kDeadlineExceeded, what)
       .With({.rank = silent.empty() ? late.front() : silent.front()});
@@ -533,17 +533,16 @@ void CollectiveEngine::Remind(const Round& round, Gathered& g, Clock::time_point
   const nanoseconds again = std::min<nanoseconds>(timeouts_.arrival / 3, std::chrono::seconds(10));
   for (std::size_t r = 1; r < g.seats.size(); ++r) {
     Gathered::Seat& seat = g.seats[r];
-    if (!seat.came && round.work == nullptr) continue;
+    if (!seat.arrived && round.work == nullptr) continue;
     if (seat.reminded != Clock::time_point{} && now - seat.reminded < again) continue;
     seat.reminded = now;
     sender_.Send(static_cast<int>(r), MakeFrame(round, Frame::kWaiting));
   }
 }
 
-Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* verdict) {
+Status CollectiveEngine::MakeVerdict(const Round& round, Gathered& g, std::string* verdict) {
   // From the highest rank down, so that `first` ends as the lowest failing one. In a round with
-  // work a cause goes before its consequences (IsCause): ranks whose transfer ended because another
-  // rank failed must not hide what that rank said.
+  // work, causes go before their consequences (IsCause).
   int failed = 0;
   std::size_t first = 0;
   for (std::size_t r = g.seats.size(); r-- > 0;) {
@@ -568,9 +567,11 @@ Status CollectiveEngine::Judge(const Round& round, Gathered& g, std::string* ver
   return out.WithMessage(out.message().substr(0, kMaxVerdictMessage) + others);
 }
 
-Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, const Status& failure,
-                                                         bool fatal, std::string verdict) {
-  const Status cut = failure.ok() ? failure : Cut(failure);
+Result<CollectiveEngine::VerdictPayload> CollectiveEngine::SendVerdict(const Round& round,
+                                                                       const Status& failure,
+                                                                       bool fatal,
+                                                                       std::string verdict) {
+  const Status cut = failure.ok() ? failure : ShortenFailure(failure);
   Frame frame = MakeFrame(round, Frame::kVerdict);
   frame.status = cut;
   frame.fatal = fatal;
@@ -578,8 +579,9 @@ Result<CollectiveEngine::Told> CollectiveEngine::TellAll(const Round& round, con
   const Payload payload(*text);
   for (int r = 1; r < comm_.size(); ++r) sender_.Send(r, frame, payload, text);
   const Clock::duration patience = timeouts_.arrival + AllowanceFor(text->size());
-  Drain(fatal ? Clock::duration(kFarewell)
-              : std::max<Clock::duration>(kFarewell, std::min(patience, end_ - Clock::now())));
+  Drain(fatal ? Clock::duration(kFailureSendLimit)
+              : std::max<Clock::duration>(kFailureSendLimit,
+                                          std::min(patience, end_ - Clock::now())));
   if (fatal) return Spend(cut);
   if (!cut.ok()) return cut;
   return text;
@@ -590,21 +592,19 @@ void CollectiveEngine::Drain(Clock::duration limit) {
   const Clock::time_point start = Clock::now();
   watch_.Start(start);
   while (true) {
-    backoff.Look();
+    backoff.RecordChanges();
     (void)comm_.Progress();
     if (sender_.Poll()) return;
     const Clock::time_point now = Clock::now();
-    watch_.Turn(now);
+    watch_.DetectPause(now);
     const bool over = now - start > limit;
     for (const int peer : sender_.Unsent()) {
-      // Whoever did not take it is found missing in the next round.
-      if (over || watch_.Lost(peer, now)) sender_.CancelFor(peer);
+      // A rank that did not receive the frame is found missing in the next round.
+      if (over || watch_.IsLost(peer, now)) sender_.CancelFor(peer);
     }
     backoff.Pause();
   }
 }
-
-// The others.
 
 void CollectiveEngine::Contribute(const Round& round, const Status& mine) {
   Frame frame = MakeFrame(round, Frame::kContribution);
@@ -616,16 +616,17 @@ void CollectiveEngine::Contribute(const Round& round, const Status& mine) {
 }
 
 void CollectiveEngine::SendFailure(Frame frame, const Status& why) {
-  frame.status = Cut(why);
+  frame.status = ShortenFailure(why);
   const auto told = std::make_shared<const std::string>(ToPayload(frame.status));
   sender_.Send(0, std::move(frame), Payload(*told), told);
 }
 
-Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
+Result<CollectiveEngine::VerdictPayload> CollectiveEngine::RunMember(const Round& round) {
   bool working = round.work != nullptr;
   if (!working) Contribute(round, round.mine);
 
-  // Rank 0 may come as late as `arrival`, and then says so.
+  // Rank 0 may come as late as `arrival` and then sends its verdict, so this rank waits a little
+  // longer.
   const nanoseconds slack =
       std::min<nanoseconds>({timeouts_.liveness, timeouts_.arrival / 2, std::chrono::seconds(5)});
   const nanoseconds patience = timeouts_.arrival + round.allowance + slack;
@@ -636,12 +637,12 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
   bool payload_seen = false;
   Backoff backoff(comm_, timeouts_);
   while (true) {
-    backoff.Look();
+    backoff.RecordChanges();
     (void)comm_.Progress();
     const Clock::time_point now = Clock::now();
-    watch_.Turn(now);
+    watch_.DetectPause(now);
     const Result<bool> got = from_[0]->Poll();
-    if (!got.ok()) return GiveUp(round, got.status().WithContext(Waiting(round)));
+    if (!got.ok()) return GiveUp(round, got.status().WithContext(WaitingText(round)));
     if (got.value()) {
       backoff.Reset();
       watch_.Join(0);
@@ -649,21 +650,22 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
       const Frame& f = in.frame;
       if (f.kind == Frame::kHello) continue;
       if (f.kind == Frame::kWaiting) {
-        // It came, and waits as long as it may for somebody else.
+        // Rank 0 came, and waits up to its own limit for another rank.
         if (f.round == round_) deadline = until(patience);
         continue;
       }
       if (f.kind != Frame::kVerdict || (f.round != round_ && !f.fatal)) {
-        return GiveUp(round,
-                      OfRank0(Code::kInternal, "rank 0 answers to '" + f.phase + "' instead of '" +
-                                                   std::string(round.phase) + "'"));
+        return GiveUp(round, RankZeroFailure(Code::kInternal, "rank 0 answered phase '" + f.phase +
+                                                                  "' instead of '" +
+                                                                  std::string(round.phase) + "'"));
       }
       if (f.fatal) return Spend(f.status);
-      // It has what was sent; this only makes the memory free.
-      // A verdict that is not fatal means that rank 0 took this rank's contribution.
+      // A non-fatal verdict means that rank 0 has this rank's contribution; Drain only frees its
+      // memory.
       Drain(std::max<Clock::duration>(
-          kFarewell, std::min<Clock::duration>(
-                         timeouts_.liveness + AllowanceFor(round.payload.size()), end_ - now)));
+          kFailureSendLimit,
+          std::min<Clock::duration>(timeouts_.liveness + AllowanceFor(round.payload.size()),
+                                    end_ - now)));
       if (!f.status.ok()) return f.status;
       return std::make_shared<const std::string>(std::move(in.payload));
     }
@@ -681,22 +683,23 @@ Result<CollectiveEngine::Told> CollectiveEngine::RunMember(const Round& round) {
       }
     }
     (void)sender_.Poll();
-    if (watch_.Lost(0, now)) {
-      return GiveUp(
-          round, OfRank0(Code::kDeadlineExceeded, Waiting(round) + ": rank 0: not heard of for " +
-                                                      SecondsText(timeouts_.liveness)));
+    if (watch_.IsLost(0, now)) {
+      return GiveUp(round,
+                    RankZeroFailure(Code::kDeadlineExceeded,
+                                    WaitingText(round) + ": no heartbeat from rank 0 for " +
+                                        SecondsText(timeouts_.liveness) + " (liveness timeout)"));
     }
     if (const Status cancelled = CancelledWait(round, now); !cancelled.ok()) {
       return GiveUp(round, cancelled);
     }
     if (now > deadline) {
-      return GiveUp(round, OfRank0(Code::kDeadlineExceeded,
-                                   Waiting(round) + ": rank 0 did not come within " +
-                                       (now > end_ ? SecondsText(timeouts_.total) +
-                                                         ", the time for the whole call"
-                                                   : SecondsText(patience))));
+      return GiveUp(
+          round, RankZeroFailure(Code::kDeadlineExceeded,
+                                 WaitingText(round) + ": rank 0 did not arrive within " +
+                                     (now > end_ ? SecondsText(timeouts_.total) + " (total timeout)"
+                                                 : SecondsText(patience) + " (arrival timeout)")));
     }
-    backoff.Pause(working && round.work->alone);
+    backoff.Pause(working && round.work->progresses_alone);
   }
 }
 
@@ -705,16 +708,16 @@ Status CollectiveEngine::CancelledWait(const Round& round, Clock::time_point now
   if (!cancel_seen_) cancel_seen_ = now;
   if (now - *cancel_seen_ < kCancelPatience) return {};
   return Status(Code::kCancelled,
-                Waiting(round) + ": cancelled by rank " + std::to_string(comm_.rank()))
+                WaitingText(round) + ": cancelled by rank " + std::to_string(comm_.rank()))
       .With({.rank = comm_.rank()});
 }
 
 Status CollectiveEngine::GiveUp(const Round& round, const Status& why) {
-  // The round that rank 0 would wait in next learns it.
-  // A best effort: this rank returns its failure whether or not rank 0 takes the frame.
+  // Best effort, for the round that rank 0 would wait in next: this rank returns its failure
+  // whether or not rank 0 receives the frame.
   Frame frame = MakeFrame(round, Frame::kGaveUp);
   SendFailure(std::move(frame), why);
-  Drain(kFarewell);
+  Drain(kFailureSendLimit);
   return Spend(why);
 }
 

@@ -23,10 +23,10 @@
 
 namespace tensormount {
 
-// Calls Progress at regular intervals from a thread of its own, so that the others go on hearing
-// of this rank while its owner is in a system call.
-// The only thread of a Collective. It touches nothing but the communicator, whose Progress may be
-// called beside the owner's calls; no lock is held while it does.
+// Calls Progress at regular intervals from a thread of its own, so that the other ranks still hear
+// from this rank while the owner's thread is in a system call. It is the only thread of a
+// Collective. The thread uses only the communicator, whose Progress may run beside the owner's
+// calls, and has no lock during Progress.
 class Heartbeat {
  public:
   Heartbeat(Communicator& comm, std::chrono::nanoseconds interval);
@@ -41,14 +41,13 @@ class Heartbeat {
   std::thread thread_;
 };
 
-// Who was silent for too long in an earlier job of these ranks, on whatever channel, and was not
-// heard of since. Thread-safe.
+// Ranks that were silent for too long in an earlier job of this group, on any channel, and have
+// sent nothing since. Thread-safe.
 class LostRanks {
  public:
   using Clock = std::chrono::steady_clock;
   void Add(int rank, Clock::time_point now);
   void Remove(int rank);
-  // All of them, and since when.
   std::map<int, Clock::time_point> All() const;
 
  private:
@@ -56,90 +55,91 @@ class LostRanks {
   std::map<int, Clock::time_point> since_;
 };
 
-// Judges who is silent for too long.
+// Decides which ranks are silent for too long and so count as lost.
 //
 //   heard of  ----- silent for `liveness` ----->  suspected
 //   suspected ----- heard of again ------------>  heard of
 //   suspected ----- still silent a heartbeat --> lost        (named in kDeadlineExceeded)
 //
-// The second look is for ranks that were stopped together with us (a machine that was suspended):
-// their heartbeats come in the moment in which all go on.
-// Used by the thread of the Collective alone; only what it shares with later jobs of the group
-// (LostRanks) is locked. Rank 0 asks about everybody, a member about rank 0.
+// The second look covers ranks that were stopped together with this one (a suspended machine):
+// their heartbeats arrive at the moment in which all continue. Used only by the thread of the
+// Collective; only LostRanks, shared with later jobs of the group, is locked. Rank 0 asks about
+// every rank, a member about rank 0.
 class LivenessWatch {
  public:
   using Clock = std::chrono::steady_clock;
   LivenessWatch(Communicator& comm, std::chrono::nanoseconds liveness);
 
-  // `rank` was heard of in this job: from now on its silence counts.
+  // `rank` sent something in this job: from now on its silence counts.
   void Join(int rank) { seats_[static_cast<std::size_t>(rank)].joined = true; }
-  // Begin of a wait, then every turn of its loop. A long gap between two turns means that this
-  // rank itself was stopped or starved, and says nothing about the others.
+  // Call Start at the begin of a wait and DetectPause in every iteration of its loop. A long gap
+  // between two iterations means that this rank was stopped or starved, so silence during the gap
+  // is not counted.
   void Start(Clock::time_point now);
-  void Turn(Clock::time_point now);
-  // Silent for longer than liveness, and still so a heartbeat after this was first seen; or lost in
-  // an earlier job and not heard of since.
-  bool Lost(int rank, Clock::time_point now);
+  void DetectPause(Clock::time_point now);
+  // Whether a rank is lost: it was silent for longer than `liveness` and is still silent one
+  // heartbeat interval later, or it was lost in an earlier job and has sent nothing since.
+  bool IsLost(int rank, Clock::time_point now);
 
  private:
   struct Seat {
     bool joined = false;
     bool suspected = false;
     Clock::time_point since;
-    std::optional<Clock::time_point> lost_since;  // In an earlier job; until it is heard of.
+    std::optional<Clock::time_point> lost_since;  // Set if lost in an earlier job and silent since.
   };
   Communicator& comm_;
   const std::chrono::nanoseconds liveness_;
   const std::chrono::nanoseconds confirm_;
   Clock::time_point base_;
-  Clock::time_point last_turn_;
+  Clock::time_point last_iteration_;
   std::vector<Seat> seats_;
   const std::shared_ptr<LostRanks> lost_;
 };
 
-// Work of one rank that goes on beside a round: the transfers of an exchange.
-// Runs on the thread that waits in the round, one Step a turn, so it needs no locks; a Step that
-// waited would keep this rank from seeing the failure of another.
+// Work of one rank that runs beside a round: the transfers of an exchange. Each Step runs on the
+// thread that waits in the round, so it needs no locks. A Step must not wait, or this rank would
+// not see the failure of another rank.
 class LocalWork {
  public:
   virtual ~LocalWork() = default;
-  // True once done. Never waits. Sets `moved` where something happened: then it is called again at
-  // once, otherwise after a pause that grows.
+  // Does a part of the work, without waiting. Returns true once all work is done. Sets `moved` if
+  // the work made progress: then Step is called again at once; if not, after a growing pause.
   virtual Result<bool> Step() = 0;
   bool moved = false;
-  // Moves without messages as well (its own reads), of which the communicator does not hear.
-  bool alone = false;
-  // After this nothing touches the caller's memory.
+  // Set if the work also makes progress without messages (by its own reads), which Changes() of the
+  // communicator does not count.
+  bool progresses_alone = false;
+  // Ends the work. Afterwards nothing accesses the caller's memory.
   virtual void Cancel() = 0;
 };
 
-// How long a job that is to be cancelled still waits for others. Those who come meanwhile learn of
-// it from this rank's vote, and all agree; those who do not come must not keep it from ending.
+// How long a cancelled job still waits for other ranks. Ranks that come within this time learn of
+// the cancellation from this rank's vote, and all agree; ranks that do not come cannot keep the job
+// from ending.
 inline constexpr std::chrono::seconds kCancelPatience{3};
 
 enum class CollectiveOp : std::uint8_t {
   kAllGather = 1,
   kGather,
   kBroadcast,
-  kAgree = 5,  // 4 was XOR.
+  kAgree = 5,  // The number 4 is retired.
   kExchange,
   kTransfer,
   kDecide,
   kNeighborAllToAll,
 };
 
-// The one pattern that every collective operation is made of:
+// The one pattern that every collective operation uses:
 //
 //   member                                   rank 0
 //   Contribute(status, payload)  ----------> Collect, for each rank: OnContribution
-//   <- "waiting" --------------------------- Remind: to those who came, while others are missing
-//   <- verdict ----------------------------- Judge (decide), TellAll
+//   <- "waiting" --------------------------- Remind: to ranks that came, while others are missing
+//   <- verdict ----------------------------- MakeVerdict (decide), SendVerdict
 //
-// In words: all tell rank 0 that they came,
-// with a status and a payload; rank 0 decides and tells all. See Collective for the guarantees.
-// A star, not a tree: each rank waits for one other only, and the rank that knows who is missing
-// is the one that decides. The price is N - 1 messages each way at rank 0. What is large goes
-// from rank to rank instead (Run, NeighborAllToAll).
+// See Collective for the guarantees. The topology is a star, not a tree: each rank waits for one
+// other rank only, and the rank that knows who is missing decides. The price is N - 1 messages each
+// way at rank 0. Large data goes from rank to rank instead (Run, NeighborAllToAll).
 class CollectiveEngine {
  public:
   CollectiveEngine(Communicator& comm, const Timeouts& timeouts, const std::atomic<bool>* cancel);
@@ -151,73 +151,76 @@ class CollectiveEngine {
     CollectiveOp op = CollectiveOp::kAgree;
     std::string_view phase;
     Status mine;
-    std::string_view payload;  // Of an ok contribution.
-    // At rank 0, once everybody came and nobody failed: makes what all are told from the payloads,
-    // by rank. The payloads may be taken.
+    std::string_view payload;  // Sent if `mine` is ok.
+    // Runs at rank 0 once every rank came and none failed: makes the verdict from the payloads,
+    // which are ordered by rank and may be moved from.
     std::function<Status(std::vector<std::string>& parts, std::string* verdict)> decide;
-    // Contributes when done. A round with work fails as a whole when one rank's work does. Not
-    // owned; null: none.
+    // Optional, not owned. This rank contributes when its work is done. A round with work fails on
+    // all ranks if the work of one rank fails.
     LocalWork* work = nullptr;
-    std::chrono::nanoseconds allowance{0};  // For the work, on top of `arrival`.
+    std::chrono::nanoseconds allowance{0};  // Added to `arrival` for the work.
   };
-  using Told = std::shared_ptr<const std::string>;
-  // The verdict's payload, the same on every rank, or its failure.
-  Result<Told> Run(const Round& round);
+  using VerdictPayload = std::shared_ptr<const std::string>;
+  // Runs one round. Returns the verdict's payload, the same on every rank, or the verdict's
+  // failure.
+  Result<VerdictPayload> Run(const Round& round);
 
   void IgnoreCancel() { cancel_ = nullptr; }
 
   Communicator& comm() { return comm_; }
-  // What any rank says to any other beside the rounds: letters, and what they announce, on
-  // data_tag() and in the same order on both sides.
+  // Messages between any two ranks beside the rounds: frames of kind kLetter, and the data that
+  // they announce, on data_tag() and in the same order on both sides.
   std::uint32_t data_tag() const { return tag_ + 2; }
   FrameSender& data_out() { return data_out_; }
   FrameReceiver& data_in(int from);
-  // How long `bytes` may take at the slowest.
+  // The time limit for `bytes` at the slowest supported rate.
   static std::chrono::nanoseconds AllowanceFor(std::uint64_t bytes);
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Gathered;
 
-  Result<Told> RunRoot(const Round& round);
-  Result<Told> RunMember(const Round& round);
-  // One look at everybody who is still missing.
+  Result<VerdictPayload> RunRoot(const Round& round);
+  Result<VerdictPayload> RunMember(const Round& round);
   Status Collect(const Round& round, Gathered& g, bool* moved);
   Status OnContribution(const Round& round, Gathered& g, int from, FrameReceiver::Received in);
-  Status StillThere(const Round& round, const Gathered& g);
-  Status Missing(const Round& round, const Gathered& g, Clock::time_point now);
+  Status CheckRanksAlive(const Round& round, const Gathered& g);
+  Status CheckArrivals(const Round& round, const Gathered& g, Clock::time_point now);
   void Remind(const Round& round, Gathered& g, Clock::time_point now);
-  Status Judge(const Round& round, Gathered& g, std::string* verdict);
-  Result<Told> TellAll(const Round& round, const Status& failure, bool fatal, std::string verdict);
+  Status MakeVerdict(const Round& round, Gathered& g, std::string* verdict);
+  Result<VerdictPayload> SendVerdict(const Round& round, const Status& failure, bool fatal,
+                                     std::string verdict);
   Frame MakeFrame(const Round& round, Frame::Kind kind) const;
   void Contribute(const Round& round, const Status& mine);
-  void SendFailure(Frame frame, const Status& why);  // To rank 0.
-  // Until all that was sent is out, or whoever does not take it is lost.
+  void SendFailure(Frame frame, const Status& why);  // Sends `why` to rank 0.
+  // Waits until all frames are sent. Cancels the frames to lost receivers, and after `limit` all
+  // frames that are still unsent.
   void Drain(Clock::duration limit);
   Status GiveUp(const Round& round, const Status& why);
-  // Why a wait ends that was to be cancelled; ok while it was not, or not long ago.
+  // The failure that ends a wait kCancelPatience after `cancel` was set; ok before that.
   Status CancelledWait(const Round& round, Clock::time_point now);
   Status Spend(const Status& why);
 
   Communicator& comm_;
   const Timeouts timeouts_;
-  const Clock::time_point end_;  // Of the whole job.
+  const Clock::time_point end_;  // Deadline of the whole job.
   const std::atomic<bool>* cancel_;
   std::optional<Clock::time_point> cancel_seen_;
   const Communicator::Job job_;
-  // The first of this job's tags: members speak on it, rank 0 on the next, letters on the third.
+  // The first of this job's tags: members send on it, rank 0 on the next one, and frames of kind
+  // kLetter use the third.
   const std::uint32_t tag_;
-  // Counts the calls of this job; equal on all ranks where they make the same calls, which rank 0
-  // checks with each contribution.
+  // Counts the calls of this job. Rank 0 checks with each contribution that all ranks have the same
+  // count.
   std::uint32_t round_ = 0;
-  // Once not ok, every Run returns it at once and nothing is sent any more.
+  // The failure after which the object is unusable: every Run returns it at once and sends nothing.
   Status spent_;
   LivenessWatch watch_;
   FrameSender sender_;
-  std::vector<std::unique_ptr<FrameReceiver>> from_;  // By rank; at the others only rank 0's.
+  std::vector<std::unique_ptr<FrameReceiver>> from_;  // By rank; on a member only rank 0's.
   FrameSender data_out_;
-  std::vector<std::unique_ptr<FrameReceiver>> data_in_;  // By rank, made when first asked for.
-  std::unique_ptr<Heartbeat> heartbeat_;                 // Last: stops first.
+  std::vector<std::unique_ptr<FrameReceiver>> data_in_;  // By rank, made on first use.
+  std::unique_ptr<Heartbeat> heartbeat_;                 // Declared last, so that it stops first.
 };
 
 }  // namespace tensormount

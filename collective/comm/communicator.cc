@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator has whatever carries its messages: numbers of jobs, and what others keep with
-// it (plans), shared by its channels and subgroups.
+// The parts of a Communicator that do not depend on the transport: job numbers, and objects kept
+// with a communicator (such as plans).
 #include "tensormount/communicator.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace tensormount {
 
-// What a communicator and the channels and subgroups of it have in common, by channel.
+// State shared by a communicator with its channels and subgroups.
 struct Communicator::Root {
   std::mutex mutex;
   using Group = std::pair<std::uint32_t, std::string>;  // Channel and ranks.
@@ -25,7 +25,8 @@ struct Communicator::Root {
 
 Communicator::Communicator(std::uint32_t channel, const Communicator* parent, std::string group)
     : channel_(channel),
-      // Numbers of a group are places among its parent's ranks: only the whole way names its ranks.
+      // The ranks of a group are numbers in the parent group, so only the whole path of groups
+      // identifies a group.
       group_(parent == nullptr ? std::move(group) : parent->group_ + "> " + group),
       root_(parent != nullptr ? parent->root_ : std::make_shared<Root>()) {}
 
@@ -48,7 +49,8 @@ std::shared_ptr<void> Communicator::Kept(const std::string& name,
 
 std::shared_ptr<void> Communicator::KeptByRanks(
     const std::string& name, const std::function<std::shared_ptr<void>()>& make) {
-  // Without the steps of the way that kept all ranks.
+  // Leaves out the steps of the path that kept all ranks, so that a communicator and its channels
+  // share what is kept.
   static const std::string kSame = "> ";
   std::string ranks;
   for (std::size_t at = 0; at < group_.size();) {

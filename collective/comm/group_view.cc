@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Channels and subgroups (MakeChannel and MakeSubgroup of tensormount/communicator.h): the ranks of
-// another communicator, or some of them, under numbers of their own. Everything is handed on; names
-// of ranks in errors are translated back.
+// Channels and subgroups (MakeChannel and MakeSubgroup of tensormount/communicator.h): some or all
+// ranks of another communicator, under their own numbers. All calls are forwarded; rank numbers in
+// errors are translated back.
 #include <algorithm>
 #include <cctype>
 #include <chrono>
@@ -19,7 +19,7 @@
 namespace tensormount {
 namespace {
 
-// `status` with "rank FROM" called "rank TO".
+// Replaces "rank FROM" by "rank TO" in the message and the fields of `status`.
 Status Renumbered(const Status& status, int from, int to) {
   if (from == to || status.ok()) return status;
   const std::string old = "rank " + std::to_string(from);
@@ -40,7 +40,7 @@ Status Renumbered(const Status& status, int from, int to) {
   return Status::FromParts(status.code(), status.ToErrno(), out + message.substr(at)).With(fields);
 }
 
-// A name for a list of ranks.
+// A text that identifies a list of ranks.
 std::string Listed(const std::vector<int>& ranks) {
   std::string text;
   for (const int rank : ranks) text += std::to_string(rank) + " ";
@@ -49,8 +49,8 @@ std::string Listed(const std::vector<int>& ranks) {
 
 class GroupView final : public Communicator {
  public:
-  // `ranks`: those of the parent, by rank here; `rank` is this one's place among them. `group`: its
-  // name, where it is not the parent's.
+  // `ranks[r]` is rank r's number in the parent; `rank` is this rank's number here. `group`
+  // identifies the group; empty if it is the parent's group.
   GroupView(Communicator& parent, std::vector<int> ranks, int rank, std::uint32_t channel,
             std::string group)
       : Communicator(channel, &parent, std::move(group)),
@@ -63,7 +63,7 @@ class GroupView final : public Communicator {
     for (const int rank : kept_up_) parent_.KeepUp(rank, false);
   }
 
-  // As between rank 0 and every other of any group.
+  // Requests heartbeats between rank 0 and every other rank of the group.
   void KeepUpWithRankZero() {
     const int end = rank_ == 0 ? size() : 1;
     for (int r = rank_ == 0 ? 1 : 0; r < end; ++r) kept_up_.push_back(Of(r));
@@ -102,7 +102,8 @@ class GroupView final : public Communicator {
   void KeepUp(int rank, bool wanted) override {
     if (rank >= 0 && rank < size()) parent_.KeepUp(Of(rank), wanted);
   }
-  // Of a subgroup each rank asks when it makes it, which may be long after another.
+  // False for a subgroup: each rank requests heartbeats when it makes the subgroup, perhaps long
+  // after another rank.
   bool BeatsAlways() const override {
     return size() == parent_.size() && ranks_.front() == 0 && parent_.BeatsAlways();
   }
@@ -121,7 +122,7 @@ class GroupView final : public Communicator {
     outstanding_.emplace(request.value(), peer);
     return request;
   }
-  // Its peer; -1 where it is not of this view.
+  // Forgets a request and returns its peer; -1 if the request does not belong to this view.
   int Forget(Request request) {
     std::lock_guard lock(mutex_);
     const auto it = outstanding_.find(request);
@@ -134,14 +135,14 @@ class GroupView final : public Communicator {
   Communicator& parent_;
   const std::vector<int> ranks_;
   const int rank_;
-  std::vector<int> kept_up_;  // Ranks of the parent.
+  std::vector<int> kept_up_;  // Peers of heartbeats, as ranks of the parent.
   std::mutex mutex_;
   std::unordered_map<Request, int> outstanding_;
 };
 
 Status CheckChannel(std::uint32_t channel) {
   if (channel >= 1 && channel < Communicator::kChannels) return {};
-  return {Code::kInvalidArgument, "channel " + std::to_string(channel) + " is outside [1, " +
+  return {Code::kInvalidArgument, "channel number " + std::to_string(channel) + " is outside [1, " +
                                       std::to_string(Communicator::kChannels) + ")"};
 }
 
@@ -163,9 +164,8 @@ Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
                                                    std::uint32_t channel) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckChannel(channel));
   if (parent.channel() / Communicator::kChannels == channel) {
-    return Status(Code::kInvalidArgument, "make a subgroup: its channel " +
-                                              std::to_string(channel) +
-                                              " is that of the subgroup it is made of");
+    return Status(Code::kInvalidArgument, "make a subgroup: channel " + std::to_string(channel) +
+                                              " is already used by its parent subgroup");
   }
   std::vector<bool> seen(static_cast<std::size_t>(parent.size()));
   for (const int rank : ranks) {

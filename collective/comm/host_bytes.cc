@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every communicator checks of a message before it sends or receives it, and how it calls what
-// is wrong.
+// The checks of messages and the error messages that all communicators share.
 #include "collective/comm/host_bytes.h"
 
 #include <optional>
@@ -20,15 +19,15 @@ Result<std::span<std::byte>> HostBytes(const BufferView& view) {
   const std::optional<std::int64_t> bits =
       elements ? CheckedMul<std::int64_t>(*elements, InfoOf(view.dtype).bits) : std::nullopt;
   if (!bits || *bits % 8 != 0) {
-    return Status(Code::kInvalidArgument,
-                  "send or receive: shape " + view.shape.ToString() + " has no size in bytes");
+    return Status(Code::kInvalidArgument, "send or receive: shape " + view.shape.ToString() +
+                                              " is not a whole number of bytes, or is too large");
   }
   if (!view.IsPacked()) {
-    return Status(Code::kInvalidArgument, "send or receive: the buffer is not packed");
+    return Status(Code::kInvalidArgument, "send or receive: the buffer is not contiguous");
   }
   const auto size = static_cast<std::size_t>(*bits / 8);
   if (view.data == nullptr && size != 0) {
-    return Status(Code::kInvalidArgument, "send or receive: no memory given");
+    return Status(Code::kInvalidArgument, "send or receive: the buffer is null");
   }
   return std::span<std::byte>(static_cast<std::byte*>(view.data), size);
 }
@@ -39,7 +38,7 @@ Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag) {
                                         std::to_string(comm.size()) + ")"};
   }
   if (tag > Communicator::kMaxTag) {
-    return {Code::kInvalidArgument, "tag " + std::to_string(tag) + " is over the largest, " +
+    return {Code::kInvalidArgument, "tag " + std::to_string(tag) + " exceeds the largest, " +
                                         std::to_string(Communicator::kMaxTag)};
   }
   return {};
@@ -59,7 +58,8 @@ Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent, std::uint64_
 }
 
 Status NoSuchRequest(Communicator::Request request) {
-  return {Code::kInvalidArgument, "request " + std::to_string(request) + " is not outstanding"};
+  return {Code::kInvalidArgument, "request " + std::to_string(request) +
+                                      " does not exist: it was never started, or it has ended"};
 }
 
 }  // namespace tensormount

@@ -14,22 +14,23 @@
 
 namespace tensormount {
 
-// What every communicator checks and says in the same words. Exported is what the one in
-// libtensormount_mpi calls.
+// The checks and error messages that all communicators share. The communicator in
+// libtensormount_mpi calls the exported functions.
 
-// The bytes of a packed host buffer. kUnsupported for device memory, kInvalidArgument where the
-// view is not packed, its size overflows, ends within a byte, or a pointer is missing.
+// Returns the bytes of a packed host buffer. Fails with kUnsupported for device memory, and with
+// kInvalidArgument if the view is not packed, its size overflows or ends within a byte, or its
+// pointer is null.
 TENSORMOUNT_EXPORT Result<std::span<std::byte>> HostBytes(const BufferView& view);
 
-// kInvalidArgument where a message to or from `peer` with `tag` cannot be.
+// Fails with kInvalidArgument if `peer` or `tag` is out of range.
 TENSORMOUNT_EXPORT Status CheckEnvelope(const Communicator& comm, int peer, std::uint32_t tag);
 
-// A peer whose end is closed. `who`: ByteStream::who.
+// The failure for a peer whose end is closed. `who`: text about the peer (ByteStream::peer_suffix).
 Status PeerGone(int rank, std::string_view who = {});
-// A message of another size than the receive that it met.
+// The failure for a message whose size differs from its receive.
 TENSORMOUNT_EXPORT Status SizeDiffers(int from, std::uint32_t tag, std::uint64_t sent,
                                       std::uint64_t wanted);
-// A request that is not (any more) one of this communicator's.
+// The failure for a request that is unknown, or already finished.
 TENSORMOUNT_EXPORT Status NoSuchRequest(Communicator::Request request);
 
 }  // namespace tensormount

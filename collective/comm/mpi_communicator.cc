@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// MpiSession of tensormount/mpi.h: ranks as MPI processes. No header of its own, so that nothing
-// else can come to depend on MPI.
+// MpiSession of tensormount/mpi.h: ranks as MPI processes. No header of its own, so that no other
+// file can come to depend on MPI.
 //
 // MPI never sees the caller's memory: messages go in pieces through buffers that this file owns.
-// That costs one copy on each side and buys the rest: Cancel only forgets (a send that MPI has
-// begun cannot be called back, and a piece under way may still be written), no count passes
-// 2^31, a message of the wrong size is found before its bytes are anywhere, and what is in
-// flight is bounded. Pieces of one message are shorter than kPiece only at its end, so that its
-// end is known even when the sizes differ.
+// The price is one copy on each side. In return, Cancel only forgets a message (MPI cannot take
+// back a send, and may still write a piece that is in flight), no count passes 2^31, a message of
+// the wrong size is found before its bytes reach the caller, and the bytes in flight are bounded.
+// Only the last piece of a message is shorter than kPiece, which marks its end even if the sizes
+// differ.
 //
-// Nothing here blocks: only MPI_I... calls, probes and tests, and one mutex around them.
+// Nothing here blocks: only MPI_I... calls, probes and tests, under one mutex.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -41,19 +41,21 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kPiece = 512 << 10;
-// Each stream may have one piece in flight, and more while all together have less than this.
+// Each stream may have one piece in flight, and more while all streams together have less than
+// this.
 constexpr std::size_t kInFlight = 64 << 20;
 constexpr std::size_t kPiecesPerStream = 4;
-// Small messages that were taken over and are not out yet, for one peer.
+// A send of at most kSmall bytes is copied and reported done at once, while the copies that are not
+// yet sent to that peer total at most kSmallTotal bytes.
 constexpr std::size_t kSmall = 4096;
 constexpr std::size_t kSmallTotal = 256 << 10;
-// For setting up, in which every process takes part at once, and for leaving, which one may do long
-// after another (as long as `Timeouts::arrival`): leaving alone would make mpirun end the others.
+// Limits for setting up, which all processes do at once, and for leaving, which one process may do
+// long after another (up to `Timeouts::arrival`): mpirun would end the others if one left alone.
 constexpr std::chrono::seconds kSetUpLimit{300};
 constexpr std::chrono::seconds kLeaveLimit{1800};
 constexpr std::chrono::milliseconds kTidyLimit{200};
 
-// The heartbeat, sent on a communicator of its own; its memory outlives every send of it.
+// The heartbeat's payload; static, because MPI reads it until a send ends.
 const char kBeat = 1;
 
 Status FromMpi(int error, const std::string& action) {
@@ -72,7 +74,7 @@ bool Finalized() {
 
 using Bytes = std::vector<std::byte>;
 
-// A piece that MPI reads from or writes to. Its memory stays until MPI is done with it.
+// A piece that MPI reads or writes. Its memory stays until MPI is done with it.
 struct Flight {
   MPI_Request request = MPI_REQUEST_NULL;
   Bytes bytes;
@@ -83,11 +85,11 @@ struct Message {
   std::byte* data = nullptr;
   std::size_t size = 0;
   std::size_t moved = 0;  // Bytes handed to MPI, or received.
-  bool ended = false;     // The last piece was handed over, or came.
+  bool ended = false;     // The last piece was handed over or received.
   bool done = false;
   bool cancelled = false;
   bool wrong_size = false;
-  Bytes owned;  // The bytes themselves, of a small send that was taken over.
+  Bytes owned;  // The copy of a small send.
   Status status;
 
   void Finish(Status s) {
@@ -103,14 +105,14 @@ struct Stream {
   int peer = 0;
   std::uint32_t tag = 0;
   bool is_send = false;
-  std::deque<MessagePtr> queue;  // Not ended yet; the first one moves.
+  std::deque<MessagePtr> queue;  // Messages that have not ended; the first one is being moved.
   struct Moving {
     Flight flight;
     MessagePtr message;
     std::size_t offset = 0;
     bool last = false;
   };
-  std::deque<Moving> moving;  // Completes in order.
+  std::deque<Moving> moving;  // Pieces in flight, which complete in order.
 };
 
 // One direction between two ranks for one tag.
@@ -121,44 +123,44 @@ struct Key {
   auto operator<=>(const Key&) const = default;
 };
 
-// All processes over two communicators of MPI, one for heartbeats. Never destroyed: MPI has no way
-// to say that it will not touch a buffer any more, and to free a communicator is a call of all
-// processes, which let go of theirs at different times. So it is used again (MpiWorlds), and its
-// jobs go on counting: what its last use left on the way is older than the next one's.
+// All processes over two MPI communicators, one of them for heartbeats. Never destroyed: MPI cannot
+// promise that it will not touch a buffer any more, and freeing a communicator is collective, while
+// processes release theirs at different times. So the object is used again (MpiWorlds). Its job
+// numbers continue to rise, so messages of an earlier use are recognized as old.
 class MpiCommunicator final : public Communicator {
  public:
   MpiCommunicator(MPI_Comm comm, MPI_Comm beats) : comm_(comm), beats_(beats) {
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
     const Clock::time_point now = Clock::now();
-    heard_.assign(static_cast<std::size_t>(size_), now);
+    last_heard_.assign(static_cast<std::size_t>(size_), now);
     beating_.assign(static_cast<std::size_t>(size_), MPI_REQUEST_NULL);
     for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) beat_to_[r] = 1;
     small_.assign(static_cast<std::size_t>(size_), 0);
     last_beat_ = now;
-    // With thousands of ranks, rank 0 tells each of them less often.
+    // With thousands of ranks, rank 0 sends each of them fewer heartbeats.
     interval_ = std::chrono::milliseconds(100) + std::chrono::microseconds(100) * size_;
   }
 
-  // Between these it beats by itself: a rank that dies between two calls is missed as one that
-  // dies within.
+  // Begins a use. A thread sends heartbeats until Release, so that a rank that dies between two
+  // calls is noticed like one that dies within a call.
   void Use() {
     std::lock_guard lock(mutex_);
     const Clock::time_point now = Clock::now();
-    heard_.assign(static_cast<std::size_t>(size_), now);
+    last_heard_.assign(static_cast<std::size_t>(size_), now);
     if (size_ == 1) return;
     pulse_ = std::jthread([this](const std::stop_token& stop) {
       std::mutex mutex;
       std::condition_variable_any stopped;
       std::unique_lock sleeping(mutex);
       while (!stop.stop_requested()) {
-        (void)Progress();  // What fails fails again where the owner looks.
+        (void)Progress();  // The owner's calls report the failure.
         (void)stopped.wait_for(sleeping, stop, interval_, [] { return false; });
       }
     });
   }
-  // What is under way gets a moment. False where MPI holds something longer, which is left to it,
-  // memory included: this is not to be used again.
+  // Ends a use, after a short wait for transfers in progress. Returns false if MPI has not finished
+  // a transfer: then the memory of the transfer stays, and this object must not be used again.
   bool Release() {
     StopPulse();
     std::vector<Request> left;
@@ -170,16 +172,16 @@ class MpiCommunicator final : public Communicator {
     std::lock_guard lock(mutex_);
     if (Finalized()) return false;
     const Deadline deadline = Deadline::After(kTidyLimit);
-    while (!Tidy()) {
+    while (!IsIdle()) {
       if (deadline.Passed()) return false;
-      (void)Turn();
+      (void)AdvanceAll();
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     return graveyard_.empty() && !broken_;
   }
-  // No call of MPI is made by itself after this.
+  // Stops the heartbeat thread. Afterwards no thread of this object calls MPI.
   void StopPulse() {
-    std::jthread pulse;  // Joined without the mutex, for which it may wait.
+    std::jthread pulse;  // Joined after the mutex is unlocked, because the thread may wait for it.
     {
       std::lock_guard lock(mutex_);
       pulse.swap(pulse_);
@@ -222,20 +224,20 @@ class MpiCommunicator final : public Communicator {
     m->data = nullptr;
     const auto found = streams_.find(key);
     if (found == streams_.end()) return;
-    // A message of which nothing moved yet just leaves the queue. One that has begun stays there:
-    // as a receive to read past the rest, as a send to be cut short.
+    // A message of which nothing moved leaves the queue. One that has begun stays: a receive reads
+    // past the rest, a send is cut short.
     if (m->moved == 0) std::erase(found->second.queue, m);
   }
 
   Status Progress() override {
     std::lock_guard lock(mutex_);
-    return Turn();
+    return AdvanceAll();
   }
 
   std::chrono::nanoseconds SilentFor(int rank) const override {
     std::lock_guard lock(mutex_);
     if (rank == rank_) return std::chrono::nanoseconds(0);
-    return Clock::now() - heard_.at(static_cast<std::size_t>(rank));
+    return Clock::now() - last_heard_.at(static_cast<std::size_t>(rank));
   }
 
   void KeepUp(int rank, bool wanted) override {
@@ -271,14 +273,15 @@ class MpiCommunicator final : public Communicator {
     stream.is_send = is_send;
     stream.queue.push_back(m);
     AdvanceStream(key);
-    TakeOver(peer, m, is_send);
+    CopySmallSend(peer, m, is_send);
     const Request request = next_++;
     requests_.emplace(request, Entry{key, m});
     return request;
   }
 
-  // A small send is done at once, from a copy, while its peer has not too many of them.
-  void TakeOver(int peer, const MessagePtr& m, bool is_send) {
+  // A small send is done at once, from a copy, while the copies for its peer are within
+  // kSmallTotal.
+  void CopySmallSend(int peer, const MessagePtr& m, bool is_send) {
     std::size_t& used = small_[static_cast<std::size_t>(peer)];
     if (!is_send || m->done || m->size > kSmall || used + m->size > kSmallTotal) return;
     used += m->size;
@@ -287,8 +290,9 @@ class MpiCommunicator final : public Communicator {
     m->Finish({});
   }
 
-  // Whether MPI holds nothing of ours.
-  bool Tidy() {
+  // Whether no send is unfinished, no receive has begun without ending, and no heartbeat is being
+  // sent.
+  bool IsIdle() {
     for (const auto& [key, stream] : streams_) {
       const bool waiting = key.is_send || (!stream.queue.empty() && stream.queue[0]->moved != 0);
       if (!stream.moving.empty() || (waiting && !stream.queue.empty())) return false;
@@ -301,8 +305,8 @@ class MpiCommunicator final : public Communicator {
     return true;
   }
 
-  // One round over everything. Errors belong to requests and are told there.
-  Status Turn() {
+  // Moves all streams on by one step. Errors are reported by the requests.
+  Status AdvanceAll() {
     Beat();
     Listen();
     for (auto it = streams_.begin(); it != streams_.end();) {
@@ -321,7 +325,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   void Advance(Stream& stream) {
-    // Twice: what became free is used at once.
+    // Twice, so that buffers that became free are used at once.
     for (int i = 0; i < 2; ++i) {
       if (stream.is_send) {
         CompleteSends(stream);
@@ -333,13 +337,13 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  bool Room(const Stream& stream) const {
+  bool HasRoom(const Stream& stream) const {
     return stream.moving.empty() ||
            (stream.moving.size() < kPiecesPerStream && in_flight_ < kInFlight);
   }
 
   void BeginSends(Stream& stream) {
-    while (!stream.queue.empty() && Room(stream)) {
+    while (!stream.queue.empty() && HasRoom(stream)) {
       const MessagePtr m = stream.queue.front();
       const std::size_t left = m->cancelled ? 0 : m->size - m->moved;
       const std::size_t size = std::min(left, kPiece);
@@ -379,14 +383,15 @@ class MpiCommunicator final : public Communicator {
         if (!m.owned.empty()) small_[static_cast<std::size_t>(stream.peer)] -= m.size;
         m.Finish({});
       }
-      Give(std::move(moving.flight));
+      ReturnFlight(std::move(moving.flight));
       stream.moving.pop_front();
     }
   }
 
-  // Takes pieces that are there: memory is only bound by what a sender has really sent.
+  // Receives pieces that have arrived, so memory is only used for bytes that a sender has really
+  // sent.
   void BeginReceives(Stream& stream) {
-    while (!stream.queue.empty() && Room(stream)) {
+    while (!stream.queue.empty() && HasRoom(stream)) {
       const MessagePtr m = stream.queue.front();
       int there = 0;
       MPI_Message handle = MPI_MESSAGE_NULL;
@@ -401,10 +406,10 @@ class MpiCommunicator final : public Communicator {
              error != MPI_SUCCESS
                  ? FromMpi(error, "receive from rank " + std::to_string(stream.peer))
                  : Status(Code::kDataLoss, "receive from rank " + std::to_string(stream.peer) +
-                                               ": a piece has an impossible size"));
+                                               ": a part of a message has an invalid size"));
         return;
       }
-      Heard(stream.peer);
+      NoteHeard(stream.peer);
       const auto size = static_cast<std::size_t>(count);
       Stream::Moving& moving = stream.moving.emplace_back();
       moving.message = m;
@@ -435,7 +440,7 @@ class MpiCommunicator final : public Communicator {
       }
       if (done == 0) return;
       ++changes_;
-      Heard(stream.peer);
+      NoteHeard(stream.peer);
       Message& m = *moving.message;
       const std::size_t size = moving.flight.size;
       if (!m.cancelled && !m.done) {
@@ -449,12 +454,13 @@ class MpiCommunicator final : public Communicator {
           m.Finish(sent == m.size ? Status() : SizeDiffers(stream.peer, stream.tag, sent, m.size));
         }
       }
-      Give(std::move(moving.flight));
+      ReturnFlight(std::move(moving.flight));
       stream.moving.pop_front();
     }
   }
 
-  // The stream is broken: everything on it fails, and what MPI holds stays until the end.
+  // Fails every message of a broken stream; buffers that MPI may still use stay until the process
+  // ends.
   void Fail(Stream& stream, const Status& why) {
     ++changes_;
     broken_ = true;
@@ -467,8 +473,8 @@ class MpiCommunicator final : public Communicator {
     stream.moving.clear();
   }
 
-  // Large buffers go round, so that they stay in the cache; the others are no larger than they must
-  // be, as rank 0 may have one of each of thousands of ranks.
+  // Large buffers are used again, so that they stay in the cache; small buffers have only the
+  // needed size, since rank 0 may have one for each of thousands of ranks.
   Flight Take(std::size_t size) {
     Flight f;
     f.size = size;
@@ -482,15 +488,15 @@ class MpiCommunicator final : public Communicator {
     in_flight_ += size;
     return f;
   }
-  void Give(Flight f) {
+  void ReturnFlight(Flight f) {
     in_flight_ -= f.size;
     if (f.bytes.size() == kPiece && spare_.size() < 16) spare_.push_back(std::move(f.bytes));
   }
 
-  void Heard(int peer) { heard_[static_cast<std::size_t>(peer)] = Clock::now(); }
+  void NoteHeard(int peer) { last_heard_[static_cast<std::size_t>(peer)] = Clock::now(); }
 
-  // Rank 0 tells all, all tell rank 0, and who else asked for it; never a second time before the
-  // first is out.
+  // Sends heartbeats: rank 0 to all ranks, all ranks to rank 0 and to peers of KeepUp. No heartbeat
+  // is sent to a peer while the previous one to this peer is unsent.
   void Beat() {
     const Clock::time_point now = Clock::now();
     if (now - last_beat_ < interval_) return;
@@ -519,10 +525,10 @@ class MpiCommunicator final : public Communicator {
         return;
       }
       const int from = status.MPI_SOURCE;
-      // One byte that was matched: it is here, this does not wait.
+      // The probe matched one byte that has arrived, so this does not wait.
       char byte = 0;
       if (MPI_Mrecv(&byte, 1, MPI_BYTE, &handle, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
-      if (from >= 0 && from < size_) Heard(from);
+      if (from >= 0 && from < size_) NoteHeard(from);
     }
   }
 
@@ -530,7 +536,7 @@ class MpiCommunicator final : public Communicator {
   const MPI_Comm beats_;
   int rank_ = 0;
   int size_ = 1;
-  std::atomic<std::uint64_t> changes_{0};  // Pieces that moved.
+  std::atomic<std::uint64_t> changes_{0};  // Number of pieces that moved.
   mutable std::mutex mutex_;
   std::map<Key, Stream> streams_;
   std::unordered_map<Request, Entry> requests_;
@@ -539,10 +545,10 @@ class MpiCommunicator final : public Communicator {
   std::vector<Bytes> spare_;
   bool broken_ = false;
   std::deque<Flight> graveyard_;
-  std::vector<std::size_t> small_;  // Bytes of small sends taken over, by peer.
-  std::vector<Clock::time_point> heard_;
+  std::vector<std::size_t> small_;  // Bytes of copied small sends, by peer.
+  std::vector<Clock::time_point> last_heard_;
   std::vector<MPI_Request> beating_;
-  std::map<int, int> beat_to_;  // Peer and how often that was asked for.
+  std::map<int, int> beat_to_;  // Peers to send heartbeats to: number of requests.
   Clock::time_point last_beat_;
   Clock::duration interval_{};
   std::jthread pulse_;
@@ -559,20 +565,21 @@ bool Await(MPI_Request* request, std::chrono::seconds limit) {
   }
 }
 
-// The communicators of this process, of all its sessions: MPI has few of them (32,766 of Open MPI),
-// and each World() would take two. The n-th is the same on all processes, since all make it
-// together. Thread-safe.
+// The communicators of this process, for all its sessions: MPI has few of them (32,766 in Open
+// MPI), and each World() would take two. All processes make the n-th communicator together, so
+// number n is the same on all processes. Thread-safe.
 class MpiWorlds {
  public:
   static MpiWorlds& All() {
-    static auto* const all = new MpiWorlds;  // Never destroyed, as what it holds.
+    static auto* const all = new MpiWorlds;  // Never destroyed, like the communicators.
     return *all;
   }
 
-  // Something under way was given up: MPI_Finalize would wait for it.
+  // Whether a transfer was abandoned, for which MPI_Finalize would wait.
   bool untidy() const { return untidy_; }
 
-  // All processes at once. Given back by Release.
+  // Takes a communicator that no process uses, or makes one. Collective. Release gives the
+  // communicator back.
   Result<MpiCommunicator*> Take() {
     StopPulsesBeforeFinalize();
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t free, AgreeOnFree());
@@ -590,13 +597,14 @@ class MpiWorlds {
       made = FromMpi(MPI_Comm_idup(MPI_COMM_WORLD, &comm, &request), "duplicate MPI_COMM_WORLD");
       if (made.ok() && !Await(&request, kSetUpLimit)) {
         made = Status(Code::kDeadlineExceeded,
-                      "duplicate MPI_COMM_WORLD: not all processes came within 300 s");
+                      "duplicate MPI_COMM_WORLD: not all processes took part within 300 s");
       }
       if (!made.ok()) break;
       MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     }
     std::lock_guard lock(mutex_);
-    // Also where it failed, so that the numbers of the others go on being the same everywhere.
+    // Added even after a failure, so that later communicators have the same number on all
+    // processes.
     World& world = worlds_.emplace_back();
     world.used = true;
     if (!made.ok()) {
@@ -618,14 +626,15 @@ class MpiWorlds {
   }
 
  private:
-  // Of which World() knows whether they are free. What is made besides is used once.
+  // Communicators that AgreeOnFree can find free. Those made beyond this number are used once.
   static constexpr std::size_t kKept = 64;
   struct World {
     MpiCommunicator* comm = nullptr;
     bool used = false;
   };
 
-  // A bit for each of the first kKept that no process uses.
+  // Collective. Bit i of the result: no process uses communicator i. Covers the first kKept
+  // communicators.
   Result<std::uint64_t> AgreeOnFree() {
     std::uint64_t mine = 0;
     {
@@ -634,7 +643,7 @@ class MpiWorlds {
         if (!worlds_[i].used) mine |= std::uint64_t{1} << i;
       }
     }
-    // MPI may write into it after this has given up.
+    // MPI may write here after this call has given up.
     const auto all = std::make_shared<std::array<std::uint64_t, 2>>();
     (*all)[0] = mine;
     MPI_Request request = MPI_REQUEST_NULL;
@@ -645,13 +654,13 @@ class MpiWorlds {
       untidy_ = true;
       new std::shared_ptr<std::array<std::uint64_t, 2>>(all);
       return Status(Code::kDeadlineExceeded,
-                    "agree on a communicator: not all processes came within 300 s");
+                    "agree on a communicator: not all processes took part within 300 s");
     }
     return (*all)[1];
   }
 
-  // MPI_Finalize deletes the attributes of MPI_COMM_SELF before anything else: an application that
-  // calls it while a communicator of ours exists finds no thread of ours within MPI.
+  // MPI_Finalize deletes the attributes of MPI_COMM_SELF first, so an application that calls
+  // MPI_Finalize while a communicator of ours exists finds no heartbeat thread inside MPI.
   void StopPulsesBeforeFinalize() {
     static const bool once = [] {
       int key = MPI_KEYVAL_INVALID;
@@ -673,7 +682,7 @@ class MpiWorlds {
   std::atomic<bool> untidy_{false};
 };
 
-// What World() hands out: gives it back when it is destroyed.
+// The communicator that World() returns; releases the MpiCommunicator when destroyed.
 class MpiWorld final : public Communicator {
  public:
   explicit MpiWorld(MpiCommunicator* comm) : Communicator(0, comm), comm_(*comm) {}
@@ -707,13 +716,15 @@ class Session final : public MpiSession {
   ~Session() override {
     if (!owns_ || abandoned_ || Finalized()) return;
     if (MpiWorlds::All().untidy()) {
-      Log(LogLevel::kWarning, "MPI: left without MPI_Finalize, because messages were given up");
+      Log(LogLevel::kWarning,
+          "MPI: MPI_Finalize is not called, because unfinished messages were abandoned");
       return;
     }
-    // MPI_Finalize waits for everybody without limit: first see whether they come.
+    // MPI_Finalize waits for all processes without limit: first check that they come.
     MPI_Request barrier = MPI_REQUEST_NULL;
     if (MPI_Ibarrier(MPI_COMM_WORLD, &barrier) != MPI_SUCCESS || !Await(&barrier, kLeaveLimit)) {
-      Log(LogLevel::kWarning, "MPI: left without MPI_Finalize, because not all processes came");
+      Log(LogLevel::kWarning,
+          "MPI: MPI_Finalize is not called, because not all processes reached the final barrier");
       return;
     }
     MPI_Finalize();
@@ -739,7 +750,7 @@ Result<std::unique_ptr<MpiSession>> MpiSession::Init() {
   int initialized = 0;
   MPI_Initialized(&initialized);
   if (initialized != 0 && Finalized()) {
-    return Status(Code::kUnsupported, "MPI: the program has finalised it already");
+    return Status(Code::kUnsupported, "MPI: the program has already called MPI_Finalize");
   }
   int provided = MPI_THREAD_SINGLE;
   if (initialized != 0) {
@@ -751,7 +762,8 @@ Result<std::unique_ptr<MpiSession>> MpiSession::Init() {
   }
   if (provided < MPI_THREAD_MULTIPLE) {
     if (initialized == 0) MPI_Finalize();
-    return Status(Code::kUnsupported, "MPI gives no MPI_THREAD_MULTIPLE");
+    return Status(Code::kUnsupported,
+                  "MPI does not provide MPI_THREAD_MULTIPLE, which tensormount needs");
   }
   return std::unique_ptr<MpiSession>(std::make_unique<Session>(initialized == 0));
 }

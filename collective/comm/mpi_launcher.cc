@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a launcher of MPI started this process (UnderMpiLauncher of tensormount/mpi.h). A file of
-// its own because it is asked before MPI is initialised, and in builds without MPI too.
+// Whether an MPI launcher started this process (UnderMpiLauncher of tensormount/mpi.h). A file of
+// its own, because it is called before MPI is initialized, and in builds without MPI.
 #include <cstdlib>
 
 #include "tensormount/mpi.h"

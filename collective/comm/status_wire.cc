@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks tell each other of failures.
+// Encodes statuses for messages between ranks.
 #include "collective/comm/status_wire.h"
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace tensormount {
 namespace {
 
 constexpr std::size_t kMaxStatusMessage = std::size_t{1} << 20;
-// More than any key, path or cause has.
+// Maximum length of a text field: more than any key, path or cause has.
 constexpr std::size_t kMaxStatusField = std::size_t{1} << 16;
 
 void WriteField(ByteWriter& out, std::string_view text) {
@@ -77,7 +77,7 @@ Status ReadStatus(ByteReader& in) {
   const bool fields_good = ReadFields(in, fields);
   if (code > static_cast<std::uint8_t>(Code::kInternal) || err > 4095 || !fields_good ||
       !in.status().ok()) {
-    return Status(Code::kDataLoss, "a status that came from another rank is damaged");
+    return Status(Code::kDataLoss, "malformed status from another rank");
   }
   return Status::FromParts(static_cast<Code>(code), static_cast<int>(err), std::move(message))
       .With(fields);

@@ -6,17 +6,18 @@
 
 #include "base/coding.h"
 
-// A status as other ranks are told it, with its code, errno, words and fields.
+// A status in a message to other ranks, with its code, errno, message and fields.
 
 namespace tensormount {
 
-// What befell `rank`, as all ranks are told it: named in words and, where the failure itself names
-// no other one (whom that rank waited for in vain), as a field. Ok stays ok.
+// Adds `rank` to a failure before all ranks get it: to the message and, unless the failure already
+// names another rank (one that `rank` waited for), to the field. Ok stays ok.
 Status FromRank(int rank, const Status& status);
 
-// Words over 1 MiB are cut, fields that are impossibly long left out.
+// Appends a status to a message. A status message over 1 MiB is cut, fields over 64 KiB are
+// omitted.
 void WriteStatus(ByteWriter& out, const Status& status);
-// Ok as well as failures; garbage makes the reader's own status a failure or gives kDataLoss.
+// Reads a status, ok or a failure. Invalid bytes set a failure in `in`, or return kDataLoss.
 Status ReadStatus(ByteReader& in);
 
 }  // namespace tensormount

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Communicator over one ByteStream to each other rank; messages of a pair are StreamPeer's.
+// A Communicator over one ByteStream to each other rank; StreamPeer moves the messages of a pair of
+// ranks.
 #include "collective/comm/stream_communicator.h"
 
 #include <poll.h>
@@ -13,19 +14,20 @@
 namespace tensormount {
 namespace {
 
-// With thousands of ranks, rank 0 tells each of them less often.
+// With thousands of ranks, rank 0 sends each of them fewer heartbeats.
 std::chrono::nanoseconds StreamBeatInterval(std::size_t ranks) {
   return std::chrono::milliseconds(100) +
          std::chrono::microseconds(100) * static_cast<std::int64_t>(ranks);
 }
 
-// A Test that finds nothing looks for itself, for callers that do without Progress; but who tests a
-// thousand requests one after the other looks once.
+// A Test that finds nothing makes progress itself, for callers without Progress; but at most once
+// in this interval, because callers may test a thousand requests in a row.
 constexpr std::chrono::microseconds kTurnAgain{50};
 
 }  // namespace
 
-// One call under the lock: wakes whoever waits for the changes that it made.
+// Locks the communicator during one call. At the end of the call, wakes the threads that wait for
+// changes, if the call made any.
 class StreamCommunicator::Section {
  public:
   explicit Section(StreamCommunicator& comm) : comm_(comm), lock_(comm.mutex_) {
@@ -74,7 +76,7 @@ StreamCommunicator::StreamCommunicator(int rank, int size, std::unique_ptr<Strea
 
 void StreamCommunicator::BeginBeats() {
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank_ && (options_.beat_all || rank_ == 0 || peer == 0)) WantBeats(peer, 1);
+    if (peer != rank_ && (options_.beat_all || rank_ == 0 || peer == 0)) CountBeatRequest(peer, 1);
   }
 }
 
@@ -84,16 +86,16 @@ StreamCommunicator::~StreamCommunicator() {
   while (true) {
     bool left = true;
     for (const Peer& peer : peers_) {
-      if (peer.stream && peer.used && !peer.stream->Leave()) left = false;
+      if (peer.stream && peer.used && !peer.stream->TryClose()) left = false;
     }
     if (left || deadline.Passed()) return;
     if (hub_ == nullptr) {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       continue;
     }
-    // Not TurnHub: whoever takes leave reads no messages any more.
+    // Not PollHub, because a rank that leaves reads no messages any more.
     ready_.clear();
-    hub_->Turn(&ready_);
+    hub_->Poll(&ready_);
     if (ready_.empty()) hub_->Wait(std::chrono::milliseconds(1), [] { return false; });
   }
 }
@@ -107,15 +109,15 @@ StreamCommunicator::Peer& StreamCommunicator::Use(int rank) {
   return peer;
 }
 
-void StreamCommunicator::WantBeats(int rank, int change) {
+void StreamCommunicator::CountBeatRequest(int rank, int change) {
   Peer& peer = change > 0 ? Use(rank) : peers_[static_cast<std::size_t>(rank)];
   peer.beats_wanted += change;
-  if (change > 0) peer.stream->Want();
+  if (change > 0) peer.stream->RequestOpen();
 }
 
 void StreamCommunicator::KeepUp(int rank, bool wanted) {
   const Section section(*this);
-  if (rank >= 0 && rank < size() && rank != rank_) WantBeats(rank, wanted ? 1 : -1);
+  if (rank >= 0 && rank < size() && rank != rank_) CountBeatRequest(rank, wanted ? 1 : -1);
 }
 
 Result<Communicator::Request> StreamCommunicator::Send(int to, std::uint32_t tag,
@@ -140,7 +142,7 @@ Result<Communicator::Request> StreamCommunicator::Post(int to, std::uint32_t tag
         e.self_request, is_send ? self_->Send(0, tag, view) : self_->Receive(0, tag, view));
   } else {
     e.peer = Use(to).stream.get();
-    e.peer->Want();
+    e.peer->RequestOpen();
     e.message = std::make_shared<StreamPeer::Message>();
     e.message->tag = tag;
     e.message->data = bytes.data();
@@ -169,7 +171,7 @@ Result<bool> StreamCommunicator::Test(Request request) {
     if (hub_ == nullptr) {
       it->second.peer->Advance();
     } else if (Clock::now() - turned_ >= kTurnAgain) {
-      TurnHub();
+      PollHub();
     }
     if (!it->second.message->done) return false;
   }
@@ -197,26 +199,26 @@ void StreamCommunicator::Cancel(Request request) {
 Status StreamCommunicator::Progress() {
   const Section section(*this);
   if (hub_) {
-    TurnHub();
-    BeatWhereDue();
+    PollHub();
+    SendDueBeats();
   } else {
     PollStreams();
   }
   return {};
 }
 
-void StreamCommunicator::TurnHub() {
+void StreamCommunicator::PollHub() {
   ready_.clear();
-  hub_->Turn(&ready_);
+  hub_->Poll(&ready_);
   for (const int rank : ready_) {
-    // Who is heard first has not been used yet.
+    // The stream to a rank that sent first may not exist yet.
     StreamPeer& stream = *Use(rank).stream;
     if (!stream.closed()) stream.Advance();
   }
   turned_ = Clock::now();
 }
 
-void StreamCommunicator::BeatWhereDue() {
+void StreamCommunicator::SendDueBeats() {
   if (turned_ - beats_looked_at_ < interval_ / 4) return;
   beats_looked_at_ = turned_;
   for (const Peer& peer : peers_) {
@@ -253,8 +255,8 @@ std::chrono::nanoseconds StreamCommunicator::SilentFor(int rank) const {
   std::lock_guard lock(mutex_);
   if (rank == rank_) return std::chrono::nanoseconds(0);
   const Peer& peer = peers_.at(static_cast<std::size_t>(rank));
-  if (!peer.stream) return Clock::now() - made_;  // Never.
-  return Clock::now() - peer.stream->heard();
+  if (!peer.stream) return Clock::now() - made_;  // Nothing was received yet.
+  return Clock::now() - peer.stream->last_heard();
 }
 
 }  // namespace tensormount

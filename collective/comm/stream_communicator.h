@@ -19,30 +19,32 @@
 
 namespace tensormount {
 
-// A communicator over one ByteStream to every other rank: sockets of forked ranks, connections of a
-// TCP group, and what a host carries for us through callbacks. It has the tables of requests and
-// the clock of heartbeats; what goes over a stream is StreamPeer's. One mutex: streams are never
-// used by two threads at a time. Requests are numbers from 1 on that are never used again, so that
-// a Test of one that is done with is an error and not somebody else's. What a rank sends to itself
-// goes through a communicator of one rank in memory, by the same rules of tags and order.
+// A communicator over one ByteStream to each other rank: sockets of forked ranks, connections of a
+// TCP group, or packets that a host program carries through callbacks. This class has the request
+// table and the heartbeat clock; StreamPeer has the protocol of a stream. One mutex protects all
+// members. Request numbers start at 1 and are never reused, so that a Test of a finished request is
+// an error. Messages of a rank to itself go through an in-memory communicator of one rank, by the
+// same rules of tags and order.
 //
-// Streams are given when it is made, all of which are looked at in each Progress; or made by a
-// StreamHub when they are first used, which then says which to look at. Only with a hub can it
-// hear of changes.
+// Streams are either given to the constructor, and all polled in each Progress, or made on first
+// use by a StreamHub, which then reports the streams to poll. The communicator reports changes
+// (HearsChanges) only with a hub.
 class StreamCommunicator final : public Communicator {
  public:
   struct Options {
-    std::string kind;  // Communicator::kind.
-    // Whether all pairs keep up SilentFor; otherwise rank 0 and every other, and who asks.
+    std::string kind;  // Returned by Communicator::kind.
+    // Whether heartbeats go between all pairs of ranks. If not, they go only between rank 0 and the
+    // other ranks, and where KeepUp requests them.
     bool beat_all = false;
-    // False: a stream is used once a message for its rank is sent or asked for, or heartbeats are.
+    // Whether all streams are used from the start, or each one from the first message or heartbeat
+    // for its rank.
     bool use_all = false;
-    // How long the destructor lets streams take their leave.
+    // Time that the destructor gives streams to close in an orderly way (ByteStream::TryClose).
     std::chrono::milliseconds leave_wait{0};
   };
-  // streams[r] leads to rank r; that of `rank` itself is not used.
+  // streams[r] leads to rank r; streams[rank] is not used.
   StreamCommunicator(int rank, std::vector<std::unique_ptr<ByteStream>> streams, Options options);
-  // `use_all` is of no meaning.
+  // With a hub, which makes streams on first use; Options::use_all is ignored.
   StreamCommunicator(int rank, int size, std::unique_ptr<StreamHub> hub, Options options);
   ~StreamCommunicator() override;
 
@@ -63,26 +65,26 @@ class StreamCommunicator final : public Communicator {
  private:
   using Clock = StreamPeer::Clock;
   struct Peer {
-    std::unique_ptr<StreamPeer> stream;  // Null: this rank, or not used yet.
+    std::unique_ptr<StreamPeer> stream;  // Null for this rank, or if not used yet.
     bool used = false;
-    int beats_wanted = 0;  // By how many KeepUp calls.
+    int beats_wanted = 0;  // Number of KeepUp requests.
   };
   // A request that is neither done nor cancelled.
   struct Entry {
-    StreamPeer* peer = nullptr;  // Null: to itself.
+    StreamPeer* peer = nullptr;  // Null: a message to this rank.
     StreamPeer::MessagePtr message;
     bool is_send = false;
-    Request self_request = 0;  // In self_, where it is to this rank.
+    Request self_request = 0;  // In self_, for a message to this rank.
   };
   class Section;
   Result<Request> Post(int to, std::uint32_t tag, const BufferView& view, bool is_send);
-  // The peer, with its stream.
+  // Returns the entry of a rank; makes its stream if needed.
   Peer& Use(int rank);
-  void WantBeats(int rank, int change);
+  void CountBeatRequest(int rank, int change);
   void BeginBeats();
   void PollStreams();
-  void TurnHub();
-  void BeatWhereDue();
+  void PollHub();
+  void SendDueBeats();
 
   const int rank_;
   const Options options_;
@@ -94,7 +96,7 @@ class StreamCommunicator final : public Communicator {
   std::vector<Peer> peers_;
   std::unordered_map<Request, Entry> requests_;
   Request next_ = 1;
-  // With a hub.
+  // The following members are used with a hub only.
   const Clock::time_point made_ = Clock::now();
   std::vector<int> ready_;
   Clock::time_point turned_{};

@@ -13,22 +13,21 @@
 
 namespace tensormount {
 
-// Where the streams of a group come from that are made when they are first used, and who knows
-// which of them have something: so that a rank with thousands of peers touches those few, and
-// waits for all of them at once.
-// One thread at a time but for Wait and Wake. Outlives its streams.
+// Makes the streams of a group on first use and reports which of them have events, so that a rank
+// with thousands of peers touches only a few streams and waits for all of them at once. For one
+// thread at a time, except Wait and Wake. Outlives its streams.
 class StreamHub {
  public:
   virtual ~StreamHub() = default;
 
-  // The stream to `peer`, once.
+  // The stream to `peer`. Call at most once for each peer.
   virtual std::unique_ptr<ByteStream> Open(int peer) = 0;
-  // Does what belongs to no stream (accepting, introducing), and appends to `ready` each rank whose
-  // stream may be read or written, or has ended. Never waits.
-  virtual void Turn(std::vector<int>* ready) = 0;
+  // Accepts connections and does handshakes; appends to `ready` each rank whose stream can be read
+  // or written, or has ended. Never waits.
+  virtual void Poll(std::vector<int>* ready) = 0;
 
-  // Returns once a Turn would find something, after Wake, or after `most`; at once where `changed`,
-  // which is asked after Wake reaches this call.
+  // Returns once a Poll would find something, after Wake, or after `most`. Returns at once if
+  // `changed()` is true, which is checked when Wake already ends this call.
   virtual void Wait(std::chrono::nanoseconds most, const std::function<bool()>& changed) = 0;
   // Ends the Waits of other threads.
   virtual void Wake() = 0;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of one pair of ranks over a stream of bytes. Short ones are sent at once and copied into
-// place when they are asked for. Long ones are announced and sent when the other side has memory
-// for them, so that nothing large is ever buffered and the order of receives does not matter. A
-// heartbeat tells a rank that works from one that is gone.
+// Messages of one pair of ranks over a stream of bytes. Short messages are sent at once and copied
+// into place when asked for. Long messages are announced and sent when the other side has memory
+// for them, so that nothing large is buffered and the order of receives does not matter.
 #include "collective/comm/stream_peer.h"
 
 #include <algorithm>
@@ -15,12 +14,12 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint32_t kStreamMagic = 0x50534d54;  // "TMSP"
-// How much one Advance moves in each direction, so that the mutex is not held for long.
+constexpr std::uint32_t kStreamMagic = 0x50534d54;  // The bytes "TMSP".
+// Limits of one Advance in each direction, so that the mutex is not held for long.
 constexpr std::size_t kBytesPerTurn = 1 << 20;
 constexpr int kCallsPerTurn = 64;
-// Announcements of a peer that nobody asked for yet, each of a request of the other side: some 700
-// bytes of memory where each has a tag of its own.
+// Limit of announcements from a peer without a receive: some 700 bytes of memory for each if all
+// have different tags.
 constexpr std::size_t kMaxAnnounced = 1 << 16;
 
 template <typename Map>
@@ -36,7 +35,7 @@ StreamPeer::StreamPeer(int rank, std::unique_ptr<ByteStream> stream,
     : rank_(rank),
       stream_(std::move(stream)),
       changes_(changes),
-      heard_(Clock::now()),
+      last_heard_(Clock::now()),
       sent_(Clock::now()) {}
 
 std::uint32_t StreamPeer::HeaderCheck(const Header& header) {
@@ -78,7 +77,7 @@ void StreamPeer::Send(const MessagePtr& m) {
 void StreamPeer::Receive(const MessagePtr& m) {
   const auto it = early_.find(m->tag);
   if (it != early_.end()) {
-    Early early = std::move(it->second.front());
+    UnexpectedMessage early = std::move(it->second.front());
     it->second.pop_front();
     if (it->second.empty()) early_.erase(it);
     if (!early.small) {
@@ -119,7 +118,8 @@ void StreamPeer::CancelSend(const MessagePtr& m) {
       credit_ += Cost(m->size);
       it = out_.erase(it);
     } else {
-      // The frame has begun, or the receiver counts on it: it goes on from memory of our own.
+      // The frame has begun, or the receiver waits for it: the frame continues from a copy of its
+      // bytes.
       it->owned.assign(it->payload, it->payload + it->payload_size);
       it->payload = it->owned.data();
       it->message.reset();
@@ -200,7 +200,7 @@ bool StreamPeer::Write() {
 }
 
 bool StreamPeer::Read() {
-  // What is thrown away (cancelled, or of another size) goes here.
+  // Destination of bytes that are dropped (cancelled, or of a wrong size).
   static thread_local std::byte scratch[64 << 10];
   std::size_t moved = 0;
   bool more = true;
@@ -222,7 +222,7 @@ bool StreamPeer::Read() {
     more = n.ok() && n.value() != 0;
     if (!more) break;
     const std::size_t got = n.value();
-    heard_ = Clock::now();
+    last_heard_ = Clock::now();
     moved += got;
     if (!in_payload_) {
       in_have_ += got;
@@ -242,9 +242,9 @@ bool StreamPeer::Read() {
   return moved != 0;
 }
 
-bool StreamPeer::Broken(const std::string& what) {
-  Close(Status(Code::kDataLoss,
-               "connection to rank " + std::to_string(rank_) + stream_->who() + ": " + what));
+bool StreamPeer::BreakStream(const std::string& what) {
+  Close(Status(Code::kDataLoss, "connection to rank " + std::to_string(rank_) +
+                                    stream_->peer_suffix() + ": " + what));
   return false;
 }
 
@@ -259,9 +259,9 @@ StreamPeer::MessagePtr StreamPeer::TakePosted(std::uint32_t tag) {
 
 void StreamPeer::OnHeader() {
   if (in_.check != HeaderCheck(in_)) {
-    Broken(
-        "the checksum of a frame's header differs: it was damaged on the way, or is of another "
-        "version");
+    BreakStream(
+        "checksum mismatch in a frame header: it was corrupted in transit, or sent by another "
+        "version of tensormount");
     return;
   }
   switch (in_.kind) {
@@ -276,16 +276,17 @@ void StreamPeer::OnHeader() {
         return;
       }
       if (early_announced_ >= kMaxAnnounced) {
-        Broken("too many messages were announced");
+        BreakStream("that rank announced too many messages");
         return;
       }
       ++early_announced_;
-      early_[in_.tag].push_back(Early{false, {}, in_.id, static_cast<std::size_t>(in_.size)});
+      early_[in_.tag].push_back(
+          UnexpectedMessage{false, {}, in_.id, static_cast<std::size_t>(in_.size)});
       return;
     }
     case kReady: {
       const auto it = announced_.find(in_.id);
-      if (it == announced_.end()) return;  // Cancelled meanwhile.
+      if (it == announced_.end()) return;  // The send was cancelled meanwhile.
       const MessagePtr m = std::move(it->second);
       announced_.erase(it);
       if (in_.aux != 0) {
@@ -297,7 +298,7 @@ void StreamPeer::OnHeader() {
     }
     case kData: {
       if (in_.size == 0 || in_.size > kPiece) {
-        Broken("a piece has an impossible size");
+        BreakStream("a part of a message has an invalid size");
         return;
       }
       const auto it = filling_.find(in_.id);
@@ -305,10 +306,10 @@ void StreamPeer::OnHeader() {
       in_left_ = static_cast<std::size_t>(in_.size);
       in_dest_ = nullptr;
       in_message_.reset();
-      if (it == filling_.end()) return;  // Cancelled: read past it.
+      if (it == filling_.end()) return;  // The receive was cancelled: the bytes are skipped.
       if (in_left_ > it->second->size - it->second->moved) {
         in_payload_ = false;
-        Broken("a message is longer than it was announced");
+        BreakStream("a message is longer than announced");
         return;
       }
       in_message_ = it->second;
@@ -328,8 +329,8 @@ void StreamPeer::OnHeader() {
         return;
       }
       for (auto queue = early_.begin(); queue != early_.end(); ++queue) {
-        const auto gone = std::erase_if(queue->second,
-                                        [&](const Early& e) { return !e.small && e.id == in_.id; });
+        const auto gone = std::erase_if(
+            queue->second, [&](const UnexpectedMessage& e) { return !e.small && e.id == in_.id; });
         if (gone == 0) continue;
         early_announced_ -= gone;
         if (queue->second.empty()) early_.erase(queue);
@@ -338,13 +339,13 @@ void StreamPeer::OnHeader() {
       return;
     }
     default:
-      Broken("a frame of unknown kind " + std::to_string(in_.kind));
+      BreakStream("a frame of unknown kind " + std::to_string(in_.kind));
   }
 }
 
 void StreamPeer::OnSmall() {
   if (in_.size > kSmall) {
-    Broken("a small message is too large");
+    BreakStream("a small message is too large");
     return;
   }
   const auto size = static_cast<std::size_t>(in_.size);
@@ -361,7 +362,7 @@ void StreamPeer::OnSmall() {
   } else {
     if (early_bytes_ + Cost(size) > kCredit) {
       in_payload_ = false;
-      Broken("more bytes than it has credit for");
+      BreakStream("more bytes were sent than flow control allows");
       return;
     }
     early_bytes_ += Cost(size);
@@ -385,10 +386,10 @@ void StreamPeer::OnPayloadEnd() {
     return;
   }
   if (!in_owned_.empty()) {
-    // Nobody had asked when it began to come; somebody may have since.
+    // No receive was posted when the message began to arrive; one may be posted now.
     const MessagePtr late = TakePosted(in_.tag);
     if (!late) {
-      early_[in_.tag].push_back(Early{true, std::move(in_owned_), 0, size});
+      early_[in_.tag].push_back(UnexpectedMessage{true, std::move(in_owned_), 0, size});
       in_owned_.clear();
       return;
     }
@@ -443,8 +444,9 @@ void StreamPeer::Close(const Status& why) {
   if (read_closed_) return;
   read_closed_ = true;
   why_ = why;
-  // What is wrong with the bytes that came is nothing that a sender did.
-  CloseWrite(why.code() == Code::kDataLoss ? PeerGone(rank_, stream_->who()) : why);
+  // If received bytes are damaged, this rank's sends fail with kUnavailable, because their bytes
+  // are not damaged.
+  CloseWrite(why.code() == Code::kDataLoss ? PeerGone(rank_, stream_->peer_suffix()) : why);
   for (auto& [tag, queue] : posted_) {
     for (const MessagePtr& m : queue) m->Finish(why);
   }

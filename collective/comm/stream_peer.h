@@ -20,11 +20,11 @@ namespace tensormount {
 
 // One end of a connection between two ranks: messages in frames over a stream of bytes.
 //
-// Small messages travel at once and are kept by the receiver until asked for, as many bytes as
-// the sender has credit for. Large ones, and small ones without credit, are announced (kAnnounce),
-// asked for (kReady) and sent in pieces straight from the sender's memory to the receiver's, so
-// that nothing unexpected has to be stored and nothing blocks what stands behind it. Heartbeats go
-// between the pieces.
+// Small messages are sent at once, up to the sender's credit (bytes that the receiver agrees to
+// keep), and the receiver keeps them until they are asked for. Large messages, and small ones
+// without credit, are announced (kAnnounce), asked for (kReady) and sent in pieces from the
+// sender's memory straight to the receiver's, so that the receiver stores nothing unexpected and a
+// waiting message blocks none behind it. Heartbeats go between the pieces.
 //
 //   sender                       receiver
 //   kMessage + bytes  ---------> kept in early_ until Receive   (up to kCredit bytes of them)
@@ -34,21 +34,21 @@ namespace tensormount {
 //   kData(id) + piece ---------> straight into the receiver's memory, piece by piece
 //   kAbandon(id)      ---------> a send was cancelled: the receive fails
 //
-// A stream that ends, or says something that no rank of ours would, finishes all messages of this
-// pair with the reason (kUnavailable, kDataLoss); nothing is sent or waited for afterwards.
+// A stream that ends or breaks the protocol finishes all messages of this pair with the reason
+// (kUnavailable, kDataLoss); nothing is sent or received afterwards.
 //
-// Not thread-safe: its communicator holds one mutex.
+// Not thread-safe: the communicator's mutex protects it.
 class StreamPeer {
  public:
   using Clock = std::chrono::steady_clock;
-  // Messages up to kSmall are sent without being asked for, while there is credit; all others are
-  // announced.
+  // Messages up to this size are sent without being asked for, while there is credit; larger
+  // messages are announced.
   static constexpr std::size_t kSmall = 4096;
-  // Bytes of small messages, with their headers, that the other end keeps for us before it has been
-  // asked for them. What this bounds is memory: a rank that never receives cannot be filled up.
+  // Bytes of small messages, with headers, that the other end keeps for us before they are asked
+  // for. Bounds the memory that a sender can fill at a rank that never receives.
   static constexpr std::size_t kCredit = 256 << 10;
-  // Large messages are sent in parts of this, in turns, so that none holds up the others, and a
-  // heartbeat is never later than one part.
+  // Size of the pieces in which large messages are sent. Messages take turns, so that none delays
+  // the others and a heartbeat is at most one piece late.
   static constexpr std::size_t kPiece = 256 << 10;
 
   // One request, shared with the communicator's table.
@@ -57,9 +57,9 @@ class StreamPeer {
     std::byte* data = nullptr;
     std::size_t size = 0;
     std::size_t moved = 0;  // Bytes handed to the stream, or filled.
-    std::uint64_t id = 0;   // Of a large send, chosen by the sender.
+    std::uint64_t id = 0;   // Set for large sends, by the sender.
     bool done = false;
-    Status status;  // Once done.
+    Status status;  // Set once done.
 
     void Finish(Status s) {
       status = std::move(s);
@@ -68,49 +68,49 @@ class StreamPeer {
   };
   using MessagePtr = std::shared_ptr<Message>;
 
-  // `changes` counts each time something moves that is no heartbeat; outlives this.
+  // `changes` is incremented for each movement except heartbeats; outlives this.
   StreamPeer(int rank, std::unique_ptr<ByteStream> stream, std::atomic<std::uint64_t>& changes);
   StreamPeer(const StreamPeer&) = delete;
   StreamPeer& operator=(const StreamPeer&) = delete;
 
-  // Queue a message; Advance moves it. Its memory must stay until it is done or cancelled. Where
-  // the stream has ended they finish it at once, with why.
+  // Send and Receive queue a message; Advance moves it. The memory of a message must stay until the
+  // message is done or cancelled. On an ended stream a message finishes at once, with the reason.
   void Send(const MessagePtr& m);
-  // The next message of its tag that is not taken yet, in the order in which they were sent.
+  // Takes the oldest unreceived message of its tag.
   void Receive(const MessagePtr& m);
-  // After these the message's memory is not touched any more.
+  // After a cancel the message's memory is not touched any more.
   void CancelSend(const MessagePtr& m);
   void CancelReceive(const MessagePtr& m);
 
-  // Reads and writes what can be without waiting, a bounded amount. True if bytes moved.
+  // Reads and writes a bounded amount without waiting. True if bytes moved.
   bool Advance();
-  // Queues a heartbeat where nothing else was sent for `interval`.
+  // Queues a heartbeat if nothing else was sent for `interval`.
   void Beat(Clock::duration interval);
 
-  // See ByteStream.
-  void Want() { stream_->Want(); }
-  // Takes leave of the other end: see ByteStream::Leave.
-  bool Leave() { return stream_->Leave(); }
+  void RequestOpen() { stream_->RequestOpen(); }
+  bool TryClose() { return stream_->TryClose(); }
 
   int fd() const { return stream_->fd(); }
-  bool closed() const { return read_closed_; }  // Both directions.
+  bool closed() const { return read_closed_; }  // Whether both directions are closed.
   bool wants_write() const { return !write_closed_ && HasOutput(); }
-  // When the last byte came: what tells a rank that works from one that is gone.
-  Clock::time_point heard() const { return heard_; }
+  // Time at which the last byte arrived, by which a working rank is told from a dead one.
+  Clock::time_point last_heard() const { return last_heard_; }
 
  private:
   enum Kind : std::uint32_t {
     kHeartbeat = 1,
-    kMessage = 2,     // tag, size: a whole small message follows.
-    kAnnounce = 3,    // tag, id, size: of a large one.
-    kReady = 4,       // id; aux 0: send it, 1: its size is wrong, consider it delivered.
+    kMessage = 2,   // tag, size: a whole small message follows.
+    kAnnounce = 3,  // tag, id, size: announces a message.
+    // id; aux 0: send the message; 1: it is empty or of a wrong size and counts as delivered.
+    kReady = 4,
     kData = 5,        // id, size: the next piece follows.
     kCreditBack = 6,  // size: bytes of small messages that were taken.
-    kAbandon = 7,     // id: the sender cancelled.
+    kAbandon = 7,     // id: the sender cancelled the message.
   };
   struct Header {
-    // A checksum of the fields behind it (HeaderCheck). TCP's own of 16 bits misses one damage in
-    // 65,536, after which both ends would wait for each other while heartbeats go on.
+    // A checksum of the following fields (HeaderCheck). TCP's own checksum of 16 bits misses one
+    // damaged header in 65,536, after which both ends would wait for each other while heartbeats go
+    // on.
     std::uint32_t check = 0;
     std::uint32_t kind = 0;
     std::uint32_t tag = 0;
@@ -126,13 +126,13 @@ class StreamPeer {
     Header header;
     const std::byte* payload = nullptr;
     std::size_t payload_size = 0;
-    std::vector<std::byte> owned;  // Where payload points after a cancel.
+    std::vector<std::byte> owned;  // Payload bytes after a cancel.
     std::size_t written = 0;
-    MessagePtr message;  // Done when this is out, if `last`.
+    MessagePtr message;  // Finished when this frame is written, if `last`.
     bool last = false;
   };
-  // A message that came, or was announced, before it was asked for.
-  struct Early {
+  // A message that arrived, or was announced, before it was asked for.
+  struct UnexpectedMessage {
     bool small = false;
     std::vector<std::byte> bytes;
     std::uint64_t id = 0;
@@ -148,7 +148,7 @@ class StreamPeer {
   void OnSmall();
   void OnPayloadEnd();
   MessagePtr TakePosted(std::uint32_t tag);
-  bool Broken(const std::string& what);
+  bool BreakStream(const std::string& what);
   void Accept(const MessagePtr& m, std::uint64_t id, std::size_t size);
   void GiveCredit(std::size_t size);
   void CloseWrite(const Status& gone);
@@ -160,34 +160,36 @@ class StreamPeer {
   std::atomic<std::uint64_t>& changes_;
   bool write_closed_ = false;
   bool read_closed_ = false;
-  Status why_;        // Once read_closed_,
-  Status write_why_;  // once write_closed_.
-  Clock::time_point heard_;
+  Status why_;        // Reason, once read_closed_.
+  Status write_why_;  // Reason, once write_closed_.
+  Clock::time_point last_heard_;
   Clock::time_point sent_;
 
-  // Out. A large message is in announced_ until the other end is ready for it, then in streaming_
+  // Output. A large message is in announced_ until the other end asks for it, then in streaming_
   // until its last part is queued.
   std::deque<Out> out_;
   std::map<std::uint64_t, MessagePtr> announced_;
-  std::deque<MessagePtr> streaming_;  // Asked for; served in turns.
-  std::size_t credit_ = kCredit;      // What is left of it.
+  std::deque<MessagePtr> streaming_;  // Messages that the other end asked for, sent in turns.
+  std::size_t credit_ = kCredit;      // Bytes of small messages that may still be sent unasked.
   std::uint64_t next_id_ = 1;
 
-  // In: the frame that is being read.
+  // Input: the frame that is being read.
   Header in_;
-  std::size_t in_have_ = 0;  // Bytes of the header.
+  std::size_t in_have_ = 0;  // Bytes of the header that were read.
   bool in_payload_ = false;
   std::size_t in_left_ = 0;
-  std::byte* in_dest_ = nullptr;  // Null: thrown away.
+  std::byte* in_dest_ = nullptr;  // Null: the bytes are dropped.
   MessagePtr in_message_;
   std::vector<std::byte> in_owned_;
-  // By tag: what came before it was asked for, and receives that wait. Of one tag never both.
-  std::map<std::uint32_t, std::deque<Early>> early_;
+  // By tag: messages that came before they were asked for (early_), and receives that wait for a
+  // message (posted_). A tag is never in both.
+  std::map<std::uint32_t, std::deque<UnexpectedMessage>> early_;
   std::map<std::uint32_t, std::deque<MessagePtr>> posted_;
-  std::map<std::uint64_t, MessagePtr> filling_;  // Large ones under way, by the sender's id.
+  // Large messages being received, by the sender's id.
+  std::map<std::uint64_t, MessagePtr> filling_;
   std::size_t early_bytes_ = 0;
-  std::size_t early_announced_ = 0;  // How many of early_ are announcements.
-  std::size_t credit_owed_ = 0;      // Taken, and not given back yet.
+  std::size_t early_announced_ = 0;  // Number of announcements in early_.
+  std::size_t credit_owed_ = 0;      // Credit that is not given back yet.
 };
 
 }  // namespace tensormount

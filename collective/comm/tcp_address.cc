@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a rank can be reached, as text that a host program carries to the others; and which of this
-// machine's addresses that is.
+// A rank's address as text, which a host program carries to the other ranks, and the choice of this
+// machine's addresses.
 #include "collective/comm/tcp_address.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ constexpr std::uint8_t kMappedV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff
 constexpr std::string_view kBase64 =
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
-// Without padding: the rest of a length by four says how many bits of the last character count.
+// Base64 without padding: the length modulo 4 determines how many bits of the last character count.
 std::string ToBase64(std::string_view bytes) {
   std::string out;
   std::uint32_t bits = 0;
@@ -46,8 +46,8 @@ std::string ToBase64(std::string_view bytes) {
   return out;
 }
 
-// Nothing where a character is none of them. Whether it is the one text of these bytes, the caller
-// finds out by encoding them again.
+// Decodes base64; empty if a character is invalid. The caller checks that the encoding is canonical
+// by encoding the bytes again.
 std::optional<std::string> FromBase64(std::string_view text) {
   std::string out;
   std::uint32_t bits = 0;
@@ -103,7 +103,8 @@ std::vector<std::string> SplitAtCommas(const std::string& list) {
   return out;
 }
 
-// IPv4 first, as most machines have routes for it; otherwise as the system lists them.
+// Sorts addresses: IPv4 first, because most machines have routes for it, then IPv6, each in the
+// system's order. Leaves out duplicates, and addresses beyond kMostCandidates.
 std::vector<IpAddress> InOrder(std::vector<IpAddress> addresses) {
   std::stable_partition(addresses.begin(), addresses.end(),
                         [](const IpAddress& a) { return a.is_v4(); });
@@ -128,12 +129,13 @@ Result<std::vector<IpAddress>> AddressesOf(const std::string& list, const std::s
     }
     if (!found.empty()) return InOrder(std::move(found));
     if (exists) {
-      return Status(Code::kNotFound, origin + ": interface " + OneLine(name) +
-                                         " has only addresses that others cannot use");
+      return Status(Code::kNotFound,
+                    origin + ": interface " + OneLine(name) +
+                        " has only link-local addresses, which other machines cannot reach");
     }
   }
-  return Status(Code::kNotFound,
-                origin + ": no interface of " + OneLine(list) + " is up and has an address");
+  return Status(Code::kNotFound, origin + ": no interface in the list " + OneLine(list) +
+                                     " is up and has an address");
 }
 
 }  // namespace
@@ -169,7 +171,7 @@ Result<IpAddress> IpAddress::Parse(const std::string& text) {
   std::memcpy(out.bytes.data(), kMappedV4, sizeof(kMappedV4));
   if (::inet_pton(AF_INET, text.c_str(), out.bytes.data() + 12) == 1) return out;
   return Status(Code::kInvalidArgument,
-                "'" + OneLine(text) + "' is no IPv4 or IPv6 address in numbers");
+                "'" + OneLine(text) + "' is not a numeric IPv4 or IPv6 address");
 }
 
 bool IpAddress::FromSocket(const sockaddr_storage& name, IpAddress* out, std::uint16_t* port) {
@@ -207,7 +209,7 @@ socklen_t IpAddress::ToSocket(std::uint16_t port, sockaddr_storage* out) const {
   return sizeof(in);
 }
 
-std::string TcpAddress::Who() const {
+std::string TcpAddress::PeerSuffix() const {
   return " (host " + host + ", pid " + std::to_string(pid) + ")";
 }
 
@@ -241,23 +243,27 @@ std::string TcpAddress::Encode() const {
 
 Result<TcpAddress> TcpAddress::Decode(std::string_view text) {
   if (text.size() > kLongestAddress) {
-    return DamagedAddress(std::to_string(text.size()) + " characters are too many");
+    return DamagedAddress("the address has " + std::to_string(text.size()) +
+                          " characters, the limit is " + std::to_string(kLongestAddress));
   }
   if (text.substr(0, 2) != kAddressPrefix.substr(0, 2)) {
-    return DamagedAddress("it does not begin with 'tm1:'");
+    return DamagedAddress("the address does not begin with 'tm1:'");
   }
   const std::optional<std::string> bytes = text.size() > kAddressPrefix.size()
                                                ? FromBase64(text.substr(kAddressPrefix.size()))
                                                : std::nullopt;
-  if (!bytes || bytes->size() < 16) return DamagedAddress("it is cut, or has wrong characters");
+  if (!bytes || bytes->size() < 16) {
+    return DamagedAddress("the address is truncated, or has invalid characters");
+  }
   const std::string_view fields(bytes->data(), bytes->size() - 8);
   if (Xxh3Low64(fields) != LoadLittle<std::uint64_t>(bytes->data() + fields.size())) {
-    return DamagedAddress("its checksum differs");
+    return DamagedAddress("checksum mismatch");
   }
-  // Of another version is only what is whole.
+  // Reports another version only if the text is intact.
   if (text.substr(0, kAddressPrefix.size()) != kAddressPrefix ||
       static_cast<std::uint8_t>(fields[0]) != kAddressVersion) {
-    return Status(Code::kUnsupported, "the address of a rank is of another version of tensormount");
+    return Status(Code::kUnsupported,
+                  "the address of a rank comes from another version of tensormount");
   }
   TcpAddress out;
   ByteReader r(fields, "the address of a rank");
@@ -274,11 +280,13 @@ Result<TcpAddress> TcpAddress::Decode(std::string_view text) {
   out.host = OneLine(r.Raw(host));
   const std::size_t candidates = r.U8();
   if (candidates == 0 || candidates > kMostCandidates) {
-    return DamagedAddress("it has " + std::to_string(candidates) + " addresses");
+    return DamagedAddress("the address has " + std::to_string(candidates) +
+                          " IP addresses, allowed are 1 to " + std::to_string(kMostCandidates));
   }
   for (std::size_t i = 0; i < candidates; ++i) {
     const std::uint8_t family = r.U8();
-    if (family != 4 && family != 6) return DamagedAddress("an address of unknown kind");
+    if (family != 4 && family != 6)
+      return DamagedAddress("the address has an IP address of unknown kind");
     IpAddress& a = out.candidates.emplace_back();
     const std::size_t size = family == 4 ? 4 : 16;
     if (family == 4) std::memcpy(a.bytes.data(), kMappedV4, sizeof(kMappedV4));
@@ -286,8 +294,8 @@ Result<TcpAddress> TcpAddress::Decode(std::string_view text) {
     if (raw.size() == size) std::memcpy(a.bytes.data() + 16 - size, raw.data(), size);
   }
   if (const Status whole = r.Finish(); !whole.ok()) return DamagedAddress(whole.message());
-  if (out.port == 0) return DamagedAddress("it has no port");
-  if (out.Encode() != text) return DamagedAddress("it is not written as it must be");
+  if (out.port == 0) return DamagedAddress("the address has no port");
+  if (out.Encode() != text) return DamagedAddress("encoding its contents again gives another text");
   return out;
 }
 
@@ -302,12 +310,12 @@ Result<std::vector<IpAddress>> ChooseAddresses(const TcpOptions& options) {
   if (!options.address.empty()) {
     if (!options.interface.empty()) {
       return Status(Code::kInvalidArgument,
-                    "TcpOptions: an address and an interface; give one of them");
+                    "TcpOptions: address and interface are both set; set only one");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const IpAddress given, IpAddress::Parse(options.address));
     if (given.is_link_local()) {
-      return Status(Code::kInvalidArgument, "TcpOptions: " + given.ToString() +
-                                                " means nothing to other machines (link-local)");
+      return Status(Code::kInvalidArgument, "TcpOptions: other machines cannot reach " +
+                                                given.ToString() + " (link-local)");
     }
     return std::vector<IpAddress>{given};
   }
@@ -331,7 +339,7 @@ Result<std::vector<IpAddress>> ChooseAddresses(const TcpOptions& options) {
   return found;
 }
 
-TcpId ThisKernel() {
+TcpId MachineBootId() {
   TcpId out{};
   char boot[64] = "";
   const int fd = ::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);

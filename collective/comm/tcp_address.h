@@ -21,50 +21,52 @@ struct IpAddress {
   std::array<std::uint8_t, 16> bytes{};
   bool is_v4() const;
   bool is_loopback() const;
-  // Those that mean something only together with an interface.
+  // Whether the address is link-local, and so usable only with an interface.
   bool is_link_local() const;
   std::string ToString() const;
   friend auto operator<=>(const IpAddress&, const IpAddress&) = default;
 
-  // Neither name nor scope: kInvalidArgument.
+  // Parses a numeric address. Fails with kInvalidArgument for names and scoped addresses.
   static Result<IpAddress> Parse(const std::string& text);
-  // Of a socket's name or peer. False: of another family.
+  // Reads a socket's own or peer name. Returns false for another address family.
   static bool FromSocket(const sockaddr_storage& name, IpAddress* out, std::uint16_t* port);
-  // For connect and bind; AF_INET where it is_v4.
+  // For connect and bind; AF_INET if is_v4.
   socklen_t ToSocket(std::uint16_t port, sockaddr_storage* out) const;
 };
 
 using TcpId = std::array<std::uint8_t, 16>;
 
-// What a rank says of itself to the others.
+// The address that a rank publishes to the others.
 struct TcpAddress {
-  TcpId listener{};  // Random: of this very group in this very process.
-  TcpId machine{};   // Of the kernel and its network namespace: who may share Unix sockets.
+  TcpId listener{};  // Random, for this group in this process.
+  TcpId machine{};   // Kernel and network namespace: shared by ranks that can use Unix sockets.
   bool has_unix = false;
   std::uint32_t pid = 0;
   std::string host;
   std::uint16_t port = 0;
-  std::vector<IpAddress> candidates;  // In the order in which they are tried.
+  std::vector<IpAddress> candidates;  // IP addresses, in the order in which to dial them.
 
   static constexpr std::size_t kMostCandidates = 8;
   static constexpr std::size_t kMostHost = 64;
-  // " (host node7, pid 4242)".
-  std::string Who() const;
-  // The name of its Unix socket, which stands in no folder (it begins with a NUL).
+  // Text about the rank for messages: " (host node7, pid 4242)".
+  std::string PeerSuffix() const;
+  // The name of the rank's Unix socket, in the abstract namespace (it begins with a NUL).
   std::string UnixName() const;
 
-  // "tm1:" and base64 of version, fields and a checksum.
+  // The address as text: "tm1:" and base64 of version, fields and a checksum.
   std::string Encode() const;
-  // kInvalidArgument: damaged. kUnsupported: of another version.
+  // Parses an encoded address. Fails with kInvalidArgument if the text is damaged, with
+  // kUnsupported if it comes from another version.
   static Result<TcpAddress> Decode(std::string_view text);
 };
 
-// What can be told to others, in order: IPv4 first. Never empty. See TcpOptions.
+// The addresses that this rank publishes, chosen by TcpOptions; IPv4 first, never empty.
 Result<std::vector<IpAddress>> ChooseAddresses(const TcpOptions& options);
 // All addresses of this machine.
 Result<std::vector<IpAddress>> OwnAddresses();
-// Zeros where the system does not say: then nobody is taken for a neighbour.
-TcpId ThisKernel();
+// Identifies this machine's boot and network namespace. Zeros if the system gives no id: then Unix
+// sockets are not used.
+TcpId MachineBootId();
 
 }  // namespace tensormount
 

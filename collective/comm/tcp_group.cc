@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A TCP group from outside (tensormount/tcp_group.h): options, addresses, and the communicator that
-// is made of them.
+// The API of a TCP group (tensormount/tcp_group.h): options, addresses, and the communicator made
+// from them.
 #include "tensormount/tcp_group.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class ListeningTcpGroup final : public TcpGroup {
                                                 const TcpToken& token) override {
     if (!tcp_.is_open()) {
       return Status(Code::kInvalidArgument,
-                    "this TCP group was connected already, or failed to be");
+                    "connect a TCP group: it was already connected, or an earlier attempt failed");
     }
     if (rank < 0 || static_cast<std::size_t>(rank) >= addresses.size()) {
       return Status(Code::kInvalidArgument, "connect a TCP group: rank " + std::to_string(rank) +
@@ -81,7 +81,7 @@ class ListeningTcpGroup final : public TcpGroup {
 std::string HostName() {
   char name[256] = "";
   if (::gethostname(name, sizeof(name) - 1) != 0) return "unknown";
-  // In messages it stands between brackets, and in an address it is text.
+  // The name appears between brackets in messages, and as text in an address.
   std::string out;
   for (const char c : std::string(name)) {
     const bool plain = c > ' ' && c < 0x7f && c != '(' && c != ')' && c != ',';
@@ -103,14 +103,17 @@ Result<std::unique_ptr<TcpGroup>> TcpGroup::Listen(const TcpOptions& given) {
   if (options.last_port == 0) options.last_port = options.first_port;
   if (options.last_port < options.first_port ||
       (options.first_port == 0 && options.last_port != 0)) {
-    return Status(Code::kInvalidArgument, "TcpOptions: ports from " +
-                                              std::to_string(options.first_port) + " to " +
-                                              std::to_string(options.last_port) + " are no range");
+    return Status(Code::kInvalidArgument,
+                  "TcpOptions: first_port " + std::to_string(options.first_port) +
+                      " and last_port " + std::to_string(options.last_port) +
+                      " are not the ends of a range of ports");
   }
   constexpr std::chrono::milliseconds kZero{0};
   if (options.connect_timeout <= kZero || options.keep_alive < kZero ||
       options.leave_wait < kZero) {
-    return Status(Code::kInvalidArgument, "TcpOptions: a time is negative, or no time to connect");
+    return Status(Code::kInvalidArgument,
+                  "TcpOptions: connect_timeout must be positive; keep_alive and leave_wait must "
+                  "not be negative");
   }
   for (auto* time : {&options.connect_timeout, &options.keep_alive, &options.leave_wait}) {
     *time = std::min<std::chrono::milliseconds>(*time, std::chrono::hours(24 * 365));
@@ -118,7 +121,7 @@ Result<std::unique_ptr<TcpGroup>> TcpGroup::Listen(const TcpOptions& given) {
   options.keep_alive = std::chrono::ceil<std::chrono::seconds>(options.keep_alive);
   TcpAddress own;
   TENSORMOUNT_RETURN_IF_ERROR(FillRandom(own.listener));
-  own.machine = ThisKernel();
+  own.machine = MachineBootId();
   own.pid = static_cast<std::uint32_t>(::getpid());
   own.host = HostName();
   TENSORMOUNT_ASSIGN_OR_RETURN(own.candidates, ChooseAddresses(options));
@@ -126,7 +129,7 @@ Result<std::unique_ptr<TcpGroup>> TcpGroup::Listen(const TcpOptions& given) {
       TcpSocket tcp, ListenTcp(own.candidates, options.first_port, options.last_port, &own.port));
   TcpSocket unix_socket;
   if (options.unix_sockets) {
-    // Where it cannot be, neighbours come by TCP.
+    // If this fails, ranks on this machine connect by TCP.
     if (Result<TcpSocket> made = ListenUnix(own.UnixName()); made.ok()) {
       unix_socket = std::move(made).value();
       own.has_unix = true;

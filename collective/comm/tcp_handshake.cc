@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The frames by which two ranks of a TCP group introduce themselves, and the hashes that prove
+// The frames of the handshake between two ranks of a TCP group, and the hashes that authenticate
 // them.
 #include "collective/comm/tcp_handshake.h"
 
@@ -22,7 +22,8 @@ std::string_view ProofOf(const HandshakeFrame& frame) {
   return std::string_view(frame.data(), frame.size()).substr(kProved);
 }
 
-// `what` keeps one kind of frame from being taken for another.
+// The keyed hash of a frame. `what` names the kind of frame, so that no kind is accepted as
+// another.
 KeyedDigest FrameProof(const SecretKey& token, std::string_view what, std::string_view bound,
                        std::string_view bytes) {
   std::string message(what);
@@ -64,7 +65,7 @@ TcpId ReadId(ByteReader& r) {
 }  // namespace
 
 TcpId TcpGroupId(const SecretKey& token, const std::vector<std::string>& addresses) {
-  // No address has a blank in it.
+  // Blanks separate the addresses, which contain none.
   std::string all = "group of " + std::to_string(addresses.size());
   for (const std::string& address : addresses) all += " " + address;
   const KeyedDigest digest = KeyedHash(token, all);
@@ -89,7 +90,7 @@ HandshakeFrame MakeHello(const SecretKey& token, const TcpId& listener, const Tc
 std::optional<TcpHello> ReadHello(const SecretKey& token, const TcpId& listener,
                                   const HandshakeFrame& frame) {
   if (!IsProved(token, "hello", BytesText(listener), frame)) return std::nullopt;
-  ByteReader r(std::string_view(frame.data(), kProved), "hello");
+  ByteReader r(std::string_view(frame.data(), kProved), "handshake");
   if (r.Raw(kHelloMagic.size()) != kHelloMagic) return std::nullopt;
   TcpHello hello;
   hello.version = r.U16();
@@ -117,7 +118,7 @@ std::optional<TcpAnswer> ReadAnswer(const SecretKey& token, const HandshakeFrame
   ByteReader r(std::string_view(frame.data(), kProved), "answer");
   if (r.Raw(kAnswerMagic.size()) != kAnswerMagic) return std::nullopt;
   const std::uint32_t code = r.U32();
-  if (code > static_cast<std::uint32_t>(TcpAnswer::kGone)) return std::nullopt;
+  if (code > static_cast<std::uint32_t>(TcpAnswer::kConnectionEnded)) return std::nullopt;
   return static_cast<TcpAnswer>(code);
 }
 

@@ -16,8 +16,8 @@
 
 namespace tensormount {
 
-// How two ranks introduce themselves before the first byte of a message. Three frames of fixed
-// size, each with a keyed hash of itself at its end, the token being the key, which never travels:
+// The handshake of two ranks before the first message: three frames of fixed size, each ending with
+// a keyed hash of itself. The key is the token, which never travels.
 //
 //   dialler                                        listener
 //   hello(from, to, group, nonce)  ------------->  hash right, for this very listener? else closes
@@ -25,13 +25,12 @@ namespace tensormount {
 //   confirm: hash over answer's    ------------->  the stream is open at both ends
 //   messages                       <------------>  messages
 //
-// Until the dialler has sent its confirmation it may give up and dial again; from then on it is
-// open, and an end is the end of the peer. So nothing is lost or comes twice, and what a stranger
-// recorded is worth nothing: it cannot confirm.
-// A frame's hash is looked at before any other byte of it. Hellos of later versions have the same
-// size.
+// Until the dialler has sent its confirmation it may give up and dial again; after that the
+// connection is open, and its end means the end of the peer. So nothing is lost or delivered twice,
+// and a recorded handshake cannot be confirmed. A frame's hash is checked before any other byte of
+// it. Hellos of later versions have the same size.
 
-// Of the ranks with these addresses, in this order, and this token.
+// Identifies the group with these addresses, in this order, and this token.
 TcpId TcpGroupId(const SecretKey& token, const std::vector<std::string>& addresses);
 
 inline constexpr std::size_t kHandshakeFrame = 128;
@@ -50,16 +49,16 @@ struct TcpHello {
 
 enum class TcpAnswer : std::uint32_t {
   kWelcome = 0,
-  kBusy = 1,     // This rank's own dial is under way: wait for it.
-  kVersion = 2,  // Of another version.
-  kGroup = 3,    // Other addresses than here, or another number of them.
-  kRank = 4,     // No such rank, or not this one.
-  kTwice = 5,    // There is a connection with that rank.
-  kGone = 6,     // There was one, and it has ended.
+  kBusy = 1,              // The listener dials the peer itself: wait for that.
+  kWrongVersion = 2,      // The hello has another version.
+  kWrongGroup = 3,        // The group has other addresses, or another number of addresses.
+  kWrongRank = 4,         // The hello names a wrong sender or receiver.
+  kAlreadyConnected = 5,  // A connection with that rank exists.
+  kConnectionEnded = 6,   // The connection with that rank has ended.
 };
 
 HandshakeFrame MakeHello(const SecretKey& token, const TcpId& listener, const TcpHello& hello);
-// Nothing: not made with this token for this listener.
+// Reads a hello; empty if the frame was not made with this token for this listener.
 std::optional<TcpHello> ReadHello(const SecretKey& token, const TcpId& listener,
                                   const HandshakeFrame& frame);
 inline constexpr std::uint16_t kTcpVersion = 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Accepting, introducing, and telling which connections have something.
+// Accepts connections, does handshakes, and reports which streams have events.
 #include "collective/comm/tcp_hub.h"
 
 #include <algorithm>
@@ -19,16 +19,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A guest's hello is of 128 bytes and was sent with its connection; only who was stopped between
-// the two needs longer, and comes again.
+// Time limit for a pending peer's hello of 128 bytes, which is sent with its connection: only a
+// rank that was stopped between the two needs longer, and dials again.
 constexpr std::chrono::seconds kHelloTime{10};
 constexpr int kAcceptsPerTurn = 256;
-// Connections of one rank that are introduced and not confirmed. A rank has one; more are what
-// somebody recorded and sends again.
+// Limit of connections of one rank after the hello but before the confirmation. A rank has one;
+// others repeat a recorded hello.
 constexpr std::size_t kMostUnconfirmed = 4;
 constexpr milliseconds kFirstAcceptPause{10};
 constexpr milliseconds kLongestAcceptPause{1000};
-constexpr std::chrono::seconds kComplainEvery{10};
+constexpr std::chrono::seconds kRejectionLogInterval{10};
 
 }  // namespace
 
@@ -46,7 +46,7 @@ TcpHub::TcpHub(Parts parts, EpollSet epoll, TcpSocket wake)
   group_.options = parts.options;
   group_.own = std::move(parts.own);
   group_.epoll = std::move(epoll);
-  if (group_.options.keep_alive > milliseconds(0)) group_.LookAt(check_at_);
+  if (group_.options.keep_alive > milliseconds(0)) group_.ScheduleTick(check_at_);
 }
 
 TcpHub::~TcpHub() = default;
@@ -89,7 +89,7 @@ std::unique_ptr<ByteStream> TcpHub::Open(int peer) {
   return out;
 }
 
-void TcpHub::Turn(std::vector<int>* ready) {
+void TcpHub::Poll(std::vector<int>* ready) {
   ready->insert(ready->end(), group_.unread.begin(), group_.unread.end());
   group_.unread.clear();
   std::array<epoll_event, 256> room;
@@ -107,18 +107,19 @@ void TcpHub::Turn(std::vector<int>* ready) {
         if (streams_[which]->OnEvents(event.events)) ready->push_back(peer);
         break;
       }
-      case TcpGroupContext::kGuest:
-        // Perhaps dismissed in this very turn.
-        if (const auto it = guests_.find(which); it != guests_.end()) ReadGuest(it, ready);
+      case TcpGroupContext::kPendingPeer:
+        // An event before this one may have dropped the pending peer.
+        if (const auto it = pending_peers_.find(which); it != pending_peers_.end())
+          ReadPendingPeer(it, ready);
         break;
     }
   }
-  if (Clock::now() >= group_.look_at.load()) LookAround(ready);
+  if (Clock::now() >= group_.next_tick.load()) ScanSockets(ready);
 }
 
-void TcpHub::LookAround(std::vector<int>* ready) {
+void TcpHub::ScanSockets(std::vector<int>* ready) {
   const Clock::time_point now = Clock::now();
-  group_.look_at = Clock::time_point::max();
+  group_.next_tick = Clock::time_point::max();
   std::vector<int> still;
   for (const int peer : opening_) {
     TcpStream& stream = *streams_[static_cast<std::size_t>(peer)];
@@ -131,38 +132,36 @@ void TcpHub::LookAround(std::vector<int>* ready) {
   }
   opening_.swap(still);
   std::vector<std::uint32_t> late;
-  for (const auto& [id, guest] : guests_) {
+  for (const auto& [id, guest] : pending_peers_) {
     if (guest.peer >= 0) continue;
     if (now >= guest.deadline) {
       late.push_back(id);
     } else {
-      group_.LookAt(guest.deadline);
+      group_.ScheduleTick(guest.deadline);
     }
   }
   for (const std::uint32_t id : late) {
-    // This rank may have been the one who was late: what came in time counts.
-    auto it = guests_.find(id);
-    if (it == guests_.end() || !ReadGuest(it, ready)) continue;
-    it = guests_.find(id);
-    if (it != guests_.end() && it->second.peer < 0) Dismiss(it);
+    // This rank may have been late itself: a hello that arrived in time counts.
+    auto it = pending_peers_.find(id);
+    if (it == pending_peers_.end() || !ReadPendingPeer(it, ready)) continue;
+    it = pending_peers_.find(id);
+    if (it != pending_peers_.end() && it->second.peer < 0) DropPendingPeer(it);
   }
-  if (accept_again_ && now < *accept_again_) group_.LookAt(*accept_again_);
+  if (accept_again_ && now < *accept_again_) group_.ScheduleTick(*accept_again_);
   if (accept_again_ && now >= *accept_again_) {
     accept_again_.reset();
-    (void)WatchListeners();  // Was watched before; memory for it was just given back.
+    (void)WatchListeners();  // Fails only for memory, which was just freed.
   }
   if (group_.options.keep_alive > milliseconds(0)) {
     if (now >= check_at_) {
       check_at_ = now + group_.options.keep_alive;
       for (std::size_t r = 0; r < streams_.size(); ++r) {
-        if (streams_[r] && !streams_[r]->CheckAnswered()) ready->push_back(static_cast<int>(r));
+        if (streams_[r] && !streams_[r]->CheckResponsive()) ready->push_back(static_cast<int>(r));
       }
     }
-    group_.LookAt(check_at_);
+    group_.ScheduleTick(check_at_);
   }
 }
-
-// Waiting.
 
 void TcpHub::Wait(std::chrono::nanoseconds most, const std::function<bool()>& changed) {
   {
@@ -170,17 +169,17 @@ void TcpHub::Wait(std::chrono::nanoseconds most, const std::function<bool()>& ch
     ++waiters_;
   }
   if (!changed()) {
-    const std::chrono::nanoseconds due = group_.look_at.load() - Clock::now();
+    const std::chrono::nanoseconds due = group_.next_tick.load() - Clock::now();
     const auto limit = std::clamp(due, std::chrono::nanoseconds(0), most).count();
     pollfd fds[2] = {{group_.epoll.fd(), POLLIN, 0}, {wake_.fd(), POLLIN, 0}};
     constexpr std::int64_t kSecond = 1'000'000'000;
     timespec time{};
     time.tv_sec = limit / kSecond;
     time.tv_nsec = limit % kSecond;
-    (void)::ppoll(fds, 2, &time, nullptr);  // However it ends, the caller looks again.
+    (void)::ppoll(fds, 2, &time, nullptr);  // The caller checks again in any case.
   }
   std::lock_guard lock(wait_mutex_);
-  // The last one: who comes after this is woken anew.
+  // Only the last waiter resets the event: a later one gets a new event.
   if (--waiters_ > 0) return;
   std::uint64_t count = 0;
   (void)!::read(wake_.fd(), &count, sizeof(count));
@@ -191,10 +190,8 @@ void TcpHub::Wake() {
   std::lock_guard lock(wait_mutex_);
   if (waiters_ == 0) return;
   const std::uint64_t one = 1;
-  (void)!::write(wake_.fd(), &one, sizeof(one));  // Cannot be full.
+  (void)!::write(wake_.fd(), &one, sizeof(one));  // The counter cannot overflow.
 }
-
-// Guests.
 
 void TcpHub::Accept(const TcpSocket& listener, bool is_unix, std::vector<int>* ready) {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
@@ -208,19 +205,20 @@ void TcpHub::Accept(const TcpSocket& listener, bool is_unix, std::vector<int>* r
     const int err = errno;
     if (err == EAGAIN || err == EWOULDBLOCK) return;
     if (IsErrorOfPeer(err)) continue;
-    if (IsOutOfDescriptors(err) && DropOldestStranger()) continue;
-    // Who waits to be accepted goes on waiting. The listeners would say so in every turn.
+    if (IsOutOfDescriptors(err) && DropOldestUnauthenticated()) continue;
+    // Waiting connections stay in the kernel's queue. The listeners are not watched meanwhile,
+    // because they would report these connections in every Poll.
     group_.epoll.Unwatch(tcp_.fd());
     if (unix_.is_open()) group_.epoll.Unwatch(unix_.fd());
     if (accept_pause_ == milliseconds(0)) {
       Log(LogLevel::kWarning,
           Status::FromErrno(err, "accept connections for", "rank " + std::to_string(group_.rank))
                   .message() +
-              "; tried again");
+              "; retrying");
     }
     accept_pause_ = std::clamp(2 * accept_pause_, kFirstAcceptPause, kLongestAcceptPause);
     accept_again_ = Clock::now() + accept_pause_;
-    group_.LookAt(*accept_again_);
+    group_.ScheduleTick(*accept_again_);
     return;
   }
 }
@@ -229,59 +227,60 @@ void TcpHub::Admit(TcpSocket socket, bool is_unix, std::vector<int>* ready) {
   if (is_unix) {
     if (!IsSameUser(socket.fd())) return;
   } else {
-    // One socket listens for several addresses; at others nobody was told to come.
+    // The socket listens on all of its addresses; connections at an unpublished address are
+    // refused.
     const std::vector<IpAddress>& ours = group_.own.candidates;
     IpAddress at;
     if (!LocalAddress(socket.fd(), &at)) return;
     if (std::find(ours.begin(), ours.end(), at) == ours.end()) return;
   }
-  if (strangers_ >= kMostStrangers) (void)DropOldestStranger();
-  const std::uint32_t id = next_guest_++;
-  const auto [it, added] = guests_.emplace(id, Guest{});
-  if (!added) return;  // Four billion guests ago there was one that is still here.
-  ++strangers_;
-  // From now on, since the machine of a guest may go before it has introduced itself.
+  if (unauthenticated_ >= kMaxUnauthenticated) (void)DropOldestUnauthenticated();
+  const std::uint32_t id = next_pending_id_++;
+  const auto [it, added] = pending_peers_.emplace(id, PendingPeer{});
+  if (!added) return;  // The id wrapped around to a pending peer that still exists.
+  ++unauthenticated_;
+  // Set before the handshake, because the peer's machine may fail during it.
   if (!is_unix) TuneTcp(socket.fd(), group_.options.keep_alive);
   it->second.socket = std::move(socket);
   it->second.is_unix = is_unix;
   it->second.deadline = Clock::now() + kHelloTime;
-  if (!ReadGuest(it, ready) || it->second.watched) return;
+  if (!ReadPendingPeer(it, ready) || it->second.watched) return;
   it->second.watched = true;
-  const auto key = TcpGroupContext::KeyOf(TcpGroupContext::kGuest, id);
-  if (!group_.epoll.Watch(it->second.socket.fd(), EPOLLIN, key).ok()) return Dismiss(it);
-  group_.LookAt(it->second.deadline);
+  const auto key = TcpGroupContext::KeyOf(TcpGroupContext::kPendingPeer, id);
+  if (!group_.epoll.Watch(it->second.socket.fd(), EPOLLIN, key).ok()) return DropPendingPeer(it);
+  group_.ScheduleTick(it->second.deadline);
 }
 
-bool TcpHub::DropOldestStranger() {
-  for (auto it = guests_.begin(); it != guests_.end(); ++it) {
+bool TcpHub::DropOldestUnauthenticated() {
+  for (auto it = pending_peers_.begin(); it != pending_peers_.end(); ++it) {
     if (it->second.peer >= 0) continue;
-    Dismiss(it);
+    DropPendingPeer(it);
     return true;
   }
   return false;
 }
 
-void TcpHub::Dismiss(Guests::iterator it) {
+void TcpHub::DropPendingPeer(PendingPeers::iterator it) {
   const int peer = it->second.peer;
   if (it->second.watched) group_.epoll.Unwatch(it->second.socket.fd());
-  guests_.erase(it);
+  pending_peers_.erase(it);
   if (peer < 0) {
-    --strangers_;
+    --unauthenticated_;
     return;
   }
   const auto same = [&](const auto& entry) { return entry.second.peer == peer; };
-  if (std::none_of(guests_.begin(), guests_.end(), same)) StreamTo(peer).Resume();
+  if (std::none_of(pending_peers_.begin(), pending_peers_.end(), same)) StreamTo(peer).Resume();
 }
 
-bool TcpHub::ReadGuest(Guests::iterator it, std::vector<int>* ready) {
-  Guest& guest = it->second;
+bool TcpHub::ReadPendingPeer(PendingPeers::iterator it, std::vector<int>* ready) {
+  PendingPeer& guest = it->second;
   const bool known = guest.peer >= 0;
   char* const to = known ? guest.confirm.data() : guest.hello.data();
   const std::size_t size = known ? guest.confirm.size() : guest.hello.size();
   const ssize_t n = ::recv(guest.socket.fd(), to + guest.have, size - guest.have, MSG_DONTWAIT);
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
   if (n <= 0) {
-    Dismiss(it);
+    DropPendingPeer(it);
     return false;
   }
   guest.have += static_cast<std::size_t>(n);
@@ -290,32 +289,32 @@ bool TcpHub::ReadGuest(Guests::iterator it, std::vector<int>* ready) {
   return known ? OnConfirm(it, ready) : OnHello(it);
 }
 
-bool TcpHub::OnHello(Guests::iterator it) {
-  Guest& guest = it->second;
+bool TcpHub::OnHello(PendingPeers::iterator it) {
+  PendingPeer& guest = it->second;
   const std::optional<TcpHello> hello = ReadHello(group_.token, group_.own.listener, guest.hello);
   if (!hello) {
-    Complain(guest, "it does not have the token of this group");
-    Dismiss(it);
+    LogRejected(guest, "it does not have the token of this group");
+    DropPendingPeer(it);
     return false;
   }
   const Clock::time_point now = Clock::now();
   const int peer = hello->from < addresses_.size() ? static_cast<int>(hello->from) : -1;
   TcpAnswer answer = TcpAnswer::kWelcome;
   if (hello->version != kTcpVersion) {
-    answer = TcpAnswer::kVersion;
+    answer = TcpAnswer::kWrongVersion;
   } else if (hello->size != addresses_.size() || hello->group != group_.group) {
-    answer = TcpAnswer::kGroup;
+    answer = TcpAnswer::kWrongGroup;
   } else if (peer < 0 || peer == group_.rank ||
              hello->to != static_cast<std::uint32_t>(group_.rank)) {
-    answer = TcpAnswer::kRank;
+    answer = TcpAnswer::kWrongRank;
   } else {
-    answer = StreamTo(peer).Judge(now);
+    answer = StreamTo(peer).AnswerToHello(now);
   }
-  // A recorded one, sent again: it must not take the place of the connection that it was made for.
-  for (const auto& [id, other] : guests_) {
+  // A repeated recorded hello must not replace the connection that it was made for.
+  for (const auto& [id, other] : pending_peers_) {
     if (id != it->first && peer >= 0 && other.peer == peer && other.hello == guest.hello) {
-      Complain(guest, "its introduction is a copy of another one");
-      Dismiss(it);
+      LogRejected(guest, "it sent a copy of an earlier handshake");
+      DropPendingPeer(it);
       return false;
     }
   }
@@ -327,58 +326,63 @@ bool TcpHub::OnHello(Guests::iterator it) {
                              MSG_DONTWAIT | MSG_NOSIGNAL);
     sent = n == static_cast<ssize_t>(guest.answer.size());
   }
-  if (answer == TcpAnswer::kVersion || answer == TcpAnswer::kGroup || answer == TcpAnswer::kRank) {
-    Complain(guest,
-             "it has the token, but is of another version, other addresses or no rank that "
-             "could be");
+  if (answer == TcpAnswer::kWrongVersion || answer == TcpAnswer::kWrongGroup ||
+      answer == TcpAnswer::kWrongRank) {
+    LogRejected(
+        guest,
+        "it has the token of this group, but another version of tensormount, another list of "
+        "addresses, or another rank than this list says");
   }
   if (!sent || answer != TcpAnswer::kWelcome) {
-    Dismiss(it);
+    DropPendingPeer(it);
     return false;
   }
-  --strangers_;
+  --unauthenticated_;
   guest.peer = peer;
-  std::vector<Guests::iterator> same;
-  for (auto other = guests_.begin(); other != guests_.end(); ++other) {
+  std::vector<PendingPeers::iterator> same;
+  for (auto other = pending_peers_.begin(); other != pending_peers_.end(); ++other) {
     if (other != it && other->second.peer == peer) same.push_back(other);
   }
-  for (std::size_t i = 0; i + kMostUnconfirmed <= same.size(); ++i) Dismiss(same[i]);
+  for (std::size_t i = 0; i + kMostUnconfirmed <= same.size(); ++i) DropPendingPeer(same[i]);
   StreamTo(peer).Yield(now);
   return true;
 }
 
-bool TcpHub::OnConfirm(Guests::iterator it, std::vector<int>* ready) {
-  Guest& guest = it->second;
+bool TcpHub::OnConfirm(PendingPeers::iterator it, std::vector<int>* ready) {
+  PendingPeer& guest = it->second;
   const int peer = guest.peer;
   TcpStream& stream = StreamTo(peer);
   const bool right = IsConfirm(group_.token, guest.answer, guest.confirm);
-  const TcpAnswer now = stream.Judge(Clock::now());
-  if (!right || now == TcpAnswer::kTwice || now == TcpAnswer::kGone) {
-    Dismiss(it);
+  const TcpAnswer now = stream.AnswerToHello(Clock::now());
+  if (!right || now == TcpAnswer::kAlreadyConnected || now == TcpAnswer::kConnectionEnded) {
+    DropPendingPeer(it);
     return false;
   }
   if (guest.watched) group_.epoll.Unwatch(guest.socket.fd());
   guest.watched = false;
   stream.Adopt(std::move(guest.socket), guest.is_unix);
   ready->push_back(peer);
-  for (auto other = guests_.begin(); other != guests_.end();) {
+  for (auto other = pending_peers_.begin(); other != pending_peers_.end();) {
     const auto same = other++;
-    if (same->second.peer == peer) Dismiss(same);
+    if (same->second.peer == peer) DropPendingPeer(same);
   }
   return false;
 }
 
-void TcpHub::Complain(const Guest& guest, const std::string& why) {
+void TcpHub::LogRejected(const PendingPeer& guest, const std::string& why) {
   const Clock::time_point now = Clock::now();
-  if (complained_at_ != Clock::time_point{} && now - complained_at_ < kComplainEvery) {
-    ++not_complained_;
+  if (last_rejection_log_ != Clock::time_point{} &&
+      now - last_rejection_log_ < kRejectionLogInterval) {
+    ++unlogged_rejections_;
     return;
   }
-  std::string text = "rank " + std::to_string(group_.rank) + " refused a connection of " +
+  std::string text = "rank " + std::to_string(group_.rank) + " refused a connection from " +
                      PeerText(guest.socket.fd()) + ": " + why;
-  if (not_complained_ > 0) text += " (" + std::to_string(not_complained_) + " others before)";
-  complained_at_ = now;
-  not_complained_ = 0;
+  if (unlogged_rejections_ > 0) {
+    text += " (and " + std::to_string(unlogged_rejections_) + " more since the last warning)";
+  }
+  last_rejection_log_ = now;
+  unlogged_rejections_ = 0;
   Log(LogLevel::kWarning, text);
 }
 

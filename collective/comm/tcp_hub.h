@@ -23,15 +23,15 @@
 
 namespace tensormount {
 
-// One rank's end of all connections of a TCP group: who connects is a guest until it is known to be
-// a rank of the group; then its connection becomes that of its TcpStream.
+// One rank's end of all connections of a TCP group. A new connection is a pending peer until its
+// handshake proves that it is a rank of the group; then its TcpStream takes it over.
 //
-// Guests may be anybody. Each has a deadline and a buffer of one frame; there are at most
-// kMostStrangers that have not said a right hello, and the oldest goes first. A rank's hello is
-// mostly there when its connection is accepted, so it is hardly ever among them.
+// Anybody can connect as a pending peer. Each one has a deadline and a buffer of one frame; at most
+// kMaxUnauthenticated are without a valid hello, and the oldest of these is dropped first. A rank's
+// hello usually arrives with its connection, so ranks are rarely dropped.
 class TcpHub final : public StreamHub {
  public:
-  static constexpr std::size_t kMostStrangers = 64;
+  static constexpr std::size_t kMaxUnauthenticated = 64;
 
   struct Parts {
     int rank = 0;
@@ -39,64 +39,65 @@ class TcpHub final : public StreamHub {
     TcpId group{};
     TcpOptions options;
     TcpAddress own;
-    std::vector<std::string> addresses;  // By rank, each one that can be decoded.
+    std::vector<std::string> addresses;  // By rank, each one decodable.
     TcpSocket tcp;
-    TcpSocket unix_socket;  // Not open: none.
+    TcpSocket unix_socket;  // If closed, Unix sockets are not used.
   };
   static Result<std::unique_ptr<TcpHub>> Make(Parts parts);
   ~TcpHub() override;
 
   std::unique_ptr<ByteStream> Open(int peer) override;
-  void Turn(std::vector<int>* ready) override;
+  void Poll(std::vector<int>* ready) override;
   void Wait(std::chrono::nanoseconds most, const std::function<bool()>& changed) override;
   void Wake() override;
 
  private:
   using Clock = TcpGroupContext::Clock;
-  struct Guest {
+  struct PendingPeer {
     TcpSocket socket;
     bool is_unix = false;
     bool watched = false;
     Clock::time_point deadline;
     HandshakeFrame hello{};
-    std::size_t have = 0;  // Of the frame that is being read.
-    // Once its hello was right.
+    std::size_t have = 0;  // Bytes of the current frame.
+    // The following fields are set once the hello was valid.
     int peer = -1;
     HandshakeFrame answer{};
     ConfirmFrame confirm{};
   };
-  using Guests = std::map<std::uint32_t, Guest>;  // The oldest first.
+  using PendingPeers = std::map<std::uint32_t, PendingPeer>;  // By id, the oldest first.
 
   TcpHub(Parts parts, EpollSet epoll, TcpSocket wake);
   Status WatchListeners();
   void Accept(const TcpSocket& listener, bool is_unix, std::vector<int>* ready);
   void Admit(TcpSocket socket, bool is_unix, std::vector<int>* ready);
-  bool DropOldestStranger();
-  // False: it is no guest any more.
-  bool ReadGuest(Guests::iterator it, std::vector<int>* ready);
-  bool OnHello(Guests::iterator it);
-  bool OnConfirm(Guests::iterator it, std::vector<int>* ready);
-  void Dismiss(Guests::iterator it);
-  void LookAround(std::vector<int>* ready);
-  void Complain(const Guest& guest, const std::string& why);
+  bool DropOldestUnauthenticated();
+  // Reads from a pending peer. Returns false if the peer is not pending any more.
+  bool ReadPendingPeer(PendingPeers::iterator it, std::vector<int>* ready);
+  bool OnHello(PendingPeers::iterator it);
+  bool OnConfirm(PendingPeers::iterator it, std::vector<int>* ready);
+  void DropPendingPeer(PendingPeers::iterator it);
+  void ScanSockets(std::vector<int>* ready);
+  void LogRejected(const PendingPeer& guest, const std::string& why);
   TcpStream& StreamTo(int peer);
 
   TcpGroupContext group_;
   const std::vector<std::string> addresses_;
   TcpSocket tcp_;
   TcpSocket unix_;
-  // Of those whom messages are for, the StreamPeer owns the stream; the others wait for it here.
+  // By rank. A StreamPeer owns the stream of a rank that is in use; other streams wait in
+  // unclaimed_.
   std::vector<TcpStream*> streams_;
   std::map<int, std::unique_ptr<TcpStream>> unclaimed_;
   std::vector<int> opening_;  // Peers of streams that may not be open yet.
-  Guests guests_;
-  std::uint32_t next_guest_ = 0;
-  std::size_t strangers_ = 0;
-  std::optional<Clock::time_point> accept_again_;  // Not accepting until then.
+  PendingPeers pending_peers_;
+  std::uint32_t next_pending_id_ = 0;
+  std::size_t unauthenticated_ = 0;
+  std::optional<Clock::time_point> accept_again_;  // No accepts until this time.
   std::chrono::milliseconds accept_pause_{0};
   Clock::time_point check_at_;
-  Clock::time_point complained_at_{};
-  std::size_t not_complained_ = 0;
+  Clock::time_point last_rejection_log_{};
+  std::size_t unlogged_rejections_ = 0;
 
   TcpSocket wake_;
   std::mutex wait_mutex_;

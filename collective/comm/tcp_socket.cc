@@ -17,7 +17,7 @@
 namespace tensormount {
 namespace {
 
-// Of the kernel's choice where it allows fewer: thousands of ranks dial rank 0 at once.
+// The kernel uses its own limit if that is lower. Thousands of ranks dial rank 0 at once.
 constexpr int kBacklog = 4096;
 
 Result<TcpSocket> MakeSocket(int family, const std::string& what) {
@@ -28,7 +28,7 @@ Result<TcpSocket> MakeSocket(int family, const std::string& what) {
 }
 
 void SetOption(int fd, int level, int name, int value) {
-  // An option that the kernel lacks costs speed or a late end, not correctness.
+  // Without the option the connection is slower or ends later, but works.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
@@ -73,11 +73,13 @@ void EpollSet::Rewatch(int fd, std::uint32_t events, std::uint64_t key) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = key;
-  (void)::epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, fd, &event);  // It is there: cannot fail.
+  // Cannot fail: the descriptor is watched.
+  (void)::epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, fd, &event);
 }
 
 void EpollSet::Unwatch(int fd) {
-  // Not left to close(): a child of a fork may hold the descriptor, and its events would go on.
+  // Explicit, because a forked child may have the descriptor open, and close() alone would not end
+  // its events.
   epoll_event event{};
   (void)::epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, fd, &event);
 }
@@ -89,8 +91,8 @@ std::span<const epoll_event> EpollSet::Poll(std::span<epoll_event> room) {
 
 Result<TcpSocket> ListenTcp(const std::vector<IpAddress>& addresses, std::uint16_t first_port,
                             std::uint16_t last_port, std::uint16_t* port) {
-  // One address is bound itself. Several are those of one socket, which whoever accepts compares
-  // with them.
+  // If there is one address, the socket is bound to it. If there are several, the socket listens on
+  // all addresses of the machine, and TcpHub::Admit checks the address of each connection.
   const bool only_v4 =
       std::all_of(addresses.begin(), addresses.end(), [](const IpAddress& a) { return a.is_v4(); });
   IpAddress bound{};
@@ -118,7 +120,7 @@ Result<TcpSocket> ListenTcp(const std::vector<IpAddress>& addresses, std::uint16
       IpAddress ip;
       if (::getsockname(out.fd(), reinterpret_cast<sockaddr*>(&chosen), &chosen_size) != 0 ||
           !IpAddress::FromSocket(chosen, &ip, port)) {
-        return Status::FromErrno(errno, "ask the port of", what);
+        return Status::FromErrno(errno, "get the port of", what);
       }
       return out;
     }
@@ -132,18 +134,19 @@ Result<TcpSocket> ListenTcp(const std::vector<IpAddress>& addresses, std::uint16
 }
 
 Result<TcpSocket> ListenUnix(const std::string& name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(TcpSocket out, MakeSocket(AF_UNIX, "for ranks of this machine"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(TcpSocket out, MakeSocket(AF_UNIX, "for the ranks on this machine"));
   sockaddr_storage bound{};
   const socklen_t size = UnixSocketName(name, &bound);
   if (::bind(out.fd(), reinterpret_cast<const sockaddr*>(&bound), size) != 0 ||
       ::listen(out.fd(), kBacklog) != 0) {
-    return Status::FromErrno(errno, "listen on", "a Unix socket for ranks of this machine");
+    return Status::FromErrno(errno, "listen on", "a Unix socket for the ranks on this machine");
   }
   return out;
 }
 
 Result<TcpSocket> BeginDial(const TcpRoute& route, const TcpAddress& to, bool* done) {
-  const std::string what = route.is_unix ? "its Unix socket" : EndText(route.ip, to.port);
+  const std::string what =
+      route.is_unix ? "the Unix socket of that rank" : EndText(route.ip, to.port);
   sockaddr_storage name{};
   const socklen_t size =
       route.is_unix ? UnixSocketName(to.UnixName(), &name) : route.ip.ToSocket(to.port, &name);
@@ -157,16 +160,16 @@ Result<TcpSocket> BeginDial(const TcpRoute& route, const TcpAddress& to, bool* d
   return out;
 }
 
-Status DialEnded(int fd) {
+Status DialResult(int fd) {
   int err = 0;
   socklen_t size = sizeof(err);
   if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &err, &size) != 0) err = errno;
   if (err == 0) return {};
-  return Status::FromErrno(err, "connect to", "its TCP socket");
+  return Status::FromErrno(err, "connect to", "the TCP socket of that rank");
 }
 
 bool IsErrorOfPeer(int err) {
-  // accept(2): what had happened to the connection before it was accepted.
+  // accept(2): the errors of a connection that failed before it was accepted.
   for (const int harmless : {EINTR, ECONNABORTED, EPROTO, ENETDOWN, ENOPROTOOPT, EHOSTDOWN, ENONET,
                              EHOSTUNREACH, EOPNOTSUPP, ENETUNREACH, EPERM}) {
     if (err == harmless) return true;
@@ -188,7 +191,7 @@ void TuneTcp(int fd, std::chrono::milliseconds keep_alive) {
   SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   if (keep_alive <= std::chrono::milliseconds(0)) return;
   constexpr int kProbes = 4;
-  constexpr std::int64_t kLongestIdle = 32767;  // The kernel's.
+  constexpr std::int64_t kLongestIdle = 32767;  // The kernel's limit.
   const auto idle = static_cast<int>(
       std::clamp<std::int64_t>((keep_alive.count() + 999) / 1000, 1, kLongestIdle));
   SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -197,7 +200,7 @@ void TuneTcp(int fd, std::chrono::milliseconds keep_alive) {
   SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 
-bool IsAnswered(int fd, std::chrono::milliseconds limit) {
+bool IsPeerResponsive(int fd, std::chrono::milliseconds limit) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return true;
@@ -205,7 +208,7 @@ bool IsAnswered(int fd, std::chrono::milliseconds limit) {
          std::chrono::milliseconds(info.tcpi_last_ack_recv) < limit;
 }
 
-bool AllArrived(int fd) {
+bool AreAllBytesAcknowledged(int fd) {
   int unsent = 0;
   return ::ioctl(fd, SIOCOUTQ, &unsent) != 0 || unsent == 0;
 }
@@ -215,9 +218,11 @@ std::string PeerText(int fd) {
   socklen_t size = sizeof(name);
   IpAddress ip;
   std::uint16_t port = 0;
-  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&name), &size) != 0) return "somebody";
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&name), &size) != 0) {
+    return "an unknown address";
+  }
   if (IpAddress::FromSocket(name, &ip, &port)) return EndText(ip, port);
-  return "a process of this machine";
+  return "a process on this machine";
 }
 
 bool LocalAddress(int fd, IpAddress* out) {

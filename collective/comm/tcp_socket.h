@@ -16,9 +16,9 @@
 
 namespace tensormount {
 
-// The system calls of a TCP group. None of them waits; all descriptors end with exec.
+// The system calls of a TCP group. None of them waits; all descriptors are close-on-exec.
 
-// A descriptor that is closed on the way out. What is still to be sent goes on being sent.
+// Owns a descriptor. After it is closed, the kernel still sends bytes that were written.
 class TcpSocket {
  public:
   TcpSocket() = default;
@@ -38,53 +38,54 @@ class TcpSocket {
   int fd_ = -1;
 };
 
-// Which of many descriptors have something. Keys are the caller's.
+// An epoll instance. The caller chooses a key for each watched descriptor.
 class EpollSet {
  public:
   static Result<EpollSet> Make();
-  // Of a descriptor that is not (any more) watched, Unwatch does nothing.
+  // Unwatch does nothing for a descriptor that is not watched.
   Status Watch(int fd, std::uint32_t events, std::uint64_t key);
   void Rewatch(int fd, std::uint32_t events, std::uint64_t key);
   void Unwatch(int fd);
   std::span<const epoll_event> Poll(std::span<epoll_event> room);
-  // To be polled itself.
+  // The epoll descriptor, which is readable if a watched descriptor has an event.
   int fd() const { return epoll_.fd(); }
 
  private:
   TcpSocket epoll_;
 };
 
-// On one of the ports, at all of `addresses`. kInvalidArgument, kResourceExhausted, or what the
-// system says, by address and port.
+// Listens on one of the ports, at all of `addresses`. Fails with the system's error, which names
+// address and port.
 Result<TcpSocket> ListenTcp(const std::vector<IpAddress>& addresses, std::uint16_t first_port,
                             std::uint16_t last_port, std::uint16_t* port);
 Result<TcpSocket> ListenUnix(const std::string& name);
 
-// A way to a peer.
+// One address of a peer.
 struct TcpRoute {
   bool is_unix = false;
-  IpAddress ip;  // Otherwise.
+  IpAddress ip;  // The IP address, unless is_unix.
 };
-// Begins to connect; `done` where that took no time. ToErrno of a failure is the system's.
+// Begins to connect; sets `done` if it connected at once. ToErrno() of a failure gives the system's
+// error.
 Result<TcpSocket> BeginDial(const TcpRoute& route, const TcpAddress& to, bool* done);
-// How a dial that was under way ended.
-Status DialEnded(int fd);
+// The result of a dial in progress.
+Status DialResult(int fd);
 
-// What accept gave is one of the errors after which the next may succeed.
+// Whether accept failed for this connection only, and may succeed for the next one.
 bool IsErrorOfPeer(int err);
 bool IsOutOfDescriptors(int err);
-// The other end of a Unix socket belongs to this user.
+// Whether the other end of a Unix socket belongs to this user.
 bool IsSameUser(int fd);
-// Sends what is small at once; asks a peer that is silent for long whether it is there.
+// Disables delays of small messages, and sends keep-alive probes to a silent peer.
 void TuneTcp(int fd, std::chrono::milliseconds keep_alive);
-// False: bytes were sent again and again for `limit`, and its machine did not say a word. Not
-// TCP_USER_TIMEOUT, which also ends connections whose peer lives and does not read for long.
-bool IsAnswered(int fd, std::chrono::milliseconds limit);
-// Whether all that was written has reached the peer's machine.
-bool AllArrived(int fd);
-// "127.0.0.1:4711" of the other end, or what it is instead.
+// False if bytes were retransmitted for `limit` and the peer's machine sent nothing.
+// TCP_USER_TIMEOUT is not used, because it also ends connections whose peer lives and does not read
+// for long.
+bool IsPeerResponsive(int fd, std::chrono::milliseconds limit);
+// Whether the peer's machine has acknowledged all written bytes.
+bool AreAllBytesAcknowledged(int fd);
+// "127.0.0.1:4711" of the other end, or a description if it has no such address.
 std::string PeerText(int fd);
-// The address at which a connection came in.
 bool LocalAddress(int fd, IpAddress* out);
 
 }  // namespace tensormount

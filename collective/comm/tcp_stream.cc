@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's connection with one other: dialled or accepted, introduced, and then bytes.
+// One rank's connection with one other rank: dialling or accepting, the handshake, then bytes.
 #include "collective/comm/tcp_stream.h"
 
 #include <algorithm>
@@ -16,42 +16,44 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long who need not dial gives the other side for it.
+// How long the side that need not dial waits for the other side to dial.
 constexpr milliseconds kGrace{200};
-// How long a hello of ours may be unanswered before one of a lower rank is answered instead, and
-// how long a peer whose hello was answered has to confirm before it is dialled.
+// How long this rank's hello may be unanswered before it answers the hello of a lower rank instead,
+// and how long a peer has to confirm an answered hello before this side dials.
 constexpr milliseconds kPatience{5000};
 constexpr milliseconds kFirstPause{10};
 constexpr milliseconds kLongestPause{1000};
-// Of one of several addresses: then the next is tried.
+// Time limit for one of several addresses; then the next one is tried.
 constexpr milliseconds kRouteTime{2000};
-// Others may close what they have open.
+// How long to retry while the process has no free descriptors, because others may be closed.
 constexpr milliseconds kDescriptorPatience{250};
-// Who refuses on all its addresses, so many times, has ended: it listened before others knew of it.
+// A peer whose addresses all refuse this many times has ended, because it listened before other
+// ranks knew its address.
 constexpr int kRefusals = 3;
-// And for so long: a firewall refuses as a machine without a listener does, and the peer that is
-// behind it dials within a part of this (kGrace).
+// Addresses must also refuse for this long until the peer counts as ended: a firewall refuses like
+// a machine without a listener, and a peer behind it dials within part of this time (kGrace).
 constexpr milliseconds kRefusedFor{1500};
 constexpr int kMostUnanswered = 20;
-// What small messages are kept until the stream is open: more than a peer gives credit for.
+// Limit of bytes kept until the stream is open: more than a peer's credit allows.
 constexpr std::size_t kKept = 512 << 10;
 constexpr std::size_t kAhead = 4096;
 
 }  // namespace
 
 TcpStream::TcpStream(TcpGroupContext& group, int peer, TcpAddress address)
-    : group_(group), peer_(peer), address_(std::move(address)), who_(address_.Who()) {}
+    : group_(group),
+      peer_(peer),
+      address_(std::move(address)),
+      peer_suffix_(address_.PeerSuffix()) {}
 
 std::uint64_t TcpStream::key() const {
   return TcpGroupContext::KeyOf(TcpGroupContext::kStream, static_cast<std::uint32_t>(peer_));
 }
 
-// Bytes.
-
-Result<std::size_t> TcpStream::Moved(ssize_t n, int err) {
+Result<std::size_t> TcpStream::TransferResult(ssize_t n, int err) {
   if (n >= 0) return static_cast<std::size_t>(n);
   if (err == EAGAIN || err == EWOULDBLOCK || err == ENOBUFS || err == EINTR) return std::size_t{0};
-  return PeerGone(peer_, who_);
+  return PeerGone(peer_, peer_suffix_);
 }
 
 Result<std::size_t> TcpStream::Write(const void* head, std::size_t head_size, const void* body,
@@ -77,16 +79,16 @@ Result<std::size_t> TcpStream::Write(const void* head, std::size_t head_size, co
   msg.msg_iov = iov;
   msg.msg_iovlen = 2;
   const ssize_t n = ::sendmsg(socket_.fd(), &msg, MSG_DONTWAIT | MSG_NOSIGNAL);
-  return Moved(n, errno);
+  return TransferResult(n, errno);
 }
 
 void TcpStream::FlushKept() {
   while (kept_sent_ < kept_.size()) {
     const ssize_t n = ::send(socket_.fd(), kept_.data() + kept_sent_, kept_.size() - kept_sent_,
                              MSG_DONTWAIT | MSG_NOSIGNAL);
-    const Result<std::size_t> moved = Moved(n, errno);
+    const Result<std::size_t> moved = TransferResult(n, errno);
     if (!moved.ok()) {
-      // What the peer said before it went is still to be read.
+      // Bytes that the peer sent before it left are still to be read.
       kept_.clear();
       kept_sent_ = 0;
       return;
@@ -104,15 +106,15 @@ void TcpStream::WantWrite() {
     write_watched_ = true;
     return;
   }
-  Want();
-  // Whoever waits for this rank's message may not know that it is to dial.
+  RequestOpen();
+  // A peer that waits for this rank's message may not know that it should dial.
   if (state_ == State::kWaiting && !tried_ && group_.rank != 0) Retry(Clock::now());
 }
 
 void TcpStream::WantRead() {
   if (ahead_at_ == ahead_end_) return;
   group_.unread.push_back(peer_);
-  group_.LookAt(Clock::now());
+  group_.ScheduleTick(Clock::now());
 }
 
 Result<std::size_t> TcpStream::Read(void* to, std::size_t size) {
@@ -129,8 +131,8 @@ Result<std::size_t> TcpStream::Read(void* to, std::size_t size) {
   const std::size_t room = ahead ? kAhead : size;
   const ssize_t n = ::recv(socket_.fd(), ahead ? ahead_.data() : to, room, MSG_DONTWAIT);
   const int err = errno;
-  if (n == 0) return PeerGone(peer_, who_);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, Moved(n, err));
+  if (n == 0) return PeerGone(peer_, peer_suffix_);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, TransferResult(n, err));
   drained_ = got < room;
   if (!ahead || got == 0) return got;
   ahead_at_ = 0;
@@ -139,41 +141,39 @@ Result<std::size_t> TcpStream::Read(void* to, std::size_t size) {
 }
 
 void TcpStream::Shut() {
-  if (!ended()) End(PeerGone(peer_, who_));
+  if (!ended()) End(PeerGone(peer_, peer_suffix_));
 }
 
 void TcpStream::Drop() {
   if (!socket_.is_open()) return;
   if (group_.IsInChild()) return socket_.Close();
   group_.epoll.Unwatch(socket_.fd());
-  // Not left to close(): a child of a fork may hold the descriptor.
+  // Shuts down explicitly, because a forked child may have the descriptor open.
   ::shutdown(socket_.fd(), SHUT_RDWR);
   socket_.Close();
   write_watched_ = false;
 }
 
-bool TcpStream::Leave() {
+bool TcpStream::TryClose() {
   if (ended() || state_ == State::kIdle || group_.IsInChild()) return true;
-  if (state_ != State::kOpen) return kept_.empty();  // Nobody waits for a mere introduction.
+  if (state_ != State::kOpen) return kept_.empty();  // Does not wait for a handshake without data.
   FlushKept();
   if (!kept_.empty()) return false;
   if (!shut_) ::shutdown(socket_.fd(), SHUT_WR);
   shut_ = true;
-  // What comes is for nobody; but bytes that nobody reads turn a close into a reset, which takes
-  // what is still on its way to the peer.
+  // Reads and drops what arrives: unread bytes would turn the close into a reset, which drops bytes
+  // that are still on their way to the peer.
   char scratch[16 << 10];
   ssize_t n;
   do {
     n = ::recv(socket_.fd(), scratch, sizeof(scratch), MSG_DONTWAIT);
   } while (n > 0);
   if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return true;
-  // What a Unix socket took is the peer's already.
-  return is_unix_ || AllArrived(socket_.fd());
+  // Bytes that a Unix socket accepted are already the peer's.
+  return is_unix_ || AreAllBytesAcknowledged(socket_.fd());
 }
 
-// Opening.
-
-void TcpStream::Want() {
+void TcpStream::RequestOpen() {
   if (state_ != State::kIdle) return;
   state_ = State::kWaiting;
   const Clock::time_point now = Clock::now();
@@ -183,7 +183,7 @@ void TcpStream::Want() {
 void TcpStream::Retry(Clock::time_point at) {
   state_ = State::kWaiting;
   next_ = at;
-  group_.LookAt(at);
+  group_.ScheduleTick(at);
 }
 
 bool TcpStream::Tick(Clock::time_point now) {
@@ -191,10 +191,10 @@ bool TcpStream::Tick(Clock::time_point now) {
     if (yielded_until_ && now >= *yielded_until_) yielded_until_.reset();
     if (now >= next_ && !yielded_until_) Dial(now);
   } else if (state_ == State::kConnecting && now >= next_) {
-    Missed(Status(Code::kDeadlineExceeded, "no answer from its machine"), now);
+    OnDialFailed(Status(Code::kDeadlineExceeded, "no answer from the machine of that rank"), now);
   }
-  if (state_ == State::kWaiting) group_.LookAt(yielded_until_ ? *yielded_until_ : next_);
-  if (state_ == State::kConnecting) group_.LookAt(next_);
+  if (state_ == State::kWaiting) group_.ScheduleTick(yielded_until_ ? *yielded_until_ : next_);
+  if (state_ == State::kConnecting) group_.ScheduleTick(next_);
   return ended();
 }
 
@@ -205,7 +205,7 @@ void TcpStream::Dial(Clock::time_point now) {
     if (neighbour) routes_.push_back({true, {}});
     const bool here = address_.machine == group_.own.machine;
     for (const IpAddress& ip : address_.candidates) {
-      // An address that both machines have (of a bridge for containers, say) leads to our own.
+      // An address that both machines have (such as a container bridge) would lead to this machine.
       const bool ours =
           std::find(group_.own_ips.begin(), group_.own_ips.end(), ip) != group_.own_ips.end();
       if (here || !ours || address_.candidates.size() == 1) routes_.push_back({false, ip});
@@ -217,27 +217,29 @@ void TcpStream::Dial(Clock::time_point now) {
   Result<TcpSocket> dialled = BeginDial(routes_[route_], address_, &done);
   if (!dialled.ok()) {
     const Status& why = dialled.status();
-    if (!IsOutOfDescriptors(why.ToErrno())) return Missed(why, now);
+    if (!IsOutOfDescriptors(why.ToErrno())) return OnDialFailed(why, now);
     if (!no_descriptor_since_) no_descriptor_since_ = now;
     if (now - *no_descriptor_since_ < kDescriptorPatience) return Retry(now + milliseconds(50));
-    return End(why.WithContext("rank " + std::to_string(peer_) + who_ + " cannot be reached"));
+    return End(
+        why.WithContext("rank " + std::to_string(peer_) + peer_suffix_ + " cannot be reached"));
   }
   no_descriptor_since_.reset();
   socket_ = std::move(dialled).value();
   is_unix_ = routes_[route_].is_unix;
-  // From now on: its machine may go before it has answered.
+  // Set before the handshake, because the peer's machine may fail before it answers.
   if (!is_unix_) TuneTcp(socket_.fd(), group_.options.keep_alive);
   const Status watched = group_.epoll.Watch(socket_.fd(), done ? EPOLLIN : EPOLLOUT, key());
-  if (!watched.ok()) return Missed(watched, now);
-  if (done) return SayHello(now);
+  if (!watched.ok()) return OnDialFailed(watched, now);
+  if (done) return SendHello(now);
   state_ = State::kConnecting;
   const milliseconds most = std::max(group_.options.connect_timeout, milliseconds(1));
   next_ = now + (routes_.size() == 1 ? most : std::min(most, std::max(kRouteTime, 2 * pause_)));
 }
 
-void TcpStream::SayHello(Clock::time_point now) {
+void TcpStream::SendHello(Clock::time_point now) {
   if (is_unix_ && !IsSameUser(socket_.fd())) {
-    return Missed(Status(Code::kPermissionDenied, "its Unix socket belongs to another user"), now);
+    return OnDialFailed(Status(Code::kPermissionDenied, "its Unix socket belongs to another user"),
+                        now);
   }
   TcpHello hello;
   hello.from = static_cast<std::uint32_t>(group_.rank);
@@ -247,10 +249,11 @@ void TcpStream::SayHello(Clock::time_point now) {
   hello.version = kTcpVersion;
   if (const Status random = FillRandom(hello.nonce); !random.ok()) return End(random);
   hello_ = MakeHello(group_.token, address_.listener, hello);
-  // The buffer of a new connection has room for it.
+  // The send buffer of a new connection has room for the hello.
   const ssize_t n = ::send(socket_.fd(), hello_.data(), hello_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   if (n != static_cast<ssize_t>(hello_.size())) {
-    return Missed(Status::FromErrno(n < 0 ? errno : EIO, "introduce to", "its listener"), now);
+    return OnDialFailed(
+        Status::FromErrno(n < 0 ? errno : EIO, "send the handshake to", "that rank"), now);
   }
   state_ = State::kHelloSent;
   hello_at_ = now;
@@ -260,11 +263,11 @@ void TcpStream::SayHello(Clock::time_point now) {
 bool TcpStream::OnEvents(std::uint32_t events) {
   const Clock::time_point now = Clock::now();
   if (state_ == State::kConnecting) {
-    if (const Status failed = DialEnded(socket_.fd()); !failed.ok()) {
-      Missed(failed, now);
+    if (const Status failed = DialResult(socket_.fd()); !failed.ok()) {
+      OnDialFailed(failed, now);
     } else if ((events & EPOLLOUT) != 0) {
       group_.epoll.Rewatch(socket_.fd(), EPOLLIN, key());
-      SayHello(now);
+      SendHello(now);
     }
     return ended();
   }
@@ -272,7 +275,7 @@ bool TcpStream::OnEvents(std::uint32_t events) {
   if (state_ != State::kOpen) return ended();
   drained_ = false;
   if (write_watched_ && (events & EPOLLOUT) != 0) {
-    // Until a write falls short again.
+    // Does not watch for EPOLLOUT until a write falls short again.
     group_.epoll.Rewatch(socket_.fd(), EPOLLIN, key());
     write_watched_ = false;
     FlushKept();
@@ -286,48 +289,51 @@ void TcpStream::OnAnswer(Clock::time_point now) {
   const int err = errno;
   if (n < 0 && (err == EAGAIN || err == EWOULDBLOCK || err == EINTR)) return;
   if (n <= 0) {
-    // One that kept the connection for a while was busy, and not out of reach.
+    // A peer that kept the connection for a while was busy, not unreachable.
     if (now - hello_at_ > kLongestPause) missed_since_.reset();
     ++unanswered_;
-    return Missed(Status(Code::kUnavailable,
-                         "it closed the connection before it answered; is the token the same?"),
-                  now);
+    return OnDialFailed(
+        Status(Code::kUnavailable,
+               "it closed the connection before it answered; do both ranks have the same token?"),
+        now);
   }
   answer_have_ += static_cast<std::size_t>(n);
   if (answer_have_ < answer_.size()) return;
   const std::optional<TcpAnswer> answer = ReadAnswer(group_.token, hello_, answer_);
   if (!answer) {
     ++unanswered_;
-    return Missed(Status(Code::kDataLoss, "what answers there is no rank of this group"), now);
+    return OnDialFailed(
+        Status(Code::kDataLoss, "the process that answers there is not a rank of this group"), now);
   }
-  const std::string they = "rank " + std::to_string(peer_) + who_;
+  const std::string they = "rank " + std::to_string(peer_) + peer_suffix_;
   switch (*answer) {
     case TcpAnswer::kWelcome:
       break;
     case TcpAnswer::kBusy:
       Drop();
       return Retry(now + 10 * kFirstPause);
-    case TcpAnswer::kVersion:
-      return End(Status(Code::kUnsupported, they + " is of another version of tensormount"));
-    case TcpAnswer::kGroup:
-      return End(
-          Status(Code::kInvalidArgument,
-                 they + " was given other addresses than this rank, " + "or in another order"));
-    case TcpAnswer::kRank:
+    case TcpAnswer::kWrongVersion:
+      return End(Status(Code::kUnsupported, they + " runs another version of tensormount"));
+    case TcpAnswer::kWrongGroup:
       return End(Status(Code::kInvalidArgument,
-                        they + " does not take this rank for rank " + std::to_string(group_.rank)));
-    case TcpAnswer::kTwice:
-      return End(Status(Code::kUnavailable, they + " has a connection with another rank " +
-                                                std::to_string(group_.rank)));
-    case TcpAnswer::kGone:
-      return End(PeerGone(peer_, who_));
+                        they + " was given a different list of addresses than this rank"));
+    case TcpAnswer::kWrongRank:
+      return End(Status(Code::kInvalidArgument, they + " does not accept this process as rank " +
+                                                    std::to_string(group_.rank)));
+    case TcpAnswer::kAlreadyConnected:
+      return End(
+          Status(Code::kUnavailable, they + " is already connected to another process as rank " +
+                                         std::to_string(group_.rank)));
+    case TcpAnswer::kConnectionEnded:
+      return End(PeerGone(peer_, peer_suffix_));
   }
   const ConfirmFrame confirm = MakeConfirm(group_.token, answer_);
   const ssize_t sent =
       ::send(socket_.fd(), confirm.data(), confirm.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   if (sent != static_cast<ssize_t>(confirm.size())) {
-    // A part of a confirmation confirms nothing, so it may be tried again.
-    return Missed(Status::FromErrno(sent < 0 ? errno : EIO, "confirm to", "its listener"), now);
+    // A part of a confirmation confirms nothing, so this rank may dial again.
+    return OnDialFailed(
+        Status::FromErrno(sent < 0 ? errno : EIO, "confirm the connection to", "that rank"), now);
   }
   Opened();
 }
@@ -341,21 +347,21 @@ void TcpStream::Opened() {
   FlushKept();
 }
 
-void TcpStream::Missed(const Status& why, Clock::time_point now) {
+void TcpStream::OnDialFailed(const Status& why, Clock::time_point now) {
   Drop();
   if (!missed_since_) missed_since_ = now;
   const bool refused = why.ToErrno() == ECONNREFUSED;
-  // Where a neighbour's Unix socket is gone, so is the neighbour.
+  // On the same machine a missing Unix socket means that the process is gone.
   refused_ += refused ? 1 : 0;
   const bool neighbour_gone = refused && route_ < routes_.size() && routes_[route_].is_unix;
-  const std::string they = "rank " + std::to_string(peer_) + who_;
+  const std::string they = "rank " + std::to_string(peer_) + peer_suffix_;
   if (now - *missed_since_ >= group_.options.connect_timeout || unanswered_ >= kMostUnanswered) {
     return End(Status(Code::kUnavailable, they + " cannot be reached: " + why.message()));
   }
   if (++route_ < routes_.size() && !neighbour_gone) return Retry(now);
   if (neighbour_gone || refused_ == routes_.size()) {
     if (++refused_rounds_ >= kRefusals && (neighbour_gone || now - *missed_since_ >= kRefusedFor)) {
-      return End(PeerGone(peer_, who_));
+      return End(PeerGone(peer_, peer_suffix_));
     }
   } else {
     refused_rounds_ = 0;
@@ -373,9 +379,9 @@ void TcpStream::End(const Status& why) {
   std::vector<char>().swap(kept_);
 }
 
-TcpAnswer TcpStream::Judge(Clock::time_point now) const {
-  if (state_ == State::kOpen) return TcpAnswer::kTwice;
-  if (ended()) return TcpAnswer::kGone;
+TcpAnswer TcpStream::AnswerToHello(Clock::time_point now) const {
+  if (state_ == State::kOpen) return TcpAnswer::kAlreadyConnected;
+  if (ended()) return TcpAnswer::kConnectionEnded;
   const bool own = state_ == State::kHelloSent && DialsFirst() && now - hello_at_ < kPatience;
   return own ? TcpAnswer::kBusy : TcpAnswer::kWelcome;
 }
@@ -401,12 +407,12 @@ void TcpStream::Adopt(TcpSocket socket, bool is_unix) {
   Opened();
 }
 
-bool TcpStream::CheckAnswered() {
+bool TcpStream::CheckResponsive() {
   if (state_ != State::kOpen || is_unix_ ||
-      IsAnswered(socket_.fd(), 2 * group_.options.keep_alive)) {
+      IsPeerResponsive(socket_.fd(), 2 * group_.options.keep_alive)) {
     return true;
   }
-  End(PeerGone(peer_, who_));
+  End(PeerGone(peer_, peer_suffix_));
   return false;
 }
 

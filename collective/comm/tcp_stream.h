@@ -22,7 +22,7 @@
 
 namespace tensormount {
 
-// What the streams of a group have in common. Belongs to its TcpHub.
+// State that the streams of a group share. Owned by the TcpHub.
 struct TcpGroupContext {
   using Clock = std::chrono::steady_clock;
   int rank = 0;
@@ -33,41 +33,46 @@ struct TcpGroupContext {
   TcpAddress own;
   std::vector<IpAddress> own_ips;
   EpollSet epoll;
-  // A child of a fork that destroys its copy must not end the connections, which are shared.
+  // A forked child that destroys its copy must not end the connections, which it shares with its
+  // parent.
   const pid_t process = ::getpid();
   bool IsInChild() const { return ::getpid() != process; }
-  // When something is due though no socket says so (TcpStream::Tick); streams only ever make it
-  // earlier. Read by those who wait, without the lock.
-  std::atomic<Clock::time_point> look_at{Clock::time_point::max()};
-  void LookAt(Clock::time_point t) {
-    if (t < look_at.load()) look_at = t;
+  // Time of the next Tick that no socket event announces; streams only make it earlier. Waiting
+  // threads read it without the lock.
+  std::atomic<Clock::time_point> next_tick{Clock::time_point::max()};
+  void ScheduleTick(Clock::time_point t) {
+    if (t < next_tick.load()) next_tick = t;
   }
-  // Peers of streams with bytes that were read ahead and not taken, of which no socket says so.
+  // Peers whose streams hold bytes that were read ahead but not taken; no socket event announces
+  // these.
   std::vector<int> unread;
-  // Keys of epoll: what kind in the upper half, which in the lower.
-  enum Key : std::uint32_t { kListenTcp, kListenUnix, kStream, kGuest };
+  // Keys of epoll events: the kind in the upper half, an index in the lower.
+  enum Key : std::uint32_t { kListenTcp, kListenUnix, kStream, kPendingPeer };
   static std::uint64_t KeyOf(Key key, std::uint32_t which) {
     return std::uint64_t{key} << 32 | which;
   }
 };
 
-// The stream to one peer. It is opened by whichever side comes first:
+// The stream to one peer. Either side may open it:
 //
-//   kIdle -- Want --> kWaiting -- Tick: time to dial --> kConnecting --> kHelloSent --> kOpen
-//                        ^  |                                 |              |            |
-//                        |  +---- Adopt: the peer dialled ----+--------------+--> kOpen   v
-//                        +------- failed: next route, later --+--------------+         kEnded
+//   from                                 event                           to
+//   kIdle                                RequestOpen                     kWaiting
+//   kWaiting                             Tick: time to dial              kConnecting
+//   kConnecting                          connected                       kHelloSent
+//   kHelloSent                           accepted and confirmed          kOpen
+//   any of these before kOpen            Adopt: the peer dialled         kOpen
+//   kConnecting, kHelloSent              failed: next address, or later  kWaiting
+//   any                                  the connection ended or failed  kEnded
 //
-// The higher rank of a pair dials at once. The lower one dials where it has something to send, or
-// after a while (kGrace): a peer that died before it dialled is found so. Rank 0 always gives the
-// others that while, because each of them dials it.
-// Both may dial at the same time. Who answers a hello gives its own dial up, and does not answer
-// where the peer's rank is the lower one and its own hello is out (Judge): so one of the two
-// connections is used by both.
+// The higher rank of a pair dials at once. The lower rank dials when it has something to send, or
+// after kGrace, to find a peer that died before it dialled. Rank 0 always waits for kGrace, because
+// every other rank dials it. If both dial at the same time, a side that accepts a hello gives up
+// its own dial. A side whose own hello is unanswered does not accept the hello of a lower rank, but
+// answers kBusy (AnswerToHello). So both sides use the same one of the two connections.
 class TcpStream final : public ByteStream {
  public:
   using Clock = TcpGroupContext::Clock;
-  // `group` outlives this.
+  // `group` must outlive this object.
   TcpStream(TcpGroupContext& group, int peer, TcpAddress address);
   ~TcpStream() override { Drop(); }
   TcpStream(const TcpStream&) = delete;
@@ -79,26 +84,27 @@ class TcpStream final : public ByteStream {
   void WantRead() override;
   Result<std::size_t> Read(void* to, std::size_t size) override;
   void Shut() override;
-  bool Leave() override;
-  void Want() override;
+  bool TryClose() override;
+  void RequestOpen() override;
   bool open() const override { return state_ == State::kOpen; }
-  std::string who() const override { return who_; }
+  std::string peer_suffix() const override { return peer_suffix_; }
 
-  // For the hub.
-  // Epoll says something of its socket. True: it is open, or has ended, and is to be advanced.
+  // Used by the hub. Handles epoll events of the socket. Returns true if the stream is open or has
+  // ended, and so must be advanced.
   bool OnEvents(std::uint32_t events);
-  // Does what is due, and asks to be looked at again (LookAt). True: it has ended.
+  // Does the work that is due and requests the next Tick (ScheduleTick). Returns true if the stream
+  // has ended.
   bool Tick(Clock::time_point now);
   bool waits() const { return state_ != State::kIdle && state_ != State::kOpen && !ended(); }
-  // What a hello of the peer is to be answered with.
-  TcpAnswer Judge(Clock::time_point now) const;
-  // A hello of the peer was answered, or that connection has ended before it was confirmed.
+  TcpAnswer AnswerToHello(Clock::time_point now) const;
+  // Call Yield when a hello of the peer was accepted: this side stops dialling for a while. Call
+  // Resume if that connection ended before it was confirmed.
   void Yield(Clock::time_point now);
   void Resume();
-  // The peer's connection, introduced.
+  // Takes over a connection of the peer after its handshake.
   void Adopt(TcpSocket socket, bool is_unix);
-  // Whether the peer's machine is still there; ends the stream where it is not.
-  bool CheckAnswered();
+  // Whether the peer's machine still responds; ends the stream if not.
+  bool CheckResponsive();
 
  private:
   enum class State { kIdle, kWaiting, kConnecting, kHelloSent, kOpen, kEnded };
@@ -106,50 +112,49 @@ class TcpStream final : public ByteStream {
   bool DialsFirst() const { return group_.rank > peer_; }
   std::uint64_t key() const;
   void Dial(Clock::time_point now);
-  void SayHello(Clock::time_point now);
+  void SendHello(Clock::time_point now);
   void OnAnswer(Clock::time_point now);
-  // This route does not lead there now.
-  void Missed(const Status& why, Clock::time_point now);
+  void OnDialFailed(const Status& why, Clock::time_point now);
   void Retry(Clock::time_point at);
   void End(const Status& why);
   void Opened();
   void Drop();
   void FlushKept();
-  Result<std::size_t> Moved(ssize_t n, int err);
+  Result<std::size_t> TransferResult(ssize_t n, int err);
 
   TcpGroupContext& group_;
   const int peer_;
   const TcpAddress address_;
-  const std::string who_;
+  const std::string peer_suffix_;
   State state_ = State::kIdle;
-  Status why_;  // Once kEnded.
+  Status why_;  // Reason, set once kEnded.
   TcpSocket socket_;
   bool is_unix_ = false;
 
-  // While it is not open.
+  // State before the stream is open.
   std::vector<TcpRoute> routes_;
   std::size_t route_ = 0;
-  Clock::time_point next_{};  // kWaiting: when to dial. kConnecting: until when.
+  Clock::time_point next_{};  // When to dial (kWaiting) or give up (kConnecting).
   bool tried_ = false;
   std::optional<Clock::time_point> missed_since_;
   std::optional<Clock::time_point> no_descriptor_since_;
   std::optional<Clock::time_point> yielded_until_;
   std::chrono::milliseconds pause_{0};
-  std::size_t refused_ = 0;  // Routes of this round.
+  std::size_t refused_ = 0;  // Number of routes that refused since route 0 was tried.
   int refused_rounds_ = 0;
-  int unanswered_ = 0;  // Hellos after which the connection ended.
+  int unanswered_ = 0;  // Number of hellos without a valid answer.
   Clock::time_point hello_at_{};
   HandshakeFrame hello_{};
   HandshakeFrame answer_{};
   std::size_t answer_have_ = 0;
 
-  // What was taken before it was open, and is not sent yet.
+  // Bytes written before the stream was open, not sent yet.
   std::vector<char> kept_;
   std::size_t kept_sent_ = 0;
   bool write_watched_ = false;
-  bool drained_ = false;  // Nothing more is there until epoll says so.
-  bool shut_ = false;     // Leave: no more is written.
-  // Headers and what is small are read together.
+  bool drained_ = false;  // Nothing to read until an epoll event.
+  bool shut_ = false;     // TryClose has ended writing.
+  // Read-ahead buffer: headers and small messages are read together.
   std::vector<char> ahead_;
   std::size_t ahead_at_ = 0;
   std::size_t ahead_end_ = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RunOnThreads and MakeThreadGroup of tensormount/communicator.h.
 //
-// Ranks as threads of one process: a mailbox a rank, one copy from the sender's memory to the
-// receiver's, made by whoever comes second.
+// Ranks as threads of one process. Each rank has a mailbox; the side that arrives second copies the
+// bytes once, from the sender's memory to the receiver's.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -31,13 +31,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Messages up to this size are copied into the mailbox when nobody waits for them yet, as long as
+// Messages up to kEagerMessage are copied into the mailbox if no receive is posted yet, as long as
 // one sender has at most kEagerTotal bytes in one mailbox.
 constexpr std::size_t kEagerMessage = 4096;
 constexpr std::size_t kEagerTotal = 1 << 20;
 constexpr std::size_t kEagerOverhead = 64;
 
-// Bulk goes past the caches: it is more than they hold, and belongs to another core's thread.
+// Size from which a copy bypasses the caches: it exceeds them, and another core's thread reads the
+// result.
 constexpr std::size_t kBulkMessage = 64 * 1024;
 
 void CopyMessage(std::byte* to, const std::byte* from, std::size_t size) {
@@ -59,9 +60,9 @@ struct Op {
   bool is_send = false;
   std::byte* data = nullptr;
   std::size_t size = 0;
-  std::vector<std::byte> owned;  // The bytes themselves, of an eager send.
+  std::vector<std::byte> owned;  // The bytes of an eager send.
   bool eager = false;
-  Status status;  // Written before kDone is stored, read after it was seen.
+  Status status;  // Written before kDone is stored, read after it is seen.
   std::atomic<int> state{kPending};
 
   void Finish(Status s) {
@@ -77,7 +78,7 @@ struct Queue {
   std::deque<OpPtr> receives;
 };
 
-// What is on its way to one rank.
+// Messages and receives that wait for one rank.
 struct Mailbox {
   std::mutex mutex;
   std::unordered_map<std::uint64_t, Queue> queues;  // By sender and tag.
@@ -88,15 +89,15 @@ std::uint64_t KeyOf(int from, std::uint32_t tag) {
   return static_cast<std::uint64_t>(from) << 32 | tag;
 }
 
-// Tells the threads of one rank that others have done something for it, so that they can sleep
-// meanwhile: a thousand ranks that look again and again take the time of those that work.
-class Bell {
+// Wakes the threads of one rank when other ranks did something for it. The threads sleep meanwhile,
+// because a thousand polling ranks take the time of ranks that work.
+class WakeEvent {
  public:
   std::uint64_t rung() const { return rung_.load(std::memory_order_acquire); }
-  void Ring() {
+  void Notify() {
     rung_.fetch_add(1, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) return;
-    { std::lock_guard lock(mutex_); }  // Between a waiter's look at the number and its sleep.
+    { std::lock_guard lock(mutex_); }  // No waiter is between check and sleep.
     changed_.notify_all();
   }
   void Wait(std::uint64_t seen, std::chrono::nanoseconds most) {
@@ -119,22 +120,21 @@ struct ThreadGroup {
   explicit ThreadGroup(int ranks)
       : boxes(static_cast<std::size_t>(ranks)),
         bells(static_cast<std::size_t>(ranks)),
-        heard(static_cast<std::size_t>(ranks)),
+        last_heard(static_cast<std::size_t>(ranks)),
         gone(static_cast<std::size_t>(ranks)) {
     for (Mailbox& box : boxes) box.eager_bytes.resize(static_cast<std::size_t>(ranks));
-    for (auto& h : heard) h.store(Clock::now().time_since_epoch().count());
+    for (auto& h : last_heard) h.store(Clock::now().time_since_epoch().count());
     for (auto& g : gone) g.store(false);
   }
-  // Ends a request of another rank.
   void Finish(Op& op, Status status) {
     const int whose = op.is_send ? op.from : op.to;
     op.Finish(std::move(status));
-    bells[static_cast<std::size_t>(whose)].Ring();
+    bells[static_cast<std::size_t>(whose)].Notify();
   }
 
   std::vector<Mailbox> boxes;
-  std::vector<Bell> bells;
-  std::vector<std::atomic<Clock::rep>> heard;
+  std::vector<WakeEvent> bells;
+  std::vector<std::atomic<Clock::rep>> last_heard;
   std::vector<std::atomic<bool>> gone;
 };
 
@@ -151,7 +151,7 @@ class ThreadCommunicator final : public Communicator {
       requests_.clear();
     }
     for (const OpPtr& op : mine) Withdraw(op);
-    Leave();
+    Disconnect();
   }
 
   int rank() const override { return rank_; }
@@ -195,7 +195,7 @@ class ThreadCommunicator final : public Communicator {
   }
 
   std::chrono::nanoseconds SilentFor(int rank) const override {
-    const Clock::duration at(group_->heard.at(static_cast<std::size_t>(rank)).load());
+    const Clock::duration at(group_->last_heard.at(static_cast<std::size_t>(rank)).load());
     return std::max(std::chrono::nanoseconds(0),
                     std::chrono::nanoseconds(Clock::now().time_since_epoch() - at));
   }
@@ -208,10 +208,11 @@ class ThreadCommunicator final : public Communicator {
 
  private:
   Mailbox& BoxOf(int to) const { return group_->boxes[static_cast<std::size_t>(to)]; }
-  bool Gone(int rank) const { return group_->gone[static_cast<std::size_t>(rank)].load(); }
+  bool HasLeft(int rank) const { return group_->gone[static_cast<std::size_t>(rank)].load(); }
 
   void Beat() {
-    group_->heard[static_cast<std::size_t>(rank_)].store(Clock::now().time_since_epoch().count());
+    group_->last_heard[static_cast<std::size_t>(rank_)].store(
+        Clock::now().time_since_epoch().count());
   }
 
   Result<Request> Post(int from, int to, std::uint32_t tag, const BufferView& view, bool is_send) {
@@ -235,7 +236,7 @@ class ThreadCommunicator final : public Communicator {
     return request;
   }
 
-  // Meets the other side if it is there, waits for it in the mailbox otherwise.
+  // Completes `op` if the other side of the message is in the mailbox; if not, queues `op` there.
   void Deliver(const OpPtr& op) {
     Mailbox& box = BoxOf(op->to);
     OpPtr other;
@@ -246,8 +247,8 @@ class ThreadCommunicator final : public Communicator {
       std::deque<OpPtr>& others = op->is_send ? queue.receives : queue.sends;
       if (others.empty()) {
         // A rank that leaves sets its flag before it looks through the mailboxes: either it finds
-        // this or this finds the flag.
-        if (Gone(op->is_send ? op->to : op->from)) {
+        // `op`, or this call finds the flag.
+        if (HasLeft(op->is_send ? op->to : op->from)) {
           op->Finish(PeerGone(op->is_send ? op->to : op->from));
         } else if (op->is_send) {
           queue.sends.push_back(MakeEager(box, op));
@@ -278,7 +279,7 @@ class ThreadCommunicator final : public Communicator {
     group_->Finish(*send, {});
   }
 
-  // What to leave in the mailbox for a send: itself, or a copy, with which the send is done.
+  // The entry to queue for a send: the send itself, or a copy, which completes the send.
   static OpPtr MakeEager(Mailbox& box, const OpPtr& op) {
     std::size_t& used = box.eager_bytes[Index(op->from)];
     if (op->size > kEagerMessage || used + op->size + kEagerOverhead > kEagerTotal) return op;
@@ -295,7 +296,7 @@ class ThreadCommunicator final : public Communicator {
     return copy;
   }
 
-  // After this nobody touches the memory of `op`.
+  // Ends a request. Afterwards no other thread accesses the memory of `op`.
   void Withdraw(const OpPtr& op) {
     {
       Mailbox& box = BoxOf(op->to);
@@ -311,12 +312,12 @@ class ThreadCommunicator final : public Communicator {
         return;
       }
     }
-    while (!op->done()) std::this_thread::yield();  // One memcpy of another thread.
+    // Waits for at most one memcpy of another thread.
+    while (!op->done()) std::this_thread::yield();
   }
 
-  // Tells those who wait for this rank, or send to it, that it is gone. What it sent and was
-  // taken over stays for them.
-  void Leave() {
+  // Fails requests that wait for this rank or send to it. Its eager sends stay available.
+  void Disconnect() {
     group_->gone[Index(rank_)].store(true);
     for (std::size_t r = 0; r < group_->boxes.size(); ++r) {
       Mailbox& box = group_->boxes[r];
@@ -345,7 +346,7 @@ class ThreadCommunicator final : public Communicator {
   const std::shared_ptr<ThreadGroup> group_;
   const int rank_;
   const std::string kind_;
-  std::mutex mutex_;  // Never taken while a mailbox is held.
+  std::mutex mutex_;  // Never locked while a mailbox is locked.
   std::unordered_map<Request, OpPtr> requests_;
   Request next_ = 1;
 };
@@ -379,7 +380,7 @@ Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body)
       } catch (...) {
         results[r] = Status(Code::kInternal, "unknown exception");
       }
-      group[r].reset();  // Whoever still waits for this rank learns that it is gone.
+      group[r].reset();  // Fails requests that still wait for this rank.
     });
   }
   for (std::thread& t : threads) t.join();

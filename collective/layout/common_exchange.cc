@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Common values of all ranks compared by fingerprint; only where these differ are values sent, by
-// one rank for each fingerprint, and the mismatch named with both values.
+// Compares the common values of all ranks by fingerprint. Only if the fingerprints differ, one rank
+// for each fingerprint sends its values, and each mismatch is reported with both values.
 #include "collective/layout/common_exchange.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@
 namespace tensormount {
 namespace {
 
-// A key, and what is put before it where records are reserved.
+// Maximum length of a name: a key and the prefix of a reserved record.
 constexpr std::size_t kMaxName = kMaxKeyBytes + 64;
 
-// All is exempt: nothing but the names counts.
+// A glob that exempts every value from the comparison, so that only names are compared.
 const std::vector<std::string>& Everything() {
   static const std::vector<std::string> everything = {"*"};
   return everything;
@@ -80,12 +80,12 @@ std::uint64_t FingerprintOf(const RankCommon& common, const CommonRules& rules) 
   return Xxh3Low64(out.bytes());
 }
 
-CommonUnion Unite(std::span<const RankCommon> ranks, const CommonRules& rules) {
+CommonUnion MergeCommon(std::span<const RankCommon> ranks, const CommonRules& rules) {
   CommonUnion result;
   std::map<std::string_view, std::pair<int, const CommonValue*>> first;
   std::set<std::string_view> told;
   const auto tell = [&](std::string_view key, int a, int b, std::string message) {
-    // One for each name: what else differs is seen when that is mended.
+    // Only the first difference of each name is reported.
     if (!told.insert(key).second) return;
     Finding& finding = result.findings.emplace_back();
     finding.kind = FindingKind::kCommon;
@@ -115,7 +115,7 @@ CommonUnion Unite(std::span<const RankCommon> ranks, const CommonRules& rules) {
   std::stable_sort(result.findings.begin(), result.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.key < b.key; });
   if (rules.check != CommonCheck::kError) {
-    // Names of layers are part of the layout, whatever is said about common values.
+    // Layer names are part of the layout, so differing layer names stay findings.
     std::erase_if(result.findings, [&](Finding& finding) {
       if (finding.key.starts_with(kLayersRecordPrefix)) return false;
       result.warnings.push_back(std::move(finding.message));

@@ -15,42 +15,47 @@
 #include "tensormount/status.h"
 #include "tensormount/validate.h"
 
-// What ranks tell each other about what should be the same on all that set it: common values,
-// content metadata, names of layers. Pure.
+// Exchange and comparison of common values, content metadata and layer names, which should be equal
+// on all ranks that set them. All functions are pure.
 //
-// Values are compared as CommonValue does: floats by their bits, 1 is not 1.0. What a rank did not
-// set is no mismatch; a value that only some ranks have is stored all the same.
+// Values are compared as CommonValue does: floats by their bits, and 1 is not 1.0. A value that
+// only some ranks set is stored without an error.
 
 namespace tensormount {
 
-// Of one rank.
+// The common values of one rank.
 struct RankCommon {
   int rank = 0;
-  std::map<std::string, CommonValue> values;  // As they are stored, names of layers included.
+  std::map<std::string, CommonValue> values;  // In stored form, including layer names.
 };
-// Stacked key → pattern, of what is stored so.
+// Returns the layer names among stored values: for each key of a stacked tensor the pattern of its
+// layers' names.
 std::map<std::string, std::string> LayersOf(const std::map<std::string, CommonValue>& values);
 RankCommon CommonOf(const StateDict& state, int rank);
 std::string EncodeRankCommon(const RankCommon& common);
-// kDataLoss "common values of rank N: ...".
+// Reads what EncodeRankCommon wrote. Malformed bytes fail with kDataLoss "common values of rank N:
+// ...".
 Result<RankCommon> DecodeRankCommon(std::string_view bytes, int rank);
 
-// How they are compared: whether what differs is a finding, a warning or nothing, and globs of the
-// names that may differ (a rank's own seed). What `exempt` views must outlive the rules.
+// Whether differing values are an error, a warning or ignored, and globs of the names whose values
+// may differ (such as a rank's own seed). The strings of `exempt` must outlive the rules.
 struct CommonRules {
   CommonCheck check = CommonCheck::kError;
   std::span<const std::string> exempt;
 };
-// Equal where nothing that counts differs and the same names are set.
+// Hash of a rank's common values. Equal on two ranks if both set the same names and no value that
+// the rules compare differs.
 std::uint64_t FingerprintOf(const RankCommon& common, const CommonRules& rules);
 
-// What all have set, the lowest rank's where values differ, and where they do.
+// All values that any rank set, and the differences between ranks. If ranks have different values,
+// the lowest rank's is kept.
 struct CommonUnion {
-  RankCommon all;                     // Its `rank` says nothing.
-  std::vector<Finding> findings;      // With kError; by key.
-  std::vector<std::string> warnings;  // With kWarn.
+  RankCommon all;  // The field `rank` is unused.
+  // Sorted by key. Unless `check` is kError, only differing layer names are findings.
+  std::vector<Finding> findings;
+  std::vector<std::string> warnings;  // Differing values, unless `check` is kError.
 };
-CommonUnion Unite(std::span<const RankCommon> ranks, const CommonRules& rules);
+CommonUnion MergeCommon(std::span<const RankCommon> ranks, const CommonRules& rules);
 
 }  // namespace tensormount
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From holes and overlaps to a likely cause: a rank that holds another one's region, axes that were
-// exchanged, a stride that was forgotten, a size off by one. Each guess is checked against the
-// layout before it is said; where none holds, the regions beside the hole are named and nothing is
-// guessed.
+// Finds a likely cause for holes and overlaps: a rank that holds another rank's region, exchanged
+// axes, a forgotten stride, a size off by one. Each guess is checked against the layout before it
+// is reported; if none fits, the message names the regions beside the hole.
 #include "collective/layout/layout_cause.h"
 
 #include <algorithm>
@@ -25,8 +24,8 @@ std::string CellText(const std::vector<std::int64_t>& cell) {
   return text + ")";
 }
 
-// "rank 3 holds", "ranks 3, 4 hold".
-std::string Does(const std::vector<int>& ranks, std::string_view verb) {
+// Subject and verb that agree in number: "rank 3 holds", "ranks 3, 4 hold".
+std::string SubjectAndVerb(const std::vector<int>& ranks, std::string_view verb) {
   return RankList(ranks) + " " + std::string(verb) + (ranks.size() == 1 ? "s" : "");
 }
 
@@ -60,14 +59,14 @@ LayoutCauses::LayoutCauses(int world, const RegionSet& regions,
   if (ranks_.empty()) return;
   for (std::string (LayoutCauses::*find)() const :
        {&LayoutCauses::FindTransposed, &LayoutCauses::FindSwapped, &LayoutCauses::FindAbsent,
-        &LayoutCauses::FindReported, &LayoutCauses::FindAllShort}) {
+        &LayoutCauses::FindRepeatedOffset, &LayoutCauses::FindAllShort}) {
     general_ = (this->*find)();
     if (!general_.empty()) break;
   }
 }
 
-// Ranks are to the cells of a grid as rows are to its columns, but for some that have the place
-// (j, i) instead of (i, j), and nobody else has what these should.
+// Looks for a transposed grid: the ranks hold its cells in row order, but some hold cell (j, i)
+// where (i, j) was expected, and no rank holds the expected cells.
 std::string LayoutCauses::FindTransposed() const {
   if (!all_boxes_ || coverage_.missing.empty() || !coverage_.overlaps.empty()) return {};
   std::vector<int> axes;
@@ -112,7 +111,8 @@ std::string LayoutCauses::FindTransposed() const {
   return text;
 }
 
-// A box that is in the way of others would fill a hole with two of its axes exchanged.
+// Looks for a box that overlaps other boxes, but would fill a hole if two of its axes were
+// exchanged.
 std::string LayoutCauses::FindSwapped() const {
   if (!all_boxes_ || coverage_.missing.empty()) return {};
   constexpr std::size_t kTried = 256;
@@ -134,16 +134,16 @@ std::string LayoutCauses::FindSwapped() const {
         const Result<Box> swapped = Box::Make(begin, extent);
         if (!swapped.ok() || swapped.value() == box) continue;
         if (!FillsHole(i, swapped.value())) continue;
-        if (!text.empty()) return {};  // It could be this one or that one.
+        if (!text.empty()) return {};  // Two boxes fit, so the cause is ambiguous.
         text = "the grid is transposed: " + swapped.value().ToString() + " is missing, and " +
-               Does(holders_[i], "hold") + " " + box.ToString();
+               SubjectAndVerb(holders_[i], "hold") + " " + box.ToString();
       }
     }
   }
   return text;
 }
 
-// Whether `box`, in the place of a region, would have missing cells and none of other regions.
+// Whether `box` would cover missing cells, and no cells of regions other than number `region`.
 bool LayoutCauses::FillsHole(std::size_t region, const Box& box) const {
   const auto meets = [&](const Box& hole) { return !Intersect(hole, box).empty(); };
   if (std::none_of(coverage_.missing.begin(), coverage_.missing.end(), meets)) return false;
@@ -157,8 +157,8 @@ bool LayoutCauses::FillsHole(std::size_t region, const Box& box) const {
   return true;
 }
 
-// The ranks that hold something follow each other at equal distances, but for some; and what is
-// missing is not more than these could hold.
+// Looks for ranks without a shard in a series of ranks with shards at regular distances, if shards
+// of these ranks could cover all missing cells.
 std::string LayoutCauses::FindAbsent() const {
   if (coverage_.missing.empty() || !coverage_.overlaps.empty()) return {};
   int step = 0;
@@ -187,17 +187,19 @@ std::string LayoutCauses::FindAbsent() const {
     largest = std::max(largest, regions_.volume(i));
   }
   if (coverage_.missing_elements / absent.size() > static_cast<std::uint64_t>(largest)) return {};
-  // Less than a shard is missing in one place: a shard that is cut wrongly, not a rank.
+  // If fewer cells are missing than the smallest shard has, a shard is cut wrongly and no rank is
+  // absent.
   std::int64_t smallest = largest;
   for (std::size_t i = 0; i < regions_.size(); ++i) {
     smallest = std::min(smallest, regions_.volume(i));
   }
   if (coverage_.missing_elements < static_cast<std::uint64_t>(smallest)) return {};
-  return Does(absent, "hold") + " nothing of this tensor: missing rank or missing state?";
+  return SubjectAndVerb(absent, "hold") + " nothing of this tensor: missing rank or missing state?";
 }
 
-// As many cells are reported as there are, replicas counted, but some more often and others never.
-std::string LayoutCauses::FindReported() const {
+// Looks for a repeated offset: counting replicas, the ranks report the right number of cells, but
+// some cells too often and others never.
+std::string LayoutCauses::FindRepeatedOffset() const {
   if (coverage_.missing.empty() || !coverage_.overlaps.empty()) return {};
   using Wide = unsigned __int128;
   Wide reported = 0;
@@ -213,19 +215,20 @@ std::string LayoutCauses::FindReported() const {
     const std::vector<int>& ranks = holders_[i];
     if (ranks.size() <= copies) continue;
     if (copies > 1) {
-      return RankList(ranks) + " report the same box " + regions_.At(i).ToString() + ", others " +
-             std::to_string(copies) + " each: wrong tensor-parallel rank?";
+      return RankList(ranks) + " report the same box " + regions_.At(i).ToString() +
+             ", but other boxes are on " + std::to_string(copies) +
+             " ranks each: wrong tensor-parallel rank?";
     }
     first.push_back(ranks[0]);
     more.insert(more.end(), ranks.begin() + 1, ranks.end());
   }
   if (more.empty()) return {};
   std::sort(more.begin(), more.end());
-  return Does(more, "report") + " the box" + (first.size() == 1 ? "" : "es") + " of " +
+  return SubjectAndVerb(more, "report") + " the box" + (first.size() == 1 ? "" : "es") + " of " +
          RankList(first) + ": wrong tensor-parallel rank?";
 }
 
-// Behind every box there is a hole of the same thickness.
+// Looks for an axis along which every box is followed by a hole of the same thickness.
 std::string LayoutCauses::FindAllShort() const {
   if (!all_boxes_ || !coverage_.overlaps.empty() || regions_.size() < 2) return {};
   for (int a = 0; a < regions_.rank(); ++a) {
@@ -269,7 +272,7 @@ std::string LayoutCauses::Units(std::int64_t count, int axis) const {
          (unit[0] == 'i' ? "of axis " + std::to_string(axis) : unit + "s");
 }
 
-// What the box before or behind a hole could be.
+// Looks for the cause of a hole in the boxes directly before and after the hole.
 std::string LayoutCauses::Neighbour(const Box& box) const {
   for (int a = 0; a < box.rank(); ++a) {
     const std::int64_t thickness = box.extent(a);
@@ -280,7 +283,8 @@ std::string LayoutCauses::Neighbour(const Box& box) const {
       const bool before = regions_.high(i)[a] == box.begin(a);
       if (!behind && !before) continue;
       if (extent == Usual(a)) {
-        // Of the usual size, and as much too far to one side as it reaches into the next one.
+        // The region has the usual size, and overlaps the next box by the thickness of the hole: it
+        // is shifted.
         for (const Overlap& overlap : coverage_.overlaps) {
           if (overlap.first != i && overlap.second != i) continue;
           if (!SameAcross(i, overlap.box, a) || overlap.box.extent(a) != thickness) continue;
@@ -303,12 +307,12 @@ std::string LayoutCauses::Neighbour(const Box& box) const {
   return {};
 }
 
-std::string LayoutCauses::OfMissing(const Box& box) const {
+std::string LayoutCauses::CauseOfMissing(const Box& box) const {
   return general_.empty() ? Neighbour(box) : general_;
 }
 
-std::string LayoutCauses::OfOverlap(const Box& box,
-                                    const std::vector<std::uint32_t>& regions) const {
+std::string LayoutCauses::CauseOfOverlap(const Box& box,
+                                         const std::vector<std::uint32_t>& regions) const {
   if (!general_.empty()) return general_;
   for (const std::uint32_t i : regions) {
     if (regions_.is_flat(i)) continue;
@@ -337,16 +341,16 @@ std::string LayoutCauses::OfOverlap(const Box& box,
       }
     }
   }
-  return Differing(regions);
+  return DescribeOverlap(regions);
 }
 
-// Without a better guess: what each of them has, and how that lies to each other.
-std::string LayoutCauses::Differing(const std::vector<std::uint32_t>& regions) const {
+// Describes an overlap for which no better cause was found: the regions and how they relate.
+std::string LayoutCauses::DescribeOverlap(const std::vector<std::uint32_t>& regions) const {
   constexpr std::size_t kNamed = 4;
   if (regions.size() < 2) return {};
   std::string out;
   bool boxes = true;
-  bool within = false;  // One of them holds all of another.
+  bool within = false;  // One region contains another.
   for (std::size_t i = 0; i < regions.size(); ++i) {
     if (i < kNamed) {
       out += (i == 0 ? "" : ", ") + RankList(holders_[regions[i]]) + ": " +
@@ -361,7 +365,7 @@ std::string LayoutCauses::Differing(const std::vector<std::uint32_t>& regions) c
                (i != k && regions_.At(regions[i]).box().Contains(regions_.At(regions[k]).box()));
     }
   }
-  return out + (within ? ": a whole on some ranks and a part of it on others?"
+  return out + (within ? ": one box contains another: not sharded on some ranks?"
                        : ": cut in different places?");
 }
 
@@ -386,7 +390,7 @@ std::string CauseOfShapes(const Dims& a, const Dims& b) {
     return head + ", by a factor of " + std::to_string(high / low) +
            ": the shape of a shard instead of the whole?";
   }
-  return head + (axis == 0 ? ": another vocabulary padding?" : "");
+  return head + (axis == 0 ? ": different vocabulary padding?" : "");
 }
 
 }  // namespace tensormount

@@ -13,41 +13,45 @@
 
 namespace tensormount {
 
-// What most likely made a layout unsound, in words: "rank 5 holds what rank 4 should", not only
-// that cells are missing. Each guess below is a pattern that one known mistake of a trainer leaves,
-// and is made only where the pattern explains every cell of the report that it claims to; where
-// nothing fits, there is none. Made for reports of people's size: patterns look at all regions,
-// some at pairs of them, which is why nothing of this runs unless something is wrong.
+// The likely cause of an invalid layout as text: "rank 5 holds what rank 4 should", not only that
+// cells are missing. Each function below finds the pattern of one known mistake in a trainer, and
+// reports it only if the pattern explains every cell that it claims to explain. Patterns look at
+// all regions, some at pairs of regions, so they run only if the layout has errors.
 class LayoutCauses {
  public:
-  // Different regions of one tensor, who holds each (rising), and what is wrong with them. All
-  // must outlive this.
+  // `regions`: the distinct regions of one tensor. `holders`: by region, the ranks that hold it,
+  // rising. `coverage`: the holes and overlaps. All must outlive this object.
   LayoutCauses(int world, const RegionSet& regions, const std::vector<std::vector<int>>& holders,
                const CoverageReport& coverage);
 
-  std::string OfMissing(const Box& box) const;
-  // `regions` are positions of regions that all have the box.
-  std::string OfOverlap(const Box& box, const std::vector<std::uint32_t>& regions) const;
+  std::string CauseOfMissing(const Box& box) const;
+  // `regions` are positions of the regions that contain the box.
+  std::string CauseOfOverlap(const Box& box, const std::vector<std::uint32_t>& regions) const;
 
  private:
-  // Patterns that explain everything at once, tried in this order; the first that fits is said for
-  // every hole and overlap. Empty: does not fit.
-  // Ranks exchanged the coordinates of their position in a grid: (j, i) instead of (i, j).
+  // The following functions look for patterns that explain all holes and overlaps at once. They are
+  // tried in this order, and the first that fits is reported for every hole and overlap. A function
+  // returns an empty string if its pattern does not fit. Ranks exchanged the coordinates of their
+  // position in a grid: (j, i) instead of (i, j).
   std::string FindTransposed() const;
-  // A region has two of its axes exchanged: it overlaps others, and turned it would fill a hole.
+  // A region has two of its axes exchanged: it overlaps other regions and, swapped back, fills a
+  // hole.
   std::string FindSwapped() const;
   bool FillsHole(std::size_t region, const Box& box) const;
-  // Ranks that should hold something, by the step between those that do, hold nothing.
+  // Some ranks hold no shard, although the regular distance between the ranks with shards suggests
+  // that they should.
   std::string FindAbsent() const;
-  // As many cells as there are, but some twice and others never: a rank has another one's offset.
-  std::string FindReported() const;
-  // Every region ends before the next one begins: an extent that was divided and rounded down.
+  // The ranks hold the right number of cells, but some cells twice and others never: a rank uses
+  // another rank's offset.
+  std::string FindRepeatedOffset() const;
+  // Every region is short by the same number of cells at its end, for example because an extent was
+  // rounded down.
   std::string FindAllShort() const;
-  // Of one hole: the region beside it that is too short, or lies too far to one side.
+  // Describes the region next to a hole that is too short or shifted; empty if there is none.
   std::string Neighbour(const Box& box) const;
-  // Of one overlap, without a better guess: what each has, and how that lies to the others.
-  std::string Differing(const std::vector<std::uint32_t>& regions) const;
-  std::int64_t Usual(int axis) const;  // The extent that most boxes have.
+  // Describes an overlap for which no better cause was found: the regions and how they relate.
+  std::string DescribeOverlap(const std::vector<std::uint32_t>& regions) const;
+  std::int64_t Usual(int axis) const;  // The most frequent extent of regions along `axis`.
   std::string Units(std::int64_t count, int axis) const;
   bool SameAcross(std::size_t region, const Box& box, int axis) const;
 
@@ -55,13 +59,13 @@ class LayoutCauses {
   const RegionSet& regions_;
   const std::vector<std::vector<int>>& holders_;
   const CoverageReport& coverage_;
-  std::vector<int> ranks_;           // That hold something.
-  std::vector<std::int64_t> usual_;  // By axis.
+  std::vector<int> ranks_;           // Ranks that hold a region; rising.
+  std::vector<std::int64_t> usual_;  // By axis: the most frequent extent of regions.
   bool all_boxes_ = true;
-  std::string general_;  // That explains everything.
+  std::string general_;  // The cause that explains all holes and overlaps; empty: none.
 };
 
-// Why two shapes of one tensor may differ.
+// A likely reason why ranks have different shapes of one tensor; empty if none fits.
 std::string CauseOfShapes(const Dims& a, const Dims& b);
 
 }  // namespace tensormount

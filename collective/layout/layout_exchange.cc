@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// ExchangeLayouts: how ranks find out whether their shards make whole tensors, with few messages.
-// First 64 bytes each (layout_round.h); then one rank of each class sends its layout, cut by owner;
-// owners judge their keys, rank 0 merges. Keys are spread over owners by hash, so that no rank sees
-// all of a large job.
+// ExchangeLayouts: finds with few messages whether the shards of all ranks make whole tensors.
+// First each rank sends 64 bytes (layout_round.h). Then one rank of each set of ranks with equal
+// layouts sends its layout, split among the ranks that check keys (owners), and rank 0 merges their
+// reports. Each key is assigned to an owner by hash, so that no rank sees all of a large job.
 #include "collective/layout/layout_exchange.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ using Parts = std::vector<std::string>;
 
 std::atomic<std::uint32_t> forced_owners = 0;
 
-Status TooMany(const StateDict& state) {
+Status CheckItemCount(const StateDict& state) {
   constexpr std::size_t kMost = std::numeric_limits<std::uint32_t>::max() - 1;
   if (state.tensors().size() > kMost || state.objects().size() > kMost) {
     return Status(Code::kInvalidArgument, "more than 2^32 shards or objects on one rank");
@@ -53,10 +53,10 @@ class Exchange {
     TENSORMOUNT_RETURN_IF_ERROR(FirstRound());
     switch (answer_.next) {
       case RoundAnswer::Next::kFailed:
-        return TellFailure();
-      case RoundAnswer::Next::kOptions:
-        return TellOptions();
-      case RoundAnswer::Next::kGo:
+        return ShareFailures();
+      case RoundAnswer::Next::kOptionsDiffer:
+        return ShareOptions();
+      case RoundAnswer::Next::kProceed:
         break;
     }
     job_.fingerprint = answer_.agreed.job;
@@ -81,7 +81,8 @@ class Exchange {
   }
 
  private:
-  // Everybody's fingerprints to rank 0. What this rank cannot do is told in the message.
+  // Sends the fingerprints to rank 0, or a flag if this rank has failed, and receives rank 0's
+  // answer.
   Status FirstRound() {
     RoundMessage mine;
     mine.world = world_;
@@ -95,7 +96,7 @@ class Exchange {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
         collective_.Decide(EncodeRound(mine), kPhase, [](Parts& parts) -> Result<std::string> {
-          TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, JudgeRound(parts, forced_owners));
+          TENSORMOUNT_ASSIGN_OR_RETURN(const RoundAnswer answer, AnswerRound(parts, forced_owners));
           return EncodeAnswer(answer);
         }));
     TENSORMOUNT_ASSIGN_OR_RETURN(answer_, DecodeAnswer(told, world_));
@@ -103,7 +104,7 @@ class Exchange {
   }
 
   Status Describe(RoundMessage& mine) {
-    TENSORMOUNT_RETURN_IF_ERROR(TooMany(state_));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckItemCount(state_));
     encoder_.emplace(state_);
     own_ = CommonOf(state_, rank_);
     layers_ = LayersOf(own_.values);
@@ -111,7 +112,7 @@ class Exchange {
     mine.layout = encoder_->Hashes();
     mine.call = Xxh3Low64(EncodeOptions());
     mine.common = FingerprintOf(own_, rules_);
-    mine.plan = call_.plan_at_hand.low;
+    mine.plan = call_.kept_plan_job.low;
     return Status();
   }
 
@@ -137,28 +138,30 @@ class Exchange {
     return std::move(out.bytes());
   }
 
-  Status TellFailure() {
+  Status ShareFailures() {
     const Status status = collective_.Agree(failure_, kPhase);
     if (!status.ok()) return status;
-    return Status(Code::kInternal, "a rank failed and does not say why");
+    return Status(Code::kInternal, "internal error: a rank reported a failure without a cause");
   }
 
-  Status TellOptions() {
-    const int other = static_cast<int>(answer_.other);
-    const bool tells = rank_ == 0 || rank_ == other;
+  Status ShareOptions() {
+    const int differing_rank = static_cast<int>(answer_.differing_rank);
+    const bool tells = rank_ == 0 || rank_ == differing_rank;
     const Result<std::string> told = collective_.Decide(
         tells ? EncodeOptions() : std::string(), kPhase, [&](Parts& parts) -> Result<std::string> {
-          return CompareOptions(parts[0], parts[answer_.other], other);
+          return CompareOptions(parts[0], parts[answer_.differing_rank], differing_rank);
         });
     if (!told.ok()) return told.status();
-    return Status(Code::kInternal, "options differ and nobody says which");
+    return Status(Code::kInternal,
+                  "internal error: ranks disagree on options, but none reported a difference");
   }
 
-  // Never ok.
+  // Returns an error that names the first difference between the options of rank 0 (`mine`) and of
+  // `rank` (`other`); never ok.
   static Status CompareOptions(std::string_view mine, std::string_view other, int rank) {
     const std::string who = "rank " + std::to_string(rank);
-    ByteReader a(mine, "options of rank 0");
-    const std::string what = "options of " + who;
+    ByteReader a(mine, "the options that rank 0 sent");
+    const std::string what = "the options that " + who + " sent";
     ByteReader b(other, what);
     while (a.left() > 0 && b.left() > 0) {
       const std::string name(a.String(kMaxOption));
@@ -176,7 +179,8 @@ class Exchange {
     return Status(Code::kInvalidArgument, "rank 0 and " + who + " make different calls");
   }
 
-  // One rank of each set with equal common values sends them; rank 0 unites them.
+  // One rank of each set of ranks with equal common values sends its values, and rank 0 merges
+  // them.
   Status CommonRound() {
     const bool speaks = std::find(answer_.common.begin(), answer_.common.end(),
                                   static_cast<std::uint32_t>(rank_)) != answer_.common.end();
@@ -191,8 +195,8 @@ class Exchange {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
         collective_.Decide(mine, kPhase, [&](Parts& parts) { return UniteCommon(parts); }));
-    ByteReader in(told, "common values as rank 0 judges them");
-    TENSORMOUNT_ASSIGN_OR_RETURN(common_report_, DecodeReport(in, "common values"));
+    ByteReader in(told, "the common values that rank 0 sent");
+    TENSORMOUNT_ASSIGN_OR_RETURN(common_report_, DecodeReport(in, "report on common values"));
     const std::uint32_t warnings = in.U32();
     for (std::uint32_t i = 0; i < warnings && in.status().ok(); ++i) {
       job_.warnings.emplace_back(in.String(kMaxOption));
@@ -213,7 +217,7 @@ class Exchange {
                                    DecodeRankCommon(parts[r], static_cast<int>(r)));
       ranks.push_back(std::move(common));
     }
-    CommonUnion united = Unite(ranks, rules_);
+    CommonUnion united = MergeCommon(ranks, rules_);
     LayoutReport report;
     report.finding_count = united.findings.size();
     if (united.findings.size() > call_.limit) united.findings.resize(call_.limit);
@@ -240,21 +244,21 @@ class Exchange {
     job_.report = MergeReports(both, call_.limit);
   }
 
-  // The layouts go to their owners, who judge.
+  // Sends layouts to the ranks that check them (owners); rank 0 merges the reports.
   Status LayoutRound() {
     std::vector<Collective::Letter> letters;
-    if (SpeaksHere(rank_)) {
+    if (IsClassLeader(rank_)) {
       letters.resize(answer_.owners);
       for (std::uint32_t o = 0; o < answer_.owners; ++o) letters[o].peer = static_cast<int>(o);
       failure_ = Guarded([&] { return Pack(letters); });
-      // Whoever failed sends nothing, and says why below.
+      // A rank that failed sends empty layouts here, and its status in Agree below.
       if (!failure_.ok()) {
         for (Collective::Letter& letter : letters) letter.text.clear();
       }
     }
     std::vector<int> from;
     for (int r = 0; IsOwner() && r < static_cast<int>(world_); ++r) {
-      if (SpeaksHere(r)) from.push_back(r);
+      if (IsClassLeader(r)) from.push_back(r);
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(Parts told_here,
                                  collective_.NeighborAllToAll(letters, from, kPhase));
@@ -264,7 +268,7 @@ class Exchange {
       from_each[static_cast<std::size_t>(from[i])] = std::move(told_here[i]);
     }
     LayoutReport mine;
-    if (failure_.ok()) failure_ = Guarded([&] { return JudgeOwn(from_each, mine); });
+    if (failure_.ok()) failure_ = Guarded([&] { return CheckOwnKeys(from_each, mine); });
     TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(failure_, kPhase));
     ByteWriter out;
     if (IsOwner()) EncodeReport(out, mine);
@@ -276,18 +280,18 @@ class Exchange {
     return in.Finish();
   }
 
-  bool SpeaksHere(int rank) const {
-    return Speaks(answer_.tensors, rank) || Speaks(answer_.objects, rank);
+  bool IsClassLeader(int rank) const {
+    return SendsForClass(answer_.tensors, rank) || SendsForClass(answer_.objects, rank);
   }
   bool IsOwner() const { return static_cast<std::uint32_t>(rank_) < answer_.owners; }
 
-  // To each owner: u64 bytes of the tensors, tensors, objects.
+  // Fills the message for each owner: u64 size of the encoded tensors, the tensors, the objects.
   Status Pack(std::span<Collective::Letter> to_owners) const {
     Parts tensors(answer_.owners);
     Parts objects(answer_.owners);
-    if (Speaks(answer_.tensors, rank_))
+    if (SendsForClass(answer_.tensors, rank_))
       tensors = encoder_->Encode(answer_.owners, LayoutPart::kTensors);
-    if (Speaks(answer_.objects, rank_))
+    if (SendsForClass(answer_.objects, rank_))
       objects = encoder_->Encode(answer_.owners, LayoutPart::kObjects);
     for (std::uint32_t o = 0; o < answer_.owners; ++o) {
       if (tensors[o].empty() && objects[o].empty()) continue;
@@ -302,7 +306,7 @@ class Exchange {
     return Status();
   }
 
-  Status JudgeOwn(Parts& from_each, LayoutReport& report) {
+  Status CheckOwnKeys(Parts& from_each, LayoutReport& report) {
     if (!IsOwner()) return Status();
     const std::vector<std::vector<int>> tensor_ranks = RanksByClass(answer_.tensors);
     const std::vector<std::vector<int>> object_ranks = RanksByClass(answer_.objects);
@@ -323,15 +327,18 @@ class Exchange {
       from_each[r] = {};
     }
     if (call_.validate) {
-      report = CheckLayout(table, {static_cast<int>(world_), call_.limit, &layers_});
+      report =
+          CheckLayout(table, {static_cast<int>(world_), call_.limit, &layers_, call_.keep_lowest});
     }
-    // What changes without the layout, the contents of objects, is looked at all the same.
+    // Contents of objects change without the layout, so MakeLayout compares them even if the plan
+    // is kept and the layout is not validated.
     if (answer_.agreed.unchanged && !call_.validate) {
-      return MakeLayout(table, static_cast<int>(world_)).status();
+      return MakeLayout(table, static_cast<int>(world_), call_.keep_lowest).status();
     }
     if (answer_.agreed.unchanged || !report.ok() || (call_.validate && !call_.plan))
       return Status();
-    TENSORMOUNT_ASSIGN_OR_RETURN(job_.layout, MakeLayout(table, static_cast<int>(world_)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(job_.layout,
+                                 MakeLayout(table, static_cast<int>(world_), call_.keep_lowest));
     if (!call_.validate) {
       report.tensors = job_.layout.tensors.size();
       report.objects = job_.layout.objects.size();
@@ -361,10 +368,10 @@ class Exchange {
   const int rank_;
   const std::uint32_t world_;
   const CommonRules rules_;
-  Status failure_;  // Of this rank, until it is told.
+  Status failure_;  // A failure that this rank has not sent yet.
   std::optional<LayoutEncoder> encoder_;
   RankCommon own_;
-  std::map<std::string, std::string> layers_;  // Of all ranks.
+  std::map<std::string, std::string> layers_;  // Layer names that any rank set.
   RoundAnswer answer_;
   LayoutReport common_report_;
   JobLayout job_;
@@ -380,7 +387,7 @@ Result<JobLayout> ExchangeLayouts(Collective& collective, const StateDict& state
 Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const StateDict& state) {
   std::string encoded;
   Status failure = state.status();
-  if (failure.ok()) failure = TooMany(state);
+  if (failure.ok()) failure = CheckItemCount(state);
   if (failure.ok()) {
     failure = Guarded([&] {
       encoded = std::move(LayoutEncoder(state).Encode(1, LayoutPart::kAll)[0]);
@@ -397,7 +404,7 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
       collective.Decide(mine.bytes(), kPhase, [&](Parts& parts) -> Result<std::string> {
         std::vector<Hash128> hashes;
         for (const std::string& part : parts) {
-          ByteReader in(part, "fingerprint of a rank");
+          ByteReader in(part, "layout fingerprint that a rank sent");
           hashes.push_back(in.Hash());
           TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
         }
@@ -409,7 +416,7 @@ Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const 
   RankClasses classes;
   TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, classes));
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  if (!Speaks(classes, collective.rank())) encoded.clear();
+  if (!SendsForClass(classes, collective.rank())) encoded.clear();
   TENSORMOUNT_ASSIGN_OR_RETURN(Parts parts, collective.Gather(encoded, kPhase));
   std::vector<GatheredLayout> layouts;
   if (collective.rank() != 0) return layouts;

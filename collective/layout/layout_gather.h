@@ -12,19 +12,19 @@
 
 namespace tensormount {
 
-// For the dump of a job's layout as a spec (docs/spec.md). Two rounds: fingerprints first, so that
-// of ranks that hold the same only one sends. Rank 0 needs as much memory as all different layouts
-// together.
+// Collects the layouts of a job for a dump as a spec (docs/spec.md). All ranks send fingerprints
+// first, then only one rank of each set of ranks with equal layouts sends its layout. Rank 0 needs
+// memory for all different layouts together.
 
-// A layout (DecodeLayout in layout/wire.h reads it; empty: holds nothing) and the ranks that have
-// it, rising.
+// An encoded layout (DecodeLayout in layout/wire.h) and the ranks that have it, rising. `encoded`
+// is empty if these ranks have no shards or objects.
 struct GatheredLayout {
   std::string encoded;
   std::vector<int> ranks;
 };
 
-// Collective: all different layouts at rank 0, by their lowest rank; nothing elsewhere. Fails on
-// all ranks where a rank's state has a failure.
+// Collective. Returns all different layouts at rank 0, sorted by their lowest rank; an empty vector
+// on other ranks. Fails on all ranks if a rank's state has a failure.
 Result<std::vector<GatheredLayout>> GatherLayouts(Collective& collective, const StateDict& state);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckLayout of layout.h: the checks of one owner's keys, pure. Dtypes and shapes agree, shards
-// cover each tensor exactly once but for replicas, object grids are whole. A check that is added
-// goes here; `check` of a described job and a save find the same because both end here.
+// CheckLayout of layout.h: pure checks of the keys that one rank checks. Dtypes and shapes agree,
+// shards cover each tensor exactly once except for replicas, object grids are complete. Add new
+// checks here: the command `check` and every save run this code.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -20,15 +20,17 @@ using TableTensor = LayoutTable::Rep::Tensor;
 using Object = LayoutTable::Rep::Object;
 constexpr std::uint32_t kNone = LayoutTable::Rep::kNone;
 
-// Faults of one kind that are told apart within one tensor; more are counted as one.
+// Limit of faults of one kind that are distinguished within one tensor; further ones are counted as
+// one.
 constexpr std::size_t kToldApart = 4096;
 constexpr std::size_t kRanksListed = 64;
-// Bytes of replicas where they cannot be counted.
+// Reported number of replica bytes if the count overflows.
 constexpr std::uint64_t kTooMany = ~std::uint64_t{0};
 
-class Judge {
+class LayoutChecker {
  public:
-  Judge(const LayoutTable::Rep& table, const LayoutRules& rules) : table_(table), rules_(rules) {
+  LayoutChecker(const LayoutTable::Rep& table, const LayoutRules& rules)
+      : table_(table), rules_(rules) {
     if (rules.layer_names != nullptr) layers_ = LayerNames(*rules.layer_names);
   }
 
@@ -43,7 +45,7 @@ class Judge {
     while (k < keys.size() || o < objects.size()) {
       const TableTensor* tensor = k < keys.size() ? &table_.tensors[keys[k]] : nullptr;
       const Object* object = o < objects.size() ? &table_.objects[objects[o]] : nullptr;
-      int order = 0;  // Which of the two keys comes first.
+      int order = 0;  // Negative: the tensor's key comes first; positive: the object's.
       if (tensor == nullptr || object == nullptr) {
         order = tensor == nullptr ? 1 : -1;
       } else {
@@ -51,13 +53,13 @@ class Judge {
       }
       key_ = order <= 0 ? tensor->meta.key() : object->part.key;
       if (order <= 0) {
-        JudgeTensor(*tensor);
+        CheckTensor(*tensor);
         ++k;
       }
       if (order >= 0) {
         std::size_t end = o;
         while (end < objects.size() && table_.objects[objects[end]].part.key == key_) ++end;
-        JudgeObject(std::span(objects).subspan(o, end - o));
+        CheckObject(std::span(objects).subspan(o, end - o));
         o = end;
       }
       if (order == 0) {
@@ -65,7 +67,7 @@ class Judge {
             "key " + key_ + " is a tensor on " + RankName(table_.FirstRank(*tensor)) +
                 " and an object on " + RankName(table_.RanksOf(object->layout)[0]));
       }
-      JudgeName(tensor != nullptr && order <= 0 ? tensor : nullptr, object);
+      CheckLayerName(tensor != nullptr && order <= 0 ? tensor : nullptr, object);
       FinishKey();
     }
     return std::move(report_);
@@ -74,15 +76,15 @@ class Judge {
  private:
   // ---- Findings of one key -------------------------------------------------------------------
 
-  // How many more can be listed.
+  // Number of findings that can still be listed.
   std::size_t room() const {
     const std::size_t used = report_.findings.size();
     return used < rules_.limit ? rules_.limit - used : 0;
   }
   void Count(std::uint64_t findings) { report_.finding_count += findings; }
-  // Adds one that is counted; `ranks` in any order.
+  // Adds a finding that is already counted; `ranks` in any order.
   Finding& AddListed(FindingKind kind, std::vector<int> ranks, std::string message) {
-    Finding& finding = of_key_.emplace_back();
+    Finding& finding = key_findings_.emplace_back();
     std::sort(ranks.begin(), ranks.end());
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
     finding.rank_count = ranks.size();
@@ -98,35 +100,36 @@ class Judge {
     return AddListed(kind, std::move(ranks), std::move(message));
   }
   void FinishKey() {
-    if (of_key_.empty()) return;
-    std::stable_sort(of_key_.begin(), of_key_.end(), [](const Finding& a, const Finding& b) {
-      if (a.kind != b.kind) return a.kind < b.kind;
-      if (!a.box || !b.box) return false;
-      return CompareDims(a.box->begin(), b.box->begin()) < 0;
-    });
-    if (of_key_.size() > room()) of_key_.resize(room());
-    for (Finding& finding : of_key_) report_.findings.push_back(std::move(finding));
-    of_key_.clear();
+    if (key_findings_.empty()) return;
+    std::stable_sort(key_findings_.begin(), key_findings_.end(),
+                     [](const Finding& a, const Finding& b) {
+                       if (a.kind != b.kind) return a.kind < b.kind;
+                       if (!a.box || !b.box) return false;
+                       return CompareDims(a.box->begin(), b.box->begin()) < 0;
+                     });
+    if (key_findings_.size() > room()) key_findings_.resize(room());
+    for (Finding& finding : key_findings_) report_.findings.push_back(std::move(finding));
+    key_findings_.clear();
   }
 
   void AddRanks(std::uint32_t layout, std::vector<int>& to) const {
     const std::span<const int> ranks = table_.RanksOf(layout);
     to.insert(to.end(), ranks.begin(), ranks.end());
   }
-  std::vector<int> Namers(const TableTensor& tensor) const {
+  std::vector<int> RanksWithTensor(const TableTensor& tensor) const {
     std::vector<int> ranks;
-    for (const std::uint32_t layout : tensor.namers) AddRanks(layout, ranks);
+    for (const std::uint32_t layout : tensor.layouts_with_tensor) AddRanks(layout, ranks);
     return ranks;
   }
   std::vector<int> Both(const TableTensor& tensor, const Object& object) const {
-    std::vector<int> ranks = Namers(tensor);
+    std::vector<int> ranks = RanksWithTensor(tensor);
     AddRanks(object.layout, ranks);
     return ranks;
   }
 
   // ---- Tensors -------------------------------------------------------------------------------
 
-  void JudgeTensor(const TableTensor& first) {
+  void CheckTensor(const TableTensor& first) {
     ++report_.tensors;
     report_.bytes = CheckedAdd(report_.bytes, first.meta.bytes()).value_or(UINT64_MAX);
     const TableTensor* tensor = &first;
@@ -137,24 +140,25 @@ class Judge {
       tensor = &joined;
     }
     const RegionSet& regions = tensor->regions;
-    // Without equal regions nothing need be grouped.
+    // The regions of a partition are all different, so they need no grouping.
     if (IsPartition(regions)) {
       CountReplicas(*tensor, nullptr);
-      if (!tensor->labels.empty()) JudgeLabels(*tensor, regions, nullptr);
+      if (!tensor->labels.empty()) CheckLabels(*tensor, regions, nullptr);
       return;
     }
     RegionSet distinct;
     const std::vector<std::uint32_t> group_of = GroupEqual(regions, &distinct);
     Groups groups(group_of, distinct.size());
     CountReplicas(*tensor, &groups);
-    JudgeTwice(*tensor, distinct, groups);
+    CheckRepeatedRegions(*tensor, distinct, groups);
     if (CoverageReport coverage = CheckCoverage(distinct, kToldApart); !coverage.complete()) {
-      TellCoverage(*tensor, distinct, groups, coverage);
+      ReportCoverage(*tensor, distinct, groups, coverage);
     }
-    if (!tensor->labels.empty()) JudgeLabels(*tensor, distinct, &groups);
+    if (!tensor->labels.empty()) CheckLabels(*tensor, distinct, &groups);
   }
 
-  // Claims (positions in the table's columns) by the distinct region that they are of.
+  // Groups of claims with equal regions. A claim is a region that one layout has: its position in
+  // the columns of the table.
   struct Groups {
     Groups(const std::vector<std::uint32_t>& group_of, std::size_t groups)
         : begin(groups + 1), claims(group_of.size()) {
@@ -167,10 +171,11 @@ class Judge {
       return std::span(claims).subspan(begin[g], begin[g + 1] - begin[g]);
     }
     std::vector<std::uint32_t> begin;
-    std::vector<std::uint32_t> claims;  // In each group in the order of the table.
+    std::vector<std::uint32_t> claims;  // Sorted by group, then by position in the table.
   };
 
-  // Of distinct region `g`, which is claim `g` itself where there are no groups.
+  // Calls fn for each claim (see Groups) of distinct region `g`. Without groups, claim `g` is the
+  // only one.
   template <typename Fn>
   static void ForEachClaim(std::uint32_t g, const Groups* groups, Fn fn) {
     if (groups == nullptr) {
@@ -214,30 +219,32 @@ class Judge {
       add(groups->of(g)[0], holders - 1);
     }
   }
-  // Whether a layout of several ranks has it.
+  // Whether several ranks share a layout that has the tensor.
   bool AnyShared(const TableTensor& tensor) const {
     return table_.ranks.size() != table_.layouts() &&
-           std::any_of(tensor.namers.begin(), tensor.namers.end(),
+           std::any_of(tensor.layouts_with_tensor.begin(), tensor.layouts_with_tensor.end(),
                        [&](std::uint32_t layout) { return table_.RanksOf(layout).size() > 1; });
   }
 
-  // False where shapes differ, so that regions of the key cannot be compared.
+  // Reports differing dtypes and shapes of a key. Returns false if shapes differ, so that regions
+  // cannot be compared.
   bool CompareVariants(const TableTensor& first) {
     bool same_shape = true;
     for (std::uint32_t v = first.variant; v != kNone; v = table_.tensors[v].variant) {
       const TableTensor& other = table_.tensors[v];
-      // The lower rank is named first.
+      // Messages name the lower rank first.
       const bool in_order = table_.FirstRank(first) <= table_.FirstRank(other);
       const TableTensor& a = in_order ? first : other;
       const TableTensor& b = in_order ? other : first;
       const auto tell = [&](FindingKind kind, const std::string& what, const std::string& of_a,
                             const std::string& of_b) -> Finding& {
-        std::vector<int> ranks = Namers(a);
-        const std::vector<int> more = Namers(b);
+        std::vector<int> ranks = RanksWithTensor(a);
+        const std::vector<int> more = RanksWithTensor(b);
         ranks.insert(ranks.end(), more.begin(), more.end());
         return Add(kind, std::move(ranks),
-                   "tensor " + key_ + ": " + what + " is " + of_a + " on " + RankList(Namers(a)) +
-                       " and " + of_b + " on " + RankList(Namers(b)));
+                   "tensor " + key_ + ": " + what + " is " + of_a + " on " +
+                       RankList(RanksWithTensor(a)) + " and " + of_b + " on " +
+                       RankList(RanksWithTensor(b)));
       };
       if (a.meta.dtype() != b.meta.dtype()) {
         tell(FindingKind::kDType, "dtype", std::string(InfoOf(a.meta.dtype()).name),
@@ -252,7 +259,7 @@ class Judge {
     return same_shape;
   }
 
-  // All variants as one, for those that differ in dtype only.
+  // Merges variants that differ only in dtype.
   TableTensor Join(const TableTensor& first) const {
     TableTensor joined;
     joined.meta = first.meta;
@@ -265,15 +272,18 @@ class Judge {
         labelled |= t->label(i) != Replica::kUnlabelled;
       }
       joined.items.insert(joined.items.end(), t->items.begin(), t->items.end());
-      joined.namers.insert(joined.namers.end(), t->namers.begin(), t->namers.end());
+      joined.layouts_with_tensor.insert(joined.layouts_with_tensor.end(),
+                                        t->layouts_with_tensor.begin(),
+                                        t->layouts_with_tensor.end());
       if (t->variant == kNone) break;
     }
     if (!labelled) joined.labels.clear();
     return joined;
   }
 
-  // The same region twice on one rank.
-  void JudgeTwice(const TableTensor& tensor, const RegionSet& distinct, const Groups& groups) {
+  // Reports regions that one rank added twice.
+  void CheckRepeatedRegions(const TableTensor& tensor, const RegionSet& distinct,
+                            const Groups& groups) {
     std::vector<std::uint32_t> layouts;
     for (std::uint32_t g = 0; g < distinct.size(); ++g) {
       layouts.clear();
@@ -286,18 +296,18 @@ class Judge {
       }
       if (ranks.empty()) continue;
       for (const Box& box : distinct.At(g).Boxes()) {
-        Finding& finding =
-            Add(FindingKind::kOverlap, ranks,
-                "tensor " + key_ + ": " + box.ToString() + " is held twice by " + RankList(ranks));
+        Finding& finding = Add(
+            FindingKind::kOverlap, ranks,
+            "tensor " + key_ + ": " + box.ToString() + " was added twice by " + RankList(ranks));
         finding.box = box;
         finding.elements = static_cast<std::uint64_t>(box.volume());
       }
     }
   }
 
-  void TellCoverage(const TableTensor& tensor, const RegionSet& distinct, const Groups& groups,
-                    const CoverageReport& coverage) {
-    // Overlaps of one box are one.
+  void ReportCoverage(const TableTensor& tensor, const RegionSet& distinct, const Groups& groups,
+                      const CoverageReport& coverage) {
+    // Several overlaps with the same box count as one finding.
     std::vector<std::size_t> starts;
     for (std::size_t i = 0; i < coverage.overlaps.size(); ++i) {
       if (i == 0 || !(coverage.overlaps[i].box == coverage.overlaps[i - 1].box)) {
@@ -321,7 +331,7 @@ class Judge {
                                    head + box.ToString() + " is held by no rank" + parts);
       finding.box = box;
       finding.elements = static_cast<std::uint64_t>(box.volume());
-      finding.cause = causes.OfMissing(box);
+      finding.cause = causes.CauseOfMissing(box);
     }
     for (std::size_t s = 0; s < std::min(starts.size(), room()); ++s) {
       const std::size_t end = s + 1 < starts.size() ? starts[s + 1] : coverage.overlaps.size();
@@ -332,12 +342,12 @@ class Judge {
       }
       std::sort(regions.begin(), regions.end());
       regions.erase(std::unique(regions.begin(), regions.end()), regions.end());
-      TellOverlap(coverage.overlaps[starts[s]].box, regions, holders, causes);
+      ReportOverlap(coverage.overlaps[starts[s]].box, regions, holders, causes);
     }
   }
 
-  void TellOverlap(const Box& box, const std::vector<std::uint32_t>& regions,
-                   const std::vector<std::vector<int>>& holders, const LayoutCauses& causes) {
+  void ReportOverlap(const Box& box, const std::vector<std::uint32_t>& regions,
+                     const std::vector<std::vector<int>>& holders, const LayoutCauses& causes) {
     std::vector<int> ranks;
     for (const std::uint32_t g : regions) {
       ranks.insert(ranks.end(), holders[g].begin(), holders[g].end());
@@ -349,7 +359,7 @@ class Judge {
     }
     std::string who;
     if (!twice.empty()) {
-      who = " is held twice by " + RankList(twice);
+      who = " was added twice by " + RankList(twice);
     } else if (regions.size() == 2) {
       const bool in_order = holders[regions[0]] < holders[regions[1]];
       who = " is held by " + RankList(holders[regions[in_order ? 0 : 1]]) + " and " +
@@ -361,11 +371,12 @@ class Judge {
                                  "tensor " + key_ + ": " + box.ToString() + who);
     finding.box = box;
     finding.elements = static_cast<std::uint64_t>(box.volume());
-    finding.cause = causes.OfOverlap(box, regions);
+    finding.cause = causes.CauseOfOverlap(box, regions);
   }
 
-  // `regions` are distinct ones; without groups the tensor's own.
-  void JudgeLabels(const TableTensor& tensor, const RegionSet& regions, const Groups* groups) {
+  // Checks that each region has one main replica, if replicas are labelled. `regions` are the
+  // distinct regions; without groups, the tensor's own regions.
+  void CheckLabels(const TableTensor& tensor, const RegionSet& regions, const Groups* groups) {
     std::vector<int> labelled;
     std::vector<int> unlabelled;
     for (std::size_t i = 0; i < tensor.regions.size(); ++i) {
@@ -388,7 +399,7 @@ class Judge {
         mains += table_.RanksOf(tensor.regions.owner(claim)).size();
       });
       if (mains == 1) continue;
-      if (room() <= of_key_.size()) {
+      if (room() <= key_findings_.size()) {
         Count(1);
         continue;
       }
@@ -414,7 +425,7 @@ class Judge {
 
   const Object& ObjectAt(std::uint32_t i) const { return table_.objects[i]; }
 
-  void JudgeObject(std::span<const std::uint32_t> parts) {
+  void CheckObject(std::span<const std::uint32_t> parts) {
     const std::string head = "object " + key_ + ": ";
     const Object& first = ObjectAt(parts[0]);
     bool one_grid = true;
@@ -422,7 +433,7 @@ class Judge {
       const Object& other = ObjectAt(i);
       if (other.part.grid == first.part.grid) continue;
       one_grid = false;
-      TellGrids(head, parts, first, other);
+      ReportGrids(head, parts, first, other);
       break;
     }
     std::uint64_t distinct = 0;
@@ -432,16 +443,16 @@ class Judge {
              ObjectAt(parts[to]).part.index == ObjectAt(parts[from]).part.index) {
         ++to;
       }
-      JudgePart(head, parts.subspan(from, to - from));
+      CheckObjectPart(head, parts.subspan(from, to - from));
       ++distinct;
       from = to;
     }
     report_.objects += distinct;
-    if (one_grid) JudgeGrid(head, parts, distinct);
+    if (one_grid) CheckGrid(head, parts, distinct);
   }
 
-  void TellGrids(const std::string& head, std::span<const std::uint32_t> parts, const Object& a,
-                 const Object& b) {
+  void ReportGrids(const std::string& head, std::span<const std::uint32_t> parts, const Object& a,
+                   const Object& b) {
     std::vector<int> of_a;
     std::vector<int> of_b;
     for (const std::uint32_t i : parts) {
@@ -456,12 +467,12 @@ class Judge {
     const Object& low = in_order ? a : b;
     const Object& high = in_order ? b : a;
     Add(FindingKind::kObjectGrid, std::move(ranks),
-        head + "grids " + low.part.grid.ToString() + " and " + high.part.grid.ToString() + " on " +
-            RankList(in_order ? of_a : of_b) + " and " + RankList(in_order ? of_b : of_a));
+        head + "grid is " + low.part.grid.ToString() + " on " + RankList(in_order ? of_a : of_b) +
+            " and " + high.part.grid.ToString() + " on " + RankList(in_order ? of_b : of_a));
   }
 
-  // Replicas of one part.
-  void JudgePart(const std::string& head, std::span<const std::uint32_t> replicas) {
+  // Compares the replicas of one object part.
+  void CheckObjectPart(const std::string& head, std::span<const std::uint32_t> replicas) {
     const Object& first = ObjectAt(replicas[0]);
     const std::string which =
         head + (first.part.index.rank() == 0 ? "" : "part " + first.part.index.ToString() + ": ");
@@ -481,7 +492,7 @@ class Judge {
       if (layouts[i] == layouts[i - 1]) AddRanks(layouts[i], twice);
     }
     if (!twice.empty()) {
-      Add(FindingKind::kObjectTwice, twice, which + "held twice by " + RankList(twice));
+      Add(FindingKind::kObjectTwice, twice, which + "added twice by " + RankList(twice));
       return;
     }
     if (unlike.empty()) return;
@@ -491,12 +502,20 @@ class Judge {
     std::sort(unlike.begin(), unlike.end());
     const std::string between =
         RankName(std::min(like[0], unlike[0])) + " and " + RankName(std::max(like[0], unlike[0]));
+    if (rules_.keep_lowest) {
+      if (report_.warnings.size() < rules_.limit) {
+        report_.warnings.push_back(which + "contents differ between " + between +
+                                   "; the lowest rank's are stored");
+      }
+      return;
+    }
     Finding& finding =
         Add(FindingKind::kObjectContents, ranks, which + "contents differ between " + between);
     if (ranks.size() > 2 && (like.size() == 1 || unlike.size() == 1)) {
       const int odd = unlike.size() == 1 ? unlike[0] : like[0];
       const std::size_t others = ranks.size() - 1;
-      // All others being equal, it is that one.
+      // `like` contains the first replica's rank, which is the odd one only if all other replicas
+      // are equal.
       if (unlike.size() == 1 || Uniform(replicas.subspan(1))) {
         finding.cause =
             "only " + RankName(odd) + " differs from the " + std::to_string(others) + " others";
@@ -510,8 +529,8 @@ class Judge {
     });
   }
 
-  // `parts` are sorted by index.
-  void JudgeGrid(const std::string& head, std::span<const std::uint32_t> parts,
+  // Reports parts of the grid that no rank holds. `parts` are sorted by index.
+  void CheckGrid(const std::string& head, std::span<const std::uint32_t> parts,
                  std::uint64_t distinct) {
     const Dims& grid = ObjectAt(parts[0]).part.grid;
     const auto wanted = static_cast<std::uint64_t>(CheckedProduct(grid).value_or(0));
@@ -530,19 +549,19 @@ class Judge {
             (more == 0 ? "" : ", nor are " + std::to_string(more) + " others"));
   }
 
-  void JudgeName(const TableTensor* tensor, const Object* object) {
+  void CheckLayerName(const TableTensor* tensor, const Object* object) {
     if (layers_.empty()) return;
     const std::optional<LayerNames::Found> found = layers_.Find(key_);
     if (!found || found->stacked_key == key_) return;
     std::vector<int> ranks;
     if (tensor != nullptr) {
-      ranks = Namers(*tensor);
+      ranks = RanksWithTensor(*tensor);
     } else {
       AddRanks(object->layout, ranks);
     }
-    std::string message = (tensor != nullptr ? "tensor " : "object ") + key_ + ": is also layer " +
-                          std::to_string(found->layer) + " of tensor " +
-                          std::string(found->stacked_key);
+    std::string message = (tensor != nullptr ? "tensor " : "object ") + key_ +
+                          ": this is also the name of layer " + std::to_string(found->layer) +
+                          " of tensor " + std::string(found->stacked_key);
     Add(FindingKind::kLayerName, std::move(ranks), std::move(message));
   }
 
@@ -550,14 +569,14 @@ class Judge {
   const LayoutRules& rules_;
   LayerNames layers_;
   LayoutReport report_;
-  std::string key_;  // That is being judged.
-  std::vector<Finding> of_key_;
+  std::string key_;  // The key being checked.
+  std::vector<Finding> key_findings_;
 };
 
 }  // namespace
 
 LayoutReport CheckLayout(const LayoutTable& table, const LayoutRules& rules) {
-  return Judge(table.rep(), rules).Run();
+  return LayoutChecker(table.rep(), rules).Run();
 }
 
 }  // namespace tensormount

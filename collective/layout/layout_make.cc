@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// MakeLayout of layout.h: from a table that was found sound to the layout that saves plan with,
-// equal regions joined with all their holders. Apart from the judge because a validation alone does
-// not make it.
+// MakeLayout of layout.h: turns a table without findings into the layout that saves plan with,
+// joining equal regions with all their holders. Separate from the checks, because a validation
+// without a save does not need this layout.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -15,7 +15,7 @@ namespace {
 
 Status Invalid(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
 
-// Regions of one tensor with their holders.
+// Fills `tensor.holdings`: the distinct regions of one tensor, each with the ranks that hold it.
 Status MakeHoldings(const LayoutTable::Rep& table, const LayoutTable::Rep::Tensor& from,
                     LayoutTensor& tensor) {
   const TensorMeta& meta = tensor.meta;
@@ -44,13 +44,14 @@ Status MakeHoldings(const LayoutTable::Rep& table, const LayoutTable::Rep::Tenso
     if (!std::is_sorted(holding.holders.begin(), holding.holders.end(), by_rank)) {
       std::sort(holding.holders.begin(), holding.holders.end(), by_rank);
     }
-    // Only where nobody checked before. Its bytes would be compared with nothing.
+    // Happens only if the caller skipped CheckLayout. Replicas are compared between ranks only, so
+    // a duplicate on one rank would not be compared.
     const auto twice =
         std::adjacent_find(holding.holders.begin(), holding.holders.end(),
                            [](const Holder& a, const Holder& b) { return a.rank == b.rank; });
     if (twice != holding.holders.end()) {
       return Invalid("tensor " + meta.key() + ": " + holding.region.ToString() +
-                     " is held twice by rank " + std::to_string(twice->rank));
+                     " was added twice by rank " + std::to_string(twice->rank));
     }
   }
   const auto in_place = [](const Holding& a, const Holding& b) {
@@ -81,7 +82,7 @@ Status MakeTensors(const LayoutTable::Rep& table, GlobalLayout& layout) {
   return Status();
 }
 
-Status MakeObjects(const LayoutTable::Rep& table, GlobalLayout& layout) {
+Status MakeObjects(const LayoutTable::Rep& table, bool keep_lowest, GlobalLayout& layout) {
   Hash128 hash;
   for (const std::uint32_t i : table.ObjectsInOrder()) {
     const LayoutTable::Rep::Object& from = table.objects[i];
@@ -94,8 +95,15 @@ Status MakeObjects(const LayoutTable::Rep& table, GlobalLayout& layout) {
       return Invalid("object " + part.key + ": grids differ between ranks");
     }
     if (again && layout.objects.back().index == part.index) {
-      if (hash != part.hash || layout.objects.back().length != part.length) {
-        return Invalid("object " + part.key + ": contents differ between ranks");
+      LayoutObject& kept = layout.objects.back();
+      if (hash != part.hash || kept.length != part.length) {
+        if (!keep_lowest) return Invalid("object " + part.key + ": contents differ between ranks");
+        const std::span<const int> ranks = table.RanksOf(from.layout);
+        const auto lowest = std::ranges::min(kept.holders, {}, &Holder::rank);
+        if (ranks.empty() || lowest.rank < std::ranges::min(ranks)) continue;
+        kept.length = part.length;
+        kept.holders.clear();
+        hash = part.hash;
       }
     } else {
       layout.objects.push_back({part.key, part.index, part.grid, part.length, {}});
@@ -114,11 +122,11 @@ Status MakeObjects(const LayoutTable::Rep& table, GlobalLayout& layout) {
 
 }  // namespace
 
-Result<GlobalLayout> MakeLayout(const LayoutTable& table, int world) {
+Result<GlobalLayout> MakeLayout(const LayoutTable& table, int world, bool keep_lowest) {
   GlobalLayout layout;
   layout.world = world;
   TENSORMOUNT_RETURN_IF_ERROR(MakeTensors(table.rep(), layout));
-  TENSORMOUNT_RETURN_IF_ERROR(MakeObjects(table.rep(), layout));
+  TENSORMOUNT_RETURN_IF_ERROR(MakeObjects(table.rep(), keep_lowest, layout));
   return layout;
 }
 

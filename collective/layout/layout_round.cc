@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What rank 0 makes of the first messages of a save or a validation.
+// Rank 0's evaluation of the first messages of a save or a validation.
 #include "collective/layout/layout_round.h"
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 namespace tensormount {
 namespace {
 
-constexpr std::uint8_t kRoundVersion = 0xA2;  // And that it is a message of this kind.
+constexpr std::uint8_t kRoundVersion = 0xA2;  // Also identifies the kind of message.
 constexpr std::uint8_t kFailedFlag = 1;
 constexpr std::string_view kDomain("tensormount job layout v1\0", 26);
 
-// Into `m`, which is where it stays: there are as many as ranks.
+// Decodes the message of `rank` into `m`, and checks its version and world size.
 Status DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world, RoundMessage& m) {
   const std::string who = "rank " + std::to_string(rank);
   ByteReader in(bytes, who);
@@ -36,11 +36,13 @@ Status DecodeRound(std::string_view bytes, std::size_t rank, std::size_t world, 
   if (bytes.size() != kRoundBytes || version != kRoundVersion) {
     return Status(Code::kInvalidArgument, who + " runs another version of tensormount");
   }
-  if (flags > kFailedFlag) return Status(Code::kDataLoss, who + ": its first message is damaged");
+  if (flags > kFailedFlag)
+    return Status(Code::kDataLoss,
+                  who + ": its first message of this check is damaged (unknown flags)");
   m.failed = flags == kFailedFlag;
   if (m.world != (world & 0xffff)) {
-    return Status(Code::kInvalidArgument,
-                  who + " counts another number of ranks than " + std::to_string(world));
+    return Status(Code::kInvalidArgument, who + " is in a group of another size than the " +
+                                              std::to_string(world) + " ranks of rank 0");
   }
   return Status();
 }
@@ -51,13 +53,13 @@ Status ReadNumbers(ByteReader& in, std::uint32_t world, std::vector<std::uint32_
   for (std::uint32_t i = 0; i < count; ++i) {
     numbers.push_back(in.U32());
     if (numbers.back() >= world) {
-      return Status(Code::kDataLoss, "answer of rank 0: a rank that does not exist");
+      return Status(Code::kDataLoss, "answer of rank 0: names a rank that does not exist");
     }
   }
   return in.status();
 }
 
-// Where fingerprints differ, one rank for each.
+// The lowest rank of each class; empty if there is only one class.
 std::vector<std::uint32_t> Speakers(const RankClasses& classes) {
   std::vector<std::uint32_t> ranks;
   for (std::uint32_t r = 0; r < classes.size(); ++r) {
@@ -86,7 +88,7 @@ std::string EncodeRound(const RoundMessage& m) {
   return bytes;
 }
 
-Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t owners) {
+Result<RoundAnswer> AnswerRound(std::span<const std::string> parts, std::uint32_t owners) {
   std::vector<RoundMessage> messages(parts.size());
   bool failed = false;
   for (std::size_t r = 0; r < parts.size(); ++r) {
@@ -100,8 +102,8 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
   }
   for (std::uint32_t r = 1; r < messages.size(); ++r) {
     if (messages[r].call == messages[0].call) continue;
-    answer.next = RoundAnswer::Next::kOptions;
-    answer.other = r;
+    answer.next = RoundAnswer::Next::kOptionsDiffer;
+    answer.differing_rank = r;
     return answer;
   }
 
@@ -133,8 +135,7 @@ Result<RoundAnswer> JudgeRound(std::span<const std::string> parts, std::uint32_t
   for (const RoundMessage& m : messages) {
     if (m.layout.contents != 0 && contents.size() < 2) contents.insert(m.layout.contents);
   }
-  // All ranks that have objects had the same ones when the plan was made, and have now: nothing to
-  // compare.
+  // If the plan is kept, objects are compared only if ranks have different ones.
   const bool objects = answer.agreed.unchanged ? contents.size() > 1 : !contents.empty();
   if (objects) {
     answer.objects = ClassesOf(ranks, [&](std::size_t r) {
@@ -149,7 +150,7 @@ std::string EncodeAnswer(const RoundAnswer& answer) {
   ByteWriter out;
   out.U8(static_cast<std::uint8_t>(answer.next));
   WriteAgreement(out, answer.agreed);
-  out.U32(answer.other);
+  out.U32(answer.differing_rank);
   out.U32(answer.owners);
   out.U64(answer.boxes);
   out.U64(answer.layouts);
@@ -164,7 +165,7 @@ Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world) {
   RoundAnswer answer;
   const std::uint8_t next = in.U8();
   answer.agreed = ReadAgreement(in);
-  answer.other = in.U32();
+  answer.differing_rank = in.U32();
   answer.owners = in.U32();
   answer.boxes = in.U64();
   answer.layouts = in.U64();
@@ -172,9 +173,9 @@ Result<RoundAnswer> DecodeAnswer(std::string_view bytes, std::uint32_t world) {
   TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, answer.tensors));
   TENSORMOUNT_RETURN_IF_ERROR(ReadClasses(in, world, answer.objects));
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  if (next > static_cast<std::uint8_t>(RoundAnswer::Next::kOptions) || answer.other >= world ||
-      answer.owners == 0 || answer.owners > world) {
-    return Status(Code::kDataLoss, "answer of rank 0: damaged");
+  if (next > static_cast<std::uint8_t>(RoundAnswer::Next::kOptionsDiffer) ||
+      answer.differing_rank >= world || answer.owners == 0 || answer.owners > world) {
+    return Status(Code::kDataLoss, "answer of rank 0: a field has a value that cannot be");
   }
   answer.next = static_cast<RoundAnswer::Next>(next);
   return answer;

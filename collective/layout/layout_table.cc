@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks said, by key: fixed rows of numbers for regions and holders, because an owner of a
-// large job gets millions of them.
+// The layouts of all ranks, by key. Regions are stored as columns of numbers, because one rank of a
+// large job gets millions of regions.
 #include "collective/layout/layout_table.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ int CompareRegions(const Region& a, const Region& b) {
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
 
 std::string RankList(std::vector<int> ranks) {
-  constexpr std::size_t kShown = 16;  // Ranks and stretches of ranks.
+  constexpr std::size_t kShown = 16;  // Maximum number of ranks or runs of ranks in the text.
   constexpr std::size_t kStretch = 4;
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
@@ -89,7 +89,7 @@ Status LayoutTable::Rep::AddTensors(ByteReader& in, std::string_view encoded, st
   std::uint32_t before = kNone;
   for (std::uint32_t t = 0; t < count; ++t) {
     std::uint32_t id = before == kNone ? first : tensors[before].next;
-    // The coding of a tensor says where it ends: equal bytes are an equal tensor.
+    // The encoding of a tensor is self-delimiting, so equal bytes are an equal tensor.
     if (id != kNone && in.left() >= tensors[id].encoded.size() &&
         std::memcmp(encoded.data() + in.position(), tensors[id].encoded.data(),
                     tensors[id].encoded.size()) == 0) {
@@ -100,8 +100,9 @@ Status LayoutTable::Rep::AddTensors(ByteReader& in, std::string_view encoded, st
       id = FindOrAdd(std::move(meta), encoded.substr(begin, in.position() - begin));
       (before == kNone ? first : tensors[before].next) = id;
     }
-    std::vector<std::uint32_t>& namers = tensors[id].namers;
-    if (namers.empty() || namers.back() != layout) namers.push_back(layout);
+    std::vector<std::uint32_t>& layouts_with_tensor = tensors[id].layouts_with_tensor;
+    if (layouts_with_tensor.empty() || layouts_with_tensor.back() != layout)
+      layouts_with_tensor.push_back(layout);
     ids.push_back(id);
     before = id;
   }
@@ -119,7 +120,8 @@ Status LayoutTable::Rep::AddShards(std::string_view records, std::string_view wh
     }
     Tensor& tensor = tensors[ids[record.tensor]];
     if (ShardSlots(tensor.regions.rank()) != Slots) {
-      return DataLoss(what, "tensor " + tensor.meta.key() + ": a shard record of another rank");
+      return DataLoss(
+          what, "tensor " + tensor.meta.key() + ": a shard record has another number of axes");
     }
     const std::size_t before = tensor.regions.size();
     const bool within = record.flat ? tensor.regions.AddFlat(record.begin, record.extent,
@@ -129,7 +131,7 @@ Status LayoutTable::Rep::AddShards(std::string_view records, std::string_view wh
       return DataLoss(what, "tensor " + tensor.meta.key() + ": a region lies outside of shape " +
                                 tensor.meta.shape().ToString());
     }
-    if (tensor.regions.size() == before) continue;  // Empty.
+    if (tensor.regions.size() == before) continue;  // The region is empty.
     tensor.items.push_back(record.item);
     if (record.replica != Replica::kUnlabelled || !tensor.labels.empty()) {
       tensor.labels.resize(before, Replica::kUnlabelled);
@@ -188,8 +190,9 @@ std::vector<std::uint32_t> LayoutTable::Rep::ObjectsInOrder() const {
 }
 
 int LayoutTable::Rep::FirstRank(const Tensor& tensor) const {
-  int lowest = RanksOf(tensor.namers[0])[0];
-  for (const std::uint32_t layout : tensor.namers) lowest = std::min(lowest, RanksOf(layout)[0]);
+  int lowest = RanksOf(tensor.layouts_with_tensor[0])[0];
+  for (const std::uint32_t layout : tensor.layouts_with_tensor)
+    lowest = std::min(lowest, RanksOf(layout)[0]);
   return lowest;
 }
 

@@ -13,27 +13,29 @@
 #include "collective/layout/wire.h"
 #include "shard/region_set.h"
 
-// Inside of LayoutTable, for those who judge and plan from it: layout_judge.cc and layout_make.cc.
-// All others see layout.h. An owner of a large job holds millions of regions of some thousand
-// tensors, so that what is kept for each region decides how much memory it needs: numbers in
-// columns, no objects, and nothing said twice.
+// The implementation of LayoutTable, for layout_judge.cc and layout_make.cc; all other files use
+// layout.h. One rank of a large job gets millions of regions of some thousand tensors, so the
+// memory for each region matters: regions are numbers in columns, without duplicates.
 
 namespace tensormount {
 
 struct LayoutTable::Rep {
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
 
-  // The shards of one key under one dtype and shape. Columns are as long as `regions`.
+  // The shards of one key with one dtype and shape. `items` and, unless empty, `labels` have an
+  // entry for each region.
   struct Tensor {
     TensorMeta meta;
-    std::string encoded;                // `meta` on the wire: equal bytes are the same tensor.
-    RegionSet regions;                  // The owner of a region is the number of a layout.
-    std::vector<std::uint32_t> items;   // Positions in the state dicts.
-    std::vector<Replica> labels;        // Empty while all are unlabelled.
-    std::vector<std::uint32_t> namers;  // Layouts that have it, rising; also with empty regions.
-    // Which tensor came after this one in the last layout that had both: mostly it does again.
+    std::string encoded;               // `meta`, encoded; equal bytes mean equal tensors.
+    RegionSet regions;                 // `owner` of a region: the number of its layout.
+    std::vector<std::uint32_t> items;  // By region: the shard's position in the state dict.
+    std::vector<Replica> labels;       // By region; empty while all are unlabelled.
+    // Numbers of the layouts with the tensor, even if without cells; rising.
+    std::vector<std::uint32_t> layouts_with_tensor;
+    // The tensor after this one in the last layout that had this one; predicts the order in the
+    // next layout.
     std::uint32_t next = kNone;
-    std::uint32_t variant = kNone;  // The same key under another dtype or shape.
+    std::uint32_t variant = kNone;  // The next tensor with this key, of another dtype or shape.
 
     Replica label(std::size_t i) const { return labels.empty() ? Replica::kUnlabelled : labels[i]; }
   };
@@ -43,25 +45,25 @@ struct LayoutTable::Rep {
   };
 
   std::vector<Tensor> tensors;
-  std::unordered_map<std::string, std::uint32_t> by_key;  // To the first variant.
+  std::unordered_map<std::string, std::uint32_t> by_key;  // Position of the key's first variant.
   std::vector<Object> objects;
-  // Layout i is that of ranks[rank_begin[i]] to ranks[rank_begin[i + 1] - 1].
+  // Layout i belongs to ranks[rank_begin[i]] to ranks[rank_begin[i + 1] - 1].
   std::vector<int> ranks;
   std::vector<std::size_t> rank_begin = {0};
   std::uint64_t boxes = 0;
-  std::uint32_t first = kNone;     // What the last layout began with.
-  std::vector<std::uint32_t> ids;  // Of the layout being added: tensor number → in `tensors`.
+  std::uint32_t first = kNone;     // Position of the first tensor of the last layout.
+  std::vector<std::uint32_t> ids;  // Positions of the current layout's tensors in `tensors`.
 
   std::uint32_t layouts() const { return static_cast<std::uint32_t>(rank_begin.size() - 1); }
   std::span<const int> RanksOf(std::uint32_t layout) const {
     return std::span(ranks).subspan(rank_begin[layout],
                                     rank_begin[layout + 1] - rank_begin[layout]);
   }
-  // Positions in `tensors` of the first variant of every key, by key.
+  // Positions in `tensors` of the first variant of every key, sorted by key.
   std::vector<std::uint32_t> KeysInOrder() const;
-  // Positions in `objects` by key, index, lowest rank.
+  // Positions in `objects`, sorted by key, index and lowest rank.
   std::vector<std::uint32_t> ObjectsInOrder() const;
-  // The lowest rank that names a tensor.
+  // The lowest rank that has a tensor.
   int FirstRank(const Tensor& tensor) const;
 
   Status AddTensors(ByteReader& in, std::string_view encoded, std::uint32_t count,
@@ -71,11 +73,11 @@ struct LayoutTable::Rep {
   std::uint32_t FindOrAdd(TensorMeta meta, std::string_view encoded);
 };
 
-// -1, 0, 1: lexicographic.
+// Compares lexicographically. Returns -1, 0 or 1.
 int CompareDims(const Dims& a, const Dims& b);
-// By first element where regions do not overlap; equal regions compare equal.
+// Orders regions, by first element if they do not overlap. Returns -1, 0 (equal) or 1.
 int CompareRegions(const Region& a, const Region& b);
-// "rank 3".
+// The name of a rank in messages: "rank 3".
 std::string RankName(int rank);
 
 }  // namespace tensormount

@@ -25,7 +25,7 @@ std::string SizeText(std::uint64_t bytes) {
   std::size_t unit = 0;
   std::uint64_t tenths = bytes;
   for (; tenths >= 1024 && unit < 6; ++unit) {
-    // Ten times as much once the number is small enough for a decimal.
+    // Multiplies by ten once the number is small enough for a decimal.
     if (tenths / 1024 < 1024) {
       tenths = tenths * 10 / 1024;
       ++unit;
@@ -38,13 +38,14 @@ std::string SizeText(std::uint64_t bytes) {
 
 Result<Dims> ReadReportDims(ByteReader& in, std::string_view what) {
   const int rank = in.U8();
-  if (rank > kMaxAxes) return Status(Code::kDataLoss, std::string(what) + ": a damaged box");
+  if (rank > kMaxAxes)
+    return Status(Code::kDataLoss, std::string(what) + ": a box has too many axes");
   Dims dims;
   for (int a = 0; a < rank; ++a) dims.push_back(in.I64());
   return dims;
 }
 
-// Of a number that is no kind: a report from somewhere else.
+// The name of a kind that this version does not know.
 constexpr std::string_view kUnknownKind = "unknown";
 
 }  // namespace
@@ -85,7 +86,8 @@ std::string_view FindingKindName(FindingKind kind) {
 
 Status LayoutReport::ToStatus() const {
   if (ok()) return Status();
-  std::string text = findings.empty() ? "the layout is not sound" : findings[0].message;
+  std::string text =
+      findings.empty() ? "the shards of the ranks do not form whole tensors" : findings[0].message;
   if (!findings.empty() && !findings[0].cause.empty()) text += " (" + findings[0].cause + ")";
   if (finding_count > 1 && !findings.empty()) {
     text += "; " + Counted(finding_count - 1, "more finding");
@@ -109,7 +111,7 @@ std::string LayoutReport::ToText() const {
                      Counted(static_cast<std::uint64_t>(world), "rank") + ": " +
                      Counted(boxes, "shard") + " in " + Counted(layouts, "different layout") +
                      ", " + SizeText(replica_bytes) + " of replicas\n";
-  if (ok()) return text + "sound: every cell is held, replicas apart once\n";
+  if (ok()) return text + "sound: every element is held exactly once, not counting replicas\n";
   text += Counted(finding_count, "finding") + "\n";
   for (const Finding& finding : findings) {
     text += std::string(FindingKindName(finding.kind)) + ": " + finding.message + "\n";
@@ -154,7 +156,7 @@ std::string LayoutReport::ToJson() const {
     one["cause"] = finding.cause;
     json["findings"].push_back(std::move(one));
   }
-  // What is not UTF-8 came from a caller's text; it must not stop a report.
+  // Invalid UTF-8 comes from a caller's text; it must not stop a report.
   return json.dump(2, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -172,11 +174,13 @@ LayoutReport MergeReports(std::span<const LayoutReport> reports, std::size_t lim
     merged.finding_count =
         CheckedAdd(merged.finding_count, report.finding_count).value_or(UINT64_MAX);
     merged.findings.insert(merged.findings.end(), report.findings.begin(), report.findings.end());
+    merged.warnings.insert(merged.warnings.end(), report.warnings.begin(), report.warnings.end());
   }
-  // Within a key they are in order: a key is judged in one place.
+  // Findings of one key are already in order, because one rank checks all of a key.
   std::stable_sort(merged.findings.begin(), merged.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.key < b.key; });
   if (merged.findings.size() > limit) merged.findings.resize(limit);
+  if (merged.warnings.size() > limit) merged.warnings.resize(limit);
   return merged;
 }
 
@@ -202,6 +206,10 @@ void EncodeReport(ByteWriter& out, const LayoutReport& report) {
     out.String(std::string_view(finding.message).substr(0, kMaxReportMessage));
     out.String(std::string_view(finding.cause).substr(0, kMaxReportMessage));
   }
+  out.U32(static_cast<std::uint32_t>(report.warnings.size()));
+  for (const std::string& warning : report.warnings) {
+    out.String(std::string_view(warning).substr(0, kMaxReportMessage));
+  }
 }
 
 Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
@@ -216,15 +224,17 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
   }
   const std::uint32_t count = in.U32();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (count > in.left() / kMinFindingBytes) return broken("announces more than there are bytes");
+  if (count > in.left() / kMinFindingBytes) return broken("has fewer bytes than its findings need");
   for (std::uint32_t i = 0; i < count; ++i) {
     Finding finding;
     const std::uint8_t kind = in.U8();
     finding.kind = static_cast<FindingKind>(kind);
-    if (FindingKindName(finding.kind) == kUnknownKind) return broken("an unknown kind");
+    if (FindingKindName(finding.kind) == kUnknownKind) {
+      return broken("has a finding of an unknown kind");
+    }
     finding.key = in.String(kMaxReportMessage);
     const std::uint32_t ranks = in.U32();
-    if (ranks > in.left() / 4) return broken("announces more than there are bytes");
+    if (ranks > in.left() / 4) return broken("has fewer bytes than its ranks need");
     for (std::uint32_t r = 0; r < ranks; ++r) {
       finding.ranks.push_back(static_cast<int>(in.U32() & 0x7fffffffu));
     }
@@ -241,6 +251,11 @@ Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what) {
     finding.cause = in.String(kMaxReportMessage);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     report.findings.push_back(std::move(finding));
+  }
+  const std::uint32_t warnings = in.U32();
+  if (warnings > in.left() / 4) return broken("has fewer bytes than its warnings need");
+  for (std::uint32_t i = 0; i < warnings; ++i) {
+    report.warnings.emplace_back(in.String(kMaxReportMessage));
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   return report;

@@ -9,12 +9,12 @@
 
 #include "base/coding.h"
 
-// A report as fields of a message.
+// Appends a report to a message.
 
 namespace tensormount {
 
 void EncodeReport(ByteWriter& out, const LayoutReport& report);
-// kDataLoss "<what>: ...".
+// Reads a report from a message. Malformed bytes fail with kDataLoss "<what>: ...".
 Result<LayoutReport> DecodeReport(ByteReader& in, std::string_view what);
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job described in JSON (docs/spec.md): meshes, patterns of keys, which axis is cut over which
-// axis of the mesh. Parsed strictly, every error with the path of the field.
+// Parses a job described in JSON (docs/spec.md): meshes, patterns of keys, which tensor axis is cut
+// over which mesh axis. Unknown fields are errors, and every error names the entry ("tensors[3]").
 #include "collective/layout/spec.h"
 
 #include <algorithm>
@@ -20,9 +20,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-Status Bad(std::string why) { return Status(Code::kInvalidArgument, std::move(why)); }
+Status InvalidSpec(std::string why) { return Status(Code::kInvalidArgument, std::move(why)); }
 
-// Values of the names of "repeat", in one combination.
+// One combination of values for the names of "repeat".
 using Variables = std::map<std::string, std::int64_t>;
 
 std::optional<std::int64_t> Number(std::string_view text) {
@@ -33,10 +33,10 @@ std::optional<std::int64_t> Number(std::string_view text) {
 }
 
 Status CheckFields(const Json& json, std::initializer_list<std::string_view> known) {
-  if (!json.is_object()) return Bad("an object is wanted");
+  if (!json.is_object()) return InvalidSpec("must be a JSON object");
   for (const auto& [name, value] : json.items()) {
     if (name != "comment" && std::find(known.begin(), known.end(), name) == known.end()) {
-      return Bad("unknown field \"" + name + "\"");
+      return InvalidSpec("unknown field \"" + name + "\"");
     }
   }
   return {};
@@ -44,7 +44,7 @@ Status CheckFields(const Json& json, std::initializer_list<std::string_view> kno
 
 Result<std::string> TextOf(const Json& json, const char* field) {
   if (!json.contains(field) || !json[field].is_string()) {
-    return Bad("\"" + std::string(field) + "\" must be a text");
+    return InvalidSpec("\"" + std::string(field) + "\" must be a string");
   }
   return json[field].get<std::string>();
 }
@@ -55,14 +55,14 @@ Result<std::int64_t> IntOf(const Json& json, std::string_view what) {
        json.get<std::uint64_t>() >
            static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) ||
       json.get<std::int64_t>() < 0) {
-    return Bad(std::string(what) + ": a number that is not negative is wanted");
+    return InvalidSpec(std::string(what) + ": must be a non-negative integer");
   }
   return json.get<std::int64_t>();
 }
 
 Result<Dims> DimsOf(const Json& json, const char* field) {
   if (!json.contains(field) || !json[field].is_array() || json[field].size() > kMaxRank) {
-    return Bad("\"" + std::string(field) + "\" must be a list of at most 16 numbers");
+    return InvalidSpec("\"" + std::string(field) + "\" must be a list of at most 16 numbers");
   }
   Dims dims;
   for (const Json& item : json[field]) {
@@ -72,7 +72,7 @@ Result<Dims> DimsOf(const Json& json, const char* field) {
   return dims;
 }
 
-// "layers.{i}.w" with the values put in.
+// Replaces the variables in a text: "layers.{i}.w" becomes "layers.3.w".
 std::string Substitute(std::string text, const Variables& variables) {
   for (const auto& [name, value] : variables) {
     const std::string slot = "{" + name + "}";
@@ -83,11 +83,11 @@ std::string Substitute(std::string text, const Variables& variables) {
   return text;
 }
 
-// "{i}", "{i}/2", "{i}%4".
+// Computes an expression with one variable: "{i}", "{i}/2" or "{i}%4".
 Result<std::int64_t> Evaluate(const std::string& text, const Variables& variables) {
-  const Status bad = Bad("\"" + text +
-                         "\": {NAME}, {NAME}/N or {NAME}%N is wanted, of a name in "
-                         "\"repeat\"");
+  const Status bad = InvalidSpec("\"" + text +
+                                 "\": must be {NAME}, {NAME}/N or {NAME}%N with a name of "
+                                 "\"repeat\"");
   const std::size_t close = text.find('}');
   if (!text.starts_with('{') || close == std::string::npos) return bad;
   const auto it = variables.find(text.substr(1, close - 1));
@@ -100,7 +100,7 @@ Result<std::int64_t> Evaluate(const std::string& text, const Variables& variable
   return bad;
 }
 
-// The part of a parse that turns JSON into a JobSpec, with what was interned so far.
+// Builds a JobSpec from JSON. Equal rules and sets of ranks are stored once.
 class Parser {
  public:
   Result<JobSpec> Run(const Json& json);
@@ -132,27 +132,29 @@ class Parser {
 
 Status Parser::Ranks(const Json& json) {
   if (json.contains("world") == json.contains("mesh")) {
-    return Bad("one of \"world\" and \"mesh\" is wanted");
+    return InvalidSpec("give either \"world\" or \"mesh\"");
   }
   if (json.contains("world")) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t world, IntOf(json["world"], "world"));
-    if (world < 1 || world > JobSpec::kMaxWorld) return Bad("world: 1 to 16777216 ranks");
+    if (world < 1 || world > JobSpec::kMaxWorld)
+      return InvalidSpec("world: must be 1 to 16777216 ranks");
     spec_.world = static_cast<int>(world);
     return {};
   }
-  if (!json["mesh"].is_array()) return Bad("mesh: a list of [name, size] is wanted");
+  if (!json["mesh"].is_array()) return InvalidSpec("mesh: must be a list of [name, size]");
   std::int64_t world = 1;
   for (const Json& axis : json["mesh"]) {
     if (!axis.is_array() || axis.size() != 2 || !axis[0].is_string()) {
-      return Bad("mesh: a list of [name, size] is wanted");
+      return InvalidSpec("mesh: must be a list of [name, size]");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t size, IntOf(axis[1], "mesh"));
     if (size < 1 || size > JobSpec::kMaxWorld || world * size > JobSpec::kMaxWorld) {
-      return Bad("mesh: 1 to 16777216 ranks");
+      return InvalidSpec("mesh: must have 1 to 16777216 ranks");
     }
     world *= size;
     for (const JobSpec::MeshAxis& other : spec_.mesh) {
-      if (other.name == axis[0]) return Bad("mesh: axis \"" + other.name + "\" twice");
+      if (other.name == axis[0])
+        return InvalidSpec("mesh: axis \"" + other.name + "\" is listed twice");
     }
     spec_.mesh.push_back({.name = axis[0].get<std::string>(), .size = static_cast<int>(size)});
   }
@@ -168,21 +170,22 @@ Result<std::uint32_t> Parser::RankSet(const Json& json) {
   SpecRanks ranks;
   const auto add = [&](std::int64_t rank) -> Status {
     if (rank >= spec_.world) {
-      return Bad("rank " + std::to_string(rank) + ": there are " + std::to_string(spec_.world));
+      return InvalidSpec("rank " + std::to_string(rank) + ": there are only " +
+                         std::to_string(spec_.world) + " ranks");
     }
     ranks.push_back(static_cast<int>(rank));
     return {};
   };
   const std::string text = json.is_string() ? json.get<std::string>() : std::string();
   if (json.is_string()) {
-    // The same texts come again and again.
+    // Many entries have the same text, so each text is parsed once.
     const auto known = set_of_text_.find(text);
     if (known != set_of_text_.end()) return known->second;
     std::string_view rest = text == "all" ? std::string_view() : std::string_view(text);
     if (text == "all") {
       for (int r = 0; r < spec_.world; ++r) ranks.push_back(r);
     } else if (rest.empty()) {
-      return Bad("ranks: an empty text");
+      return InvalidSpec("ranks: the string is empty");
     }
     while (!rest.empty()) {
       const std::size_t comma = rest.find(',');
@@ -196,7 +199,7 @@ Result<std::uint32_t> Parser::RankSet(const Json& json) {
       const auto first = Number(part.substr(0, dash));
       const auto last = dash == std::string_view::npos ? first : Number(part.substr(dash + 1));
       if (!first || !last || !step || *step < 1 || *last < *first) {
-        return Bad("ranks \"" + text + "\": text such as 0-7,16,32-60/4 is wanted");
+        return InvalidSpec("ranks \"" + text + "\": must be like 0-7,16,32-60/4");
       }
       if (*last >= spec_.world) TENSORMOUNT_RETURN_IF_ERROR(add(*last));
       for (std::int64_t r = *first; r <= *last; r += std::min<std::int64_t>(*step, spec_.world)) {
@@ -236,7 +239,8 @@ Result<int> Parser::MeshAxis(const Json& name) {
   for (std::size_t i = 0; i < spec_.mesh.size(); ++i) {
     if (name.is_string() && spec_.mesh[i].name == name) return static_cast<int>(i);
   }
-  return Bad(name.dump(-1, ' ', false, Json::error_handler_t::replace) + " is no axis of the mesh");
+  return InvalidSpec(name.dump(-1, ' ', false, Json::error_handler_t::replace) +
+                     " is not an axis of the mesh");
 }
 
 Result<std::vector<int>> Parser::MeshAxes(const Json& names) {
@@ -245,16 +249,17 @@ Result<std::vector<int>> Parser::MeshAxes(const Json& names) {
   for (const Json& name : list) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const int axis, MeshAxis(name));
     if (std::find(axes.begin(), axes.end(), axis) != axes.end()) {
-      return Bad("\"" + spec_.mesh[static_cast<std::size_t>(axis)].name + "\" twice");
+      return InvalidSpec("mesh axis \"" + spec_.mesh[static_cast<std::size_t>(axis)].name +
+                         "\" is listed twice");
     }
     axes.push_back(axis);
   }
-  if (axes.empty()) return Bad("an axis of the mesh is wanted");
+  if (axes.empty()) return InvalidSpec("give at least one axis of the mesh");
   return axes;
 }
 
 Status Parser::NewKey(const std::string& key) {
-  if (!keys_.insert(key).second) return Bad("key " + key + " twice");
+  if (!keys_.insert(key).second) return InvalidSpec("key " + key + " is used twice");
   return {};
 }
 
@@ -262,7 +267,7 @@ Result<TensorMeta> Parser::Meta(const Json& json, const Variables& variables) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, TextOf(json, "key"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string name, TextOf(json, "dtype"));
   const Result<DType> dtype = DTypeFromName(name);
-  if (!dtype.ok()) return Bad(dtype.status().message());
+  if (!dtype.ok()) return InvalidSpec(dtype.status().message());
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims shape, DimsOf(json, "shape"));
   return TensorMeta::Make(Substitute(key, variables), dtype.value(), shape);
 }
@@ -270,7 +275,7 @@ Result<TensorMeta> Parser::Meta(const Json& json, const Variables& variables) {
 Result<Region> Parser::RegionOf(const Json& json, const Dims& shape) {
   Box box = Box::Whole(shape);
   if (json.contains("begin") != json.contains("extent")) {
-    return Bad("\"begin\" and \"extent\" go together");
+    return InvalidSpec("give both \"begin\" and \"extent\", or neither");
   }
   if (json.contains("begin")) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, DimsOf(json, "begin"));
@@ -279,7 +284,7 @@ Result<Region> Parser::RegionOf(const Json& json, const Dims& shape) {
   }
   if (!json.contains("flat")) return Region(box);
   const Json& flat = json["flat"];
-  if (!flat.is_array() || flat.size() != 2) return Bad("\"flat\" must be [first, count]");
+  if (!flat.is_array() || flat.size() != 2) return InvalidSpec("\"flat\" must be [first, count]");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t first, IntOf(flat[0], "flat"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t count, IntOf(flat[1], "flat"));
   return Region::Flat(box, first, count);
@@ -289,17 +294,17 @@ Result<Replica> Parser::ReplicaOf(const Json& json) {
   if (!json.contains("replica")) return Replica::kUnlabelled;
   if (json["replica"] == "main") return Replica::kMain;
   if (json["replica"] == "copy") return Replica::kCopy;
-  return Bad("\"replica\" must be main or copy");
+  return InvalidSpec("\"replica\" must be main or copy");
 }
 
 Status Parser::Split(const Json& json, const Variables& variables, JobSpec::Tensor& tensor) {
-  if (!json["split"].is_object()) return Bad("\"split\" must be an object");
+  if (!json["split"].is_object()) return InvalidSpec("\"split\" must be an object");
   std::set<int> used;
   const auto use = [&](const std::vector<int>& axes) -> Status {
     for (const int axis : axes) {
       if (!used.insert(axis).second) {
-        return Bad("mesh axis \"" + spec_.mesh[static_cast<std::size_t>(axis)].name +
-                   "\" cuts twice");
+        return InvalidSpec("mesh axis \"" + spec_.mesh[static_cast<std::size_t>(axis)].name +
+                           "\" splits the tensor twice");
       }
     }
     return {};
@@ -307,8 +312,8 @@ Status Parser::Split(const Json& json, const Variables& variables, JobSpec::Tens
   for (const auto& [name, over] : json["split"].items()) {
     const auto axis = Number(name);
     if (!axis || *axis >= tensor.meta.shape().rank()) {
-      return Bad("split: \"" + name + "\" is no axis of a tensor of shape " +
-                 tensor.meta.shape().ToString());
+      return InvalidSpec("split: \"" + name + "\" is not an axis of a tensor of shape " +
+                         tensor.meta.shape().ToString());
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<int> axes, MeshAxes(over));
     TENSORMOUNT_RETURN_IF_ERROR(use(axes));
@@ -319,9 +324,9 @@ Status Parser::Split(const Json& json, const Variables& variables, JobSpec::Tens
     TENSORMOUNT_RETURN_IF_ERROR(use(tensor.flat));
   }
   if (!json.contains("only")) return {};
-  if (!json["only"].is_object()) return Bad("\"only\" must be an object");
+  if (!json["only"].is_object()) return InvalidSpec("\"only\" must be an object");
   for (const auto& [name, places] : json["only"].items()) {
-    JobSpec::Only only;
+    JobSpec::MeshSelection only;
     TENSORMOUNT_ASSIGN_OR_RETURN(only.mesh_axis, MeshAxis(name));
     const Json list = places.is_array() ? places : Json::array({places});
     for (const Json& place : list) {
@@ -330,8 +335,8 @@ Status Parser::Split(const Json& json, const Variables& variables, JobSpec::Tens
           place.is_string() ? Evaluate(place.get<std::string>(), variables) : IntOf(place, "only"));
       const int size = spec_.mesh[static_cast<std::size_t>(only.mesh_axis)].size;
       if (at >= size) {
-        return Bad("only: " + name + " " + std::to_string(at) + ": the mesh has " +
-                   std::to_string(size));
+        return InvalidSpec("only: place " + std::to_string(at) + " is not on mesh axis " + name +
+                           ", which has places 0 to " + std::to_string(size - 1));
       }
       only.places.push_back(static_cast<int>(at));
     }
@@ -342,7 +347,8 @@ Status Parser::Split(const Json& json, const Variables& variables, JobSpec::Tens
 }
 
 Status Parser::OneTensor(const Json& json, const Variables& variables) {
-  if (spec_.tensors.size() >= JobSpec::kMaxTensors) return Bad("more than 16777216 tensors");
+  if (spec_.tensors.size() >= JobSpec::kMaxTensors)
+    return InvalidSpec("more than 16777216 tensors");
   TENSORMOUNT_ASSIGN_OR_RETURN(TensorMeta meta, Meta(json, variables));
   TENSORMOUNT_RETURN_IF_ERROR(NewKey(meta.key()));
   JobSpec::Tensor tensor{.meta = std::move(meta)};
@@ -354,11 +360,11 @@ Status Parser::OneTensor(const Json& json, const Variables& variables) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, TextOf(json, "shard"));
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor.rule, Rule(text));
   } else {
-    if (!json["shards"].is_array()) return Bad("\"shards\" must be a list");
+    if (!json["shards"].is_array()) return InvalidSpec("\"shards\" must be a list");
     for (const Json& item : json["shards"]) {
       TENSORMOUNT_RETURN_IF_ERROR(
           CheckFields(item, {"ranks", "begin", "extent", "flat", "replica"}));
-      if (!item.contains("ranks")) return Bad("a shard without \"ranks\"");
+      if (!item.contains("ranks")) return InvalidSpec("a shard has no \"ranks\"");
       JobSpec::Shard shard;
       TENSORMOUNT_ASSIGN_OR_RETURN(shard.ranks, RankSet(item["ranks"]));
       TENSORMOUNT_ASSIGN_OR_RETURN(shard.region, RegionOf(item, tensor.meta.shape()));
@@ -371,17 +377,17 @@ Status Parser::OneTensor(const Json& json, const Variables& variables) {
 }
 
 Status Parser::Tensors(const Json& list) {
-  if (!list.is_array()) return Bad("tensors: a list is wanted");
+  if (!list.is_array()) return InvalidSpec("tensors: must be a list");
   for (std::size_t i = 0; i < list.size(); ++i) {
     const Json& json = list[i];
     const auto parse = [&]() -> Status {
       TENSORMOUNT_RETURN_IF_ERROR(CheckFields(
           json, {"key", "dtype", "shape", "repeat", "shard", "split", "flat", "only", "shards"}));
       if (json.contains("shard") + json.contains("split") + json.contains("shards") != 1) {
-        return Bad("one of \"shard\", \"split\" and \"shards\" is wanted");
+        return InvalidSpec("give exactly one of \"shard\", \"split\" and \"shards\"");
       }
       if (!json.contains("split") && (json.contains("flat") || json.contains("only"))) {
-        return Bad("\"flat\" and \"only\" go with \"split\"");
+        return InvalidSpec("\"flat\" and \"only\" require \"split\"");
       }
       struct Range {
         std::string name;
@@ -390,9 +396,10 @@ Status Parser::Tensors(const Json& list) {
       std::vector<Range> ranges;
       Variables variables;
       if (json.contains("repeat")) {
-        if (!json["repeat"].is_object()) return Bad("\"repeat\" must be an object");
+        if (!json["repeat"].is_object()) return InvalidSpec("\"repeat\" must be an object");
         for (const auto& [name, range] : json["repeat"].items()) {
-          if (!range.is_array() || range.size() != 2) return Bad("repeat: [begin, end] is wanted");
+          if (!range.is_array() || range.size() != 2)
+            return InvalidSpec("repeat: must be [begin, end]");
           TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t begin, IntOf(range[0], "repeat"));
           TENSORMOUNT_ASSIGN_OR_RETURN(const std::int64_t end, IntOf(range[1], "repeat"));
           if (begin >= end) return {};
@@ -400,7 +407,7 @@ Status Parser::Tensors(const Json& list) {
           variables[name] = begin;
         }
       }
-      for (;;) {  // An odometer over the ranges.
+      for (;;) {  // Visits all combinations of the ranges' values.
         TENSORMOUNT_RETURN_IF_ERROR(OneTensor(json, variables));
         std::size_t r = ranges.size();
         for (; r > 0; --r) {
@@ -428,17 +435,17 @@ Status Parser::OneObject(const Json& json) {
     TENSORMOUNT_ASSIGN_OR_RETURN(object.contents, TextOf(json, "contents"));
   }
   if (json.contains("ranks") + json.contains("by_rank") + json.contains("parts") > 1) {
-    return Bad("one of \"ranks\", \"by_rank\" and \"parts\" is wanted");
+    return InvalidSpec("give at most one of \"ranks\", \"by_rank\" and \"parts\"");
   }
   if (json.contains("by_rank")) {
-    if (json["by_rank"] != true) return Bad("\"by_rank\" must be true");
+    if (json["by_rank"] != true) return InvalidSpec("\"by_rank\" must be true");
     object.by_rank = true;
   } else if (json.contains("parts")) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Dims grid, DimsOf(json, "grid"));
-    if (!json["parts"].is_array()) return Bad("\"parts\" must be a list");
+    if (!json["parts"].is_array()) return InvalidSpec("\"parts\" must be a list");
     for (const Json& item : json["parts"]) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckFields(item, {"index", "ranks", "contents"}));
-      if (!item.contains("ranks")) return Bad("a part without \"ranks\"");
+      if (!item.contains("ranks")) return InvalidSpec("a part has no \"ranks\"");
       JobSpec::ObjectPart part{.grid = grid, .contents = object.contents};
       TENSORMOUNT_ASSIGN_OR_RETURN(part.index, DimsOf(item, "index"));
       TENSORMOUNT_ASSIGN_OR_RETURN(part.ranks, RankSet(item["ranks"]));
@@ -458,7 +465,7 @@ Status Parser::OneObject(const Json& json) {
 }
 
 Status Parser::Objects(const Json& list) {
-  if (!list.is_array()) return Bad("objects: a list is wanted");
+  if (!list.is_array()) return InvalidSpec("objects: must be a list");
   for (std::size_t i = 0; i < list.size(); ++i) {
     const Status status = OneObject(list[i]);
     if (!status.ok()) return status.WithContext("objects[" + std::to_string(i) + "]");
@@ -467,17 +474,17 @@ Status Parser::Objects(const Json& list) {
 }
 
 Status Parser::Layouts(const Json& list) {
-  if (!list.is_array()) return Bad("layouts: a list is wanted");
+  if (!list.is_array()) return InvalidSpec("layouts: must be a list");
   for (std::size_t i = 0; i < list.size(); ++i) {
     const Json& json = list[i];
     const auto parse = [&]() -> Status {
       TENSORMOUNT_RETURN_IF_ERROR(CheckFields(json, {"ranks", "shards", "objects"}));
       JobSpec::Layout layout;
-      if (!json.contains("ranks")) return Bad("\"ranks\" is missing");
+      if (!json.contains("ranks")) return InvalidSpec("\"ranks\" is missing");
       TENSORMOUNT_ASSIGN_OR_RETURN(layout.ranks, RankSet(json["ranks"]));
       for (const char* field : {"shards", "objects"}) {
         if (json.contains(field) && !json[field].is_array()) {
-          return Bad("\"" + std::string(field) + "\" must be a list");
+          return InvalidSpec("\"" + std::string(field) + "\" must be a list");
         }
       }
       for (const Json& item : json.value("shards", Json::array())) {
@@ -511,9 +518,9 @@ Status Parser::Layouts(const Json& list) {
 }
 
 Status Parser::Layers(const Json& json) {
-  if (!json.is_object()) return Bad("layers: an object is wanted");
+  if (!json.is_object()) return InvalidSpec("layers: must be a JSON object");
   for (const auto& [key, pattern] : json.items()) {
-    if (!pattern.is_string()) return Bad("layers: " + key + ": a text is wanted");
+    if (!pattern.is_string()) return InvalidSpec("layers: " + key + ": must be a string");
     spec_.layers.emplace(key, pattern.get<std::string>());
   }
   return {};
@@ -523,7 +530,7 @@ Result<JobSpec> Parser::Run(const Json& json) {
   TENSORMOUNT_RETURN_IF_ERROR(
       CheckFields(json, {"world", "mesh", "tensors", "objects", "layouts", "layers"}));
   if (json.contains("layouts") && (json.contains("tensors") || json.contains("objects"))) {
-    return Bad("\"layouts\" stands instead of \"tensors\" and \"objects\"");
+    return InvalidSpec("\"layouts\" cannot be combined with \"tensors\" or \"objects\"");
   }
   TENSORMOUNT_RETURN_IF_ERROR(Ranks(json));
   if (json.contains("tensors")) TENSORMOUNT_RETURN_IF_ERROR(Tensors(json["tensors"]));
@@ -538,7 +545,7 @@ Result<JobSpec> Parser::Run(const Json& json) {
 std::string SpecRanksText(const SpecRanks& ranks) {
   std::string text;
   for (std::size_t i = 0; i < ranks.size();) {
-    // The longest run of equal steps from here on.
+    // Finds the longest run of ranks at equal distances that begins at i.
     std::size_t end = i + 1;
     const int step = end < ranks.size() ? ranks[end] - ranks[i] : 1;
     while (end < ranks.size() && ranks[end] - ranks[end - 1] == step) ++end;
@@ -556,7 +563,7 @@ std::string SpecRanksText(const SpecRanks& ranks) {
 
 Result<JobSpec> JobSpec::Parse(std::string_view json) {
   const Json parsed = Json::parse(json, nullptr, /*allow_exceptions=*/false);
-  if (parsed.is_discarded()) return Bad("spec: not JSON");
+  if (parsed.is_discarded()) return InvalidSpec("spec: not JSON");
   Result<JobSpec> spec = Parser().Run(parsed);
   if (!spec.ok()) return spec.status().WithContext("spec");
   return spec;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckSpec of tensormount/validate.h: the checks of a save for a job that nobody runs. Ranks that
-// hold the same are found from the description, so that a job of 4,096 ranks is as many layouts as
-// differ, and tensors are judged in batches of bounded memory. Apart from spec.cc, which only
-// parses.
+// CheckSpec of tensormount/validate.h: the checks of a save for a described job that does not run.
+// Ranks with equal shards are found from the description, so that the cost of a job of 4,096 ranks
+// depends only on its distinct layouts, and tensors are checked in batches of bounded memory.
+// spec.cc parses the description.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -20,11 +20,12 @@
 namespace tensormount {
 namespace {
 
-// Shards that are held in memory at a time, as encoded layouts and in the table.
+// Limit of shards in memory at a time, as encoded layouts and in the table.
 constexpr std::uint64_t kBatchBoxes = std::uint64_t{2} << 20;
 
-// Ranks that hold the same, found by refining: whatever tells ranks apart in the spec cuts every
-// class in two or more. Costs a step for each rank and cut, however many tensors there are.
+// Classes of ranks that hold the same shards. All ranks begin in one class; every part of the spec
+// that distinguishes ranks splits the classes. The cost is one step for each rank and split,
+// independent of the number of tensors.
 class LayoutClasses {
  public:
   explicit LayoutClasses(int world) : class_of_(static_cast<std::size_t>(world), 0), count_(1) {}
@@ -40,7 +41,8 @@ class LayoutClasses {
   }
   void CutByMeshAxis(const JobSpec::MeshAxis& axis) {
     for (std::size_t r = 0; r < class_of_.size(); ++r) {
-      // Unique for (class, place): the product is below 2^48.
+      // A number that is unique for the class and the position on the axis; the product is below
+      // 2^48.
       keys_.push_back(std::uint64_t{class_of_[r]} * static_cast<std::uint64_t>(axis.size) +
                       r / static_cast<std::size_t>(axis.stride) %
                           static_cast<std::size_t>(axis.size));
@@ -69,7 +71,7 @@ class LayoutClasses {
   }
 
  private:
-  // Leaves no class empty once numbers were given for classes that may have lost all ranks.
+  // Renumbers the classes once there are many numbers without ranks.
   void Pack() {
     if (count_ <= 2 * class_of_.size()) return;
     std::unordered_map<std::uint32_t, std::uint32_t> numbers;
@@ -84,10 +86,10 @@ class LayoutClasses {
   std::vector<std::uint64_t> keys_;
 };
 
-// What tells ranks apart in one tensor.
+// The parts of the spec that distinguish ranks for one tensor.
 struct Splitters {
-  std::vector<int> mesh_axes;            // Rising.
-  std::vector<std::uint32_t> rank_sets;  // Rising.
+  std::vector<int> mesh_axes;            // Positions in JobSpec::mesh, rising.
+  std::vector<std::uint32_t> rank_sets;  // Positions in JobSpec::rank_sets, rising.
   bool all = false;
   friend auto operator<=>(const Splitters&, const Splitters&) = default;
 };
@@ -99,7 +101,7 @@ Splitters SplittersOf(const JobSpec& spec, const JobSpec::Tensor& tensor) {
     out.mesh_axes.insert(out.mesh_axes.end(), cut.over.begin(), cut.over.end());
   }
   out.mesh_axes.insert(out.mesh_axes.end(), tensor.flat.begin(), tensor.flat.end());
-  for (const JobSpec::Only& only : tensor.only) out.mesh_axes.push_back(only.mesh_axis);
+  for (const JobSpec::MeshSelection& only : tensor.only) out.mesh_axes.push_back(only.mesh_axis);
   for (const JobSpec::Shard& shard : tensor.shards) out.rank_sets.push_back(shard.ranks);
   const auto tidy = [](auto& v) {
     std::sort(v.begin(), v.end());
@@ -121,7 +123,7 @@ class Checker {
 
   Result<LayoutReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(Layouts());
-    // Tensors that tell the same ranks apart are checked together: few classes each time.
+    // Tensors with the same splitters are checked together, so that each check has few classes.
     std::map<Splitters, std::vector<const JobSpec::Tensor*>> groups;
     for (const JobSpec::Tensor& tensor : spec_.tensors) {
       groups[SplittersOf(spec_, tensor)].push_back(&tensor);
@@ -138,25 +140,26 @@ class Checker {
   }
 
  private:
-  int Place(int mesh_axis, int rank) const {
+  int PositionOnAxis(int mesh_axis, int rank) const {
     const JobSpec::MeshAxis& axis = spec_.mesh[static_cast<std::size_t>(mesh_axis)];
     return rank / axis.stride % axis.size;
   }
-  // Position in the product of several mesh axes, and its size.
-  std::pair<std::int64_t, std::int64_t> PlaceIn(const std::vector<int>& axes, int rank) const {
+  // A rank's position in the product of several mesh axes, and the product's size.
+  std::pair<std::int64_t, std::int64_t> PositionOnAxes(const std::vector<int>& axes,
+                                                       int rank) const {
     std::int64_t at = 0;
     std::int64_t size = 1;
     for (const int axis : axes) {
       const std::int64_t extent = spec_.mesh[static_cast<std::size_t>(axis)].size;
-      at = at * extent + Place(axis, rank);
+      at = at * extent + PositionOnAxis(axis, rank);
       size *= extent;
     }
     return {at, size};
   }
 
-  // What a rank holds of a tensor that is cut by a rule or over the mesh; nothing where it has no
-  // part in it.
-  Result<std::optional<Region>> Piece(const JobSpec::Tensor& tensor, int rank) const {
+  // The part of a tensor, cut by a rule or over the mesh, that a rank holds; empty if the rank
+  // holds none.
+  Result<std::optional<Region>> RegionOfRank(const JobSpec::Tensor& tensor, int rank) const {
     const TensorMeta& meta = tensor.meta;
     if (tensor.kind == JobSpec::Tensor::Kind::kRule) {
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -164,27 +167,27 @@ class Checker {
           spec_.rules[tensor.rule].RegionOf(meta.key(), meta.dtype(), meta.shape(), rank));
       return std::optional<Region>(std::move(region));
     }
-    for (const JobSpec::Only& only : tensor.only) {
+    for (const JobSpec::MeshSelection& only : tensor.only) {
       if (!std::binary_search(only.places.begin(), only.places.end(),
-                              Place(only.mesh_axis, rank))) {
+                              PositionOnAxis(only.mesh_axis, rank))) {
         return std::optional<Region>();
       }
     }
     Dims parts = Dims::Filled(meta.shape().rank(), 1);
     Dims index = Dims::Filled(meta.shape().rank(), 0);
     for (const JobSpec::Cut& cut : tensor.cuts) {
-      const auto [at, size] = PlaceIn(cut.over, rank);
+      const auto [at, size] = PositionOnAxes(cut.over, rank);
       parts[cut.axis] = size;
       index[cut.axis] = at;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, CutBox(meta.dtype(), meta.shape(), parts, index));
     if (tensor.flat.empty()) return std::optional<Region>(Region(box));
-    const auto [at, size] = PlaceIn(tensor.flat, rank);
+    const auto [at, size] = PositionOnAxes(tensor.flat, rank);
     TENSORMOUNT_ASSIGN_OR_RETURN(Region region, CutFlat(meta.dtype(), box, size, at));
     return std::optional<Region>(std::move(region));
   }
 
-  // Gives what some ranks hold to the table.
+  // Adds the layout that all of `ranks` have to the table.
   Status Add(LayoutTable& table, const StateDict& state, const std::vector<int>& ranks) {
     TENSORMOUNT_RETURN_IF_ERROR(state.status());
     if (ranks.empty() || (state.tensors().empty() && state.objects().empty())) return {};
@@ -192,7 +195,7 @@ class Checker {
     const Hash128 hash = Xxh3(encoded);
     for (const int rank : ranks) {
       std::uint64_t& seen = seen_[static_cast<std::size_t>(rank)];
-      // Order matters, and is the same for all ranks.
+      // The hash depends on the order of the layouts, which is the same for all ranks.
       seen = (seen ^ hash.low) * 0x9E3779B97F4A7C15u + hash.high;
     }
     return table.Add(encoded, ranks);
@@ -222,7 +225,7 @@ class Checker {
 
   Status Batch(const std::vector<const JobSpec::Tensor*>& tensors, const LayoutClasses& classes,
                const std::vector<std::vector<int>>& members) {
-    // Shards that are named one by one, by class.
+    // By class: the shards whose ranks the spec lists.
     using Named = std::pair<const JobSpec::Tensor*, const JobSpec::Shard*>;
     std::vector<std::vector<Named>> named(members.size());
     for (const JobSpec::Tensor* tensor : tensors) {
@@ -244,7 +247,7 @@ class Checker {
       for (const JobSpec::Tensor* tensor : tensors) {
         if (tensor->kind == JobSpec::Tensor::Kind::kShards) continue;
         TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<Region> piece,
-                                     Piece(*tensor, members[c][0]));
+                                     RegionOfRank(*tensor, members[c][0]));
         if (!piece) continue;
         const TensorMeta& meta = tensor->meta;
         TENSORMOUNT_RETURN_IF_ERROR(
@@ -257,7 +260,7 @@ class Checker {
       }
       TENSORMOUNT_RETURN_IF_ERROR(Add(table, state, members[c]));
     }
-    // A tensor that no rank holds a shard of is not in the table: it is missing as a whole.
+    // A tensor without any shard is not in the table, so CheckLayout cannot report it.
     for (const JobSpec::Tensor* tensor : tensors) {
       if (tensor->kind == JobSpec::Tensor::Kind::kShards && tensor->shards.empty()) {
         return Status(Code::kInvalidArgument,
@@ -309,7 +312,7 @@ class Checker {
     return {};
   }
 
-  // Layouts that were dumped: all in one table, because any key may be anywhere.
+  // Checks dumped layouts, all in one table, because any layout may have any key.
   Status Layouts() {
     if (spec_.layouts.empty()) return {};
     LayoutClasses classes(spec_.world);
@@ -349,7 +352,7 @@ class Checker {
   std::size_t limit_;
   LayoutRules rules_;
   std::vector<LayoutReport> reports_;
-  std::vector<std::uint64_t> seen_;  // By rank: over all that it holds.
+  std::vector<std::uint64_t> seen_;  // By rank: hash of its layouts.
 };
 
 }  // namespace

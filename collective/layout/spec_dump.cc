@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// DumpSpec of tensormount/validate.h: a running job as a description, gathered from its ranks; what
-// `check` reads back.
+// DumpSpec of tensormount/validate.h: describes a running job, gathered from its ranks, in the form
+// that `check` reads.
 #include <atomic>
 #include <map>
 #include <string>
@@ -20,10 +20,10 @@
 namespace tensormount {
 namespace {
 
-// Fields in the order in which they are written.
+// JSON whose fields keep the order in which they are added.
 using OrderedJson = nlohmann::ordered_json;
 
-constexpr std::size_t kMaxSpecText = 2 * kMaxKeyBytes;  // Of keys and patterns.
+constexpr std::size_t kMaxSpecText = 2 * kMaxKeyBytes;  // Maximum length of a key or pattern.
 
 OrderedJson Numbers(const Dims& dims) {
   OrderedJson list = OrderedJson::array();
@@ -51,7 +51,7 @@ OrderedJson ObjectJson(const DecodedLayout::ObjectItem& object) {
     json["index"] = Numbers(object.index);
     json["grid"] = Numbers(object.grid);
   }
-  // Equal where the bytes are.
+  // A text that is equal for equal bytes.
   json["contents"] = std::to_string(object.length) + ":" + object.hash.ToHex();
   return json;
 }
@@ -65,7 +65,7 @@ Result<std::string> SpecOf(int world, const std::vector<GatheredLayout>& layouts
   std::string text = "{\"world\": " + std::to_string(world) + ",\n \"layouts\": [";
   bool first_layout = true;
   for (const GatheredLayout& layout : layouts) {
-    if (layout.encoded.empty()) continue;  // Holds nothing.
+    if (layout.encoded.empty()) continue;  // No shards or objects.
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedLayout decoded,
                                  DecodeLayout(layout.encoded, "layout"));
     text += first_layout ? "\n" : ",\n";
@@ -109,13 +109,13 @@ Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const T
     mine.String(pattern);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                               collective.Gather(mine.bytes(), "names of layers"));
+                               collective.Gather(mine.bytes(), "gather names of layers"));
   std::string text;
   const Status made = Guarded([&]() -> Status {
     if (collective.rank() != 0) return {};
     std::map<std::string, std::string> layers;
     for (const std::string& bytes : names) {
-      ByteReader in(bytes, "names of layers");
+      ByteReader in(bytes, "names of layers that a rank sent");
       const std::uint32_t count = in.U32();
       for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
         std::string key(in.String(kMaxSpecText));
@@ -126,7 +126,7 @@ Result<std::string> DumpSpec(const StateDict& state, Communicator& comm, const T
     TENSORMOUNT_ASSIGN_OR_RETURN(text, SpecOf(collective.size(), layouts, layers));
     return {};
   });
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "dump the spec"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(made, "write the spec"));
   return text;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Validate of tensormount/validate.h: the exchange of a save, and nothing after it.
+// Validate of tensormount/validate.h: runs only the layout exchange of a save.
 #include "tensormount/validate.h"
 
 #include "collective/comm/collective.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Layouts as messages: keys once, then regions as numbers. An encoder walks a StateDict once and
-// gives the hashes as well as the messages, so that both are of the same bytes.
+// Layouts as messages: each key once, then regions as numbers. The encoder reads a StateDict once
+// and makes hashes and messages from the same bytes.
 #include "collective/layout/wire.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr std::uint32_t kFlatFlag = 1;
 constexpr std::uint32_t kReplicaShift = 1;
 constexpr std::uint32_t kMaxFlags = kFlatFlag | static_cast<std::uint32_t>(Replica::kCopy)
                                                     << kReplicaShift;
-// An object's record without key and dims.
+// Size of an object's record without the bytes of its key and dims.
 constexpr std::size_t kMinObjectBytes = 4 + 4 + 1 + 1 + 8 + 16;
 
 void WriteObjectPlace(ByteWriter& out, std::uint32_t item, const StateDict::ObjectItem& object) {
@@ -34,12 +34,12 @@ std::uint32_t OwnerOfHash(std::uint64_t hash, std::uint32_t owners) {
   return static_cast<std::uint32_t>(((hash >> 32) * owners) >> 32);
 }
 
-// Finds the first item with the same key, by the hash of the key.
+// A hash table that maps a key to the number of the first item with that key.
 class KeyTable {
  public:
   explicit KeyTable(std::size_t keys) : slots_(std::bit_ceil(2 * keys + 2), kNone) {}
 
-  // The number of an equal key, by `equal(number)`, or `fresh`, which then is in the table.
+  // Returns the number of an equal key, found by `equal(number)`, or adds and returns `fresh`.
   template <typename Equal>
   std::uint32_t FindOrAdd(std::uint64_t hash, std::uint32_t fresh, Equal equal) {
     for (std::size_t at = hash & (slots_.size() - 1);; at = (at + 1) & (slots_.size() - 1)) {
@@ -55,7 +55,7 @@ class KeyTable {
 
 }  // namespace
 
-// What one owner is told.
+// The message for one owner (a rank that checks keys), and the counts in its header.
 struct LayoutEncoder::Message {
   std::uint32_t tensors = 0;
   std::uint32_t short_shards = 0;
@@ -129,7 +129,8 @@ Result<Region> RegionOf(const ShardRecord& record, const Dims& shape) {
     extent.push_back(record.extent[a]);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-  // Of the box that a range counts in too, though its cells may lie in a smaller one.
+  // A flat range is numbered within its box, so the whole box must lie in the tensor, even if the
+  // range's cells lie in a smaller box.
   if (!box.Within(shape)) {
     return Status(Code::kDataLoss,
                   "region " + box.ToString() + " lies outside of shape " + shape.ToString());
@@ -191,19 +192,19 @@ LayoutHashes LayoutEncoder::Hashes() const {
   LayoutHashes hashes;
   hashes.tensors = tensors.Value();
   if (objects_.size() == 0) return hashes;
-  hashes.objects = Xxh3Low64(places_) | 1;  // Not 0.
+  hashes.objects = Xxh3Low64(places_) | 1;  // 0 means no objects.
   hashes.contents = Xxh3Low64(objects_.bytes) | 1;
   return hashes;
 }
 
 std::vector<std::string> LayoutEncoder::Encode(std::uint32_t owners, LayoutPart part) const {
   std::vector<Message> messages(owners);
-  std::vector<std::uint32_t> owner_of;  // By tensor.
-  std::vector<std::uint32_t> number;    // By tensor: in its owner's table.
+  std::vector<std::uint32_t> owner_of;  // By tensor: the rank that checks its key.
+  std::vector<std::uint32_t> number;    // By tensor: its number in the message.
   const bool tensors = part != LayoutPart::kObjects;
   const bool objects = part != LayoutPart::kTensors;
   const auto owner_of_object = [&](std::size_t i) { return OwnerOfHash(object_keys_[i], owners); };
-  // What each is told is counted first, so that no message has to grow.
+  // Counts the records of each message first, so that its memory is allocated once.
   for (std::size_t t = 0; tensors && t < metas_.size(); ++t) {
     owner_of.push_back(OwnerOfHash(tensor_keys_[t], owners));
     Message& message = messages[owner_of[t]];
@@ -268,17 +269,17 @@ Result<LayoutHeader> ReadLayoutHeader(ByteReader& in, std::string_view what) {
   if (magic != kLayoutMagic || version != kLayoutVersion) {
     return DataLoss(what, "not a layout of this version");
   }
-  // Before anything is sized by these numbers; no sum can overflow.
+  // Checked before memory is allocated for these counts; the sum cannot overflow.
   const std::uint64_t least = header.short_shards * kShortShardBytes +
                               header.long_shards * kLongShardBytes +
                               header.objects * kMinObjectBytes + header.tensors * std::uint64_t{6};
-  if (least > in.left()) return DataLoss(what, "announces more than there are bytes");
+  if (least > in.left()) return DataLoss(what, "has fewer bytes than its entries need");
   return header;
 }
 
 Result<TensorMeta> ReadMeta(ByteReader& in, std::string_view what) {
   Result<TensorMeta> meta = DecodeMeta(in, what);
-  // Ranks run one version: an element type that is not known is damage.
+  // All ranks run one version, so an unknown element type is damage.
   if (!meta.ok()) return Status(Code::kDataLoss, meta.status().message());
   return meta;
 }
@@ -288,11 +289,12 @@ Result<DecodedLayout::ObjectItem> ReadObjectItem(ByteReader& in, std::string_vie
   object.item = in.U32();
   object.key = in.String(kMaxKeyBytes);
   TENSORMOUNT_RETURN_IF_ERROR(DecodeGridPosition(in, what, object.key, object.index, object.grid));
-  object.length = in.U64();  // Where these are cut off, the caller's Finish says so.
+  object.length = in.U64();  // If the bytes end here, the caller's Finish fails.
   object.hash = in.Hash();
   if (Status status = CheckKey(object.key); !status.ok()) return DataLoss(what, status.message());
   if (!CheckedProduct(object.grid)) {
-    return DataLoss(what, "object " + object.key + ": its grid is too large");
+    return DataLoss(what, "object " + object.key + ": its grid " + object.grid.ToString() +
+                              " has too many parts");
   }
   return object;
 }
@@ -320,7 +322,7 @@ Result<DecodedLayout> DecodeLayout(std::string_view encoded, std::string_view wh
     }
     const TensorMeta& meta = layout.tensors[record.tensor];
     if ((meta.shape().rank() <= kShortShardRank) != is_short) {
-      return DataLoss(what, "tensor " + meta.key() + ": a shard record of another rank");
+      return DataLoss(what, "tensor " + meta.key() + ": a shard record has another number of axes");
     }
     Result<Region> region = RegionOf(record, meta.shape());
     if (!region.ok()) {

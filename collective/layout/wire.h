@@ -19,18 +19,18 @@
 
 namespace tensormount {
 
-// A layout as it travels between ranks. Little-endian, never on disk. Ranks that run different
-// versions of this software do not get this far (layout_round.h has a version of its own).
-// Records have fixed sizes, because owners of large jobs read millions of them: 96 bytes for what
-// nearly all tensors are (four axes or fewer), 288 for the rest.
+// The encoding of a layout in messages between ranks: little-endian, never on disk. Ranks that run
+// different versions of this software are refused earlier (layout_round.h has its own version).
+// Records have fixed sizes, because a rank of a large job reads millions of them: 96 bytes for
+// tensors of four axes or fewer (nearly all), 288 for the rest.
 //
 //   header    "TMLY", u32 version, u32 tensors, u32 short shards, u32 long shards, u32 objects
 //   tensors   each: string key, u8 dtype, dims shape. Interned: a key appears once, however many
 //             shards of it follow.
-//   shards    96 bytes each for tensors of rank <= 4, then 288 bytes each for others (below)
+//   shards    96 bytes each for tensors of at most 4 axes, then 288 each for others (below)
 //   objects   each: u32 position in the rank's state dict, string key, dims index, dims grid,
 //             u64 length, hash of the bytes
-// string: u32 length, bytes. dims: u8 rank, i64[rank].
+// string: u32 length, bytes. dims: u8 number of axes, an i64 for each axis.
 inline constexpr std::uint32_t kLayoutVersion = 1;
 inline constexpr std::size_t kShortShardBytes = 96;
 inline constexpr std::size_t kLongShardBytes = 288;
@@ -43,7 +43,7 @@ constexpr int ShardSlots(int rank) { return rank <= kShortShardRank ? kShortShar
 //   u32 flags       bit 0: a flat range; bits 1-2: Replica
 //   u32 zero
 //   i64 flat_first, i64 flat_count    (zero for boxes)
-//   i64 begin[4 or 16], i64 extent[4 or 16]    (zero beyond the tensor's rank)
+//   i64 begin[4 or 16], i64 extent[4 or 16]    (zero beyond the tensor's axes)
 struct ShardRecord {
   std::uint32_t tensor = 0;
   std::uint32_t item = 0;
@@ -57,46 +57,47 @@ struct ShardRecord {
 
 void WriteShardRecord(std::string& out, std::uint32_t tensor, std::uint32_t item,
                       const Region& region, Replica replica);
-// Reads the record of `Slots` axes at `p`. False where flags or what must be zero are broken;
-// tensor numbers and regions are for the caller to check.
+// Reads the record of `Slots` axes at `p`. Returns false if flags or zero fields are wrong. The
+// caller checks tensor numbers and regions.
 template <int Slots>
 bool ReadShardRecord(const char* p, ShardRecord* record);
 extern template bool ReadShardRecord<kShortShardRank>(const char*, ShardRecord*);
 extern template bool ReadShardRecord<kMaxRank>(const char*, ShardRecord*);
-// The region of a record that belongs to a tensor of this shape. kDataLoss, kInvalidArgument where
-// it is none or does not lie within.
+// The region of a record that belongs to a tensor of this shape. kDataLoss or kInvalidArgument if
+// the region is malformed or outside the tensor.
 Result<Region> RegionOf(const ShardRecord& record, const Dims& shape);
 
-// Which of a rank's things are encoded.
+// The parts of a rank's state that are encoded.
 enum class LayoutPart : std::uint8_t { kAll, kTensors, kObjects };
 
-// Three hashes of a rank's layout, by what they are for: ranks with equal `tensors` or `objects`
-// send one layout for all of them; `contents` decides whether bytes of objects need comparing.
+// Three hashes of a rank's layout. One rank of those with equal `tensors` sends its tensors, and
+// one of those with equal `contents` sends its objects. `tensors` and `objects` are part of the
+// job's fingerprint.
 struct LayoutHashes {
-  Hash128 tensors;             // Keys, dtypes, shapes, shards, labels.
-  std::uint64_t objects = 0;   // Keys and places. 0: has none, as below.
-  std::uint64_t contents = 0;  // Keys, places, lengths and bytes of the objects.
+  Hash128 tensors;             // Hash of keys, dtypes, shapes, shards and labels.
+  std::uint64_t objects = 0;   // Hash of keys and grid positions. 0: no objects.
+  std::uint64_t contents = 0;  // Hash of keys, grid positions, lengths and bytes. 0: no objects.
 };
 
-// Writes one rank's layout. Goes through the state dict once, when made, and does not need it after
-// that; takes about as much memory as the layout on the wire. The state must have fewer than 2^32
-// shards and objects.
+// Encodes one rank's layout. Reads the state dict once, in the constructor, and takes about as much
+// memory as the layout on the wire. The state must have fewer than 2^32 shards and objects.
 class LayoutEncoder {
  public:
   explicit LayoutEncoder(const StateDict& state);
 
   LayoutHashes Hashes() const;
-  // By owner: what the rank holds of the keys of each; empty where that is nothing. Ranks with
-  // equal layouts have equal bytes: nothing in them depends on the rank.
+  // Returns one message for each owner (a rank that checks keys, OwnerOf): this rank's layout of
+  // the owner's keys; empty if this rank holds none of them. Ranks with equal layouts have equal
+  // messages: nothing in them depends on the rank.
   std::vector<std::string> Encode(std::uint32_t owners, LayoutPart part) const;
 
  private:
-  // Records of one kind, one after the other, each about one key. One string instead of a vector of
-  // them: a rank has up to millions, and a message is cut from it by copying ranges.
+  // Records of one kind, each about one key. One string instead of a vector: a rank has up to
+  // millions of records, and a message is cut from the string by copying ranges.
   struct Records {
     std::string bytes;
-    std::vector<std::size_t> ends;        // Empty where all are of one size.
-    std::vector<std::uint32_t> subjects;  // Of each: a tensor, or the object itself.
+    std::vector<std::size_t> ends;        // Empty if all records have one size.
+    std::vector<std::uint32_t> subjects;  // By record: the number of its tensor or object.
 
     std::size_t size() const { return subjects.size(); }
     std::string_view at(std::size_t i, std::size_t each) const {
@@ -111,17 +112,17 @@ class LayoutEncoder {
   Records short_shards_;
   Records long_shards_;
   Records objects_;
-  std::string places_;                      // Of objects: what of them is the same in every save.
-  std::vector<std::uint64_t> tensor_keys_;  // Hashes, by tensor.
+  std::string places_;                      // Encoded keys and grid positions of objects.
+  std::vector<std::uint64_t> tensor_keys_;  // By tensor: hash of its key.
   std::vector<std::uint64_t> object_keys_;
 };
 
-// An encoded layout taken apart, for those who have few of them (specs, tests). Tables of many
-// layouts read faster (LayoutTable::Add).
+// A decoded layout, for callers with few layouts (specs, tests). LayoutTable::Add reads many
+// layouts faster.
 struct DecodedLayout {
   struct ShardItem {
-    std::uint32_t tensor = 0;  // In `tensors`.
-    std::uint32_t item = 0;    // In the rank's state dict.
+    std::uint32_t tensor = 0;  // Position in `tensors`.
+    std::uint32_t item = 0;    // Position in the rank's state dict.
     Replica replica = Replica::kUnlabelled;
     Region region;
   };
@@ -137,10 +138,10 @@ struct DecodedLayout {
   std::vector<ShardItem> shards;
   std::vector<ObjectItem> objects;
 };
-// kDataLoss "<what>: ..." where the bytes break a rule.
+// Decodes a layout. Malformed bytes fail with kDataLoss "<what>: ...".
 Result<DecodedLayout> DecodeLayout(std::string_view encoded, std::string_view what);
 
-// Fields of the encoding, shared by its readers.
+// Counts of records in the header of an encoded layout.
 struct LayoutHeader {
   std::uint32_t tensors = 0;
   std::uint64_t short_shards = 0;

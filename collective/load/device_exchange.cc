@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One batch of an exchange between devices: a thread reads the next window into memory of the
-// device and cuts it there, while the caller's thread moves the one before and places what came.
+// One batch of an exchange between devices: a thread reads the next window into device memory and
+// cuts it there, while the caller's thread moves the previous window and places what arrived.
 #include "collective/load/device_exchange.h"
 
 #include <algorithm>
@@ -25,42 +25,42 @@
 namespace tensormount {
 namespace {
 
-// Of one area; six are needed. Enough for a bus between devices to be busy with, and for what is
-// read meanwhile to be long; less where a device has no more.
+// Size of each of the six areas of device memory: enough to keep the bus between devices busy and
+// reads long. Halved until the areas fit if a device has too little memory.
 constexpr std::uint64_t kAreaBytes = std::uint64_t{32} << 20;
 constexpr std::uint64_t kLeastAreaBytes = std::uint64_t{1} << 20;
 static_assert(kLeastAreaBytes >= kUnitBytes);
-// For what is under way on a device after a failure.
+// Time limit for operations that are in progress on a device after a failure.
 constexpr std::chrono::seconds kSettlePatience{2};
 
-// Work of one queue on memory of the caller, which nobody may forget.
-class Placing {
+// Copies in progress on one device queue, which must end before their memory is freed or reused.
+class PendingPlacement {
  public:
-  Placing() = default;
-  ~Placing() { (void)Settle(Deadline::After(kDeviceGrace)); }
-  Placing(const Placing&) = delete;
-  Placing& operator=(const Placing&) = delete;
+  PendingPlacement() = default;
+  ~PendingPlacement() { (void)Settle(Deadline::After(kDeviceGrace)); }
+  PendingPlacement(const PendingPlacement&) = delete;
+  PendingPlacement& operator=(const PendingPlacement&) = delete;
 
   Status Begin(DeviceQueue& queue, std::span<const DeviceCopy> copies) {
-    lost_ = true;  // Until there is a mark.
+    lost_ = true;  // Until MarkSubmitted returns a mark to wait for.
     Submission submission =
-        MarkSubmitted(queue, NothingThrown([&] { return queue.CopyWithin(copies); }));
+        MarkSubmitted(queue, CatchExceptions([&] { return queue.CopyWithin(copies); }));
     lost_ = !submission.mark.ok();
     if (submission.mark.ok()) mark_ = std::move(submission.mark).value();
     return submission.status;
   }
-  // After a failure: whether nothing of it is under way any more.
+  // After a failure: waits until `deadline`, and returns whether all operations have ended.
   bool Settle(const Deadline& deadline) {
     if (mark_ != nullptr && !AwaitMark(*mark_, deadline).ok()) return false;
     mark_.reset();
     return !lost_;
   }
-  Status Finish(const DeviceRules& rules, const OpenedDevice& device) {
+  Status Finish(const DeviceLimits& rules, const OpenedDevice& device) {
     if (mark_ != nullptr) TENSORMOUNT_RETURN_IF_ERROR(rules.Await(*mark_, device));
     mark_.reset();
     return {};
   }
-  Result<bool> Over() {
+  Result<bool> IsDone() {
     if (mark_ == nullptr) return true;
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool reached, mark_->Reached());
     if (reached) mark_.reset();
@@ -69,15 +69,15 @@ class Placing {
 
  private:
   std::shared_ptr<DeviceMark> mark_;
-  bool lost_ = false;  // Something is under way that no mark stands for.
+  bool lost_ = false;  // An operation without a mark is in progress.
 };
 
-// From bytes that stand at `base` as `from` says to where the targets of a piece want them.
-void AddPlacements(const ExchangeBox& piece, const PlacedBox& from, const std::byte* base,
+// Adds the copies that bring a block from `base`, laid out as in `from`, into this rank's targets.
+void AddPlacements(const ExchangeBox& block, const PlacedBox& from, const std::byte* base,
                    std::vector<DeviceCopy>& copies) {
-  for (const LoadTarget* target : piece.mine) {
+  for (const LoadTarget* target : block.mine) {
     for (const PlacedBox& to : target->placed) {
-      const Box common = Intersect(piece.bytes, to.box);
+      const Box common = Intersect(block.bytes, to.box);
       if (!common.empty()) copies.push_back({PlanCopy(common, from, to), base, target->base});
     }
   }
@@ -89,13 +89,13 @@ PlacedBox PackedAt(const Box& bytes, std::uint64_t at) {
 
 class WindowStream final : public LocalWork {
  public:
-  WindowStream(Collective& collective, const ExchangeUnits& units, DeviceWay& way,
+  WindowStream(Collective& collective, const ExchangeUnits& units, DeviceExchangePath& path,
                const DeviceExchangeRules& rules, LoadReport& report)
       : units_(units),
-        way_(way),
+        path_(path),
         rules_(rules),
         report_(report),
-        cutter_(units, collective.rank(), collective.size(), way.area_bytes()),
+        cutter_(units, collective.rank(), collective.size(), path.area_bytes()),
         reading_(rules.devices) {
     reading_.cancel = &stop_;
     reading_.patience = rules.patience;
@@ -109,7 +109,7 @@ class WindowStream final : public LocalWork {
       return {};
     });
     if (status.ok()) return done;
-    way_.transport().Abort(status);
+    path_.transport().Abort(status);
     Cancel();
     return status;
   }
@@ -123,12 +123,12 @@ class WindowStream final : public LocalWork {
     if (thread_.joinable()) thread_.join();
     if (ended_ || settled_) return;
     settled_ = true;
-    way_.transport().Abort({Code::kCancelled, "the load has ended"});
+    path_.transport().Abort({Code::kCancelled, "the load has ended"});
     const Deadline deadline = Deadline::After(kSettlePatience);
-    if (!way_.transport().Settle(deadline).ok()) way_.Doubt();
-    bool quiet = quiet_;
+    if (!path_.transport().Settle(deadline).ok()) path_.MarkStillAccessed();
+    bool quiet = queues_idle_;
     for (Half& half : halves_) quiet = (!half.placing || half.placing->Settle(deadline)) && quiet;
-    if (!quiet) way_.LeaveQueues();
+    if (!quiet) path_.MarkQueuesRunning();
   }
 
  private:
@@ -136,22 +136,23 @@ class WindowStream final : public LocalWork {
   struct Half {
     State state = State::kFree;
     ExchangeWindow window;
-    std::optional<Placing> placing;
+    std::optional<PendingPlacement> placing;
   };
 
   // ---- The thread that reads ----
 
-  // On the way out, nothing of what was begun may be under way unnoticed.
+  // Reads all windows. After a failure it waits for the operations that it began, or records that
+  // they may continue.
   Status ReadAll() {
     DeviceWriter writer(reading_);
     const Status read = ReadWindows(writer);
-    if (!read.ok()) quiet_ = writer.Settle(Deadline::After(kSettlePatience)) && quiet_;
+    if (!read.ok()) queues_idle_ = writer.Settle(Deadline::After(kSettlePatience)) && queues_idle_;
     return read;
   }
 
   Status ReadWindows(DeviceWriter& writer) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceQueue> queue,
-                                 MakeFencedQueue(*way_.device(), reading_));
+                                 MakeFencedQueue(*path_.device(), reading_));
     for (std::size_t number = 0;; ++number) {
       Half& half = halves_[number % 2];
       {
@@ -169,7 +170,7 @@ class WindowStream final : public LocalWork {
   }
 
   Status ReadWindow(const ExchangeWindow& window, std::size_t half, DeviceWriter& writer) {
-    std::byte* const area = way_.area(half, 0);
+    std::byte* const area = path_.area(half, 0);
     struct Nothing {};
     const Status read = ForEachParallel<Nothing>(
         window.reads.size(), rules_.threads, [&](std::size_t i, Nothing&) -> Status {
@@ -177,9 +178,9 @@ class WindowStream final : public LocalWork {
           const ExchangeUnit& unit = units_.units()[window.reads[i].unit];
           const Box bytes = units_.BytesOf(unit).box;
           ReadStats stats;
-          // What stands on the device is proved there.
+          // Bytes on the device are verified there.
           TENSORMOUNT_RETURN_IF_ERROR(writer.Write(
-              way_.device(), bytes, PackedAt(bytes, window.reads[i].at), area,
+              path_.device(), bytes, PackedAt(bytes, window.reads[i].at), area,
               [&](const PlacedBox& packed, std::byte* base) {
                 return rules_.checkpoint->ReadPlaced(units_.tensor(unit).entry(), {&packed, 1},
                                                      base, ReadVerify::kOff, stats, nullptr);
@@ -193,7 +194,7 @@ class WindowStream final : public LocalWork {
   }
 
   Status CutWindow(const ExchangeWindow& window, std::size_t half, DeviceQueue& queue) {
-    std::byte* const area = way_.area(half, 0);
+    std::byte* const area = path_.area(half, 0);
     std::vector<DeviceCopy> copies;
     const auto stored = [&](const ExchangeWindow::Read& read) {
       return PackedAt(units_.BytesOf(units_.units()[read.unit]).box, read.at);
@@ -201,16 +202,17 @@ class WindowStream final : public LocalWork {
     for (const ExchangeWindow::Cut& cut : window.cuts) {
       copies.push_back(
           {PlanCopy(cut.bytes, stored(window.reads[cut.read]), PackedAt(cut.bytes, cut.at)), area,
-           way_.area(half, 1)});
+           path_.area(half, 1)});
     }
     for (const ExchangeWindow::Read& read : window.reads) {
       const PlacedBox from = stored(read);
-      for (const ExchangeBox& piece : read.pieces) AddPlacements(piece, from, area, copies);
+      for (const ExchangeBox& block : read.blocks) AddPlacements(block, from, area, copies);
     }
-    Placing placing;
+    PendingPlacement placing;
     Status status = placing.Begin(queue, copies);
-    if (status.ok()) status = placing.Finish(reading_, *way_.device());
-    if (!status.ok()) quiet_ = placing.Settle(Deadline::After(kSettlePatience)) && quiet_;
+    if (status.ok()) status = placing.Finish(reading_, *path_.device());
+    if (!status.ok())
+      queues_idle_ = placing.Settle(Deadline::After(kSettlePatience)) && queues_idle_;
     return status;
   }
 
@@ -218,7 +220,7 @@ class WindowStream final : public LocalWork {
 
   Result<bool> TryStep() {
     if (!thread_.joinable() && !stop_) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(queue_, MakeFencedQueue(*way_.device(), rules_.devices));
+      TENSORMOUNT_ASSIGN_OR_RETURN(queue_, MakeFencedQueue(*path_.device(), rules_.devices));
       thread_ = std::thread([this] {
         const Status status = Guarded([this] { return ReadAll(); });
         std::lock_guard lock(mutex_);
@@ -232,9 +234,10 @@ class WindowStream final : public LocalWork {
       TENSORMOUNT_RETURN_IF_ERROR(read_status_);
       read_done = read_done_;
     }
-    alone = true;  // No communicator hears of devices, nor of the thread that reads.
+    // The communicator does not see the progress of devices and of the reading thread.
+    progresses_alone = true;
     TENSORMOUNT_RETURN_IF_ERROR(FreePlaced());
-    if (moving_) TENSORMOUNT_RETURN_IF_ERROR(AskMoving());
+    if (moving_) TENSORMOUNT_RETURN_IF_ERROR(PollMoving());
     if (!moving_) TENSORMOUNT_RETURN_IF_ERROR(BeginNext());
     std::lock_guard lock(mutex_);
     ended_ = read_done && halves_[0].state == State::kFree && halves_[1].state == State::kFree;
@@ -245,7 +248,7 @@ class WindowStream final : public LocalWork {
     return ended_;
   }
 
-  void Become(Half& half, State state) {
+  void SetState(Half& half, State state) {
     {
       std::lock_guard lock(mutex_);
       half.state = state;
@@ -257,10 +260,10 @@ class WindowStream final : public LocalWork {
   Status FreePlaced() {
     for (Half& half : halves_) {
       if (!half.placing) continue;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const bool over, half.placing->Over());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const bool over, half.placing->IsDone());
       if (!over) continue;
       half.placing.reset();
-      Become(half, State::kFree);
+      SetState(half, State::kFree);
     }
     return {};
   }
@@ -274,91 +277,93 @@ class WindowStream final : public LocalWork {
     std::vector<BulkBlock> blocks;
     const std::size_t n = next_ % 2;
     for (const ExchangeWindow::Send& send : half.window.sends) {
-      blocks.push_back({send.number, way_.area(n, send.cut ? 1 : 0) + send.at, nullptr});
+      blocks.push_back({send.number, path_.area(n, send.cut ? 1 : 0) + send.at, nullptr});
     }
     for (const ExchangeWindow::Receive& receive : half.window.receives) {
-      blocks.push_back({receive.number, nullptr, way_.area(n, 2) + receive.at});
+      blocks.push_back({receive.number, nullptr, path_.area(n, 2) + receive.at});
     }
-    TENSORMOUNT_RETURN_IF_ERROR(way_.transport().Begin(half.window.plan));
-    TENSORMOUNT_RETURN_IF_ERROR(way_.transport().Put(blocks));
+    TENSORMOUNT_RETURN_IF_ERROR(path_.transport().Begin(half.window.plan));
+    TENSORMOUNT_RETURN_IF_ERROR(path_.transport().Put(blocks));
     report_.messages_sent += half.window.sends.size();
     deadline_ = Deadline::After(rules_.patience);
     moving_ = true;
-    Become(half, State::kMoving);
+    SetState(half, State::kMoving);
     return {};
   }
 
-  Status AskMoving() {
+  Status PollMoving() {
     Half& half = halves_[next_ % 2];
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool over, way_.transport().Poll());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool over, path_.transport().Poll());
     if (!over) {
-      // Says who is late.
-      return deadline_.Passed() ? way_.transport().Wait(deadline_) : Status();
+      // Past the deadline, Wait fails and names the late rank.
+      return deadline_.Passed() ? path_.transport().Wait(deadline_) : Status();
     }
     std::vector<DeviceCopy> copies;
-    const std::byte* const area = way_.area(next_ % 2, 2);
+    const std::byte* const area = path_.area(next_ % 2, 2);
     for (const ExchangeWindow::Receive& receive : half.window.receives) {
-      AddPlacements(receive.piece, PackedAt(receive.piece.bytes, receive.at), area, copies);
-      report_.bytes_received += receive.piece.size();
-      report_.bytes_between_devices += receive.piece.size();
+      AddPlacements(receive.block, PackedAt(receive.block.bytes, receive.at), area, copies);
+      report_.bytes_received += receive.block.size();
+      report_.bytes_between_devices += receive.block.size();
     }
     moving_ = false;
     ++next_;
     half.placing.emplace();
     TENSORMOUNT_RETURN_IF_ERROR(half.placing->Begin(*queue_, copies));
-    Become(half, State::kPlacing);
+    SetState(half, State::kPlacing);
     return {};
   }
 
   const ExchangeUnits& units_;
-  DeviceWay& way_;
+  DeviceExchangePath& path_;
   const DeviceExchangeRules& rules_;
   LoadReport& report_;
-  WindowCutter cutter_;                 // Of the thread that reads.
-  DeviceRules reading_;                 // Its rules.
-  std::unique_ptr<DeviceQueue> queue_;  // Of the caller's thread, as all up to the mutex.
-  std::size_t next_ = 0;                // Window that moves, or moves next.
+  WindowCutter cutter_;   // Used by the reading thread.
+  DeviceLimits reading_;  // Used by the reading thread.
+  // Used by the caller's thread, like all members before mutex_.
+  std::unique_ptr<DeviceQueue> queue_;
+  std::size_t next_ = 0;  // Number of the window that moves now or next.
   bool moving_ = false;
   bool ended_ = false;
-  bool settled_ = false;  // After a failure.
+  bool settled_ = false;  // Cancel has already waited for the operations.
   Deadline deadline_ = Deadline::After({});
 
   std::mutex mutex_;
   std::condition_variable freed_;
   std::atomic<bool> stop_{false};
-  std::array<Half, 2> halves_;  // A state is behind the mutex; the rest is whose state says so.
-  bool quiet_ = true;           // Of the thread that reads, until it is joined.
+  // mutex_ guards the states. The state of a half decides which thread uses its other fields.
+  std::array<Half, 2> halves_;
+  bool queues_idle_ = true;  // Used by the reading thread until it is joined.
   bool read_done_ = false;
   Status read_status_;
   std::uint64_t bytes_read_ = 0;
-  std::thread thread_;  // Last: uses all others.
+  std::thread thread_;  // Declared last: the thread uses all other members.
 };
 
 }  // namespace
 
-Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const Device& device,
-                                                   std::chrono::milliseconds patience) {
-  std::unique_ptr<DeviceWay> way(new DeviceWay);
+Result<std::unique_ptr<DeviceExchangePath>> DeviceExchangePath::Open(
+    Collective& collective, const Device& device, std::chrono::milliseconds patience) {
+  std::unique_ptr<DeviceExchangePath> path(new DeviceExchangePath);
   Result<std::shared_ptr<const OpenedDevice>> opened = OpenDevice(device);
   Status able = opened.status();
-  if (able.ok()) way->device_ = std::move(opened).value();
-  for (std::uint64_t area = kAreaBytes; able.ok() && way->memory_ == nullptr; area /= 2) {
-    way->area_bytes_ = area;
+  if (able.ok()) path->device_ = std::move(opened).value();
+  for (std::uint64_t area = kAreaBytes; able.ok() && path->memory_ == nullptr; area /= 2) {
+    path->area_bytes_ = area;
     const auto memory =
-        way->device_->remains->Allocate(static_cast<std::size_t>(way->memory_bytes()));
-    if (memory.ok()) way->memory_ = memory.value();
+        path->device_->pending_work->Allocate(static_cast<std::size_t>(path->memory_bytes()));
+    if (memory.ok()) path->memory_ = memory.value();
     if (!memory.ok() && area == kLeastAreaBytes) able = memory.status();
   }
-  const std::uint64_t allocated = way->area_bytes_;
+  const std::uint64_t allocated = path->area_bytes_;
   ByteWriter mine;
   mine.U64(allocated);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
                                collective.Decide(
-                                   mine.bytes(), "load: memory for an exchange",
+                                   mine.bytes(), "load: agree on memory",
                                    [](std::vector<std::string>& parts) -> Result<std::string> {
                                      std::uint64_t least = ~std::uint64_t{0};
                                      for (const std::string& part : parts) {
-                                       ByteReader in(part, "load: memory for an exchange");
+                                       ByteReader in(part, "load: memory size of a rank");
                                        least = std::min(least, in.U64());
                                        TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
                                      }
@@ -367,29 +372,29 @@ Result<std::unique_ptr<DeviceWay>> DeviceWay::Open(Collective& collective, const
                                      return std::move(out.bytes());
                                    },
                                    able));
-  ByteReader in(told, "load: memory for an exchange");
-  way->area_bytes_ = in.U64();
+  ByteReader in(told, "load: memory size that rank 0 chose");
+  path->area_bytes_ = in.U64();
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
-  TENSORMOUNT_ASSIGN_OR_RETURN(way->transport_,
+  TENSORMOUNT_ASSIGN_OR_RETURN(path->transport_,
                                MakeDeviceTransport(collective, patience, OpenDeviceLink(device)));
-  TENSORMOUNT_RETURN_IF_ERROR(
-      collective.Agree(way->transport_->Register({way->memory_, 6 * allocated, device}),
-                       "load: memory for an exchange"));
-  return way;
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(
+      path->transport_->Register({path->memory_, 6 * allocated, device}), "load: register memory"));
+  return path;
 }
 
-DeviceWay::~DeviceWay() {
+DeviceExchangePath::~DeviceExchangePath() {
   transport_.reset();
   if (memory_ == nullptr) return;
-  // Nobody knows when the transport of other ranks is done with it.
-  if (doubtful_) return;
-  if (quiet_) device_->remains->Renew(memory_);
-  device_->remains->Free(memory_);
+  // The transports of other ranks may access the memory for an unknown time: leak it.
+  if (still_accessed_) return;
+  if (queues_idle_) device_->pending_work->ResetPendingWork(memory_);
+  device_->pending_work->Free(memory_);
 }
 
-Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units, DeviceWay& way,
-                         const DeviceExchangeRules& rules, LoadReport& report) {
-  WindowStream stream(collective, units, way, rules, report);
+Status ExchangeOnDevices(Collective& collective, const ExchangeUnits& units,
+                         DeviceExchangePath& path, const DeviceExchangeRules& rules,
+                         LoadReport& report) {
+  WindowStream stream(collective, units, path, rules, report);
   return collective.Run(stream, units.bytes(), "load: exchange between devices");
 }
 

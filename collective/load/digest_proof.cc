@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The proof of a load by digests: each rank adds up what stands in its buffers, and the sum over
-// all ranks must be the tensor's stored digest. It covers the way from the disk to the last buffer.
-// Where it fails, the stored bytes are read again to tell where.
+// Verification of a load by digests: each rank digests its buffers, and the sum over all ranks must
+// be the stored digest. After a failure the stored bytes are read again to locate the damage.
 #include "collective/load/digest_proof.h"
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 namespace tensormount {
 namespace {
 
-// What is read from storage at once for a proof or a diagnosis.
+// Bytes read from storage at once for a proof or a diagnosis.
 constexpr std::uint64_t kProofBlockBytes = 8u << 20;
 
 PlacedBox WholeTensor(const Dims& byte_shape) {
@@ -24,7 +23,8 @@ PlacedBox WholeTensor(const Dims& byte_shape) {
                         : placed.front();
 }
 
-// A name for equal regions: what ranks agree on without comparing pairs.
+// A text that is equal for equal regions, so that equal regions are found without comparing all
+// pairs.
 std::string RegionKey(const Region& region) {
   std::string key;
   const auto put = [&key](std::int64_t v) {
@@ -50,7 +50,7 @@ Dims ElementAt(const TensorMeta& meta, std::uint64_t offset) {
   return at;
 }
 
-// The smallest box of elements that was shown to it.
+// The bounding box of the elements added.
 struct Bounds {
   Dims low;
   Dims high;
@@ -75,7 +75,8 @@ struct Bounds {
   }
 };
 
-// Where packed bytes of `part` and the buffer differ.
+// Adds to `bounds` the elements in which the packed bytes at `bytes` and the buffer at `base`
+// differ.
 void CompareBox(const TensorMeta& meta, const PlacedBox& whole, const PlacedBox& packed,
                 const std::byte* bytes, const PlacedBox& placed, const std::byte* base,
                 Bounds& bounds) {
@@ -86,9 +87,9 @@ void CompareBox(const TensorMeta& meta, const PlacedBox& whole, const PlacedBox&
     std::int64_t from = 0;
     std::int64_t to = 0;
   };
-  std::vector<Name> names;  // Rising; made where something differs.
-  // Both plans walk the packed bytes in the same order; the names' runs may be longer or shorter,
-  // so that a differing byte is looked up by its place in the packed bytes.
+  std::vector<Name> names;  // Rising; filled at the first difference.
+  // The runs of `names` may be longer or shorter than those of `runs`, so a differing byte is
+  // looked up by its position in the packed bytes.
   runs.ForEachRun([&](std::int64_t at, std::int64_t memory, std::uint64_t size) {
     if (std::memcmp(bytes + at, base + memory, size) == 0) return;
     if (names.empty()) {
@@ -113,7 +114,7 @@ void CompareBox(const TensorMeta& meta, const PlacedBox& whole, const PlacedBox&
 
 }  // namespace
 
-ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, int ranks) {
+ProofPlan PlanProof(const TensorEntry& entry, std::span<const RequestedRegion> wants, int ranks) {
   ProofPlan plan;
   if (!entry.has_digest || wants.empty()) return plan;
   const TensorMeta& meta = entry.meta;
@@ -133,7 +134,7 @@ ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, i
   if (!coverage.overlaps.empty() || coverage.truncated) return plan;
   if (coverage.missing_elements > meta.elements() / 4) return plan;
   for (const Box& box : coverage.missing) {
-    // A rest that ends inside a byte cannot be read alone.
+    // Cells that end inside a byte cannot be read alone.
     if (!ByteRegion(meta.dtype(), meta.shape(), box).ok()) return plan;
   }
   plan.completed = std::move(coverage.missing);
@@ -154,7 +155,7 @@ Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const Tensor
                                 std::span<const Box> boxes, ReadStats* stats) {
   const TensorMeta& meta = entry.meta;
   const std::uint64_t element_bytes = std::max<std::uint64_t>(1, meta.bits() / 8);
-  // Parts of boxes of elements under a byte could end inside one.
+  // Boxes of sub-byte elements are not split, because a part could end inside an element.
   const std::uint64_t block = meta.bits() % 8 == 0 ? kProofBlockBytes : ~std::uint64_t{0};
   std::vector<std::byte> bytes;
   Crc64 digest = 0;

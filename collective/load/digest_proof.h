@@ -14,61 +14,60 @@
 #include "index/read/checkpoint.h"
 #include "shard/tensor_meta.h"
 
-// The proof of a load by digest: what stands in the ranks' buffers after the load, put together,
-// must have the CRC that was stored (docs/format.md, "Hashes"). It covers the whole way from the
-// disk into the buffer, and needs no whole leaf to have been read.
-
+// Verifies a load by digest: the bytes in the ranks' buffers after the load, put together, must
+// have the CRC that was stored (docs/format.md, "Hashes"). This covers the whole way from storage
+// into the buffers and needs no whole leaf to have been read.
 //
-// CRCs of disjoint parts add up by exclusive or, each moved to its place in the whole: so every
-// rank computes the contribution of what it holds, 8 bytes travel, and their sum is compared with
-// the stored digest. Example: rows [0:2] on rank 0 and [2:4] on rank 1 of a stored [4, 8]: both are
-// contributors, and d0 ^ d1 must be the digest. Where rank 2 asked for [0:2] as well, it is a
-// replica of rank 0: its CRC must be d0, and is not added.
+// CRCs of disjoint parts, each moved to its place in the whole, add up by exclusive or. So every
+// rank computes the contribution of its cells, 8 bytes travel, and the sum is compared with the
+// stored digest. Example: rows [0:2] on rank 0 and [2:4] on rank 1 of a stored [4, 8]: both are
+// contributors, and d0 ^ d1 must be the digest. If rank 2 asked for [0:2] as well, it is a replica
+// of rank 0: its CRC must be d0, and is not added.
 
 namespace tensormount {
 
-// A region that a rank asked for: number `item` of its request.
-struct LoadWant {
+// A region that a rank asked for; `item` is its position in the request.
+struct RequestedRegion {
   int rank = 0;
   std::uint32_t item = 0;
-  Region region;         // Of the stored tensor.
-  bool convert = false;  // Into elements of another type.
+  Region region;         // Region of the stored tensor.
+  bool convert = false;  // Whether the load converts elements.
 };
 
-// Who contributes which cells to the proof of one tensor. Every cell must be counted once: one
+// Which ranks contribute which cells to the proof of one tensor. Every cell must be counted once: a
 // cell counted twice cancels.
 struct ProofPlan {
   bool possible = false;
-  std::vector<std::uint32_t> contributors;  // Positions in the wants; disjoint regions.
-  // Same region as that of a contributor: the CRCs of both must be equal.
+  std::vector<std::uint32_t> contributors;  // Positions in `wants`; their regions are disjoint.
+  // A request for the same region as a contributor's: both CRCs must be equal.
   struct Replica {
     std::uint32_t want = 0;
     std::uint32_t contributor = 0;
   };
   std::vector<Replica> replicas;
-  // What nobody asked for, as far as it is little: read from storage by `completer`.
+  // Cells that no rank asked for, if they are few: read from storage by rank `completer`.
   std::vector<Box> completed;
   int completer = 0;
 };
 
-// Not possible where the tensor has no digest, where requests overlap in part, where one of them
-// converts elements, or where more than a quarter of the tensor was asked for by nobody. The same
-// on every rank.
-ProofPlan PlanProof(const TensorEntry& entry, std::span<const LoadWant> wants, int ranks);
+// Plans the proof of one tensor, with the same result on every rank. The proof is not possible if
+// the tensor has no digest, requests overlap in part, a request converts elements, or more than a
+// quarter of the tensor is requested by no rank.
+ProofPlan PlanProof(const TensorEntry& entry, std::span<const RequestedRegion> wants, int ranks);
 
-// What stands in a buffer, as a contribution to the tensor's digest. `placed`: the disjoint boxes
-// of bytes that a region consists of, relative to `base`.
+// The contribution of a buffer's bytes to the tensor's digest. `placed`: the disjoint boxes of
+// bytes that a region consists of, relative to `base`.
 Crc64 DigestOfBuffer(const TensorMeta& meta, std::span<const PlacedBox> placed,
                      const std::byte* base);
 
-// Contribution of boxes that are read from storage for the proof alone, in blocks of bounded size.
-// For the cells that no rank has: without them the sum would prove nothing.
+// The contribution of boxes that no rank has, read from storage in blocks of bounded size.
 Result<Crc64> DigestFromStorage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                                 std::span<const Box> boxes, ReadStats* stats);
 
-// After a proof failed: reads `region` again by whole leaves and compares it with the buffer.
+// Called after a proof failed: reads `region` again by whole leaves and compares it with the
+// buffer.
 //   kDataLoss  of storage, naming chunk, box and file; or "changed between storage and the buffer",
-//              naming the box that holds all differing elements of the first block that has some
+//              naming the box of all differing elements in the first block that has some
 //   ok         storage is as it was written and the buffer is equal to it
 Status FindDamage(const OpenedCheckpoint& checkpoint, const TensorEntry& entry,
                   const Region& region, std::span<const PlacedBox> placed, const std::byte* base);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank reads for itself alone, by several threads: one copies out of the page cache at a
-// fifth of what a bus to a device takes, and waits for storage that serves many. The unit of work
-// is a target, or a part of one where it goes to a device, whose bytes are proved there; small ones
-// that follow each other are one.
+// Reads what one rank reads for itself, with several threads: one thread copies from the page cache
+// at a fifth of a device bus's speed, and storage can serve many threads at once. A thread works on
+// one target at a time, or on a part of a target in device memory, whose bytes are verified there.
+// Small consecutive targets are combined.
 #include "collective/load/direct_read.h"
 
 #include <algorithm>
@@ -17,19 +17,17 @@
 namespace tensormount {
 namespace {
 
-// Small targets are read together up to this: what a thread does in a millisecond.
+// Small targets are combined up to this size, about one millisecond of work for a thread.
 constexpr std::uint64_t kTogetherBytes = std::uint64_t{4} << 20;
 constexpr int kMostReadThreads = 12;
 
-// A target, or one box of it.
 struct Share {
   LoadTarget* target = nullptr;
   bool whole = true;
   PlacedBox part;
 };
-// What one thread does at once.
-struct Turn {
-  std::size_t first = 0;  // Of the shares.
+struct ReadBatch {
+  std::size_t first = 0;  // Index in shares_.
   std::size_t count = 0;
 };
 
@@ -52,19 +50,18 @@ class DirectReader {
       AddShares(target);
       report_.bytes += target.bytes;
     }
-    // So targets stand.
+    // Targets are in file order.
     const std::shared_ptr<const void> in_order = checkpoint_.ReadInOrder();
     TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Staging>(
-        turns_.size(), rules_.threads,
-        [this](std::size_t i, Staging& staging) { return Read(turns_[i], staging); }));
+        batches_.size(), rules_.threads,
+        [this](std::size_t i, Staging& staging) { return Read(batches_[i], staging); }));
     return report_;
   }
 
  private:
-  // Of one thread.
   struct Staging {
     std::vector<std::byte> bytes;
-    std::size_t counted = 0;  // Of them, in the report.
+    std::size_t counted = 0;  // Bytes counted in the report so far.
   };
 
   void AddShares(LoadTarget& target) {
@@ -76,17 +73,17 @@ class DirectReader {
     }
   }
   void Add(Share share, std::uint64_t bytes) {
-    if (turns_.empty() || in_turn_ + bytes > kTogetherBytes) {
-      turns_.push_back({shares_.size(), 0});
-      in_turn_ = 0;
+    if (batches_.empty() || batch_bytes_ + bytes > kTogetherBytes) {
+      batches_.push_back({shares_.size(), 0});
+      batch_bytes_ = 0;
     }
-    ++turns_.back().count;
-    in_turn_ += bytes;
+    ++batches_.back().count;
+    batch_bytes_ += bytes;
     shares_.push_back(std::move(share));
   }
 
-  Status Read(const Turn& turn, Staging& staging) {
-    for (const Share& share : std::span(shares_).subspan(turn.first, turn.count)) {
+  Status Read(const ReadBatch& batch, Staging& staging) {
+    for (const Share& share : std::span(shares_).subspan(batch.first, batch.count)) {
       if (rules_.cancel != nullptr && rules_.cancel->load()) {
         return {Code::kCancelled, "the load was cancelled"};
       }
@@ -111,8 +108,8 @@ class DirectReader {
   const OpenedCheckpoint& checkpoint_;
   const DirectReadRules& rules_;
   std::vector<Share> shares_;
-  std::vector<Turn> turns_;
-  std::uint64_t in_turn_ = 0;  // Bytes of the last one.
+  std::vector<ReadBatch> batches_;
+  std::uint64_t batch_bytes_ = 0;  // Bytes of the last batch.
   std::mutex mutex_;
   DirectReadReport report_;
 };

@@ -14,27 +14,27 @@
 
 namespace tensormount {
 
-// How a rank reads for itself. What it names must outlive the call.
+// How a rank reads for itself. Referenced objects must outlive the call.
 struct DirectReadRules {
   LoadVerify verify = LoadVerify::kAuto;
-  int threads = 1;  // At most, of which the caller's is one.
+  int threads = 1;  // Maximum number of threads, including the caller's.
   const std::atomic<bool>* cancel = nullptr;
-  // Told of bytes as they are read, from any of the threads.
+  // Called with the number of bytes read, from any of the threads.
   std::function<void(std::uint64_t bytes)> read;
 };
 struct DirectReadReport {
-  std::uint64_t bytes = 0;              // Of the targets, as stored.
-  std::uint64_t peak_buffer_bytes = 0;  // Of all threads, besides the targets' memory.
+  std::uint64_t bytes = 0;              // Stored bytes of the targets.
+  std::uint64_t peak_buffer_bytes = 0;  // Buffers of all threads, without target memory.
 };
 
-// Fills those targets that are not exchanged, in the order in which they stand: that of the files.
-// Sets their `verify` and `stats`. What goes to devices is there once their writer has finished.
-// Where several threads fail, the failure of one of them; all have ended when this returns.
+// Fills the targets that are not exchanged, in order (file order), and sets their `verify` and
+// `stats`. Bytes for device memory have arrived only after DeviceWriter::Finish. If several threads
+// fail, returns the failure of one; all have ended on return.
 Result<DirectReadReport> ReadDirectly(const OpenedCheckpoint& checkpoint,
                                       std::span<LoadTarget> targets, const DirectReadRules& rules);
 
-// For ranks of which `ranks_here` share this machine: as many as have a core each, at most 12.
-// `asked` where it is not 0.
+// Number of threads that read on one rank: `asked`, or, if `asked` is 0, the cores of this machine
+// divided by `ranks_here` (its number of ranks), but at most 12.
 int ReadThreads(int asked, int ranks_here);
 
 }  // namespace tensormount

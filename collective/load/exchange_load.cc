@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads by exchange: each byte is read by one rank and sent to those who want it. A thread reads
-// and cuts up units ahead; the caller's thread moves messages, inside one collective call, so that
-// a rank that dies is noticed while data are on their way. What is in flight to each rank is
-// bounded.
+// Loads by exchange: one rank reads each byte and sends it to the ranks that want it. A thread
+// reads and cuts up units ahead; the caller's thread moves messages within one collective call, so
+// that a dead rank is noticed during the transfer. The bytes in flight to each rank are bounded.
 #include "collective/load/exchange_load.h"
 
 #include <algorithm>
@@ -30,20 +29,22 @@
 namespace tensormount {
 namespace {
 
-// What was read and is not yet out, of one rank; and what is on its way to it and cannot be
-// received in place. One unit may always pass, however large it is.
+// Limits for one rank: bytes that were read and are not sent yet, and bytes that arrive and cannot
+// be received in place. One unit may always pass, however large it is.
 constexpr std::uint64_t kOutgoingBytes = 4u << 20;
 constexpr std::uint64_t kIncomingBytes = 4u << 20;
 constexpr std::size_t kMaxReceives = 64;
-// Units of one rank that are on their way, also from memory that is the caller's.
+// Limit of units that one rank has read and not finished sending, including those sent from the
+// caller's memory.
 constexpr std::size_t kMaxUnits = 16;
 
-// Buffers that are used again, and how much memory they ever were. Thread-safe.
+// Reusable buffers, and the peak of their memory. Thread-safe.
 class Pool {
  public:
   GrowingBuffer Take(std::uint64_t size) {
     std::lock_guard lock(mutex_);
-    // Not a larger one either: what counts as a few bytes on their way must not hold many.
+    // Only a buffer of this exact size is reused: a larger one would use more memory than the
+    // limits count.
     const auto fitting = std::find_if(free_.begin(), free_.end(),
                                       [&](const GrowingBuffer& b) { return b.capacity() == size; });
     GrowingBuffer bytes;
@@ -61,7 +62,7 @@ class Pool {
     peak_ = std::max(peak_, total_);
     return bytes;
   }
-  void Give(GrowingBuffer bytes) {
+  void Return(GrowingBuffer bytes) {
     if (bytes.capacity() == 0) return;
     std::lock_guard lock(mutex_);
     free_.push_back(std::move(bytes));
@@ -75,7 +76,8 @@ class Pool {
   std::uint64_t peak_ = 0;
 };
 
-// One batch of units: a thread reads, whoever calls Step passes on.
+// Exchanges one batch of units: a thread reads the units, Step (on the caller's thread) sends and
+// receives blocks.
 class UnitStream final : public LocalWork {
  public:
   UnitStream(Collective& collective, const ExchangeUnits& units, UnitReader& reader, Pool& pool,
@@ -116,28 +118,28 @@ class UnitStream final : public LocalWork {
     sends_.clear();
     for (const Receive& receive : receives_) comm_.Cancel(receive.request);
     receives_.clear();
-    coming_.clear();
+    incoming_units_.clear();
   }
 
  private:
   struct Send {
     Communicator::Request request = 0;
-    std::shared_ptr<Outgoing> unit;
+    std::shared_ptr<OutgoingUnit> unit;
   };
-  // What this rank gets of a unit that another one reads.
-  struct Coming {
+  // The blocks that this rank gets of a unit that another rank reads.
+  struct IncomingUnit {
     std::size_t unit = 0;
     int from = 0;
-    std::vector<ExchangeBox> pieces;
-    std::optional<UnitLetter> letter;  // Once it came.
-    UnitLetter arrived;
-    std::size_t posted = 0;  // Pieces that are asked for.
+    std::vector<ExchangeBox> blocks;
+    std::optional<UnitHeader> header;  // Set once the header arrived.
+    UnitHeader arrived;
+    std::size_t posted = 0;  // Number of blocks whose receive is posted.
   };
-  using ComingRef = std::list<Coming>::iterator;
+  using IncomingRef = std::list<IncomingUnit>::iterator;
   struct Receive {
     Communicator::Request request = 0;
-    ComingRef of;
-    std::size_t number = 0;  // Of the piece.
+    IncomingRef of;
+    std::size_t number = 0;  // Position of the block in of->blocks.
     std::byte* to = nullptr;
     GrowingBuffer staged;
   };
@@ -149,7 +151,7 @@ class UnitStream final : public LocalWork {
     for (std::size_t u = 0; u < units_.units().size(); ++u) {
       const ExchangeUnit& unit = units_.units()[u];
       if (unit.reader != me) continue;
-      auto out = std::make_shared<Outgoing>();
+      auto out = std::make_shared<OutgoingUnit>();
       out->number = u;
       reader_.Plan(units_, unit, *out);
       {
@@ -166,14 +168,14 @@ class UnitStream final : public LocalWork {
       const std::uint64_t before = reader_.bytes_read();
       TENSORMOUNT_RETURN_IF_ERROR(reader_.Read(units_, unit, *out));
       progress_(reader_.bytes_read() - before);
-      for (const ExchangeBox& piece : out->pieces) out->unsent += piece.receivers.size();
+      for (const ExchangeBox& block : out->blocks) out->unsent += block.receivers.size();
       std::lock_guard lock(mutex_);
       if (out->unsent > 0) {
         ready_.push_back(std::move(out));
       } else {
         --in_flight_;
         outgoing_ -= out->size;
-        pool_.Give(std::move(out->memory));
+        pool_.Return(std::move(out->memory));
       }
     }
     return {};
@@ -192,7 +194,7 @@ class UnitStream final : public LocalWork {
 
   Result<bool> TrySteps() {
     if (!thread_.joinable()) StartReading();
-    std::deque<std::shared_ptr<Outgoing>> ready;
+    std::deque<std::shared_ptr<OutgoingUnit>> ready;
     bool read_done = false;
     {
       std::lock_guard lock(mutex_);
@@ -200,31 +202,31 @@ class UnitStream final : public LocalWork {
       read_done = read_done_;
       if (!read_status_.ok()) return read_status_;
     }
-    alone = !read_done;  // What the reading thread has done is heard of by nobody else.
+    progresses_alone = !read_done;  // The communicator does not see the reading thread's progress.
     TENSORMOUNT_RETURN_IF_ERROR(PostReceives());
-    for (std::shared_ptr<Outgoing>& out : ready) TENSORMOUNT_RETURN_IF_ERROR(PostSends(out));
+    for (std::shared_ptr<OutgoingUnit>& out : ready) TENSORMOUNT_RETURN_IF_ERROR(PostSends(out));
     TENSORMOUNT_RETURN_IF_ERROR(TestSends());
     TENSORMOUNT_RETURN_IF_ERROR(TestReceives());
     TENSORMOUNT_RETURN_IF_ERROR(writer_.Push());
     const bool letters_out = collective_.data_out().Poll();
     TENSORMOUNT_RETURN_IF_ERROR(collective_.data_out().failure());
     return read_done && sends_.empty() && letters_out && next_unit_ == units_.units().size() &&
-           coming_.empty();
+           incoming_units_.empty();
   }
 
-  Status PostSends(const std::shared_ptr<Outgoing>& out) {
+  Status PostSends(const std::shared_ptr<OutgoingUnit>& out) {
     moved = true;
-    for (const auto& [to, letter] : out->letters) {
-      static_assert(UnitLetter::kBytes <= kInlinePayload);
+    for (const auto& [to, header] : out->headers) {
+      static_assert(UnitHeader::kBytes <= kInlinePayload);
       Frame frame;
       frame.kind = Frame::kLetter;
-      collective_.data_out().Send(to, std::move(frame), Payload(letter.Encode()));
+      collective_.data_out().Send(to, std::move(frame), Payload(header.Encode()));
     }
-    for (std::size_t p = 0; p < out->pieces.size(); ++p) {
-      const ExchangeBox& piece = out->pieces[p];
-      for (const int to : piece.receivers) {
+    for (std::size_t p = 0; p < out->blocks.size(); ++p) {
+      const ExchangeBox& block = out->blocks[p];
+      for (const int to : block.receivers) {
         const BufferView view = BufferView::Host(DType::kU8, static_cast<const void*>(out->at[p]),
-                                                 Dims{piece.bytes.volume()});
+                                                 Dims{block.bytes.volume()});
         TENSORMOUNT_ASSIGN_OR_RETURN(const Communicator::Request request,
                                      comm_.Send(to, tag_, view));
         sends_.push_back({request, out});
@@ -257,83 +259,86 @@ class UnitStream final : public LocalWork {
     return failure;
   }
 
-  void Release(Outgoing& out) {
+  void Release(OutgoingUnit& out) {
     {
       std::lock_guard lock(mutex_);
       --in_flight_;
       outgoing_ -= out.size;
     }
-    pool_.Give(std::move(out.memory));
+    pool_.Return(std::move(out.memory));
     room_.notify_one();
   }
 
-  // What comes next to this rank, in the order in which every reader sends.
-  void FindComing() {
+  // Fills incoming_units_ with the next units for this rank, in the order in which every reader
+  // sends.
+  void FindIncoming() {
     const int me = comm_.rank();
-    for (; pieces_coming_ < kMaxReceives && next_unit_ < units_.units().size(); ++next_unit_) {
+    for (; unreceived_blocks_ < kMaxReceives && next_unit_ < units_.units().size(); ++next_unit_) {
       const ExchangeUnit& unit = units_.units()[next_unit_];
       if (unit.reader == me) continue;
-      Coming coming;
-      coming.unit = next_unit_;
-      coming.from = unit.reader;
-      for (ExchangeBox& piece : units_.PiecesOf(unit)) {
-        if (!piece.mine.empty()) coming.pieces.push_back(std::move(piece));
+      IncomingUnit incoming;
+      incoming.unit = next_unit_;
+      incoming.from = unit.reader;
+      for (ExchangeBox& block : units_.BlocksOf(unit)) {
+        if (!block.mine.empty()) incoming.blocks.push_back(std::move(block));
       }
-      if (coming.pieces.empty()) continue;
-      pieces_coming_ += coming.pieces.size();
-      coming_.push_back(std::move(coming));
+      if (incoming.blocks.empty()) continue;
+      unreceived_blocks_ += incoming.blocks.size();
+      incoming_units_.push_back(std::move(incoming));
     }
   }
 
-  // A letter is asked for once all that stands before it on its way is, and pieces once their
-  // letter came: so nothing else can be taken for them.
+  // Posts receives in the order in which each rank sends: the header of a unit after all messages
+  // before it, its blocks once the header has arrived. So no message is received in place of
+  // another.
   Status PostReceives() {
-    FindComing();
+    FindIncoming();
     std::set<int> busy;  // Ranks whose next message belongs to an earlier unit.
-    for (auto it = coming_.begin(); it != coming_.end(); ++it) {
-      Coming& c = *it;
-      if (c.posted == c.pieces.size() || busy.contains(c.from)) continue;
-      if (!c.letter) TENSORMOUNT_RETURN_IF_ERROR(ReceiveLetter(c));
-      while (c.letter && c.posted < c.pieces.size()) {
+    for (auto it = incoming_units_.begin(); it != incoming_units_.end(); ++it) {
+      IncomingUnit& c = *it;
+      if (c.posted == c.blocks.size() || busy.contains(c.from)) continue;
+      if (!c.header) TENSORMOUNT_RETURN_IF_ERROR(ReceiveHeader(c));
+      while (c.header && c.posted < c.blocks.size()) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool posted, PostReceive(it));
         if (!posted) return {};
       }
-      if (!c.letter) busy.insert(c.from);
+      if (!c.header) busy.insert(c.from);
     }
     return {};
   }
 
-  Status ReceiveLetter(Coming& c) {
+  Status ReceiveHeader(IncomingUnit& c) {
     FrameReceiver& in = collective_.data_in(c.from);
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool came, in.Poll());
     if (!came) return {};
     moved = true;
     const FrameReceiver::Received got = in.Take();
-    const bool letter =
-        got.frame.kind == Frame::kLetter && got.payload.size() == UnitLetter::kBytes;
-    if (letter) c.letter = UnitLetter::Decode(got.payload);
-    if (letter && c.letter->unit == c.unit && c.letter->pieces == c.pieces.size()) return {};
+    const bool header =
+        got.frame.kind == Frame::kLetter && got.payload.size() == UnitHeader::kBytes;
+    if (header) c.header = UnitHeader::Decode(got.payload);
+    if (header && c.header->unit == c.unit && c.header->blocks == c.blocks.size()) return {};
     return {Code::kDataLoss, "message of rank " + std::to_string(c.from) +
-                                 ": does not announce unit " + std::to_string(c.unit)};
+                                 ": it does not announce unit " + std::to_string(c.unit) +
+                                 " of the exchange, which this rank expects next"};
   }
 
-  // Asks for the next piece; false where there is no room for it now.
-  Result<bool> PostReceive(ComingRef of) {
-    Coming& c = *of;
-    const ExchangeBox& piece = c.pieces[c.posted];
+  // Posts the receive of the next block; false if there is no room for it now.
+  Result<bool> PostReceive(IncomingRef of) {
+    IncomingUnit& c = *of;
+    const ExchangeBox& block = c.blocks[c.posted];
     if (receives_.size() >= kMaxReceives) return false;
     Receive receive;
     receive.of = of;
     receive.number = c.posted;
-    receive.to = ContiguousPlace(piece.bytes, *piece.mine.front());
+    receive.to = ContiguousPlace(block.bytes, *block.mine.front());
     if (receive.to == nullptr) {
-      if (incoming_ != 0 && incoming_ + piece.size() > kIncomingBytes) return false;
-      incoming_ += piece.size();
-      receive.staged = pool_.Take(piece.size());
+      if (incoming_ != 0 && incoming_ + block.size() > kIncomingBytes) return false;
+      incoming_ += block.size();
+      receive.staged = pool_.Take(block.size());
       receive.to = receive.staged.data();
     }
     const BufferView view =
-        BufferView::Host(DType::kU8, static_cast<void*>(receive.to), Dims{piece.bytes.volume()});
+        BufferView::Host(DType::kU8, static_cast<void*>(receive.to), Dims{block.bytes.volume()});
     TENSORMOUNT_ASSIGN_OR_RETURN(receive.request, comm_.Receive(c.from, tag_, view));
     receives_.push_back(std::move(receive));
     ++c.posted;
@@ -365,28 +370,28 @@ class UnitStream final : public LocalWork {
 
   Status Arrived(Receive& receive) {
     moved = true;
-    Coming& c = *receive.of;
-    const ExchangeBox& piece = c.pieces[receive.number];
-    report_.bytes_received += piece.size();
+    IncomingUnit& c = *receive.of;
+    const ExchangeBox& block = c.blocks[receive.number];
+    report_.bytes_received += block.size();
     const PlannedTensor& tensor = units_.tensor(units_.units()[c.unit]);
-    if (UnitLetter::SumsTravel(tensor)) c.arrived.Add(receive.number, receive.to, piece.size());
+    if (UnitHeader::HasChecksum(tensor)) c.arrived.Add(receive.number, receive.to, block.size());
     const bool staged = receive.staged.capacity() != 0;
-    const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
-    for (std::size_t m = staged ? 0 : 1; m < piece.mine.size(); ++m) {
-      TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, receive.to, piece.bytes, *piece.mine[m]));
+    const PlacedBox packed = PlacePacked(Region(block.bytes), 0).front();
+    for (std::size_t m = staged ? 0 : 1; m < block.mine.size(); ++m) {
+      TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, receive.to, block.bytes, *block.mine[m]));
     }
     if (staged) {
-      incoming_ -= piece.size();
-      pool_.Give(std::move(receive.staged));
+      incoming_ -= block.size();
+      pool_.Return(std::move(receive.staged));
     }
-    --pieces_coming_;
-    if (++c.arrived.pieces < c.pieces.size()) return {};
-    if (c.arrived.sum != c.letter->sum) {
+    --unreceived_blocks_;
+    if (++c.arrived.blocks < c.blocks.size()) return {};
+    if (c.arrived.sum != c.header->sum) {
       return {Code::kDataLoss, "tensor " + tensor.entry().meta.key() +
-                                   ": its bytes changed on the way from rank " +
+                                   ": its bytes changed in transit from rank " +
                                    std::to_string(c.from)};
     }
-    coming_.erase(receive.of);
+    incoming_units_.erase(receive.of);
     return {};
   }
 
@@ -401,41 +406,44 @@ class UnitStream final : public LocalWork {
   const std::function<void(std::uint64_t)>& progress_;
   std::vector<Send> sends_;
   std::vector<Receive> receives_;
-  std::uint64_t incoming_ = 0;  // Bytes of staged receives.
+  std::uint64_t incoming_ = 0;  // Bytes that arrive in staging buffers.
   std::size_t next_unit_ = 0;
-  std::list<Coming> coming_;
-  std::size_t pieces_coming_ = 0;  // Of them; not arrived.
+  std::list<IncomingUnit> incoming_units_;
+  std::size_t unreceived_blocks_ = 0;  // Blocks in incoming_units_ that have not arrived.
 
   std::mutex mutex_;
   std::condition_variable room_;
   bool stop_ = false;
-  std::size_t in_flight_ = 0;   // Units that were read or are being read.
-  std::uint64_t outgoing_ = 0;  // Their memory, in bytes.
-  std::deque<std::shared_ptr<Outgoing>> ready_;
+  std::size_t in_flight_ = 0;   // Number of units from the begin of reading until they are sent.
+  std::uint64_t outgoing_ = 0;  // Bytes of memory of these units.
+  std::deque<std::shared_ptr<OutgoingUnit>> ready_;
   bool read_done_ = false;
   Status read_status_;
-  std::thread thread_;  // Last: uses all others.
+  std::thread thread_;  // Declared last: the thread uses all other members.
 };
 
-// How long the way between devices may take to make where the host is as good.
+// Time limit for connecting devices if the exchange could also go through the host.
 constexpr std::chrono::seconds kConnectPatience{30};
 
-// What is proved where it stands in the end need not be looked at on its way. What is not is
-// compared on its way through the host; between devices only where somebody wants just that.
-bool GoesBetweenDevices(const PlannedTensor& tensor, const ExchangeRules& rules) {
+// Whether a tensor goes between devices, once devices are connected. Data that a digest verifies at
+// the destination need no check on the way. Other data are verified on the way through the host,
+// and go between devices only if the caller asks for devices without verification.
+bool IsExchangedOnDevices(const PlannedTensor& tensor, const ExchangeRules& rules) {
   if (tensor.proof.possible) return true;
   return rules.verify == LoadVerify::kOff && rules.via == ExchangeVia::kDevices;
 }
 
-// The way between devices, where this load takes it: all ranks or none. Null: it does not.
-Result<std::unique_ptr<DeviceWay>> FindWay(Collective& collective, const LoadPlan& plan,
-                                           const ExchangeRules& rules) {
-  std::unique_ptr<DeviceWay> none;
+// Opens the path between devices. Returns null, on all ranks alike, if the exchange goes through
+// the host.
+Result<std::unique_ptr<DeviceExchangePath>> OpenDevicePath(Collective& collective,
+                                                           const LoadPlan& plan,
+                                                           const ExchangeRules& rules) {
+  std::unique_ptr<DeviceExchangePath> none;
   if (rules.via == ExchangeVia::kHost) return none;
   const bool asked = rules.via == ExchangeVia::kDevices;
   std::uint64_t bytes = 0;
   for (const PlannedTensor& tensor : plan.tensors) {
-    if (tensor.exchange && GoesBetweenDevices(tensor, rules)) {
+    if (tensor.exchange && IsExchangedOnDevices(tensor, rules)) {
       bytes += tensor.entry().meta.bytes();
     }
   }
@@ -443,21 +451,23 @@ Result<std::unique_ptr<DeviceWay>> FindWay(Collective& collective, const LoadPla
                                      [&](int group) { return group == plan.groups[0]; });
   if (!rules.device || !one_group) {
     if (!asked) return none;
-    return Status(Code::kUnsupported,
-                  one_group
-                      ? "an exchange between devices: on some rank there is no tensor, or one "
-                        "that is not on its one device"
-                      : "an exchange between devices has one group of ranks");
+    return Status(
+        Code::kUnsupported,
+        one_group
+            ? "exchange between devices: every rank must load at least one tensor, and all its "
+              "tensors onto one device"
+            : "exchange between devices: all ranks must be in one group");
   }
-  if (bytes == 0 || (!asked && bytes < rules.worth_a_way)) return none;
+  if (bytes == 0 || (!asked && bytes < rules.min_device_exchange_bytes)) return none;
   const std::chrono::milliseconds patience =
       asked ? rules.patience
             : std::min<std::chrono::milliseconds>(rules.patience, kConnectPatience);
-  Result<std::unique_ptr<DeviceWay>> way = DeviceWay::Open(collective, *rules.device, patience);
+  Result<std::unique_ptr<DeviceExchangePath>> way =
+      DeviceExchangePath::Open(collective, *rules.device, patience);
   if (way.ok() || asked || way.status().code() == Code::kCancelled) return way;
   if (collective.rank() == 0) {
-    Log(LogLevel::kWarning,
-        "load: what ranks exchange goes through the host: " + way.status().message());
+    Log(LogLevel::kWarning, "load: ranks exchange data through host memory, not between devices: " +
+                                way.status().message());
   }
   return none;
 }
@@ -468,29 +478,28 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
                       const ExchangeRules& rules, LoadReport& report,
                       const std::function<void(std::uint64_t)>& progress) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceWay> way,
-                               FindWay(collective, plan, rules));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceExchangePath> way,
+                               OpenDevicePath(collective, plan, rules));
   UnitReader reader(checkpoint, rules.verify);
   Pool pool;
-  // First what goes between devices, then the rest.
   for (const bool between : {true, false}) {
     if (between && way == nullptr) continue;
     ExchangeUnits units(checkpoint, plan, targets, collective.rank(),
                         [&](const PlannedTensor& tensor) {
-                          return (way != nullptr && GoesBetweenDevices(tensor, rules)) == between;
+                          return (way != nullptr && IsExchangedOnDevices(tensor, rules)) == between;
                         });
     for (;;) {
       bool more = false;
       const Status planned = Guarded([&]() -> Status {
         TENSORMOUNT_ASSIGN_OR_RETURN(more, units.Next());
-        // Before all agree that there is no more.
+        // Device writes must end before the ranks agree that no batch is left.
         TENSORMOUNT_RETURN_IF_ERROR(writer.Finish());
         if (!more && !between && rules.verify != LoadVerify::kOff) {
           return CheckArrived(targets, true, rules.devices);
         }
         return {};
       });
-      TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan the exchange"));
+      TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan exchange"));
       if (!more) break;
       if (between) {
         TENSORMOUNT_RETURN_IF_ERROR(ExchangeOnDevices(
@@ -499,7 +508,7 @@ Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective
         continue;
       }
       UnitStream stream(collective, units, reader, pool, writer, report, progress);
-      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, units.bytes(), "load: exchange"));
+      TENSORMOUNT_RETURN_IF_ERROR(collective.Run(stream, units.bytes(), "load: exchange data"));
     }
   }
   report.bytes_read += reader.bytes_read();

@@ -16,40 +16,43 @@
 
 namespace tensormount {
 
-// On one rank, while the call lasts:
+// Threads of one rank during the call:
 //
-//   its own thread   reads units (exchange_reader.h) in file order, while what is read and not yet
-//                    sent stays below 4 MiB and 16 units
-//   the caller's     posts sends of what is read, receives of what others announced, places what
-//                    came, and takes part in the round that ends when all are done
+//   its own thread   reads units (exchange_reader.h) in file order, while units that are read and
+//                    not sent stay below 4 MiB and 16 units
+//   the caller's     posts sends of the units that are read and receives of announced blocks,
+//                    places the blocks that arrived, and takes part in the collective call that
+//                    ends when all ranks are done
 //
-// Each unit's pieces follow a letter with their number and one checksum over all of them: what
-// arrives is what was read, and in the order in which every rank worked out the units. Memory: 8
-// MiB and one unit, however large the checkpoint is.
+// A header with the number of blocks and one checksum over all of them precedes each unit's blocks;
+// every rank computes the same order of units. Memory: 8 MiB and one unit, however large the
+// checkpoint is.
 //
-// Where all ranks want their parts in memory of devices, and there is a way between these, bytes go
-// by that instead (device_exchange.h).
+// If all ranks want their parts in device memory and the devices can be connected, bytes go between
+// devices instead (device_exchange.h).
 
-// How a load exchanges. What it names must outlive the call.
+// How a load exchanges. Referenced objects must outlive the call.
 struct ExchangeRules {
   LoadVerify verify = LoadVerify::kAuto;
   ExchangeVia via = ExchangeVia::kAuto;
-  // That all tensors of this rank are on, where that is so on every rank: there or nowhere.
+  // This rank's device. Set if on every rank all tensors are on one device; if not set, the
+  // exchange goes through the host.
   std::optional<Device> device;
-  std::uint64_t worth_a_way = 0;          // So many bytes are, with kAuto.
-  int threads = 1;                        // That read what goes between devices.
-  DeviceRules devices;                    // Of waits that keep this rank from answering others.
-  std::chrono::milliseconds patience{0};  // Of all others for devices.
+  // With kAuto: smaller exchanges go through the host.
+  std::uint64_t min_device_exchange_bytes = 0;
+  int threads = 1;  // Threads that read for devices.
+  // For waits in which this rank cannot answer others.
+  DeviceLimits devices;
+  std::chrono::milliseconds patience{0};  // For all other waits for devices.
 };
 
-// Loads the tensors marked `exchange`, in groups of ranks: one of those who want a block of rows of
-// a chunk reads it, cuts it up and sends the others their parts. What is short on disk is then
-// never read alone, what several ranks want is read once, and what one rank wants is not sent at
-// all. Reading goes on in a thread of its own while pieces are on their way; there are no rounds,
-// and what is on its way at a time is bounded. Adds to stats of the targets (bytes_wanted,
-// bytes_by_leaf) and to the report (bytes read and received, messages, peak of memory). `progress`
-// is called, on the threads that read, with what each block read. Collective; the verdict is the
-// same everywhere.
+// Loads the tensors marked `exchange`, in groups of ranks: one of the ranks that want a block of
+// rows of a chunk reads it, cuts it up and sends the other ranks their parts. So short runs on disk
+// are never read alone, data that several ranks want are read once, and data that only the reader
+// wants are not sent. A thread reads while blocks are in flight; there are no rounds, and the bytes
+// in flight are bounded. Adds to the stats of the targets (bytes_wanted, bytes_by_leaf) and to the
+// report (bytes read and received, messages, peak memory). The reading threads call `progress` with
+// the bytes of each block. Collective, with the same verdict on every rank.
 Status LoadByExchange(const OpenedCheckpoint& checkpoint, Collective& collective,
                       const LoadPlan& plan, std::span<LoadTarget> targets, DeviceWriter& writer,
                       const ExchangeRules& rules, LoadReport& report,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One unit of an exchange read and cut up: straight into buffers of this rank and messages, where
-// it is long runs and need not be checked on the way, else as a whole into memory, from which it is
-// copied. Both end in the one vectored read of base/file_system.h, or in OpenedCheckpoint's.
+// Reads and cuts up one unit of an exchange: straight into buffers of this rank and of messages if
+// the unit's runs are long and need no check on the way. Any other unit is read whole into memory
+// and copied from there. Both use the vectored read of base/file_system.h, or that of
+// OpenedCheckpoint.
 #include "collective/load/exchange_reader.h"
 
 #include <algorithm>
@@ -13,16 +14,15 @@
 namespace tensormount {
 namespace {
 
-// Shorter runs are cheaper copied out of a block than read one by one.
+// Least size of runs that are read one by one; shorter runs are cheaper to copy out of a block.
 constexpr std::uint64_t kShortestPiece = 512;
-// A gap that is worth a read of its own to leave out.
+// A gap of this size between two wanted runs is skipped by a separate read; a shorter gap is read,
+// too.
 constexpr std::uint64_t kLongGap = 64u << 10;
-// Data files that are open at a time.
-constexpr std::size_t kMaxFiles = 64;
 
 }  // namespace
 
-void UnitLetter::Add(std::uint64_t number, const std::byte* bytes, std::uint64_t size) {
+void UnitHeader::Add(std::uint64_t number, const std::byte* bytes, std::uint64_t size) {
   char pair[16];
   StoreLittle(pair, number);
   StoreLittle(pair + 8, Xxh3Low64(std::string_view(reinterpret_cast<const char*>(bytes),
@@ -30,15 +30,15 @@ void UnitLetter::Add(std::uint64_t number, const std::byte* bytes, std::uint64_t
   sum ^= Xxh3Low64(std::string_view(pair, sizeof(pair)));
 }
 
-std::string UnitLetter::Encode() const {
+std::string UnitHeader::Encode() const {
   std::string bytes(kBytes, '\0');
   StoreLittle(bytes.data(), unit);
-  StoreLittle(bytes.data() + 8, pieces);
+  StoreLittle(bytes.data() + 8, blocks);
   StoreLittle(bytes.data() + 16, sum);
   return bytes;
 }
 
-UnitLetter UnitLetter::Decode(const std::string& bytes) {
+UnitHeader UnitHeader::Decode(const std::string& bytes) {
   return {LoadLittle<std::uint64_t>(bytes.data()), LoadLittle<std::uint64_t>(bytes.data() + 8),
           LoadLittle<std::uint64_t>(bytes.data() + 16)};
 }
@@ -53,46 +53,47 @@ std::byte* ContiguousPlace(const Box& bytes, const LoadTarget& target) {
   return nullptr;
 }
 
-void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
-  out.pieces = units.PiecesOf(unit);
-  out.at.assign(out.pieces.size(), nullptr);
+void UnitReader::Plan(const ExchangeUnits& units, const ExchangeUnit& unit, OutgoingUnit& out) {
+  out.blocks = units.BlocksOf(unit);
+  out.at.assign(out.blocks.size(), nullptr);
   bytes_ = units.BytesOf(unit);
-  packed_at_.assign(out.pieces.size(), kElsewhere);
+  packed_at_.assign(out.blocks.size(), kElsewhere);
   out.size = 0;
-  for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangeBox& piece = out.pieces[p];
-    const bool to_device = !piece.mine.empty() && piece.mine.front()->device != nullptr;
-    if (piece.receivers.empty() && !to_device) continue;
-    // Sent from where this rank itself wants it, if it is one run there.
-    if (!piece.mine.empty()) out.at[p] = ContiguousPlace(piece.bytes, *piece.mine.front());
+  for (std::size_t p = 0; p < out.blocks.size(); ++p) {
+    const ExchangeBox& block = out.blocks[p];
+    const bool to_device = !block.mine.empty() && block.mine.front()->device != nullptr;
+    if (block.receivers.empty() && !to_device) continue;
+    // A block that is contiguous in this rank's own buffer is sent from there.
+    if (!block.mine.empty()) out.at[p] = ContiguousPlace(block.bytes, *block.mine.front());
     if (out.at[p] != nullptr) continue;
     packed_at_[p] = out.size;
-    out.size += piece.size();
+    out.size += block.size();
   }
   in_place_ = UnitVerify(units.tensor(unit)) == ReadVerify::kOff && CutIntoRuns(out);
   if (in_place_) return;
-  // All of the unit is read into memory, and what is one run of it is sent from there.
-  packed_at_.assign(out.pieces.size(), kElsewhere);
+  // The whole unit is read into memory; a block that is contiguous in the unit is sent from that
+  // memory.
+  packed_at_.assign(out.blocks.size(), kElsewhere);
   out.size = static_cast<std::uint64_t>(bytes_.box.volume());
-  for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangeBox& piece = out.pieces[p];
+  for (std::size_t p = 0; p < out.blocks.size(); ++p) {
+    const ExchangeBox& block = out.blocks[p];
     out.at[p] = nullptr;
-    if (piece.receivers.empty()) continue;
+    if (block.receivers.empty()) continue;
     const StridedCopy copy =
-        PlanCopy(piece.bytes, bytes_, PlacePacked(Region(piece.bytes), 0).front());
+        PlanCopy(block.bytes, bytes_, PlacePacked(Region(block.bytes), 0).front());
     if (copy.axes == 0) {
       packed_at_[p] = static_cast<std::uint64_t>(copy.src_offset);
     } else {
       packed_at_[p] = out.size;
-      out.size += piece.size();
+      out.size += block.size();
     }
   }
 }
 
-Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Outgoing& out) {
+Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, OutgoingUnit& out) {
   const PlannedTensor& tensor = units.tensor(unit);
   std::byte* const memory = out.memory.data();
-  for (std::size_t p = 0; p < out.pieces.size(); ++p) {
+  for (std::size_t p = 0; p < out.blocks.size(); ++p) {
     if (packed_at_[p] != kElsewhere) out.at[p] = memory + packed_at_[p];
   }
   if (in_place_) {
@@ -101,30 +102,30 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
     TENSORMOUNT_RETURN_IF_ERROR(checkpoint_.ReadPlaced(tensor.entry(), {&bytes_, 1}, memory,
                                                        UnitVerify(tensor), stats_, nullptr));
   }
-  for (std::size_t p = 0; p < out.pieces.size(); ++p) {
-    const ExchangeBox& piece = out.pieces[p];
-    const PlacedBox packed = PlacePacked(Region(piece.bytes), 0).front();
+  for (std::size_t p = 0; p < out.blocks.size(); ++p) {
+    const ExchangeBox& block = out.blocks[p];
+    const PlacedBox packed = PlacePacked(Region(block.bytes), 0).front();
     const bool cut = !in_place_ && out.at[p] != nullptr &&
                      packed_at_[p] >= static_cast<std::uint64_t>(bytes_.box.volume());
     if (cut) {
-      ExecuteCopy(PlanCopy(piece.bytes, bytes_, packed), memory, memory + packed_at_[p]);
+      ExecuteCopy(PlanCopy(block.bytes, bytes_, packed), memory, memory + packed_at_[p]);
     }
-    for (std::size_t m = 0; m < piece.mine.size(); ++m) {
-      LoadTarget& target = *piece.mine[m];
+    for (std::size_t m = 0; m < block.mine.size(); ++m) {
+      LoadTarget& target = *block.mine[m];
       if (!in_place_) {
-        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(bytes_, memory, piece.bytes, target));
+        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(bytes_, memory, block.bytes, target));
       } else if (packed_at_[p] != kElsewhere) {
-        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, out.at[p], piece.bytes, target));
+        TENSORMOUNT_RETURN_IF_ERROR(PlaceBytes(packed, out.at[p], block.bytes, target));
       } else if (m > 0) {
-        TENSORMOUNT_RETURN_IF_ERROR(CopyBetween(piece.bytes, *piece.mine.front(), target));
+        TENSORMOUNT_RETURN_IF_ERROR(CopyBetween(block.bytes, *block.mine.front(), target));
       }
     }
-    if (piece.receivers.empty()) continue;
-    for (const int to : piece.receivers) {
-      UnitLetter& letter = out.letters[to];
-      letter.unit = out.number;
-      const std::uint64_t number = letter.pieces++;
-      if (UnitLetter::SumsTravel(tensor)) letter.Add(number, out.at[p], piece.size());
+    if (block.receivers.empty()) continue;
+    for (const int to : block.receivers) {
+      UnitHeader& header = out.headers[to];
+      header.unit = out.number;
+      const std::uint64_t number = header.blocks++;
+      if (UnitHeader::HasChecksum(tensor)) header.Add(number, out.at[p], block.size());
     }
   }
   return {};
@@ -132,7 +133,7 @@ Status UnitReader::Read(const ExchangeUnits& units, const ExchangeUnit& unit, Ou
 
 ReadVerify UnitReader::UnitVerify(const PlannedTensor& tensor) const {
   if (verify_ == LoadVerify::kOff) return ReadVerify::kOff;
-  // The digest proves the way from the disk to the last buffer at once.
+  // The digest covers the whole way from storage to the destination buffer.
   return tensor.proof.possible ? ReadVerify::kOff : ReadVerify::kExtendLeaves;
 }
 
@@ -145,7 +146,7 @@ Status UnitReader::CopyBetween(const Box& part, const LoadTarget& from, LoadTarg
   return {};
 }
 
-bool UnitReader::CutIntoRuns(const Outgoing& out) {
+bool UnitReader::CutIntoRuns(const OutgoingUnit& out) {
   runs_.clear();
   bool good = true;
   const auto add = [&](const StridedCopy& copy, std::byte* base, std::uint64_t offset) {
@@ -156,17 +157,17 @@ bool UnitReader::CutIntoRuns(const Outgoing& out) {
           {static_cast<std::uint64_t>(from), base, to + static_cast<std::int64_t>(offset), size});
     });
   };
-  for (std::size_t p = 0; p < out.pieces.size() && good; ++p) {
-    const ExchangeBox& piece = out.pieces[p];
+  for (std::size_t p = 0; p < out.blocks.size() && good; ++p) {
+    const ExchangeBox& block = out.blocks[p];
     if (packed_at_[p] != kElsewhere) {
-      add(PlanCopy(piece.bytes, bytes_, PlacePacked(Region(piece.bytes), 0).front()), nullptr,
+      add(PlanCopy(block.bytes, bytes_, PlacePacked(Region(block.bytes), 0).front()), nullptr,
           packed_at_[p]);
       continue;
     }
-    if (piece.mine.empty()) continue;
-    const LoadTarget& target = *piece.mine.front();
+    if (block.mine.empty()) continue;
+    const LoadTarget& target = *block.mine.front();
     for (const PlacedBox& to : target.placed) {
-      const Box common = Intersect(piece.bytes, to.box);
+      const Box common = Intersect(block.bytes, to.box);
       if (!common.empty()) add(PlanCopy(common, bytes_, to), target.base, 0);
     }
   }
@@ -179,43 +180,34 @@ bool UnitReader::CutIntoRuns(const Outgoing& out) {
   return true;
 }
 
-Result<File*> UnitReader::Open(const ExchangeUnit& unit) {
-  // Units come in file order, so old ones are done with; thousands would pass the limit.
-  if (files_.size() >= kMaxFiles && !files_.contains(unit.file)) files_.clear();
-  std::unique_ptr<File>& file = files_[unit.file];
-  if (file == nullptr) {
-    const std::string name = checkpoint_.FilePath(unit.file);
-    Result<std::unique_ptr<File>> opened = checkpoint_.OpenFile(unit.file);
-    if (opened.status().code() == Code::kNotFound) {
-      return Status(Code::kDataLoss, name + ": the file is missing");
-    }
-    if (!opened.ok()) return opened.status();
-    file = std::move(opened).value();
-  }
-  return file.get();
-}
-
 Status UnitReader::ReadRuns(const TensorMeta& meta, const ExchangeUnit& unit, std::byte* memory) {
   const auto failed = [&](const Status& why) {
+    file_ = nullptr;
+    checkpoint_.EvictFile(unit.file);
     return why.WithContext("tensor " + meta.key() + " " + unit.box.ToString());
   };
-  Result<File*> file = Open(unit);
-  if (!file.ok()) return failed(file.status());
+  // Units come in file order, so the last file is kept open.
+  if (file_ == nullptr || file_number_ != unit.file) {
+    Result<std::shared_ptr<File>> file = checkpoint_.SharedFile(unit.file);
+    if (!file.ok()) return failed(file.status());
+    file_ = std::move(file).value();
+    file_number_ = unit.file;
+  }
   for (std::size_t i = 0; i < runs_.size();) {
-    // What nobody wants between two runs goes where nobody looks, but for long gaps.
+    // Unwanted bytes between two runs go to a scratch buffer; a longer gap ends the read.
     const std::uint64_t begin = runs_[i].at;
     std::uint64_t at = begin;
-    pieces_.clear();
+    read_buffers_.clear();
     for (; i < runs_.size() && runs_[i].at - at < kLongGap; ++i) {
       if (runs_[i].at > at) {
         gap_.Reserve(kLongGap);
-        pieces_.push_back({gap_.data(), static_cast<std::size_t>(runs_[i].at - at)});
+        read_buffers_.push_back({gap_.data(), static_cast<std::size_t>(runs_[i].at - at)});
       }
-      pieces_.push_back({(runs_[i].base == nullptr ? memory : runs_[i].base) + runs_[i].to,
-                         static_cast<std::size_t>(runs_[i].size)});
+      read_buffers_.push_back({(runs_[i].base == nullptr ? memory : runs_[i].base) + runs_[i].to,
+                               static_cast<std::size_t>(runs_[i].size)});
       at = runs_[i].at + runs_[i].size;
     }
-    Result<std::size_t> got = file.value()->ReadVectorAt(unit.offset + begin, pieces_);
+    Result<std::size_t> got = file_->ReadVectorAt(unit.offset + begin, read_buffers_);
     if (!got.ok()) return failed(got.status());
     stats_.bytes_read += got.value();
     if (got.value() != at - begin) {
@@ -224,7 +216,7 @@ Status UnitReader::ReadRuns(const TensorMeta& meta, const ExchangeUnit& unit, st
                                                 ": the file ends here"));
     }
   }
-  if (Status still = checkpoint_.CheckStill(unit.file, *file.value()); !still.ok()) {
+  if (Status still = checkpoint_.CheckFileUnchanged(unit.file, *file_); !still.ok()) {
     return failed(still);
   }
   return {};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who reads what: blocks of stored chunks, spread evenly over the ranks that want some of them, cut
-// finer where there are fewer blocks than ranks. Every rank works it out for itself from the plan,
-// in the same order.
+// Assigns blocks of stored chunks (units) evenly to the ranks that want some of them. Chunks are
+// cut into smaller units if there are fewer units than ranks. Every rank computes this from the
+// plan, in the same order.
 #include "collective/load/exchange_units.h"
 
 #include <algorithm>
@@ -14,16 +14,17 @@
 namespace tensormount {
 namespace {
 
-// Small tensors are cut finer, so that every rank reads some, but not finer than this.
+// Small tensors are cut into units below kUnitBytes, so that every rank reads some, but not below
+// this size.
 constexpr std::uint64_t kLeastUnitBytes = 64u << 10;
-// Units are made for this much at a time, so that what is planned never grows with the model.
+// Units are made for this much data at a time, so that their memory does not grow with the model.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{4} << 30;
 constexpr std::size_t kBatchChunks = 8192;
 
 }  // namespace
 
 ExchangeUnits::ExchangeUnits(const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
-                             std::span<LoadTarget> targets, int rank, Wanted wanted)
+                             std::span<LoadTarget> targets, int rank, TensorFilter wanted)
     : checkpoint_(checkpoint), plan_(plan), rank_(rank), wanted_(std::move(wanted)) {
   mine_.resize(plan.tensors.size());
   for (LoadTarget& target : targets) {
@@ -43,7 +44,7 @@ Status ExchangeUnits::Prepare(std::size_t t) {
   const TensorMeta& meta = tensor.entry().meta;
   Prepared& prepared = prepared_[t];
   std::size_t mine = 0;
-  for (const LoadWant& want : tensor.wants) {
+  for (const RequestedRegion& want : tensor.wants) {
     LoadTarget* target = want.rank == rank_ ? mine_[t][mine++] : nullptr;
     if (want.convert || !in_group_[static_cast<std::size_t>(want.rank)]) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
@@ -61,15 +62,17 @@ Status ExchangeUnits::Prepare(std::size_t t) {
   for (const ChunkRecord& chunk : chunks) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                  ByteRegion(meta.dtype(), meta.shape(), chunk.region));
-    // Blocks are read from the file itself, without the checks of an ordinary read.
+    // Units are read directly from the file, without the checks of an ordinary read, so chunks are
+    // checked here.
     if (chunk.strides.rank() > 0) {
-      return Status(Code::kInternal, "tensor " + meta.key() + ": an exchange of strided chunks");
+      return Status(Code::kInternal, "internal error: tensor " + meta.key() +
+                                         ": ranks cannot exchange strided chunks");
     }
     if (chunk.file >= files.size() ||
         !RangeWithin(chunk.offset, static_cast<std::uint64_t>(bytes.volume()),
                      files[chunk.file].length)) {
       return Status(Code::kDataLoss, "index: tensor " + meta.key() + " " + chunk.region.ToString() +
-                                         ": lies in no file");
+                                         ": its chunk lies outside of its data file");
     }
     placed.push_back(PlacePacked(bytes, 0));
     std::uint64_t offset = chunk.offset;
@@ -94,7 +97,7 @@ Result<bool> ExchangeUnits::Next() {
   for (; next_tensor_ < plan_.tensors.size(); ++next_tensor_, next_chunk_ = 0) {
     const PlannedTensor& tensor = plan_.tensors[next_tensor_];
     if (!tensor.exchange || !wanted_(tensor)) continue;
-    // A batch may have ended before this tensor's first chunk.
+    // The previous batch may have ended before this tensor's first chunk.
     if (!prepared_.contains(next_tensor_)) TENSORMOUNT_RETURN_IF_ERROR(Prepare(next_tensor_));
     const std::vector<ExchangeUnit>& stored = prepared_[next_tensor_].chunks;
     for (; next_chunk_ < stored.size(); ++next_chunk_) {
@@ -119,8 +122,9 @@ void ExchangeUnits::AddUnits(const ExchangeUnit& chunk) {
     const std::uint64_t size = static_cast<std::uint64_t>(box.volume()) * element;
     offset += size;
     const Box bytes = BytesOf(unit).box;
-    // Whoever wants it and has read least so far. Wants are in the order of ranks.
-    for (const Want& want : prepared_[chunk.tensor].wants) {
+    // Among the ranks that want a part of the unit, the one with the fewest bytes to read so far is
+    // chosen. Wants are ordered by rank.
+    for (const UnitRequest& want : prepared_[chunk.tensor].wants) {
       if (unit.reader == want.rank) continue;
       const bool wants_it = std::any_of(want.bytes.begin(), want.bytes.end(),
                                         [&](const Box& b) { return !Intersect(bytes, b).empty(); });
@@ -150,28 +154,28 @@ PlacedBox ExchangeUnits::BytesOf(const ExchangeUnit& unit) const {
   return PlacePacked(ByteRegion(meta.dtype(), meta.shape(), unit.box).value(), 0).front();
 }
 
-std::vector<ExchangeBox> ExchangeUnits::PiecesOf(const ExchangeUnit& unit) const {
+std::vector<ExchangeBox> ExchangeUnits::BlocksOf(const ExchangeUnit& unit) const {
   const Box bytes = BytesOf(unit).box;
-  std::vector<ExchangeBox> pieces;
-  for (const Want& want : prepared_.at(unit.tensor).wants) {
+  std::vector<ExchangeBox> blocks;
+  for (const UnitRequest& want : prepared_.at(unit.tensor).wants) {
     for (const Box& wanted : want.bytes) {
       const Box part = Intersect(bytes, wanted);
       if (part.empty()) continue;
-      auto piece = std::find_if(pieces.begin(), pieces.end(),
+      auto block = std::find_if(blocks.begin(), blocks.end(),
                                 [&](const ExchangeBox& p) { return p.bytes == part; });
-      if (piece == pieces.end()) {
-        pieces.emplace_back();
-        piece = pieces.end() - 1;
-        piece->bytes = part;
+      if (block == blocks.end()) {
+        blocks.emplace_back();
+        block = blocks.end() - 1;
+        block->bytes = part;
       }
-      if (want.target != nullptr) piece->mine.push_back(want.target);
+      if (want.target != nullptr) block->mine.push_back(want.target);
       if (want.rank == unit.reader) continue;
-      if (piece->receivers.empty() || piece->receivers.back() != want.rank) {
-        piece->receivers.push_back(want.rank);
+      if (block->receivers.empty() || block->receivers.back() != want.rank) {
+        block->receivers.push_back(want.rank);
       }
     }
   }
-  return pieces;
+  return blocks;
 }
 
 }  // namespace tensormount

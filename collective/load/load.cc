@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Load of tensormount/load.h, one rank's side: the steps of docs/architecture.md, "A load, step by
-// step", each in a file of its own, in their order and with their reports.
+// Load of tensormount/load.h, one rank's side: runs the steps of docs/architecture.md, "A load,
+// step by step", in order. Each step has a file of its own.
 #include "tensormount/load.h"
 
 #include <algorithm>
@@ -28,8 +28,8 @@
 namespace tensormount {
 namespace {
 
-// What must be the same on all ranks, and for a plan to be used again: not some other checkpoint of
-// this name on another node, nor a foreign one that was written again.
+// Hash that identifies the opened checkpoint; it must be equal on all ranks. A checkpoint of the
+// same name on another machine, or a foreign checkpoint that was written again, has another hash.
 Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
   ByteWriter out;
   if (const DecodedCommit* commit = checkpoint.commit()) {
@@ -46,8 +46,8 @@ Result<Hash128> Identity(const OpenedCheckpoint& checkpoint) {
     out.I64(file.mtime_seconds);
     out.I64(file.mtime_nanoseconds);
   }
-  // Files of the same lengths may have other tensors: plans of the one are wrong for the other.
-  // Where items stand says enough of what is pending.
+  // Files of equal names and lengths may contain other tensors, for which a plan would be wrong, so
+  // the tensors and the places of their chunks are hashed, too.
   Status failure;
   TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
     out.String(entry.meta.key());
@@ -75,7 +75,7 @@ std::string ListKeys(const std::vector<std::string>& keys) {
 
 class LoadJob {
  public:
-  LoadJob(FileSystem& fs, const StateDict& request, std::string_view path, Communicator& comm,
+  LoadJob(FileSystem* fs, const StateDict& request, std::string_view path, Communicator& comm,
           const LoadOptions& options, const LoadControl& control)
       : fs_(fs),
         request_(request),
@@ -89,8 +89,8 @@ class LoadJob {
   const std::shared_ptr<const DeviceFences>& fences() const { return fences_; }
 
   Result<LoadReport> Run() {
-    // At once: what the caller's streams are given later may use the tensors. What fails here is
-    // told when the ranks meet.
+    // Fences are taken first, because work that the caller submits to its streams later may use the
+    // tensors. A failure is reported when the ranks meet.
     fences_ = control_.fences;
     fenced_ = FencesAtCall(request_, fences_);
     devices_ = {fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)};
@@ -114,7 +114,8 @@ class LoadJob {
   }
 
  private:
-  // Brought to the next round, where all ranks hear of it.
+  // Fails with kCancelled if the load was cancelled. The caller passes the failure to the next
+  // collective call, by which all ranks learn of it.
   Status CheckCancelled() const {
     if (control_.cancel == nullptr || !control_.cancel->load()) return {};
     return {Code::kCancelled, "the load was cancelled"};
@@ -132,17 +133,23 @@ class LoadJob {
       if (!opened.ok()) where = opened;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string told,
-                                 collective_.Broadcast(where, "load: open"));
-    opened_ = Guarded([&] { return OpenAsTold(told); });  // The others hear of it when they meet.
+                                 collective_.Broadcast(where, "load: open checkpoint"));
+    opened_ =
+        Guarded([&] { return OpenAnnounced(told); });  // Plan sends a failure to the other ranks.
     return {};
   }
 
-  // Rank 0: opens and says what was opened.
+  Result<FoundSource> Find(const std::string& path) {
+    return fs_ != nullptr ? FindSource(*fs_, path, options_.roots)
+                          : FindSource(path, options_.roots);
+  }
+
+  // Runs on rank 0: opens the checkpoint and encodes its location for the others.
   Result<std::string> OpenFirst() {
-    // It may have failed for want of a path.
+    // A failure of the request itself is reported before any failure of the path.
     TENSORMOUNT_RETURN_IF_ERROR(FromRank(0, request_.status()));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs_, path_, options_.roots));
-    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(fs_, found, options_.roots));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, Find(path_));
+    TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(found, options_.roots));
     const std::string& resolved = found.path;
     for (const std::string& warning : checkpoint_->warnings()) {
       Log(LogLevel::kWarning, resolved + ": " + warning);
@@ -155,19 +162,20 @@ class LoadJob {
     return std::move(out.bytes());
   }
 
-  Status OpenAsTold(std::string_view told) {
+  Status OpenAnnounced(std::string_view told) {
     TENSORMOUNT_RETURN_IF_ERROR(request_.status());
-    ByteReader in(told, "load: what rank 0 opened");
+    ByteReader in(told, "load: the path that rank 0 sent");
     const std::string path(in.String(64 * 1024));
     report_.uuid = in.String(64);
     const Hash128 told_identity = in.Hash();
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     if (checkpoint_ == nullptr) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenNamed(fs_, path, options_.roots));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, Find(path));
+      TENSORMOUNT_ASSIGN_OR_RETURN(checkpoint_, OpenFound(found, options_.roots));
       TENSORMOUNT_ASSIGN_OR_RETURN(identity_, Identity(*checkpoint_));
     }
     if (identity_ != told_identity) {
-      return Status(Code::kStale, path + " is another checkpoint here than on rank 0");
+      return Status(Code::kStale, path + " is another checkpoint on this rank than on rank 0");
     }
     return {};
   }
@@ -182,7 +190,8 @@ class LoadJob {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancelled());
       part = PrepareMeeting(comm_, checkpoint_->index(), request_, path_, identity_, options_);
       TENSORMOUNT_RETURN_IF_ERROR(part.status());
-      // All ranks must take the same way: one that may not keeps the others from it.
+      // In the background the exchange goes through host memory: if one rank is not on a device, no
+      // rank exchanges between devices.
       if (control_.background && options_.exchange_via == ExchangeVia::kAuto) {
         part.value().on_device = false;
       }
@@ -192,15 +201,16 @@ class LoadJob {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         agreed_, Meet(
                      comm_, collective_, opened_.ok() ? &checkpoint_->index() : nullptr,
-                     std::move(part), options_, [&] { return Validate(); }, met_));
-    report_.plan_reused = met_.plan_reused;
-    TENSORMOUNT_RETURN_IF_ERROR(ActOn(options_.not_stored, agreed_->not_stored, Code::kNotFound,
-                                      "asked for, but not stored: ", report_.not_stored));
-    return ActOn(options_.not_requested, agreed_->not_requested, Code::kInvalidArgument,
-                 "stored, but asked for by no rank: ", report_.not_requested);
+                     std::move(part), options_, [&] { return Validate(); }, meeting_));
+    report_.plan_reused = meeting_.plan_reused;
+    TENSORMOUNT_RETURN_IF_ERROR(ApplyStrict(options_.not_stored, agreed_->not_stored,
+                                            Code::kNotFound,
+                                            "asked for, but not stored: ", report_.not_stored));
+    return ApplyStrict(options_.not_requested, agreed_->not_requested, Code::kInvalidArgument,
+                       "stored, but asked for by no rank: ", report_.not_requested);
   }
 
-  // The tensors that all ranks ask for, like those of a save. Collective.
+  // Collective: validates the tensors that all ranks request, like those of a save.
   Status Validate() {
     StateDict tensors;
     const Status copied = Guarded([&]() -> Status {
@@ -214,10 +224,10 @@ class LoadJob {
     return job.report.ToStatus();
   }
 
-  // What the options say about keys on one side only. The lists are the same on every rank, and so
-  // is the verdict.
-  Status ActOn(Strict action, const std::vector<std::string>& keys, Code code, const char* what,
-               std::vector<std::string>& reported) {
+  // Applies the option for keys that are not stored or not requested. The lists, and so the
+  // verdict, are the same on every rank.
+  Status ApplyStrict(Strict action, const std::vector<std::string>& keys, Code code,
+                     const char* what, std::vector<std::string>& reported) {
     if (keys.empty()) return {};
     switch (action) {
       case Strict::kRaise:
@@ -238,16 +248,18 @@ class LoadJob {
 
   // ---- Read ----
 
-  // From any thread.
+  // Adds to the caller's progress counter. Thread-safe.
   void CountRead(std::uint64_t bytes) {
     if (options_.progress == nullptr) return;
     options_.progress->fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // One round: whether all could, and what is not proved yet.
+  // Reads this rank's data. Then all ranks learn, in one collective call, whether all reads
+  // succeeded and which tensors are still unverified.
   Status Read() {
     const Status able = Guarded([&] { return ReadAll(); });
-    // Others may need what it holds before they come to the round in which they hear of this.
+    // Frees pinned memory before the next collective call, because other jobs may need this memory
+    // first.
     if (!able.ok()) writer_->Drop();
     std::string bits;
     if (able.ok() && options_.verify == LoadVerify::kAuto) {
@@ -255,12 +267,11 @@ class LoadJob {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         unproved_, collective_.Decide(
-                       bits, "load: read",
+                       bits, "load: read data",
                        [](std::vector<std::string>& parts) { return UnprovedByAny(parts); }, able));
     return {};
   }
 
-  // Everything that this rank reads for itself alone.
   Status ReadAll() {
     const CheckpointIndex& index = checkpoint_->index();
     TENSORMOUNT_ASSIGN_OR_RETURN(targets_, MakeTargets(agreed_->plan, *agreed_->resolved, request_,
@@ -287,15 +298,15 @@ class LoadJob {
     const std::vector<FileRecord>& files = checkpoint_->index().files();
     for (const ResolvedObject& object : agreed_->resolved->objects) {
       const ObjectRecord& part = object.part;
-      // Lengths were checked against the file when the checkpoint was published, but the index
-      // may have been rebuilt since.
+      // Lengths were checked against the file when the checkpoint was published, but the index may
+      // have been rebuilt since.
       if (part.file >= files.size() || part.length > files[part.file].length) {
         return Status(Code::kDataLoss, "object " + object.key + ": longer than its file");
       }
       std::string bytes;
       bytes.resize(static_cast<std::size_t>(part.length));
       TENSORMOUNT_RETURN_IF_ERROR(checkpoint_->ReadObject(part, 0, bytes.data(), bytes.size()));
-      report_.objects[{object.key, object.asked_index.ToString()}] = std::move(bytes);
+      report_.objects[{object.key, object.requested_index.ToString()}] = std::move(bytes);
     }
     return {};
   }
@@ -307,19 +318,20 @@ class LoadJob {
     if (!any) return {};
     return events_.Run("exchange", &report_.read_seconds, [&](std::uint64_t* bytes) -> Status {
       const std::uint64_t before = report_.bytes_read + report_.bytes_received;
-      // A rank that is cancelled sends until all are told, and one that waits for a device cannot
-      // answer others meanwhile.
-      DeviceRules waits = devices_;
+      // A cancelled rank continues to send until all ranks know of the cancellation. Waits for
+      // devices are short, because a waiting rank cannot answer the others.
+      DeviceLimits waits = devices_;
       waits.cancel = nullptr;
       waits.patience = std::min(devices_.patience, options_.timeouts.liveness);
-      const ExchangeRules rules{.verify = options_.verify,
-                                .via = options_.exchange_via,
-                                .device = met_.on_devices ? TheDevice(request_) : std::nullopt,
-                                .worth_a_way = control_.worth_a_way,
-                                .threads = ReadThreads(options_.threads, agreed_->ranks_here),
-                                .devices = waits,
-                                .patience = devices_.patience};
-      writer_->WaitOn(waits.patience);
+      const ExchangeRules rules{
+          .verify = options_.verify,
+          .via = options_.exchange_via,
+          .device = meeting_.on_devices ? CommonDevice(request_) : std::nullopt,
+          .min_device_exchange_bytes = control_.min_device_exchange_bytes,
+          .threads = ReadThreads(options_.threads, agreed_->ranks_here),
+          .devices = waits,
+          .patience = devices_.patience};
+      writer_->IgnoreCancellation(waits.patience);
       const Status status =
           LoadByExchange(*checkpoint_, collective_, plan, targets_, *writer_, rules, report_,
                          [&](std::uint64_t read) { CountRead(read); });
@@ -356,7 +368,7 @@ class LoadJob {
       (IsProved(target) ? report_.bytes_by_digest : report_.bytes_unverified) += rest;
       report_.bytes_read += target.stats.bytes_read;
     }
-    const Resolved& resolved = *agreed_->resolved;
+    const ResolvedRequest& resolved = *agreed_->resolved;
     report_.skipped = resolved.skipped;
     for (const ResolvedItem& item : resolved.items) {
       const std::string& key = request_.tensors()[item.item].key;
@@ -369,7 +381,7 @@ class LoadJob {
     report_.locals = request_.locals();
   }
 
-  FileSystem& fs_;
+  FileSystem* const fs_;  // If null, the path decides.
   const StateDict& request_;
   const std::string path_;
   const LoadOptions& options_;
@@ -378,17 +390,17 @@ class LoadJob {
   Collective collective_;
   PhaseEvents events_;
   std::shared_ptr<OpenedCheckpoint> checkpoint_;
-  Status opened_;  // On this rank.
-  Status fenced_;  // Likewise.
+  Status opened_;  // The status of Open on this rank.
+  Status fenced_;  // The status of FencesAtCall on this rank.
   std::shared_ptr<const DeviceFences> fences_;
-  DeviceRules devices_;
+  DeviceLimits devices_;
   std::optional<DeviceWriter> writer_;
   Hash128 identity_;
   std::shared_ptr<const AgreedPlan> agreed_;
-  Met met_;
-  std::vector<LoadTarget> targets_;  // In file order; not the empty ones.
-  std::string unproved_;             // UnprovedByAny.
-  std::vector<bool> proved_;         // By position in the plan: proved by digest.
+  MeetingResult meeting_;
+  std::vector<LoadTarget> targets_;  // This rank's targets that are not empty, in file order.
+  std::string unproved_;             // The result of UnprovedByAny.
+  std::vector<bool> proved_;         // By position of the tensor in the plan.
   std::uint64_t direct_bytes_ = 0;
   LoadReport report_;
 };
@@ -398,12 +410,17 @@ class LoadJob {
 Result<LoadReport> LoadOn(FileSystem& fs, const StateDict& request, std::string_view path,
                           Communicator& comm, const LoadOptions& options,
                           const LoadControl& control) {
-  return RunJob<LoadJob>(fs, request, path, comm, options, control);
+  return RunJob<LoadJob>(&fs, request, path, comm, options, control);
+}
+
+Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,
+                        const LoadOptions& options, const LoadControl& control) {
+  return RunJob<LoadJob>(nullptr, request, path, comm, options, control);
 }
 
 Result<LoadReport> Load(const StateDict& request, std::string_view path, Communicator& comm,
                         const LoadOptions& options) {
-  return LoadOn(HostFileSystem(), request, path, comm, options);
+  return Load(request, path, comm, options, {});
 }
 
 }  // namespace tensormount

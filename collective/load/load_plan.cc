@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How each tensor is read: directly by every rank, or by exchange; and how it is proved: by leaves,
-// or by digest. Measured: leaves are cheapest where whole ones are wanted, digests where ranks want
-// parts of them.
+// Chooses how each tensor is read (directly by every rank, or by exchange) and how it is verified
+// (by leaves, or by digest). By measurement leaves are cheapest if ranks want whole leaves, digests
+// if they want parts.
 #include "collective/load/load_plan.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace tensormount {
 namespace {
 
-// How a region meets the chunks of its tensor: bytes wanted, bytes that whole leaves would add,
-// and the shortest run in a file.
+// How a region lies in the chunks of its tensor: wanted bytes, bytes that are read in addition if
+// whole leaves are read, and the shortest run in a file.
 struct Geometry {
   std::uint64_t wanted = 0;
   std::uint64_t widened_by = 0;
@@ -45,14 +45,15 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
         const std::uint64_t size = runs.bytes();
         g.wanted += size;
         g.shortest_run = std::min(g.shortest_run, runs.run);
-        // From the first to the last byte wanted, widened to leaves, is the most that is read.
+        // At most the range from the first to the last wanted byte is read, widened to leaves.
         const std::uint64_t begin = static_cast<std::uint64_t>(runs.src_offset);
         const std::uint64_t end = begin + runs.src_span();
         const std::uint64_t from = begin / kLeafBytes * kLeafBytes;
         const std::uint64_t to =
             std::min((end + kLeafBytes - 1) / kLeafBytes * kLeafBytes, chunk.length);
         const std::uint64_t span = std::max(to, end) - from;
-        // Of elements that are used many times there is less in the file than is wanted.
+        // A strided chunk may use one stored element for many cells; then the file has fewer bytes
+        // than are wanted.
         g.widened_by += std::min(span - std::min(span, size), (span - (end - begin)) * runs.runs());
       }
     }
@@ -61,14 +62,16 @@ Result<Geometry> Measure(const CheckpointIndex& index, const TensorEntry& entry,
   return g;
 }
 
-// On one machine the ranks share a page cache, and gathering short runs from it costs no more than
-// passing them on (measured: docs/performance.md, "Resharding"). On several machines each would
-// fetch whole pages, in the end the whole tensor, for the few bytes of them that it wants.
+// Limits for an exchange. Ranks on one machine share a page cache, and reading short runs from it
+// costs at most as much as passing them on (measured: docs/performance.md, "Resharding and the
+// mount: what was tried"). On several machines each rank would read whole pages, in the end the
+// whole tensor, for a few bytes of each page.
 constexpr std::uint64_t kExchangeRun = 64u << 10;
 constexpr std::uint64_t kExchangeBytes = 8u << 20;
 
-// Blocks are cut along boxes of whole bytes and read as one run of a file each. What is pending is
-// not looked up for a plan: every rank would read every item.
+// Whether a tensor can be exchanged. Units of an exchange are cut along whole bytes, and each is
+// read as one run of a file. Pending items, whose place in a file is not known yet, are not
+// exchanged, because every rank would have to read every item.
 bool MayExchange(const TensorEntry& entry) {
   return entry.meta.bits() % 8 == 0 && !entry.wide && !entry.pending;
 }
@@ -85,12 +88,11 @@ bool WantedByOneRank(const PlannedTensor& tensor) {
 
 constexpr std::uint64_t kReadTogether = 4096;
 
-// Whether leaves prove a region with hardly more reading than the region itself. A page more
-// is read with it, and costs less than what ranks would have to tell each other for a digest.
-Result<bool> CheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
-                         const Region& region) {
-  // All of a tensor is whole chunks: nothing is widened, and many small tensors need not be looked
-  // up for that.
+// Whether leaves verify a region with little more reading than the region itself. One more page
+// costs less than the messages for a digest.
+Result<bool> IsCheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
+                           const Region& region) {
+  // The whole tensor consists of whole chunks, so nothing is widened and no lookup is needed.
   if (static_cast<std::uint64_t>(region.volume()) == entry.meta.elements()) return true;
   TENSORMOUNT_ASSIGN_OR_RETURN(const Geometry g, Measure(index, entry, region, ~std::size_t{0}));
   return g.widened_by <= std::max(g.wanted / 8, kReadTogether);
@@ -98,7 +100,7 @@ Result<bool> CheapByLeaf(const CheckpointIndex& index, const TensorEntry& entry,
 
 }  // namespace
 
-Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
+Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine,
                             const LoadOptions& options) {
   LoadNeeds needs;
   for (const ResolvedItem& item : mine.items) {
@@ -106,7 +108,7 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
     const TensorEntry& entry = *mine.Stored(item);
     for (const Region& region : item.regions) {
       if (options.verify == LoadVerify::kAuto && entry.has_digest && !needs.proof) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, entry, region));
+        TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, IsCheapByLeaf(index, entry, region));
         needs.proof = !cheap;
       }
       if (options.path == LoadPath::kAuto && !needs.short_runs) {
@@ -117,7 +119,7 @@ Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
   return needs;
 }
 
-void LoadPlanner::Add(int rank, const Resolved& wanted) {
+void LoadPlanner::Add(int rank, const ResolvedRequest& wanted) {
   for (const ResolvedItem& item : wanted.items) {
     if (item.regions.empty()) continue;
     const auto [at, fresh] = position_.emplace(item.stored, plan_.tensors.size());
@@ -161,9 +163,9 @@ Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedT
                                     const Region& region, LoadVerify verify, bool on_device) {
   if (verify == LoadVerify::kOff) return ReadVerify::kOff;
   if (verify == LoadVerify::kLeaves || !tensor.proof.possible) return ReadVerify::kExtendLeaves;
-  // A device takes the digest of what it has faster than the host hashes what it hands over.
+  // A device digests its memory faster than the host hashes the bytes on the way.
   if (on_device && tensor.proof.completed.empty()) return ReadVerify::kOff;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, CheapByLeaf(index, tensor.entry(), region));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const bool cheap, IsCheapByLeaf(index, tensor.entry(), region));
   return cheap ? ReadVerify::kExtendLeaves : ReadVerify::kWholeLeaves;
 }
 

@@ -16,58 +16,59 @@
 #include "index/read/checkpoint.h"
 #include "index/records/checkpoint_index.h"
 
-// What all ranks together read of a checkpoint, and how. Every rank makes the same plan out of
-// everybody's requests, so that no plan travels; where no rank needs to know what the others want,
-// each makes one of its own request alone.
+// The reads of all ranks of a load, and how they are made. Every rank makes the same plan from the
+// requests of all ranks, so no plan travels. If no rank needs the requests of other ranks, each
+// rank makes a plan of its own request alone.
 
 namespace tensormount {
 
-// One stored tensor that somebody asked for: by whom, whether it is exchanged, and how it is
-// proved. `wants` of ranks that are not known are missing (LoadPlanner::Finish, all_known).
+// One stored tensor that some rank requested: the wants, whether it is exchanged, and how it is
+// verified. `wants` lacks ranks whose requests are not known (LoadPlanner::Finish, all_known).
 struct PlannedTensor {
   std::shared_ptr<const TensorEntry> stored;
   const TensorEntry& entry() const { return *stored; }
-  std::vector<LoadWant> wants;                    // Not empty ones; by rank, then item.
+  std::vector<RequestedRegion> wants;             // Regions that are not empty; by rank, then item.
   std::pair<std::uint32_t, std::uint64_t> place;  // File and offset of its first chunk.
   bool exchange = false;
   ProofPlan proof;
 };
 
-// The same on every rank where all are known; positions in `tensors` mean the same on all then.
+// If all requests are known, the plan and the positions in `tensors` are the same on every rank.
 struct LoadPlan {
   std::vector<PlannedTensor> tensors;  // In file order.
-  std::vector<int> groups;             // By rank: LoadOptions::exchange_group.
+  std::vector<int> groups;             // By rank: its LoadOptions::exchange_group.
 };
 
-// Why a rank has to know what the others want. Where no rank has a reason, requests stay where they
-// are: a load of whole shards on 4,096 ranks sends no layouts at all.
+// The reasons for a rank to need the requests of the others. If no rank has such a reason, no
+// requests are sent, as in a load of whole shards on 4,096 ranks.
 struct LoadNeeds {
-  bool proof = false;       // Bytes that only the digest can prove without reading far more.
-  bool short_runs = false;  // Runs that are better read together, if machines differ.
+  bool proof = false;       // Some bytes can be verified cheaply only by digest.
+  bool short_runs = false;  // Wants short runs, better exchanged between machines.
 };
-Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const Resolved& mine,
+Result<LoadNeeds> FindNeeds(const CheckpointIndex& index, const ResolvedRequest& mine,
                             const LoadOptions& options);
 
-// Makes a plan of what ranks want, which is told one rank after the other, in the order of the
-// ranks: what one asks for need not be kept once it is in the plan.
+// Makes a plan from the wants of the ranks, which are added in the order of ranks; a request may be
+// freed after Add.
 class LoadPlanner {
  public:
   explicit LoadPlanner(const CheckpointIndex& index) : index_(index) {}
-  void Add(int rank, const Resolved& wanted);
-  // `all_known`: every rank was added; otherwise nothing is exchanged or proved by digest.
-  // `groups` by rank.
+  void Add(int rank, const ResolvedRequest& wanted);
+  // `all_known`: whether every rank was added; if not, nothing is exchanged or verified by digest.
+  // `groups`: the exchange group of each rank.
   Result<LoadPlan> Finish(int ranks, bool all_known, std::vector<int> groups, bool several_machines,
                           const LoadOptions& options);
 
  private:
   const CheckpointIndex& index_;
   LoadPlan plan_;
-  std::map<std::uint32_t, std::size_t> position_;  // By ordinal.
+  // Position in plan_.tensors, by ordinal of the stored tensor.
+  std::map<std::uint32_t, std::size_t> position_;
 };
 
-// How to read a region of a tensor so that its bytes end up verified as `verify` says: by whole
-// leaves where widening costs little, or where the tensor cannot be proved by digest; into memory
-// of a device not at all, where its digest will be taken there.
+// Chooses how to read a region of a tensor so that its bytes end up verified as `verify` requires.
+// Whole leaves are read and checked if this adds little or the tensor cannot be verified by digest.
+// Bytes for device memory are read without checks if their digest is taken on the device.
 Result<ReadVerify> ChooseReadVerify(const CheckpointIndex& index, const PlannedTensor& tensor,
                                     const Region& region, LoadVerify verify, bool on_device);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LoadReport of tensormount/load.h: looking up what came besides tensors. Apart from load.cc
-// because nothing of it takes part in a load.
+// LoadReport of tensormount/load.h: access to the loaded data besides tensors. Separate from
+// load.cc, because no load uses it.
 #include <algorithm>
 #include <cctype>
 #include <string>
@@ -14,7 +14,8 @@ Result<StrictPolicy> StrictFromMegatron(std::string_view name) {
     std::string_view name;
     StrictPolicy policy;
   };
-  // "Assume ok" leaves it to the reader to fail on what is not stored, and ours does.
+  // "Assume ok" leaves the check for keys that are not stored to the reader; this library's reader
+  // fails.
   static constexpr Row kRows[] = {
       {"assume_ok_unexpected", {Strict::kRaise, Strict::kIgnore}},
       {"log_unexpected", {Strict::kLog, Strict::kIgnore}},
@@ -34,7 +35,7 @@ Result<StrictPolicy> StrictFromMegatron(std::string_view name) {
     all += (all.empty() ? "" : ", ") + std::string(row.name);
   }
   return Status(Code::kInvalidArgument,
-                "no strictness " + std::string(name.substr(0, 100)) + "; there are " + all);
+                "unknown strictness " + std::string(name.substr(0, 100)) + "; use one of " + all);
 }
 
 Result<std::string> LoadReport::object(std::string_view key, const Dims& index) const {

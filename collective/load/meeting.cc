@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the ranks of a load meet: their cards, the keys that are missing, and who wants what.
+// The exchange in which the ranks of a load agree on a plan (meeting.h): first one message of fixed
+// size from each rank (Card), then the keys that are not stored, then the requests.
 #include "collective/load/meeting.h"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "base/coding.h"
 #include "collective/comm/agreement.h"
 #include "collective/guarded.h"
+#include "device/devices.h"
 
 namespace tensormount {
 namespace {
@@ -21,7 +23,7 @@ std::shared_ptr<KeptPlans<AgreedPlan>> PlansOf(Communicator& comm) {
   return KeptPlans<AgreedPlan>::Of(comm, "load plans", 4);
 }
 
-// The first message: what this rank brings, in the order below.
+// Size of the first message of a rank, whose fields have the order of Card.
 constexpr std::size_t kCardBytes = 64;
 constexpr std::uint32_t kNeedsProof = 1;
 constexpr std::uint32_t kShortRuns = 2;
@@ -30,7 +32,7 @@ constexpr std::uint32_t kCardVersion = 2u << 24;  // In the upper byte of the fl
 struct Card {
   Hash128 request;
   Hash128 call;
-  Hash128 kept;  // The job whose plan it has.
+  Hash128 kept;  // Hash of the job whose plan the rank has kept; zero: none.
   std::uint64_t machine = 0;
   std::int32_t group = 0;
   std::uint32_t flags = 0;
@@ -40,7 +42,7 @@ std::string EncodeCard(const MeetingPart& part) {
   ByteWriter out;
   out.Hash(part.request_hash);
   out.Hash(part.call);
-  out.Hash(part.at_hand == nullptr ? Hash128{} : part.at_hand->job);
+  out.Hash(part.kept_plan == nullptr ? Hash128{} : part.kept_plan->job);
   out.U64(part.machine);
   out.U32(static_cast<std::uint32_t>(part.group));
   out.U32(kCardVersion | (part.needs.proof ? kNeedsProof : 0) |
@@ -49,8 +51,11 @@ std::string EncodeCard(const MeetingPart& part) {
 }
 
 Result<Card> DecodeCard(std::string_view bytes, std::size_t rank) {
-  if (bytes.size() != kCardBytes) return Status(Code::kDataLoss, "load: a card is damaged");
-  ByteReader in(bytes, "card");
+  if (bytes.size() != kCardBytes) {
+    return Status(Code::kDataLoss,
+                  "load: the first message of rank " + std::to_string(rank) + " is malformed");
+  }
+  ByteReader in(bytes, "load: first message of a rank");
   Card card;
   card.request = in.Hash();
   card.call = in.Hash();
@@ -65,8 +70,8 @@ Result<Card> DecodeCard(std::string_view bytes, std::size_t rank) {
   return card;
 }
 
-// What this rank's part of a plan depends on, besides what the others bring.
-Hash128 BroughtBy(const Hash128& request, const Hash128& call, std::uint64_t machine,
+// Hash of this rank's inputs to a plan.
+Hash128 InputHash(const Hash128& request, const Hash128& call, std::uint64_t machine,
                   std::int32_t group) {
   ByteWriter all;
   all.Hash(request);
@@ -76,20 +81,20 @@ Hash128 BroughtBy(const Hash128& request, const Hash128& call, std::uint64_t mac
   return Xxh3(all.bytes());
 }
 
-// What rank 0 makes of the cards.
+// Rank 0's answer to the cards.
 struct Opening {
   Agreement agreed;
-  bool whole = false;  // Everybody needs everybody's request.
+  bool whole = false;  // Whether every rank needs the requests of all ranks.
   bool several_machines = false;
-  bool on_devices = false;  // Every rank.
-  int ranks_here = 1;       // Of the machine that has most.
-  RankClasses speakers;     // Of equal requests. Where they are wanted; else empty, as is
-  std::vector<int> groups;  // by rank.
+  bool on_devices = false;  // Whether every rank's tensors are on one device.
+  int ranks_here = 1;       // The most ranks on any one machine.
+  RankClasses speakers;     // Ranks with equal requests; empty unless `whole` and the plan is new.
+  std::vector<int> groups;  // Exchange group by rank; empty if `speakers` is.
 };
 
 Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPath path) {
   std::vector<Card> cards;
-  std::map<std::uint64_t, std::uint32_t> of_machine;  // Ranks.
+  std::map<std::uint64_t, std::uint32_t> of_machine;  // By machine: its number of ranks.
   AgreementMaker maker(kLoadDomain);
   std::uint32_t flags = 0;
   bool on_devices = true;
@@ -104,7 +109,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
     ++of_machine[card.machine];
     flags |= card.flags;
     on_devices = on_devices && (card.flags & kOnDevice) != 0;
-    const Hash128 mine = BroughtBy(card.request, card.call, card.machine, card.group);
+    const Hash128 mine = InputHash(card.request, card.call, card.machine, card.group);
     const std::uint64_t words[] = {mine.low, mine.high};
     maker.Add(words, card.kept.low);
   }
@@ -128,7 +133,7 @@ Result<std::string> DecideOpening(const std::vector<std::string>& parts, LoadPat
 }
 
 Result<Opening> ReadOpening(std::string_view bytes, int ranks) {
-  ByteReader in(bytes, "load: what rank 0 decided");
+  ByteReader in(bytes, "load: the decision that rank 0 sent");
   Opening opening;
   opening.agreed = ReadAgreement(in);
   opening.whole = in.U8() != 0;
@@ -151,19 +156,19 @@ void WriteNames(ByteWriter& out, const std::vector<std::string>& names) {
 
 template <typename Fn>
 void ReadNames(ByteReader& in, Fn fn) {
-  constexpr std::size_t kMaxName = 4096;  // A key and an index.
+  constexpr std::size_t kMaxName = 4096;  // Maximum length of a name: a key and an index.
   const std::uint32_t count = in.U32();
   for (std::uint32_t i = 0; i < count && in.status().ok(); ++i) {
     fn(std::string(in.String(kMaxName)));
   }
 }
 
-// What one rank says of keys: what is not stored of its request, and what it asks for of what is
-// stored.
-std::string EncodeKeys(const Resolved& mine, std::uint32_t tensors) {
+// One rank's message about keys: which of its requested keys are not stored, and which stored ones
+// it requests.
+std::string EncodeKeys(const ResolvedRequest& mine, std::uint32_t tensors) {
   ByteWriter out;
   WriteNames(out, mine.not_stored);
-  WriteNames(out, mine.asked_objects);
+  WriteNames(out, mine.requested_objects);
   std::string bits((tensors + 7) / 8, '\0');
   for (const auto& entry : mine.tensors) {
     char& bits_here = bits[entry->ordinal / 8];
@@ -176,13 +181,13 @@ std::string EncodeKeys(const Resolved& mine, std::uint32_t tensors) {
 Result<std::string> DecideKeys(const CheckpointIndex& index, const std::vector<std::string>& parts,
                                const LoadOptions& options) {
   std::set<std::string> not_stored;
-  std::set<std::string> asked_objects;
+  std::set<std::string> requested_objects;
   std::vector<bool> asked(index.tensor_count(), false);
   const std::size_t bytes = (asked.size() + 7) / 8;
   for (const std::string& part : parts) {
-    ByteReader in(part, "load: keys of a rank");
+    ByteReader in(part, "load: the keys that a rank sent");
     ReadNames(in, [&](std::string name) { not_stored.insert(std::move(name)); });
-    ReadNames(in, [&](std::string name) { asked_objects.insert(std::move(name)); });
+    ReadNames(in, [&](std::string name) { requested_objects.insert(std::move(name)); });
     const std::string_view bits = in.Raw(bytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
     for (std::size_t b = 0; b < bytes; ++b) {
@@ -196,7 +201,7 @@ Result<std::string> DecideKeys(const CheckpointIndex& index, const std::vector<s
   if (options.not_requested != Strict::kIgnore) {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         not_requested,
-        NotRequested(index, asked, {asked_objects.begin(), asked_objects.end()}, options));
+        NotRequested(index, asked, {requested_objects.begin(), requested_objects.end()}, options));
   }
   ByteWriter out;
   WriteNames(out, {not_stored.begin(), not_stored.end()});
@@ -208,35 +213,35 @@ Status MeetOnKeys(Collective& collective, const CheckpointIndex& index, const Lo
                   AgreedPlan& agreed) {
   if (options.not_stored == Strict::kIgnore && options.not_requested == Strict::kIgnore) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(
-      const std::string told, collective.Decide(EncodeKeys(*agreed.resolved, index.tensor_count()),
-                                                "load: keys", [&](std::vector<std::string>& parts) {
-                                                  return DecideKeys(index, parts, options);
-                                                }));
-  ByteReader in(told, "load: keys of all ranks");
+      const std::string told,
+      collective.Decide(
+          EncodeKeys(*agreed.resolved, index.tensor_count()), "load: compare keys",
+          [&](std::vector<std::string>& parts) { return DecideKeys(index, parts, options); }));
+  ByteReader in(told, "load: the keys that rank 0 sent");
   ReadNames(in, [&](std::string name) { agreed.not_stored.push_back(std::move(name)); });
   ReadNames(in, [&](std::string name) { agreed.not_requested.push_back(std::move(name)); });
   return in.Finish();
 }
 
-// Adds what every rank wants, as it said itself. What a rank asks for is kept only as long as a
-// later one asks for the same.
+// Adds the request of each rank to the planner. Ranks with equal requests share one resolved
+// request, which is freed after the last of these ranks.
 Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
-              const std::shared_ptr<const Resolved>& mine, int me, const RankClasses& speakers,
-              std::vector<std::string>& said, LoadPlanner& planner) {
-  std::map<std::uint32_t, int> last;  // By speaker: the last rank that it speaks for.
+              const std::shared_ptr<const ResolvedRequest>& mine, int me,
+              const RankClasses& speakers, std::vector<std::string>& said, LoadPlanner& planner) {
+  std::map<std::uint32_t, int> last;  // By sending rank: the last rank with the same request.
   for (std::size_t r = 0; r < speakers.size(); ++r) last[speakers[r]] = static_cast<int>(r);
-  std::map<std::uint32_t, std::shared_ptr<const Resolved>> kept;
+  std::map<std::uint32_t, std::shared_ptr<const ResolvedRequest>> kept;
   kept[speakers[static_cast<std::size_t>(me)]] = mine;
   for (int rank = 0; rank < static_cast<int>(speakers.size()); ++rank) {
     const std::uint32_t speaker = speakers[static_cast<std::size_t>(rank)];
-    std::shared_ptr<const Resolved>& wanted = kept[speaker];
+    std::shared_ptr<const ResolvedRequest>& wanted = kept[speaker];
     if (wanted == nullptr) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const LoadRequest request, DecodeRequest(said[speaker]));
       said[speaker] = {};
-      TENSORMOUNT_ASSIGN_OR_RETURN(Resolved other,
+      TENSORMOUNT_ASSIGN_OR_RETURN(ResolvedRequest other,
                                    ResolveRequest(index, request, options, /*objects=*/false));
       TENSORMOUNT_RETURN_IF_ERROR(other.refusal);
-      wanted = std::make_shared<const Resolved>(std::move(other));
+      wanted = std::make_shared<const ResolvedRequest>(std::move(other));
     }
     planner.Add(rank, *wanted);
     if (last[speaker] == rank) kept.erase(speaker);
@@ -246,18 +251,18 @@ Status AddAll(const CheckpointIndex& index, const LoadOptions& options,
 
 }  // namespace
 
-std::optional<Device> TheDevice(const StateDict& request) {
+std::optional<Device> CommonDevice(const StateDict& request) {
   std::optional<Device> device;
   for (const StateDict::TensorItem& item : request.tensors()) {
     const BufferView& data = item.shard.data;
-    if (item.shard.region.volume() == 0) continue;  // Any pointer, or none.
-    if (!OnDevice(data) || (device && !(*device == data.device))) return std::nullopt;
+    if (item.shard.region.volume() == 0) continue;  // The shard needs no memory.
+    if (!IsDeviceMemory(data) || (device && !(*device == data.device))) return std::nullopt;
     device = data.device;
   }
   return device;
 }
 
-std::uint64_t ThisMachine() {
+std::uint64_t MachineHash() {
   static const std::uint64_t machine = [] {
     std::ifstream file("/proc/sys/kernel/random/boot_id");
     std::string id;
@@ -273,28 +278,28 @@ Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& in
   MeetingPart part;
   TENSORMOUNT_ASSIGN_OR_RETURN(part.request, EncodeRequest(request));
   part.request_hash = Xxh3(part.request);
-  part.machine = ThisMachine();
+  part.machine = MachineHash();
   part.group = options.exchange_group;
-  part.on_device = TheDevice(request).has_value();
+  part.on_device = CommonDevice(request).has_value();
   ByteWriter call;
   call.Hash(CallFingerprint(path, options));
   call.Hash(identity);
   call.U32(static_cast<std::uint32_t>(comm.size()));
   part.call = Xxh3(call.bytes());
-  part.mine = BroughtBy(part.request_hash, part.call, part.machine, part.group);
+  part.mine = InputHash(part.request_hash, part.call, part.machine, part.group);
   if (options.reuse_plan) {
-    part.at_hand =
+    part.kept_plan =
         PlansOf(comm)->Find([&](const AgreedPlan& plan) { return plan.mine == part.mine; });
   }
-  if (part.at_hand != nullptr) {
-    part.resolved = part.at_hand->resolved;
-    part.needs = part.at_hand->needs;
+  if (part.kept_plan != nullptr) {
+    part.resolved = part.kept_plan->resolved;
+    part.needs = part.kept_plan->needs;
   } else {
     TENSORMOUNT_ASSIGN_OR_RETURN(const LoadRequest decoded, DecodeRequest(part.request));
-    TENSORMOUNT_ASSIGN_OR_RETURN(Resolved resolved,
+    TENSORMOUNT_ASSIGN_OR_RETURN(ResolvedRequest resolved,
                                  ResolveRequest(index, decoded, options, /*objects=*/true));
     TENSORMOUNT_RETURN_IF_ERROR(resolved.refusal);
-    part.resolved = std::make_shared<const Resolved>(std::move(resolved));
+    part.resolved = std::make_shared<const ResolvedRequest>(std::move(resolved));
     TENSORMOUNT_ASSIGN_OR_RETURN(part.needs, FindNeeds(index, *part.resolved, options));
   }
   return part;
@@ -304,11 +309,12 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
                                                const CheckpointIndex* index,
                                                Result<MeetingPart> prepared,
                                                const LoadOptions& options,
-                                               const std::function<Status()>& validate, Met& met) {
+                                               const std::function<Status()>& validate,
+                                               MeetingResult& met) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string told,
       collective.Decide(
-          prepared.ok() ? EncodeCard(prepared.value()) : std::string(), "load: meet",
+          prepared.ok() ? EncodeCard(prepared.value()) : std::string(), "load: compare calls",
           [&](std::vector<std::string>& parts) { return DecideOpening(parts, options.path); },
           prepared.status()));
   const MeetingPart part = std::move(prepared).value();
@@ -316,8 +322,9 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   met.plan_reused = opening.agreed.unchanged;
   met.on_devices = opening.on_devices;
   if (opening.agreed.unchanged) {
-    if (part.at_hand != nullptr && part.at_hand->job == opening.agreed.job) return part.at_hand;
-    return Status(Code::kInternal, "load: the plan of another job is at hand");
+    if (part.kept_plan != nullptr && part.kept_plan->job == opening.agreed.job)
+      return part.kept_plan;
+    return Status(Code::kInternal, "internal error: load: the kept plan belongs to another job");
   }
 
   if (options.validate) TENSORMOUNT_RETURN_IF_ERROR(validate());
@@ -328,11 +335,14 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
   agreed->needs = part.needs;
   agreed->ranks_here = opening.ranks_here;
   TENSORMOUNT_RETURN_IF_ERROR(MeetOnKeys(collective, *index, options, *agreed));
-  std::vector<std::string> said;  // By rank: its request, where it speaks.
+  // The encoded request of each rank; empty for a rank whose request another rank with an equal
+  // request sends.
+  std::vector<std::string> said;
   const int me = collective.rank();
   if (opening.whole) {
-    const std::string_view mine = Speaks(opening.speakers, me) ? part.request : std::string_view();
-    TENSORMOUNT_ASSIGN_OR_RETURN(said, collective.AllGather(mine, "load: requests"));
+    const std::string_view mine =
+        SendsForClass(opening.speakers, me) ? part.request : std::string_view();
+    TENSORMOUNT_ASSIGN_OR_RETURN(said, collective.AllGather(mine, "load: share requests"));
   }
   const Status planned = Guarded([&]() -> Status {
     LoadPlanner planner(*index);
@@ -347,7 +357,7 @@ Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& c
                                      std::move(opening.groups), opening.several_machines, options));
     return {};
   });
-  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan"));
+  TENSORMOUNT_RETURN_IF_ERROR(collective.Agree(planned, "load: plan reads"));
   if (options.reuse_plan) {
     const auto kept = PlansOf(comm);
     kept->Forget([&](const AgreedPlan& plan) { return plan.mine == agreed->mine; });

@@ -16,78 +16,78 @@
 #include "collective/load/request.h"
 #include "collective/load/resolve.h"
 
-// How the ranks of a load find out what they have to know of each other, and no more.
+// How the ranks of a load learn what they need to know of each other.
 //
-//   PrepareMeeting   alone: the request encoded and hashed, resolved against the index, and the
-//   plan
-//                    that this rank has kept of an earlier load of the same
-//   Meet             together: rank 0 compares 64 bytes of each rank and says what is to be told
+//   PrepareMeeting   local: encodes and hashes the request, resolves it against the index, and
+//                    finds the plan that this rank has kept of an equal load
+//   Meet             collective: rank 0 compares 64 bytes of each rank and says what else to send
 //
-// What is hashed decides what makes two loads "the same": the request (keys, shapes, regions, not
-// the memory they go to), path and options, the checkpoint's identity, number and machines of
-// ranks.
+// Two loads are "the same" if these are equal: the request (keys, shapes, regions, but not memory
+// addresses), path and options, the checkpoint's identity, and the number and machines of ranks.
 
 namespace tensormount {
 
-// A plan that all ranks agreed on, as it is kept for the next load of the same kind. Immutable.
+// A plan that all ranks agreed on, kept for the next equal load. Immutable.
 struct AgreedPlan {
-  Hash128 mine;  // This rank's part: its request, the call, the checkpoint.
-  Hash128 job;   // Everybody's.
-  std::shared_ptr<const Resolved> resolved;  // What this rank asks for.
-  LoadNeeds needs;                           // Of this rank.
-  int ranks_here = 1;  // On the machine that has most: on this one so many or fewer.
+  Hash128 mine;  // Hash of this rank's request, call, checkpoint, machine and exchange group.
+  Hash128 job;   // Hash of the inputs of all ranks.
+  std::shared_ptr<const ResolvedRequest> resolved;  // This rank's request.
+  LoadNeeds needs;                                  // This rank's needs.
+  int ranks_here = 1;                               // The most ranks on any one machine.
   LoadPlan plan;
-  std::vector<std::string> not_stored;     // Of all ranks; sorted.
-  std::vector<std::string> not_requested;  // Likewise.
+  // Keys that some rank requests and that are not stored; sorted.
+  std::vector<std::string> not_stored;
+  std::vector<std::string> not_requested;  // Stored keys that no rank requests; sorted.
 };
 
-// What one rank brings. Made without the others.
+// One rank's part of the meeting, made locally.
 struct MeetingPart {
-  std::string request;  // Encoded.
+  std::string request;  // The encoded request.
   Hash128 request_hash;
-  Hash128 call;  // Path, options, and the identity of the checkpoint.
+  Hash128 call;  // Hash of path, options and checkpoint identity.
   Hash128 mine;
   std::uint64_t machine = 0;
   int group = 0;
-  bool on_device = false;                     // TheDevice.
-  std::shared_ptr<const AgreedPlan> at_hand;  // Null: none.
-  std::shared_ptr<const Resolved> resolved;
+  bool on_device = false;                       // All tensors are on one device.
+  std::shared_ptr<const AgreedPlan> kept_plan;  // Plan of an earlier equal load; null: none.
+  std::shared_ptr<const ResolvedRequest> resolved;
   LoadNeeds needs;
 };
 
-// `identity`: of the checkpoint, as rank 0 opened it. Fails where the request can never be served
-// (Resolved::refusal).
+// `identity`: hash that identifies the opened checkpoint. Fails if the request can never be served
+// (ResolvedRequest::refusal).
 Result<MeetingPart> PrepareMeeting(Communicator& comm, const CheckpointIndex& index,
                                    const StateDict& request, std::string_view path,
                                    const Hash128& identity, const LoadOptions& options);
 
-// What ranks tell each other and no plan keeps.
-struct Met {
+// Results of a meeting that are not part of the plan.
+struct MeetingResult {
   bool plan_reused = false;
-  bool on_devices = false;  // Every rank has a device that all its tensors are on.
+  bool on_devices = false;  // Every rank's tensors are all on one device.
 };
 
-// Collective; the verdict is the same on every rank, also where one could make no part of its own:
-// `prepared` is then why. `index` is null only there.
+// Collective; the verdict is the same on every rank. A rank whose PrepareMeeting failed passes the
+// failure as `prepared`; only then may `index` be null.
 //   1. 64 bytes from each rank: fingerprints of its request, of the call, and of the job whose plan
-//      it has at hand; machine, group, what it needs. Where all have the plan of this very job,
-//      that is all.
-//   2. The keys that are not stored, and a bit for each tensor that is asked for; unless both sets
-//      are ignored.
-//   3. Only where some rank needs to know what the others want (a proof by digest, an exchange):
-//      one rank of each set of equal requests sends its request to all.
-// `validate` is called between 1 and 2 where the plan is a new one and the options ask for it.
+//      it has kept; machine, group and needs. If all have kept the plan of this job, the meeting
+//      ends here.
+//   2. The keys that are not stored, and a bit for each requested tensor; skipped if the options
+//      ignore both.
+//   3. Only if some rank needs the requests of the others (a proof by digest, an exchange): one
+//      rank of each set of ranks with equal requests sends its request to all.
+// `validate` is called between 1 and 2 if the plan is new and the options ask for validation.
 Result<std::shared_ptr<const AgreedPlan>> Meet(Communicator& comm, Collective& collective,
                                                const CheckpointIndex* index,
                                                Result<MeetingPart> prepared,
                                                const LoadOptions& options,
-                                               const std::function<Status()>& validate, Met& met);
+                                               const std::function<Status()>& validate,
+                                               MeetingResult& met);
 
-// The one that all tensors of a request are on; nothing where there is none, or no tensor.
-std::optional<Device> TheDevice(const StateDict& request);
+// The device that all tensors of a request are on; nothing if there is none, or no tensor.
+std::optional<Device> CommonDevice(const StateDict& request);
 
-// A number for this machine since it was started.
-std::uint64_t ThisMachine();
+// Identifies this machine and its current boot.
+std::uint64_t MachineHash();
 
 }  // namespace tensormount
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which digests are to be proved, and the sums of all ranks at rank 0.
+// Chooses the digests to verify, and sums them over all ranks at rank 0.
 #include "collective/load/prove.h"
 
 #include <algorithm>
@@ -14,7 +14,9 @@
 namespace tensormount {
 namespace {
 
-Status OtherPlan() { return Status(Code::kInternal, "ranks do not agree on the plan of a load"); }
+Status PlanMismatch() {
+  return Status(Code::kInternal, "internal error: load: the ranks have different plans");
+}
 
 void SetBit(std::string& bits, std::size_t i) {
   bits[i / 8] = static_cast<char>(bits[i / 8] | (1 << (i % 8)));
@@ -31,7 +33,7 @@ std::size_t PositionIn(const LoadPlan& plan, const LoadTarget& target) {
 class Prover {
  public:
   Prover(Collective& collective, const OpenedCheckpoint& checkpoint, const LoadPlan& plan,
-         std::span<const LoadTarget> targets, const DeviceRules& devices,
+         std::span<const LoadTarget> targets, const DeviceLimits& devices,
          const std::function<void(std::uint64_t)>& read)
       : collective_(collective),
         checkpoint_(checkpoint),
@@ -46,8 +48,8 @@ class Prover {
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
         collective_.Decide(
-            able.ok() ? MyNumbers() : std::string(), "load: prove",
-            [&](std::vector<std::string>& parts) { return Judge(parts); }, able));
+            able.ok() ? OwnContributions() : std::string(), "load: compare digests",
+            [&](std::vector<std::string>& parts) { return CheckContributions(parts); }, able));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<bool> damaged, ReadBits(told));
     if (std::none_of(damaged.begin(), damaged.end(), [](bool b) { return b; })) return proving_;
     return Diagnose(damaged);
@@ -58,7 +60,7 @@ class Prover {
 
   Result<std::vector<bool>> ReadBits(const std::string& bits) const {
     std::vector<bool> out(plan_.tensors.size(), false);
-    if (bits.size() != NoBits(plan_).size()) return OtherPlan();
+    if (bits.size() != NoBits(plan_).size()) return PlanMismatch();
     for (std::size_t i = 0; i < out.size(); ++i) {
       out[i] = ((static_cast<unsigned char>(bits[i / 8]) >> (i % 8)) & 1) != 0;
     }
@@ -67,7 +69,7 @@ class Prover {
 
   Status DigestTargets() {
     digests_.assign(targets_.size(), 0);
-    std::vector<DigestWanted> on_devices;
+    std::vector<DigestRequest> on_devices;
     for (std::size_t i = 0; i < targets_.size(); ++i) {
       const LoadTarget& target = targets_[i];
       if (!proving_[PositionOf(target)]) continue;
@@ -109,7 +111,8 @@ class Prover {
     return {};
   }
 
-  // Every want that has replicas, or is one, once, in an order that all ranks know.
+  // Calls fn once for each request whose region several requests share, in the same order on every
+  // rank.
   template <typename Fn>
   void ForEachReplicaHolder(Fn fn) const {
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
@@ -125,7 +128,8 @@ class Prover {
     }
   }
 
-  // Of this rank's want: targets stand in the order of the plan, and of its wants.
+  // The digest of this rank's buffer for request `want` of tensor `t`. Targets are in the order of
+  // the plan and of its wants.
   Crc64 DigestOf(std::size_t t, std::uint32_t want) const {
     const auto at = std::ranges::lower_bound(
         targets_, std::pair(t, want), {},
@@ -133,8 +137,9 @@ class Prover {
     return digests_[static_cast<std::size_t>(at - targets_.begin())];
   }
 
-  // This rank's contributions, by tensor, and the digests of its regions that others have too.
-  std::string MyNumbers() const {
+  // Encodes this rank's contributions, by tensor, and the digests of its regions that other ranks
+  // have, too.
+  std::string OwnContributions() const {
     ByteWriter mine;
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
       if (proving_[t]) mine.U64(contribution_[t]);
@@ -147,9 +152,10 @@ class Prover {
     return std::move(mine.bytes());
   }
 
-  // At rank 0: which tensors are not what was stored, a bit each. Contributions add up to the
-  // stored digest; holders of one region, of which only one contributes, have equal digests.
-  Result<std::string> Judge(const std::vector<std::string>& parts) const {
+  // Runs at rank 0. Returns one bit for each tensor, set if the loaded bytes differ from the stored
+  // ones. Contributions must add up to the stored digest, and all ranks that loaded one region must
+  // have equal digests.
+  Result<std::string> CheckContributions(const std::vector<std::string>& parts) const {
     std::vector<ByteReader> in;
     for (const std::string& part : parts) in.emplace_back(part, "load: digests of a rank");
     std::string damaged = NoBits(plan_);
@@ -165,7 +171,7 @@ class Prover {
       digests[{t, want}] = in[rank].U64();
     });
     for (ByteReader& of_rank : in) {
-      if (!of_rank.Finish().ok()) return OtherPlan();
+      if (!of_rank.Finish().ok()) return PlanMismatch();
     }
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t) {
       if (!proving_[t]) continue;
@@ -176,7 +182,7 @@ class Prover {
     return damaged;
   }
 
-  // The same as FindDamage, a block at a time.
+  // The same check as FindDamage, for device memory, one block at a time.
   Status FindDamageOnDevice(const LoadTarget& target) const {
     const TensorEntry& entry = target.tensor->entry();
     Status found;
@@ -202,7 +208,7 @@ class Prover {
     return found;
   }
 
-  // Reads damaged tensors again by whole leaves, so that what is wrong has a name.
+  // Reads damaged tensors again by whole leaves, to name the damaged parts.
   Status Diagnose(const std::vector<bool>& damaged) {
     std::string first;
     for (std::size_t t = 0; t < damaged.size(); ++t) {
@@ -226,22 +232,23 @@ class Prover {
       }
       return {};
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(found, "load: find the damage"));
-    return Status(Code::kDataLoss,
-                  "tensor " + first +
-                      ": the digest of what was loaded differs from the stored one, though every "
-                      "leaf that was read again is as it was written");
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(found, "load: find damage"));
+    return Status(
+        Code::kDataLoss,
+        "tensor " + first +
+            ": the digest of the loaded data differs from the stored one, although the stored "
+            "data, read again, is intact");
   }
 
   Collective& collective_;
   const OpenedCheckpoint& checkpoint_;
   const LoadPlan& plan_;
   std::span<const LoadTarget> targets_;
-  const DeviceRules& devices_;
+  const DeviceLimits& devices_;
   const std::function<void(std::uint64_t)>& read_;
-  std::vector<bool> proving_;        // By position in the plan.
-  std::vector<Crc64> contribution_;  // Of this rank, likewise.
-  std::vector<Crc64> digests_;       // By target, of what is in the buffer.
+  std::vector<bool> proving_;        // By position in the plan: whether the tensor is verified.
+  std::vector<Crc64> contribution_;  // This rank's, by position in the plan.
+  std::vector<Crc64> digests_;       // By target: the digest of its buffer.
 };
 
 }  // namespace
@@ -262,7 +269,7 @@ std::string Unproved(const LoadPlan& plan, std::span<const LoadTarget> targets) 
 Result<std::string> UnprovedByAny(std::span<const std::string> bits) {
   std::string any = bits.front();
   for (const std::string& of_rank : bits) {
-    if (of_rank.size() != any.size()) return OtherPlan();
+    if (of_rank.size() != any.size()) return PlanMismatch();
     for (std::size_t i = 0; i < any.size(); ++i) any[i] = static_cast<char>(any[i] | of_rank[i]);
   }
   return any;
@@ -270,7 +277,7 @@ Result<std::string> UnprovedByAny(std::span<const std::string> bits) {
 
 Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
                                         const LoadPlan& plan, std::span<const LoadTarget> targets,
-                                        const DeviceRules& devices, const std::string& unproved,
+                                        const DeviceLimits& devices, const std::string& unproved,
                                         const std::function<void(std::uint64_t)>& read) {
   const bool any = std::any_of(unproved.begin(), unproved.end(), [](char c) { return c != 0; });
   if (!any) return std::vector<bool>();

@@ -14,28 +14,29 @@
 
 namespace tensormount {
 
-// One round for all tensors together, however many there are: contributions of 8 bytes, whose
-// exclusive or must be the digest, and CRCs of replicas, which must be equal; rank 0 judges them.
-// Which tensors need it the ranks tell each other with the end of their reading (Unproved). Where
-// one is wrong, another round: who holds some of that tensor looks for the place (FindDamage).
-// CRCs are computed from the destination, of host memory after everything else: bytes that memory,
-// a copy or a kernel changed are found as well as those of a disk. Of devices, those that a rank
-// read for itself were computed when each part had arrived (LoadTarget::arrived).
+// Verification by digest takes one exchange for all tensors: contributions of 8 bytes, whose
+// exclusive or must be the digest, and CRCs of replicas, which must be equal; rank 0 checks them.
+// At the end of reading the ranks report which tensors need this verification (Unproved). If a
+// check fails, a second exchange follows: the ranks that have a part of that tensor locate the
+// damage (FindDamage). CRCs are computed from the destination, in host memory after everything
+// else, so that bytes changed by memory, a copy or a kernel are found as well as those of a disk.
+// For device data that a rank read for itself, they were computed when each part arrived
+// (LoadTarget::arrived).
 //
-// A bit for each tensor of the plan of which this rank has bytes that no leaf proved, or will have
-// by exchange; empty where no tensor can be proved by digest.
+// Returns one bit for each tensor of the plan: set if this rank has bytes of it that no leaf hash
+// verified, or will get bytes by exchange. Empty if no tensor can be verified by digest.
 std::string Unproved(const LoadPlan& plan, std::span<const LoadTarget> targets);
-// Those of all ranks together, at rank 0.
+// Runs at rank 0: combines the bits of all ranks by or.
 Result<std::string> UnprovedByAny(std::span<const std::string> bits);
 
-// Proves by digest, over what stands in the ranks' buffers now, every tensor of `unproved`
-// (UnprovedByAny). Collective: the same verdict on every rank, kDataLoss naming tensor, box and
-// file where something differs. Returns which tensors were proved, by position in the plan; empty
-// where none had to be. What is on a device its device hashes. `read` is called with what was read
-// from storage to complete a proof.
+// Verifies by digest, over the bytes now in the ranks' buffers, every tensor of `unproved`
+// (UnprovedByAny). Devices hash their own memory. Collective, with the same verdict on every rank:
+// kDataLoss names tensor, box and file. Returns by position in the plan which tensors were
+// verified; empty if none had to be. `read` is called with the bytes read from storage to complete
+// a proof.
 Result<std::vector<bool>> ProveByDigest(Collective& collective, const OpenedCheckpoint& checkpoint,
                                         const LoadPlan& plan, std::span<const LoadTarget> targets,
-                                        const DeviceRules& devices, const std::string& unproved,
+                                        const DeviceLimits& devices, const std::string& unproved,
                                         const std::function<void(std::uint64_t)>& read);
 
 }  // namespace tensormount

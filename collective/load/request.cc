@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank asks for, as a message: read back by every rank that plans, so it is decoded as
-// strictly as anything from outside.
+// Encodes a rank's request as a message. Every rank that plans decodes the message, as strictly as
+// external data.
 #include "collective/load/request.h"
 
 #include <algorithm>
@@ -18,15 +18,17 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kRequestMagic("TMLOADR\0", 8);
-// Of this format, and of what ranks make of it: in every fingerprint.
+// Version of this format and of how ranks interpret it; part of every fingerprint.
 constexpr std::uint32_t kRequestVersion = 2;
-constexpr std::string_view kWhat = "request of a load";
+constexpr std::string_view kWhat = "load request of a rank";
 
 Result<LoadRequest::Item> ReadItem(ByteReader& in, const std::vector<TensorMeta>& tensors) {
   LoadRequest::Item item;
   item.tensor = in.U32();
   item.item = in.U32();
-  if (item.tensor >= tensors.size()) return DataLoss(kWhat, "a tensor that is not in its table");
+  if (item.tensor >= tensors.size()) {
+    return DataLoss(kWhat, "refers to a tensor that it does not list");
+  }
   const TensorMeta& meta = tensors[item.tensor];
   TENSORMOUNT_ASSIGN_OR_RETURN(item.region, DecodeRegion(in, kWhat, meta.key(), meta.shape()));
   return item;
@@ -56,8 +58,8 @@ Result<LoadRequest> ReadBody(ByteReader& in) {
   return request;
 }
 
-// Whether two cells of a buffer may have the same place, as in an expanded tensor: unless each axis
-// steps over all that the smaller steps reach.
+// Whether two cells of a buffer may share memory, as in an expanded tensor: false only if each axis
+// steps beyond all that the smaller steps reach.
 bool MayShareMemory(const BufferView& buffer) {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> axes;  // Step and extent.
   for (int a = 0; a < buffer.shape.rank(); ++a) {
@@ -69,12 +71,12 @@ bool MayShareMemory(const BufferView& buffer) {
                       static_cast<std::uint64_t>(buffer.shape[a]));
   }
   std::sort(axes.begin(), axes.end());
-  std::uint64_t reached = 0;  // The farthest cell from the first by the axes before.
+  std::uint64_t reached = 0;  // Farthest offset that the previous axes reach.
   for (const auto& [step, extent] : axes) {
     if (step <= reached) return true;
     const auto more = CheckedMul(step, extent - 1);
     const auto sum = more ? CheckedAdd(reached, *more) : std::nullopt;
-    if (!sum) return false;  // No memory is that large; others say so.
+    if (!sum) return false;  // Larger than any memory: other checks report this.
     reached = *sum;
   }
   return false;
@@ -136,7 +138,7 @@ Result<LoadRequest> DecodeRequest(std::string_view bytes) {
   }
   Result<LoadRequest> request = ReadBody(in);
   if (request.ok()) return request;
-  return Status(Code::kDataLoss, "request of a load: " + request.status().message());
+  return Status(Code::kDataLoss, std::string(kWhat) + ": " + request.status().message());
 }
 
 Hash128 CallFingerprint(std::string_view path, const LoadOptions& options) {

@@ -17,24 +17,24 @@
 
 namespace tensormount {
 
-// What one rank asks of a checkpoint, without where it goes: what other ranks need to know of it.
-// Nothing in it depends on the rank, so that ranks that ask for the same have equal bytes, and one
-// of them can speak for all.
+// One rank's request without its memory: what other ranks need to know of it. Nothing in it depends
+// on the rank, so that ranks with equal requests have equal bytes, and one of them can send for
+// all.
 //
 //   "TMLOADR" NUL, u32 version
 //   tensors   u32 count; each: u8 dtype, u8 rank, i64 shape[rank], string key
-//   shards    u32 count; each: u32 tensor, u32 item, u8 1 where flat, i64 begin[rank],
-//             i64 extent[rank], and where flat i64 first, i64 count
+//   shards    u32 count; each: u32 tensor, u32 item, u8 1 if flat, i64 begin[rank],
+//             i64 extent[rank], and if flat i64 first, i64 count
 //   objects   u32 count; each: string key, dims index, dims grid
-// Little-endian, never on disk. dims: u8 rank, i64[rank]; string: u32 length, bytes.
-// Where memory is, its strides, and whether elements are converted on the way into it, are not in
-// it: those are this rank's alone (load/target.h).
+// Little-endian, never on disk. dims: u8 rank, i64[rank]; string: u32 length, bytes. Memory
+// addresses, strides and conversion of elements are not part of the request, because they concern
+// only this rank (load/target.h).
 struct LoadRequest {
-  std::vector<TensorMeta> tensors;  // As asked for; a key stands here once.
+  std::vector<TensorMeta> tensors;  // Keys, dtypes and shapes as requested; keys are unique.
   struct Item {
     std::uint32_t tensor = 0;
     std::uint32_t item = 0;  // Position in StateDict::tensors().
-    Region region;           // Of the tensor as asked for; may be empty.
+    Region region;           // Region of the requested tensor; may be empty.
   };
   std::vector<Item> items;
   struct Object {
@@ -45,12 +45,13 @@ struct LoadRequest {
   std::vector<Object> objects;
 };
 
-// The state dict's own failure, or kInvalidArgument naming a shard without memory.
+// Fails with the state dict's own failure, or with kInvalidArgument naming a shard without memory
+// or with cells that share memory.
 Result<std::string> EncodeRequest(const StateDict& request);
-// kDataLoss where a rule is broken.
+// Fails with kDataLoss if the bytes are malformed, with kInvalidArgument if their version differs.
 Result<LoadRequest> DecodeRequest(std::string_view bytes);
 
-// Of everything that must be the same on all ranks of a load: path and options.
+// Hash of everything that must be equal on all ranks of a load: path and options.
 Hash128 CallFingerprint(std::string_view path, const LoadOptions& options);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked for against what is stored: names and rules (strict keys, growing and shrinking,
-// dtypes, grids), layers in their stacks. After this, everything speaks of stored tensors; what can
-// never be served is refused here, before anybody reads.
+// Matches a request with the stored tensors: names and rules (strict keys, growing and shrinking,
+// dtypes, grids), layers in their stacks. A request that can never be served is refused here,
+// before any rank reads.
 #include "collective/load/resolve.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ LoadRule RuleFor(const LoadOptions& options, const std::string& key) {
   return {};
 }
 
-// "KEY" or "KEY[2, 3]".
+// The name of an object part in messages: "KEY" or "KEY[2, 3]".
 std::string ObjectName(const std::string& key, const Dims& index) {
   return index.rank() == 0 ? key : key + index.ToString();
 }
@@ -34,11 +34,11 @@ void SortUnique(std::vector<std::string>& names) {
   names.erase(std::unique(names.begin(), names.end()), names.end());
 }
 
-// A stored tensor, or a layer of one, under the name that was asked for.
+// A stored tensor, or a layer of one, under the requested name.
 struct Found {
-  std::shared_ptr<const TensorEntry> entry;  // Null: there is none.
+  std::shared_ptr<const TensorEntry> entry;  // Null: the key is not stored.
   std::int64_t layer = -1;
-  Dims shape;  // Without the axis of layers.
+  Dims shape;  // For a layer: without the stack's first axis.
 };
 
 Result<Found> Find(const CheckpointIndex& index, const std::string& key) {
@@ -58,7 +58,7 @@ Result<Found> Find(const CheckpointIndex& index, const std::string& key) {
   return found;
 }
 
-// What must be agreed on for one tensor before any region of it is looked at.
+// How one requested tensor differs from the stored one; the same for all of its regions.
 struct Fit {
   bool same_shape = true;
   bool convert = false;
@@ -88,23 +88,23 @@ Fit FitTensor(const TensorMeta& asked, const Found& found, const LoadRule& rule)
   for (int axis = 0; axis < found.shape.rank(); ++axis) {
     const std::string number = std::to_string(axis);
     if (asked.shape()[axis] < found.shape[axis] && !rule.allow_shrink) {
-      refuse(Code::kInvalidArgument, "; no rule lets axis " + number + " shrink");
+      refuse(Code::kInvalidArgument, "; no load rule allows axis " + number + " to shrink");
     }
     if (asked.shape()[axis] > found.shape[axis] && rule.grow == LoadRule::Grow::kError) {
-      refuse(Code::kInvalidArgument, "; no rule lets axis " + number + " grow");
+      refuse(Code::kInvalidArgument, "; no load rule allows axis " + number + " to grow");
     }
   }
   if (fit.convert && !rule.convert_dtype) {
-    refuse(Code::kInvalidArgument, "; no rule lets elements be converted");
+    refuse(Code::kInvalidArgument, "; no load rule allows converting the dtype");
   }
   if (fit.convert) {
     if (Status status = CanConvert(stored.dtype(), asked.dtype()); !status.ok()) {
       refuse(status.code(), "; " + status.message());
     }
   }
-  // Their rows need not be whole bytes, and what is one byte here may be two halves there.
+  // Rows of sub-byte elements need not be whole bytes, and their bytes may change with the shape.
   if (!fit.same_shape && stored.bits() % 8 != 0) {
-    refuse(Code::kUnsupported, "; shapes of such elements must not differ");
+    refuse(Code::kUnsupported, "; the shape cannot change if elements are smaller than a byte");
   }
   return fit;
 }
@@ -119,7 +119,7 @@ Result<Box> BoxInStack(const Box& box, std::int64_t layer) {
 }
 
 Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit& fit,
-                   Resolved& out) {
+                   ResolvedRequest& out) {
   ResolvedItem r;
   r.item = item.item;
   r.asked = item.tensor;
@@ -152,7 +152,7 @@ Status ResolveItem(const LoadRequest::Item& item, const Found& found, const Fit&
 }
 
 Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
-                      const LoadOptions& options, Resolved& out) {
+                      const LoadOptions& options, ResolvedRequest& out) {
   std::vector<Found> found(request.tensors.size());
   std::vector<Fit> fits(request.tensors.size());
   for (std::size_t t = 0; t < request.tensors.size(); ++t) {
@@ -170,7 +170,7 @@ Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
     }
     out.tensors.push_back(found[t].entry);
   }
-  // Layers of one stack are one tensor.
+  // Several layers of one stack refer to one tensor.
   std::sort(out.tensors.begin(), out.tensors.end(),
             [](const auto& a, const auto& b) { return a->ordinal < b->ordinal; });
   out.tensors.erase(
@@ -184,13 +184,13 @@ Status ResolveTensors(const CheckpointIndex& index, const LoadRequest& request,
   return {};
 }
 
-// The part of a stored object that an object stands for; null: there is none. `skip`: a rule says
-// that it is not loaded.
+// Finds the stored part for a requested part of an object; null if there is none. Sets `skip` if a
+// rule says not to load the part.
 Result<const ObjectRecord*> FindPart(const LoadRequest::Object& want,
                                      const std::vector<ObjectRecord>& parts, LoadRule::Grid rule,
                                      bool* skip) {
   const Dims& grid = parts.front().grid;
-  // Where the grid is left out, only its number of axes is known.
+  // A request without a grid can only be compared by the number of axes of its index.
   const bool other =
       want.grid.rank() != 0 ? !(want.grid == grid) : want.index.rank() != grid.rank();
   if (other && rule == LoadRule::Grid::kError) {
@@ -198,7 +198,7 @@ Result<const ObjectRecord*> FindPart(const LoadRequest::Object& want,
                                               (want.grid.rank() != 0 || want.index.rank() == 0
                                                    ? "on a grid of " + want.grid.ToString()
                                                    : "as part " + want.index.ToString()) +
-                                              ", stored on one of " + grid.ToString())
+                                              ", stored on a grid of " + grid.ToString())
         .With({.key = want.key});
   }
   if (other && rule == LoadRule::Grid::kSkip) {
@@ -213,9 +213,9 @@ Result<const ObjectRecord*> FindPart(const LoadRequest::Object& want,
 }
 
 Status ResolveObjects(const CheckpointIndex& index, const LoadRequest& request,
-                      const LoadOptions& options, Resolved& out) {
+                      const LoadOptions& options, ResolvedRequest& out) {
   for (const LoadRequest::Object& want : request.objects) {
-    out.asked_objects.push_back(want.key);
+    out.requested_objects.push_back(want.key);
     Result<std::vector<ObjectRecord>> parts = index.ObjectParts(want.key);
     if (!parts.ok() && parts.status().code() != Code::kNotFound) return parts.status();
     bool skip = false;
@@ -243,7 +243,7 @@ Status ResolveObjects(const CheckpointIndex& index, const LoadRequest& request,
 
 }  // namespace
 
-const std::shared_ptr<const TensorEntry>& Resolved::Stored(const ResolvedItem& of) const {
+const std::shared_ptr<const TensorEntry>& ResolvedRequest::Stored(const ResolvedItem& of) const {
   return *std::ranges::lower_bound(tensors, of.stored, {},
                                    [](const auto& entry) { return entry->ordinal; });
 }
@@ -254,15 +254,15 @@ bool IsExemptKey(const LoadOptions& options, std::string_view key) {
                      [&](const std::string& glob) { return GlobMatches(glob, text); });
 }
 
-Result<Resolved> ResolveRequest(const CheckpointIndex& index, const LoadRequest& request,
-                                const LoadOptions& options, bool objects) {
-  Resolved out;
+Result<ResolvedRequest> ResolveRequest(const CheckpointIndex& index, const LoadRequest& request,
+                                       const LoadOptions& options, bool objects) {
+  ResolvedRequest out;
   TENSORMOUNT_RETURN_IF_ERROR(ResolveTensors(index, request, options, out));
   if (!out.refusal.ok()) return out;
   if (objects) TENSORMOUNT_RETURN_IF_ERROR(ResolveObjects(index, request, options, out));
   SortUnique(out.not_stored);
   SortUnique(out.skipped);
-  SortUnique(out.asked_objects);
+  SortUnique(out.requested_objects);
   return out;
 }
 
@@ -271,7 +271,7 @@ Result<std::vector<std::string>> NotRequested(const CheckpointIndex& index,
                                               const std::vector<std::string>& objects,
                                               const LoadOptions& options) {
   std::vector<std::string> keys;
-  // One scan where much is left, single look-ups where little is.
+  // Scans all tensors if many were not requested, else looks up each one.
   const auto left = static_cast<std::size_t>(std::count(tensors.begin(), tensors.end(), false));
   if (left > tensors.size() / 16) {
     TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {

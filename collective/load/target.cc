@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where bytes of a tensor go in a rank's memory: its buffers as placed boxes, or, for what is
-// converted, blocks of the stored type that are converted when they are whole. Memory of devices is
-// written through their rings.
+// The destinations of a tensor's bytes in a rank's memory: buffers as placed boxes or, for
+// conversion, blocks of the stored type that are converted when complete. Device memory is written
+// through the devices' rings.
 #include "collective/load/target.h"
 
 #include <atomic>
@@ -16,7 +16,7 @@
 namespace tensormount {
 namespace {
 
-// The same cells as a box of the stack that they are a layer of.
+// Maps a placed box of a layer to the stack that has the layer.
 Result<PlacedBox> PlacedInStack(const PlacedBox& placed, std::int64_t layer) {
   if (layer < 0) return placed;
   Dims begin{layer};
@@ -33,7 +33,6 @@ Result<PlacedBox> PlacedInStack(const PlacedBox& placed, std::int64_t layer) {
   return out;
 }
 
-// What of `placed` lies in the boxes.
 std::vector<PlacedBox> PartsIn(const std::vector<PlacedBox>& placed,
                                const std::vector<Box>& boxes) {
   std::vector<PlacedBox> parts;
@@ -46,7 +45,6 @@ std::vector<PlacedBox> PartsIn(const std::vector<PlacedBox>& placed,
   return parts;
 }
 
-// Boxes of elements of whole bytes, out of boxes of bytes.
 Result<std::vector<PlacedBox>> AsElements(const std::vector<PlacedBox>& placed) {
   std::vector<PlacedBox> elements;
   for (const PlacedBox& bytes : placed) {
@@ -65,7 +63,6 @@ Result<std::vector<PlacedBox>> AsElements(const std::vector<PlacedBox>& placed) 
   return elements;
 }
 
-// The same boxes of bytes again.
 Result<PlacedBox> AsBytes(const PlacedBox& elements, std::int64_t size) {
   Dims begin = elements.box.begin();
   Dims extent = elements.box.extent();
@@ -85,7 +82,7 @@ Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
   target.tensor = &tensor;
   target.want = want;
   target.base = static_cast<std::byte*>(shard.data.data);
-  if (OnDevice(shard.data)) {
+  if (IsDeviceMemory(shard.data)) {
     TENSORMOUNT_ASSIGN_OR_RETURN(target.device, OpenDevice(shard.data.device));
     target.writer = &writer;
   }
@@ -117,8 +114,8 @@ Result<LoadTarget> MakeTarget(const PlannedTensor& tensor, std::uint32_t want,
   return target;
 }
 
-// Converts what of a packed block goes into one place, of elements of `type` at `base`. Innermost
-// axis at a time.
+// Converts the elements of a packed block that lie in `to.box` to `type`, and stores them at `base`
+// as `to` says, one innermost row at a time.
 Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* bytes, DType type,
                     std::byte* base, const PlacedBox& to) {
   const Box common = Intersect(block, to.box);
@@ -139,7 +136,7 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
     if (unfit.has_value()) {
       if (inner >= 0) at[inner] += static_cast<std::int64_t>(unfit->position);
       return Status(Code::kInvalidArgument, "tensor " + meta.key() + " " + at.ToString() + ": " +
-                                                unfit->value + " is no value of " +
+                                                unfit->value + " cannot be represented in " +
                                                 std::string(InfoOf(type).name));
     }
     int axis = inner - 1;
@@ -151,8 +148,8 @@ Status ConvertBlock(const TensorMeta& meta, const Box& block, const std::byte* b
   }
 }
 
-// The same into memory of a device: `block` is split no further, so what is converted of it is at
-// most twice kConvertBlockBytes times the ratio of element sizes.
+// Converts a packed block into device memory (as ConvertBlock). `block` is not split, so the
+// converted bytes are at most twice kConvertBlockBytes times the ratio of element sizes.
 Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte* bytes,
                        const LoadTarget& target, const PlacedBox& to) {
   const Box common = Intersect(block, to.box);
@@ -179,23 +176,23 @@ Status ConvertToDevice(const TensorMeta& meta, const Box& block, const std::byte
 
 }  // namespace
 
-// From any thread.
-static void Give(LoadTarget& target, Crc64 digest) {
+// Adds the digest of bytes that were given to the target's writer. Thread-safe.
+static void AddGiven(LoadTarget& target, Crc64 digest) {
   std::atomic_ref(target.given).fetch_xor(digest, std::memory_order_relaxed);
 }
 
-// Of an exchange: whether no digest proves it later, so that what it was given must be compared.
+// Whether a target of an exchange has no digest proof, so that CheckArrived must check it.
 static bool IsCheckedOnArrival(const LoadTarget& target) {
   return target.tensor->exchange && !target.tensor->proof.possible;
 }
 
-Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const Resolved& mine,
+Result<std::vector<LoadTarget>> MakeTargets(const LoadPlan& plan, const ResolvedRequest& mine,
                                             const StateDict& request, int rank,
                                             DeviceWriter& writer) {
   std::vector<LoadTarget> targets;
   for (const PlannedTensor& tensor : plan.tensors) {
     for (std::uint32_t w = 0; w < tensor.wants.size(); ++w) {
-      const LoadWant& want = tensor.wants[w];
+      const RequestedRegion& want = tensor.wants[w];
       if (want.rank != rank) continue;
       const auto item = std::ranges::lower_bound(mine.items, want.item, {}, &ResolvedItem::item);
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -221,7 +218,7 @@ Status PlaceBytes(const PlacedBox& from, const std::byte* bytes, const Box& part
     const auto fill = [&](const PlacedBox& packed, std::byte* base) -> Status {
       ExecuteCopy(PlanCopy(packed.box, from, packed), bytes, base);
       if (check) {
-        Give(target, DigestOfPlaced(packed, base, ByteShape(meta.dtype(), meta.shape())));
+        AddGiven(target, DigestOfPlaced(packed, base, ByteShape(meta.dtype(), meta.shape())));
       }
       return {};
     };
@@ -246,7 +243,7 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const 
           Crc64 digest = 0;
           const Status status = checkpoint.ReadPlaced(entry, {&packed, 1}, base, target.verify,
                                                       stats, check ? &digest : nullptr);
-          if (check) Give(target, digest);
+          if (check) AddGiven(target, digest);
           return status;
         },
         target.digested ? &target.arrived : nullptr));
@@ -254,7 +251,8 @@ Status ReadTarget(const OpenedCheckpoint& checkpoint, LoadTarget& target, const 
   return {};
 }
 
-Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const DeviceRules& rules) {
+Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged,
+                    const DeviceLimits& rules) {
   std::vector<const LoadTarget*> checked;
   for (const LoadTarget& target : targets) {
     if (target.device == nullptr || target.convert || target.tensor->exchange != exchanged)
@@ -266,7 +264,7 @@ Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const D
     if (by_leaf) checked.push_back(&target);
   }
   std::vector<Crc64> there(checked.size());
-  std::vector<DigestWanted> wanted;
+  std::vector<DigestRequest> wanted;
   for (std::size_t i = 0; i < checked.size(); ++i) {
     const TensorMeta& meta = checked[i]->tensor->entry().meta;
     wanted.push_back({checked[i]->boxes(), ByteShape(meta.dtype(), meta.shape()), &there[i]});
@@ -283,7 +281,7 @@ Status CheckArrived(std::span<const LoadTarget> targets, bool exchanged, const D
   return {};
 }
 
-Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWriter& writer) {
+Status ZeroUncovered(const ResolvedRequest& mine, const StateDict& request, DeviceWriter& writer) {
   for (const ResolvedItem& item : mine.items) {
     if (!item.zero || item.uncovered.empty()) continue;
     const Shard& shard = request.tensors()[item.item].shard;
@@ -295,7 +293,7 @@ Status ZeroUncovered(const Resolved& mine, const StateDict& request, DeviceWrite
       TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                    ByteRegion(shard.data.dtype, shard.global_shape, box));
       for (const PlacedBox& part : PartsIn(placed, bytes.Boxes())) {
-        if (OnDevice(shard.data)) {
+        if (IsDeviceMemory(shard.data)) {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto device, OpenDevice(shard.data.device));
           TENSORMOUNT_RETURN_IF_ERROR(writer.WriteZeros(device, part.box, part, base));
           continue;

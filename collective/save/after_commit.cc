@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// See after_commit.h: calls of index/store/, whose failures end up in the report of the save.
+// Retention after a save: calls of index/store/ whose failures go into the report of the save.
 #include "collective/save/after_commit.h"
 
 #include <set>
@@ -13,39 +13,50 @@
 namespace tensormount {
 namespace {
 
-// A save waits for nobody who prunes: the next one will do what this one leaves.
+// Longest wait for another prune; short, because the next save removes what this save does not.
 constexpr double kWaitSeconds = 1;
 
-void Tell(const Status& failure, SaveReport& report) {
+void AddNote(const Status& failure, SaveReport& report) {
   if (failure.ok()) return;
   report.not_pruned.push_back(failure.ToString());
-  Log(LogLevel::kWarning, "save " + report.path + ": " + failure.ToString());
+  Log(LogLevel::kWarning,
+      report.path + " is saved, but a later step failed: " + failure.ToString());
 }
 
 Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& options,
-                SaveReport& report) {
+                const std::string& replaced, SaveReport& report) {
   PruneOptions prune;
   prune.wait_seconds = kWaitSeconds;
   if (options.retention) {
     prune.rules = *options.retention;
   } else {
-    // Its own mark is no reason to look at all checkpoints.
+    // Only ephemeral marks of other checkpoints are a reason to read all checkpoints.
     TENSORMOUNT_ASSIGN_OR_RETURN(auto ephemeral, pins::ReadEphemeral(fs, staging.store));
     ephemeral.erase(staging.uuid);
     if (ephemeral.empty()) return {};
     prune.rules = RetentionRules();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
+  if (options.retention && !replaced.empty()) {
+    const Store::GcReport freed = store.FreeTrash({replaced}, fs.NowSeconds());
+    for (const auto* lines : {&freed.kept, &freed.failed}) {
+      for (const std::string& line : *lines) {
+        report.not_pruned.push_back(staging.name +
+                                    ": replaced, but its space is not freed yet: " + line);
+      }
+    }
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const PruneReport pruned,
                                retention::Prune(fs, store, prune, {.saved = staging.uuid}));
-  for (const std::string& note : pruned.notes) Tell(Status(Code::kNotFound, note), report);
+  for (const std::string& note : pruned.notes) AddNote(Status(Code::kNotFound, note), report);
   for (const std::string& waits : pruned.waiting) {
-    report.not_pruned.push_back(waits + ": removed, and its space waits in .trash");
+    report.not_pruned.push_back(waits +
+                                ": removed, but its space is not freed yet (it is in .trash)");
   }
   for (const PruneReport::Decision& d : pruned.decisions) {
     if (d.removed) report.pruned.push_back(d.checkpoint);
     if (d.unread) report.not_pruned.push_back(d.checkpoint + ": " + d.reason);
-    if (!d.failed.ok()) Tell(d.failed.WithContext(d.checkpoint), report);
+    if (!d.failed.ok()) AddNote(d.failed.WithContext(d.checkpoint), report);
   }
   return {};
 }
@@ -55,15 +66,15 @@ Status RemoveBy(FileSystem& fs, const Staging& staging, const SaveOptions& optio
 void MarkIfEphemeral(FileSystem& fs, const Staging& staging, const SaveOptions& options,
                      SaveReport& report) {
   if (!options.ephemeral) return;
-  Tell(Guarded([&] {
-         return pins::MarkEphemeral(fs, staging.store, staging.uuid, staging.name);
-       }).WithContext("it will not count as ephemeral"),
-       report);
+  AddNote(Guarded([&] {
+            return pins::MarkEphemeral(fs, staging.store, staging.uuid, staging.name);
+          }).WithContext("the checkpoint could not be marked ephemeral"),
+          report);
 }
 
 void RemoveByRules(FileSystem& fs, const Staging& staging, const SaveOptions& options,
-                   SaveReport& report) {
-  Tell(Guarded([&] { return RemoveBy(fs, staging, options, report); }), report);
+                   const std::string& replaced, SaveReport& report) {
+  AddNote(Guarded([&] { return RemoveBy(fs, staging, options, replaced, report); }), report);
 }
 
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure) {

@@ -8,20 +8,21 @@
 #include "base/file_system.h"
 #include "index/store/store.h"
 
-// What rank 0 does with other checkpoints of the store beside a save. None of it fails the save:
-// the report says what went wrong.
+// Rank 0's work on other checkpoints of the store during a save. A failure of this work does not
+// fail the save, and goes into its report.
 
 namespace tensormount {
 
-// Before the publish: marks a checkpoint that is to be ephemeral, so that there is no moment at
-// which it counts as one to keep.
+// Call before the publish: marks the checkpoint if the save is ephemeral, so that no retention rule
+// ever keeps it.
 void MarkIfEphemeral(FileSystem& fs, const Staging& staging, const SaveOptions& options,
                      SaveReport& report);
-// After the commit: removes by the rules that were asked for, and ephemeral checkpoints of before.
+// Call after the commit: removes checkpoints by the retention rules, and earlier ephemeral ones.
+// `replaced`: Store::Published::replaced. With retention rules its space is freed, too.
 void RemoveByRules(FileSystem& fs, const Staging& staging, const SaveOptions& options,
-                   SaveReport& report);
+                   const std::string& replaced, SaveReport& report);
 
-// `failure` with what .trash holds as its cause, where it says that the disk is full.
+// If `failure` says that the disk is full, adds to the message how much of .trash gc may free.
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure);
 
 }  // namespace tensormount

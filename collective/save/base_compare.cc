@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank's chunks cut into stretches, each of which is compared in one of two ways: by leaf hashes
-// of a chunk of the base, or with its stored bytes. Hashes of what is on devices are asked for
-// first of all, so that devices work while the host compares.
+// Cuts a rank's chunks into ranges and compares each range either by leaf hashes of a chunk of the
+// base or with the stored bytes. Device hashes are requested first, so that devices work while the
+// host compares.
 #include "collective/save/base_compare.h"
 
 #include <algorithm>
@@ -18,49 +18,50 @@
 #include "device/device_hashes.h"
 #include "index/read/rebuild.h"
 #include "index/records/manifest.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
 
 namespace tensormount {
 namespace {
 
-// Compared with stored bytes at a time.
 constexpr std::uint64_t kCompareBytes = std::uint64_t{1} << 20;
-// Of a chunk on a device, what is brought to the host to be compared: the ends of a few leaves.
+// The most bytes of a device chunk that are copied to the host for comparison: the ends of a few
+// leaves.
 constexpr std::uint64_t kMostBrought = 16 * kLeafBytes;
-// Manifests of the base that are open at a time.
 constexpr std::size_t kMostManifests = 32;
 
 // A part of the packed bytes of a shard that this rank would write.
-struct Stretch {
-  std::uint32_t chunk = 0;  // In RankTask::chunks.
-  std::uint64_t begin = 0;  // In the packed bytes of its item.
+struct ComparedRange {
+  std::uint32_t chunk = 0;  // Position in RankTask::chunks.
+  std::uint64_t begin = 0;  // Offset in the packed bytes of the chunk's item.
   std::uint64_t bytes = 0;
-  // By leaves: those of this chunk of the base, from number `leaf` on.
+  // Set if the range is compared by leaves: the chunk of the base, and its first leaf.
   std::optional<ChunkRecord> of = {};
   std::uint64_t leaf = 0;
-  std::optional<std::size_t> job = {};  // Of the device that hashes it.
-  bool brought = false;                 // From a device, to be compared here.
+  std::optional<std::size_t> job = {};  // Job in hashes_, if a device hashes the range.
+  // Whether the range is copied from a device and compared on the host.
+  bool brought = false;
 };
 
-// What is known of one tensor of the task.
-struct Compared {
-  std::optional<TensorEntry> entry;  // None: the base has no such tensor.
+struct TensorComparison {
+  std::optional<TensorEntry> entry;  // Empty: the base has no such tensor.
   bool differs = false;
-  std::optional<std::uint32_t> file;  // That all of it is in, if it has bytes.
+  // The base's data file with the tensor; of several files the last one seen.
+  std::optional<std::uint32_t> file;
   std::uint64_t by_leaf = 0;
   std::uint64_t by_comparison = 0;
 };
 
-// Leaf hashes of chunks of the base, each list proved by the chunk's hash.
+// Leaf hashes of chunks of the base. Each list is verified by the chunk's hash.
 class BaseLeaves {
  public:
   BaseLeaves(FileSystem& fs, const OpenedCheckpoint& base) : fs_(fs), base_(base) {}
 
-  // Of all of `chunk`; valid until the next call.
+  // The leaves of `chunk`, valid until the next call; empty for a chunk of one leaf.
   Result<std::span<const Hash128>> Of(const ChunkRecord& chunk) {
     const std::uint64_t count = LeafCount(chunk.length);
-    if (count == 1) {  // Its root says it all; what the leaf is the caller finds out himself.
+    if (count == 1) {  // The chunk's hash proves its only leaf (SameLeaf).
       leaves_.clear();
       return std::span<const Hash128>();
     }
@@ -68,12 +69,12 @@ class BaseLeaves {
     TENSORMOUNT_ASSIGN_OR_RETURN(leaves_, ReadManifestLeaves(*file, chunk.first_leaf, count));
     if (leaves_.size() != count || ChunkRoot(leaves_, chunk.length) != chunk.hash) {
       return Status(Code::kDataLoss, base_.index().manifests()[chunk.manifest] +
-                                         ": leaf hashes differ from the chunk's");
+                                         ": the leaf hashes of a chunk do not match its hash");
     }
     return std::span<const Hash128>(leaves_);
   }
 
-  // Whether page hashes stand behind them.
+  // Whether page hashes of `chunk` are stored after its leaf hashes.
   Result<bool> Paged(const ChunkRecord& chunk) {
     TENSORMOUNT_ASSIGN_OR_RETURN(File * file, Manifest(chunk.manifest));
     bool paged = false;
@@ -88,13 +89,13 @@ class BaseLeaves {
  private:
   Result<File*> Manifest(std::uint32_t number) {
     if (number >= base_.index().manifests().size()) {
-      return Status(Code::kDataLoss, "a chunk of a manifest that is not there");
+      return Status(Code::kDataLoss, "a chunk refers to a manifest that is not in the index");
     }
     const auto used = std::exchange(used_, number);
     if (const auto at = open_.find(number); at != open_.end()) return at->second.get();
-    // Tensors come to manifests in the same order, one like the other: the one just left is the
-    // last to be wanted again. If the oldest went, a base with one more than there is room for
-    // would have all of them opened for each tensor.
+    // Every tensor uses the manifests in the same order, so the manifest used last is the one
+    // needed again last, and is closed first. If the oldest manifest were closed first, a base with
+    // more than kMostManifests manifests would open all of them again for each tensor.
     if (open_.size() >= kMostManifests && open_.erase(used) == 0) open_.erase(open_.begin());
     TENSORMOUNT_ASSIGN_OR_RETURN(
         std::unique_ptr<File> file,
@@ -105,7 +106,7 @@ class BaseLeaves {
   FileSystem& fs_;
   const OpenedCheckpoint& base_;
   std::map<std::uint32_t, std::unique_ptr<File>> open_;
-  std::uint32_t used_ = 0;  // The manifest that was asked for last.
+  std::uint32_t used_ = 0;  // The manifest used last.
   std::vector<Hash128> leaves_;
 };
 
@@ -122,16 +123,16 @@ class BaseComparison {
         rules_(rules),
         deadline_(deadline),
         leaves_(fs, base),
-        brought_(state, rules),
-        hashes_(brought_.queues()),
+        device_reader_(state, rules),
+        hashes_(device_reader_.queues()),
         tensors_(task.tensors.size()) {
-    out_.tensors.assign(base.index().tensor_count(), InBase::kNotHere);
-    out_.task_tensors.assign(task.tensors.size(), ComparedWithBase::kNotInBase);
+    out_.tensors.assign(base.index().tensor_count(), BaseMatch::kNotWritten);
+    out_.task_tensors.assign(task.tensors.size(), BaseMatches::kNotInBase);
   }
 
-  Result<ComparedWithBase> Run() {
+  Result<BaseMatches> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(FindTensors());
-    // Those of a tensor stand together.
+    // Chunks of one tensor are adjacent.
     for (std::uint32_t first = 0, end = 0; first < task_.chunks.size(); first = end) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
       do {
@@ -140,16 +141,16 @@ class BaseComparison {
       TENSORMOUNT_RETURN_IF_ERROR(Cut(first, end));
     }
     TENSORMOUNT_RETURN_IF_ERROR(SubmitToDevices());
-    for (const Stretch& stretch : stretches_) {
+    for (const ComparedRange& range : ranges_) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
-      TENSORMOUNT_RETURN_IF_ERROR(Compare(stretch));
+      TENSORMOUNT_RETURN_IF_ERROR(Compare(range));
     }
     TENSORMOUNT_RETURN_IF_ERROR(CompareObjects());
-    if (rule_ == PlacementRule::kSafetensors) AllOrNone();
+    if (rule_ == PlacementRule::kSafetensors) RejectPartialFiles();
     for (std::size_t t = 0; t < tensors_.size(); ++t) {
-      const Compared& tensor = tensors_[t];
+      const TensorComparison& tensor = tensors_[t];
       if (!tensor.entry) continue;
-      out_.tensors[tensor.entry->ordinal] = tensor.differs ? InBase::kDiffers : InBase::kSame;
+      out_.tensors[tensor.entry->ordinal] = tensor.differs ? BaseMatch::kDiffers : BaseMatch::kSame;
       if (tensor.differs) continue;
       out_.bytes_by_leaf += tensor.by_leaf;
       out_.bytes_by_comparison += tensor.by_comparison;
@@ -158,13 +159,15 @@ class BaseComparison {
   }
 
  private:
-  Compared& Of(const Stretch& stretch) { return tensors_[task_.chunks[stretch.chunk].tensor]; }
+  TensorComparison& Of(const ComparedRange& range) {
+    return tensors_[task_.chunks[range.chunk].tensor];
+  }
   const Shard& ShardOf(const RankTask::Chunk& chunk) const {
     return state_.tensors()[chunk.item].shard;
   }
   bool IsOnDevice(const RankTask::Chunk& chunk) const {
     const Shard& shard = ShardOf(chunk);
-    return !shard.metadata_only && OnDevice(shard.data);
+    return !shard.metadata_only && IsDeviceMemory(shard.data);
   }
   Status Stop() const {
     if (rules_.cancel == nullptr || !rules_.cancel->load(std::memory_order_relaxed)) {
@@ -173,22 +176,25 @@ class BaseComparison {
     return Status(Code::kCancelled, "the save is being cancelled");
   }
 
-  // What of the base cannot be used is written anew, whatever the reason.
-  void CannotUse(Compared& tensor, const Status& why) {
+  // Marks a tensor whose base data cannot be used, so that it is written again. Keeps the first
+  // reason.
+  void MarkUnusable(TensorComparison& tensor, const Status& why) {
     tensor.differs = true;
     if (out_.base_problem.ok()) out_.base_problem = why;
   }
 
-  // Asked before each block, since what blocks is not interrupted: the others wait for this rank.
-  bool OutOfTime(Compared& tensor) {
+  // Marks the tensor as unusable if the deadline has passed. Called before each block, because a
+  // blocking read is not interrupted and the other ranks wait for this rank.
+  bool IsPastDeadline(TensorComparison& tensor) {
     if (!deadline_.Passed()) return false;
-    CannotUse(tensor, Status(Code::kDeadlineExceeded,
-                             "the base was not compared in half of the time that ranks wait for "
-                             "each other; what was left is written anew"));
+    MarkUnusable(tensor,
+                 Status(Code::kDeadlineExceeded,
+                        "comparing with the base checkpoint took half of the time that the other "
+                        "ranks wait; the rest is written, not linked"));
     return true;
   }
 
-  // Both are sorted by key.
+  // Finds the task's tensors in the base. Both lists are sorted by key.
   Status FindTensors() {
     std::size_t t = 0;
     return base_.index().ForEachTensor(0, [&](const TensorEntry& entry) {
@@ -202,36 +208,37 @@ class BaseComparison {
       const TensorMeta& mine = task_.tensors[t].meta;
       tensors_[t].entry = entry;
       out_.task_tensors[t] = entry.ordinal;
-      // Without a digest its bytes were never proved.
+      // Without a digest the tensor's bytes were never verified.
       tensors_[t].differs = mine.dtype() != entry.meta.dtype() ||
                             !(mine.shape() == entry.meta.shape()) || !entry.has_digest;
       return true;
     });
   }
 
-  // One file shall be all of the model, and one rank writes it.
-  void AllOrNone() {
+  // For PlacementRule::kSafetensors, where one rank writes the whole model to one file: if one
+  // tensor differs, all tensors are written again.
+  void RejectPartialFiles() {
     bool all = base_.index().tensor_count() == tensors_.size();
     std::optional<std::uint32_t> file;
-    for (const Compared& tensor : tensors_) {
+    for (const TensorComparison& tensor : tensors_) {
       all = all && tensor.entry && !tensor.differs;
       if (!tensor.file) continue;
       all = all && (!file || *file == *tensor.file);
       file = tensor.file;
     }
-    for (Compared& tensor : tensors_) tensor.differs = tensor.differs || !all;
+    for (TensorComparison& tensor : tensors_) tensor.differs = tensor.differs || !all;
   }
 
   // ---- Which bytes are compared how ----
 
-  // Of all chunks of one tensor, which are numbers [first, end).
+  // Cuts chunks [first, end), all of one tensor, into ranges.
   Status Cut(std::uint32_t first, std::uint32_t end) {
     const RankTask::Tensor& wanted = task_.tensors[task_.chunks[first].tensor];
-    Compared& tensor = tensors_[task_.chunks[first].tensor];
-    if (!tensor.entry || tensor.differs || OutOfTime(tensor)) return Status();
+    TensorComparison& tensor = tensors_[task_.chunks[first].tensor];
+    if (!tensor.entry || tensor.differs || IsPastDeadline(tensor)) return Status();
     const auto extents = base_.Extents(*tensor.entry);
     if (!extents.ok()) {
-      CannotUse(tensor, extents.status());
+      MarkUnusable(tensor, extents.status());
       return Status();
     }
     ExtentMatch match(wanted.meta, std::span(task_.chunks).subspan(first, end - first));
@@ -239,35 +246,36 @@ class BaseComparison {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
       const Status met = Meet(*extents.value(), row, wanted.placement, match, tensor);
       if (!met.ok()) {
-        CannotUse(tensor, met);
+        MarkUnusable(tensor, met);
         return Status();
       }
     }
     if (tensor.differs) return Status();
-    const std::size_t before = stretches_.size();
-    const Status cut = AddStretches(first, match.Cut(), *extents.value());
-    if (!cut.ok()) CannotUse(tensor, cut);
-    std::uint64_t brought = 0;  // Of a chunk.
-    for (std::size_t i = before; i < stretches_.size(); ++i) {
-      const Stretch& stretch = stretches_[i];
-      if (i > before && stretches_[i - 1].chunk != stretch.chunk) brought = 0;
-      if (stretch.of || !IsOnDevice(task_.chunks[stretch.chunk])) continue;
-      brought += stretch.bytes;
+    const std::size_t before = ranges_.size();
+    const Status cut = AddRanges(first, match.Cut(), *extents.value());
+    if (!cut.ok()) MarkUnusable(tensor, cut);
+    std::uint64_t brought = 0;  // Bytes of the current chunk that are copied from a device.
+    for (std::size_t i = before; i < ranges_.size(); ++i) {
+      const ComparedRange& range = ranges_[i];
+      if (i > before && ranges_[i - 1].chunk != range.chunk) brought = 0;
+      if (range.of || !IsOnDevice(task_.chunks[range.chunk])) continue;
+      brought += range.bytes;
       if (brought > kMostBrought) tensor.differs = true;
     }
-    if (tensor.differs) stretches_.resize(before);
+    if (tensor.differs) ranges_.resize(before);
     return Status();
   }
 
-  // How a tensor is stored decides how fast it is read: a link must not bring back what the caller
-  // wants otherwise now. A file of its own is as good as any other form. Page hashes are looked for
-  // where this rank has cells: other ranks look at the other extents, and one that finds none
-  // decides for all.
+  // Decides whether a stored chunk may be linked. Its file must be of a kind that this save could
+  // write, because the kind of file decides how fast a tensor is read; under kAuto a tensor that
+  // needs no file of its own may be in any file. With page_hashes_ the chunk must have page hashes,
+  // too. Each rank checks page hashes only for the extents of its own cells; the tensor is written
+  // again if any rank finds an extent without them.
   Status Meet(const ExtentTable& extents, std::uint32_t row, Placement wanted, ExtentMatch& match,
-              Compared& tensor) {
+              TensorComparison& tensor) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord stored, extents.At(row));
     if (stored.file >= base_.index().files().size()) {
-      return Status(Code::kDataLoss, "a chunk in a file that is not in the table");
+      return Status(Code::kDataLoss, "a chunk refers to a file that is not in the file table");
     }
     const bool one_file = !tensor.file || *tensor.file == stored.file;
     tensor.file = stored.file;
@@ -280,7 +288,7 @@ class BaseComparison {
     if (tensor.differs) return Status();
     TENSORMOUNT_RETURN_IF_ERROR(match.Add(row, stored));
     if (!page_hashes_ || extents.rank() < 2 || stored.length <= kLeafBytes ||
-        !match.Touches(stored) || OutOfTime(tensor)) {
+        !match.Touches(stored) || IsPastDeadline(tensor)) {
       return Status();
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool paged, leaves_.Paged(stored));
@@ -288,16 +296,16 @@ class BaseComparison {
     return Status();
   }
 
-  Status AddStretches(std::uint32_t first, const std::vector<ExtentMatch::ExtentPart>& pieces,
-                      const ExtentTable& extents) {
+  Status AddRanges(std::uint32_t first, const std::vector<ExtentMatch::ExtentPart>& pieces,
+                   const ExtentTable& extents) {
     for (const ExtentMatch::ExtentPart& piece : pieces) {
-      Stretch& stretch = stretches_.emplace_back();
-      stretch.chunk = first + piece.chunk;
-      stretch.begin = piece.begin;
-      stretch.bytes = piece.bytes;
-      stretch.leaf = piece.leaf;
+      ComparedRange& range = ranges_.emplace_back();
+      range.chunk = first + piece.chunk;
+      range.begin = piece.begin;
+      range.bytes = piece.bytes;
+      range.leaf = piece.leaf;
       if (piece.row) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(stretch.of, extents.At(*piece.row));
+        TENSORMOUNT_ASSIGN_OR_RETURN(range.of, extents.At(*piece.row));
       }
     }
     return Status();
@@ -306,83 +314,86 @@ class BaseComparison {
   // ---- Devices ----
 
   Status SubmitToDevices() {
-    std::vector<BlockReader::Wanted> wanted;
-    for (Stretch& stretch : stretches_) {
-      const RankTask::Chunk& chunk = task_.chunks[stretch.chunk];
-      if (Of(stretch).differs || !IsOnDevice(chunk)) continue;
-      if (!stretch.of) {
-        wanted.push_back({chunk.item, stretch.begin, stretch.bytes});
-        stretch.brought = true;
+    std::vector<BlockReader::PlannedRange> wanted;
+    for (ComparedRange& range : ranges_) {
+      const RankTask::Chunk& chunk = task_.chunks[range.chunk];
+      if (Of(range).differs || !IsOnDevice(chunk)) continue;
+      if (!range.of) {
+        wanted.push_back({chunk.item, range.begin, range.bytes});
+        range.brought = true;
         continue;
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource source, PackedSource::Make(ShardOf(chunk)));
       const Result<std::size_t> job =
-          hashes_.Add(source.device(), source.Gather(stretch.begin, stretch.bytes), source.base(),
-                      stretch.bytes, kLeafBytes);
+          hashes_.Add(source.device(), source.Gather(range.begin, range.bytes), source.base(),
+                      range.bytes, kLeafBytes);
       if (job.status().code() == Code::kResourceExhausted) {
-        Of(stretch).differs = true;  // The device is full.
+        Of(range).differs = true;  // The device has no memory for the hashes.
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(
           job.status().WithContext("tensor " + task_.tensors[chunk.tensor].meta.key()));
-      stretch.job = job.value();
+      range.job = job.value();
     }
-    // Those of a tensor that turned out to differ later are taken all the same: they are few.
-    brought_.Plan(std::move(wanted));
+    // Ranges of tensors that turn out to differ are copied, too; they are few.
+    device_reader_.Plan(std::move(wanted));
     return Status();
   }
 
   // ---- Comparing ----
 
-  Status Compare(const Stretch& stretch) {
-    const RankTask::Chunk& chunk = task_.chunks[stretch.chunk];
-    Compared& tensor = Of(stretch);
+  Status Compare(const ComparedRange& range) {
+    const RankTask::Chunk& chunk = task_.chunks[range.chunk];
+    TensorComparison& tensor = Of(range);
     const bool on_device = IsOnDevice(chunk);
-    // What is on its way from a device is taken in any case: the next piece waits for that.
-    if (tensor.differs && !stretch.brought) return Status();
-    if (!stretch.of) {
-      return on_device ? CompareBrought(stretch, tensor) : CompareStored(stretch, tensor);
+    // A range that is copied from a device is read even if the tensor differs, because
+    // device_reader_ reads its ranges in order.
+    if (tensor.differs && !range.brought) return Status();
+    if (!range.of) {
+      return on_device ? CompareDeviceBytes(range, tensor) : CompareStored(range, tensor);
     }
-    if (OutOfTime(tensor)) return Status();
-    const Result<std::span<const Hash128>> stored = leaves_.Of(*stretch.of);
+    if (IsPastDeadline(tensor)) return Status();
+    const Result<std::span<const Hash128>> stored = leaves_.Of(*range.of);
     if (!stored.ok()) {
-      CannotUse(tensor, stored.status());
+      MarkUnusable(tensor, stored.status());
       return Status();
     }
-    tensor.by_leaf += stretch.bytes;
-    return on_device ? CompareHashed(stretch, stored.value(), tensor)
-                     : CompareLeaves(stretch, stored.value(), tensor);
+    tensor.by_leaf += range.bytes;
+    return on_device ? CompareHashed(range, stored.value(), tensor)
+                     : CompareLeaves(range, stored.value(), tensor);
   }
 
-  // Whether leaf number `i` of a stretch is the stored one. `stored`: those of all of the chunk;
-  // none: it has only one.
-  static bool SameLeaf(const Stretch& stretch, std::span<const Hash128> stored, std::uint64_t i,
+  // Whether leaf `i` of a range equals the stored one. `stored` has all leaves of the chunk; it
+  // is empty for a chunk of one leaf.
+  static bool SameLeaf(const ComparedRange& range, std::span<const Hash128> stored, std::uint64_t i,
                        const Hash128& mine) {
     if (stored.empty()) {
-      return ChunkRoot(std::span(&mine, 1), stretch.of->length) == stretch.of->hash;
+      return ChunkRoot(std::span(&mine, 1), range.of->length) == range.of->hash;
     }
-    return stored[static_cast<std::size_t>(stretch.leaf + i)] == mine;
+    return stored[static_cast<std::size_t>(range.leaf + i)] == mine;
   }
 
-  Status CompareHashed(const Stretch& stretch, std::span<const Hash128> stored, Compared& tensor) {
-    if (!stretch.job) return Status();
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> mine, hashes_.Get(*stretch.job));
+  Status CompareHashed(const ComparedRange& range, std::span<const Hash128> stored,
+                       TensorComparison& tensor) {
+    if (!range.job) return Status();
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const Hash128> mine, hashes_.Get(*range.job));
     for (std::size_t i = 0; i < mine.size() && !tensor.differs; ++i) {
-      tensor.differs = !SameLeaf(stretch, stored, i, mine[i]);
+      tensor.differs = !SameLeaf(range, stored, i, mine[i]);
     }
     return Status();
   }
 
-  Status CompareLeaves(const Stretch& stretch, std::span<const Hash128> stored, Compared& tensor) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, SourceOf(stretch));
+  Status CompareLeaves(const ComparedRange& range, std::span<const Hash128> stored,
+                       TensorComparison& tensor) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, SourceOf(range));
     mine_.resize(kLeafBytes);
-    for (std::uint64_t done = 0, i = 0; done < stretch.bytes; ++i) {
+    for (std::uint64_t done = 0, i = 0; done < range.bytes; ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
-      if (OutOfTime(tensor)) return Status();
-      const auto n = static_cast<std::size_t>(std::min(kLeafBytes, stretch.bytes - done));
+      if (IsPastDeadline(tensor)) return Status();
+      const auto n = static_cast<std::size_t>(std::min(kLeafBytes, range.bytes - done));
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* bytes,
-                                   source->Fetch(stretch.begin + done, n, mine_.data()));
-      if (!SameLeaf(stretch, stored, i, Xxh3(bytes, n))) {
+                                   source->Fetch(range.begin + done, n, mine_.data()));
+      if (!SameLeaf(range, stored, i, Xxh3(bytes, n))) {
         tensor.differs = true;
         return Status();
       }
@@ -391,30 +402,31 @@ class BaseComparison {
     return Status();
   }
 
-  Status CompareStored(const Stretch& stretch, Compared& tensor) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, SourceOf(stretch));
-    for (std::uint64_t done = 0; done < stretch.bytes && !tensor.differs;) {
+  Status CompareStored(const ComparedRange& range, TensorComparison& tensor) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, SourceOf(range));
+    for (std::uint64_t done = 0; done < range.bytes && !tensor.differs;) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
-      if (OutOfTime(tensor)) return Status();
-      const auto n = static_cast<std::size_t>(std::min(kCompareBytes, stretch.bytes - done));
+      if (IsPastDeadline(tensor)) return Status();
+      const auto n = static_cast<std::size_t>(std::min(kCompareBytes, range.bytes - done));
       mine_.resize(n);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::byte* bytes,
-                                   source->Fetch(stretch.begin + done, n, mine_.data()));
-      CompareBytes(*source, stretch.begin + done, {bytes, n}, tensor);
+                                   source->Fetch(range.begin + done, n, mine_.data()));
+      CompareBytes(*source, range.begin + done, {bytes, n}, tensor);
       done += n;
     }
     return Status();
   }
 
-  // All of it is taken, since the next piece waits for that.
-  Status CompareBrought(const Stretch& stretch, Compared& tensor) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, brought_.Next());
-    for (std::uint64_t done = 0; done < stretch.bytes;) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(
-          const std::span<const std::byte> block,
-          brought_.Take(static_cast<std::size_t>(std::min(kCompareBytes, stretch.bytes - done))));
-      if (!tensor.differs && !OutOfTime(tensor)) {
-        CompareBytes(*source, stretch.begin + done, block, tensor);
+  // Reads the whole range even after a difference, because device_reader_ reads its ranges in
+  // order.
+  Status CompareDeviceBytes(const ComparedRange& range, TensorComparison& tensor) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, device_reader_.Next());
+    for (std::uint64_t done = 0; done < range.bytes;) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block,
+                                   device_reader_.Take(static_cast<std::size_t>(
+                                       std::min(kCompareBytes, range.bytes - done))));
+      if (!tensor.differs && !IsPastDeadline(tensor)) {
+        CompareBytes(*source, range.begin + done, block, tensor);
       }
       done += block.size();
     }
@@ -422,20 +434,21 @@ class BaseComparison {
   }
 
   void CompareBytes(const PackedSource& source, std::uint64_t begin,
-                    std::span<const std::byte> bytes, Compared& tensor) {
+                    std::span<const std::byte> bytes, TensorComparison& tensor) {
     stored_.resize(bytes.size());
     ReadStats stats;
     const Status read =
         base_.ReadPlaced(*tensor.entry, PlacePacked(source.Bytes(begin, bytes.size()), 0),
                          stored_.data(), ReadVerify::kExtendLeaves, stats, nullptr);
-    if (!read.ok()) return CannotUse(tensor, read);
+    if (!read.ok()) return MarkUnusable(tensor, read);
     tensor.differs = std::memcmp(stored_.data(), bytes.data(), bytes.size()) != 0;
     tensor.by_comparison += bytes.size();
   }
 
-  // Of the shard of a stretch that the host reads; kept while stretches of it follow each other.
-  Result<const PackedSource*> SourceOf(const Stretch& stretch) {
-    const RankTask::Chunk& chunk = task_.chunks[stretch.chunk];
+  // The host-readable source of a range's shard; kept for consecutive ranges of the same
+  // shard.
+  Result<const PackedSource*> SourceOf(const ComparedRange& range) {
+    const RankTask::Chunk& chunk = task_.chunks[range.chunk];
     if (!source_ || item_ != chunk.item) {
       const Shard& shard = ShardOf(chunk);
       Result<PackedSource> made = rules_.read != nullptr
@@ -451,32 +464,32 @@ class BaseComparison {
 
   // ---- Objects ----
 
-  // A part is unchanged where its length and its hash are those of the stored one. A key that is a
-  // tensor here and an object there is neither's.
+  // Compares this rank's object parts. A part is unchanged if its length and hash equal the stored
+  // ones. A key that is a tensor here and an object in the base is not reused.
   Status CompareObjects() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> stored, base_.index().Objects());
-    out_.objects.assign(stored.size(), InBase::kNotHere);
+    out_.objects.assign(stored.size(), BaseMatch::kNotWritten);
     std::set<std::string_view> keys;
     for (const RankTask::Tensor& tensor : task_.tensors) keys.insert(tensor.meta.key());
     for (std::size_t i = 0; i < stored.size(); ++i) {
-      if (keys.contains(stored[i].key)) out_.objects[i] = InBase::kDiffers;
+      if (keys.contains(stored[i].key)) out_.objects[i] = BaseMatch::kDiffers;
     }
     for (const std::uint32_t number : task_.objects) {
       TENSORMOUNT_RETURN_IF_ERROR(Stop());
       const StateDict::ObjectItem& mine = state_.objects()[number];
-      std::uint32_t& there = out_.task_objects.emplace_back(ComparedWithBase::kNotInBase);
+      std::uint32_t& there = out_.task_objects.emplace_back(BaseMatches::kNotInBase);
       if (const auto tensor = base_.index().Find(mine.key); tensor.ok()) {
-        out_.tensors[tensor.value().ordinal] = InBase::kDiffers;
+        out_.tensors[tensor.value().ordinal] = BaseMatch::kDiffers;
       }
       auto at = std::lower_bound(
           stored.begin(), stored.end(), mine.key,
           [](const ObjectRecord& object, const std::string& key) { return object.key < key; });
       for (; at != stored.end() && at->key == mine.key; ++at) {
-        InBase& found = out_.objects[static_cast<std::size_t>(at - stored.begin())];
+        BaseMatch& found = out_.objects[static_cast<std::size_t>(at - stored.begin())];
         if (!(at->grid == mine.place.grid)) {
-          found = InBase::kDiffers;  // All of the old parts go.
+          found = BaseMatch::kDiffers;  // The grid changed, so no part of the base is used.
         } else if (at->index == mine.place.index) {
-          found = SameObject(*at, mine.bytes) ? InBase::kSame : InBase::kDiffers;
+          found = SameObject(*at, mine.bytes) ? BaseMatch::kSame : BaseMatch::kDiffers;
           there = static_cast<std::uint32_t>(at - stored.begin());
         }
       }
@@ -486,10 +499,7 @@ class BaseComparison {
 
   bool SameObject(const ObjectRecord& stored, const std::string& bytes) {
     if (!stored.has_hash() || stored.length != bytes.size()) return false;
-    LeafHasher hasher;
-    hasher.Update(bytes.data(), bytes.size());
-    hasher.Finish();
-    if (hasher.Root() != stored.hash) return false;
+    if (HashChunk(bytes.data(), bytes.size()).root != stored.hash) return false;
     out_.bytes_by_leaf += bytes.size();
     return true;
   }
@@ -502,23 +512,23 @@ class BaseComparison {
   const BlockRules& rules_;
   const Deadline deadline_;
   BaseLeaves leaves_;
-  BlockReader brought_;
+  BlockReader device_reader_;
   DeviceHashes hashes_;
-  std::vector<Compared> tensors_;  // By position in the task.
-  std::vector<Stretch> stretches_;
+  std::vector<TensorComparison> tensors_;  // By position of the tensor in the task.
+  std::vector<ComparedRange> ranges_;
   std::optional<PackedSource> source_;
   std::uint32_t item_ = 0;
   std::vector<std::byte> mine_;
   std::vector<std::byte> stored_;
-  ComparedWithBase out_;
+  BaseMatches out_;
 };
 
 }  // namespace
 
-Result<ComparedWithBase> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
-                                         const StateDict& state, const RankTask& task,
-                                         PlacementRule rule, bool page_hashes,
-                                         const BlockRules& rules, const Deadline& deadline) {
+Result<BaseMatches> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
+                                    const StateDict& state, const RankTask& task,
+                                    PlacementRule rule, bool page_hashes, const BlockRules& rules,
+                                    const Deadline& deadline) {
   return BaseComparison(fs, base, state, task, rule, page_hashes, rules, deadline).Run();
 }
 

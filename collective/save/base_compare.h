@@ -17,50 +17,50 @@
 
 namespace tensormount {
 
-// What a rank found of one tensor or object part of the base, in the state that it saves.
-enum class InBase : std::uint8_t {
-  kNotHere = 0,  // This rank writes nothing of it.
-  kSame = 1,     // All that it would write stands there, byte for byte.
-  kDiffers = 2,  // Something does not, or could not be compared.
+// Result of comparing one tensor or object part of the base with this rank's state.
+enum class BaseMatch : std::uint8_t {
+  kNotWritten = 0,  // This rank writes no part of the tensor or object part.
+  kSame = 1,        // Everything this rank would write is in the base, byte for byte.
+  kDiffers = 2,     // Something differs, or could not be compared.
 };
 
-struct ComparedWithBase {
-  std::vector<InBase> tensors;  // By ordinal in the base.
-  std::vector<InBase> objects;  // By position in the base's Objects().
-  // The number in the base of each tensor and each object of the task, or kNotInBase.
+struct BaseMatches {
+  std::vector<BaseMatch> tensors;  // By ordinal in the base.
+  std::vector<BaseMatch> objects;  // By position in the base's Objects().
+  // By position in the task: the number of its tensor or object in the base, or kNotInBase.
   static constexpr std::uint32_t kNotInBase = 0xFFFFFFFF;
   std::vector<std::uint32_t> task_tensors;
   std::vector<std::uint32_t> task_objects;
-  // Of what is the same: proved by hashes of leaves, and by comparison with the stored bytes.
+  // Unchanged bytes, by proof: hashes of leaves, or comparison with the stored bytes.
   std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_comparison = 0;
-  // The first thing of the base that could not be compared because it is damaged or unreadable.
+  // The first failure that kept a part of the base, damaged or unreadable, from being compared.
   Status base_problem;
 };
 
-// Compares everything that `task` would write with what `base` holds under the same keys, before
-// any of it is written. Where a chunk of the base is exactly what this rank would write, or has
-// whole leaves in it that stand side by side there too, their hashes decide: 16 bytes are read for
-// each 64 KiB. All else is compared with the stored bytes, which are themselves compared with their
-// hashes. Never a digest alone. A tensor ends with its first difference, so that what changed costs
-// next to nothing.
+// Compares everything that `task` would write with the data of `base` under the same keys, before
+// any of it is written. If a chunk of the base equals one that this rank would write, or has whole
+// leaves of it in the same sequence, leaf hashes decide: 16 bytes are read for each 64 KiB. All
+// else is compared with the stored bytes, which are themselves verified by their hashes. An equal
+// digest alone is never enough. The comparison of a tensor ends at its first difference, so changed
+// tensors cost little.
 //
-// What stands there in another form than this save would give it counts as differing, too: a tensor
-// that shall have a file of its own and is in pieces there, one that is not where `rule` wants it,
-// one that shall have page hashes and has none. Each rank looks for page hashes where it has cells,
-// so a tensor is the same only where all ranks say so that have some of it.
+// A tensor that this save would store in another form also counts as differing: one that should
+// have a file of its own and is in pieces in the base, one that is not where `rule` puts it, one
+// that should have page hashes and has none. Each rank checks page hashes at its own cells, so a
+// tensor is the same only if it is the same on all ranks that have a part of it.
 //
-// Memory of a device is hashed there; of it only the ends of leaves are brought to the host, and
-// where more would be needed the tensor counts as differing.
+// Device memory is hashed on the device; only the ends of leaves are copied to the host, and a
+// tensor that would need more counts as differing.
 //
-// What is not compared when `deadline` passes counts as differing. That is looked at between
-// blocks; a read that does not return is waited for.
+// Tensors not compared when `deadline` passes count as differing. The deadline is checked between
+// blocks; a read that hangs is waited for.
 //
-// Fails where this rank cannot get at its own bytes: kCancelled, or what befell a device or reader.
-Result<ComparedWithBase> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
-                                         const StateDict& state, const RankTask& task,
-                                         PlacementRule rule, bool page_hashes,
-                                         const BlockRules& rules, const Deadline& deadline);
+// Fails if this rank cannot read its own bytes: kCancelled, or the failure of a device or reader.
+Result<BaseMatches> CompareWithBase(FileSystem& fs, const OpenedCheckpoint& base,
+                                    const StateDict& state, const RankTask& task,
+                                    PlacementRule rule, bool page_hashes, const BlockRules& rules,
+                                    const Deadline& deadline);
 
 }  // namespace tensormount
 

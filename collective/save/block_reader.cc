@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of shards in the order in which they are written. Pieces of device memory are copied ahead:
-// several small ones, or a part of a large one, in one submission to one block of the device's
-// ring.
+// Reads bytes of shards in the order of writing. Device memory is copied ahead: several small
+// ranges, or a part of a large one, in one submission to one block of the device's ring.
 #include "collective/save/block_reader.h"
 
 #include <algorithm>
@@ -11,29 +10,30 @@
 namespace tensormount {
 namespace {
 
-// Pieces that are begun before they are wanted, at most.
 constexpr std::size_t kPiecesAhead = 4096;
 
 }  // namespace
 
 BlockReader::~BlockReader() {
   const Deadline deadline = Deadline::After(kDeviceGrace);
-  for (const Begun& begun : begun_) {
+  for (const StartedRange& begun : begun_) {
     for (const Part& part : begun.parts) part.block->Settle(deadline);
   }
 }
 
-Status BlockReader::Failed(std::size_t piece, const Status& why) const {
-  return why.WithContext("tensor " + state_.tensors()[pieces_[piece].item].key);
+Status BlockReader::FailureOf(std::size_t range, const Status& why) const {
+  return why.WithContext("tensor " + state_.tensors()[ranges_[range].item].key);
 }
 
 Status BlockReader::BeginNext() {
-  if (next_ == pieces_.size()) return {Code::kInternal, "no piece was planned any more"};
-  const std::uint32_t item = pieces_[next_].item;
+  if (next_ == ranges_.size()) {
+    return {Code::kInternal, "internal error: more blocks are read than planned"};
+  }
+  const std::uint32_t item = ranges_[next_].item;
   static const ShardReader none;
   Result<PackedSource> source = PackedSource::Make(state_.tensors()[item].shard, item,
                                                    rules_.read != nullptr ? *rules_.read : none);
-  if (!source.ok()) return Failed(next_, source.status());
+  if (!source.ok()) return FailureOf(next_, source.status());
   begun_.push_back({next_++, std::move(source).value(), {}, 0});
   return {};
 }
@@ -41,7 +41,7 @@ Status BlockReader::BeginNext() {
 Result<const PackedSource*> BlockReader::Next() {
   if (started_) {
     begun_.pop_front();
-    if (grounded_ > 0) --grounded_;
+    if (first_unsubmitted_ > 0) --first_unsubmitted_;
   }
   started_ = false;
   if (begun_.empty()) TENSORMOUNT_RETURN_IF_ERROR(BeginNext());
@@ -51,33 +51,35 @@ Result<const PackedSource*> BlockReader::Next() {
 }
 
 Result<std::span<const std::byte>> BlockReader::Take(std::size_t most) {
-  Begun& begun = begun_.front();
-  const Wanted& piece = pieces_[begun.piece];
-  most = static_cast<std::size_t>(std::min<std::uint64_t>(most, piece.bytes - taken_));
+  StartedRange& begun = begun_.front();
+  const PlannedRange& range = ranges_[begun.range];
+  most = static_cast<std::size_t>(std::min<std::uint64_t>(most, range.bytes - taken_));
   Result<std::span<const std::byte>> block = std::span<const std::byte>();
   if (begun.source.device() != nullptr) {
-    block = TakeFlown(begun, most);
+    block = TakeFromDevice(begun, most);
   } else {
     if (!begun.source.in_place()) {
       most = std::min(most, kBlockBytes);
       if (scratch_ == nullptr) scratch_ = std::make_unique_for_overwrite<std::byte[]>(kBlockBytes);
     }
     const Result<const std::byte*> data =
-        begun.source.Fetch(piece.begin + taken_, most, scratch_.get());
+        begun.source.Fetch(range.begin + taken_, most, scratch_.get());
     if (!data.ok()) return data.status();
     block = std::span<const std::byte>(data.value(), most);
   }
-  if (!block.ok()) return Failed(begun.piece, block.status());
+  if (!block.ok()) return FailureOf(begun.range, block.status());
   taken_ += block.value().size();
   return block;
 }
 
-Result<std::span<const std::byte>> BlockReader::TakeFlown(Begun& begun, std::size_t most) {
-  // What was given out last is done with, and its block too if that was the last of it.
+Result<std::span<const std::byte>> BlockReader::TakeFromDevice(StartedRange& begun,
+                                                               std::size_t most) {
+  // The caller has finished with the previous bytes, so a block of which all bytes were taken is
+  // freed.
   while (!begun.parts.empty() && begun.parts.front().bytes == 0) begun.parts.pop_front();
   TENSORMOUNT_RETURN_IF_ERROR(Advance());
   Part& part = begun.parts.front();
-  TENSORMOUNT_RETURN_IF_ERROR(part.block->Land(rules_));
+  TENSORMOUNT_RETURN_IF_ERROR(part.block->AwaitTransfer(rules_));
   const std::size_t n = std::min(most, part.bytes);
   const std::span<const std::byte> bytes(part.block->data() + part.offset, n);
   part.offset += n;
@@ -85,50 +87,50 @@ Result<std::span<const std::byte>> BlockReader::TakeFlown(Begun& begun, std::siz
   return bytes;
 }
 
-BlockReader::Begun* BlockReader::Grounded() {
-  for (;; ++grounded_) {
-    if (grounded_ == begun_.size()) {
-      // What cannot begin says so when its turn comes.
-      if (next_ == pieces_.size() || begun_.size() >= kPiecesAhead || !BeginNext().ok()) {
+BlockReader::StartedRange* BlockReader::FirstUnsubmitted() {
+  for (;; ++first_unsubmitted_) {
+    if (first_unsubmitted_ == begun_.size()) {
+      // If a range cannot begin, Next reports the failure when the range is due.
+      if (next_ == ranges_.size() || begun_.size() >= kPiecesAhead || !BeginNext().ok()) {
         return nullptr;
       }
     }
-    Begun& begun = begun_[grounded_];
-    if (begun.source.device() != nullptr && begun.submitted < pieces_[begun.piece].bytes) {
+    StartedRange& begun = begun_[first_unsubmitted_];
+    if (begun.source.device() != nullptr && begun.submitted < ranges_[begun.range].bytes) {
       return &begun;
     }
   }
 }
 
 Status BlockReader::Advance() {
-  while (const Begun* wanted = Grounded()) {
+  while (const StartedRange* wanted = FirstUnsubmitted()) {
     const std::shared_ptr<const OpenedDevice> device = wanted->source.device();
     std::optional<PinnedRing::Block> block = device->ring->TryTake();
     if (!block) {
-      // Others have them all. To wait for one while holding some might be for ever.
-      if (grounded_ > 0 || !wanted->parts.empty()) return {};
+      // All blocks are in use. Waiting for a block while this reader has some could deadlock.
+      if (first_unsubmitted_ > 0 || !wanted->parts.empty()) return {};
       TENSORMOUNT_ASSIGN_OR_RETURN(block, rules_.TakeBlock(*device));
     }
-    TENSORMOUNT_RETURN_IF_ERROR(Fly(device, std::move(*block)));
+    TENSORMOUNT_RETURN_IF_ERROR(SubmitCopy(device, std::move(*block)));
   }
   return {};
 }
 
-// In the order of pieces, whatever device they are on: so nothing is held for a later piece while
-// an earlier one waits for a block.
-Status BlockReader::Fly(const std::shared_ptr<const OpenedDevice>& device,
-                        PinnedRing::Block taken) {
+// Fills the block with the next ranges in order and stops at a range of another device. Skipping
+// ahead would hold a block for a later range while an earlier one waits for a block (deadlock).
+Status BlockReader::SubmitCopy(const std::shared_ptr<const OpenedDevice>& device,
+                               PinnedRing::Block taken) {
   TENSORMOUNT_ASSIGN_OR_RETURN(DeviceQueue* const queue, queues_.Of(device));
-  const auto block = std::make_shared<FlyingBlock>(std::move(taken), device);
+  const auto block = std::make_shared<BlockInTransit>(std::move(taken), device);
   copies_.clear();
   std::size_t used = 0;
   while (used < block->size()) {
-    Begun* const begun = Grounded();
+    StartedRange* const begun = FirstUnsubmitted();
     if (begun == nullptr || begun->source.device() != device) break;
-    const Wanted& piece = pieces_[begun->piece];
+    const PlannedRange& range = ranges_[begun->range];
     const auto n = static_cast<std::size_t>(
-        std::min<std::uint64_t>(block->size() - used, piece.bytes - begun->submitted));
-    for (const StridedCopy& plan : begun->source.Gather(piece.begin + begun->submitted, n)) {
+        std::min<std::uint64_t>(block->size() - used, range.bytes - begun->submitted));
+    for (const StridedCopy& plan : begun->source.Gather(range.begin + begun->submitted, n)) {
       copies_.push_back({plan, begun->source.base(), block->data() + used});
     }
     begun->parts.push_back({block, used, n});

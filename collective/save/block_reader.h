@@ -18,89 +18,92 @@
 
 namespace tensormount {
 
-// How bytes are brought: SaveControl and the time-outs of a save say it.
-struct BlockRules : DeviceRules {
-  const ShardReader* read = nullptr;  // For shards without memory.
+// How bytes are read; set from SaveControl and the timeouts of a save.
+struct BlockRules : DeviceLimits {
+  const ShardReader* read = nullptr;  // Reads shards without memory; may be null.
 };
 
-// Brings the bytes of shards, piece by piece in an order that is told beforehand, wherever their
-// memory is. What the host reads is taken in place, or gathered block by block; what is on a device
-// is copied ahead into its pinned ring, so that one block is on its way while the one before it is
-// hashed and written. Of one thread.
+// Reads the bytes of shards in host or device memory, range by range, in an order that is planned
+// beforehand. Host memory is used in place or gathered by block. Device memory is copied ahead into
+// the device's pinned ring, so that one block is copied while the previous one is hashed and
+// written. Not thread-safe.
 //
-//   reader.Plan(pieces);
-//   for (piece : pieces) {
+//   reader.Plan(ranges);
+//   for (range : ranges) {
 //     source = reader.Next();
-//     while (done < piece.bytes) { block = reader.Take(most); ...; done += block.size(); }
+//     while (done < range.bytes) { block = reader.Take(most); ...; done += block.size(); }
 //   }
 class BlockReader {
  public:
   // Bytes [begin, begin + bytes) of the packed order of item `item` of the state dict.
-  struct Wanted {
+  struct PlannedRange {
     std::uint32_t item = 0;
     std::uint64_t begin = 0;
     std::uint64_t bytes = 0;
   };
 
-  // `state` and what `rules` names must outlive it.
+  // `state` and the objects that `rules` points to must outlive this object.
   BlockReader(const StateDict& state, const BlockRules& rules)
       : state_(state), rules_(rules), queues_(rules) {}
-  // Waits a little for copies that nobody wants any more: they read the caller's memory.
+  // Waits briefly for copies that are still in progress, because they read the caller's memory.
   ~BlockReader();
   BlockReader(const BlockReader&) = delete;
   BlockReader& operator=(const BlockReader&) = delete;
 
-  // Where its copies are submitted.
+  // The device queues to which copies are submitted.
   DeviceQueues& queues() { return queues_; }
 
-  void Plan(std::vector<Wanted> pieces) { pieces_ = std::move(pieces); }
+  void Plan(std::vector<PlannedRange> ranges) { ranges_ = std::move(ranges); }
 
-  // Begins the next piece; the one before must have been taken whole. The source lives until the
-  // next call. Errors name the tensor.
+  // Begins the next range, after all bytes of the previous range were taken. The source is valid
+  // until the next call. Errors name the tensor.
   Result<const PackedSource*> Next();
-  // The next bytes of the piece: at least one and at most `most`, valid until the next call. All of
-  // `most` where the memory is the host's and `most` at most kBlockBytes, or it is packed.
-  // Errors name the tensor, and for a device what befell it: kDeadlineExceeded, kCancelled.
+  // The next bytes of the range, valid until the next call: from 1 to `most`. Exactly `most` (or
+  // what is left of the range) if the memory is the host's and either packed or `most` is at most
+  // kBlockBytes. Errors name the tensor; device errors include kDeadlineExceeded and kCancelled.
   Result<std::span<const std::byte>> Take(std::size_t most);
 
-  // What is gathered at once from strided memory: stays in the second-level cache.
+  // Bytes gathered at once from strided memory: a block stays in the second-level cache.
   static constexpr std::size_t kBlockBytes = 256 * 1024;
 
  private:
-  // A part of a piece that stands in a block. The block goes with the last of them.
+  // A part of a range within a block. The block is freed with its last part.
   struct Part {
-    std::shared_ptr<FlyingBlock> block;
+    std::shared_ptr<BlockInTransit> block;
     std::size_t offset = 0;
     std::size_t bytes = 0;
   };
-  struct Begun {
-    std::size_t piece = 0;
+  struct StartedRange {
+    std::size_t range = 0;
     PackedSource source;
-    std::deque<Part> parts;  // Of device memory; not taken yet.
+    std::deque<Part> parts;  // Parts of device memory that are not taken yet.
     std::uint64_t submitted = 0;
   };
 
-  Status Failed(std::size_t piece, const Status& why) const;
+  Status FailureOf(std::size_t range, const Status& why) const;
   Status BeginNext();
-  // The first piece of a device that is not under way as a whole; null where none is near.
-  Begun* Grounded();
-  // Submits copies ahead while there are blocks to be had; waits for one only where the piece that
-  // is wanted has nothing under way.
+  // The first device range whose copies are not all submitted; null if none of the next ranges is
+  // one.
+  StartedRange* FirstUnsubmitted();
+  // Submits copies ahead while blocks are free; waits for a block only if the current range has no
+  // copy in progress.
   Status Advance();
-  // Fills one block with what comes next, if it is of this device, and submits it.
-  Status Fly(const std::shared_ptr<const OpenedDevice>& device, PinnedRing::Block taken);
-  Result<std::span<const std::byte>> TakeFlown(Begun& begun, std::size_t most);
+  // Fills one block with the next bytes of this device and submits the copy.
+  Status SubmitCopy(const std::shared_ptr<const OpenedDevice>& device, PinnedRing::Block taken);
+  Result<std::span<const std::byte>> TakeFromDevice(StartedRange& begun, std::size_t most);
 
   const StateDict& state_;
   const BlockRules rules_;
-  std::vector<Wanted> pieces_;
-  std::deque<Begun> begun_;   // The front is the current piece, once Next was called.
-  std::size_t next_ = 0;      // Of pieces: not begun.
-  bool started_ = false;      // Whether the front of begun_ is current.
-  std::size_t grounded_ = 0;  // Of begun_: all before it are under way, or the host's.
-  std::uint64_t taken_ = 0;   // Of the current piece.
+  std::vector<PlannedRange> ranges_;
+  std::deque<StartedRange> begun_;  // The front is the current range, once Next was called.
+  std::size_t next_ = 0;            // Index in ranges_ of the next range to begin.
+  bool started_ = false;            // The front of begun_ is current.
+  // Index in begun_: all earlier ranges are submitted, or in host memory.
+  std::size_t first_unsubmitted_ = 0;
+  std::uint64_t taken_ = 0;  // Bytes of the current range that were taken.
   DeviceQueues queues_;
-  std::vector<DeviceCopy> copies_;  // Of a block; kept, since there may be thousands in each.
+  // Copies into one block; reused, because there may be thousands.
+  std::vector<DeviceCopy> copies_;
   std::unique_ptr<std::byte[]> scratch_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's data files written: chunks in the order of the task, hashed by leaves and by digest in
-// the same pass, block by block while a block is in the second-level cache. Bytes are handed to the
-// device as they come, so that the fsync at the end has little left to wait for.
+// Writes one rank's data files: chunks in the order of the task, hashed by leaves and by digest in
+// the same pass, while each block is in the second-level cache. Writeback starts early, so that the
+// fsync at the end is short.
 #include "collective/save/data_writer.h"
 
 #include <algorithm>
@@ -14,27 +14,26 @@
 
 #include "base/log.h"
 #include "device/device_hashes.h"
-#include "shard/leaf_hash.h"
-#include "shard/page_hash.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/safetensors.h"
 
 namespace tensormount {
 namespace {
 
-// Hashed, digested and written block by block: a block stays in the second-level cache meanwhile.
-// Blocks end at multiples of this in the file, since the page cache keeps what one aligned write
-// brings as one page: who maps the file meets one fault there instead of several. (Larger ones were
-// tried: docs/performance.md.)
+// Size of the blocks that are hashed, digested and written: a block stays in the second-level cache
+// meanwhile. Blocks end at multiples of this in the file: the page cache keeps one aligned write as
+// one large page, so a reader that maps the file takes one page fault instead of several. For
+// larger blocks see docs/performance.md.
 constexpr std::size_t kCopyBlockBytes = BlockReader::kBlockBytes;
-// Small pieces are put together to writes of this size.
+// Small pieces are combined into writes of this size.
 constexpr std::size_t kBufferBytes = 1024 * 1024;
-// The device begins with what was written when there is this much of it, so that it works while
-// the rest is hashed and copied.
+// Writeback starts once this many bytes are written, so that the storage works while the rest is
+// hashed and copied.
 constexpr std::uint64_t kWritebackBytes = 8 * 1024 * 1024;
-// Files of which some are still being written back when the sync of the first is asked for.
+// Number of files in writeback before the first one is synced.
 constexpr std::size_t kFilesBeforeSync = 64;
 
-// Appends to a file: large pieces straight from where they are, small ones through a buffer.
+// Appends to a file: large pieces straight from their memory, small ones through a buffer.
 class FileAppender {
  public:
   FileAppender(File& file, std::uint64_t offset) : file_(file), at_(offset), started_(offset) {}
@@ -113,7 +112,7 @@ class DataWriter {
     bool seal = false;
   };
 
-  void Written(std::uint32_t file, std::uint64_t bytes) {
+  void CountWritten(std::uint32_t file, std::uint64_t bytes) {
     out_.bytes += bytes;
     out_.files[file].bytes += bytes;
     if (progress_ != nullptr) progress_->fetch_add(bytes, std::memory_order_relaxed);
@@ -128,7 +127,6 @@ class DataWriter {
     return at->second;
   }
 
-  // In the order in which they are written.
   std::vector<RankTask::Chunk> ChunksOf(Placement placement) const {
     std::vector<RankTask::Chunk> chunks;
     for (const RankTask::Chunk& c : task_.chunks) {
@@ -138,21 +136,21 @@ class DataWriter {
     return chunks;
   }
 
-  // All chunks as Run comes to them. What devices have of them they hash first of all: other bytes
-  // that come later were written meanwhile.
+  // Plans all chunks in the order of Run. Device chunks are hashed first: if a copy taken later has
+  // a different hash, the caller changed the tensor during the save.
   Status PlanBlocks() {
-    std::vector<BlockReader::Wanted> pieces;
+    std::vector<BlockReader::PlannedRange> pieces;
     pieces.reserve(task_.chunks.size());
     for (const Placement placement : {Placement::kTensorFile, Placement::kRankShard,
                                       Placement::kSafetensors, Placement::kPack}) {
       for (const RankTask::Chunk& chunk : ChunksOf(placement)) {
         pieces.push_back({chunk.item, chunk.begin, chunk.bytes});
         const StateDict::TensorItem& item = state_.tensors()[chunk.item];
-        if (!OnDevice(item.shard.data) || item.shard.metadata_only) continue;
+        if (!IsDeviceMemory(item.shard.data) || item.shard.metadata_only) continue;
         Status hashing = HashOnDevice(item.shard, chunk);
         if (hashing.code() == Code::kResourceExhausted) {
-          // The device is full: the save goes on without this watch over it.
-          NotWatched(hashing);
+          // The device is full: the save continues without this check.
+          LogNotWatched(hashing);
           hashing = Status();
           at_begin_jobs_.emplace_back();
         }
@@ -173,14 +171,14 @@ class DataWriter {
     return Status();
   }
 
-  void NotWatched(const Status& why) {
-    if (said_not_watched_) return;
-    said_not_watched_ = true;
+  void LogNotWatched(const Status& why) {
+    if (logged_not_watched_) return;
+    logged_not_watched_ = true;
     Log(LogLevel::kWarning,
-        "tensors that change while they are saved would not be noticed: " + why.message());
+        "changes to tensors during the save cannot be detected: " + why.message());
   }
 
-  // Whether the next chunk of a device is what it was at the begin.
+  // Fails if the next device chunk has changed since the save began.
   Status CheckUnchanged(const RankTask::Chunk& chunk, std::span<const Hash128> leaves) {
     const std::optional<std::size_t> job = at_begin_jobs_[next_on_device_++];
     if (!job) return {};
@@ -188,12 +186,13 @@ class DataWriter {
     const auto [was, is] = std::ranges::mismatch(before, leaves);
     if (was == before.end() && is == leaves.end()) return Status();
     const auto leaf = static_cast<std::uint64_t>(was - before.begin());
-    return Status(Code::kBusy, "it changed during the save: " + chunk.region.ToString() +
-                                   ", from byte " + std::to_string(leaf * kLeafBytes) +
-                                   " of it on, is not what its device hashed at the begin");
+    return Status(Code::kBusy, "the data changed during the save: " + chunk.region.ToString() +
+                                   " differs, from byte " + std::to_string(leaf * kLeafBytes) +
+                                   " on, from the bytes that the device hashed at the start");
   }
 
-  // Naturally aligned without gaps: wide elements first.
+  // Sorts chunks by size of elements, the largest first, so that all are naturally aligned without
+  // gaps.
   void SortByAlignment(std::vector<RankTask::Chunk>& chunks) const {
     const auto alignment = [&](const RankTask::Chunk& c) {
       const std::uint32_t bits = task_.tensors[c.tensor].meta.bits();
@@ -215,7 +214,7 @@ class DataWriter {
 
   void Keep(std::unique_ptr<File> file, bool seal) { open_.push_back({std::move(file), seal}); }
 
-  // The mode is durable with the data: sealed first, then synced.
+  // Seals before it syncs, so that the file mode is durable with the data.
   Status SyncOpen() {
     for (OpenFile& f : open_) {
       if (f.seal) TENSORMOUNT_RETURN_IF_ERROR(f.file->Seal());
@@ -233,7 +232,6 @@ class DataWriter {
     return Status(Code::kCancelled, "the save is being cancelled");
   }
 
-  // Writes a chunk at the appender's place and records it.
   Status WriteChunk(const RankTask::Chunk& chunk, std::uint32_t file, FileAppender& out) {
     TensorRecord& tensor = RecordOf(chunk.tensor);
     TENSORMOUNT_ASSIGN_OR_RETURN(const PackedSource* source, blocks_.Next());
@@ -243,44 +241,41 @@ class DataWriter {
     record.offset = out.offset();
     record.length = chunk.bytes;
     record.first_leaf = out_.leaves.size();
-    LeafHasher hasher;
-    // Nothing to say where one leaf is all there is, and rows are long where there is one axis.
-    std::optional<LeafHasher> pages;
-    if (page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2) {
-      pages.emplace(kHashPageBytes);
-    }
+    // Page hashes do not help chunks of a single leaf, or tensors of one axis, whose parts are long
+    // runs.
+    const bool pages = page_hashes_ && chunk.bytes > kLeafBytes && tensor.meta.shape().rank() >= 2;
+    ChunkAccumulator accumulator(pages ? ChunkAccumulator::Pages::kHashed
+                                       : ChunkAccumulator::Pages::kNone);
     for (std::uint64_t done = 0; done < chunk.bytes;) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckCancel());
       const auto most = static_cast<std::size_t>(kCopyBlockBytes - out.offset() % kCopyBlockBytes);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::span<const std::byte> block, blocks_.Take(most));
-      hasher.Update(block.data(), block.size());
-      if (pages) pages->Update(block.data(), block.size());
+      accumulator.Update(block.data(), block.size());
       tensor.digest ^= source->Digest(chunk.begin + done, block.size(), block.data());
       TENSORMOUNT_RETURN_IF_ERROR(out.Append(block.data(), block.size()));
       done += block.size();
-      Written(file, block.size());
+      CountWritten(file, block.size());
     }
-    record.hash = TakeLeaves(hasher);
+    const ChunkHashes hashes = accumulator.Finish();
+    record.hash = hashes.root;
+    hashes.AppendTo(out_.leaves);
+    out_.paged = out_.paged || pages;
     if (source->device() != nullptr) {
-      const Status unchanged = CheckUnchanged(chunk, hasher.leaves());
+      const Status unchanged = CheckUnchanged(chunk, hashes.leaves);
       if (!unchanged.ok()) {
         return unchanged.WithContext("tensor " + tensor.meta.key())
             .With({.key = tensor.meta.key()});
       }
     }
-    if (pages) {
-      pages->Finish();
-      AppendPageHashes(hasher.leaves(), record.hash, pages->leaves(), out_.leaves);
-      out_.paged = true;
-    }
     tensor.extents.Append(record);
     return Status();
   }
 
-  Hash128 TakeLeaves(LeafHasher& hasher) {
-    hasher.Finish();
-    out_.leaves.insert(out_.leaves.end(), hasher.leaves().begin(), hasher.leaves().end());
-    return hasher.Root();
+  // Appends the leaf hashes of `bytes` to the list of all leaves. Returns the root of these leaves.
+  Hash128 AppendLeavesOf(std::string_view bytes) {
+    const ChunkHashes hashes = HashChunk(bytes.data(), bytes.size());
+    hashes.AppendTo(out_.leaves);
+    return hashes.root;
   }
 
   Status WriteTensorFiles() {
@@ -305,8 +300,8 @@ class DataWriter {
     return Status();
   }
 
-  // The entry of a chunk in the header of a rank shard: parts are named KEY#n, dtypes that the
-  // format lacks are bytes, and the metadata say what it really is.
+  // The entry of a chunk in the header of a rank shard. Parts are named KEY#n; a dtype that the
+  // format lacks is stored as bytes, and the metadata give the real dtype.
   SafetensorsEntry Entry(const RankTask::Chunk& chunk,
                          std::map<std::string, std::string>& metadata) {
     const TensorMeta& meta = task_.tensors[chunk.tensor].meta;
@@ -338,7 +333,7 @@ class DataWriter {
     std::vector<SafetensorsEntry> entries;
     if (placement == Placement::kSafetensors) {
       metadata["format"] = "pt";
-      // Tensors without cells belong into a file that is the whole model.
+      // A file that is the whole model also lists tensors without cells.
       for (const RankTask::Tensor& tensor : task_.tensors) {
         if (!tensor.empty) continue;
         const TensorMeta& meta = tensor.meta;
@@ -359,11 +354,9 @@ class DataWriter {
     piece.file = number;
     piece.length = header.size();
     piece.first_leaf = out_.leaves.size();
-    LeafHasher hasher;
-    hasher.Update(header.data(), header.size());
-    piece.hash = TakeLeaves(hasher);
+    piece.hash = AppendLeavesOf(header);
     out_.inventory.extras.push_back(piece);
-    Written(number, header.size());
+    CountWritten(number, header.size());
     TENSORMOUNT_RETURN_IF_ERROR(out.Append(header.data(), header.size()));
     for (const RankTask::Chunk& chunk : chunks) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteChunk(chunk, number, out));
@@ -404,11 +397,9 @@ class DataWriter {
     record.offset = out.offset();
     record.length = bytes.size();
     record.first_leaf = out_.leaves.size();
-    LeafHasher hasher;
-    hasher.Update(bytes.data(), bytes.size());
-    record.hash = TakeLeaves(hasher);
+    record.hash = AppendLeavesOf(bytes);
     out_.inventory.objects.push_back(std::move(record));
-    Written(file, bytes.size());
+    CountWritten(file, bytes.size());
     return out.Append(bytes.data(), bytes.size());
   }
 
@@ -422,12 +413,13 @@ class DataWriter {
   const std::atomic<bool>* const cancel_;
   BlockReader blocks_;
   DeviceHashes at_begin_;
-  // Of chunks on devices, in the order of writing; none where the device had no memory for it.
+  // Hash jobs of device chunks in the order of writing; an entry is empty if the device had no
+  // memory for the job.
   std::vector<std::optional<std::size_t>> at_begin_jobs_;
-  bool said_not_watched_ = false;
+  bool logged_not_watched_ = false;
   std::size_t next_on_device_ = 0;
   WrittenData out_;
-  std::map<std::uint32_t, TensorRecord> tensors_;  // By place in the task: sorted by key.
+  std::map<std::uint32_t, TensorRecord> tensors_;  // By position of the tensor in the task.
   std::vector<OpenFile> open_;
 };
 

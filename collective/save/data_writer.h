@@ -20,34 +20,35 @@
 
 namespace tensormount {
 
-// What one rank has written, as its manifest says it.
+// The data that one rank has written, as in its manifest.
 struct WrittenData {
-  Inventory inventory;          // Numbered by itself.
-  std::vector<Hash128> leaves;  // Of all chunks, objects and headers; page hashes among them.
-  bool paged = false;           // Whether there are any.
-  std::uint64_t bytes = 0;      // Headers included.
+  Inventory inventory;          // File numbers are valid for this rank alone.
+  std::vector<Hash128> leaves;  // Leaf hashes of chunks, objects and headers, with page hashes.
+  bool paged = false;           // Whether `leaves` has page hashes.
+  std::uint64_t bytes = 0;      // All bytes written, including headers.
   std::vector<SaveReport::File> files;
 };
 
-// Writes everything that is in `task` into the data/ folder of `staging`. Data are hashed while
-// they are in cache, leaf by leaf, and no byte is read back. On success every file is synced, and
-// sealed but for shared ones (SealShared does that once all ranks have written); the folder is not
-// synced. Files that it failed to write are left as they are: the caller aborts the staging.
-// `page_hashes`: SaveOptions. `progress`, where not null, counts bytes as they are written.
-// kCancelled once rules.cancel, where not null, is set.
+// Writes all chunks and objects of `task` into the data/ directory of `staging`. Data are hashed
+// while they are in cache, leaf by leaf, and no byte is read back. On success every file is synced,
+// and all but shared ones are sealed (SealShared does that once all ranks have written); the
+// directory is not synced. After a failure the files stay: the caller aborts the staging.
+// `page_hashes`: whether to store page hashes, too. `progress` (may be null) counts bytes as they
+// are written. Fails with kCancelled once rules.cancel (may be null) is set.
 Result<WrittenData> WriteData(FileSystem& fs, const Staging& staging, const StateDict& state,
                               const RankTask& task, int rank, bool page_hashes = false,
                               std::atomic<std::uint64_t>* progress = nullptr,
                               const BlockRules& rules = {});
 
-// Seals and syncs the shared tensor files that this rank is to seal.
+// Seals and syncs the shared tensor files that this rank must seal.
 Status SealShared(FileSystem& fs, const Staging& staging, const RankTask& task);
 
-// The names of all files that `rank`, and nobody else, may have made in WriteData.
-// Shared tensor files are not among them: another rank may still write there.
+// The names of all files that only `rank` may have made in WriteData. Shared tensor files are not
+// among them, because another rank may still write there.
 std::vector<std::string> FilesWrittenAlone(const Staging& staging, const RankTask& task, int rank);
 
-// Names below the checkpoint. `stem`: RankTask::Tensor::file.
+// Names of files, relative to the checkpoint's directory. `stem`: the tensor's
+// RankTask::Tensor::file.
 std::string TensorFileName(const Staging& staging, std::string_view stem);
 std::string RankShardName(const Staging& staging, int rank);
 std::string PackName(const Staging& staging, int rank);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which holder of a replicated region writes how much of it, so that all ranks write nearly the
-// same: groups of holders are poured over the least loaded ones, in a few passes.
+// Computes how much of each replicated region each holder writes, so that all ranks write nearly
+// the same: each group's bytes go to its least loaded holders, in a few passes.
 #include "collective/save/even_shares.h"
 
 #include <algorithm>
@@ -10,26 +10,25 @@
 namespace tensormount {
 namespace {
 
-// Ranks of groups, over all passes: some seconds at most.
+// Limit of (rank, group) pairs over all passes: some seconds at most.
 constexpr std::size_t kMostVisits = std::size_t{1} << 24;
 constexpr std::size_t kMostPasses = 64;
-// What moved in a pass, of all bytes, at which it ends.
+// A pass that moves less than 1/kLittle of all bytes is the last.
 constexpr std::uint64_t kLittle = 2000;
 
 std::size_t At(int rank) { return static_cast<std::size_t>(rank); }
 
-// Pours `bytes` like water over ranks that hold `loads` already: those who have least take most.
-void Pour(std::uint64_t bytes, const std::vector<std::uint64_t>& loads,
-          std::vector<std::size_t>& order, std::vector<std::uint64_t>& shares) {
+// Splits `bytes` over ranks with these `loads` so that loads even out: the lowest loads get most.
+void FillLowest(std::uint64_t bytes, const std::vector<std::uint64_t>& loads,
+                std::vector<std::size_t>& order, std::vector<std::uint64_t>& shares) {
   order.resize(loads.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return loads[a] < loads[b]; });
   std::fill(shares.begin(), shares.end(), 0);
-  // As many as are below the level that they come to.
-  // Ranks are taken in rising order of load while the next one is still below the mean of those
-  // taken and the bytes. Example: loads 0, 4, 20 and 10 bytes. The first two come to
-  // (10 + 4) / 2 = 7 each and get 7 and 3; the third, already over 7, gets nothing.
+  // Takes ranks in rising order of load while the next one is below the mean of the bytes and the
+  // loads taken. Example: loads 0, 4, 20 and 10 bytes. The first two come to (10 + 4) / 2 = 7 each
+  // and get 7 and 3; the third, already over 7, gets nothing.
   std::uint64_t sum = bytes;
   std::size_t n = 0;
   while (n < order.size() && (n == 0 || loads[order[n]] < sum / n)) sum += loads[order[n++]];
@@ -49,13 +48,12 @@ void Pour(std::uint64_t bytes, const std::vector<std::uint64_t>& loads,
 std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> groups,
                                                    std::span<const std::uint64_t> loads) {
   std::vector<std::vector<std::uint64_t>> shares(groups.size());
-  std::vector<std::uint32_t> in(loads.size(), 0);  // How many groups a rank is in.
+  std::vector<std::uint32_t> in(loads.size(), 0);  // By rank: number of its groups.
   for (const SharedBytes& group : groups) {
     for (const int r : group.ranks) ++in[At(r)];
   }
-  // Those that meet others, the largest first.
-  // The others are left to the caller (the header says so), so that passes are spent only where
-  // groups compete for a rank.
+  // Groups that share a rank with others, the largest first. Passes are only for these groups; the
+  // caller splits all other groups (even_shares.h).
   std::vector<std::size_t> meeting;
   std::size_t visits = 0;
   std::uint64_t bytes = 0;
@@ -78,8 +76,9 @@ std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> 
   std::vector<std::size_t> order;
   const std::size_t passes = std::min(kMostPasses, kMostVisits / visits);
   for (std::size_t pass = 0; pass < passes; ++pass) {
-    // Each group in turn takes its bytes back and pours them again over what the others left. The
-    // first pass places everything and so cannot show whether it is settled.
+    // Each group in turn takes its bytes back and splits them again over the loads that the other
+    // groups leave. The first pass moves all bytes, so only later passes can show that little
+    // changes.
     std::uint64_t moved = 0;
     for (const std::size_t g : meeting) {
       const SharedBytes& group = groups[g];
@@ -87,7 +86,7 @@ std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> 
       before = mine;
       others.resize(mine.size());
       for (std::size_t i = 0; i < mine.size(); ++i) others[i] = all[At(group.ranks[i])] - mine[i];
-      Pour(group.bytes, others, order, mine);
+      FillLowest(group.bytes, others, order, mine);
       for (std::size_t i = 0; i < mine.size(); ++i) {
         all[At(group.ranks[i])] = others[i] + mine[i];
         if (mine[i] > before[i]) moved += mine[i] - before[i];

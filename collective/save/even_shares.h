@@ -8,21 +8,20 @@
 
 namespace tensormount {
 
-// Bytes that any of some ranks may write, in any parts.
+// Bytes that may be split in any way among some ranks.
 struct SharedBytes {
-  std::vector<int> ranks;  // Each once.
+  std::vector<int> ranks;  // Distinct ranks.
   std::uint64_t bytes = 0;
 };
 
-// For each group how many of its bytes each of its ranks should write, so that the busiest rank
-// writes as little as possible; `loads` is what ranks write besides, by rank. All of a group's
-// bytes are given out. Groups of which no rank is in another have no shares (an empty list): each
-// can be given out by itself. Nearly even: groups are poured over their ranks in turn, until little
-// moves or the work, which is bounded for any number of ranks, is done. Pure: integers only, the
-// same on every machine.
+// For each group, how many of its bytes each of its ranks should write, so that the busiest rank
+// writes as little as possible. `loads`: by rank, bytes that the rank writes besides. All bytes of
+// a group are assigned. A group that shares no rank with another gets an empty list: the caller can
+// split it alone. The result is nearly even: groups are split in turn, until little changes or the
+// bounded work is done. Pure, and with integers only, because ranks on different machines must
+// compute the same shares.
 //
-// O(passes * members * log(members)), members being the ranks of all groups that overlap. Integers
-// because owners on different machines must come to the same shares.
+// O(passes * members * log(members)), where members counts the ranks of all overlapping groups.
 std::vector<std::vector<std::uint64_t>> EvenShares(std::span<const SharedBytes> groups,
                                                    std::span<const std::uint64_t> loads);
 

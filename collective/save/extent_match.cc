@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks are sorted twice, by region and by their place in the tensor, and each extent is looked up
-// in both: what a rank writes is little and in memory anyway, what a base has may be very much.
+// Chunks are sorted twice, by region and by position in the tensor, and each extent is looked up in
+// both: a rank's chunks are few and in memory, while a base may have very many extents.
 #include "collective/save/extent_match.h"
 
 #include <algorithm>
@@ -13,13 +13,6 @@
 
 namespace tensormount {
 namespace {
-
-// A region that is one run of the tensor's row-major bytes.
-std::optional<GlobalRun> RunOf(const TensorMeta& meta, const Region& region) {
-  const Result<std::vector<GlobalRun>> runs = GlobalRuns(meta, region, 1);
-  if (!runs.ok() || runs.value().size() != 1) return std::nullopt;
-  return runs.value().front();
-}
 
 bool BoxesMeet(const Box& a, const Box& b) {
   for (int axis = 0; axis < a.rank(); ++axis) {
@@ -35,14 +28,10 @@ ExtentMatch::ExtentMatch(const TensorMeta& meta, std::span<const RankTask::Chunk
   by_region_.reserve(chunks.size());
   for (std::uint32_t c = 0; c < chunks.size(); ++c) {
     const Region& region = chunks[c].region;
-    if (region.empty()) continue;  // Has no piece.
+    if (region.empty()) continue;  // An empty chunk has no part.
     by_region_.push_back(c);
-    if (const auto run = RunOf(meta, region)) {
-      runs_.push_back({run->offset, run->offset + run->bytes, 0, c});
-    } else {
-      const ByteBounds bounds = BoundsOf(meta, region);
-      others_.push_back({bounds.first, bounds.end, 0, c});
-    }
+    const ByteBounds bounds = BoundsOf(meta, region);
+    (RunInTensor(meta, region) ? runs_ : others_).push_back({bounds.first, bounds.end, 0, c});
   }
   std::sort(by_region_.begin(), by_region_.end(), [&](std::uint32_t a, std::uint32_t b) {
     return CompareRegions(chunks_[a].region, chunks_[b].region) < 0;
@@ -64,10 +53,10 @@ std::span<const std::uint32_t> ExtentMatch::ChunksOf(const Region& region) const
   return {first, end};
 }
 
-// All that have bytes in [first, end); others between them only where chunks overlap, or are no
-// runs.
-std::span<const ExtentMatch::Span> ExtentMatch::Near(const std::vector<Span>& spans,
-                                                     std::uint64_t first, std::uint64_t end) {
+// The spans with bytes in [first, end), and possibly others between them if chunks overlap or are
+// not runs.
+std::span<const ExtentMatch::Span> ExtentMatch::SpansNear(const std::vector<Span>& spans,
+                                                          std::uint64_t first, std::uint64_t end) {
   const auto from = std::partition_point(spans.begin(), spans.end(),
                                          [&](const Span& span) { return span.reach <= first; });
   const auto to =
@@ -86,28 +75,27 @@ Status ExtentMatch::Add(std::uint32_t row, const ChunkRecord& stored) {
   }
   if (same || !stored.region.Within(meta_.shape())) return {};
   const ByteBounds bounds = BoundsOf(meta_, stored.region);
-  const std::span<const Span> near = Near(runs_, bounds.first, bounds.end);
+  const std::span<const Span> near = SpansNear(runs_, bounds.first, bounds.end);
   if (near.empty()) return {};
-  const auto there = RunOf(meta_, stored.region);
-  if (!there || there->bytes != stored.length) return {};
-  const std::uint64_t there_end = there->offset + there->bytes;
+  const std::optional<ByteBounds> there = RunInTensor(meta_, stored.region);
+  if (!there || there->end - there->first != stored.length) return {};
   for (const Span& here : near) {
-    const std::uint64_t from = std::max(here.first, there->offset);
-    const std::uint64_t to = std::min(here.end, there_end);
+    const std::uint64_t from = std::max(here.first, there->first);
+    const std::uint64_t to = std::min(here.end, there->end);
     if (from >= to) continue;
-    // Leaves from the first that begins here to the last that ends here.
-    const std::uint64_t first = LeafCount(from - there->offset);
-    const bool to_the_end = to == there_end;
+    // The leaves of the extent that lie wholly in the common range.
+    const std::uint64_t first = LeafCount(from - there->first);
+    const bool to_the_end = to == there->end;
     const std::uint64_t last =
-        to_the_end ? LeafCount(there->bytes) : (to - there->offset) / kLeafBytes;
+        to_the_end ? LeafCount(stored.length) : (to - there->first) / kLeafBytes;
     if (first >= last) continue;
-    const std::uint64_t begin = there->offset + first * kLeafBytes;
-    const std::uint64_t end = to_the_end ? to : there->offset + last * kLeafBytes;
+    const std::uint64_t begin = there->first + first * kLeafBytes;
+    const std::uint64_t end = to_the_end ? to : there->first + last * kLeafBytes;
     shared_.push_back({begin, end - begin, first, here.chunk, row});
   }
-  // Between disjoint chunks and disjoint extents there are fewer.
+  // If chunks and extents are disjoint, there are fewer shared ranges.
   if (shared_.size() > chunks_.size() + extents_) {
-    return {Code::kDataLoss, "tensor " + meta_.key() + ": its chunks overlap"};
+    return {Code::kDataLoss, "tensor " + meta_.key() + ": its stored chunks overlap"};
   }
   return {};
 }
@@ -117,7 +105,7 @@ bool ExtentMatch::Touches(const ChunkRecord& stored) const {
   if (!ChunksOf(stored.region).empty()) return true;
   const ByteBounds bounds = BoundsOf(meta_, stored.region);
   for (const std::vector<Span>* spans : {&runs_, &others_}) {
-    for (const Span& here : Near(*spans, bounds.first, bounds.end)) {
+    for (const Span& here : SpansNear(*spans, bounds.first, bounds.end)) {
       if (here.end > bounds.first &&
           BoxesMeet(chunks_[here.chunk].region.box(), stored.region.box())) {
         return true;
@@ -150,7 +138,7 @@ std::vector<ExtentMatch::ExtentPart> ExtentMatch::Cut() {
     };
     for (; shared != next; ++shared) {
       const std::uint64_t begin = chunk.begin + (shared->begin - firsts[c]);
-      if (begin < at) continue;  // Stored twice: damage, which others find.
+      if (begin < at) continue;  // Extents overlap: damage that other checks find.
       rest(begin);
       pieces.push_back({.chunk = c,
                         .begin = begin,

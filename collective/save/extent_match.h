@@ -16,48 +16,51 @@
 
 namespace tensormount {
 
-// Which bytes of a tensor's chunks, as a rank would write them, hashes of leaves of a base can
-// decide. The extents of the base come one by one, in any order, and none is kept: of a tensor in a
-// million of them a rank mostly has few chunks. O((extents + chunks) log chunks) time; memory for
-// the chunks, and 32 bytes for each extent that shares whole leaves with one.
+// Finds the bytes of a tensor's chunks, as a rank would write them, that leaf hashes of a base can
+// decide. Extents of the base are added one by one, in any order, and not kept, because a tensor
+// may have a million extents and few of this rank's chunks. O((extents + chunks) log chunks) time;
+// memory for the chunks, and 32 bytes for each extent that shares whole leaves with one.
 //
 //   ExtentMatch match(meta, chunks);
 //   for (row : extents) match.Add(row, extents.At(row));
 //   for (piece : match.Cut()) ...
 class ExtentMatch {
  public:
-  // `chunks`: all of this tensor. Both must outlive it.
+  // `chunks`: all chunks of the tensor that this rank would write. Both arguments must outlive this
+  // object.
   ExtentMatch(const TensorMeta& meta, std::span<const RankTask::Chunk> chunks);
 
-  // kDataLoss where extents hold so much of the chunks more than once that they cannot be the
-  // tensor's.
+  // Adds an extent of the base, row number `row` of its table. Fails with kDataLoss if extents
+  // cover the chunks so often that they cannot belong to the tensor.
   Status Add(std::uint32_t row, const ChunkRecord& stored);
-  // Whether a chunk has cells of it; true also where that is uncertain, between flat ranges.
+  // Whether a chunk has cells of the extent. For flat ranges also true in some cases without common
+  // cells.
   bool Touches(const ChunkRecord& stored) const;
 
-  // Chunks one after the other as they were given, each in pieces in the order of its packed bytes
-  // without gaps: one where an extent is exactly the chunk, else whole leaves that stand side by
-  // side here and in an extent, and what is between them. To be called once, at the end.
+  // Returns the chunks in the given order, each cut into parts without gaps: one part if an extent
+  // equals the chunk; if none does, runs of whole leaves that are contiguous both in the chunk and
+  // in an extent, and the bytes between these runs. Call once, after all Add calls.
   struct ExtentPart {
     std::uint32_t chunk = 0;  // Position in `chunks`.
-    std::uint64_t begin = 0;  // In the packed bytes of the chunk's item.
+    std::uint64_t begin = 0;  // Offset in the packed bytes of the chunk's item.
     std::uint64_t bytes = 0;
-    std::optional<std::uint32_t> row = {};  // Of the extent that has them as leaves,
-    std::uint64_t leaf = 0;                 // from this one on. None: no leaves are these bytes.
+    std::optional<std::uint32_t> row = {};  // The extent with these bytes as leaves; empty: none.
+    std::uint64_t leaf = 0;                 // Number of the first of these leaves in the extent.
   };
   std::vector<ExtentPart> Cut();
 
  private:
-  // Where a chunk is in the tensor's row-major bytes.
+  // A chunk's range in the tensor's row-major bytes.
   struct Span {
     std::uint64_t first = 0;
     std::uint64_t end = 0;
-    std::uint64_t reach = 0;  // The largest end up to here: chunks that nobody checked may overlap.
+    // Largest `end` up to this span; chunks may overlap if the layout was not checked.
+    std::uint64_t reach = 0;
     std::uint32_t chunk = 0;
   };
-  // Leaves that stand side by side in a chunk and an extent.
+  // Leaves that are contiguous in a chunk and in an extent.
   struct Shared {
-    std::uint64_t begin = 0;  // In the tensor.
+    std::uint64_t begin = 0;  // Offset in the tensor's row-major bytes.
     std::uint64_t bytes = 0;
     std::uint64_t leaf = 0;
     std::uint32_t chunk = 0;
@@ -65,15 +68,15 @@ class ExtentMatch {
   };
 
   std::span<const std::uint32_t> ChunksOf(const Region& region) const;
-  static std::span<const Span> Near(const std::vector<Span>& spans, std::uint64_t first,
-                                    std::uint64_t end);
+  static std::span<const Span> SpansNear(const std::vector<Span>& spans, std::uint64_t first,
+                                         std::uint64_t end);
 
   const TensorMeta& meta_;
   const std::span<const RankTask::Chunk> chunks_;
-  std::vector<std::uint32_t> by_region_;            // Positions of chunks.
-  std::vector<Span> runs_;                          // Chunks that are one run, by `first`;
-  std::vector<Span> others_;                        // and those that are not.
-  std::vector<std::optional<std::uint32_t>> same_;  // Of each chunk: the row that is exactly it.
+  std::vector<std::uint32_t> by_region_;            // Positions of chunks, sorted by region.
+  std::vector<Span> runs_;                          // Chunks that are one run, sorted by `first`.
+  std::vector<Span> others_;                        // All other chunks.
+  std::vector<std::optional<std::uint32_t>> same_;  // By chunk: the row of an equal extent.
   std::vector<Shared> shared_;
   std::uint64_t extents_ = 0;
 };

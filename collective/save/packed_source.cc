@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A shard's bytes in packed row-major order, from memory of any strides: in place where it is
-// packed already.
+// A shard's bytes in packed row-major order, from memory of any strides, in place if already
+// packed.
 #include "collective/save/packed_source.h"
 
 #include "shard/copy_plan.h"
@@ -27,7 +27,7 @@ Result<PackedSource> PackedSource::Make(const Shard& shard, std::uint32_t item,
   TENSORMOUNT_ASSIGN_OR_RETURN(source.placed_,
                                PlaceBuffer(shard.data, dtype, shard.global_shape, shard.region));
   source.packed_ = shard.data.IsPacked();
-  if (OnDevice(shard.data)) {
+  if (IsDeviceMemory(shard.data)) {
     TENSORMOUNT_ASSIGN_OR_RETURN(source.device_, OpenDevice(shard.data.device));
   }
   return source;
@@ -39,8 +39,8 @@ Region PackedSource::Bytes(std::uint64_t offset, std::uint64_t size) const {
       .value();
 }
 
-// Both the wanted bytes and the memory are sets of boxes; what they have in common is copied box by
-// box, each byte once, so that what is wanted is filled whole.
+// The wanted bytes and the memory are both sets of boxes; their intersections are copied, each byte
+// once, and cover all wanted bytes.
 template <typename Fn>
 void PackedSource::ForEachCopy(std::uint64_t offset, std::uint64_t size, Fn fn) const {
   for (const PlacedBox& want : PlacePacked(Bytes(offset, size), 0)) {

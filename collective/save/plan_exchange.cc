@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owners plan, ranks get their tasks (plan_exchange.h).
+// The exchange of plan_exchange.h: owners (ranks that check keys) plan their keys, and all ranks
+// get their tasks.
 #include "collective/save/plan_exchange.h"
 
 #include <numeric>
@@ -13,8 +14,9 @@
 namespace tensormount {
 namespace {
 
-// What the layout forbids is so for everybody; what befell an owner is told as its own.
-Status OfOwner(std::size_t owner, const Status& status) {
+// Adds the owner's rank to a failure, except to kUnsupported, which is a property of the layout and
+// so of the whole job.
+Status WithOwner(std::size_t owner, const Status& status) {
   return status.code() == Code::kUnsupported ? status : FromRank(static_cast<int>(owner), status);
 }
 
@@ -22,8 +24,8 @@ Result<std::string> DecideAll(const std::vector<std::string>& parts, const PlanR
                               int world) {
   std::vector<std::string> surveys;
   for (std::size_t owner = 0; owner < rules.owners; ++owner) {
-    ByteReader in(parts[owner], "plan of an owner");
-    if (const Status status = ReadStatus(in); !status.ok()) return OfOwner(owner, status);
+    ByteReader in(parts[owner], "the plan that a rank sent");
+    if (const Status status = ReadStatus(in); !status.ok()) return WithOwner(owner, status);
     surveys.emplace_back(in.Raw(in.left()));
   }
   return SavePlanner::Decide(surveys, rules, world);
@@ -34,13 +36,14 @@ Result<std::string> DecideAll(const std::vector<std::string>& parts, const PlanR
 Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
                               std::shared_ptr<const GlobalLayout> layout, const PlanRules& rules,
                               Status* local) {
-  // Two exchanges. A rank that is no owner brings an empty survey and empty messages, but must come
-  // to both; an owner that fails comes with its failure as data, for the same reason.
+  // Every rank must take part in both exchanges: a rank that is no owner sends an empty survey and
+  // no tasks, and an owner that failed sends its failure instead.
   const auto ranks = static_cast<std::size_t>(collective.size());
   const auto rank = static_cast<std::size_t>(collective.rank());
   if (rules.owners == 0 || rules.owners > ranks) {
-    return Status(Code::kInternal, "plan: " + std::to_string(rules.owners) + " owners of " +
-                                       std::to_string(ranks) + " ranks");
+    return Status(Code::kInternal, "internal error: plan: " + std::to_string(rules.owners) +
+                                       " of " + std::to_string(ranks) +
+                                       " ranks are to plan the save");
   }
   const bool owns = rank < rules.owners;
   std::unique_ptr<SavePlanner> planner;
@@ -71,7 +74,7 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
       to_each = EncodeTasks(*layout, plan);
       return Status();
     });
-    if (!status.ok()) to_each.assign(ranks, EncodeNoTask(OfOwner(rank, status)));
+    if (!status.ok()) to_each.assign(ranks, EncodeTaskFailure(WithOwner(rank, status)));
     planner.reset();
     for (std::size_t r = 0; r < ranks; ++r) {
       letters.push_back({static_cast<int>(r), std::move(to_each[r])});
@@ -80,7 +83,7 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
   std::vector<int> owners(rules.owners);
   std::iota(owners.begin(), owners.end(), 0);
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> from_each,
-                               collective.NeighborAllToAll(letters, owners, "hand out the plan"));
+                               collective.NeighborAllToAll(letters, owners, "send the plan"));
   letters.clear();
   TENSORMOUNT_RETURN_IF_ERROR(FailureOfOwners(from_each));
   JobPlan plan;
@@ -95,7 +98,7 @@ Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
 }
 
 std::shared_ptr<KeptPlans<KeptPlan>> SavePlansOf(Communicator& comm) {
-  // Of the group and all its channels.
+  // All channels of the group share these plans.
   return KeptPlans<KeptPlan>::Of(comm, "save plans", 4);
 }
 

@@ -20,38 +20,38 @@
 
 namespace tensormount {
 
-// From a sound layout to what each rank writes, in two exchanges at most:
+// Makes each rank's task from a layout without findings, in at most two exchanges:
 //
-//   owner: Survey  --->  rank 0: Decide  --->  owner: Plan  --- letters --->  rank: DecodeTasks
+//   owner: Survey  --->  rank 0: Decide  --->  owner: Plan  ---- tasks ---->  rank: DecodeTasks
 //
-// Owners talk to the ranks that have something of their keys and to no others, so that the number
-// of messages grows with the ranks and not with their pairs.
+// Owners are the ranks that check and plan keys (layout/layout.h). Each owner sends one message to
+// every rank.
 
-// What a rank has of the plan of a job. Immutable, shared by the saves that use it.
+// One rank's part of the plan of a job. Immutable, shared by the saves that use it.
 struct JobPlan {
   std::shared_ptr<const RankTask> task;
-  std::shared_ptr<const GlobalLayout> layout;  // Of the keys that this rank owns.
+  std::shared_ptr<const GlobalLayout> layout;  // Layout of the keys that this rank plans.
   std::uint32_t owners = 1;
 };
 
-// Collective: the owners plan their keys, and every rank gets its task. Fails on all ranks alike,
-// but for `local`: what only this rank found wrong, with an empty plan returned. It is for the
-// caller to tell the others.
+// Collective: the owners plan their keys, and every rank gets its task. Failures are the same on
+// all ranks, except `local`: if only this rank fails, the function returns a plan without a task
+// and sets `local`, which the caller must pass to the other ranks.
 Result<JobPlan> ExchangePlans(Collective& collective, const StateDict& state,
                               std::shared_ptr<const GlobalLayout> layout, const PlanRules& rules,
                               Status* local);
 
-// A plan as it is kept for the next save of the same job (comm/agreement.h).
+// A plan kept for the next save of the same job (comm/agreement.h).
 struct KeptPlan {
-  Hash128 job;  // Agreement::job
-  // TaskFingerprint: what this rank's part of it depends on, besides the layouts of the other
-  // ranks. Those are in `job`, a hash over what all ranks bring.
+  Hash128 job;  // Hash of the job (Agreement::job).
+  // TaskFingerprint: what this rank's part depends on, besides the layouts of the other ranks,
+  // which `job` covers.
   Hash128 task;
-  bool validated = false;  // The layout was proved sound.
-  LayoutReport report;     // Sound: a job with findings has no plan.
+  bool validated = false;  // Whether the layout was checked.
+  LayoutReport report;     // Has no findings: a layout with findings has no plan.
   JobPlan plan;
 
-  // Whether a save may use it: one that asks for the proof only where there was one.
+  // Whether a save may use the plan. A save that validates needs a validated plan.
   bool Fits(const Hash128& wanted, bool validate) const {
     return task == wanted && (validated || !validate);
   }

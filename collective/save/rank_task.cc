@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank's part of a plan as a message, and put together from those of all owners. It names what
-// the rank holds by number and nothing of other ranks. Decoded with every number checked: it says
-// where bytes are written.
+// Encodes a rank's part of a plan as a message and joins the parts of all owners. A part refers to
+// the rank's items by number and says nothing about other ranks. Every number is checked when
+// decoded, because it decides where bytes are written.
 #include "collective/save/rank_task.h"
 
 #include <algorithm>
@@ -17,16 +17,15 @@
 #include "collective/layout/wire.h"
 #include "shard/coding.h"
 
-// What an owner sends to a rank, little-endian, never on disk:
+// The message of an owner to a rank, little-endian, never on disk:
 //
-//   status    u8 code, u32 errno, string message; nothing else follows where it is not ok
-//   tensors   u32 count; each: u32 item that has its key, dtype and shape, or kNoItem and then
-//   these
+//   status    u8 code, u32 errno, string message; nothing else follows if it is not ok
+//   tensors   u32 count; each: u32 item with its key, dtype and shape, or kNoItem and then these
 //             three themselves; u8 placement; u8 flags (1 shared, 2 seals, 4 empty); u8 length of
-//             the stem of its file, and that
+//             the stem of its file, and the stem
 //   chunks    u32 count; each: u32 tensor, u32 item, u32 part, u64 begin, u64 bytes, u64 offset
 //   objects   u32 count; each: u32 item
-//   replicas  u32 count; each: u32 item, u32 holders, u32 position
+//   replicas  u32 count; each: u32 item, u32 holders, u32 replica_index
 
 namespace tensormount {
 namespace {
@@ -35,7 +34,7 @@ constexpr std::uint32_t kNoItem = 0xFFFFFFFF;
 constexpr std::uint8_t kShared = 1;
 constexpr std::uint8_t kSeals = 2;
 constexpr std::uint8_t kEmpty = 4;
-constexpr std::size_t kTensorBytes = 4 + 1 + 1 + 1;  // At least.
+constexpr std::size_t kTensorBytes = 4 + 1 + 1 + 1;  // Least size of an encoded tensor.
 constexpr std::size_t kChunkBytes = 4 + 4 + 4 + 8 + 8 + 8;
 constexpr std::size_t kReplicaBytes = 4 + 4 + 4;
 
@@ -47,16 +46,15 @@ std::string Hex16(std::uint64_t v) {
   return text;
 }
 
-// One rank's part while it is put together.
 class PartEncoder {
  public:
   PartEncoder(const GlobalLayout& layout, const SavePlan& plan, int rank)
       : layout_(layout), plan_(plan), rank_(rank) {}
 
-  void AddReplica(const Holder& holder, std::size_t holders, std::size_t position) {
+  void AddReplica(const Holder& holder, std::size_t holders, std::size_t replica_index) {
     replicas_.U32(holder.item);
     replicas_.U32(static_cast<std::uint32_t>(holders));
-    replicas_.U32(static_cast<std::uint32_t>(position));
+    replicas_.U32(static_cast<std::uint32_t>(replica_index));
     ++replica_count_;
   }
 
@@ -91,7 +89,7 @@ class PartEncoder {
       chunks.U64(c.bytes);
       chunks.U64(c.offset);
     }
-    // A writer of the whole model records tensors of which it may have no shard.
+    // A writer of the whole model may record tensors of which it has no shard.
     for (const std::uint32_t t : mine.recorded) add_tensor(t, kNoItem, kEmpty);
 
     ByteWriter out;
@@ -112,7 +110,7 @@ class PartEncoder {
     for (const Holder& h : holders) {
       if (h.rank == rank_) return h.item;
     }
-    return kNoItem;  // Refused by the rank.
+    return kNoItem;  // The receiving rank refuses this number.
   }
 
   const GlobalLayout& layout_;
@@ -141,7 +139,7 @@ class PartDecoder {
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
     if (count > in_.left() / least_bytes) {
-      return BrokenPlan(std::string("more ") + what + " are announced than there are bytes");
+      return BrokenPlan(std::string("claims more ") + what + " than it has bytes");
     }
     return count;
   }
@@ -173,7 +171,7 @@ class PartDecoder {
       }
       for (const char c : tensor.file) {
         if (!(c >= 'a' && c <= 'z') && !(c >= '0' && c <= '9') && c != '-') {
-          return BrokenPlan("a file name that cannot be");
+          return BrokenPlan("an invalid file name");
         }
       }
       if (tensor.file.empty() && tensor.placement == Placement::kTensorFile) {
@@ -201,7 +199,7 @@ class PartDecoder {
       chunk.offset = in_.U64();
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
       if (tensor >= tensors || chunk.item >= state_.tensors().size()) {
-        return BrokenPlan("a chunk of a tensor that is not there");
+        return BrokenPlan("a chunk of a tensor that does not exist");
       }
       chunk.tensor = static_cast<std::uint32_t>(first_ + tensor);
       const RankTask::Tensor& of = task_.tensors[chunk.tensor];
@@ -240,10 +238,10 @@ class PartDecoder {
       RankTask::Replica replica;
       replica.item = in_.U32();
       replica.holders = in_.U32();
-      replica.position = in_.U32();
-      if (replica.item >= state_.tensors().size() || replica.position >= replica.holders ||
+      replica.replica_index = in_.U32();
+      if (replica.item >= state_.tensors().size() || replica.replica_index >= replica.holders ||
           replica.holders > static_cast<std::uint32_t>(world_)) {
-        return BrokenPlan("a replica that is not there");
+        return BrokenPlan("an invalid replica");
       }
       const Shard& shard = state_.tensors()[replica.item].shard;
       Result<std::uint64_t> bytes = RegionBytes(shard.data.dtype, shard.global_shape, shard.region);
@@ -258,7 +256,7 @@ class PartDecoder {
   const StateDict& state_;
   const int world_;
   RankTask& task_;
-  std::size_t first_ = 0;  // Of this part's tensors in the task.
+  std::size_t first_ = 0;  // Index of this part's first tensor in the task.
 };
 
 void SortByKey(RankTask& task, const StateDict& state) {
@@ -334,7 +332,7 @@ std::vector<std::string> EncodeTasks(const GlobalLayout& layout, const SavePlan&
   return encoded;
 }
 
-std::string EncodeNoTask(const Status& failure) {
+std::string EncodeTaskFailure(const Status& failure) {
   ByteWriter out;
   WriteStatus(out, failure);
   return std::move(out.bytes());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which blocks of a replicated region each of its holders hashes, and what the owner of the key
-// makes of the hashes.
+// Chooses the blocks of a replicated region that each holder hashes, and compares the hashes at the
+// rank that checks the key (its owner).
 #include "collective/save/replica_check.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ std::string BlockName(const LayoutTensor& tensor, const Holding& holding,
                       const ReplicaBlock& block) {
   const Region& region = holding.region;
   const std::uint64_t bits = tensor.meta.bits();
-  // Widened to whole elements where a block ends inside one.
+  // Widened to whole elements if a block ends inside one.
   const std::uint64_t first = block.begin * 8 / bits;
   const std::uint64_t end =
       std::min<std::uint64_t>(((block.begin + block.bytes) * 8 + bits - 1) / bits,
@@ -59,26 +59,26 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
                                                        const BlockRules& rules) {
   std::vector<std::vector<Hash128>> hashes(task.replicas.size());
   if (check == ReplicaCheck::kOff) return hashes;
-  // What is on devices their devices hash, while the host hashes the rest.
-  struct Asked {
+  // Devices hash their own memory, while the host hashes the rest.
+  struct OwnerRequest {
     std::size_t owner = 0;
     std::uint64_t bytes = 0;
-    std::optional<std::size_t> job = {};  // Of a device: blocks that follow each other are leaves.
-    Asked(std::size_t of, std::uint64_t size) : owner(of), bytes(size) {}
+    std::optional<std::size_t> job = {};  // Hash job on a device, with one leaf for each block.
+    OwnerRequest(std::size_t of, std::uint64_t size) : owner(of), bytes(size) {}
   };
-  struct Span {  // Such blocks.
+  struct Span {  // A range of consecutive blocks.
     std::uint64_t begin = 0;
     std::uint64_t bytes = 0;
   };
-  std::vector<Asked> asked;
-  std::vector<BlockReader::Wanted> here;
+  std::vector<OwnerRequest> asked;
+  std::vector<BlockReader::PlannedRange> here;
   BlockReader blocks(state, rules);
   DeviceHashes there(blocks.queues());
   for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
     for (const RankTask::Replica& replica : task.replicas[owner]) {
       const StateDict::TensorItem& item = state.tensors()[replica.item];
       std::optional<PackedSource> on_device;
-      if (OnDevice(item.shard.data) && !item.shard.metadata_only) {
+      if (IsDeviceMemory(item.shard.data) && !item.shard.metadata_only) {
         Result<PackedSource> source = PackedSource::Make(item.shard);
         if (!source.ok()) return source.status().WithContext("tensor " + item.key);
         on_device = std::move(source).value();
@@ -96,7 +96,7 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
         if (job.ok()) {
           asked.emplace_back(owner, span.bytes).job = job.value();
         } else if (job.status().code() == Code::kResourceExhausted) {
-          // The device is full: its bytes come here.
+          // The device is full: the host hashes its bytes.
           for (std::uint64_t done = 0; done < span.bytes; done += kReplicaBlockBytes) {
             hash_here(span.begin + done, std::min(kReplicaBlockBytes, span.bytes - done));
           }
@@ -107,7 +107,7 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
       };
       for (const ReplicaBlock& block :
            PlanReplicaBlocks(replica.bytes, replica.holders, check, generation)) {
-        if (!block.Has(replica.position)) continue;
+        if (!block.IsHashedBy(replica.replica_index)) continue;
         if (!on_device) {
           hash_here(block.begin, block.bytes);
         } else if (block.begin == span.begin + span.bytes && span.bytes % kReplicaBlockBytes == 0) {
@@ -121,7 +121,7 @@ Result<std::vector<std::vector<Hash128>>> HashReplicas(const RankTask& task, Rep
     }
   }
   blocks.Plan(std::move(here));
-  for (const Asked& a : asked) {
+  for (const OwnerRequest& a : asked) {
     if (rules.cancel != nullptr && rules.cancel->load(std::memory_order_relaxed)) {
       return Status(Code::kCancelled, "the save is being cancelled");
     }
@@ -193,13 +193,12 @@ Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck
         const Hash128* expected = nullptr;
         int expected_rank = 0;
         for (std::uint32_t k = 0; k < holders.size(); ++k) {
-          if (!block.Has(k)) continue;
+          if (!block.IsHashedBy(k)) continue;
           const int rank = holders[k].rank;
           const auto r = static_cast<std::size_t>(rank);
           if (r >= hashes.size() || at[r] >= hashes[r].size()) {
-            return Status(Code::kInternal,
-                          "rank " + std::to_string(rank) +
-                              " sent fewer hashes of replicas than were asked of it");
+            return Status(Code::kInternal, "rank " + std::to_string(rank) +
+                                               " sent fewer hashes of replicas than requested");
           }
           const Hash128& hash = hashes[r][at[r]++];
           if (expected == nullptr) {
@@ -221,8 +220,8 @@ Result<ReplicaFindings> CompareReplicas(const GlobalLayout& layout, ReplicaCheck
   }
   for (std::size_t r = 0; r < hashes.size(); ++r) {
     if (at[r] != hashes[r].size()) {
-      return Status(Code::kInternal, "rank " + std::to_string(r) +
-                                         " sent more hashes of replicas than were asked of it");
+      return Status(Code::kInternal,
+                    "rank " + std::to_string(r) + " sent more hashes of replicas than requested");
     }
   }
   return findings;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say to each other about a base. Lists of tensors travel as runs of equal answers: what
-// is frozen is mostly neighbours, and a rank of a large job has something of every tensor.
+// Messages and decisions of a save about its base. Lists with an answer for each tensor are sent as
+// runs of equal answers: a list may cover all tensors of a large job, and unchanged tensors are
+// mostly neighbours.
 #include "collective/save/reuse.h"
 
 #include <algorithm>
@@ -39,7 +40,8 @@ void WriteRuns(ByteWriter& out, const List& values) {
   }
 }
 
-// `use(position, value)` for each of exactly `size` values up to `most`.
+// Reads what WriteRuns wrote: calls `use(position, value)` for each of exactly `size` values, each
+// at most `most`.
 template <typename Use>
 Status ReadRuns(ByteReader& in, std::size_t size, std::uint8_t most, Use use) {
   std::size_t at = 0;
@@ -47,19 +49,25 @@ Status ReadRuns(ByteReader& in, std::size_t size, std::uint8_t most, Use use) {
   for (std::uint32_t r = 0; r < runs && in.status().ok(); ++r) {
     const std::uint32_t length = in.U32();
     const std::uint8_t value = in.U8();
-    if (length > size - at || value > most) return DataLoss("reuse: a list that cannot be");
+    if (length > size - at || value > most) {
+      return DataLoss("reuse", "malformed list: run of " + std::to_string(length) +
+                                   " items past the end (" + std::to_string(size) +
+                                   "), or of an unknown value");
+    }
     for (std::uint32_t i = 0; i < length; ++i) use(at++, value);
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  return at == size ? Status() : DataLoss("reuse: a list that is too short");
+  return at == size ? Status()
+                    : DataLoss("reuse", "malformed list: " + std::to_string(at) + " of " +
+                                            std::to_string(size) + " items");
 }
 
 // ---- What rank 0 decides ----
 
 struct Decision {
   bool any = false;
-  std::string why_not;
-  TakenFromBase taken;
+  std::string refusal_reason;
+  ReusedFromBase taken;
   LinkPlan plan;
   ReuseReport report;
 };
@@ -67,12 +75,12 @@ struct Decision {
 std::string EncodeDecision(const Decision& decision) {
   ByteWriter out;
   out.U8(decision.any ? 1 : 0);
-  out.String(decision.why_not);
+  out.String(decision.refusal_reason);
   if (!decision.any) return std::move(out.bytes());
   WriteRuns(out, decision.taken.tensors);
   WriteRuns(out, decision.taken.objects);
   WriteRuns(out, decision.plan.files);
-  WriteRuns(out, decision.plan.header_lies);
+  WriteRuns(out, decision.plan.stale_safetensors_header);
   out.U64(decision.report.tensors);
   out.U64(decision.report.objects);
   out.U64(decision.report.bytes);
@@ -88,10 +96,10 @@ Status ReadFlags(ByteReader& in, std::size_t size, std::vector<bool>& flags) {
 
 Result<Decision> DecodeDecision(std::string_view bytes, std::size_t tensors, std::size_t objects,
                                 std::size_t files) {
-  ByteReader in(bytes, "what rank 0 decided of the base");
+  ByteReader in(bytes, "reuse: the decision that rank 0 sent");
   Decision decision;
   decision.any = in.U8() != 0;
-  decision.why_not = std::string(in.String(kMaxText));
+  decision.refusal_reason = std::string(in.String(kMaxText));
   if (decision.any) {
     TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, tensors, decision.taken.tensors));
     TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, objects, decision.taken.objects));
@@ -101,7 +109,7 @@ Result<Decision> DecodeDecision(std::string_view bytes, std::size_t tensors, std
                                          [&](std::size_t i, std::uint8_t v) {
                                            decision.plan.files[i] = static_cast<BaseFileUse>(v);
                                          }));
-    TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, files, decision.plan.header_lies));
+    TENSORMOUNT_RETURN_IF_ERROR(ReadFlags(in, files, decision.plan.stale_safetensors_header));
     decision.report.tensors = in.U64();
     decision.report.objects = in.U64();
     decision.report.bytes = in.U64();
@@ -116,49 +124,48 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenBaseOf(FileSystem& fs, const Stagi
   return OpenBase(fs, staging.store, staging.base_name, staging.base);
 }
 
-// As where ranks vote, and that one asked to end the save.
-std::vector<Vote> VotesWithCancel(std::size_t rank) {
+// Votes as if rank `rank` had asked to end the save.
+std::vector<Vote> CancelVotes(std::size_t rank) {
   std::vector<Vote> votes(rank + 1);
   votes[rank].cancel = true;
   return votes;
 }
 
-// Whether a save after so many that reused files writes everything anew.
-bool IsFull(const SaveOptions& options, std::uint64_t in_a_row) {
-  return options.full_every != 0 && in_a_row + 1 >= options.full_every;
+// Whether a save after `consecutive_linked` saves that reused files writes everything.
+bool IsFull(const SaveOptions& options, std::uint64_t consecutive_linked) {
+  return options.full_every != 0 && consecutive_linked + 1 >= options.full_every;
 }
 
-// Of the save of one rank.
-class Taking {
+class BaseReuse {
  public:
-  Taking(Collective& collective, const ReuseInput& input, const CommonValues& common)
+  BaseReuse(Collective& collective, const ReuseInput& input, const CommonValues& common)
       : collective_(collective), input_(input), common_(common) {}
 
-  Result<Reused> Run() {
+  Result<ReuseResult> Run() {
     const Status compared = Guarded([&] { return Compare(); });
     if (compared.code() == Code::kCancelled) cancelled_ = true;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const std::string told,
-        collective_.Decide(EncodeFindings(compared), "reuse",
-                           [&](std::vector<std::string>& found) -> Result<std::string> {
-                             Decision decision;
-                             const Status decided =
-                                 Guarded([&] { return Decide(found, decision); });
-                             if (!decided.ok() && (must() || decided.code() == Code::kCancelled)) {
-                               return decided;
-                             }
-                             if (!decided.ok()) {
-                               decision = Decision();
-                               decision.why_not = decided.message();
-                             }
-                             return EncodeDecision(decision);
-                           }));
-    // Something is taken only where every rank has the base open.
+        collective_.Decide(
+            EncodeFindings(compared), "reuse",
+            [&](std::vector<std::string>& found) -> Result<std::string> {
+              Decision decision;
+              const Status decided = Guarded([&] { return Decide(found, decision); });
+              if (!decided.ok() && (MustInherit() || decided.code() == Code::kCancelled)) {
+                return decided;
+              }
+              if (!decided.ok()) {
+                decision = Decision();
+                decision.refusal_reason = decided.message();
+              }
+              return EncodeDecision(decision);
+            }));
+    // On a rank that could not open the base this fails, so that no rank takes data.
     const Result<Decision> decision =
         DecodeDecision(told, found_.tensors.size(), found_.objects.size(),
                        compared.ok() ? base_->index().files().size() : 0);
-    if (decision.ok() && !decision.value().any) return Nothing(decision.value().why_not);
-    Reused reused;
+    if (decision.ok() && !decision.value().any) return Nothing(decision.value().refusal_reason);
+    ReuseResult reused;
     const Status linked =
         decision.ok() ? Guarded([&] { return Link(decision.value(), reused); }) : decision.status();
     if (linked.code() == Code::kCancelled) cancelled_ = true;
@@ -166,14 +173,14 @@ class Taking {
         collective_.Decide(EncodeVote({cancelled_ ? Status() : linked, cancelled_}), "link",
                            [&](std::vector<std::string>& votes) -> Result<std::string> {
                              const Status all = VerdictOf(votes);
-                             if (all.code() == Code::kCancelled || (must() && !all.ok())) {
+                             if (all.code() == Code::kCancelled || (MustInherit() && !all.ok())) {
                                return all;
                              }
                              return all.ok() ? std::string() : all.message();
                            });
     TENSORMOUNT_RETURN_IF_ERROR(verdict.status());
     if (!verdict.value().empty()) {
-      // Room for what is written now.
+      // Removes the links, so that their space is free for the files that are written now.
       if (decision.ok()) {
         BaseLinker(input_.fs, *base_, input_.staging, decision.value().taken, decision.value().plan)
             .Discard(static_cast<std::uint32_t>(collective_.rank()),
@@ -186,21 +193,24 @@ class Taking {
   }
 
  private:
-  bool must() const { return !input_.options.inherit.empty(); }
+  bool MustInherit() const { return !input_.options.inherit.empty(); }
 
-  Reused Nothing(const std::string& why) const {
-    Reused reused;
+  ReuseResult Nothing(const std::string& why) const {
+    ReuseResult reused;
     reused.report.base = input_.staging.base_name;
     reused.report.note = why;
     return reused;
   }
 
   Status Compare() {
-    // A slow base may cost the others half of their patience. A tensor that is written anew is the
-    // smaller harm.
+    // Comparing with a slow base takes at most half of the time that other ranks wait. Then the
+    // remaining tensors are written again, which costs less than a timeout.
     const auto patience = std::min(PatienceOf(input_.options.timeouts), kLongestWait);
     const Deadline deadline = Deadline::After(patience / 2);
-    TENSORMOUNT_ASSIGN_OR_RETURN(base_, OpenBaseOf(input_.fs, input_.staging));
+    base_ = input_.base;
+    if (base_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(base_, OpenBaseOf(input_.fs, input_.staging));
+    }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         found_,
         CompareWithBase(input_.fs, *base_, input_.state, input_.task, input_.options.placement,
@@ -220,42 +230,42 @@ class Taking {
     return std::move(out.bytes());
   }
 
-  // At rank 0, which has the base open if anybody has.
+  // Runs at rank 0: merges the findings of all ranks and decides what is taken from the base.
   Status Decide(std::vector<std::string>& findings, Decision& decision) {
-    std::vector<InBase> tensors(found_.tensors.size(), InBase::kNotHere);
-    std::vector<InBase> objects(found_.objects.size(), InBase::kNotHere);
-    const auto merge = [](std::vector<InBase>& all) {
+    std::vector<BaseMatch> tensors(found_.tensors.size(), BaseMatch::kNotWritten);
+    std::vector<BaseMatch> objects(found_.objects.size(), BaseMatch::kNotWritten);
+    const auto merge = [](std::vector<BaseMatch>& all) {
       return [&all](std::size_t i, std::uint8_t value) {
-        // What differs somewhere differs.
-        all[i] = std::max(all[i], static_cast<InBase>(value));
+        // A difference on one rank makes the tensor differ.
+        all[i] = std::max(all[i], static_cast<BaseMatch>(value));
       };
     };
     for (std::size_t r = 0; r < findings.size(); ++r) {
-      ByteReader in(findings[r], "what a rank found in the base");
+      ByteReader in(findings[r], "reuse: the comparison that a rank sent");
       const Status compared = ReadStatus(in);
       if (compared.code() == Code::kCancelled) {
-        return VerdictOf(VotesWithCancel(r));
+        return VerdictOf(CancelVotes(r));
       }
       if (!compared.ok()) return FromRank(static_cast<int>(r), compared);
-      constexpr auto kMost = static_cast<std::uint8_t>(InBase::kDiffers);
+      constexpr auto kMost = static_cast<std::uint8_t>(BaseMatch::kDiffers);
       TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(in, tensors.size(), kMost, merge(tensors)));
       TENSORMOUNT_RETURN_IF_ERROR(ReadRuns(in, objects.size(), kMost, merge(objects)));
       decision.report.bytes_by_leaf += in.U64();
       decision.report.bytes_by_comparison += in.U64();
       const Status problem = ReadStatus(in);
-      if (!problem.ok() && decision.why_not.empty()) {
-        decision.why_not = FromRank(static_cast<int>(r), problem).message();
+      if (!problem.ok() && decision.refusal_reason.empty()) {
+        decision.refusal_reason = FromRank(static_cast<int>(r), problem).message();
       }
       TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
       findings[r] = {};
     }
-    const std::uint64_t in_a_row = SavesInARowThatReused(base_->index());
+    const std::uint64_t consecutive_linked = ConsecutiveLinkedSaves(base_->index());
     const bool reuses = input_.options.reuse == Reuse::kAuto && input_.options.validate &&
-                        !IsFull(input_.options, in_a_row);
-    const auto taken = [&](InBase found) {
-      return found == InBase::kSame ? reuses : found == InBase::kNotHere && must();
+                        !IsFull(input_.options, consecutive_linked);
+    const auto taken = [&](BaseMatch found) {
+      return found == BaseMatch::kSame ? reuses : found == BaseMatch::kNotWritten && MustInherit();
     };
-    decision.taken = TakenFromBase::Nothing(tensors.size(), objects.size());
+    decision.taken = ReusedFromBase::Nothing(tensors.size(), objects.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       decision.taken.tensors[i] = taken(tensors[i]);
       decision.report.tensors += decision.taken.tensors[i] ? 1 : 0;
@@ -264,53 +274,55 @@ class Taking {
       decision.taken.objects[i] = taken(objects[i]);
       decision.report.objects += decision.taken.objects[i] ? 1 : 0;
     }
-    if (must()) TENSORMOUNT_RETURN_IF_ERROR(KeepObjectsApart(objects, decision));
+    if (MustInherit()) TENSORMOUNT_RETURN_IF_ERROR(KeepObjectsApart(objects, decision));
     of_ranks_ = std::move(tensors);
-    // Common values are inherited where nothing else is.
-    if (!decision.taken.any() && !must()) return Status();
+    // Common values are inherited even if nothing else is.
+    if (!decision.taken.any() && !MustInherit()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(decision.plan, PlanLinks(*base_, input_.staging, decision.taken));
     decision.report.bytes = decision.plan.live_bytes;
     decision.any = true;
     return Status();
   }
 
-  // An object of which a rank has a part is the ranks' as a whole.
-  Status KeepObjectsApart(const std::vector<InBase>& found, Decision& decision) const {
+  // If ranks have a part of an object, no part of this object is taken from the base.
+  Status KeepObjectsApart(const std::vector<BaseMatch>& found, Decision& decision) const {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, base_->index().Objects());
     std::set<std::string_view> of_ranks;
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (found[i] != InBase::kNotHere) of_ranks.insert(parts[i].key);
+      if (found[i] != BaseMatch::kNotWritten) of_ranks.insert(parts[i].key);
     }
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (found[i] != InBase::kNotHere || !of_ranks.contains(parts[i].key)) continue;
+      if (found[i] != BaseMatch::kNotWritten || !of_ranks.contains(parts[i].key)) continue;
       decision.report.objects -= decision.taken.objects[i] ? 1 : 0;
       decision.taken.objects[i] = false;
     }
     return Status();
   }
 
-  Status Link(const Decision& decision, Reused& reused) {
+  Status Link(const Decision& decision, ReuseResult& reused) {
     reused.report = decision.report;
     reused.report.base = input_.staging.base_name;
-    reused.report.note = decision.why_not;
+    reused.report.note = decision.refusal_reason;
     const auto part = static_cast<std::uint32_t>(collective_.rank());
     const auto parts = static_cast<std::uint32_t>(collective_.size());
     BaseLinker linker(input_.fs, *base_, input_.staging, decision.taken, decision.plan,
                       input_.rules.cancel);
     TENSORMOUNT_RETURN_IF_ERROR(linker.LinkFiles(part, parts, reused.linked));
     TENSORMOUNT_ASSIGN_OR_RETURN(reused.records, linker.Records(part, parts, reused.linked));
-    LeaveOut(decision.taken, reused.left);
-    const std::uint64_t in_a_row = SavesInARowThatReused(base_->index());
-    // What is inherited is linked in any case, and counts anew.
-    reused.in_a_row = IsFull(input_.options, in_a_row) ? 1 : in_a_row + 1;
-    return part == 0 ? ForCoordinator(reused) : Status();
+    RemoveTaken(decision.taken, reused.remaining);
+    const std::uint64_t consecutive_linked = ConsecutiveLinkedSaves(base_->index());
+    // A full save links inherited data, too; after it the count of consecutive saves begins again
+    // at 1.
+    reused.consecutive_linked =
+        IsFull(input_.options, consecutive_linked) ? 1 : consecutive_linked + 1;
+    return part == 0 ? AddInherited(reused) : Status();
   }
 
-  // The task without what is taken.
-  void LeaveOut(const TakenFromBase& taken, RankTask& left) const {
+  // Fills `left` with the part of the task that is not taken from the base.
+  void RemoveTaken(const ReusedFromBase& taken, RankTask& left) const {
     const RankTask& task = input_.task;
     const auto is_taken = [](const std::vector<bool>& all, std::uint32_t number) {
-      return number != ComparedWithBase::kNotInBase && all[number];
+      return number != BaseMatches::kNotInBase && all[number];
     };
     std::vector<std::uint32_t> places(task.tensors.size(), 0);
     std::vector<bool> stays(task.tensors.size(), false);
@@ -331,17 +343,17 @@ class Taking {
     left.replicas = task.replicas;
   }
 
-  Status ForCoordinator(Reused& reused) const {
+  Status AddInherited(ReuseResult& reused) const {
     const CheckpointIndex& index = base_->index();
     if (!index.info().self_contained) reused.root = index.info().root;
-    if (!must()) return Status();
+    if (!MustInherit()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValues records, index.CommonRecords());
     for (const auto& [name, value] : records) {
       if (common_.contains(name)) continue;
       if (name.starts_with(kLayersRecordPrefix)) {
-        // A tensor that a rank has, has the names that the ranks say.
+        // For a tensor that a rank has, the ranks' layer names apply, not the base's.
         const auto tensor = index.Find(std::string_view(name).substr(kLayersRecordPrefix.size()));
-        if (!tensor.ok() || of_ranks_[tensor.value().ordinal] != InBase::kNotHere) continue;
+        if (!tensor.ok() || of_ranks_[tensor.value().ordinal] != BaseMatch::kNotWritten) continue;
       }
       reused.inherited.emplace(name, value);
     }
@@ -352,41 +364,46 @@ class Taking {
   const ReuseInput& input_;
   const CommonValues& common_;
   std::shared_ptr<OpenedCheckpoint> base_;
-  ComparedWithBase found_;
-  std::vector<InBase> of_ranks_;  // At rank 0: what all of them found of each tensor.
+  BaseMatches found_;
+  std::vector<BaseMatch> of_ranks_;  // At rank 0: merged findings of all ranks.
   bool cancelled_ = false;
 };
 
 }  // namespace
 
-Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging) {
-  if (staging.base.IsZero() && staging.base_problem.ok()) return Status();
+Result<std::shared_ptr<OpenedCheckpoint>> CheckBase(FileSystem& fs, const SaveOptions& options,
+                                                    Staging& staging) {
+  std::shared_ptr<OpenedCheckpoint> base;
+  if (staging.base.IsZero() && staging.base_problem.ok()) return base;
   const auto check = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(staging.base_problem);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const auto base, OpenBaseOf(fs, staging));
+    TENSORMOUNT_ASSIGN_OR_RETURN(base, OpenBaseOf(fs, staging));
     if (!options.inherit.empty()) return Status();
     if (!base->index().info().self_contained) {
-      return Status(Code::kUnsupported, staging.base_name +
-                                            ": its data are files of another program, which are "
-                                            "not linked; `inherit` takes them where they are");
+      return Status(Code::kUnsupported,
+                    staging.base_name +
+                        ": its data files belong to another program and are not "
+                        "linked; `inherit` uses them in place");
     }
-    const std::uint64_t in_a_row = SavesInARowThatReused(base->index());
-    if (IsFull(options, in_a_row)) {
-      staging.base_note = "written anew, as the option full_every says";
+    const std::uint64_t consecutive_linked = ConsecutiveLinkedSaves(base->index());
+    if (IsFull(options, consecutive_linked)) {
+      staging.base_note = "written in full, as the option full_every requires";
       staging.base = Uuid();
     }
     return Status();
   };
   const Status checked = Guarded(check);
-  if (checked.ok() || !options.inherit.empty()) return checked;
-  staging.base_note = checked.message();
-  staging.base = Uuid();
-  return Status();
+  if (!options.inherit.empty()) TENSORMOUNT_RETURN_IF_ERROR(checked);
+  if (!checked.ok()) {
+    staging.base_note = checked.message();
+    staging.base = Uuid();
+  }
+  return staging.base.IsZero() ? nullptr : base;
 }
 
-Result<Reused> TakeFromBase(Collective& collective, const ReuseInput& input,
-                            const CommonValues& common) {
-  return Taking(collective, input, common).Run();
+Result<ReuseResult> TakeFromBase(Collective& collective, const ReuseInput& input,
+                                 const CommonValues& common) {
+  return BaseReuse(collective, input, common).Run();
 }
 
 }  // namespace tensormount

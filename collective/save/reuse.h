@@ -22,24 +22,24 @@
 
 namespace tensormount {
 
-// The part of a save that takes over what its base holds already (docs/semantics.md, "Steps over
-// time"): every rank compares what it would write, rank 0 decides what is taken and which files are
-// linked, and the ranks share the linking. Two exchanges; none where there is no base.
+// The part of a save that reuses the data of its base (docs/steps.md, "Reuse"): every rank compares
+// what it would write, rank 0 decides what is taken and which files are linked, and the ranks share
+// the linking. Two exchanges; none without a base.
 //
 //   rank r                            rank 0
 //   CompareWithBase  -- findings -->  what is taken, PlanLinks
 //   BaseLinker       <-- decision --
-//                    -- vote ------>  taken by all, or by nobody
+//                    -- vote ------>  taken by all ranks, or by none
 //
-// With SaveOptions::inherit what no rank has of the base is taken too, and what goes wrong fails
-// the save. Without it the save writes everything then.
+// With SaveOptions::inherit, base data that no rank has are taken too, and a failure fails the
+// save. Without `inherit`, the save writes everything after a failure.
 
-// At rank 0, when the staging is made: whether the base can be used, and this is no save that
-// writes everything anew. Otherwise the staging's base is cleared and its base_note says why.
-// Fails where what is to be inherited cannot be had.
-Status CheckBase(FileSystem& fs, const SaveOptions& options, Staging& staging);
+// Runs at rank 0 when the staging is made: opens the base. If the base cannot be used, or this save
+// must be full (SaveOptions::full_every), the result is null, the staging's base is cleared, and
+// its base_note gives the reason. Fails if data to be inherited are not available.
+Result<std::shared_ptr<OpenedCheckpoint>> CheckBase(FileSystem& fs, const SaveOptions& options,
+                                                    Staging& staging);
 
-// What a rank brings.
 struct ReuseInput {
   FileSystem& fs;
   const StateDict& state;
@@ -47,25 +47,28 @@ struct ReuseInput {
   const Staging& staging;
   const SaveOptions& options;
   BlockRules rules;
+  // At rank 0: the base that CheckBase opened. Other ranks leave this null and open the base in
+  // TakeFromBase.
+  std::shared_ptr<OpenedCheckpoint> base;
 };
 
-// What came of it.
-struct Reused {
-  bool any = false;            // The same on all ranks.
-  RankTask left;               // What this rank still has to write; if any.
-  LinkedRecords records;       // Of this rank's share,
-  LinkCounts linked;           // and what was done for it.
-  ReuseReport report;          // Of all, but for what `linked` says of this rank.
-  std::uint64_t in_a_row = 0;  // Of LinkedManifestName.
-  // At rank 0.
+struct ReuseResult {
+  bool any = false;                      // Whether data are taken; the same on all ranks.
+  RankTask remaining;                    // If `any`: what this rank still has to write.
+  LinkedRecords records;                 // Records of the data that this rank linked.
+  LinkCounts linked;                     // Counts of the files that this rank linked.
+  ReuseReport report;                    // Report for all ranks, without counts of linked files.
+  std::uint64_t consecutive_linked = 0;  // Passed to LinkedManifestName.
+  // The following fields are set at rank 0 only.
   CommonValues inherited;  // Common records of the base that the state does not set.
-  std::string root;        // Of foreign files of an adopted base.
+  std::string root;        // Root of the foreign files of an adopted base.
 };
 
-// Collective. Fails, on all ranks alike, where ranks cannot be reached, with kCancelled, and where
-// what must be inherited cannot be. `common`: at rank 0 what the ranks set.
-Result<Reused> TakeFromBase(Collective& collective, const ReuseInput& input,
-                            const CommonValues& common);
+// Collective. Fails on all ranks alike if ranks cannot be reached, if the save is cancelled
+// (kCancelled), or if data to be inherited cannot be taken. `common`: at rank 0, the values that
+// ranks set.
+Result<ReuseResult> TakeFromBase(Collective& collective, const ReuseInput& input,
+                                 const CommonValues& common);
 
 }  // namespace tensormount
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/coding.h"
+#include "base/file_system_for.h"
 #include "base/log.h"
 #include "collective/comm/collective.h"
 #include "collective/comm/status_wire.h"
@@ -36,22 +37,23 @@
 namespace tensormount {
 namespace {
 
-// Runs what the caller gave us. What it throws is logged: it must not keep this rank from the
-// others.
+// Runs a callback of the caller. An exception is logged only: it must not keep this rank from the
+// exchanges that the other ranks wait in.
 void LogThrown(const std::string& what, const std::function<void()>& fn) {
   try {
     fn();
   } catch (const std::exception& e) {
     Log(LogLevel::kError, what + " threw: " + e.what());
   } catch (...) {
-    Log(LogLevel::kError, what + " threw something that is no std::exception");
+    Log(LogLevel::kError, what + " threw something other than a std::exception");
   }
 }
 
 constexpr std::string_view kDefaultProducer = "tensormount 0.1";
 
-// What befell rank 0's machine is told as its own; what is so on every machine is not.
-Status OfRankZero(const Status& status) {
+// Errors of rank 0's machine (disk full, permissions, read-only) are reported with its rank; errors
+// that every rank would see are not.
+Status RankZeroStatus(const Status& status) {
   const bool machine = status.code() == Code::kResourceExhausted ||
                        status.code() == Code::kPermissionDenied || status.code() == Code::kReadOnly;
   return machine ? FromRank(0, status) : status;
@@ -78,6 +80,8 @@ std::string_view NameOf(ReplicaCheck check) {
       return "full";
     case ReplicaCheck::kOff:
       return "off";
+    case ReplicaCheck::kWarn:
+      return "warn";
   }
   return "?";
 }
@@ -98,43 +102,44 @@ CallDescription Describe(const std::string& path, const SaveOptions& o) {
   add("full_every", std::to_string(o.full_every));
   add("inherit", o.inherit);
   add("producer", o.producer);
-  add("retention", o.retention ? o.retention->ToText() : std::string("none asked for"));
+  add("retention", o.retention ? o.retention->ToText() : std::string("not set"));
   add("ephemeral", o.ephemeral ? "on" : "off");
   call.common = o.common;
   call.common_exempt = o.common_exempt;
   call.validate = o.validate;
+  call.keep_lowest = o.replicas == ReplicaCheck::kWarn;
   return call;
 }
 
-// One save on one rank. Collective calls are made by every rank in the same order; what rank 0
-// decides travels as data, so that a failed call always means that ranks could not be reached, and
-// from the moment at which there may be a staging the store is asked then (Settle).
+// One save on one rank. Every rank makes the collective calls in the same order. Rank 0's decisions
+// travel as data, so a failed call always means that ranks could not be reached; once there may be
+// a staging directory, the rank then asks the store (Settle).
 //
 //   phase     exchanges, in order                             what exists after it
 //   validate  those of ExchangeLayouts                        nothing on disk
-//   plan      Decide "plan", letters "hand out the plan";     a RankTask on every rank
-//             none at all where the kept plan fits
+//   plan      Decide "plan", messages "hand out the plan";    a RankTask on every rank
+//             none if the kept plan fits
 //   stage     Decide "begin": votes; rank 0 makes the staging .staging/ entry
-//   reuse     where there is a base, Decide "reuse" and       links in the staging
-//             "link" (reuse.h)
+//   reuse     with a base: Decide "reuse" and "link"          links in the staging
+//             (reuse.h)
 //   write     none                                            data and manifests, durable
-//   compare   Decide "write": votes; then letters "compare"   shared files sealed
-//             of hashes, unless nothing is to be compared
-//   before    none; the caller's hook, where it gave one       nothing more
+//   compare   Decide "write": votes; then messages "compare"  shared files sealed
+//             with hashes, if there are replicas to compare
+//   before    none; the caller's hook, if it set one          nothing more
 //   publish   Gather "report", Broadcast "publish"            COMMIT, by rank 0's rename
 //
 // When a rank dies:
 //   before "begin" is decided: all others fail, and have nothing to undo. A staging that rank 0
-//     made before it died stays behind: nobody else knows its name;
+//     made before it died stays behind: no other rank knows its name;
 //   from there to rank 0's Decide: the others' call fails, each asks the store (Settle), which
-//     aborts the staging, and each takes away its own files;
-//   after the rename: the save is committed. Whoever missed the verdict finds that in the store and
-//     returns success;
-//   rank 0, anywhere after "begin": as above. The store is the arbiter, not a rank, and it gives
-//     everybody the same answer; kUnknown is left for a store that cannot be asked.
+//     aborts the staging, and each removes its own files;
+//   after the rename: the save is committed. A rank that missed the verdict finds the commit in the
+//     store and returns success;
+//   rank 0, anywhere after "begin": as above. The store is the arbiter, not a rank, and gives every
+//     rank the same answer; kUnknown remains for a store that cannot be asked.
 class SaveSession {
  public:
-  SaveSession(FileSystem& fs, const StateDict& state, std::string_view path, Communicator& comm,
+  SaveSession(FileSystem* fs, const StateDict& state, std::string_view path, Communicator& comm,
               const SaveOptions& options, const SaveControl& control)
       : fs_(fs),
         state_(state),
@@ -147,50 +152,55 @@ class SaveSession {
         world_(comm.size()),
         phases_(options.events, "save", path_, comm.rank()) {}
 
-  // Null where the state is a copy of ours.
+  // The fences of the caller's memory; null if `state` is the library's own copy.
   std::shared_ptr<const DeviceFences> fences() const { return control_.copied ? nullptr : fences_; }
 
   Result<SaveReport> Run() {
     Result<SaveReport> result = Steps();
-    if (!result.ok() && rank_ == 0) return WithTrashHint(fs_, store_path_, result.status());
+    if (!result.ok() && rank_ == 0 && fs_ != nullptr) {
+      return WithTrashHint(*fs_, store_path_, result.status());
+    }
     if (!result.ok()) return result;
     const SaveReport& report = result.value();
     if (options_.on_commit) {
-      LogThrown("save " + path_ + ": on_commit", [&] { options_.on_commit(report); });
+      LogThrown("save " + path_ + ": the on_commit function", [&] { options_.on_commit(report); });
     }
     if (rank_ == 0 && options_.on_commit_once) {
-      LogThrown("save " + path_ + ": on_commit_once", [&] { options_.on_commit_once(report); });
+      LogThrown("save " + path_ + ": the on_commit_once function",
+                [&] { options_.on_commit_once(report); });
     }
     return result;
   }
 
  private:
   Result<SaveReport> Steps() {
-    // At once: what the caller's streams are given later may change the tensors. What fails here is
-    // told in the next phase but one.
+    // Fences are taken first, because work that the caller submits to its streams later may change
+    // the tensors. The other ranks learn of a failure by this rank's vote in "begin".
     fences_ = control_.fences;
     const Status fenced = FencesAtCall(state_, fences_);
     TENSORMOUNT_RETURN_IF_ERROR(
         Phase("validate", &report_.validate_seconds, [&](std::uint64_t*) { return Validate(); }));
 
-    Status local = fenced;  // What only this rank knows.
+    Status local = fenced;  // A failure that only this rank knows.
     Status status;
     (void)Phase("plan", &report_.plan_seconds, [&](std::uint64_t*) {
       status = Plan(&local);
-      return status.ok() ? local : status;  // The others learn of `local` in the next phase.
+      return status.ok() ? local : status;  // The other ranks learn of `local` in the next phase.
     });
     TENSORMOUNT_RETURN_IF_ERROR(status);
 
     status = Phase("stage", nullptr, [&](std::uint64_t*) { return Stage(local); });
     if (!status.ok()) return begun_ ? Settle(status) : status;
-    if (control_.begun) LogThrown("begun hook", [&] { control_.begun(staging_); });
+    if (control_.on_staging_made)
+      LogThrown("save " + path_ + ": the function called when the staging directory is made",
+                [&] { control_.on_staging_made(*fs_, staging_); });
 
     if (!staging_.base.IsZero()) {
       status = Phase("reuse", &report_.reuse_seconds, [&](std::uint64_t* bytes) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(
-            reused_,
-            TakeFromBase(collective_, {fs_, state_, *plan_.task, staging_, options_, Rules()},
-                         job_.common));
+        TENSORMOUNT_ASSIGN_OR_RETURN(reused_, TakeFromBase(collective_,
+                                                           {*fs_, state_, *plan_.task, staging_,
+                                                            options_, Rules(), std::move(base_)},
+                                                           job_.common));
         *bytes = reused_.report.bytes;
         CountTaken();
         return Status();
@@ -233,36 +243,43 @@ class SaveSession {
     return phases_.Run(name, seconds, fn);
   }
 
-  // The same failure on every rank, or nothing; no rank waits for another after it.
-  // A rank may return at once from it for that reason.
+  // Returns the same verdict on every rank, and no rank waits for another after a failure, so a
+  // rank may return at once.
   Status Validate() {
     CallDescription call = Describe(path_, options_);
     if (options_.reuse_plan) {
-      // Without it a plan is made, that is all.
+      // If this fails, the ranks make a new plan.
       const Status looked = Guarded([&]() -> Status {
         kept_plans_ = SavePlansOf(comm_);
-        task_ = TaskFingerprint(state_, options_.placement, options_.strategy);
-        at_hand_ = kept_plans_->Find(
+        task_ = TaskFingerprint(state_, options_.placement, Strategy());
+        kept_plan_ = kept_plans_->Find(
             [&](const KeptPlan& plan) { return plan.Fits(task_, options_.validate); });
         return Status();
       });
       if (!looked.ok()) kept_plans_.reset();
-      if (!looked.ok()) at_hand_.reset();
-      if (at_hand_) call.plan_at_hand = at_hand_->job;
+      if (!looked.ok()) kept_plan_.reset();
+      if (kept_plan_) call.kept_plan_job = kept_plan_->job;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(job_, ExchangeLayouts(collective_, state_, call));
-    // What was found out when the plan was made; common values are looked at every time.
-    if (job_.unchanged && at_hand_ && job_.report.ok()) job_.report = at_hand_->report;
+    // With a kept plan the layout was not checked again, so the report made with the plan is used.
+    // Only its warnings are new.
+    if (job_.unchanged && kept_plan_ && job_.report.ok()) {
+      std::vector<std::string> warnings = std::move(job_.report.warnings);
+      job_.report = kept_plan_->report;
+      job_.report.warnings = std::move(warnings);
+    }
     if (options_.layout != nullptr) *options_.layout = job_.report;
     report_.path = path_;
     report_.tensors = job_.report.tensors;
     report_.bytes = job_.report.bytes;
     report_.replica_bytes = job_.report.replica_bytes;
     report_.warnings = job_.warnings;
+    report_.warnings.insert(report_.warnings.end(), job_.report.warnings.begin(),
+                            job_.report.warnings.end());
     if (!job_.report.ok()) return job_.report.ToStatus();
     const std::size_t slash = path_.rfind('/');
     if (slash == std::string::npos) {
-      return Status(Code::kInvalidArgument, "save to " + path_ + ": want STORE/NAME");
+      return Status(Code::kInvalidArgument, "save " + path_ + ": the path must be STORE/NAME");
     }
     store_path_ = slash == 0 ? "/" : path_.substr(0, slash);
     name_ = path_.substr(slash + 1);
@@ -276,8 +293,12 @@ class SaveSession {
     if (!options_.inherit.empty() && !options_.reuse_from.empty() &&
         options_.inherit != options_.reuse_from) {
       return Status(Code::kInvalidArgument,
-                    "save to " + path_ + ": reuse_from and inherit name two checkpoints, " +
+                    "save " + path_ + ": reuse_from and inherit name different checkpoints, " +
                         options_.reuse_from + " and " + options_.inherit + "; a save has one base");
+    }
+    // All ranks have the same path by now, so they choose the same file system.
+    if (fs_ == nullptr) {
+      TENSORMOUNT_ASSIGN_OR_RETURN(fs_, FileSystemFor(store_path_));
     }
     return Status();
   }
@@ -293,22 +314,23 @@ class SaveSession {
   Status Plan(Status* local) {
     if (!control_.read && local->ok()) *local = CheckHasData(state_);
     if (job_.unchanged) {
-      if (!at_hand_ || at_hand_->job != job_.fingerprint) {
-        *local = Status(Code::kInternal, "plan: that of another job is at hand");
+      if (!kept_plan_ || kept_plan_->job != job_.fingerprint) {
+        *local =
+            Status(Code::kInternal, "internal error: save: the kept plan belongs to another job");
         return Status();
       }
-      plan_ = at_hand_->plan;
+      plan_ = kept_plan_->plan;
       report_.plan_reused = true;
       return Status();
     }
-    // On every rank before the job is planned anew, so that no two ranks ever hold plans of one job
-    // that were made at different times.
+    // Every rank forgets its plan before the job is planned again, so that no two ranks ever hold
+    // plans of one job made at different times.
     if (kept_plans_) {
       kept_plans_->Forget([&](const KeptPlan& plan) { return plan.job == job_.fingerprint; });
     }
     PlanRules rules;
     rules.placement = options_.placement;
-    rules.strategy = options_.strategy;
+    rules.strategy = Strategy();
     rules.owners = job_.owners;
     Status merged;
     auto layout = std::make_shared<const GlobalLayout>(std::move(job_.layout));
@@ -325,7 +347,6 @@ class SaveSession {
     return Status();
   }
 
-  // Rank 0 claims the name, if all ranks are ready.
   Status Stage(const Status& local) {
     Result<std::string> told = collective_.Decide(
         EncodeVote({local, Cancelled()}), "begin",
@@ -334,19 +355,20 @@ class SaveSession {
             TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
             const auto begin = [&]() -> Status {
               TENSORMOUNT_ASSIGN_OR_RETURN(const Store store,
-                                           Store::OpenOrCreate(fs_, store_path_));
+                                           Store::OpenOrCreate(*fs_, store_path_));
               std::string base;
               const BaseChoice choice = ChooseBase(base);
               TENSORMOUNT_ASSIGN_OR_RETURN(staging_,
                                            store.Begin(name_, options_.if_exists, choice, base));
               begun_ = true;
-              return CheckBase(fs_, options_, staging_);
+              TENSORMOUNT_ASSIGN_OR_RETURN(base_, CheckBase(*fs_, options_, staging_));
+              return Status();
             };
-            return OfRankZero(begin());
+            return RankZeroStatus(begin());
           });
           return EncodeStaging(status, staging_);
         });
-    // Only rank 0 may have made a staging where the call failed.
+    // If the call failed, only rank 0 may have made a staging (begun_).
     if (!told.ok()) return told.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(staging_, DecodeStaging(told.value()));
     begun_ = true;
@@ -357,24 +379,24 @@ class SaveSession {
     return {{fences_.get(), control_.cancel, DevicePatienceOf(options_.timeouts)}, &control_.read};
   }
 
-  // What it found in the base is done, for whoever watches.
+  // Counts the bytes that the base already has as progress.
   void CountTaken() {
     if (options_.progress == nullptr || !reused_.any) return;
     std::uint64_t taken = 0;
     for (const RankTask::Chunk& chunk : plan_.task->chunks) taken += chunk.bytes;
-    for (const RankTask::Chunk& chunk : reused_.left.chunks) taken -= chunk.bytes;
+    for (const RankTask::Chunk& chunk : reused_.remaining.chunks) taken -= chunk.bytes;
     options_.progress->fetch_add(taken, std::memory_order_relaxed);
   }
 
-  // What this rank writes: all of its task, but for what it found in the base.
-  const RankTask& Left() const { return reused_.any ? reused_.left : *plan_.task; }
+  // The part of this rank's task that was not found in the base.
+  const RankTask& RemainingTask() const { return reused_.any ? reused_.remaining : *plan_.task; }
 
-  // This rank's data and manifests, durable.
-  // The manifest is written last: it names only bytes that are already synced.
+  // Writes and syncs this rank's data, then its manifest: the manifest names only bytes that are
+  // already durable.
   Status Write() {
-    TENSORMOUNT_ASSIGN_OR_RETURN(
-        WrittenData data, WriteData(fs_, staging_, state_, Left(), rank_, options_.page_hashes,
-                                    options_.progress, Rules()));
+    TENSORMOUNT_ASSIGN_OR_RETURN(WrittenData data,
+                                 WriteData(*fs_, staging_, state_, RemainingTask(), rank_,
+                                           options_.page_hashes, options_.progress, Rules()));
     mine_.bytes = data.bytes;
     report_.files = std::move(data.files);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
@@ -383,7 +405,7 @@ class SaveSession {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, RankCommonRecord(state_, rank_));
     if (own) mine_.rank_common = own->second;
     TENSORMOUNT_RETURN_IF_ERROR(
-        fs_.WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest));
+        fs_->WriteFileDurably(JoinPath(staging_.directory, ManifestName(rank_)), manifest));
     if (!reused_.any) return Status();
     mine_.linked = reused_.linked;
     const LinkedRecords& linked = reused_.records;
@@ -392,13 +414,15 @@ class SaveSession {
                                  EncodeManifest(linked.inventory, linked.leaves, linked.paged));
     mine_.linked_manifest_bytes = records.size();
     const auto part = static_cast<std::uint32_t>(rank_);
-    return fs_.WriteFileDurably(
-        JoinPath(staging_.directory, LinkedManifestName(part, reused_.in_a_row)), records);
+    return fs_->WriteFileDurably(
+        JoinPath(staging_.directory, LinkedManifestName(part, reused_.consecutive_linked)),
+        records);
   }
 
-  // Hashes replicas, learns whether all ranks have written, seals what they wrote together, and as
-  // an owner compares. What fails after the ranks' verdict goes into this rank's report. Returns
-  // how the save ended, if it did; `status`: how this went.
+  // Hashes replicas, learns whether all ranks have written, seals the files that several ranks
+  // wrote, and compares the replicas of the keys that this rank checks. Failures after the ranks'
+  // verdict go into this rank's report. Sets `status` to this phase's status. Returns the result of
+  // the save if the save ended here.
   std::optional<Result<SaveReport>> Compare(Status written, Status* status,
                                             std::uint64_t* hashed_bytes) {
     std::vector<std::vector<Hash128>> hashes;
@@ -410,7 +434,7 @@ class SaveSession {
         return Status();
       });
     }
-    // Shared files are sealed only when nobody writes them any more.
+    // Shared files are sealed only when no rank writes to them any more.
     Result<std::string> told =
         collective_.Decide(EncodeVote(VoteOf(std::move(written))), "write",
                            [](std::vector<std::string>& votes) -> Result<std::string> {
@@ -430,9 +454,10 @@ class SaveSession {
       if (rank_ == 0) Discard();
       return failure;
     }
-    mine_.vote.status = Guarded([&] { return SealShared(fs_, staging_, Left()); });
-    if (Compares()) {
-      // Only between a rank and the owners of what it holds replicas of; both know.
+    mine_.vote.status = Guarded([&] { return SealShared(*fs_, staging_, RemainingTask()); });
+    if (ComparesReplicas()) {
+      // A rank sends hashes only to the ranks that check the keys of its replicas (owners), so both
+      // sides know all pairs.
       std::vector<Collective::Letter> letters;
       for (std::size_t owner = 0; owner < hashes.size(); ++owner) {
         if (plan_.task->replicas[owner].empty()) continue;
@@ -450,23 +475,31 @@ class SaveSession {
       const Status compared = Guarded([&] { return CompareOwned(from, told_here.value()); });
       if (mine_.vote.status.ok()) mine_.vote.status = compared;
     }
-    *status = mine_.vote.status.ok() ? mine_.replicas.ToStatus() : mine_.vote.status;
+    *status = mine_.vote.status.ok() && options_.replicas != ReplicaCheck::kWarn
+                  ? mine_.replicas.ToStatus()
+                  : mine_.vote.status;
     return std::nullopt;
   }
 
-  // The same on every rank.
-  // It must be: it decides whether the exchange of Compare takes place, and one rank that skipped
-  // it would be in another phase than the rest.
-  bool Compares() const {
+  // With kWarn the main replica is stored, because the choice must not depend on which rank has
+  // least to write.
+  SaveStrategy Strategy() const {
+    return options_.replicas == ReplicaCheck::kWarn ? SaveStrategy::kMain : options_.strategy;
+  }
+
+  // Must give the same answer on every rank: a rank that skipped the exchange of Compare would be
+  // in another phase than the rest.
+  bool ComparesReplicas() const {
     return options_.replicas != ReplicaCheck::kOff &&
            (report_.replica_bytes > 0 || !options_.validate);
   }
 
-  // `told[i]`: what rank from[i] hashed of this owner's keys.
+  // Compares the replicas of the keys that this rank checks. `told[i]`: the hashes from rank
+  // from[i].
   Status CompareOwned(std::span<const int> from, std::span<const std::string> told) {
     std::vector<std::vector<Hash128>> hashes(static_cast<std::size_t>(world_));
     for (std::size_t i = 0; i < from.size(); ++i) {
-      ByteReader in(told[i], "hashes of replicas");
+      ByteReader in(told[i], "hashes of replicas that a rank sent");
       std::vector<Hash128>& of_rank = hashes[static_cast<std::size_t>(from[i])];
       of_rank.reserve(told[i].size() / sizeof(Hash128));
       while (in.left() >= sizeof(Hash128)) of_rank.push_back(in.Hash());
@@ -480,8 +513,8 @@ class SaveSession {
     mine_.vote.cancel = Cancelled();
     Result<std::vector<std::string>> reports = collective_.Gather(EncodeReport(mine_), "report");
     if (!reports.ok()) return Settle(reports.status());
-    // All were asked: who is cancelled from now on waits for the verdict, and does not take away
-    // what rank 0 publishes.
+    // All ranks have voted. A rank that is cancelled from now on waits for the verdict, and does
+    // not delete files that rank 0 publishes.
     collective_.IgnoreCancel();
     SaveVerdict verdict;
     if (rank_ == 0) {
@@ -490,7 +523,7 @@ class SaveSession {
       verdict.status = status;
     }
     Result<std::string> told = collective_.Broadcast(EncodeVerdict(verdict), "publish");
-    if (rank_ == 0 && !verdict.status.ok()) {  // It knows, whoever can be told.
+    if (rank_ == 0 && !verdict.status.ok()) {  // Rank 0 knows the verdict even if Broadcast failed.
       if (verdict.status.code() != Code::kUnknown) EmptyAborted();
       return verdict.status;
     }
@@ -501,13 +534,20 @@ class SaveSession {
     TENSORMOUNT_RETURN_IF_ERROR(verdict.status);
     report_.bytes_written = verdict.bytes_written;
     report_.replica_bytes_compared = verdict.replica_bytes_compared;
-    TellReused(verdict.linked);
+    report_.warnings.insert(report_.warnings.end(), verdict.warnings.begin(),
+                            verdict.warnings.end());
+    if (rank_ == 0 && options_.replicas == ReplicaCheck::kWarn) {
+      for (const std::string& warning : report_.warnings) {
+        Log(LogLevel::kWarning, "save " + path_ + ": " + warning);
+      }
+    }
+    ReportReuse(verdict.linked);
     return Committed();
   }
 
-  // On rank 0: publishes, unless the reports say otherwise.
-  // kUnknown: whether it was published could not be found out; Publish passes that on to all ranks
-  // and does not abort.
+  // Runs on rank 0: publishes, unless a report has a failure. On kUnknown (the store could not say
+  // whether the checkpoint was published) Publish passes the failure on to all ranks and does not
+  // abort.
   Status Decide(const std::vector<std::string>& encoded, SaveVerdict& verdict) {
     Inventory coordinator;
     coordinator.info.producer =
@@ -525,8 +565,9 @@ class SaveSession {
       votes.push_back(report.vote);
       manifests.push_back({r, ManifestName(r), report.manifest_bytes});
       if (report.linked_manifest_bytes > 0) {
-        manifests.push_back({r, LinkedManifestName(static_cast<std::uint32_t>(r), reused_.in_a_row),
-                             report.linked_manifest_bytes});
+        manifests.push_back(
+            {r, LinkedManifestName(static_cast<std::uint32_t>(r), reused_.consecutive_linked),
+             report.linked_manifest_bytes});
       }
       verdict.linked.Add(report.linked);
       verdict.bytes_written += report.bytes;
@@ -537,27 +578,34 @@ class SaveSession {
     Inherit(of_ranks, coordinator);
     verdict.replica_bytes_compared = replicas.compared_bytes;
     TENSORMOUNT_RETURN_IF_ERROR(VerdictOf(votes));
-    TENSORMOUNT_RETURN_IF_ERROR(replicas.ToStatus());
-    return OfRankZero(PublishStaging(coordinator, manifests));
+    if (options_.replicas != ReplicaCheck::kWarn) {
+      TENSORMOUNT_RETURN_IF_ERROR(replicas.ToStatus());
+    } else if (const Status differ = replicas.ToStatus(); !differ.ok()) {
+      verdict.warnings.push_back(differ.message() +
+                                 "; the main replica is stored, or the lowest "
+                                 "rank's if none is labelled");
+    }
+    return RankZeroStatus(PublishStaging(coordinator, manifests));
   }
 
-  // What comes from the base beside tensors and objects.
+  // Adds the base's common values, and its root, to the inventory.
   void Inherit(bool of_ranks, Inventory& coordinator) {
     if (!reused_.any) return;
     for (const auto& [name, value] : reused_.inherited) {
-      // What ranks set for themselves belongs together: all of it is of this save, or of the base.
+      // The records that ranks set for themselves belong together: all come from this save, or all
+      // from the base.
       if (of_ranks && name.starts_with(kRankRecordPrefix)) continue;
       coordinator.common.emplace(name, value);
     }
     coordinator.info.root = reused_.root;
   }
 
-  void TellReused(const LinkCounts& linked) {
+  void ReportReuse(const LinkCounts& linked) {
     ReuseReport& told = report_.reused;
     if (reused_.any) told = reused_.report;
     told.base = staging_.base_name;
     told.note = staging_.base.IsZero() ? staging_.base_note : reused_.report.note;
-    if (!linked.refused.empty()) told.note = "links were refused: " + linked.refused;
+    if (!linked.refused.empty()) told.note = "hard links were refused: " + linked.refused;
     told.files_linked = linked.files_linked;
     told.bytes_linked = linked.bytes_linked;
     told.files_copied = linked.files_copied;
@@ -571,36 +619,40 @@ class SaveSession {
   };
   Status PublishStaging(const Inventory& coordinator, const std::vector<SeenManifest>& manifests) {
     for (const SeenManifest& wanted : manifests) {
-      // A manifest that this machine does not see (yet) would be a checkpoint without its objects.
+      // If this machine does not see a manifest (yet), the checkpoint would lack that rank's
+      // objects.
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
-                                   fs_.Stat(JoinPath(staging_.directory, wanted.name)));
+                                   fs_->Stat(JoinPath(staging_.directory, wanted.name)));
       if (info.size != wanted.bytes) {
-        return Status(Code::kDataLoss, wanted.name + ": " + std::to_string(info.size) +
-                                           " bytes are seen of the " +
-                                           std::to_string(wanted.bytes) + " that rank " +
-                                           std::to_string(wanted.rank) + " wrote");
+        return Status(Code::kDataLoss, wanted.name + ": rank 0 sees " + std::to_string(info.size) +
+                                           " of the " + std::to_string(wanted.bytes) +
+                                           " bytes that rank " + std::to_string(wanted.rank) +
+                                           " wrote");
       }
     }
     Ending();
-    MarkIfEphemeral(fs_, staging_, options_, report_);
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
+    MarkIfEphemeral(*fs_, staging_, options_, report_);
+    TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(*fs_, staging_.store));
     Store::PublishOptions publish;
     publish.if_exists = options_.if_exists;
     publish.now = control_.now;
-    publish.layers_apart = !options_.inherit.empty();
-    return store.Publish(staging_, coordinator, publish).status();
+    publish.check_layer_names = !options_.inherit.empty();
+    TENSORMOUNT_ASSIGN_OR_RETURN(Store::Published published,
+                                 store.Publish(staging_, coordinator, publish));
+    replaced_ = std::move(published.replaced);
+    return {};
   }
 
   // ---- Cancelling ----
 
-  // Whoever answered yes once does so again: the request stands.
+  // Whether this rank was asked to cancel the save. Stays true once it was true.
   bool Cancelled() {
     cancelled_ = cancelled_ || (control_.cancel != nullptr && control_.cancel->load());
     return cancelled_;
   }
   Vote VoteOf(Status status) {
     const bool cancelled = Cancelled();
-    // That this rank stopped writing because of the request is no failure.
+    // A write that stopped because of the cancellation is not a failure of this rank.
     if (cancelled && status.code() == Code::kCancelled) status = Status();
     return {std::move(status), cancelled};
   }
@@ -612,36 +664,37 @@ class SaveSession {
     report_.generation = staging_.generation;
     report_.bytes_written_here = mine_.bytes;
     if (report_.bytes_written == 0) report_.bytes_written = mine_.bytes;
-    if (rank_ == 0) RemoveByRules(fs_, staging_, options_, report_);
+    if (rank_ == 0) RemoveByRules(*fs_, staging_, options_, replaced_, report_);
     return std::move(report_);
   }
 
-  // On rank 0 after `failure`: sees to it that the staging is never published. The verdict for all.
-  // Ok where the store says that it is committed, although publishing reported a failure.
+  // Runs on rank 0 after `failure`: makes sure that the staging is never published. Returns the
+  // verdict for all ranks, which is ok if the store says that the checkpoint is committed.
   Status Abort(const Status& failure) {
-    Result<Verdict> verdict = AskStore();
-    if (!verdict.ok()) return NotKnown(failure, verdict.status());
+    Result<Verdict> verdict = QueryOutcome();
+    if (!verdict.ok()) return UnknownOutcome(failure, verdict.status());
     if (verdict.value() == Verdict::kCommitted) {
-      Log(LogLevel::kWarning, "save " + path_ + ": committed in spite of: " + failure.ToString());
+      Log(LogLevel::kWarning,
+          "save " + path_ + ": committed despite this failure: " + failure.ToString());
       return Status();
     }
     return failure;
   }
 
-  // Ranks could not be reached: the store is the arbiter.
+  // Called when ranks could not be reached: the store decides whether the save is committed.
   Result<SaveReport> Settle(const Status& failure) {
-    Result<Verdict> verdict = AskStore();
-    if (!verdict.ok()) return NotKnown(failure, verdict.status());
+    Result<Verdict> verdict = QueryOutcome();
+    if (!verdict.ok()) return UnknownOutcome(failure, verdict.status());
     if (verdict.value() == Verdict::kCommitted) return Committed();
-    RemoveOwn();
+    RemoveOwnFiles();
     return failure;
   }
 
-  Result<Verdict> AskStore() {
+  Result<Verdict> QueryOutcome() {
     Ending();
     Result<Verdict> verdict = Status(Code::kUnknown, "the store was not asked");
     const Status status = Guarded([&]() -> Status {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs_, staging_.store));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(*fs_, staging_.store));
       verdict = store.AbortOrDecide(staging_);
       return verdict.status();
     });
@@ -649,15 +702,15 @@ class SaveSession {
     return verdict;
   }
 
-  Status NotKnown(const Status& failure, const Status& why) const {
+  Status UnknownOutcome(const Status& failure, const Status& why) const {
     return Status(Code::kUnknown,
-                  failure.message() +
-                      "; whether the save was committed could not be found out: " + why.message());
+                  failure.message() + "; cannot tell whether the checkpoint was published: " +
+                      why.message() + "; run `tensormount fsck " + staging_.store + "`");
   }
 
-  // All ranks know that it failed.
+  // Called when all ranks know that the save failed.
   void Discard() {
-    if (Result<Verdict> verdict = AskStore(); !verdict.ok()) {
+    if (Result<Verdict> verdict = QueryOutcome(); !verdict.ok()) {
       Log(LogLevel::kWarning, "save " + path_ + ": " + staging_.directory +
                                   " could not be aborted: " + verdict.status().message());
       return;
@@ -665,16 +718,17 @@ class SaveSession {
     EmptyAborted();
   }
 
-  // Frees the space, where all ranks have ended their writing. The entry itself stays for gc: a
-  // rank that slept through the verdict may still ask where its uuid is.
-  void EmptyAborted() { store_moves::DeleteData(fs_, AbortedEntry()); }
+  // Frees the space of the aborted staging, once no rank writes to it. The directory itself stays
+  // for gc: a rank that missed the verdict may still look for its uuid there.
+  void EmptyAborted() { store_moves::DeleteData(*fs_, AbortedEntry()); }
 
-  // Likewise, where a rank was not heard of. It may hang in a call on its files, and whoever
-  // deletes one waits with it: each rank takes away what it alone has written.
-  void RemoveOwn() {
-    std::vector<std::string> own = FilesWrittenAlone(staging_, Left(), rank_);
+  // Frees the space of the aborted staging if a rank is not reachable. That rank may hang in a call
+  // on its files, and a process that deletes such a file hangs too, so each rank deletes only the
+  // files that it alone has written.
+  void RemoveOwnFiles() {
+    std::vector<std::string> own = FilesWrittenAlone(staging_, RemainingTask(), rank_);
     own.push_back(CopiedPackName(staging_, static_cast<std::uint32_t>(rank_)));
-    store_moves::DeleteData(fs_, AbortedEntry(), own);
+    store_moves::DeleteData(*fs_, AbortedEntry(), own);
   }
 
   std::string AbortedEntry() const {
@@ -682,15 +736,17 @@ class SaveSession {
                     staging_.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
   }
 
-  // On rank 0, once, before the staging is published or aborted.
-  // Both paths may come here in one save: publishing that fails is followed by Abort.
+  // Runs on rank 0, once, before the staging is published or aborted. Both calls can occur in one
+  // save, because Abort follows a failed publish.
   void Ending() {
     if (rank_ != 0 || ending_) return;
     ending_ = true;
-    if (control_.ending) LogThrown("ending hook", [&] { control_.ending(staging_); });
+    if (control_.on_staging_end)
+      LogThrown("save " + path_ + ": the function called when the staging directory ends",
+                [&] { control_.on_staging_end(staging_); });
   }
 
-  FileSystem& fs_;
+  FileSystem* fs_;  // Null until Validate: chosen by the path.
   const StateDict& state_;
   const std::string path_;
   const SaveOptions& options_;
@@ -702,14 +758,17 @@ class SaveSession {
   PhaseEvents phases_;
   std::string store_path_;
   std::string name_;
-  std::shared_ptr<KeptPlans<KeptPlan>> kept_plans_;  // Null: not to be used.
-  Hash128 task_;                                     // TaskFingerprint.
-  std::shared_ptr<const KeptPlan> at_hand_;
+  std::shared_ptr<KeptPlans<KeptPlan>> kept_plans_;  // Null: plans are not kept.
+  Hash128 task_;                                     // The TaskFingerprint of this rank.
+  std::shared_ptr<const KeptPlan> kept_plan_;
   JobLayout job_;
   JobPlan plan_;
   std::shared_ptr<const DeviceFences> fences_;
   Staging staging_;
-  Reused reused_;
+  std::string replaced_;  // Store::Published::replaced; only on rank 0.
+  // The base checkpoint, only on rank 0; the phase "reuse" takes it.
+  std::shared_ptr<OpenedCheckpoint> base_;
+  ReuseResult reused_;
   bool begun_ = false;  // staging_ is set.
   bool ending_ = false;
   bool cancelled_ = false;
@@ -754,12 +813,17 @@ Status CheckHasData(const StateDict& state) {
 Result<SaveReport> SaveOn(FileSystem& fs, const StateDict& state, std::string_view path,
                           Communicator& comm, const SaveOptions& options,
                           const SaveControl& control) {
-  return RunJob<SaveSession>(fs, state, path, comm, options, control);
+  return RunJob<SaveSession>(&fs, state, path, comm, options, control);
+}
+
+Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,
+                        const SaveOptions& options, const SaveControl& control) {
+  return RunJob<SaveSession>(nullptr, state, path, comm, options, control);
 }
 
 Result<SaveReport> Save(const StateDict& state, std::string_view path, Communicator& comm,
                         const SaveOptions& options) {
-  return SaveOn(HostFileSystem(), state, path, comm, options);
+  return Save(state, path, comm, options, {});
 }
 
 }  // namespace tensormount

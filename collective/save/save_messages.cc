@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks of a save tell rank 0 and each other after the plan: votes, sealed files, reports.
+// Messages of a save's ranks after the plan: votes, the staging, reports, the verdict.
 #include "collective/save/save_messages.h"
 
 #include <utility>
@@ -63,8 +63,9 @@ Status VerdictOf(std::span<const Vote> votes) {
     if (failed++ == 0) first = FromRank(static_cast<int>(r), votes[r].status);
   }
   if (failed > 1) {
-    return first.WithMessage(first.message() + " (and " + std::to_string(failed - 1) +
-                             " more ranks failed)");
+    return first.WithMessage(first.message() + (failed == 2 ? " (1 other rank failed too)"
+                                                            : " (" + std::to_string(failed - 1) +
+                                                                  " other ranks failed too)"));
   }
   if (failed == 0 && asked >= 0) {
     return Status(Code::kCancelled, "the save was cancelled by rank " + std::to_string(asked))
@@ -77,7 +78,7 @@ Status VerdictOf(std::span<const std::string> encoded) {
   std::vector<Vote> votes;
   votes.reserve(encoded.size());
   for (const std::string& bytes : encoded) {
-    ByteReader in(bytes, "vote");
+    ByteReader in(bytes, "vote of a rank");
     votes.push_back(ReadVote(in));
     if (const Status status = in.Finish(); votes.back().status.ok() && !status.ok()) {
       votes.back().status = status;
@@ -104,7 +105,7 @@ std::string EncodeStaging(const Status& status, const Staging& staging) {
 }
 
 Result<Staging> DecodeStaging(std::string_view bytes) {
-  ByteReader in(bytes, "staging that rank 0 sent");
+  ByteReader in(bytes, "the staging directory that rank 0 sent");
   TENSORMOUNT_RETURN_IF_ERROR(ReadStatus(in));
   Staging staging;
   staging.store = in.String(kMaxSaveText);
@@ -139,7 +140,7 @@ std::string EncodeReport(const WriterReport& report) {
 }
 
 Result<WriterReport> DecodeReport(std::string_view bytes) {
-  ByteReader in(bytes, "report");
+  ByteReader in(bytes, "report of a rank");
   WriterReport report;
   report.vote = ReadVote(in);
   report.bytes = in.U64();
@@ -151,7 +152,7 @@ Result<WriterReport> DecodeReport(std::string_view bytes) {
   report.replicas.key = in.String(kMaxSaveText);
   const std::uint32_t lines = in.U32();
   if (lines > ReplicaFindings::kMaxListed) {
-    return Status(Code::kDataLoss, "report: too many findings");
+    return Status(Code::kDataLoss, "report of a rank: lists too many differing replicas");
   }
   for (std::uint32_t i = 0; i < lines; ++i) {
     report.replicas.listed.emplace_back(in.String(kMaxSaveText));
@@ -171,16 +172,24 @@ std::string EncodeVerdict(const SaveVerdict& verdict) {
   out.U64(verdict.bytes_written);
   out.U64(verdict.replica_bytes_compared);
   WriteCounts(out, verdict.linked);
+  out.U32(static_cast<std::uint32_t>(verdict.warnings.size()));
+  for (const std::string& warning : verdict.warnings)
+    out.String(std::string_view(warning).substr(0, kMaxSaveText));
   return std::move(out.bytes());
 }
 
 Result<SaveVerdict> DecodeVerdict(std::string_view bytes) {
-  ByteReader in(bytes, "verdict that rank 0 sent");
+  ByteReader in(bytes, "the verdict that rank 0 sent");
   SaveVerdict verdict;
   verdict.status = ReadStatus(in);
   verdict.bytes_written = in.U64();
   verdict.replica_bytes_compared = in.U64();
   verdict.linked = ReadCounts(in);
+  const std::uint32_t warnings = in.U32();
+  TENSORMOUNT_RETURN_IF_ERROR(in.status());
+  for (std::uint32_t i = 0; i < warnings && in.status().ok(); ++i) {
+    verdict.warnings.emplace_back(in.String(kMaxSaveText));
+  }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
   return verdict;
 }

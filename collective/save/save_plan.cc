@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// An owner's plan for its keys: which holder writes which part of each region, and into which kind
-// of file (a tensor's own, or the rank's shard). Tensor files cost a file each and are read without
-// a daemon; rank shards cost nothing for cuts of any shape. What depends on all keys, how many
-// tensor files there may be, rank 0 decides from the owners' surveys.
+// The plan of one owner (a rank that checks keys) for its keys: which holder writes which part of
+// each region, and into which kind of file (a file of the tensor, or the rank's shard). Tensor
+// files cost a file each and can be read without a daemon; rank shards store cuts of any shape at
+// no extra cost. Rank 0 decides the number of tensor files, which depends on all keys, from the
+// owners' surveys.
 #include "collective/save/save_plan.h"
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -17,25 +19,27 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "collective/save/even_shares.h"
+#include "index/records/extent_lookup.h"
 #include "shard/copy_plan.h"
 
 namespace tensormount {
 namespace {
 
-// A forced tensor file takes shards of this many runs, or of any number of runs that are longer
-// than kForcedRunBytes: each run becomes a chunk of its own.
+// With PlacementRule::kTensorFile a shard may have at most this many runs, or up to kMaxRuns runs
+// of at least kForcedRunBytes on average, because each run becomes a chunk.
 constexpr std::uint64_t kForcedRuns = 4096;
 constexpr std::uint64_t kForcedRunBytes = 64 * 1024;
 constexpr std::uint64_t kMaxRuns = std::uint64_t{1} << 20;
 
-// Sizes of tensors that want a file of their own, by power of two: enough to find the largest ones
-// of all owners without naming any.
+// Size classes, by power of two, of tensors that want a file of their own: enough to find the
+// largest tensors of all owners without naming any.
 constexpr std::size_t kSizeClasses = 64;
 std::size_t SizeClass(std::uint64_t bytes) {
-  return static_cast<std::size_t>(std::bit_width(bytes)) - 1;  // Of what is not empty.
+  return static_cast<std::size_t>(std::bit_width(bytes)) - 1;  // `bytes` is not 0.
 }
 
-// How many runs, at least nearly: boxes of a flat range may touch.
+// The number of runs of a region in the tensor's row-major bytes, or slightly more, because boxes
+// of a flat range may touch.
 std::uint64_t CountRuns(const TensorMeta& meta, const Holding& holding) {
   Result<Region> bytes = ByteRegion(meta.dtype(), meta.shape(), holding.region);
   if (!bytes.ok()) return holding.bytes;
@@ -85,7 +89,7 @@ struct SavePlanner::Rep {
   }
 
   Result<SavePlan> Plan(std::string_view decision, std::uint32_t owner) {
-    TENSORMOUNT_RETURN_IF_ERROR(Place(decision, owner));
+    TENSORMOUNT_RETURN_IF_ERROR(ApplyDecision(decision, owner));
     AssignObjects();
     TENSORMOUNT_RETURN_IF_ERROR(AssignTensors());
     Finish();
@@ -157,13 +161,14 @@ struct SavePlanner::Rep {
     return bits;
   }
 
-  // Which of the tensors that want a file of their own get one, or who writes everything.
-  Status Place(std::string_view decision, std::uint32_t owner) {
-    ByteReader in(decision, "plan that rank 0 decided");
+  // Applies rank 0's decision: which tensors get a file of their own, or which rank writes
+  // everything.
+  Status ApplyDecision(std::string_view decision, std::uint32_t owner) {
+    ByteReader in(decision, "the plan that rank 0 sent");
     if (rules_.placement == PlacementRule::kSafetensors) {
       safetensors_writer_ = static_cast<int>(in.U32());
       if (safetensors_writer_ < 0 || safetensors_writer_ >= layout_.world) {
-        return Status(Code::kInternal, "plan that rank 0 decided: no such rank");
+        return Status(Code::kInternal, "plan from rank 0: names a rank that does not exist");
       }
       return in.Finish();
     }
@@ -218,7 +223,7 @@ struct SavePlanner::Rep {
       }
     }
     FindShares(replicated);
-    // Large ones first: the small ones then even out what is left.
+    // Large regions first, so that the small ones even out the remaining differences.
     std::stable_sort(replicated.begin(), replicated.end(),
                      [](const Replicated& a, const Replicated& b) { return a.bytes > b.bytes; });
     for (const Replicated& r : replicated) {
@@ -227,11 +232,11 @@ struct SavePlanner::Rep {
     return Status();
   }
 
-  // What the holders of the same replicas should write of them in all, where they also hold what
-  // others hold: seen one by one, the first ones would be given too much of what the last ones
-  // cannot give to anybody else.
+  // Computes how much each rank of a group of replicas writes, for all overlapping groups together.
+  // If groups were split one by one, the first groups would give too much to ranks that are the
+  // only ones to write the last groups.
   void FindShares(std::vector<Replicated>& replicated) {
-    std::unordered_map<std::string, std::uint32_t> known;  // By the ranks' bytes.
+    std::unordered_map<std::string, std::uint32_t> known;  // Key: the bytes of the rank list.
     for (Replicated& r : replicated) {
       const Holding& holding = layout_.tensors[r.tensor].holdings[r.holding];
       SharedBytes group;
@@ -254,7 +259,8 @@ struct SavePlanner::Rep {
     }
   }
 
-  // To the others its ranks are as busy as the shares that they still have ahead of them make them.
+  // Splits a replicated region among the ranks of its group. The load of a rank includes the shares
+  // that other groups still have for this rank.
   Status SplitInGroup(const Replicated& r) {
     const std::vector<int>& ranks = groups_[r.group].ranks;
     std::vector<std::uint64_t>& share = shares_[r.group];
@@ -281,12 +287,13 @@ struct SavePlanner::Rep {
     for (const Holder& h : holding.holders) {
       if (h.rank == wanted) return h;
     }
-    return Status(Code::kInternal, "rank " + std::to_string(wanted) + " was to write " +
-                                       holding.region.ToString() + ", which it does not hold");
+    return Status(Code::kInternal, "internal error: the plan has rank " + std::to_string(wanted) +
+                                       " write " + holding.region.ToString() +
+                                       ", which it does not hold");
   }
 
-  // Who comes first of those who have the same so far: the first one where all keys are planned
-  // together. Owners who know nothing of each other must not all begin with the same one.
+  // Index of the holder that is first among equal loads: 0 if all keys are planned together, else
+  // by a hash of the key, so that independent owners do not all begin with the same rank.
   std::size_t FirstOf(const std::vector<Holder>& holders, std::string_view key) const {
     return rules_.owners > 1 ? Xxh3Low64(key) % holders.size() : 0;
   }
@@ -305,7 +312,6 @@ struct SavePlanner::Rep {
     return best->rank;
   }
 
-  // Those who have least so far come first.
   std::vector<Holder> ByLoad(const std::vector<Holder>& holders, std::string_view key) const {
     std::vector<Holder> by_load = holders;
     std::rotate(by_load.begin(),
@@ -316,8 +322,8 @@ struct SavePlanner::Rep {
     return by_load;
   }
 
-  // Pours the bytes of a holding over its holders like water: those who have least so far take
-  // most, and nobody takes less than kMinPartBytes.
+  // Distributes the bytes of a holding so that loads even out: the holders with the lowest load
+  // take most, and none takes less than kMinPartBytes.
   Status SplitReplicas(std::uint32_t t, std::uint32_t h) {
     const Holding& holding = layout_.tensors[t].holdings[h];
     std::vector<Holder> by_load = ByLoad(holding.holders, meta(t).key());
@@ -332,7 +338,7 @@ struct SavePlanner::Rep {
       if (level >= LoadOf(by_load[n - 1]) + kMinPartBytes) break;
     }
     if (n == 1) return Write(t, h, by_load[0], 0, holding.bytes);
-    // Parts in order of rank, so that the file's neighbours are neighbours of ranks.
+    // Parts in order of rank, so that adjacent parts of the file are written by adjacent ranks.
     by_load.resize(n);
     std::sort(by_load.begin(), by_load.end(),
               [](const Holder& a, const Holder& b) { return a.rank < b.rank; });
@@ -352,15 +358,14 @@ struct SavePlanner::Rep {
     return Status();
   }
 
-  // Where a holding may be cut: base and step of packed bytes b with (base + b) % step == 0.
+  // Where a holding may be cut: (base, step), at packed bytes b with (base + b) % step == 0.
   std::pair<std::uint64_t, std::uint64_t> CutRule(std::uint32_t t, const Holding& holding) const {
     if (plan_.placement[t] == Placement::kTensorFile) {
-      Result<std::vector<GlobalRun>> runs = GlobalRuns(meta(t), holding.region, 1);
-      return {runs.ok() && runs.value().size() == 1 ? runs.value()[0].offset % kPageBytes : 0,
-              kPageBytes};
+      const std::optional<ByteBounds> run = RunInTensor(meta(t), holding.region);
+      return {run ? run->first % kPageBytes : 0, kPageBytes};
     }
-    // Whole rows make boxes, which are nicer to read than flat ranges; but only where rows are
-    // short enough to split evenly.
+    // Cuts at whole rows give boxes, which read better than flat ranges, but only if rows are short
+    // enough to split evenly.
     const Region& region = holding.region;
     std::uint64_t row = meta(t).bits() / 8;
     int axis = 0;
@@ -373,7 +378,7 @@ struct SavePlanner::Rep {
     return {first % row, row};
   }
 
-  // Bytes [begin, begin + bytes) of a holding become chunks of `writer`.
+  // Makes chunks of `writer` from bytes [begin, begin + bytes) of a holding.
   Status Write(std::uint32_t t, std::uint32_t h, const Holder& writer, std::uint64_t begin,
                std::uint64_t bytes) {
     const Holding& holding = layout_.tensors[t].holdings[h];
@@ -398,9 +403,10 @@ struct SavePlanner::Rep {
       chunk.bytes = run.bytes;
       chunk.offset = run.offset;
       if (!PartOfRegion(meta(t), holding.region, chunk.begin, chunk.bytes).ok()) {
-        return Status(Code::kUnsupported, "placement tensor-file: tensor " + meta(t).key() +
-                                              ": shard " + holding.region.ToString() +
-                                              " has runs that end inside an element");
+        return Status(Code::kUnsupported,
+                      "placement tensor-file: tensor " + meta(t).key() + ": shard " +
+                          holding.region.ToString() +
+                          " has runs that end inside an element; use rank-shard or auto");
       }
       chunk.part = parts_[t]++;
       rank(writer.rank).chunks.push_back(chunk);
@@ -435,9 +441,9 @@ struct SavePlanner::Rep {
   SavePlan plan_;
   std::vector<std::uint32_t> own_file_;  // Tensors that want a file of their own.
   std::vector<std::uint32_t> parts_;
-  std::vector<SharedBytes> groups_;                 // Of replicas with the same holders.
-  std::vector<std::vector<std::uint64_t>> shares_;  // Of them, what is not given out yet.
-  std::vector<std::uint64_t> ahead_;  // By rank: what other groups will give it, about.
+  std::vector<SharedBytes> groups_;                 // Replicated regions with the same holders.
+  std::vector<std::vector<std::uint64_t>> shares_;  // By group, then rank: bytes not assigned yet.
+  std::vector<std::uint64_t> ahead_;  // By rank: estimate of what other groups will assign.
   int safetensors_writer_ = 0;
 };
 
@@ -455,7 +461,7 @@ Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
                                         const PlanRules& rules, int world) {
   ByteWriter out;
   if (surveys.size() != rules.owners) {
-    return Status(Code::kInternal, "plan: not one survey of every owner");
+    return Status(Code::kInternal, "internal error: plan: a rank that plans sent no survey");
   }
   if (rules.placement == PlacementRule::kSafetensors) {
     const auto ranks = static_cast<std::size_t>(world);
@@ -484,8 +490,8 @@ Result<std::string> SavePlanner::Decide(std::span<const std::string> surveys,
       classes[c] += LoadLittle<std::uint32_t>(survey.data() + 4 * c);
     }
   }
-  // From the largest class down, until one does not fit any more: of that each owner in turn may
-  // have as many as it has, while there are any left.
+  // Grants the largest size classes whole, until one does not fit: from that class each owner in
+  // turn gets as many files as it has tensors, while any are left.
   std::uint64_t left = rules.max_tensor_files;
   std::size_t c = kSizeClasses;
   while (c > 0 && classes[c - 1] <= left) left -= classes[--c];
@@ -515,7 +521,7 @@ Result<Region> PartOfRegion(const TensorMeta& meta, const Region& region, std::u
     return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": bytes " +
                                               std::to_string(begin) + " to " +
                                               std::to_string(begin + bytes) + " of shard " +
-                                              region.ToString() + " are no whole elements of it");
+                                              region.ToString() + " are not whole elements");
   }
   return Region::Flat(region.box(), region.flat_first() + static_cast<std::int64_t>(*first / bits),
                       static_cast<std::int64_t>(*size / bits));

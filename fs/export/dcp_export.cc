@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// PlanDcp of export_plan.h. A folder as torch.distributed.checkpoint's FileSystemWriter of
-// torch 2.13 writes it: items, each a torch archive of its own, in .distcp files, and .metadata,
-// which says where they are.
+// PlanDcp of export_plan.h: a directory in the layout that FileSystemWriter of
+// torch.distributed.checkpoint (torch 2.13) writes. Items, each of which is a torch archive, are in
+// .distcp files; .metadata has their positions.
 //
-//   __0_0.distcp   one file for each rank of the export, of about equally many bytes
-//     item         a zip archive as of torch.save: data.pkl (a tensor over storage "0", or a value)
-//                  and the small entries that go with it, of a tensor also data/0 (its bytes)
-//   .metadata      a pickle of class Metadata: of each key its type, shape and chunks
-//                  (state_dict_metadata), its path in nested dicts (planner_data), and of each
+//   __0_0.distcp   one file for each rank of the export, all of about the same size
+//     item         a zip archive as torch.save writes it: data.pkl (a tensor over storage "0", or a
+//                  value), small fixed entries, and for a tensor data/0 (its bytes)
+//   .metadata      a pickle of class Metadata: for each key its type, shape and chunks
+//                  (state_dict_metadata) and its path in nested dicts (planner_data); for each
 //                  chunk the file, offset and length of its item (storage_data)
 //
-// The steps: find the values that are no tensors, measure everything, lay items out file after
-// file, then write .metadata from what was laid out. No data are read but the first bytes of
-// objects that may be archives already.
+// Steps: collect the values that are not tensors, measure everything, lay out the items file after
+// file, then write .metadata. Of the data only the first bytes of objects are read, to recognize
+// objects that are torch archives already.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -31,18 +31,23 @@
 namespace tensormount::fs {
 namespace {
 
-// About what an item's archive has besides data: so that many small items count as work too.
+// Approximate size of an item's archive without its data, so that many small items are balanced
+// between files too.
 constexpr std::uint64_t kItemOverhead = 1600;
 
-// A value that is no tensor: a common value or a part of an object.
-// `fqn` (fully qualified name) is what DCP calls a key.
+// An item that is not a tensor: a common value, a part of one, several of them, or an object part.
+// `fqn` (fully qualified name) is DCP's term for a key.
 struct ByteItem {
   std::string fqn;
   std::string stored;
-  const CommonValue* value = nullptr;  // Null: part number `part`.
-  std::vector<CommonKey> below = {};   // Of what is in a dict: where, from the value `stored`.
-  std::optional<SavedPath> path = {};  // Where it stood, if the stored name does not tell.
-  std::vector<ByteItem> items = {};    // Not empty: a list, or a tuple, of these.
+  // The common value; null if the item is object part number `part`, or `items`.
+  const CommonValue* value = nullptr;
+  // Path of the item in the common value `stored`, if that was split.
+  std::vector<CommonKey> below = {};
+  // Path in the state dict, if it does not follow from `stored`.
+  std::optional<SavedPath> path = {};
+  // If not empty, the item is a list or tuple of these values.
+  std::vector<ByteItem> items = {};
   bool tuple = false;
   std::uint32_t part = 0;
   DcpItem item;
@@ -90,8 +95,8 @@ class Planner {
     return shown_.tensors.ForEachEntry(0, shown_.tensors.count(), fn);
   }
 
-  // Objects first, in the order of their paths, then common values by name. The order is that of
-  // the items in the files.
+  // Fills byte_items_: objects in the order of their paths, then common values by name, then empty
+  // containers. FillListGaps may later move the items of lists to the end.
   Status FindByteItems() {
     std::set<std::string> as_stored;
     const std::vector<ObjectRecord>& parts = shown_.objects.parts();
@@ -101,16 +106,15 @@ class Planner {
       TENSORMOUNT_ASSIGN_OR_RETURN(item.fqn, shown_.objects.tree().keys().KeyAt(n));
       if (!renamed.empty()) item.stored = renamed;
       if (parts[n].grid.rank() > 0) {
-        // As Megatron-Core calls the parts of its sharded objects.
-        // The path ends in "/0.3"; Megatron's name is KEY/shard_0.3_2.4, with the size of the grid
-        // behind.
+        // Parts of sharded objects are named as by Megatron-Core: a path that ends in "/0.3"
+        // becomes KEY/shard_0.3_2.4, where 2.4 is the size of the grid.
         const std::string index = Join(parts[n].index);
         item.fqn.resize(item.fqn.size() - index.size());
         item.fqn += fmt::format("shard_{}_{}", index, Join(parts[n].grid));
         item.stored.clear();
       }
-      // What an adopted DCP checkpoint has as a plain value, it has as it was stored, too.
-      // It then goes out as the very same archive, and not as a pickle of ours.
+      // In an adopted DCP checkpoint a plain value is both a common value and an object, the stored
+      // archive. The object is exported, so that the archive stays byte for byte the same.
       if (common_.values.contains(item.fqn)) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool archive, IsArchive(n));
         if (archive) as_stored.insert(item.fqn);
@@ -130,7 +134,7 @@ class Planner {
         lost.push_back(name);
       }
     }
-    NoteLost("dcp cannot hold the values", lost, plan_);
+    NoteUnsupportedValues("DCP cannot store the values", lost, plan_);
     for (const SavedPaths::Empty& empty : paths_.empty()) {
       byte_items_.push_back(
           {.fqn = Dotted(empty.path), .stored = {}, .value = &empty.value, .path = empty.path});
@@ -138,14 +142,14 @@ class Planner {
     return {};
   }
 
-  // As torch's planners cut: what stands in a dict, or in a list that holds one, is an item by
-  // itself. Not where that would give two items one name.
+  // Adds a common value, split as by torch's planners: each entry of a dict, or of a list that
+  // contains a dict, becomes an item. A value that would give two items the same name is not split.
   void AddValue(const std::string& name, const CommonValue& value) {
     std::vector<ByteItem> leaves;
     std::vector<CommonKey> below;
     AddLeaves(name, name, value, below, leaves);
     std::set<std::string_view> names;
-    // {"a.b": 1, "a": {"b": 2}} would be "a.b" twice: then the dict stays one item.
+    // {"a.b": 1, "a": {"b": 2}} would give "a.b" twice, so this dict stays one item.
     const bool apart = std::ranges::all_of(leaves, [&](const ByteItem& leaf) {
       return names.insert(leaf.fqn).second &&
              (leaf.below.empty() || !common_.values.contains(leaf.fqn));
@@ -160,8 +164,8 @@ class Planner {
     return list != nullptr && std::ranges::any_of(list->items, HoldsDict);
   }
 
-  // Depth is bounded by that of common values. An empty dict or list is a leaf itself, or it would
-  // be lost.
+  // Appends the items that a value is split into. An empty dict or list is an item, too. The
+  // recursion is as deep as the value.
   static void AddLeaves(const std::string& stored, const std::string& fqn, const CommonValue& value,
                         std::vector<CommonKey>& below, std::vector<ByteItem>& out) {
     const auto add = [&](const std::string& part, CommonKey key, const CommonValue& item) {
@@ -187,12 +191,13 @@ class Planner {
     }
   }
 
-  // For planner_data: the path of the value that the leaf was cut from, and the way to it from
-  // there.
+  // Path of an item for planner_data. For an item of a split value: the path of the value, then the
+  // path within the value.
   std::vector<CommonKey> PathOf(const ByteItem& item) const {
     if (flat_) return {CommonKey(item.fqn)};
     if (item.below.empty()) return PlannerPath(PathOfValue(item), item.fqn);
-    std::vector<CommonKey> path = SavedPaths::ForPlanner(paths_.OfValue(item.stored, item.stored));
+    std::vector<CommonKey> path =
+        SavedPaths::ToPlannerPath(paths_.OfValue(item.stored, item.stored));
     path.insert(path.end(), item.below.begin(), item.below.end());
     return path;
   }
@@ -201,12 +206,13 @@ class Planner {
     return item.path ? *item.path : paths_.OfValue(item.fqn, item.stored);
   }
 
-  // The path of an item for planner_data, whose outermost is a dict.
+  // The path in the form of planner_data. If the outermost container is not a dict: only the key,
+  // because DCP saves dicts.
   std::vector<CommonKey> PlannerPath(const SavedPath& path, const std::string& key) const {
     if (flat_) return {CommonKey(key)};
     if (path.front().kind == PathStep::Kind::kName ||
         path.front().kind == PathStep::Kind::kNumberKey) {
-      return SavedPaths::ForPlanner(path);
+      return SavedPaths::ToPlannerPath(path);
     }
     return {CommonKey(key)};
   }
@@ -217,13 +223,13 @@ class Planner {
     return out;
   }
 
-  // Fills named_. `names`: those that are taken.
+  // Fills named_. `names`: the names in use, to which further names of tensors are added.
   Status FindNames(std::set<std::string, std::less<>>& names) {
     return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
       const std::string& key = tensor.meta.key();
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
       const std::vector<SavedPath> paths = paths_.Of(key, stored);
-      std::vector<Named> found;
+      std::vector<TensorName> found;
       for (const SavedPath& path : paths) {
         std::string fqn = Dotted(path);
         if (fqn == key || (!fqn.empty() && names.insert(fqn).second)) {
@@ -231,7 +237,7 @@ class Planner {
         }
       }
       if (found.size() < paths.size()) twins_.push_back(key);
-      // At the root, where nothing else can have the name.
+      // Without a usable path the tensor is at the root under its key.
       if (found.empty()) found.push_back({key, {{key, PathStep::Kind::kName}}});
       const bool as_stored =
           found.size() == 1 && found.front().fqn == key && found.front().path == paths.front();
@@ -240,9 +246,9 @@ class Planner {
     });
   }
 
-  // A value that the checkpoint has under another name than planners would give it gets theirs.
-  void NameAsPlannersDo(std::set<std::string, std::less<>>& names, ByteItem& item) const {
-    SavedPath path = AsPlanned(PathOf(item));
+  // Renames an item to the name that torch's planners would give it, if that name is free.
+  void UsePlannerName(std::set<std::string, std::less<>>& names, ByteItem& item) const {
+    SavedPath path = PathFromPlannerKeys(PathOf(item));
     std::string dotted = Dotted(path);
     if (dotted == item.fqn || dotted.empty() || dotted.front() == '$' ||
         SavedPaths::IsInternal(dotted) || !names.insert(dotted).second) {
@@ -254,8 +260,9 @@ class Planner {
     item.below.clear();
   }
 
-  // Whether some value would stand within another one. Then each stands under its name.
-  Status FindFlat() {
+  // Sets flat_ if a name at the root would be both a value and a container of values. With flat_
+  // all values are exported in a flat dict, by their names.
+  Status DetectPathConflicts() {
     if (!paths_.nested() &&
         std::ranges::all_of(byte_items_, [](const ByteItem& item) { return item.below.empty(); })) {
       return {};
@@ -269,26 +276,30 @@ class Planner {
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
-          for (const Named& name : names) add(PlannerPath(name.path, name.fqn));
+          for (const TensorName& name : names) add(PlannerPath(name.path, name.fqn));
           return {};
         }));
     flat_ =
         std::ranges::any_of(values, [&](const CommonKey& key) { return containers.contains(key); });
-    if (flat_) plan_.notes.emplace_back("its values' paths contradict each other: a flat dict");
+    if (flat_)
+      plan_.notes.emplace_back(
+          "exported as a flat dict: a value has the path of a dict or list that holds other "
+          "values");
     return {};
   }
 
-  // What planner_data says of a list: the positions that have values.
+  // The items that a list has according to planner_data.
   struct ListItems {
     std::set<std::int64_t> there;
     std::int64_t count = 0;
-    std::map<std::int64_t, std::size_t> leaves;  // Numbers of byte items that a pickle can hold.
+    // For each position with an item that a pickle can contain: the item's index in byte_items_.
+    std::map<std::int64_t, std::size_t> leaves;
     bool tuple = false;
   };
   using Lists = std::map<SavedPath, ListItems>;
 
-  // As planner_data has a path: what is no position is text.
-  static SavedPath AsPlanned(std::vector<CommonKey> keys) {
+  // Converts a path of planner_data: integers are positions in lists, texts are names.
+  static SavedPath PathFromPlannerKeys(std::vector<CommonKey> keys) {
     SavedPath path;
     for (CommonKey& key : keys) {
       const bool position = std::holds_alternative<std::int64_t>(key);
@@ -298,7 +309,8 @@ class Planner {
     return path;
   }
 
-  // `leaf`: the number of a byte item that can be an item of another one.
+  // Adds a path to all lists on it. `leaf`: index in byte_items_ of the item at this path, if it
+  // can be nested in another item.
   static void AddToLists(Lists& lists, const SavedPath& path, std::optional<std::size_t> leaf) {
     for (std::size_t i = 0; i < path.size(); ++i) {
       const auto* position = std::get_if<std::int64_t>(&path[i].key);
@@ -310,29 +322,30 @@ class Planner {
     }
   }
 
-  // torch makes its lists anew from planner_data, and then asks for what it has cut from them: for
-  // every item of one that holds tensors or dicts, and for one without these as a whole.
-  Status MendLists(std::set<std::string, std::less<>>& names) {
+  // torch rebuilds lists from planner_data and then requests each item of a list with tensors or
+  // dicts, but a list of plain values as one item. So this merges the items of a list of plain
+  // values into one item, and adds None for missing items of other lists.
+  Status FillListGaps(std::set<std::string, std::less<>>& names) {
     Lists lists;
     for (std::size_t n = 0; n < byte_items_.size(); ++n) {
-      AddToLists(lists, AsPlanned(PathOf(byte_items_[n])),
+      AddToLists(lists, PathFromPlannerKeys(PathOf(byte_items_[n])),
                  byte_items_[n].value != nullptr ? std::optional(n) : std::nullopt);
     }
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
           TENSORMOUNT_ASSIGN_OR_RETURN(const auto of, NamesOf(n, tensor.meta.key()));
-          for (const Named& name : of) {
-            AddToLists(lists, AsPlanned(PlannerPath(name.path, name.fqn)), std::nullopt);
+          for (const TensorName& name : of) {
+            AddToLists(lists, PathFromPlannerKeys(PlannerPath(name.path, name.fqn)), std::nullopt);
           }
           return {};
         }));
     for (const auto& [path, container] : paths_.containers()) {
-      const auto list = lists.find(AsPlanned(SavedPaths::ForPlanner(path)));
+      const auto list = lists.find(PathFromPlannerKeys(SavedPaths::ToPlannerPath(path)));
       if (list == lists.end()) continue;
       list->second.count = std::max(list->second.count, container.items);
       list->second.tuple = container.kind == SavedPaths::Container::Kind::kTuple;
     }
-    // The innermost first.
+    // Innermost lists first.
     std::vector<Lists::value_type*> order;
     for (auto& list : lists) order.push_back(&list);
     std::ranges::stable_sort(
@@ -375,7 +388,7 @@ class Planner {
     return {};
   }
 
-  // A list that became one item is an item of the list that it lies in.
+  // A list that was merged into one item becomes an item of the list that contains it.
   static void AddLeaf(Lists& lists, const SavedPath& path, std::size_t leaf) {
     const auto* position = std::get_if<std::int64_t>(&path.back().key);
     if (position == nullptr) return;
@@ -388,16 +401,15 @@ class Planner {
     return none;
   }
 
-  // How much there is in all, and whether every name is there once.
+  // Chooses names and paths, checks that every name is used once, and computes total_.
   Status Measure() {
     std::set<std::string, std::less<>> names;
     const auto twice = [](const std::string& key) {
-      return Status(Code::kUnsupported,
-                    fmt::format("dcp has one name for tensors, objects and common values: "
-                                "there are two of {}",
-                                key));
+      return Status(Code::kUnsupported, fmt::format("dcp stores tensors, objects and common values "
+                                                    "under one set of names: {} is used twice",
+                                                    key));
     };
-    // Nothing once a sum did not fit 64 bits.
+    // nullopt if the sum exceeds 64 bits.
     std::optional<std::uint64_t> total = 0;
     const auto add = [&total](std::uint64_t bytes) {
       total = total ? CheckedAdd(*total, bytes) : total;
@@ -409,7 +421,7 @@ class Planner {
           add(DcpCut(tensor.meta, chunk_bytes_).chunks() * kItemOverhead);
           return {};
         }));
-    // What an empty container would be called may be another rank's value.
+    // Empty containers whose name is also that of a tensor or value are left out.
     std::set<std::string, std::less<>> values;
     for (const ByteItem& item : byte_items_) {
       if (!item.path) values.insert(item.fqn);
@@ -430,18 +442,18 @@ class Planner {
       TENSORMOUNT_RETURN_IF_ERROR(FindNames(names));
       for (ByteItem& item : byte_items_) {
         if (item.path) continue;
-        NameAsPlannersDo(names, item);
-        if (item.path || Dotted(AsPlanned(PathOf(item))) == item.fqn) continue;
+        UsePlannerName(names, item);
+        if (item.path || Dotted(PathFromPlannerKeys(PathOf(item))) == item.fqn) continue;
         item.below.clear();
         item.path = SavedPath{{item.fqn, PathStep::Kind::kName}};
         twins_.push_back(item.fqn);
       }
     }
-    NoteLost("dcp has one name for values whose paths read alike; under another one, or left out",
-             twins_, plan_);
-    TENSORMOUNT_RETURN_IF_ERROR(FindFlat());
+    NoteUnsupportedValues("DCP would give several values the same name; renamed or left out",
+                          twins_, plan_);
+    TENSORMOUNT_RETURN_IF_ERROR(DetectPathConflicts());
     if (paths_.nested() && !flat_) {
-      TENSORMOUNT_RETURN_IF_ERROR(MendLists(names));
+      TENSORMOUNT_RETURN_IF_ERROR(FillListGaps(names));
       for (std::size_t n = 0; n < byte_items_.size(); ++n) add(kItemOverhead);
     }
     // Leaves room for the product in NextItem.
@@ -452,8 +464,8 @@ class Planner {
     return {};
   }
 
-  // The file that the next item goes into: about equally many bytes for each.
-  // An item belongs to the file in whose share of all bytes it begins, and is never cut.
+  // Chooses the file of the next item. All bytes, in order, are divided evenly among the files, and
+  // an item goes to the file in whose share it begins, so that files have about the same size.
   void NextItem(std::uint64_t bytes) {
     const auto wanted = static_cast<std::uint32_t>(std::min(done_ * files_ / total_, files_ - 1));
     if (wanted != file_) {
@@ -463,7 +475,8 @@ class Planner {
     done_ += bytes + kItemOverhead;
   }
 
-  // Templates go with the builder: they are ranges of its kept text.
+  // Ends the current file. Templates refer to the text kept in its builder, so they are cleared,
+  // too.
   void FinishFile() {
     if (builder_.size() > 0) {
       AddMadeFile(plan_, view_, DcpFileName(file_), builder_.Finish(), std::move(holes_));
@@ -473,7 +486,7 @@ class Planner {
     templates_.clear();
   }
 
-  // From offsets of the archive to those of the data file.
+  // Adds the holes of an item's archive, which begins at `begin` of the data file.
   void AddHoles(const std::vector<CrcHole>& of_item, std::uint64_t begin) {
     for (CrcHole hole : of_item) {
       hole.covered = {hole.covered.begin + begin, hole.covered.end + begin};
@@ -482,14 +495,15 @@ class Planner {
     }
   }
 
-  // Items of one type and shape differ in their data alone.
+  // The text of the archive before and after a chunk's data. It is the same for all chunks of one
+  // type and shape.
   struct Template {
-    ByteRange head;  // In the kept text of the builder.
+    ByteRange head;  // Range of the text kept in builder_.
     ByteRange tail;
     std::vector<CrcHole> holes;
   };
-  // A model has few combinations of type and shape and may have a million tensors: text and holes
-  // are made once for each.
+  // A model has few combinations of type and shape but may have a million tensors, so text and
+  // holes are made once for each combination.
   const Template& TemplateOf(DType dtype, const Dims& shape) {
     const auto [it, added] =
         templates_.try_emplace({dtype, std::vector<std::int64_t>(shape.begin(), shape.end())});
@@ -507,11 +521,12 @@ class Planner {
     zip.End(tail);
     AddEntriesAfterData(zip, tail);
     zip.Finish(tail);
-    it->second = {.head = builder_.Keep(head), .tail = builder_.Keep(tail), .holes = zip.holes()};
+    it->second = {
+        .head = builder_.StoreText(head), .tail = builder_.StoreText(tail), .holes = zip.holes()};
     return it->second;
   }
 
-  // items_ has one for each chunk, in the order in which Metadata() asks for them again.
+  // Adds the chunks of a tensor as items. Metadata() reads items_ in the same order.
   void AddTensor(const TensorEntry& tensor) {
     const DcpCut cut(tensor.meta, chunk_bytes_);
     for (std::uint64_t n = 0; n < cut.chunks(); ++n) {
@@ -528,10 +543,10 @@ class Planner {
     }
   }
 
-  // Whether the bytes of an object are a torch archive as they are: its first entry tells.
+  // Whether an object's bytes already are a torch archive, judged by its first entry.
   Result<bool> IsArchive(std::uint32_t part) const {
     const std::uint64_t length = shown_.objects.parts()[part].length;
-    // A local zip header has 30 bytes, then the name, whose length stands at 26.
+    // A local zip header has 30 bytes, then the name; the length of the name is at offset 26.
     char head[30 + 256];
     const std::size_t size = std::min<std::uint64_t>(length, sizeof head);
     if (size < 30) return false;
@@ -542,7 +557,7 @@ class Planner {
     return text.starts_with("PK\x03\x04") && text.substr(30, name).ends_with("/data.pkl");
   }
 
-  // Recursive; as deep as paths are long.
+  // Writes an item's value as a pickle. The recursion is as deep as lists are nested in its path.
   void PickleItem(PickleWriter& pickle, const ByteItem& bytes) const {
     if (bytes.items.empty()) {
       if (!paths_.IsEncoded(bytes.stored) || !PickleEncoded(pickle, *bytes.value)) {
@@ -588,8 +603,8 @@ class Planner {
     return {};
   }
 
-  // Bytes that torch could not load: as a Python bytes object.
-  // data.pkl is then one BINBYTES8 and a STOP: the object's bytes pass through unread.
+  // Adds an object that is not a torch archive as a Python bytes object: data.pkl is BINBYTES8, the
+  // object's bytes, which are not read here, and STOP.
   void AddOpaque(std::uint32_t part, std::uint64_t length) {
     const std::string before = PickleWriter::BytesHead(length);
     ZipWriter zip;
@@ -608,16 +623,16 @@ class Planner {
 
   // ---- .metadata ----
 
-  // A name of a tensor and where it stood in the state dict. DCP has all names of a tied tensor,
-  // and the bytes once.
-  struct Named {
+  // A name of a tensor and its path in the state dict. A tied tensor has several names in DCP, but
+  // its bytes are exported once.
+  struct TensorName {
     std::string fqn;
     SavedPath path;
   };
 
-  // Calls fn for each name of each tensor, in the order of AddTensor.
+  // Calls `fn` for each tensor with all its names, in the order of the calls of AddTensor.
   Status ForEachName(
-      const std::function<void(const TensorEntry&, std::span<const Named>)>& fn) const {
+      const std::function<void(const TensorEntry&, std::span<const TensorName>)>& fn) const {
     return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto names, NamesOf(n, tensor.meta.key()));
       fn(tensor, names);
@@ -628,50 +643,52 @@ class Planner {
   Result<std::string> Metadata() {
     DcpMetadataWriter out;
     TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachName([&](const TensorEntry& tensor, std::span<const Named> names) {
+        ForEachName([&](const TensorEntry& tensor, std::span<const TensorName> names) {
           const DcpCut cut(tensor.meta, chunk_bytes_);
-          for (const Named& name : names) out.AddTensor(name.fqn, tensor.meta, cut);
+          for (const TensorName& name : names) out.AddTensor(name.fqn, tensor.meta, cut);
         }));
     for (const ByteItem& bytes : byte_items_) out.AddBytes(bytes.fqn);
     out.BeginPaths();
-    TENSORMOUNT_RETURN_IF_ERROR(ForEachName([&](const TensorEntry&, std::span<const Named> names) {
-      for (const Named& name : names) out.AddPath(name.fqn, PlannerPath(name.path, name.fqn));
-    }));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ForEachName([&](const TensorEntry&, std::span<const TensorName> names) {
+          for (const TensorName& name : names)
+            out.AddPath(name.fqn, PlannerPath(name.path, name.fqn));
+        }));
     for (const ByteItem& bytes : byte_items_) out.AddPath(bytes.fqn, PathOf(bytes));
     out.BeginItems();
     for (const ByteItem& bytes : byte_items_) out.AddItem(bytes.fqn, bytes.item);
     std::size_t next = 0;
     TENSORMOUNT_RETURN_IF_ERROR(
-        ForEachName([&](const TensorEntry& tensor, std::span<const Named> names) {
+        ForEachName([&](const TensorEntry& tensor, std::span<const TensorName> names) {
           const DcpCut cut(tensor.meta, chunk_bytes_);
           for (std::uint64_t n = 0; n < cut.chunks(); ++n) {
             const DcpChunk chunk = cut.At(n);
             const DcpItem& item = items_.at(next++);
-            for (const Named& name : names) out.AddItem(name.fqn, item, chunk.offsets, n);
+            for (const TensorName& name : names) out.AddItem(name.fqn, item, chunk.offsets, n);
           }
         }));
     return out.Finish();
   }
 
-  Result<std::vector<Named>> NamesOf(std::uint32_t n, const std::string& key) const {
+  Result<std::vector<TensorName>> NamesOf(std::uint32_t n, const std::string& key) const {
     if (const auto found = named_.find(n); found != named_.end()) return found->second;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
-    return std::vector<Named>{{key, paths_.Of(key, stored).front()}};
+    return std::vector<TensorName>{{key, paths_.Of(key, stored).front()}};
   }
 
   const CheckpointView& view_;
   const ShownCheckpoint& shown_;
-  const std::uint64_t chunk_bytes_;  // Most bytes of a tensor in one item.
+  const std::uint64_t chunk_bytes_;  // Largest number of bytes of a tensor in one item.
   const std::uint64_t files_;
   ExportPlan& plan_;
   CommonState common_;
   SavedPaths paths_;
-  // By the number of the tensor, where its key does not say all.
-  std::map<std::uint32_t, std::vector<Named>> named_;
-  std::vector<std::string> twins_;  // Whose dotted paths others have.
+  // The names, by tensor number, of tensors whose name and path do not follow from the key.
+  std::map<std::uint32_t, std::vector<TensorName>> named_;
+  std::vector<std::string> twins_;  // Names that another tensor or value has too.
   bool flat_ = false;
   std::vector<ByteItem> byte_items_;
-  std::vector<DcpItem> items_;  // Of tensors' chunks, in order.
+  std::vector<DcpItem> items_;  // Items of the chunks of all tensors.
   std::uint64_t total_ = 1;
   std::uint64_t done_ = 0;
   std::uint32_t file_ = 0;
@@ -685,7 +702,8 @@ class Planner {
 Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
                ExportPlan& plan) {
   if (files < 1 || options.dcp_chunk_bytes == 0) {
-    return Status(Code::kInvalidArgument, "dcp: one file at least, of pieces of a byte at least");
+    return Status(Code::kInvalidArgument,
+                  "dcp: the number of files and the chunk size must be at least 1");
   }
   return Planner(view, options, files, plan).Run();
 }

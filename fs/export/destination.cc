@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether an export may write where the user said: onto nothing, or in the place of an earlier
-// export of the same kind, never over files that somebody made otherwise.
+// Checks whether an export may write to its destination: the path is free, or holds an earlier
+// export of the same kind. Files of other origin are never replaced.
 #include "fs/export/destination.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace tensormount::fs {
 namespace {
 
-// Of NAME.<8 hex digits>.tmp: enough that two exports at once do not meet, and an exact length, so
-// that leftovers are told from files of others.
+// Number of hex digits in NAME.<8 hex digits>.tmp, enough for concurrent exports not to collide.
+// The exact length distinguishes leftovers from unrelated files.
 constexpr std::size_t kMarkDigits = 8;
 
 bool IsExportMark(std::string_view text) {
@@ -26,8 +26,9 @@ bool IsExportMark(std::string_view text) {
          text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
 
-// By whole names: "/a/bc" is not within "/a/b".
-bool Within(std::string_view inner, std::string_view outer) {
+// Whether the path `inner` is `outer` or below it. Compares whole names: "/a/bc" is not within
+// "/a/b".
+bool IsWithin(std::string_view inner, std::string_view outer) {
   return inner == outer ||
          (inner.starts_with(outer) && inner.substr(outer.size()).starts_with('/'));
 }
@@ -36,54 +37,58 @@ bool IsDigits(std::string_view text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// "__12_0.distcp"
+// Whether the name is that of a DCP data file, such as "__12_0.distcp".
 bool IsDcpFile(std::string_view name) {
   constexpr std::string_view kEnd = "_0.distcp";
   return name.starts_with("__") && name.ends_with(kEnd) && name.size() > 2 + kEnd.size() &&
          IsDigits(name.substr(2, name.size() - 2 - kEnd.size()));
 }
 
-// "model-00001-of-00002.safetensors"
+// Whether the name is like "model-00001-of-00002.safetensors".
 bool IsHfPart(std::string_view name) {
   return name.starts_with("model-") && name.ends_with(".safetensors") &&
          name.find("-of-") != std::string_view::npos;
 }
 
-// What an entry at the top of a folder says of it.
-// kExport: only such an export has it. kNothing: it may have it. kElse: it has not, so the folder
-// is somebody's.
-enum class Says { kExport, kNothing, kElse };
+// How one entry at the top of a directory counts in deciding whether the directory is an export.
+// kExport: only an export of this format has such an entry. kNeutral: an export may have it.
+// kUnrelated: an export never has it, so the directory must not be replaced.
+enum class EntryVerdict { kExport, kNeutral, kUnrelated };
 
-Says EntrySays(const DirectoryEntry& entry, ExportFormat format,
-               const std::set<std::string>& written) {
+EntryVerdict ClassifyEntry(const DirectoryEntry& entry, ExportFormat format,
+                           const std::set<std::string>& written) {
   const bool file = entry.kind == FileKind::kFile;
-  // Folders and links of the right name are not ours.
-  const auto file_if = [file](bool ours) { return file && ours ? Says::kNothing : Says::kElse; };
+  // These formats write only regular files: a directory or symlink with a matching name is
+  // unrelated.
+  const auto file_if = [file](bool ours) {
+    return file && ours ? EntryVerdict::kNeutral : EntryVerdict::kUnrelated;
+  };
   const std::string& name = entry.name;
   switch (format) {
     case ExportFormat::kHf:
       if (file && (name == "model.safetensors" || name == "model.safetensors.index.json")) {
-        return Says::kExport;
+        return EntryVerdict::kExport;
       }
-      // A tokenizer that somebody put beside it is not in what would replace it.
+      // A tokenizer, for example, that a user added: the new export would not contain it, so the
+      // directory is not replaced.
       return file_if(IsHfPart(name) || written.contains(name));
     case ExportFormat::kZarr:
-      if (file && name == "zarr.json") return Says::kExport;
-      // Groups and arrays, whose names are keys.
-      return entry.kind == FileKind::kDirectory ? Says::kNothing : Says::kElse;
+      if (file && name == "zarr.json") return EntryVerdict::kExport;
+      // Zarr groups and arrays have the names of keys, so any directory may be one.
+      return entry.kind == FileKind::kDirectory ? EntryVerdict::kNeutral : EntryVerdict::kUnrelated;
     case ExportFormat::kDcp:
-      if (file && name == ".metadata") return Says::kExport;
+      if (file && name == ".metadata") return EntryVerdict::kExport;
       return file_if(IsDcpFile(name));
     default:
-      return Says::kElse;
+      return EntryVerdict::kUnrelated;
   }
 }
 
-// Whether a folder may be replaced by an export that writes files called `written` at its top: it
-// is one itself, or holds nothing. An .npy folder has no file of a known name: nothing else may be
-// in it.
-// Only the top is looked at, except for .npy: reading a tree of a million files to be sure would
-// take longer than writing it.
+// Whether a directory is empty or an export of this format, so that it may be replaced. `written`:
+// the files that the new export has at its top. An export to npy has no file of a known name, so
+// all files in the directory must be .npy files.
+// Except for npy only the top is examined, because reading a tree of a million files would take
+// longer than writing it.
 Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat format,
                            const std::set<std::string>& written) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, fs.List(path));
@@ -91,9 +96,9 @@ Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat
   bool known = format == ExportFormat::kNpy;
   for (const DirectoryEntry& entry : entries) {
     if (format != ExportFormat::kNpy) {
-      const Says says = EntrySays(entry, format, written);
-      if (says == Says::kElse) return false;
-      known = known || says == Says::kExport;
+      const EntryVerdict says = ClassifyEntry(entry, format, written);
+      if (says == EntryVerdict::kUnrelated) return false;
+      known = known || says == EntryVerdict::kExport;
     } else if (entry.kind == FileKind::kDirectory) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const bool below,
                                    LooksExported(fs, JoinPath(path, entry.name), format, written));
@@ -105,15 +110,17 @@ Result<bool> LooksExported(FileSystem& fs, const std::string& path, ExportFormat
   return known;
 }
 
-// Whether a file may be replaced by an export to one file: it begins like one, or holds nothing.
+// Whether a file may be replaced by an export to a single file: it is empty, or begins like such an
+// export.
 Result<bool> FileLooksExported(FileSystem& fs, const std::string& path, ExportFormat format) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
-  // safetensors: 8 bytes of length, then '{'. A zip begins with "PK\3\4".
+  // A safetensors file begins with 8 bytes of length and a '{', a zip with "PK\3\4".
   char head[9] = {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got, file->ReadAt(0, head, sizeof head));
   if (got == 0) return true;
   if (format == ExportFormat::kTorch) return std::string_view(head, got).starts_with("PK\3\4");
-  return got == sizeof head && head[8] == '{';  // Behind the length of a safetensors header.
+  // First byte of the JSON header, after its 8 bytes of length.
+  return got == sizeof head && head[8] == '{';
 }
 
 }  // namespace
@@ -123,20 +130,22 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
                                                      const ExportPlan& plan,
                                                      std::vector<std::string> sources,
                                                      std::vector<std::string>& warnings) {
-  // Resolved once: later steps must not depend on the working directory, nor on links that somebody
-  // changes meanwhile.
+  TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, path));
+  // The parent directory is resolved once, so that later steps do not depend on the working
+  // directory, or on symlinks that change meanwhile.
   ExportDestination out(fs, options, plan, std::move(sources));
   const std::string trimmed = WithoutTrailingSlashes(path);
   const std::size_t slash = trimmed.rfind('/');
   out.name_ = slash == std::string::npos ? trimmed : trimmed.substr(slash + 1);
   if (out.name_.empty() || out.name_ == "." || out.name_ == "..") {
-    return Status(Code::kInvalidArgument, fmt::format("{}: names no file or folder to make", path));
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{}: ends with no name for the file or directory to create", path));
   }
   const std::string above =
       slash == std::string::npos ? "." : trimmed.substr(0, std::max<std::size_t>(slash, 1));
   Result<std::string> parent = fs.Resolve(above);
   if (!parent.ok()) {
-    return parent.status().WithContext(fmt::format("the folder that {} is to be in", path));
+    return parent.status().WithContext(fmt::format("the parent directory of {}", path));
   }
   out.parent_ = std::move(parent).value();
   TENSORMOUNT_RETURN_IF_ERROR(out.CheckParent());
@@ -147,27 +156,29 @@ Result<ExportDestination> ExportDestination::Prepare(FileSystem& fs, const std::
   } else if (old.status().code() != Code::kNotFound) {
     return old.status();
   }
-  // Only told of: whether one still runs cannot be known from here, it may be on another machine.
+  // A leftover is only a warning, because its export may still be running on another machine.
   out.FindLeftovers(warnings);
   TENSORMOUNT_RETURN_IF_ERROR(out.CheckRoom());
-  // In the same folder, hence on the same filesystem, as a rename needs it.
+  // The temporary directory has the same parent and is thus on the same filesystem, as rename(2)
+  // requires.
   out.temporary_ = fmt::format("{}.{}.tmp", out.path_, Uuid::Random().Short());
   if (plan.folder) TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(out.temporary_));
   return out;
 }
 
-// What is in a store or a checkpoint without being of it is damage to both.
-// `gc`, `fsck` and rsync of a store would meet files that they do not know.
+// An export in a store or checkpoint would damage it: `gc`, `fsck` and rsync do not expect other
+// files there.
 Status ExportDestination::CheckParent() const {
   const auto refuse = [this](const std::string& what) {
     return Status(Code::kInvalidArgument,
-                  fmt::format("{}: {}: nothing is exported into it", parent_, what));
+                  fmt::format("{}: {}; choose another directory to export to", parent_, what));
   };
   if (fs_->Exists(JoinPath(parent_, store_paths::kSuperblockFile))) return refuse("is a store");
   const std::string above = parent_.substr(0, std::max<std::size_t>(parent_.rfind('/'), 1));
-  for (const std::string& folder : {parent_, above}) {  // The other is its data/ and the like.
+  // `above` catches subdirectories such as data/.
+  for (const std::string& folder : {parent_, above}) {
     if (fs_->Exists(JoinPath(folder, store_paths::kCommitFile)))
-      return refuse("is in a checkpoint");
+      return refuse("is part of a checkpoint");
   }
   return {};
 }
@@ -179,13 +190,14 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
   };
   const bool folder = old.kind == FileKind::kDirectory;
   if (folder != plan_->folder || (!folder && old.kind != FileKind::kFile)) {
-    return refuse(plan_->folder ? "is no folder" : "is no file");
+    return refuse(plan_->folder ? "is not a directory" : "is not a regular file");
   }
-  // An export into the folder of its own source would remove what it reads.
+  // Replacing a directory that contains the source would remove the data being read.
   for (const std::string& source : sources_) {
-    if (Within(source, path_)) return refuse(fmt::format("holds {}, which is exported", source));
+    if (IsWithin(source, path_))
+      return refuse(fmt::format("contains {}, the source of this export", source));
   }
-  std::set<std::string> written;  // Names of files that this export will have at its top.
+  std::set<std::string> written;  // Names that this export will have at its top.
   for (const ExportFile& file : plan_->files) {
     if (folder && file.name.find('/') == std::string::npos) written.insert(file.name);
   }
@@ -194,14 +206,15 @@ Status ExportDestination::CheckOld(const FileInfo& old) const {
                                       : FileLooksExported(*fs_, path_, options_->format));
   if (exported) return {};
   return refuse(
-      fmt::format("holds something else than an export to {}", ExportFormatName(options_->format)));
+      fmt::format("is not an export in the format {}", ExportFormatName(options_->format)));
 }
 
 std::uint64_t ExportDestination::RoomAt(const std::string& path) {
   std::string above = WithoutTrailingSlashes(path);
   const std::size_t slash = above.rfind('/');
   above = slash == std::string::npos ? "." : above.substr(0, std::max<std::size_t>(slash, 1));
-  // Where it fails (no such folder yet, an odd filesystem) the writes will tell.
+  // If statvfs fails (no such directory, unusual filesystem), a full disk is noticed only by the
+  // writes.
   struct statvfs space {};
   if (statvfs(above.c_str(), &space) != 0) return std::numeric_limits<std::uint64_t>::max();
   return static_cast<std::uint64_t>(space.f_bavail) * space.f_frsize;
@@ -213,7 +226,7 @@ Status ExportDestination::CheckRoom() const {
   const std::uint64_t free = RoomAt(path_);
   if (free >= bytes) return {};
   return Status(Code::kResourceExhausted,
-                fmt::format("{}: the export takes {} bytes, and its filesystem has room for {}",
+                fmt::format("{}: the export needs {} bytes, but its filesystem has only {} free",
                             path_, bytes, free));
 }
 
@@ -228,44 +241,47 @@ void ExportDestination::FindLeftovers(std::vector<std::string>& warnings) const 
         !IsExportMark(rest.substr(1, kMarkDigits))) {
       continue;
     }
-    warnings.push_back(fmt::format(
-        "{}: left by an export that did not end, or that runs now; remove it if none does",
-        JoinPath(parent_, entry.name)));
+    warnings.push_back(
+        fmt::format("{}: left by an export that did not finish or is still running; remove it if "
+                    "no export is running",
+                    JoinPath(parent_, entry.name)));
   }
 }
 
 Status ExportDestination::Publish() {
-  // Always first without replacing, also with --if-exists replace: mostly nothing is there.
+  // This rename is tried first, also with --if-exists replace, because the path is usually free.
   const Status renamed = fs_->RenameNoReplace(temporary_, path_);
   if (!renamed.ok()) {
     if (renamed.code() != Code::kAlreadyExists || !options_->replace) return renamed;
-    // Looked at again: it may not be what it was.
+    // The destination is checked again, because it may have changed since Prepare.
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo old, fs_->LinkStat(path_));
     TENSORMOUNT_RETURN_IF_ERROR(CheckOld(old));
     const Status exchanged = fs_->Exchange(temporary_, path_);
     if (exchanged.code() == Code::kUnsupported) {
-      // Never by two renames: between them there would be nothing of that name.
+      // Two renames are no replacement, because between them nothing would have the name.
       return Status(Code::kUnsupported,
-                    fmt::format("{}: its filesystem cannot exchange two names in one step, so that "
-                                "it is not replaced: remove it first",
+                    fmt::format("{}: not replaced: its filesystem cannot exchange two names "
+                                "atomically; remove it first",
                                 path_));
     }
     TENSORMOUNT_RETURN_IF_ERROR(exchanged);
   }
-  // The rename is done and seen by all; only its durability is open.
+  // The rename has happened and is visible; only its durability is unknown.
   const Status synced = fs_->SyncDirectory(parent_);
   if (!synced.ok()) {
-    return Status(Code::kUnknown, fmt::format("{} is there, but may not survive a power cut: {}",
-                                              path_, synced.message()));
+    return Status(Code::kUnknown,
+                  fmt::format("{} was exported, but may not survive a power failure: {}", path_,
+                              synced.message()));
   }
-  // Exchanged: the old export has the temporary name now, and goes.
+  // After the exchange the old export has the temporary name; remove it.
   if (renamed.ok()) return {};
-  return Discard().WithContext("the export is there; what was there before is not all removed");
+  return Discard().WithContext(
+      "the export succeeded, but the previous one was not completely removed");
 }
 
 Status ExportDestination::Discard() {
   const Status removed = fs_->RemoveTree(temporary_);
-  return removed.WithContext(fmt::format("{} is left", temporary_));
+  return removed.WithContext(fmt::format("cannot remove {}", temporary_));
 }
 
 }  // namespace tensormount::fs

@@ -14,56 +14,50 @@
 
 namespace tensormount::fs {
 
-// Where an export goes: it is made whole under another name beside it, NAME.<8 hex digits>.tmp, and
-// appears under its own in one step. Rank 0's.
+// The destination of an export, used by rank 0 only. The export is written beside its destination
+// NAME, as NAME.<8 hex digits>.tmp, and gets the name NAME in one step.
 //
-// Why rank 0 alone: checks and the rename must be done once, and the others learn the temporary
-// name or the failure from it (export.cc).
-// In order: Prepare, then all ranks write below temporary(), then Publish or Discard. One that is
-// dropped without either leaves what was written, to be told of by the next export as a leftover.
-// What may be replaced is decided narrowly, because a slip in a path must not cost anybody their
-// files: only what looks like an export of the same format, and nothing that holds the source, a
-// store or a checkpoint.
+// Order of calls: Prepare, then all ranks write below temporary(), then Publish or Discard. Without
+// Publish or Discard the files stay, and the next export reports them as a leftover.
+// A mistyped path must not destroy a user's files: only an export of the same format may be
+// replaced, and never a directory that contains the source.
 class ExportDestination {
  public:
-  // Checks all that can be known beforehand, then makes the folder of the temporary name and, of
-  // what others left behind, a warning each. kAlreadyExists: `path` is taken, and not to be
-  // replaced, or holds what no export of this format is (kInvalidArgument). kNotFound: the folder
-  // above it is not there. kResourceExhausted: too little room.
-  // `sources`: paths of what is read; nothing that holds one is replaced. `options` and `plan`
-  // must outlive this.
-  // All of it before any byte is written: an export of a terabyte should not fail at its end for
-  // something that was known at its begin. Room can still run out, since others write to the same
-  // filesystem.
+  // Makes all checks that are possible before writing, creates the temporary directory, and adds a
+  // warning for each leftover of an earlier export.
+  // kAlreadyExists: `path` exists and replacing was not requested. kInvalidArgument: `path` exists
+  // and is not an export of this format, or is in a store or checkpoint. kNotFound: the parent
+  // directory does not exist. kResourceExhausted: too few bytes are free. Space may still run out
+  // later, since other programs write to the same filesystem.
+  // `sources`: paths of the files and directories that the export reads; no directory that contains
+  // one of them is replaced. `options` and `plan` must outlive this object.
   static Result<ExportDestination> Prepare(FileSystem& fs, const std::string& path,
                                            const ExportOptions& options, const ExportPlan& plan,
                                            std::vector<std::string> sources,
                                            std::vector<std::string>& warnings);
 
-  // Bytes that the filesystem has for what is to be called `path`; all there could be where that
-  // cannot be told.
-  // Asked of the folder that `path` is in, for the user that runs this (f_bavail, without root's
-  // reserve).
+  // Free bytes for this user (f_bavail, without root's reserve) on the filesystem of `path`'s
+  // parent directory; the largest u64 if this is unknown.
   static std::uint64_t RoomAt(const std::string& path);
 
   const std::string& path() const { return path_; }  // Absolute.
   const std::string& temporary() const { return temporary_; }
 
-  // Everything is written and synced: gives it its name, durably. kAlreadyExists where somebody has
-  // taken that meanwhile.
-  // RENAME_NOREPLACE, or, to replace, an exchange of the two names: at no time there is no file or
-  // folder of that name. The folder above is synced then; kUnknown where that fails, because the
-  // export is there and may yet be lost in a power cut.
+  // Gives the complete, synced export its final name, durably. kAlreadyExists: meanwhile another
+  // file or directory got the name.
+  // Uses RENAME_NOREPLACE or, to replace an export, an exchange of the two names, so that at every
+  // moment one of the two exports has the name. kUnknown: the export is in place, but syncing the
+  // parent directory failed, so a power loss may undo the rename.
   Status Publish();
-  // Removes what was written. Says what is left where that fails.
+  // Removes all that was written to temporary(). On failure the message names temporary().
   Status Discard();
 
  private:
   ExportDestination(FileSystem& fs, const ExportOptions& options, const ExportPlan& plan,
                     std::vector<std::string> sources)
       : fs_(&fs), options_(&options), plan_(&plan), sources_(std::move(sources)) {}
-  // Whether the folder above may have a new entry, whether what is there may be replaced, and
-  // whether there is room.
+  // CheckParent checks that the parent directory may get a new entry, CheckOld that an existing
+  // destination may be replaced, and CheckRoom that enough bytes are free.
   Status CheckParent() const;
   Status CheckOld(const FileInfo& old) const;
   Status CheckRoom() const;

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exports by all ranks of a job: rank 0 plans the destination, all write their share, and one
-// rename makes the result appear. The plan comes from export_plan.h or from a format's own planner;
-// all else is shared.
+// Exports by all ranks of a job. Rank 0 prepares the destination, all ranks write their share, and
+// one rename publishes the result. Only the plan depends on the format (export_plan.h).
 //
-//   all ranks      Plan          open the view, make the plan; agree that all could
+//   all ranks      Plan          open the view, make the plan; agree that all succeeded
 //   all            AgreeOnPlan   compare identities: ranks that see another source stop here
-//   rank 0         Begin         check the destination, make the temporary folder; tell its name
-//   all            Share         clone or link files that are stored ones as they are; tell which
-//   all            Write         each its ranges; agree
+//   rank 0         Begin         check the destination, make the temporary directory; send its name
+//   all            Share         clone or link files that equal stored files; exchange which
+//   all            Write         write own ranges; agree
 //   all            PutCrcs       exchange CRCs of parts, write them
 //   all            Sync          agree that all is durable
-//   rank 0         Publish       sync folders, rename; tell
-// Every step ends in a collective call, so a rank that failed never leaves others waiting, and all
+//   rank 0         Publish       sync directories, rename; send the verdict
+// Every step ends in a collective call, so a failed rank never leaves others waiting and all ranks
 // return the same verdict.
 #include "fs/export/export.h"
 
@@ -22,6 +21,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/coding.h"
+#include "base/file_system_for.h"
 #include "collective/comm/collective.h"
 #include "collective/guarded.h"
 #include "fs/export/destination.h"
@@ -36,19 +36,19 @@ double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Whether all ranks have stopped: they all returned from the call that failed.
-// After a deadline or a lost rank some may still be writing, and removing what they write would
-// race with them.
+// Whether no rank is still writing after this failure. After a timeout or a lost rank some ranks
+// may be, so files must not be removed.
 bool AllStopped(const Status& failure) {
   return failure.code() != Code::kDeadlineExceeded && failure.code() != Code::kUnavailable;
 }
 
-// One rank's part of one export, with what its steps hand to each other. Exceptions (no memory)
-// become a Status of the step (Guarded).
-class Job {
+// One rank's part of an export, with the state that its steps share. Guarded converts exceptions,
+// such as std::bad_alloc, to the Status of the step.
+class ExportJob {
  public:
-  Job(FileSystem& fs, const std::string& destination, Communicator& comm,
-      const ExportOptions& options)
+  // `fs`: null only if Run is called with an error.
+  ExportJob(FileSystem* fs, const std::string& destination, Communicator& comm,
+            const ExportOptions& options)
       : fs_(fs),
         destination_(destination),
         options_(options),
@@ -58,7 +58,7 @@ class Job {
   Result<ExportReport> Run(const Status& before, std::shared_ptr<OpenedCheckpoint> source) {
     const Status status = Steps(before, std::move(source));
     if (status.ok()) return report_;
-    // Before Begin there is nothing to clean up.
+    // Until Begin has succeeded there is nothing to clean up.
     if (!temporary_.empty()) return CleanUp(status);
     return status;
   }
@@ -73,12 +73,12 @@ class Job {
     report_.plan_seconds = SecondsSince(start);
 
     start = Clock::now();
-    ExportWriter writer(fs_, *view_, plan_, temporary_, comm_.rank(), comm_.size(), options_);
+    ExportWriter writer(*fs_, *view_, plan_, temporary_, comm_.rank(), comm_.size(), options_);
     TENSORMOUNT_RETURN_IF_ERROR(Share(writer));
     mine = Guarded([&] { return writer.Write(); });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: write"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: write files"));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto crcs,
-                                 collective_.AllGather(writer.PartialCrcs(), "export: CRCs"));
+                                 collective_.AllGather(writer.PartialCrcs(), "export: join CRCs"));
     report_.write_seconds = SecondsSince(start);
 
     start = Clock::now();
@@ -86,11 +86,11 @@ class Job {
       TENSORMOUNT_RETURN_IF_ERROR(writer.PutCrcs(crcs));
       return writer.Sync();
     });
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: sync"));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: sync files"));
     ByteWriter written;
     written.U64(writer.bytes_written());
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
-                                 collective_.AllGather(written.bytes(), "export: report"));
+                                 collective_.AllGather(written.bytes(), "export: add sizes"));
     for (const std::string& one : all) report_.bytes_written += ByteReader(one, "report").U64();
     TENSORMOUNT_RETURN_IF_ERROR(Publish());
     report_.sync_seconds = SecondsSince(start);
@@ -99,16 +99,16 @@ class Job {
 
   Status Plan(std::shared_ptr<OpenedCheckpoint> source) {
     CheckpointView::Options how;
-    // Any but 0, which is the mount's own.
+    // Slot 0 belongs to the mount.
     how.slot = 1;
     how.name = source->name();
     how.list_views = true;
-    // Every byte is compared with its hash: the copy must not carry damage on without a word.
+    // Every byte is checked against its hash, so that damage is never copied silently.
     how.verify = ServeVerify::kAlways;
     how.map = options_.map;
     how.hf = options_.hf;
     source_ = source->directory();
-    TENSORMOUNT_ASSIGN_OR_RETURN(view_, CheckpointView::Of(fs_, std::move(source), {}, how));
+    TENSORMOUNT_ASSIGN_OR_RETURN(view_, CheckpointView::FromOpened(std::move(source), {}, how));
     TENSORMOUNT_ASSIGN_OR_RETURN(plan_, MakeExportPlan(*view_, options_, comm_.size(),
                                                        ExportDestination::RoomAt(destination_)));
     report_.files = plan_.files.size();
@@ -119,20 +119,23 @@ class Job {
   }
 
   Status AgreeOnPlan(const Status& mine) {
-    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: plan"));
-    // Ranks that were called for different things would each be told that theirs is there.
-    TENSORMOUNT_RETURN_IF_ERROR(
-        AgreeOn(fmt::format("{}, {}{}", destination_, ExportFormatName(options_.format),
-                            options_.replace ? ", replaced" : ""),
-                "export: same call", [](int rank, const std::string& a, const std::string& b) {
-                  return fmt::format("export: to {} on rank 0, and to {} on rank {}", a, b, rank);
-                }));
+    TENSORMOUNT_RETURN_IF_ERROR(collective_.Agree(mine, "export: plan files"));
+    // Without this check, ranks with different arguments would each report that their own export
+    // succeeded.
+    TENSORMOUNT_RETURN_IF_ERROR(AgreeOn(
+        fmt::format("{}, {}{}", destination_, ExportFormatName(options_.format),
+                    options_.replace ? ", replaced" : ""),
+        "export: compare arguments", [](int rank, const std::string& a, const std::string& b) {
+          return fmt::format(
+              "export: ranks were called with different arguments: {} on rank 0, {} on rank {}", a,
+              b, rank);
+        }));
     ByteWriter identity;
     identity.Hash(plan_.Identity());
-    return AgreeOn(identity.bytes(), "export: same plan",
+    return AgreeOn(identity.bytes(), "export: compare plans",
                    [](int rank, const std::string&, const std::string&) {
                      return fmt::format(
-                         "ranks 0 and {} see different sources, or have other rules for keys",
+                         "export: ranks 0 and {} have different sources or different key rules",
                          rank);
                    });
   }
@@ -147,7 +150,7 @@ class Job {
     return {};
   }
 
-  // Rank 0 looks at the destination and makes the temporary folder.
+  // Rank 0 checks the destination and makes the temporary directory.
   Status Begin() {
     Result<std::string> made = Status(Code::kInternal, "rank 0's");
     if (comm_.rank() == 0) {
@@ -160,7 +163,7 @@ class Job {
           }
         }
         TENSORMOUNT_ASSIGN_OR_RETURN(
-            rank0_, ExportDestination::Prepare(fs_, destination_, options_, plan_,
+            rank0_, ExportDestination::Prepare(*fs_, destination_, options_, plan_,
                                                std::move(sources), report_.warnings));
         return {};
       });
@@ -170,9 +173,9 @@ class Job {
         made = status;
       }
     }
-    TENSORMOUNT_ASSIGN_OR_RETURN(temporary_, collective_.Broadcast(made, "export: begin"));
-    // "NAME.12345678.tmp"
-    // The absolute path is known to rank 0 alone; the others take it from here.
+    TENSORMOUNT_ASSIGN_OR_RETURN(temporary_, collective_.Broadcast(made, "export: begin files"));
+    // Strips ".12345678.tmp". Only rank 0 knows the absolute path; the other ranks derive it from
+    // the name that rank 0 sent.
     report_.path = temporary_.substr(0, temporary_.size() - 13);
     return {};
   }
@@ -180,22 +183,22 @@ class Job {
   Status Share(ExportWriter& writer) {
     bool any = false;
     for (const ExportFile& file : plan_.files) any = any || file.backed;
-    // No exchange then.
-    if (!any) return {};  // On all ranks alike.
+    // All ranks have the same plan, so all return here and none waits for an exchange.
+    if (!any) return {};
     ByteWriter mine;
-    // A rank that cannot share anything says so with an empty list; its files are written.
+    // If this throws, the rank sends the files shared so far; the other files are written.
     (void)Guarded([&] {
-      for (const ExportWriter::Shared& file : writer.ShareFiles()) {
+      for (const ExportWriter::SharedExportFile& file : writer.ShareFiles()) {
         mine.U32(file.file);
         mine.U8(file.linked ? 1 : 0);
       }
       return Status();
     });
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto all,
-                                 collective_.AllGather(mine.bytes(), "export: share"));
-    std::vector<ExportWriter::Shared> shared;
+                                 collective_.AllGather(mine.bytes(), "export: link files"));
+    std::vector<ExportWriter::SharedExportFile> shared;
     for (const std::string& one : all) {
-      ByteReader in(one, "shared files");
+      ByteReader in(one, "list of linked files");
       while (in.left() > 0) {
         const std::uint32_t file = in.U32();
         shared.push_back({.file = file, .linked = in.U8() != 0});
@@ -207,24 +210,24 @@ class Job {
   }
 
   Status Publish() {
-    // All have written: who is cancelled from now on waits for the verdict.
+    // All ranks have finished writing, so a rank that is cancelled now still waits for the verdict.
     collective_.IgnoreCancel();
     Result<std::string> done = std::string();
     if (comm_.rank() == 0) {
       const Status status = Guarded([&]() -> Status {
         TENSORMOUNT_RETURN_IF_ERROR(CheckNotCancelled(options_));
-        // Deepest first, as their entries are made durable upwards.
+        // Subdirectories are synced before their parents, whose sync makes the entries durable.
         for (auto folder = plan_.folders.rbegin(); folder != plan_.folders.rend(); ++folder) {
-          TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(JoinPath(temporary_, *folder)));
+          TENSORMOUNT_RETURN_IF_ERROR(fs_->SyncDirectory(JoinPath(temporary_, *folder)));
         }
-        if (plan_.folder) TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(temporary_));
+        if (plan_.folder) TENSORMOUNT_RETURN_IF_ERROR(fs_->SyncDirectory(temporary_));
         return rank0_->Publish();
       });
       if (!status.ok()) done = status;
     }
-    const Status told = collective_.Broadcast(done, "export: publish").status();
-    // So rank 0 neither discards it nor tells that it is left.
-    // Past this point the temporary name is gone, whatever the others heard.
+    const Status told = collective_.Broadcast(done, "export: publish files").status();
+    // If rank 0 has published, the temporary name does not exist any more, even if the broadcast
+    // failed. So rank 0 must not remove it or report it as left.
     if (done.ok()) published_ = comm_.rank() == 0;
     return told;
   }
@@ -234,16 +237,17 @@ class Job {
       return failure.WithMessage(fmt::format("{}; {} {}", failure.message(), temporary_, why));
     };
     if (published_) return failure;
-    if (!AllStopped(failure)) return left("is left: remove it when no rank writes to it any more");
-    // All ranks must say the same: what rank 0 could not remove, it only warns of.
+    if (!AllStopped(failure))
+      return left("was left behind; remove it when no rank writes to it any more");
+    // Only rank 0 removes the files; the other ranks return the failure itself.
     if (comm_.rank() != 0 || !rank0_) return failure;
     const Status removed = Guarded([&] { return rank0_->Discard(); });
-    if (!removed.ok()) return left("is left: " + removed.message());
+    if (!removed.ok()) return left("remains: " + removed.message());
     if (failure.code() != Code::kCancelled) return failure;
-    return Status(Code::kCancelled, failure.message() + "; what was written is removed");
+    return Status(Code::kCancelled, failure.message() + "; the files written so far were removed");
   }
 
-  FileSystem& fs_;
+  FileSystem* fs_;
   const std::string& destination_;
   const ExportOptions& options_;
   Communicator& comm_;
@@ -263,7 +267,15 @@ Result<ExportReport> Export(FileSystem& fs, const Status& before,
                             std::shared_ptr<OpenedCheckpoint> source,
                             const std::string& destination, Communicator& comm,
                             const ExportOptions& options) {
-  return Job(fs, destination, comm, options).Run(before, std::move(source));
+  return ExportJob(&fs, destination, comm, options).Run(before, std::move(source));
+}
+
+Result<ExportReport> Export(const Status& before, std::shared_ptr<OpenedCheckpoint> source,
+                            const std::string& destination, Communicator& comm,
+                            const ExportOptions& options) {
+  const Result<FileSystem*> fs = FileSystemFor(destination);
+  return ExportJob(fs.ok() ? fs.value() : nullptr, destination, comm, options)
+      .Run(before.ok() ? fs.status() : before, std::move(source));
 }
 
 nlohmann::ordered_json ExportJson(const ExportReport& report, ExportFormat format, int ranks) {

@@ -18,47 +18,50 @@
 
 namespace tensormount::fs {
 
-// Numbers are those of all ranks. Seconds are wall-clock time of this rank: the steps end on all
-// ranks together.
+// The result of an export. Counts are sums over all ranks. Seconds are wall-clock time of this
+// rank.
 struct ExportReport {
   std::string path;  // Absolute.
   std::uint64_t files = 0;
   std::uint64_t tensors = 0;
-  std::uint64_t bytes = 0;          // Of all files.
-  std::uint64_t bytes_written = 0;  // Less what is shared with the source's files:
-  std::uint64_t files_cloned = 0;   // reflinks,
-  std::uint64_t files_linked = 0;   // and hard links to sealed files.
+  std::uint64_t bytes = 0;          // Size of all files.
+  std::uint64_t bytes_written = 0;  // `bytes` without shared files:
+  std::uint64_t files_cloned = 0;   // Number of files shared by a reflink.
+  std::uint64_t files_linked = 0;   // Number of files shared by a hard link.
   double plan_seconds = 0;
   double write_seconds = 0;
   double sync_seconds = 0;
-  std::vector<std::string> notes;     // What the format has no place for.
-  std::vector<std::string> warnings;  // Rank 0's.
+  std::vector<std::string> notes;     // Sentences about content that the format cannot store.
+  std::vector<std::string> warnings;  // Set only on rank 0.
 };
 
-// Real files out of a checkpoint, made by all ranks together; collective. They are, byte for byte,
-// those that a mount shows (safetensors, hf, npy, zarr), or those that torch reads (dcp, torch).
-// Every byte is read once and checked against its leaf hash, where it has one. `destination`
-// appears whole and durable in one step, or not at all; what a failed export wrote is removed,
-// unless ranks could not be reached: then the message names it.
+// Exports a checkpoint to real files. All ranks call it together (it is collective). The files have
+// the bytes that a mount shows (safetensors, hf, npy, zarr), or are read by torch (dcp, torch).
+// Every byte is read once and checked against its leaf hash, if it has one. `destination` appears
+// complete and durable in one step, or not at all. A failed export removes what it wrote, unless
+// other ranks may still be writing; in that case the message names what is left.
 //
-// `before`: what this rank found wrong beforehand; `source` may be null then. Every rank opened the
-// same checkpoint. Same verdict and report on every rank.
+// `before`: an error that this rank found beforehand; `source` may then be null. Every rank must
+// have opened the same checkpoint. Verdict and report are the same on every rank.
 //   kUnsupported        the format cannot hold some tensor; nothing was written
-//   kAlreadyExists      `destination` is there, and options.replace is not set
-//   kInvalidArgument    what is there is no export of this format; keys or rules do not fit
-//   kResourceExhausted  no room; looked at before anything is written, too
-//   kDataLoss           names what is damaged or not stored
-// Thread-safe in the sense that ranks may be threads of one process, each with its communicator;
-// one call a rank. `source` is shared by threads of one process, and read only.
-// Costs: the plan is made on every rank, in memory that grows with the number of files (100 bytes
-// and the name of each) and not with data; data pass through one block of 8 MiB a rank.
+//   kAlreadyExists      `destination` exists, and options.replace is not set
+//   kInvalidArgument    `destination` is not an export of this format, or keys or rules do not fit
+//   kResourceExhausted  too few bytes are free (also checked before anything is written)
+//   kDataLoss           data are damaged or not stored; the message names them
+// Ranks may be threads of one process, each with its own communicator and one call at a time. They
+// may share `source`, which is only read.
+// Memory: each rank makes the whole plan, about 100 bytes and the name for each file, independent
+// of the data size; data pass through one 8 MiB block per rank.
 Result<ExportReport> Export(FileSystem& fs, const Status& before,
                             std::shared_ptr<OpenedCheckpoint> source,
                             const std::string& destination, Communicator& comm,
                             const ExportOptions& options);
+// The same export, to the filesystem that `destination` names (FileSystemFor).
+Result<ExportReport> Export(const Status& before, std::shared_ptr<OpenedCheckpoint> source,
+                            const std::string& destination, Communicator& comm,
+                            const ExportOptions& options);
 
-// The report for programs (docs/cli.md), without its warnings. Include <nlohmann/json.hpp> where it
-// is used.
+// The report as JSON (docs/cli.md), without its warnings. Callers include <nlohmann/json.hpp>.
 nlohmann::ordered_json ExportJson(const ExportReport& report, ExportFormat format, int ranks);
 
 }  // namespace tensormount::fs

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An export that copies a view of the mount: its folders walked, its files as they would be read
-// there.
+// Plans an export that copies a view of the mount: walks its directories and lists its files.
 #include "fs/export/export_plan.h"
 
 #include <array>
@@ -22,7 +21,8 @@ namespace {
 
 constexpr std::size_t kMostNamed = 8;
 
-// In the order of the enumeration: ExportFormatName indexes it.
+// Names of the formats, in the order of the enumeration, because ExportFormatName uses the
+// enumerator as an index.
 constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kSafetensors, "safetensors"},
     {ExportFormat::kHf, "hf"},
@@ -31,19 +31,21 @@ constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
     {ExportFormat::kDcp, "dcp"},
     {ExportFormat::kTorch, "torch"},
 }};
-// Four million files are half a GB of plan; a zarr array of a hostile shape could ask for any
-// number.
+// Largest number of files in a plan: four million files take half a GB of memory. A hostile zarr
+// array could have more.
 constexpr std::size_t kMaxPlannedFiles = std::size_t{1} << 22;
-constexpr std::uint32_t kNamed = 3;  // Of what a format cannot hold.
+// Number of tensors that an error lists.
+constexpr std::uint32_t kNamed = 3;
 
-// For hf a tensor that the rules drop counts as held: it was left out on purpose.
+// Whether the format supports the tensor's dtype. For hf this is also true if the rules drop the
+// tensor, because the user wants it left out.
 bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
   const DType dtype = tensor.meta.dtype();
   switch (options.format) {
     case ExportFormat::kSafetensors:
-      return SafetensorsHolds(tensor.meta);
+      return CanStoreInSafetensors(tensor.meta);
     case ExportFormat::kHf:
-      return SafetensorsHolds(tensor.meta) ||
+      return CanStoreInSafetensors(tensor.meta) ||
              (options.hf.rules && options.hf.rules->Apply(tensor.meta.key()).empty());
     case ExportFormat::kNpy:
       return !InfoOf(dtype).npy_descr.empty();
@@ -56,8 +58,8 @@ bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
   return false;
 }
 
-// Everything of the checkpoint must be in the copy, or be named.
-// A copy that silently lacks tensors is worse than none. The first few are named.
+// Fails if the format does not support the dtype of some tensor, because an export must not
+// silently lack tensors.
 Status CheckHolds(const ShownCheckpoint& shown, const ExportOptions& options) {
   std::uint64_t lost = 0;
   std::string named;
@@ -72,13 +74,13 @@ Status CheckHolds(const ShownCheckpoint& shown, const ExportOptions& options) {
       }));
   if (lost == 0) return {};
   return Status(Code::kUnsupported,
-                fmt::format("{} has no element type for {} of the tensors: {}{}",
+                fmt::format("{} does not support the dtypes of {} of the tensors: {}{}",
                             ExportFormatName(options.format), lost, named,
                             lost > kNamed ? fmt::format(" and {} more", lost - kNamed) : ""));
 }
 
-// Files and folders below a folder of a view, depth first.
-// Subfolders are walked after the listing has ended, so that one listing is open at a time.
+// Appends files and directories below a directory of a view, depth first. Subdirectories are walked
+// after the listing has ended, so that one listing is open at a time.
 Status Walk(const CheckpointView& view, const Node& folder, const std::string& prefix,
             ExportPlan& plan) {
   std::vector<Child> folders;
@@ -102,7 +104,7 @@ Status Walk(const CheckpointView& view, const Node& folder, const std::string& p
   }));
   if (too_many) {
     return Status(Code::kResourceExhausted,
-                  fmt::format("more than {} files would be made", kMaxPlannedFiles));
+                  fmt::format("the export would create more than {} files", kMaxPlannedFiles));
   }
   for (const Child& below : folders) {
     plan.folders.push_back(prefix + below.name);
@@ -111,9 +113,10 @@ Status Walk(const CheckpointView& view, const Node& folder, const std::string& p
   return {};
 }
 
-// Before files are listed, of which a tensor may have many millions.
-// Only tensors are counted, so it may pass what turns out too large; ExportDestination looks again
-// with the exact sum.
+// Whether the tensors fit in `room` bytes. Called before files are listed, because a tensor may
+// have many millions of them.
+// Only tensors are counted, so an export that is too large may pass; ExportDestination checks the
+// exact sum.
 Status CheckRoomFor(const ShownCheckpoint& shown, const ExportOptions& options,
                     std::uint64_t room) {
   std::uint64_t bytes = 0;
@@ -129,11 +132,11 @@ Status CheckRoomFor(const ShownCheckpoint& shown, const ExportOptions& options,
       }));
   if (bytes <= room) return {};
   return Status(Code::kResourceExhausted,
-                fmt::format("the tensors take {} bytes, and there is room for {}", bytes, room));
+                fmt::format("the tensors need {} bytes, but only {} are free", bytes, room));
 }
 
 Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
-  // Views are called like formats.
+  // Views have the names of the formats, except model.safetensors.
   const std::string name = format == ExportFormat::kSafetensors
                                ? "model.safetensors"
                                : std::string(ExportFormatName(format));
@@ -141,10 +144,9 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   Result<Child> found = view.Lookup(top, name);
   if (!found.ok() && found.status().code() == Code::kNotFound &&
       format == ExportFormat::kSafetensors) {
-    return Status(
-        Code::kUnsupported,
-        "one safetensors file cannot hold it: its header would pass the 100,000,000 bytes "
-        "that the format allows; --to hf writes several files");
+    return Status(Code::kUnsupported,
+                  "too many tensors for one safetensors file: its header would exceed 100,000,000 "
+                  "bytes, the limit of the format; use --to hf, which writes several files");
   }
   if (!found.ok()) return found.status().WithContext("the view " + name);
   const Child& root = found.value();
@@ -162,8 +164,9 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   if (format != ExportFormat::kSafetensors && format != ExportFormat::kHf) return {};
   for (ExportFile& file : plan.files) {
     if (IsWeightIndex(file.name) && file.size > kMaxWeightIndexBytes) {
-      return Status(Code::kUnsupported, fmt::format("{}: {} bytes; an index of at most {} is read",
-                                                    file.name, file.size, kMaxWeightIndexBytes));
+      return Status(Code::kUnsupported,
+                    fmt::format("{}: the index has {} bytes, at most {} are allowed", file.name,
+                                file.size, kMaxWeightIndexBytes));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, plan.Open(view, file));
     file.backed = opened->BackingPath().ok();
@@ -171,8 +174,8 @@ Status PlanOfView(const CheckpointView& view, ExportFormat format, ExportPlan& p
   return {};
 }
 
-// Names that a note lists, the first few of them.
-class ListedNames {
+// Makes a text of the first few of many names, and the number of the others.
+class NameSummary {
  public:
   void Add(std::string_view name) {
     if (count_++ < kMostNamed) text_ += fmt::format("{}{}", text_.empty() ? "" : ", ", name);
@@ -187,14 +190,14 @@ class ListedNames {
   std::string text_;
 };
 
-// Whether the objects of a checkpoint stand in an export, too.
+// Whether the export also contains this object part.
 bool HasObject(const ObjectRecord& part, ExportFormat format, const CommonValues& common,
                const ExportPlan& plan) {
   switch (format) {
     case ExportFormat::kDcp:
       return true;
     case ExportFormat::kHf:
-      // Beside the parts.
+      // The object is a file beside the parts.
       return part.grid.rank() == 0 && std::ranges::any_of(plan.files, [&](const ExportFile& file) {
                return file.name == part.key || part.key.ends_with("/" + file.name);
              });
@@ -207,24 +210,23 @@ bool HasObject(const ObjectRecord& part, ExportFormat format, const CommonValues
   }
 }
 
-// What these formats have no place for.
-// Told and not refused: tensors are what an export is for, and whoever needs the rest keeps the
-// checkpoint.
-Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
+// Adds notes on objects, values and names that the format cannot store. This is not an error,
+// because an export is mainly for tensors.
+Status NoteUnsupportedContent(const CheckpointView& view, ExportFormat format, ExportPlan& plan) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, view.opened().index().Common());
-  const auto note = [&](const ListedNames& names, std::string_view what) {
+  const auto note = [&](const NameSummary& names, std::string_view what) {
     if (names.count() == 0) return;
-    plan.notes.push_back(fmt::format("{} has no place for {} {}{} ({}): left out",
+    plan.notes.push_back(fmt::format("{} cannot store {} {}{} ({}): left out",
                                      ExportFormatName(format), names.count(), what,
                                      names.count() == 1 ? "" : "s", names.Text()));
   };
-  ListedNames objects;
+  NameSummary objects;
   for (const ObjectRecord& part : view.shown().objects.parts()) {
     if (!HasObject(part, format, common.values, plan)) objects.Add(part.key);
   }
   note(objects, "object");
-  // Values that tell how a state dict was nested are ours, and nothing of it is lost without them.
-  ListedNames values;
+  // Internal values, which record how a state dict was nested, are not reported.
+  NameSummary values;
   if (format != ExportFormat::kDcp && format != ExportFormat::kTorch) {
     for (const auto& [name, value] : common.values) {
       if (!SavedPaths::IsInternal(name)) values.Add(name);
@@ -241,13 +243,13 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
     return {};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames tied, TiedNames::Make(view.shown()));
-  ListedNames names;
+  NameSummary names;
   for (const auto& [number, further] : tied.all()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, view.shown().tensors.KeyAt(number));
     for (const std::string& name : further) names.Add(fmt::format("{} is {}", name, key));
   }
   if (names.count() > 0) {
-    plan.notes.push_back(fmt::format("{} has one name of each tied tensor: {}",
+    plan.notes.push_back(fmt::format("{} stores only one of the names of each tied tensor: {}",
                                      ExportFormatName(format), names.Text()));
   }
   return {};
@@ -255,9 +257,10 @@ Status NoteLeftOut(const CheckpointView& view, ExportFormat format, ExportPlan& 
 
 }  // namespace
 
-void NoteLost(std::string_view what, const std::vector<std::string>& names, ExportPlan& plan) {
+void NoteUnsupportedValues(std::string_view what, const std::vector<std::string>& names,
+                           ExportPlan& plan) {
   if (names.empty()) return;
-  ListedNames listed;
+  NameSummary listed;
   for (const std::string& name : names) listed.Add(name);
   plan.notes.push_back(fmt::format("{}: {}", what, listed.Text()));
 }
@@ -278,11 +281,12 @@ Result<std::shared_ptr<const VirtualFile>> ExportPlan::Open(const CheckpointView
   if (file.made) return file.made;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, view.OpenFile(file.node));
   if (opened->size() == file.size) return opened;
-  return Status(Code::kInternal, opened->label() + ": has not the size that was listed");
+  return Status(Code::kInternal, opened->label() + ": has another size than its directory listed");
 }
 
 Hash128 ExportPlan::Identity() const {
-  // Streamed: of millions of files the text would be hundreds of MB.
+  // The hash is computed file by file, because the text for millions of files would take hundreds
+  // of MB.
   Xxh3Stream stream;
   for (const ExportFile& file : files) {
     ByteWriter record;
@@ -299,7 +303,7 @@ Status CheckNotCancelled(const ExportOptions& options) {
   return cancelled ? Status(Code::kCancelled, "interrupted") : Status();
 }
 
-// The two checks first, since they read records only; then the files.
+// The two checks come first, since they read only the index.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
                                   int dcp_files, std::uint64_t room) {
   ExportPlan plan;
@@ -316,7 +320,7 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOption
     default:
       TENSORMOUNT_RETURN_IF_ERROR(PlanOfView(view, options.format, plan));
   }
-  TENSORMOUNT_RETURN_IF_ERROR(NoteLeftOut(view, options.format, plan));
+  TENSORMOUNT_RETURN_IF_ERROR(NoteUnsupportedContent(view, options.format, plan));
   return plan;
 }
 

@@ -22,101 +22,104 @@
 #include "fs/views/hf_options.h"
 #include "fs/views/virtual_file.h"
 
-// What an export consists of: files, each a virtual file of the checkpoint. Those that a view shows
-// are the view's; those of torch are made here of the same segments.
-// Why all ranks make the whole plan: it follows from the index and the options alone, so making it
-// costs less than sending it. What it says of a file must be the same on every rank; that is
-// compared by Identity().
+// The plan of an export: a list of files. Each is a file of a view, or for dcp and torch a virtual
+// file that is built from segments like those of views.
+// The plan follows from the index and the options alone. So every rank computes it, which costs
+// less than sending it, and ranks compare Identity() to prove that their plans agree.
 
 namespace tensormount::fs {
 
-// The first four are views of a mount; dcp (torch.distributed.checkpoint) and torch (torch.save)
-// exist as exports only, since their files hold CRCs of the data, which a mount would have to read
-// everything for.
+// The first four are views of a mount. dcp (torch.distributed.checkpoint) and torch (torch.save)
+// exist only as exports, since their files contain CRCs of all data.
 enum class ExportFormat { kSafetensors, kHf, kNpy, kZarr, kDcp, kTorch };
-// "hf"
+// Name of a format, such as "hf".
 std::string_view ExportFormatName(ExportFormat format);
 std::optional<ExportFormat> ExportFormatOf(std::string_view name);
 
 struct ExportOptions {
   ExportFormat format = ExportFormat::kSafetensors;
-  bool replace = false;  // An earlier export of the same format; nothing else is ever replaced.
-  std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
+  // Replace an earlier export of the same format; other files are never replaced.
+  bool replace = false;
+  std::shared_ptr<const KeyMap> map;  // Renames keys; null: no key.
   HfOptions hf;
-  // Readers of DCP load an item whole; smaller ones also share the work between files.
-  std::uint64_t dcp_chunk_bytes = std::uint64_t{512} << 20;  // Most bytes of a tensor in one item.
+  // For dcp: largest number of bytes of a tensor in one item. Readers load an item as a whole, and
+  // smaller items spread more evenly over the files.
+  std::uint64_t dcp_chunk_bytes = std::uint64_t{512} << 20;
   Timeouts timeouts;
-  std::atomic<std::uint64_t>* progress = nullptr;  // Bytes that this process is done with.
-  // Not null: set to end the export, looked at after each block and before the rename. Where one
-  // rank sees it set all end with kCancelled, and what was written is removed.
+  // Number of bytes that this process has finished.
+  std::atomic<std::uint64_t>* progress = nullptr;
+  // If not null, setting this to true cancels the export. It is checked after each block and before
+  // the rename. When one rank sees it, all ranks return kCancelled and the written files are
+  // removed.
   const std::atomic<bool>* cancel = nullptr;
 };
 
-// kCancelled "interrupted" once options.cancel is set.
+// kCancelled if *options.cancel is true.
 Status CheckNotCancelled(const ExportOptions& options);
 
-// One file of an export: what of the checkpoint it is made of, and where it goes.
-// Either a node of the view, opened when somebody writes it, or `made`, a virtual file that the
-// plan holds: millions of small files cost a node each and no open file.
+// One file of an export, with its name and content.
+// The content is either a node of the view, opened when the file is written, or `made`, a virtual
+// file that the plan holds. Millions of small files thus cost a node each and no open file.
 struct ExportFile {
-  std::string name;  // Below the folder; empty: the export is this one file.
+  std::string name;  // Below the destination directory; empty: the export is this one file.
   std::uint64_t size = 0;
-  Node node;                                // In the view, where `made` is null.
-  std::shared_ptr<const VirtualFile> made;  // Null: the view opens it.
-  std::vector<CrcHole> holes;               // By offset.
-  bool backed = false;                      // A stored file is byte for byte this one.
+  Node node;  // The file in the view, if `made` is null.
+  // The file, if it was built from segments; null if the view opens it.
+  std::shared_ptr<const VirtualFile> made;
+  std::vector<CrcHole> holes;  // Sorted by offset.
+  bool backed = false;         // A stored file has exactly the same bytes.
 };
 
-// All that an export will write, worked out before anything is: every rank makes the plan for
-// itself, and ranks compare Identity() before they begin.
-// Not changed once it is made. ExportWriter and ExportDestination refer to it.
+// All files and directories that an export will write. Every rank makes the plan, and ranks compare
+// Identity() before they begin.
+// Not changed after it was made. ExportWriter and ExportDestination refer to it.
 struct ExportPlan {
-  bool folder = false;               // Otherwise one file.
-  std::vector<std::string> folders;  // Below it, parents first.
+  bool folder = false;               // Whether the export is a directory, not one file.
+  std::vector<std::string> folders;  // Paths below the destination, parents first.
   std::vector<ExportFile> files;
-  std::uint64_t bytes = 0;  // Of all files.
+  std::uint64_t bytes = 0;  // Size of all files.
   std::uint64_t tensors = 0;
-  // Objects that stand among the plain values of the format.
+  // Keys of objects that the export stores as plain values.
   std::set<std::string, std::less<>> objects_as_values;
-  std::vector<std::string> notes;  // What the format has no place for.
+  std::vector<std::string> notes;  // Sentences about content that the format cannot store.
 
-  // kInternal where it has not the size of the plan: ranks would write over each other's ranges.
+  // Opens a file of the plan. kInternal if its size is not the planned size, because ranks would
+  // overwrite each other's ranges.
   Result<std::shared_ptr<const VirtualFile>> Open(const CheckpointView& view,
                                                   const ExportFile& file) const;
-  // Equal where the files' names and sizes are.
-  // Order counts too. Data do not: sources that differ there, under the same names and sizes, were
-  // opened from one path by all ranks.
+  // Hash of the names, sizes and order of the files. It does not cover data, because all ranks
+  // opened the same path.
   Hash128 Identity() const;
 };
 
-// The same for the same checkpoint and options, on every rank. Reads no data.
-// kUnsupported names what the format cannot hold: "npy cannot hold 2 of the tensors: a (f4), b
-// (f4)". kResourceExhausted: the tensors alone take more than the room, or the view has more files
-// than a plan lists; a shape costs whoever writes it nothing.
-// `options`: those that `view` was made with. `dcp_files`: into how many data files (DCP), the
-// number of ranks. `room`: bytes that there is room for.
+// Makes the plan, which is the same on every rank for the same checkpoint and options.
+// kUnsupported: the format does not support the dtypes of some tensors, which the message names.
+// kResourceExhausted: the tensors alone exceed `room`, or the view has more files than a plan may
+// list (a tiny checkpoint can declare a huge shape).
+// `options`: the options with which `view` was made. `dcp_files`: number of DCP data files, one for
+// each rank. `room`: number of free bytes at the destination.
 Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOptions& options,
                                   int dcp_files, std::uint64_t room);
 
-// ---- For the makers of formats -----------------------------------------------------------------
+// ---- For planners of formats -------------------------------------------------------------------
 
-// Notes the names of values that a format cannot hold; none is nothing. `what`: how the note
-// begins, "dcp cannot hold the values".
-void NoteLost(std::string_view what, const std::vector<std::string>& names, ExportPlan& plan);
+// Adds a note that lists the names of values that a format cannot store; adds none if there are no
+// names. `what`: the begin of the note, such as "DCP cannot store the values".
+void NoteUnsupportedValues(std::string_view what, const std::vector<std::string>& names,
+                           ExportPlan& plan);
 
-// Adds a file to a plan.
-// The file keeps `view` open.
+// Adds a file built from segments to a plan. The file keeps `view` open.
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes);
 
-// `files`: how many data files, at least one; about equally large. Common values of a checkpoint
-// become items of bytes, as torch saves values that are no tensors.
+// Plans a DCP directory with at most `files` data files of about the same size. Common values
+// become byte items, as torch saves values that are not tensors.
 Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
                ExportPlan& plan);
-// One file, a state dict, nested where the checkpoint says how (kPlannerData).
+// Plans one torch.save file with a state dict, nested as the checkpoint records (kPlannerData).
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);
 
-// Of number `n` of the shown tensors, which is shown as `shown_key`.
+// The stored key of shown tensor number `n`, which is shown as `shown_key`.
 Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
                                     std::string_view shown_key);
 

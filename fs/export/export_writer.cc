@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of a plan written by several ranks: cut at multiples of a block, so that two ranks never
-// write one; CRCs of parts are combined, not computed twice.
+// Writes one rank's share of the files of a plan, and combines the CRCs of the ranks.
 #include "fs/export/export_writer.h"
 
 #include <algorithm>
@@ -18,14 +17,13 @@
 namespace tensormount::fs {
 namespace {
 
-// A file costs as much as so many bytes.
-// Creating and syncing one takes time, whatever its size; without it one rank would get all small
-// files of an export and another one a single large one.
+// Cost of creating and syncing a file, expressed in bytes. Without it one rank would get all small
+// files of an export and another rank one large file.
 constexpr std::uint64_t kFileCost = 64 << 10;
-// Ranks' ranges are cut at multiples of it.
-// Larger than any page or stripe of a filesystem.
+// Ranks' ranges are cut at multiples of this size, which exceeds any page or stripe of a
+// filesystem.
 constexpr std::uint64_t kCut = std::uint64_t{1} << 20;
-// Files of one rank that are open for writing; far below the limit of descriptors, also with many
+// Largest number of files that a rank keeps open: far below the descriptor limit, even with many
 // ranks in a process.
 constexpr std::size_t kMaxOpen = 64;
 
@@ -49,13 +47,13 @@ std::string ExportWriter::PathOf(const ExportFile& file) const {
 }
 
 std::uint64_t ExportWriter::ShareBegin(std::uint64_t n) const {
-  // 128 bits: of petabytes on thousands of ranks.
+  // Petabytes times thousands of ranks need 128 bits.
   return static_cast<std::uint64_t>(static_cast<unsigned __int128>(cost_) * n / size_);
 }
 
 ByteRange ExportWriter::RangeOf(std::uint64_t cost_before, std::uint64_t size) const {
-  // From a position in the line of costs to one in this file. Both ends of a rank's share go
-  // through the same function as the neighbours' do, so ranges meet exactly.
+  // Maps a position on the cost axis to an offset in this file. Two ranks compute their common
+  // border alike, so their ranges meet exactly.
   const auto cut = [&](std::uint64_t cost) -> std::uint64_t {
     const std::uint64_t data = cost_before + kFileCost;
     if (cost <= data) return 0;
@@ -68,18 +66,18 @@ bool ExportWriter::Owns(std::uint64_t cost_before) const {
   return ShareBegin(rank_) <= cost_before && cost_before < ShareBegin(rank_ + 1);
 }
 
-std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
-  std::vector<Shared> shared;
+std::vector<ExportWriter::SharedExportFile> ExportWriter::ShareFiles() {
+  std::vector<SharedExportFile> shared;
   std::uint64_t cost = 0;
   for (std::uint32_t n = 0; n < plan_.files.size(); ++n) {
     const ExportFile& file = plan_.files[n];
     const bool owns = Owns(cost);
     cost += kFileCost + file.size;
     if (!file.backed || !owns) continue;
-    // Whatever goes wrong here, copying does it too, and says why where it cannot.
+    // Every failure here is ignored: the file is copied instead, and the copy reports the error.
     const auto opened = plan_.Open(view_, file);
     if (!opened.ok() || !MakeFolderOf(file).ok()) continue;
-    // The file itself, which is cloned by descriptor, and its path, since link(2) wants one.
+    // The file is cloned by descriptor; its path is needed for link(2).
     const auto source = opened.value()->OpenBacking();
     const auto source_path = opened.value()->BackingPath();
     if (!source.ok() || !source_path.ok()) continue;
@@ -87,20 +85,23 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
     if (source.value().file->descriptor() >= 0) {
       auto made = fs_.CreateExclusive(path);
       if (!made.ok()) continue;
-      // One call, no data: the extents are shared until one side is written (XFS, btrfs and others;
-      // elsewhere it fails).
+      // FICLONE copies no data: both files share the extents until one of them is written (XFS,
+      // btrfs and others; on other filesystems it fails).
       if (ioctl(made.value()->descriptor(), FICLONE, source.value().file->descriptor()) == 0) {
         open_.emplace_back(n, std::move(made).value());
         shared.push_back({.file = n, .linked = false});
         continue;
       }
-      // Where this fails, so does the link below.
+      // The link below needs the name again.
       (void)made.value()->Close();
       (void)fs_.RemoveFile(path);
     }
-    // A second name is only right for bytes that never change: a store's own, sealed ones. Whom the
-    // seal does not stop, as root, could change the store by writing to the export.
-    const bool sealed = view_.opened().index().info().self_contained &&
+    // A hard link is safe only if the bytes never change, as in sealed files of a store. It is not
+    // made for a user who can write to sealed files, such as root: writing to the export would
+    // change the store.
+    const bool linkable = view_.opened().fs().Can(Ability::kKernelFiles) &&
+                          fs_.Can(Ability::kKernelFiles) && fs_.Can(Ability::kHardLinks);
+    const bool sealed = linkable && view_.opened().index().info().self_contained &&
                         source.value().info.sealed() &&
                         faccessat(AT_FDCWD, source_path.value().c_str(), W_OK, AT_EACCESS) != 0;
     if (sealed && fs_.Link(source_path.value(), path).ok()) {
@@ -110,8 +111,8 @@ std::vector<ExportWriter::Shared> ExportWriter::ShareFiles() {
   return shared;
 }
 
-void ExportWriter::Skip(const std::vector<Shared>& shared) {
-  for (const Shared& file : shared) {
+void ExportWriter::Skip(const std::vector<SharedExportFile>& shared) {
+  for (const SharedExportFile& file : shared) {
     if (file.file < shared_.size()) shared_[file.file] = true;
   }
 }
@@ -121,8 +122,9 @@ Status ExportWriter::MakeFolderOf(const ExportFile& file) {
   if (slash == std::string::npos) return {};
   const std::string folder = file.name.substr(0, slash);
   if (!made_folders_.insert(folder).second) return {};
-  // Folders come in order, so old ones are not asked for again.
-  if (made_folders_.size() > 1024) made_folders_ = {folder};  // Only spares repeated calls.
+  // made_folders_ only avoids repeated calls. Directories come in order, so older ones are not
+  // needed again.
+  if (made_folders_.size() > 1024) made_folders_ = {folder};
   return fs_.CreateDirectories(JoinPath(base_, folder));
 }
 
@@ -130,8 +132,8 @@ Result<File*> ExportWriter::OpenToWrite(std::uint32_t number) {
   for (const auto& [n, file] : open_) {
     if (n == number) return file.get();
   }
-  // Synced when it is closed: an error of writeback that nobody hears would be lost with the
-  // descriptor.
+  // A file is synced before it is closed, because closing would lose an error of writeback that was
+  // not reported yet.
   while (open_.size() >= kMaxOpen) {
     TENSORMOUNT_RETURN_IF_ERROR(open_.front().second->Sync());
     TENSORMOUNT_RETURN_IF_ERROR(open_.front().second->Close());
@@ -139,7 +141,7 @@ Result<File*> ExportWriter::OpenToWrite(std::uint32_t number) {
   }
   const ExportFile& file = plan_.files[number];
   TENSORMOUNT_RETURN_IF_ERROR(MakeFolderOf(file));
-  // Several ranks write one file; whoever comes first makes it.
+  // Several ranks may write one file; OpenShared creates the file if it does not exist.
   TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, fs_.OpenShared(PathOf(file)));
   open_.emplace_back(number, std::move(opened));
   return open_.back().second.get();
@@ -152,12 +154,12 @@ Status ExportWriter::Write() {
     const ByteRange range = RangeOf(cost, file.size);
     const bool owns = Owns(cost);
     cost += kFileCost + file.size;
-    // An empty file has no bytes to be written by anybody: its owner makes it.
+    // No rank writes bytes to an empty file, so the rank in whose share it begins creates it.
     if (!range.empty() || (owns && file.size == 0)) {
       TENSORMOUNT_RETURN_IF_ERROR(WriteRange(n, range));
     }
   }
-  // Before the CRCs, which need none of it.
+  // The buffer is not needed for the CRCs.
   buffer_ = {};
   return {};
 }
@@ -165,8 +167,8 @@ Status ExportWriter::Write() {
 Status ExportWriter::WriteRange(std::uint32_t number, const ByteRange& range) {
   const ExportFile& file = plan_.files[number];
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto source, plan_.Open(view_, file));
-  // Of a shared file the bytes are read and not written: damage of the source must fail the export
-  // all the same.
+  // Bytes of a shared file are read but not written, so that damage in the source still fails the
+  // export.
   File* out = nullptr;
   if (!shared_[number]) {
     TENSORMOUNT_ASSIGN_OR_RETURN(out, OpenToWrite(number));
@@ -177,13 +179,14 @@ Status ExportWriter::WriteRange(std::uint32_t number, const ByteRange& range) {
     const auto n = static_cast<std::size_t>(std::min(kBlock, range.end - at));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t got,
                                  source->Read(at, buffer_.data(), n, nullptr));
-    // The view promised the size.
-    if (got != n) return Status(Code::kInternal, source->label() + ": ends before its end");
+    // The file has `file.size` bytes, so a short read is an error of the view.
+    if (got != n)
+      return Status(Code::kInternal, source->label() + ": ends before the size that was listed");
     AddCrc(number, at, buffer_.data(), n);
     if (out != nullptr) {
       TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, buffer_.data(), n));
-      // So that the disk is busy while the next block is read and hashed, and the sync at the end
-      // is short.
+      // Keeps the disk busy while the next block is read and hashed, and makes the final sync
+      // short.
       out->StartWriteback(at, n);
       bytes_written_ += n;
     }
@@ -198,8 +201,8 @@ void ExportWriter::AddCrc(std::uint32_t file, std::uint64_t begin, const char* d
                           std::size_t size) {
   const std::vector<CrcHole>& holes = plan_.files[file].holes;
   const std::uint64_t end = begin + size;
-  // Holes are sorted and do not overlap; the search begins at the last one that begins at or before
-  // the bytes.
+  // Holes are sorted and disjoint: the search starts at the last hole that begins at or before
+  // `begin`.
   auto hole =
       std::upper_bound(holes.begin(), holes.end(), begin,
                        [](std::uint64_t at, const CrcHole& h) { return at < h.covered.begin; });
@@ -207,7 +210,8 @@ void ExportWriter::AddCrc(std::uint32_t file, std::uint64_t begin, const char* d
   for (; hole != holes.end() && hole->covered.begin < end; ++hole) {
     const ByteRange both = hole->covered.Intersect({begin, end});
     if (both.empty()) continue;
-    // A rank's range is one run, read from its begin to its end: so is what it has of a hole.
+    // A rank reads its range of a file as one run from front to back, so its part of a hole is one
+    // run too.
     Part& part = crcs_[{file, static_cast<std::uint32_t>(hole - holes.begin())}];
     if (part.covered.empty()) part.covered = {both.begin, both.begin};
     part.crc =
@@ -219,7 +223,7 @@ void ExportWriter::AddCrc(std::uint32_t file, std::uint64_t begin, const char* d
 std::string ExportWriter::PartialCrcs() const {
   ByteWriter out;
   for (const auto& [id, part] : crcs_) {
-    // Whole: no other rank has any of it.
+    // If this rank read all bytes of the hole, the other ranks do not need their CRC.
     if (part.covered == plan_.files[id.first].holes[id.second].covered) continue;
     out.U32(id.first);
     out.U32(id.second);
@@ -242,10 +246,11 @@ Status ExportWriter::PutCrcs(const std::vector<std::string>& parts) {
       part.covered.begin = in.U64();
       part.covered.end = in.U64();
       part.crc = in.U32();
-      // Only a bug or a rank of another version could send this; the numbers index vectors.
+      // The numbers are used as indexes. Only a bug or a rank of another version could send wrong
+      // ones.
       if (!in.status().ok() || id.first >= plan_.files.size() ||
           id.second >= plan_.files[id.first].holes.size()) {
-        return Status(Code::kInternal, "a rank sent CRCs of something else");
+        return Status(Code::kInternal, "internal error: a rank sent CRCs of an unknown entry");
       }
       shared[id].push_back(part);
     }
@@ -254,7 +259,8 @@ Status ExportWriter::PutCrcs(const std::vector<std::string>& parts) {
     const CrcHole& hole = plan_.files[id.first].holes[id.second];
     if (part.covered == hole.covered) {
       TENSORMOUNT_RETURN_IF_ERROR(PutCrc(id, {part}));
-    } else if (part.covered.begin == hole.covered.begin) {  // Whoever begins it ends it: one rank.
+      // The rank that read the first byte of a hole writes the hole's CRC.
+    } else if (part.covered.begin == hole.covered.begin) {
       TENSORMOUNT_RETURN_IF_ERROR(PutCrc(id, std::move(shared[id])));
     }
   }
@@ -274,12 +280,12 @@ Status ExportWriter::PutCrc(const HoleId& id, std::vector<Part> parts) {
     at = part.covered.end;
   }
   if (at != hole.covered.end) {
-    return Status(Code::kInternal, "no rank sent the CRC of a part of an entry");
+    return Status(Code::kInternal, "internal error: no rank sent the CRC of a part of an entry");
   }
   ByteWriter text;
   text.U32(crc);
-  // Four bytes in a range that may be another rank's, which has ended its writes: Write was agreed
-  // on in between.
+  // These four bytes may be in another rank's range. That rank does not write to it any more,
+  // because all ranks agreed that Write has ended.
   TENSORMOUNT_ASSIGN_OR_RETURN(File * file, OpenToWrite(id.first));
   for (const std::uint64_t position : hole.positions) {
     TENSORMOUNT_RETURN_IF_ERROR(file->WriteAt(position, text.bytes().data(), text.bytes().size()));
@@ -288,8 +294,8 @@ Status ExportWriter::PutCrc(const HoleId& id, std::vector<Part> parts) {
 }
 
 Status ExportWriter::Sync() {
-  // All syncs, then all closes: one that fails leaves the rest to the destructors, and the export
-  // fails.
+  // All files are synced, and only then closed. After a failed sync the destructors close them, and
+  // the export fails.
   for (const auto& [number, file] : open_) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckNotCancelled(options_));
     TENSORMOUNT_RETURN_IF_ERROR(file->Sync());

@@ -20,85 +20,87 @@
 
 namespace tensormount::fs {
 
-// One rank's share of the files of an export: ranges of about equally many bytes, cut where no two
-// ranks write to one page. Memory is bounded by one block. Every byte is read as the view verifies.
+// Writes one rank's share of the files of an export. Shares have about the same size, and are cut
+// so that no two ranks write to one page. Takes the memory of one block. Every byte is read with
+// the verification of the view.
 //
-// What rank r writes follows from the plan, r and the number of ranks, so that ranks agree on it
-// without a message: all files are laid side by side, and the r-th part of the whole is its share.
-// A file counts some bytes more than it has, because making one is work too. The steps are called
-// in the order below, by all ranks, and export.cc tells them of each other's failures in between.
+// The share of rank r follows from the plan, r and the number of ranks, without communication: all
+// files are laid out on one axis, and rank r gets the r-th part. A file counts as more bytes than
+// it has, because creating one costs time.
 //
-// Order of calls: ShareFiles, Skip (both only where a file of the plan is backed), Write,
-// PartialCrcs, PutCrcs, Sync. Between them the ranks exchange what these returned.
+// Order of calls: ShareFiles, Skip (both only if a file of the plan is backed), Write, PartialCrcs,
+// PutCrcs, Sync. All ranks make them; between the calls the ranks exchange the returned values and
+// their errors (export.cc).
 //
-// Why CRCs come last: a zip entry's CRC is wanted at two positions and covers bytes that several
-// ranks may write. Each rank computes it for what it read; CRCs of parts combine to that of the
-// whole without the data (Crc32Combine). Not thread-safe; every rank has its own.
+// CRCs come last, because a zip entry's CRC is stored at two positions and covers bytes that
+// several ranks may write. Each rank computes the CRC of the bytes that it read; the CRCs of parts
+// are combined without reading the bytes again (Crc32Combine). Not thread-safe; every rank has its
+// own object.
 class ExportWriter {
  public:
-  // Of one read and one write: large enough for any disk, and what bounds memory.
+  // Size of one read and one write, which bounds memory.
   static constexpr std::uint64_t kBlock = std::uint64_t{8} << 20;
 
-  // What is given must outlive this. `base`: where the export is made. Of the options `progress`
-  // and `cancel` count: Write and Sync end with kCancelled once that is set.
+  // All arguments must outlive this object. `base`: the temporary path at which the export is
+  // written. Only `progress` and `cancel` of the options are used: Write and Sync return kCancelled
+  // once `cancel` is set.
   ExportWriter(FileSystem& fs, const CheckpointView& view, const ExportPlan& plan, std::string base,
                int rank, int size, const ExportOptions& options);
 
-  // A file of the plan by its number, and how it was made.
-  struct Shared {
+  // A shared file: its number in the plan, and how it was shared.
+  struct SharedExportFile {
     std::uint32_t file = 0;
-    bool linked = false;  // A hard link.
+    bool linked = false;  // True for a hard link, false for a reflink.
   };
-  // The files that a stored one is byte for byte and that begin in this rank's share: shared with
-  // it where the filesystem can (a reflink, or a hard link to a sealed file of a store). What is
-  // not must be written.
-  // Never fails: what goes wrong with a file means that it is written. A reflink keeps the source's
-  // extents until one side changes; a hard link is the same file, so it is only made of what nobody
-  // can write.
-  std::vector<Shared> ShareFiles();
-  // What the ranks shared in all: read, so that damage is found, but not written.
-  void Skip(const std::vector<Shared>& shared);
+  // Shares with the source the files that begin in this rank's share and have exactly the bytes of
+  // a stored file: by a reflink if the filesystem supports it, else by a hard link if the stored
+  // file is sealed (through a hard link to a writable file, the export would change with it).
+  // Never fails: Write writes the files that could not be shared.
+  std::vector<SharedExportFile> ShareFiles();
+  // `shared`: the files that all ranks shared. Write reads them, so that damage is found, but does
+  // not write them.
+  void Skip(const std::vector<SharedExportFile>& shared);
 
   // Writes this rank's ranges.
   Status Write();
-  // Of CRCs of parts: what this rank has of entries that others have a part of, too.
-  // Encoded for an all-gather: u32 file, u32 hole, u64 begin, u64 end, u32 CRC each.
+  // This rank's CRCs of its parts of zip entries, for entries that other ranks read parts of, too.
+  // They are encoded for an all-gather, each as u32 file, u32 hole, u64 begin, u64 end, u32 CRC.
   std::string PartialCrcs() const;
-  // With everybody's parts: writes the CRCs to where they go. kInternal where parts are missing.
-  // The rank that has the first byte of a hole writes its CRC, into both positions.
+  // Combines the CRCs of all ranks' parts and writes the results, each by the rank that read the
+  // entry's first byte. kInternal if the CRC of a part is missing.
   Status PutCrcs(const std::vector<std::string>& parts);
-  // Makes all that this rank wrote durable, and closes it.
-  // Files that were closed earlier, to keep few open, were synced then. Folders are rank 0's.
+  // Makes this rank's open files durable and closes them. Files that were closed earlier were
+  // synced at that time; rank 0 syncs the directories.
   Status Sync();
 
   std::uint64_t bytes_written() const { return bytes_written_; }
 
  private:
-  // The cost that comes before the share of rank `n`; of `size_`: all of it.
-  // All files side by side, each with kFileCost before its bytes, make one line of `cost_`; rank n
-  // has [ShareBegin(n), ShareBegin(n + 1)) of it.
+  // Begin of rank n's share on the cost axis, on which each file takes kFileCost plus its bytes.
+  // The share ends at ShareBegin(n + 1); ShareBegin(size_) is the total.
   std::uint64_t ShareBegin(std::uint64_t n) const;
-  // This rank's bytes of a file of `size` bytes that has so much cost before it.
-  // Cut at multiples of kCut within the file, so that two ranks never write to one page of it, nor
-  // read-modify-write one stripe.
+  // This rank's byte range of a file of `size` bytes that begins at `cost_before` on the cost axis.
+  // Files are cut at multiples of kCut, so that two ranks never write to one page or stripe.
   ByteRange RangeOf(std::uint64_t cost_before, std::uint64_t size) const;
-  // Whether the file begins in this rank's share: such a rank makes it, and shares it where that
-  // can be.
+  // Whether the file begins in this rank's share. If so, this rank creates it if it is empty, and
+  // shares it if possible.
   bool Owns(std::uint64_t cost_before) const;
   std::string PathOf(const ExportFile& file) const;
   Result<File*> OpenToWrite(std::uint32_t file);
-  // Ranks may make the same folder at once; that it is there already is no failure.
+  // Creates the file's directory. Ranks may do this at the same time, so an existing directory is
+  // not an error.
   Status MakeFolderOf(const ExportFile& file);
   Status WriteRange(std::uint32_t number, const ByteRange& range);
   void AddCrc(std::uint32_t file, std::uint64_t begin, const char* data, std::size_t size);
 
-  // The CRC of a run of bytes of a hole.
-  // Runs are never split: a rank reads its range of a file from front to back.
+  // The CRC of some of the bytes of a hole. They are one run, because a rank reads its range of a
+  // file from front to back.
   struct Part {
     ByteRange covered;
     std::uint32_t crc = 0;
   };
-  using HoleId = std::pair<std::uint32_t, std::uint32_t>;  // File, number of its hole.
+  // Number of the file, number of the hole in it.
+  using HoleId = std::pair<std::uint32_t, std::uint32_t>;
   Status PutCrc(const HoleId& id, std::vector<Part> parts);
 
   FileSystem& fs_;
@@ -108,12 +110,12 @@ class ExportWriter {
   const std::uint64_t rank_;
   const std::uint64_t size_;
   const ExportOptions& options_;
-  std::uint64_t cost_ = 0;  // Of everything.
+  std::uint64_t cost_ = 0;  // Length of the cost axis.
   std::vector<bool> shared_;
   std::set<std::string> made_folders_;
   std::vector<char> buffer_;
-  std::map<HoleId, Part> crcs_;  // What this rank read, one run of each hole.
-  // The oldest first, which is closed where there are too many.
+  std::map<HoleId, Part> crcs_;  // The part of each hole that this rank read.
+  // Open files, the oldest first, which is closed when too many are open.
   std::deque<std::pair<std::uint32_t, std::unique_ptr<File>>> open_;
   std::uint64_t bytes_written_ = 0;
 };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One file as torch.save writes a state dict; declared in export_plan.h.
-// A zip archive: data.pkl, the dict with tensors over storages "0", "1" and so on; data/0, data/1,
-// the bytes of these, in the order of the shown keys; and the small entries of torch_text.h. What
-// of the dict is nested says saved_paths.h; a checkpoint that does not tell gives one flat dict.
+// The file is a zip archive with: data.pkl, the dict with tensors over storages "0", "1" and so on;
+// data/0, data/1 and so on, the bytes of the tensors, in the order of the shown keys; and the small
+// entries of torch_text.h. The dict is nested by the recorded paths (saved_paths.h); without these
+// it is flat.
 #include <map>
 #include <optional>
 #include <set>
@@ -18,35 +19,35 @@
 namespace tensormount::fs {
 namespace {
 
-// Longer paths are keys of the outermost dict, so that no input can exhaust a stack.
+// Longest path in the dict. A value with a longer path becomes a key of the outermost dict, so that
+// no input can exhaust the stack.
 constexpr std::size_t kMaxDepth = 64;
 
-// One value of the state dict.
-// A tensor, or a common value.
+// One value of the state dict: a tensor or a common value.
 struct StateValue {
-  std::string key;                     // As it is shown.
-  std::string stored;                  // As the checkpoint has it.
-  const CommonValue* value = nullptr;  // Null: a tensor, of which all below is.
-  bool encoded = false;                // The value, as the Python package stores it.
-  bool ordered = false;                // An OrderedDict, which is empty.
+  std::string key;     // Shown key.
+  std::string stored;  // Key in the checkpoint.
+  // The common value; null for a tensor, which the fields below describe.
+  const CommonValue* value = nullptr;
+  bool encoded = false;  // The value is in the encoding of the Python package.
+  bool ordered = false;  // An empty OrderedDict.
   DType dtype = DType::kU8;
   Dims shape;
-  std::uint32_t ordinal = 0;  // In the index.
+  std::uint32_t ordinal = 0;  // The tensor's number in the index.
   std::uint64_t bytes = 0;
-  std::uint32_t storage = 0;  // Of data/N in the archive.
+  std::uint32_t storage = 0;  // Number N of data/N in the archive.
 };
 
-// A state dict as dicts, lists and tuples within each other.
-// A node is a leaf or has nodes below it, never both. Keys are sorted, integers before strings,
-// which is what IsList relies on.
+// A state dict as nested dicts, lists and tuples: a Tree is a leaf or has children, never both.
+// Keys are sorted, integers before strings; IsList relies on this order.
 struct Tree {
   std::map<CommonKey, Tree> below;
   const StateValue* leaf = nullptr;
-  const SavedPaths::Container* container = nullptr;  // What a structure says of it.
-  bool number_keys = false;                          // A dict, of which some keys are numbers.
+  const SavedPaths::Container* container = nullptr;  // The recorded container, if any.
+  bool number_keys = false;                          // A dict with some integer keys.
   bool tuple = false;
 
-  // False where something else stands there.
+  // Adds a leaf. False if a leaf is on the path already, or other leaves are below it.
   bool Put(const SavedPath& path, const StateValue& value) {
     Tree* at = this;
     for (const PathStep& step : path) {
@@ -60,9 +61,9 @@ struct Tree {
     return true;
   }
 
-  // Whether these are the items of a list, of which a few may be missing.
-  // Indices that are not negative, and not far more of them than items: gaps become None.
-  // Otherwise it is a dict with integers as keys.
+  // Whether the children are the items of a list, maybe with a few gaps, which become None: all
+  // keys are integers, none is negative, and without a recorded container the last is not much
+  // larger than the number of children.
   bool IsList() const {
     if (number_keys) return false;
     if (container != nullptr && container->kind != SavedPaths::Container::Kind::kList &&
@@ -71,7 +72,7 @@ struct Tree {
     }
     if (below.empty() || !std::holds_alternative<std::int64_t>(below.rbegin()->first)) return false;
     const std::int64_t last =
-        std::get<std::int64_t>(below.rbegin()->first);  // Integers come first.
+        std::get<std::int64_t>(below.rbegin()->first);  // Integers sort before strings.
     return std::get<std::int64_t>(below.begin()->first) >= 0 &&
            (container != nullptr || last < 64 + 4 * static_cast<std::int64_t>(below.size()));
   }
@@ -101,7 +102,7 @@ void PickleDict(PickleWriter& pickle, const Tree& tree) {
     }
     PickleTree(pickle, below);
   };
-  // In the order in which they were saved; others, that a map of keys made, behind them.
+  // Keys are written in the order in which they were saved; keys that a key map made come last.
   std::set<CommonKey> done;
   if (tree.container != nullptr) {
     for (const CommonKey& key : tree.container->order) {
@@ -115,14 +116,14 @@ void PickleDict(PickleWriter& pickle, const Tree& tree) {
   pickle.SetItems();
 }
 
-// Recursive; kMaxDepth bounds it.
+// Recursive, to a depth of about kMaxDepth.
 void PickleTree(PickleWriter& pickle, const Tree& tree) {
   if (tree.leaf != nullptr) {
     const StateValue& leaf = *tree.leaf;
     if (leaf.ordered) {
       BeginOrderedDict(pickle);
     } else if (leaf.value != nullptr && leaf.encoded) {
-      (void)PickleEncoded(pickle, *leaf.value);  // That it can PlanTorch has seen.
+      (void)PickleEncoded(pickle, *leaf.value);  // Cannot fail: PlanTorch checked the value.
     } else if (leaf.value != nullptr) {
       pickle.Common(*leaf.value);
     } else {
@@ -141,7 +142,7 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
       PickleTree(pickle, below);
       ++next;
     }
-    // Items at the end that the format cannot hold.
+    // None stands for items at the end that are not in the export.
     for (; tree.container != nullptr && next < tree.container->items; ++next) pickle.None();
     if (tree.tuple) {
       pickle.TupleFromMark();
@@ -153,17 +154,19 @@ void PickleTree(PickleWriter& pickle, const Tree& tree) {
   PickleDict(pickle, tree);
 }
 
-// A plain value that a checkpoint has as torch.save wrote it, as our writer for DCP stores them.
+// A plain value that is stored as an object written by torch.save, as our DCP writer stores plain
+// values.
 struct ObjectValue {
-  std::string key;     // As it is shown.
-  std::string stored;  // As the checkpoint has it.
+  std::string key;     // Shown key.
+  std::string stored;  // Key in the checkpoint.
   CommonValue value;
 };
-// Bounds, since any object may claim to be one.
+// Largest number, and largest total size, of objects that are tried as plain values.
 constexpr std::size_t kMostObjectValues = 4096;
 constexpr std::uint64_t kMostObjectBytes = std::uint64_t{64} << 20;
 
-// Those that are no common values besides; what is opaque has no place in a state dict.
+// Objects that are plain values, except those that are also common values. Other objects cannot be
+// in a state dict.
 Result<std::vector<ObjectValue>> ValuesOfObjects(
     const CheckpointView& view, const CommonValues& common,
     const std::set<std::string, std::less<>>& tensors) {
@@ -182,7 +185,7 @@ Result<std::vector<ObjectValue>> ValuesOfObjects(
     read += part.length;
     if (read > kMostObjectBytes) break;
     std::string bytes(static_cast<std::size_t>(part.length), '\0');
-    // One that cannot be read is left out as those that are opaque.
+    // An object that cannot be read is left out, like opaque objects.
     if (!view.data().ReadObject(n, 0, bytes.data(), bytes.size()).ok()) continue;
     std::optional<CommonValue> value = ValueOfObject(bytes, part.key, budget);
     if (value.has_value()) out.push_back({part.key, stored, std::move(*value)});
@@ -190,7 +193,7 @@ Result<std::vector<ObjectValue>> ValuesOfObjects(
   return out;
 }
 
-// Nested as `paths` say; where they contradict each other, everything by its key.
+// Makes the state dict, nested by `paths`. If paths contradict each other, it is flat, by key.
 Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<StateValue>& empty,
                       const SavedPaths& paths, ExportPlan& plan) {
   if (paths.nested()) {
@@ -206,7 +209,7 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
       }
     }
     for (std::size_t i = 0; i < empty.size(); ++i) {
-      // Another rank may have had something in it.
+      // If another rank had values in this container, Put fails, and the values are what counts.
       if (paths.empty()[i].path.size() <= kMaxDepth)
         (void)nested.Put(paths.empty()[i].path, empty[i]);
     }
@@ -219,17 +222,18 @@ Result<Tree> MakeTree(const std::vector<StateValue>& all, const std::vector<Stat
       }
       if (at != nullptr) at->container = &container;
     }
-    // The outermost must be a dict: it is the state dict.
+    // The outermost container must be a dict: the state dict.
     if (fits && !nested.IsList()) return nested;
-    plan.notes.emplace_back("its values' paths contradict each other: a flat dict");
+    plan.notes.emplace_back(
+        "exported as a flat dict: a value has the path of a dict or list that holds other values");
   }
   Tree flat;
   for (const StateValue& value : all) {
     if (!flat.Put({{value.key}}, value)) {
-      return Status(Code::kUnsupported,
-                    fmt::format("torch has one dict for tensors and common values: there are two "
-                                "of {}",
-                                value.key));
+      return Status(
+          Code::kUnsupported,
+          fmt::format("torch stores tensors and common values in one dict: {} is used twice",
+                      value.key));
     }
   }
   return flat;
@@ -241,7 +245,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   const ShownCheckpoint& shown = view.shown();
   TENSORMOUNT_ASSIGN_OR_RETURN(const CommonState common, shown.opened.index().Common());
   std::set<std::string, std::less<>> keys;
-  std::vector<StateValue> all;  // Tensors first: number n has storage n.
+  std::vector<StateValue> all;  // Tensors come first: tensor n has storage n.
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t n, const TensorEntry& tensor) -> Status {
         const TensorMeta& meta = tensor.meta;
@@ -270,7 +274,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
     }
     all.push_back({.key = name, .stored = name, .value = &value, .encoded = encoded});
   }
-  NoteLost("torch cannot hold the values", lost, plan);
+  NoteUnsupportedValues("torch cannot store the values", lost, plan);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectValue> objects,
                                ValuesOfObjects(view, common.values, keys));
   for (const ObjectValue& object : objects) {
@@ -280,7 +284,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   std::vector<StateValue> empty;
   for (const SavedPaths::Empty& one : paths.empty())
     empty.push_back({.value = &one.value, .ordered = one.ordered});
-  // From here on neither must change: the tree points into them.
+  // From here on `all` and `empty` must not change, because the tree points into them.
   TENSORMOUNT_ASSIGN_OR_RETURN(const Tree tree, MakeTree(all, empty, paths, plan));
   PickleWriter pickle(2);
   PickleTree(pickle, tree);
@@ -288,7 +292,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   FileBuilder builder;
   ZipWriter zip;
   std::string text;
-  // What the archive has as text so far goes into the file, before bytes of a tensor follow.
+  // Moves the text of the archive so far to the file. Called before the bytes of a tensor.
   const auto flush = [&] {
     builder.Add(text);
     text.clear();

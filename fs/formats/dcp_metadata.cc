@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks and the pickle .metadata of a folder of torch.distributed.checkpoint.
+// The chunks and the pickle .metadata of a directory of torch.distributed.checkpoint.
 #include "fs/formats/dcp_metadata.h"
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
 
-// Dataclasses are pickled as Python does it: an object made without arguments (NEWOBJ), then BUILD
-// with a dict of its fields, or, for TensorProperties, with the tuple that its __getstate__ gives.
+// Dataclasses are pickled as Python does: NEWOBJ without arguments, then BUILD with a dict of the
+// fields or, for TensorProperties, with the tuple of its __getstate__.
 void NewDataclass(PickleWriter& pickle, std::string_view module, std::string_view name) {
   pickle.Global(module, name);
   pickle.EmptyTuple();
@@ -36,8 +36,8 @@ std::string DcpFileName(std::uint32_t file) { return fmt::format("__{}_0.distcp"
 DcpCut::DcpCut(const TensorMeta& meta, std::uint64_t chunk_bytes) : meta_(meta) {
   if (meta.bytes() <= chunk_bytes) return;
   const Dims shape = TorchDims(meta.dtype(), meta.shape());
-  // Of [1, 8, 64] axis 1 is cut.
-  while (shape[axis_] == 1) ++axis_;  // It has elements, and more than one.
+  // [1, 8, 64] is cut along axis 1. The loop ends because the tensor has more than one element.
+  while (shape[axis_] == 1) ++axis_;
   const std::int64_t extent = shape[axis_];
   row_bytes_ = meta.bytes() / static_cast<std::uint64_t>(extent);
   rows_ = static_cast<std::int64_t>(std::max<std::uint64_t>(chunk_bytes / row_bytes_, 1));
@@ -58,7 +58,7 @@ DcpChunk DcpCut::At(std::uint64_t n) const {
   return chunk;
 }
 
-// Fields in the order of the dataclass.
+// The fields are written in the order of the dataclass Metadata.
 DcpMetadataWriter::DcpMetadataWriter() {
   NewDataclass(pickle_, kModule, "Metadata");
   pickle_.EmptyDict();
@@ -77,7 +77,7 @@ void DcpMetadataWriter::PickleProperties(DType dtype) {
   pickle_.Tuple1();
   pickle_.Reduce();
   pickle_.Bool(false);  // requires_grad
-  // An enumeration; 0 is contiguous.
+  // The memory format, an enumeration.
   pickle_.Global(kModule, "_MEM_FORMAT_ENCODING");
   pickle_.Int(0);  // TORCH_CONTIGUOUS_FORMAT
   pickle_.Tuple1();
@@ -148,7 +148,7 @@ void DcpMetadataWriter::BeginItems() {
   pickle_.Mark();
 }
 
-// Tensors have index and offset, values neither.
+// The key of an item. Chunks of tensors have an index and an offset; other values have neither.
 void DcpMetadataWriter::PickleIndex(std::string_view fqn, const Dims* offsets, std::uint64_t n) {
   NewDataclass(pickle_, kModule, "MetadataIndex");
   pickle_.EmptyDict();
@@ -194,7 +194,7 @@ void DcpMetadataWriter::AddItem(std::string_view fqn, const DcpItem& item, const
 
 std::string DcpMetadataWriter::Finish() {
   pickle_.SetItems();
-  // A record of who saved what where, which torch 2.3 began and every release can do without.
+  // storage_meta (since torch 2.3) describes the save; every release works without it.
   pickle_.String("storage_meta");
   pickle_.None();
   pickle_.String("version");

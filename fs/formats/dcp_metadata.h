@@ -13,15 +13,15 @@
 #include "fs/formats/pickle_writer.h"
 #include "shard/tensor_meta.h"
 
-// What describes a folder of torch.distributed.checkpoint, as its FileSystemWriter of torch 2.13
-// writes it: how tensors are cut into chunks, and the pickle .metadata.
+// Describes a directory of torch.distributed.checkpoint as FileSystemWriter of torch 2.13 does: how
+// tensors are cut into chunks, and the pickle .metadata.
 
 namespace tensormount::fs {
 
-// "__0_0.distcp"
+// Name of a data file: "__0_0.distcp" for file 0.
 std::string DcpFileName(std::uint32_t file);
 
-// A chunk as DCP names it, in torch's elements, and as bytes of the tensor.
+// A chunk as DCP describes it (a box, in torch's elements), and its byte range in the tensor.
 struct DcpChunk {
   Dims offsets;
   Dims sizes;
@@ -29,13 +29,13 @@ struct DcpChunk {
   std::uint64_t bytes = 0;
 };
 
-// Row-major runs that a tensor is cut into along its first axis of more than one index, each of
-// about `chunk_bytes` at most.
-// DCP describes chunks as boxes (offsets, sizes). Cutting along the first axis that can be cut
-// makes each box one run of the tensor, which is read without strides.
+// Cuts a tensor along its first axis of more than one index into runs of about `chunk_bytes` at
+// most.
+// DCP describes chunks as boxes (offsets, sizes). Cutting along this axis makes each box one
+// row-major run of bytes, which is read without strides.
 class DcpCut {
  public:
-  // `meta` must outlive this, and be of a tensor that torch holds (TorchHolds).
+  // `meta` must outlive this object and be of a tensor that torch can hold (TorchHolds).
   DcpCut(const TensorMeta& meta, std::uint64_t chunk_bytes);
   std::uint64_t chunks() const { return chunks_; }
   DcpChunk At(std::uint64_t n) const;
@@ -43,33 +43,33 @@ class DcpCut {
  private:
   const TensorMeta& meta_;
   int axis_ = 0;
-  std::int64_t rows_ = 0;  // Of a chunk, at most.
+  std::int64_t rows_ = 0;  // Most indices along axis_ in a chunk.
   std::uint64_t row_bytes_ = 0;
   std::uint64_t chunks_ = 1;
 };
 
-// Where an item stands.
+// Location of the bytes of an item: a chunk of a tensor, or another value.
 struct DcpItem {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
 };
 
-// Writes .metadata, a pickle of class Metadata, as pickle.dump does it. Its three parts are written
-// one after the other. `fqn` (fully qualified name) is what DCP calls a key.
+// Writes .metadata, a pickle of class Metadata, as pickle.dump does. Its three parts are written
+// one after the other. `fqn` (fully qualified name) is DCP's term for a key.
 class DcpMetadataWriter {
  public:
   DcpMetadataWriter();
 
-  // What there is (state_dict_metadata): a tensor, or a value that is none.
+  // Part state_dict_metadata: the tensors and other values.
   void AddTensor(std::string_view fqn, const TensorMeta& meta, const DcpCut& cut);
   void AddBytes(std::string_view fqn);
 
-  // Where it stood in nested dicts and lists (planner_data).
+  // Part planner_data: paths in nested dicts and lists.
   void BeginPaths();
   void AddPath(std::string_view fqn, const std::vector<CommonKey>& path);
 
-  // Where its bytes are (storage_data): of a value, and of chunk number `n` of a tensor.
+  // Part storage_data: where the bytes of a value, or of chunk number `n` of a tensor, are.
   void BeginItems();
   void AddItem(std::string_view fqn, const DcpItem& item);
   void AddItem(std::string_view fqn, const DcpItem& item, const Dims& offsets, std::uint64_t n);

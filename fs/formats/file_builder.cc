@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts the segments of a file together, text beside stored bytes.
+// Assembles the segments of a file: text beside stored bytes.
 #include "fs/formats/file_builder.h"
 
 #include <memory>
@@ -7,8 +7,8 @@
 
 namespace tensormount::fs {
 
-// Offsets and not views, because text_ grows and moves.
-ByteRange FileBuilder::Keep(std::string_view text) {
+// Returns offsets and not a view, because text_ grows and moves.
+ByteRange FileBuilder::StoreText(std::string_view text) {
   const std::uint64_t begin = text_.size();
   text_.append(text);
   return {begin, text_.size()};
@@ -19,8 +19,8 @@ void FileBuilder::Append(FileSegments::Segment::Kind kind, std::uint32_t ordinal
   if (length == 0) return;
   if (!segments_.empty()) {
     FileSegments::Segment& last = segments_.back();
-    // Text that was kept right behind the last one. A template that is used again begins a segment
-    // of its own.
+    // Extends the last segment if the kept text follows that segment's. A kept text that is used
+    // again begins a new segment.
     if (kind == FileSegments::Segment::Kind::kLiteral && last.kind == kind &&
         last.skip + last.length == skip) {
       last.length += length;
@@ -46,7 +46,7 @@ void FileBuilder::AddObject(std::uint32_t part, std::uint64_t length) {
 }
 
 FileSegments FileBuilder::Finish() {
-  return FileSegments::Shared(
+  return FileSegments::FromSharedSegments(
       std::make_shared<const std::vector<FileSegments::Segment>>(std::move(segments_)),
       std::make_shared<const std::string>(std::move(text_)));
 }

@@ -12,21 +12,22 @@
 
 namespace tensormount::fs {
 
-// A file of text and stored bytes, put together in the order of its bytes. Text is kept once,
-// however often it is used: a million zip headers differ in few bytes.
-// What FileSegments::Shared wants: one literal with all text, and segments that refer into it.
-// Literals that follow each other in the kept text become one segment. Not thread-safe.
+// Builds a file of text and stored bytes, in the order of its bytes. A text that is used several
+// times can be kept once: a million zip headers differ in few bytes.
+// The result fits FileSegments::FromSharedSegments: one literal with all text, and segments that
+// refer into it; consecutive literals that are also adjacent in the kept text become one segment.
+// Not thread-safe.
 class FileBuilder {
  public:
   std::uint64_t size() const { return size_; }
-  // Where in the kept text it stands, to be added as often as it is needed.
-  ByteRange Keep(std::string_view text);
+  // Keeps `text` and returns its range, which can be added any number of times.
+  ByteRange StoreText(std::string_view text);
   void Add(ByteRange kept);
-  void Add(std::string_view text) { Add(Keep(text)); }
-  // Bytes [skip, skip + length) of the tensor of that ordinal in the index.
+  void Add(std::string_view text) { Add(StoreText(text)); }
+  // Adds bytes [skip, skip + length) of the tensor with this ordinal in the index.
   void AddTensor(std::uint32_t ordinal, std::uint64_t skip, std::uint64_t length);
   void AddObject(std::uint32_t part, std::uint64_t length);
-  // Once.
+  // The built file. Call it once.
   FileSegments Finish();
 
  private:

@@ -20,8 +20,8 @@ void FileSegments::AddLiteral(std::string text) {
 }
 
 void FileSegments::AddLiteral(std::shared_ptr<const std::string> text) {
-  // Empty segments would break the search for the segment of an offset: it looks for the last one
-  // that begins at or before it, and two would begin at the same byte.
+  // An empty segment would begin at the same byte as the next one, and a search by offset might
+  // find the wrong one of the two.
   if (text->empty()) return;
   const std::uint64_t length = text->size();
   literals_.push_back(std::move(text));
@@ -35,8 +35,8 @@ void FileSegments::AddText(std::shared_ptr<const GeneratedText> text) {
 
 void FileSegments::AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length) {
   if (length == 0) return;
-  // Segments of one tensor (a header and its data) keep the entry; at the second tensor it is given
-  // up for good, or reads of the first one would find the wrong entry.
+  // tensor_ is kept while all segments are of one tensor. With a second tensor it stays empty, so
+  // that reads do not use the wrong entry.
   if (!tensor_ && !several_tensors_) {
     tensor_ = tensor;
   } else if (tensor_ && tensor_->ordinal != tensor.ordinal) {
@@ -57,32 +57,34 @@ Status FileSegments::AddBox(const TensorEntry& tensor, const Box& box, const Dim
     return bad("not within the tensor");
   }
   for (int a = 0; a < box.rank(); ++a) {
-    if (container[a] < box.extent(a)) return bad("not within its container");
+    if (container[a] < box.extent(a)) return bad("larger than the array that is to contain it");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                ByteRegion(meta.dtype(), meta.shape(), Region(box)));
-  // Checks overflow too, which a container larger than the tensor could reach.
-  // Its bytes are the size of the file.
+  // TensorMeta::Make checks for overflow, which a container larger than the tensor could cause. The
+  // bytes of the container are the size of the file.
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta packed,
                                TensorMeta::Make(meta.key(), meta.dtype(), container));
   if (packed.bytes() == 0) return Status();
   BoxSource source{.tensor = tensor, .box = box, .container = container, .bytes = packed.bytes()};
-  // Both in bytes of the tensor, so that reads need no element sizes. ByteShape merges the last
-  // axes of types under a byte into one, until a row ends on a byte: of 4-bit elements [8, 6]
-  // becomes bytes [8, 3], of [8, 3] it becomes [12].
+  // Box and container are converted to bytes, so that reads need no element sizes. For types under
+  // a byte ByteShape merges the last axes until a row ends on a byte: 4-bit elements of shape [8,
+  // 6] become bytes [8, 3], and [8, 3] becomes [12].
   source.byte_box = bytes.box();
-  // Axes of elements that are one axis of bytes of the tensor are one of the container, too.
+  // Axes that are merged in the tensor's byte shape are merged in the container's too.
   const int axes = ByteShape(meta.dtype(), meta.shape()).rank() - 1;
   std::uint64_t bits = meta.bits();
-  // Behind the merged axes a box that is narrower than its container would have rows that begin
-  // inside a byte. Allowed is only what stays one run there.
-  bool whole = true;  // The box spans the container behind this axis.
+  // On merged axes, rows of a box that is narrower than its container could begin inside a byte. So
+  // only boxes that are one run on those axes are allowed.
+  bool whole = true;  // The box spans the container on the later axes.
   for (int a = container.rank() - 1; a >= axes; --a) {
-    if (!whole && box.extent(a) > 1) return bad("does not begin and end on bytes of its container");
+    if (!whole && box.extent(a) > 1)
+      return bad("does not begin and end at a byte of the array that is to contain it");
     whole = whole && box.extent(a) == container[a];
     bits *= static_cast<std::uint64_t>(container[a]);
   }
-  if (bits % 8 != 0) return bad("its container has rows that do not end on a byte");
+  if (bits % 8 != 0)
+    return bad("the array that is to contain it has rows that do not end at a byte");
   for (int a = 0; a < axes; ++a) source.byte_container.push_back(container[a]);
   source.byte_container.push_back(static_cast<std::int64_t>(bits / 8));
   boxes_.push_back(std::move(source));
@@ -94,8 +96,8 @@ void FileSegments::AddObject(std::uint32_t part, std::uint64_t length) {
   Add(Segment::Kind::kObject, part, length, 0);
 }
 
-FileSegments FileSegments::Shared(std::shared_ptr<const std::vector<Segment>> segments,
-                                  std::shared_ptr<const std::string> head) {
+FileSegments FileSegments::FromSharedSegments(std::shared_ptr<const std::vector<Segment>> segments,
+                                              std::shared_ptr<const std::string> head) {
   FileSegments shared;
   if (!segments->empty()) shared.size_ = segments->back().begin + segments->back().length;
   shared.reads_data_ = true;

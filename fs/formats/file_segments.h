@@ -15,64 +15,65 @@
 
 namespace tensormount::fs {
 
-// What a virtual file is made of: segments side by side from 0 on. The one mechanism of all views;
-// made by a view, read by VirtualFile. A value; what it shares is immutable.
+// The content of a virtual file: adjacent segments from offset 0. A view makes the segments,
+// VirtualFile reads them. Copies share the parts that are immutable.
 //
 // Example, npy/w.npy of a tensor of 96 bytes:
 //   kLiteral  begin 0    length 128  the NumPy header
 //   kTensor   begin 128  length 96   skip 0
-// Why segments and not a function that reads: the same description serves reads (by any offset),
-// mappings for splice, the search for a stored file that has these bytes already, proofs by hash,
-// and exports that cut a file among ranks.
-// Finding the segment of an offset is a binary search. A file of 100,000 tensors costs 32 bytes a
-// segment, which all open files of it share (Shared).
+// A view describes its file instead of reading it, because the description serves reads at any
+// offset, mappings for splice, the search for a stored file with the same bytes, proofs by hash,
+// and exports that split a file among ranks.
+// A segment takes 32 bytes and is found by binary search. All open files of one node can share
+// their segments (FromSharedSegments).
 class FileSegments {
  public:
   struct Segment {
     enum class Kind : std::uint8_t {
-      kLiteral,  // `skip` bytes into literal number `ordinal`.
+      kLiteral,  // Literal number `ordinal`, from byte `skip` on.
       kText,     // The generated text.
-      kTensor,   // Row-major bytes of tensor `ordinal` (of the index) from `skip` on.
+      kTensor,   // Row-major bytes of tensor `ordinal` (in the index), from `skip` on.
       kBox,      // Box number `ordinal`, row-major within its container.
       kObject,   // Object part number `ordinal`.
     } kind = Kind::kLiteral;
-    // What it counts depends on the kind, as above.
+    // A number whose meaning depends on `kind`.
     std::uint32_t ordinal = 0;
-    std::uint64_t begin = 0;  // In the file.
+    std::uint64_t begin = 0;  // Offset in the file.
     std::uint64_t length = 0;
     std::uint64_t skip = 0;
   };
-  // A box of a tensor as a packed row-major array of `container` elements, which has the box at its
-  // origin and zeros elsewhere (edge chunks of zarr). container == box.extent(): a plain slice.
-  // Worked out when the file is opened, so that a read only has to cut a byte range out of it.
+  // A box of a tensor, stored as a packed row-major array of `container` elements with the box at
+  // the origin and zeros elsewhere (edge chunks of zarr). container == box.extent(): a plain slice.
+  // Made when the file is opened, so that a read only has to find its byte range.
   struct BoxSource {
     TensorEntry tensor;
     Box box;
     Dims container;
-    std::uint64_t bytes = 0;  // Of the container.
-    // The same as bytes (shard/tensor_meta.h): the box within ByteShape of the tensor, and the
-    // container in axes of that shape.
+    std::uint64_t bytes = 0;  // Size of the container.
+    // Box and container in bytes (shard/tensor_meta.h): the box within the tensor's ByteShape, and
+    // the container in axes of that shape.
     Box byte_box;
     Dims byte_container;
   };
 
-  // These append. What is empty adds nothing.
+  // The Add functions append a segment; an empty one adds nothing.
   void AddLiteral(std::string text);
   void AddLiteral(std::shared_ptr<const std::string> text);
-  // A file has at most one; views that need another put literals around it.
-  void AddText(std::shared_ptr<const GeneratedText> text);  // Once.
-  // `length` bytes of the tensor's row-major bytes from `skip` on.
+  // Call it at most once for a file; views that need more text put literals around the generated
+  // text.
+  void AddText(std::shared_ptr<const GeneratedText> text);
+  // `length` of the tensor's row-major bytes, from `skip` on.
   void AddTensor(const TensorEntry& tensor, std::uint64_t skip, std::uint64_t length);
   void AddTensor(const TensorEntry& tensor) { AddTensor(tensor, 0, tensor.meta.bytes()); }
-  // kInvalidArgument where the box is not within the tensor, not within the container, or does not
-  // begin and end on bytes.
+  // Appends a BoxSource. kInvalidArgument if the box is not within the tensor or the container, or
+  // does not begin and end on whole bytes.
   Status AddBox(const TensorEntry& tensor, const Box& box, const Dims& container);
   void AddObject(std::uint32_t part, std::uint64_t length);
-  // Instead of the above: very many segments that several files share, the first of them literal
-  // number 0. They must lie side by side from 0 on.
-  // Counts as reading data, whatever the segments are, because all callers have tensors in them.
-  static FileSegments Shared(std::shared_ptr<const std::vector<Segment>> segments,
-                             std::shared_ptr<const std::string> head);
+  // Used instead of the Add functions for very many segments that several files share; `head` is
+  // literal number 0. The segments must be adjacent, from offset 0.
+  // reads_data() is always true for the result, because all callers have tensors in it.
+  static FileSegments FromSharedSegments(std::shared_ptr<const std::vector<Segment>> segments,
+                                         std::shared_ptr<const std::string> head);
 
   std::uint64_t size() const { return size_; }
   const std::vector<Segment>& segments() const { return shared_ ? *shared_ : own_; }
@@ -82,17 +83,16 @@ class FileSegments {
   }
   const GeneratedText& text() const { return *text_; }
   const BoxSource& box(std::uint32_t n) const { return boxes_[n]; }
-  // The entry where all kTensor segments are of one tensor; others are looked up when read.
-  // Kept, because reading the index again for each read of a plain tensor file would cost more than
-  // many of these reads. Files of many tensors look up the one that a read touches.
+  // The tensor's entry, if all kTensor segments added by AddTensor are of one tensor: looking it up
+  // again for each read would cost more than the read. With several tensors a read looks up those
+  // that it touches.
   const std::optional<TensorEntry>& tensor() const { return tensor_; }
-  bool is_shared() const { return shared_ != nullptr; }  // Made by Shared.
-  // Whether reads go to data files, and so may block for as long as these do.
-  // Generated text does not count: it is made of the index, which answers look-ups and listings on
-  // the same thread too (Vfs::MayBlock). What depends on it: whether a read is queued for another
-  // thread, whether a large file may bypass the page cache, and whether a stored file is looked for
-  // at all. Text has none of these needs; where chunks of extents/ have to be looked up in files of
-  // others, that is done when the text is made, by Stat and Open.
+  bool is_shared() const { return shared_ != nullptr; }  // Whether FromSharedSegments made it.
+  // Whether reads access data files, and so may block as long as storage does. Generated text does
+  // not count: it is made from the index (Vfs::MayBlock).
+  // Decides whether a read is queued for another thread, whether a large file may bypass the page
+  // cache, and whether a stored file with the same bytes is searched. Text of extents/ that must
+  // look up chunks in other files does so in Stat and Open.
   bool reads_data() const { return reads_data_; }
 
  private:
@@ -101,7 +101,7 @@ class FileSegments {
   std::uint64_t size_ = 0;
   bool reads_data_ = false;
   std::vector<Segment> own_;
-  std::shared_ptr<const std::vector<Segment>> shared_;  // Instead of own_, where not null.
+  std::shared_ptr<const std::vector<Segment>> shared_;  // Used instead of own_ if not null.
   std::vector<std::shared_ptr<const std::string>> literals_;
   std::shared_ptr<const GeneratedText> text_;
   std::vector<BoxSource> boxes_;

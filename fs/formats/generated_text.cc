@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text that is made when it is read and kept no longer than somebody reads it.
-// Making measures: all blocks are rendered once for their lengths. Reading finds the block of an
-// offset by these and renders it again; a renderer that gives another length is a bug of the view,
-// and told, because bytes at the wrong offsets would be worse than an error.
+// Text that is rendered when it is read and kept only while it is being read.
+// Make renders all blocks once to measure them. Read finds the block of an offset and renders it
+// again. If the renderer then gives another length, Read fails, because bytes would be at wrong
+// offsets.
 #include "fs/formats/generated_text.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ Result<std::shared_ptr<const GeneratedText>> GeneratedText::Make(std::string hea
       new GeneratedText(std::move(head), items, std::move(render), std::move(tail)));
   std::uint64_t at = text->head_.size();
   const std::size_t blocks = (items + kBlockItems - 1) / kBlockItems;
-  // One string for all blocks, so that its memory is taken once.
+  // All blocks use one string, so that its memory is allocated once.
   std::string block;
   for (std::size_t i = 0; i < blocks; ++i) {
     text->begins_.push_back(at);
@@ -38,12 +38,13 @@ Status GeneratedText::RenderBlock(std::size_t block, std::string& out) const {
 Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) const {
   char* to = static_cast<char*>(out);
   while (size > 0) {
-    std::string_view run;  // The bytes from `offset` on that are at hand.
+    std::string_view run;  // Available bytes from `offset` on.
     std::shared_ptr<const std::string> block_text;
     if (offset < head_.size()) {
       run = std::string_view(head_).substr(offset);
     } else if (offset >= begins_.back()) {
-      if (offset >= size_) return Status(Code::kInternal, "read past the end of a made file");
+      if (offset >= size_)
+        return Status(Code::kInternal, "internal error: a read past the end of a generated file");
       run = std::string_view(tail_).substr(offset - begins_.back());
     } else {
       const std::size_t block = static_cast<std::size_t>(
@@ -53,19 +54,19 @@ Status GeneratedText::Read(std::uint64_t offset, void* out, std::size_t size) co
         if (cached_block_ == block) block_text = cached_;
       }
       if (!block_text) {
-        // Rendered outside of the lock: it may read the index, and other readers want other blocks.
-        // Two that miss the same block both render it.
+        // The lock is not held, because rendering may read the index and other readers want other
+        // blocks. Two readers of the same block may both render it.
         auto made = std::make_shared<std::string>();
         TENSORMOUNT_RETURN_IF_ERROR(RenderBlock(block, *made));
         if (made->size() != begins_[block + 1] - begins_[block]) {
-          return Status(Code::kInternal, "a made file was made with another length");
+          return Status(Code::kInternal, "internal error: a generated file changed its length");
         }
         block_text = made;
         const std::lock_guard lock(mutex_);
         cached_block_ = block;
         cached_ = block_text;
       }
-      // block_text keeps it alive, whatever another reader puts into cached_.
+      // block_text keeps the text alive while another reader replaces cached_.
       run = std::string_view(*block_text).substr(offset - begins_[block]);
     }
     const std::size_t n = std::min(size, run.size());

@@ -14,37 +14,34 @@
 
 namespace tensormount::fs {
 
-// A file whose text is made when it is read: a head, some text for each of many items, a tail.
-// Only where each block of items begins is kept, so that checkpoint.json of a million tensors costs
-// no memory; the block that was read last is kept too, because a reader comes for the next bytes of
-// it. The same items must always give the same text: sizes are told before anything is read.
+// A file whose text is rendered when it is read: a head, some text for each of many items, a tail.
 // Thread-safe.
 //
-// Why: stat(2) must tell the size before anything is read, so the text is rendered once to be
-// measured and thrown away, and then rendered again where it is read. checkpoint.json of a million
-// tensors is some 150 MB; kept for each mounted checkpoint that would be more than all else of the
-// mount.
-// Cost: making it renders all items once, O(items). A read at any offset renders one block, after a
-// binary search for it; a reader from front to back renders each block once, because the last one
-// is kept. Two readers at different offsets take the kept block from each other and still get right
-// bytes.
+// stat(2) must tell the size before anything is read, so Make renders the text once, only to
+// measure it: checkpoint.json of a million tensors has about 150 MB, too much to keep for each
+// mounted checkpoint. Only the offset of each block of items, and the text of the block that was
+// read last, are kept. The same items must always give the same text.
+// Cost: Make renders all items, O(items). A read finds a block by binary search and renders it;
+// reading front to back renders each block once. Readers at different offsets replace each other's
+// kept block, so they render more often.
 class GeneratedText {
  public:
   // Appends the text of items [first, first + count).
   using Render = std::function<Status(std::uint32_t first, std::uint32_t count, std::string& out)>;
-  // Renders everything once, to know how long it is.
+  // Renders the whole text once, to measure it.
   static Result<std::shared_ptr<const GeneratedText>> Make(std::string head, std::uint32_t items,
                                                            Render render, std::string tail);
 
   std::uint64_t size() const { return size_; }
-  // Exactly `size` bytes; the range must lie within the text.
-  // kInternal where a block does not come out as long as it did when it was measured: the maker's
-  // text depends on something else than the checkpoint.
+  // Reads exactly `size` bytes; the range must lie within the text.
+  // kInternal if a block's length differs from the measured length, which means that the text
+  // depends on more than the checkpoint.
   Status Read(std::uint64_t offset, void* out, std::size_t size) const;
 
  private:
-  // Rendered at once: some ten KiB of text, and 8 bytes of memory for it.
-  // More would make small reads slow, fewer would make the table of begins large.
+  // Number of items in a block, which is rendered as a whole: some ten KiB of text, and 8 bytes of
+  // memory for its offset. Larger blocks would make small reads slow, smaller ones would make
+  // begins_ large.
   static constexpr std::uint32_t kBlockItems = 256;
   GeneratedText(std::string head, std::uint32_t items, Render render, std::string tail)
       : head_(std::move(head)), items_(items), render_(std::move(render)), tail_(std::move(tail)) {}
@@ -54,10 +51,11 @@ class GeneratedText {
   const std::uint32_t items_;
   const Render render_;
   const std::string tail_;
-  std::vector<std::uint64_t> begins_;  // Of each block; the last one is the tail's.
+  std::vector<std::uint64_t> begins_;  // Offset of each block, then of the tail.
   std::uint64_t size_ = 0;
   mutable std::mutex mutex_;
-  // Under mutex_; the text itself is immutable and read outside of it.
+  // The block that was read last, guarded by mutex_. Its text is immutable and read outside the
+  // lock.
   mutable std::size_t cached_block_ = static_cast<std::size_t>(-1);
   mutable std::shared_ptr<const std::string> cached_;
 };

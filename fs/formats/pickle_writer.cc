@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pickles of the few kinds of values that exports need, as Python's own pickler would write them.
+// Pickles of the kinds of values that exports need, as Python's own pickler writes them.
 #include "fs/formats/pickle_writer.h"
 
 #include <bit>
@@ -17,7 +17,7 @@ void PickleWriter::Little(std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out_.push_back(static_cast<char>(value >> (8 * i)));
 }
 
-// The shortest opcode that holds it, as Python chooses: BININT1, BININT2, BININT, LONG1.
+// Uses the shortest opcode for the value, like Python: BININT1, BININT2, BININT, LONG1.
 void PickleWriter::Int(std::int64_t value) {
   if (value >= 0 && value <= 0xFF) {
     Op('K');
@@ -41,7 +41,7 @@ void PickleWriter::Unsigned(std::uint64_t value) {
     Int(static_cast<std::int64_t>(value));
     return;
   }
-  Op('\x8a');  // Two's complement: a zero byte more keeps it from being negative.
+  Op('\x8a');  // Two's complement: an extra zero byte keeps the value positive.
   Little(9, 1);
   Little(value, 8);
   Little(0, 1);
@@ -49,12 +49,12 @@ void PickleWriter::Unsigned(std::uint64_t value) {
 
 void PickleWriter::Float(double value) {
   Op('G');
-  // BINFLOAT is big-endian, alone among the numbers.
+  // BINFLOAT is big-endian, unlike all other numbers.
   const auto bits = std::bit_cast<std::uint64_t>(value);
   for (int i = 7; i >= 0; --i) out_.push_back(static_cast<char>(bits >> (8 * i)));
 }
 
-// SHORT_BINUNICODE came with protocol 4; BINUNICODE has 32 bits for the length.
+// Writes SHORT_BINUNICODE, which exists since protocol 4, or BINUNICODE with a 32-bit length.
 void PickleWriter::RawString(std::string_view utf8) {
   if (protocol_ >= 4 && utf8.size() <= 0xFF) {
     Op('\x8c');
@@ -67,7 +67,7 @@ void PickleWriter::RawString(std::string_view utf8) {
 }
 
 void PickleWriter::String(std::string_view utf8) {
-  // The slot that Put will take, if it is new.
+  // If the string is new, Put below takes slot slots_.
   const auto [it, added] = strings_.emplace(utf8, slots_);
   if (!added) {
     Get(it->second);
@@ -91,7 +91,7 @@ void PickleWriter::Bytes(std::string_view bytes) {
     out_.append(bytes);
     return;
   }
-  // As Python does it where the protocol has no bytes: the text of Latin-1 that encodes to them.
+  // For protocols without bytes, Python writes a text whose Latin-1 encoding is the bytes.
   Global("_codecs", "encode");
   std::string text;
   for (const char c : bytes) {
@@ -124,12 +124,12 @@ void PickleWriter::Global(std::string_view module, std::string_view name) {
     out_.append(module).push_back('\n');
     out_.append(name).push_back('\n');
   }
-  // Set only now: String may have taken slots.
+  // Set last, because String may have taken slots.
   it->second = Put();
 }
 
-// BINPUT, LONG_BINPUT; Get: BINGET, LONG_BINGET. MEMOIZE of protocol 4 would save a byte each, and
-// is not known to readers of protocol 2.
+// Put writes BINPUT or LONG_BINPUT, Get writes BINGET or LONG_BINGET. MEMOIZE would save a byte for
+// each value, but protocol 2 does not have it.
 std::uint32_t PickleWriter::Put() {
   if (slots_ <= 0xFF) {
     Op('q');
@@ -164,7 +164,7 @@ void PickleWriter::Tuple(const Dims& values) {
 }
 
 void PickleWriter::Common(const CommonValue& value) {
-  // Items between a MARK and the opcode that takes them.
+  // Writes items between a MARK and the opcode that takes them.
   const auto items = [this](const std::vector<CommonValue>& list) {
     Mark();
     for (const CommonValue& item : list) Common(item);

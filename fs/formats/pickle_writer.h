@@ -12,43 +12,41 @@
 #include "tensormount/box.h"
 #include "tensormount/common_value.h"
 
-// Python pickles, written (the opcodes are those of CPython's Lib/pickletools.py).
+// Writes Python pickles (opcodes of CPython's Lib/pickletools.py).
 
 namespace tensormount::fs {
 
-// Every call appends what Python's pickler would for such a value; the caller keeps the stack
-// machine's order. Strings and globals are remembered and named again where they recur, as Python
-// does for equal objects: a state dict would be half as large again without. A tuple of two, say:
+// Every function appends what Python's pickler (Lib/pickle.py) writes for a value, or the opcode
+// that it is named after. The caller is responsible for the order on the pickle's stack. Repeated
+// strings and globals are memoized, as Python does; without this a state dict would be 50 % larger.
+// A tuple of two:
 //
 //   writer.Int(1); writer.Int(2); writer.Tuple2();
 //
-// The names of the calls are those of the opcodes (Lib/pickle.py).
-//
-// Only a writer: nothing here reads a pickle (index/archives/pickle.h does, without running it).
-// Readers of what it writes are torch.load with weights_only, whose unpickler knows only the
-// opcodes and globals of protocol 2 that torch itself uses, and torch.distributed.checkpoint, which
-// unpickles .metadata.
+// The output is read by torch.load with weights_only, which knows only the opcodes and globals of
+// protocol 2 that torch uses, and by torch.distributed.checkpoint, which unpickles .metadata.
+// index/archives/pickle.h reads pickles.
 class PickleWriter {
  public:
-  // 2: what torch.save writes, and torch.load reads with weights_only; 4: what pickle.dump writes.
+  // `protocol`: 2 for files that torch.load reads with weights_only (torch.save writes it, too), 4
+  // for the output of pickle.dump.
   explicit PickleWriter(int protocol);
 
   void None() { Op('N'); }
   void Bool(bool value) { Op(value ? '\x88' : '\x89'); }
   void Int(std::int64_t value);
-  // Python has one type of integers: what does not fit 64 bits with a sign is written longer
-  // (LONG1).
+  // Values of 2^63 and above are written with the opcode LONG1; in Python all are of type int.
   void Unsigned(std::uint64_t value);
   void Float(double value);
-  // What is no UTF-8 makes a pickle that Python refuses to load.
+  // The caller must pass valid UTF-8, because Python refuses to load other strings.
   void String(std::string_view utf8);
-  // Protocol 2 has no bytes: there it is a call of _codecs.encode, as Python's own pickler does it.
+  // Protocol 2 has no bytes, so a call of _codecs.encode is written, as by Python's pickler.
   void Bytes(std::string_view bytes);
-  // A class or function by name, which the reader imports.
+  // A class or function by name; the reader imports it.
   void Global(std::string_view module, std::string_view name);
   // A tuple of integers.
   void Tuple(const Dims& values);
-  // Dicts, lists and tuples recursively; common values are bounded in depth when they are saved.
+  // Writes a common value; dicts, lists and tuples recursively. A save has limited their depth.
   void Common(const CommonValue& value);
 
   void Mark() { Op('('); }
@@ -65,16 +63,16 @@ class PickleWriter {
   void NewObject() { Op('\x81'); }
   void PersistentId() { Op('Q'); }
 
-  // What stands on top of the stack, to be had again with Get.
-  // The memo of the pickle machine: slots are numbered in the order of Put.
+  // Memoizes the value on top of the stack; Get(slot) pushes it again. Slots are numbered in the
+  // order of Put.
   std::uint32_t Put();
   void Get(std::uint32_t slot);
 
-  // What protocol 4 writes before that many bytes; one byte more ends the pickle that is only them.
-  // So that an object of any size can be a pickle without its bytes going through here.
+  // A pickle of protocol 4 of a bytes object is BytesHead, then its `length` bytes, then one STOP
+  // byte. This lets an object of any size become a pickle without copying its bytes.
   static std::string BytesHead(std::uint64_t length);
 
-  // Ends the stream. Once.
+  // Ends the pickle and returns it. Call it once.
   std::string Finish();
 
  private:
@@ -85,7 +83,7 @@ class PickleWriter {
   const int protocol_;
   std::string out_;
   std::uint32_t slots_ = 0;
-  // By value: the slot in which a string or global was put when it was written first.
+  // Slot of each string or global that was written.
   std::unordered_map<std::string, std::uint32_t> strings_;
   std::map<std::pair<std::string, std::string>, std::uint32_t> globals_;
 };

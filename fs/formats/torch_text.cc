@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How PyTorch calls dtypes, storages and devices in its pickles.
+// Names of dtypes, storages and devices in PyTorch's pickles.
 #include "fs/formats/torch_text.h"
 
 #include <algorithm>
@@ -13,9 +13,8 @@ namespace {
 
 constexpr std::string_view kPairsOfF4 = "torch.float4_e2m1fn_x2";
 
-// Of the types that had a storage class of their own before torch 2.1; others are bytes with a
-// type.
-// torch.load with weights_only knows these classes by name. Newer types never got one.
+// Name of the dtype's storage class; empty for newer types, which use untyped storage. torch.load
+// with weights_only knows these classes by name.
 std::string_view StorageClass(DType dtype) {
   switch (dtype) {
     case DType::kBool:
@@ -47,7 +46,8 @@ std::string_view StorageClass(DType dtype) {
   }
 }
 
-// {"odict": [[KEY, VALUE], ...]} and the like: dicts of one key, which says what they are.
+// An encoded value such as {"odict": [[KEY, VALUE], ...]}: a dict whose only key, `tag`, names the
+// kind.
 struct Tagged {
   std::string_view tag;
   const CommonValue* payload = nullptr;
@@ -61,7 +61,7 @@ std::optional<Tagged> TaggedOf(const CommonValue& value) {
   return Tagged{*tag, &payload};
 }
 
-// What Python can hash, as keys of dicts must be.
+// Whether Python can hash the value, as dict keys require.
 bool IsHashable(const CommonValue& value) {
   if (const auto* tuple = value.get_if<CommonTuple>()) {
     return std::ranges::all_of(tuple->items, IsHashable);
@@ -69,7 +69,7 @@ bool IsHashable(const CommonValue& value) {
   return value.get_if<CommonList>() == nullptr && value.get_if<CommonDict>() == nullptr;
 }
 
-// "cuda:1"
+// Whether the text names a device of torch, such as "cuda:1".
 bool IsDevice(std::string_view text) {
   static constexpr std::string_view kTypes[] = {"cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu"};
   const std::size_t colon = text.find(':');
@@ -78,7 +78,7 @@ bool IsDevice(std::string_view text) {
          number.size() <= 3 && number.find_first_not_of("0123456789") == number.npos;
 }
 
-// `pickle` null: only whether it can be written.
+// Writes an encoded value; false if that is not possible. `pickle`: null to check only.
 bool WriteEncoded(PickleWriter* pickle, const CommonValue& value);
 
 bool WriteItems(PickleWriter* pickle, const std::vector<CommonValue>& items) {
@@ -118,7 +118,7 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
   if (tagged.tag == "odict") return WritePairs(pickle, payload, "OrderedDict");
   if (tagged.tag == "counter") return WritePairs(pickle, payload, "Counter");
   if (tagged.tag == "numpy" && items != nullptr && items->size() == 2) {
-    // With its bytes are NaNs, complex numbers and types of ml_dtypes.
+    // NaNs, complex numbers and ml_dtypes types are encoded with their bytes.
     const auto* type = items->front().get_if<std::string>();
     const CommonValue& number = items->back();
     if (type == nullptr || (number.get_if<CommonBytes>() != nullptr && *type != "bytes"))
@@ -141,7 +141,7 @@ bool WriteTagged(PickleWriter* pickle, const Tagged& tagged) {
     return true;
   }
   if (tagged.tag == "torch.dtype" && text != nullptr) {
-    // Only names that are known: a pickle that names something imports it.
+    // Only known dtypes are written, because loading a pickle imports the names in it.
     const bool known = std::ranges::any_of(
         AllDTypes(), [&](const DTypeInfo& info) { return info.torch == "torch." + *text; });
     if (known && pickle != nullptr) pickle->Global("torch", *text);
@@ -203,7 +203,7 @@ std::uint64_t TorchElementBytes(DType dtype) {
   return dtype == DType::kF4 ? 1 : InfoOf(dtype).bits / 8;
 }
 
-// The table has "torch.bfloat16"; a pickle wants module and name.
+// The table has "torch.bfloat16"; a pickle needs module and name separately.
 void PickleDType(PickleWriter& pickle, DType dtype) {
   std::string_view name = dtype == DType::kF4 ? kPairsOfF4 : InfoOf(dtype).torch;
   name.remove_prefix(std::min(name.size(), std::string_view("torch.").size()));
@@ -211,15 +211,15 @@ void PickleDType(PickleWriter& pickle, DType dtype) {
 }
 
 void PickleTensor(PickleWriter& pickle, DType dtype, const Dims& shape, std::string_view storage) {
-  // Two forms of one thing: _rebuild_tensor_v2 takes the type from the storage, _rebuild_tensor_v3
-  // has it as its last argument, over bytes.
+  // _rebuild_tensor_v2 takes the type from the storage; _rebuild_tensor_v3 has untyped storage and
+  // takes the type as its last argument.
   const std::string_view typed = StorageClass(dtype);
   std::int64_t elements = 1;
   Dims strides = Dims::Filled(shape.rank(), 1);
   std::int64_t stride = 1;
   for (int a = shape.rank() - 1; a >= 0; --a) {
     strides[a] = stride;
-    // torch counts an axis of no elements as one, in strides.
+    // torch computes strides as if an empty axis had one element.
     stride *= std::max<std::int64_t>(shape[a], 1);
     elements *= shape[a];
   }
@@ -258,7 +258,7 @@ void AddEntriesBeforeData(ZipWriter& zip, std::string& out) {
 
 void AddEntriesAfterData(ZipWriter& zip, std::string& out) {
   zip.Add("version", "3\n", out);
-  // torch puts a hash of names and one of CRCs here, and never looks at them.
+  // torch stores a hash of names and a hash of CRCs here, and never reads them.
   zip.Add(".data/serialization_id", std::string(40, '0'), out);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which regular grid of chunks a Zarr client sees: that of the stored chunks where they are one,
-// else one of our making.
+// Chooses the regular grid of chunks that a Zarr client sees: the grid of the stored chunks if they
+// form one, else a computed one.
 #include "fs/formats/zarr_grid.h"
 
 #include <algorithm>
@@ -13,20 +13,20 @@ namespace {
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 
-// The chunk shape of a regular grid, of which all stored chunks are cells; nullopt: there is none.
-// That every cell is stored was checked when the checkpoint was published.
+// The chunk shape of the regular grid that the stored chunks form; nullopt if they form none. The
+// publish has checked that every cell of the tensor is stored.
 Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const TensorEntry& tensor) {
   const Dims& shape = tensor.meta.shape();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentTable> table,
                                index.Extents(tensor.ordinal));
-  // One pass over the extents. Nothing is allocated a chunk.
+  // One pass over the extents, without allocations for each chunk.
   std::optional<Dims> cell;
   for (std::size_t i = 0; i < table->size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
     if (chunk.region.empty()) continue;
     const Box& box = chunk.region.box();
     if (chunk.region.is_flat() || !box.Within(shape)) return std::optional<Dims>();
-    // Rows are in the order of their first element: the first one is at the origin.
+    // Chunks are sorted by their first element, so the first chunk is at the origin.
     if (!cell) cell = box.extent();
     for (int a = 0; a < shape.rank(); ++a) {
       const std::int64_t extent = (*cell)[a];
@@ -39,9 +39,9 @@ Result<std::optional<Dims>> StoredGrid(const CheckpointIndex& index, const Tenso
   return cell;
 }
 
-// The cell, halved along its first axis that can be until it is no more than a client holds gladly.
-// Axis by axis from the first: halves of rows are still rows. An odd extent is rounded up, so that
-// a chunk may then straddle two stored ones; the grid stays regular.
+// Halves the shape of a chunk along its first axis longer than one, until the chunk has at most
+// kMaxCellBytes. Halves of rows are still rows. An odd extent is rounded up, so a chunk may have
+// bytes of two stored chunks; the grid stays regular.
 Dims Halved(Dims cell, const TensorMeta& meta) {
   const std::uint64_t per_element = std::max<std::uint64_t>(meta.bytes() / meta.elements(), 1);
   std::uint64_t elements = 1;
@@ -73,18 +73,19 @@ ZarrGrid ZarrGrid::RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks) {
   std::uint64_t target = std::max(kRowBlockBytes / element, std::uint64_t{1});
   for (;;) {
     Dims chunk = shape;
-    // Cuts the outermost axis that is larger than the target, and leaves those behind it whole: a
-    // block is one run of bytes.
-    std::uint64_t left = meta.elements();  // Of a box of one index on the axes so far.
+    // Axes whose rows exceed the target are cut into single indices. The first axis whose rows fit
+    // is cut into groups of rows of about the target size. Later axes stay whole, so a block is one
+    // run of bytes.
+    std::uint64_t left = meta.elements();  // Elements below one index of the axes before `a`.
     for (int a = 0; a < shape.rank() && left > target; ++a) {
       left /= static_cast<std::uint64_t>(shape[a]);
       chunk[a] = static_cast<std::int64_t>(std::max<std::uint64_t>(target / left, 1));
       if (left <= target) break;
     }
     const ZarrGrid grid(shape, chunk);
-    // Doubling ends: at the latest with one chunk for all.
+    // The doubling ends at the latest when one chunk is the whole tensor.
     if (grid.chunks() <= max_chunks || target >= meta.elements()) return grid;
-    target *= 2;  // Elements fit 63 bits.
+    target *= 2;  // Cannot overflow: elements fit 63 bits.
   }
 }
 
@@ -105,7 +106,7 @@ Result<ZarrGrid> ZarrGrid::Make(const CheckpointIndex& index, const TensorEntry&
   return RowBlocks(tensor.meta, max_chunks);
 }
 
-// The number is taken apart in base counts_, the last axis fastest.
+// Splits the number into an index for each axis; the last axis varies fastest.
 Box ZarrGrid::BoxOf(std::uint64_t number) const {
   Dims begin = shape_;
   Dims extent = shape_;
@@ -115,7 +116,7 @@ Box ZarrGrid::BoxOf(std::uint64_t number) const {
     extent[a] = std::min(chunk_[a], shape_[a] - begin[a]);
     number /= count;
   }
-  // Within a checked shape.
+  // Cannot fail within a checked shape.
   return Box::Make(begin, extent).value();
 }
 
@@ -140,8 +141,7 @@ std::optional<std::uint64_t> ZarrGrid::NumberOf(std::string_view name) const {
     name.remove_prefix(static_cast<std::size_t>(end - name.data()));
     number = number * static_cast<std::uint64_t>(counts_[a]) + static_cast<std::uint64_t>(at);
   }
-  // Refuses other spellings of a number.
-  // "c.01" would be a second name of the same file.
+  // Refuses other spellings: "c.01" would be a second name of the same file.
   if (!name.empty() || NameOf(number) != all) return std::nullopt;
   return number;
 }

@@ -14,49 +14,43 @@
 
 namespace tensormount::fs {
 
-// How zarr/ cuts a tensor: chunks of one shape, those at the upper edges padded to it. Chunks are
-// numbered in row-major order of the grid. Depends on the checkpoint alone.
-//
-// What Zarr wants: one chunk shape for the whole array, chunk (i, j) begins at (i, j) times that
-// shape, and those that reach over the upper edge are stored whole, with the fill value outside.
-// Shards of ranks are often just that: rows, columns or a grid, ceil-sized, smaller at the upper
-// edges.
-// A value of some hundred bytes; making one reads the extents of the tensor once, where it has more
-// than one chunk.
+// How zarr/ cuts a tensor: chunks of one shape, numbered in row-major order of the grid; chunk (i,
+// j) begins at (i, j) times that shape. Chunks at the upper edges are padded to the full shape with
+// the fill value, as Zarr requires. The grid depends only on the checkpoint. The shards of ranks
+// often form such a grid: rows, columns or blocks of one size, smaller at the upper edges.
+// A grid takes a few hundred bytes. Make reads the extents of a tensor with several chunks once.
 class ZarrGrid {
  public:
-  // Row blocks: what a client reads at least, since it reads chunks whole. Large enough that
-  // opening a file costs nothing beside it, small enough that some of them fit in any client's
-  // memory.
+  // Target size of a row block. A client reads chunks whole: large enough to hide the cost of
+  // opening a file, small enough that several fit in any client's memory.
   static constexpr std::uint64_t kRowBlockBytes = std::uint64_t{32} << 20;
 
-  // Stored chunks larger than this are cut: clients read a chunk whole to have one row of it.
+  // Stored chunks larger than this are split, because clients read a whole chunk to get one row.
   static constexpr std::uint64_t kMaxCellBytes = std::uint64_t{256} << 20;
 
-  // The grid that the tensor is stored in, so that a chunk is one stored one; row blocks where
-  // that is none (flat ranges, uneven shards) or has over `max_chunks` (>= 1) chunks.
-  // Whether the stored boxes are a grid is decided by their positions alone: each begins at a
-  // multiple of the first one's extent and reaches to the next multiple or to the edge. That none
-  // is missing was proven when the checkpoint was published.
+  // The grid of the stored chunks; or row blocks if the stored chunks do not form a grid (flat
+  // ranges, uneven shards), or if it would have over `max_chunks` (>= 1) chunks.
+  // Stored chunks form a grid if each box begins at a multiple of the first box's extent and
+  // reaches to the next multiple or to the edge. The publish has checked that no box is missing.
   static Result<ZarrGrid> Make(const CheckpointIndex& index, const TensorEntry& tensor,
                                std::uint64_t max_chunks);
-  // Row blocks of about kRowBlockBytes, larger where there would be over `max_chunks`.
-  // As many rows as fit, or, where one row is larger, parts of a row: then of the next axis. Never
-  // fails.
+  // Row blocks of about kRowBlockBytes, larger if there would be over `max_chunks` chunks. If one
+  // row is larger, the next axis is cut. Never fails.
   static ZarrGrid RowBlocks(const TensorMeta& meta, std::uint64_t max_chunks);
 
-  const Dims& chunk() const { return chunk_; }      // Each at least 1, as the format asks.
+  // Each extent is at least 1, as the format requires.
+  const Dims& chunk() const { return chunk_; }
   std::uint64_t chunks() const { return chunks_; }  // 0 for tensors without elements.
-  // `number` must be below chunks().
-  Box BoxOf(std::uint64_t number) const;           // Without padding.
-  std::string NameOf(std::uint64_t number) const;  // "c.0.1"; "c" of a scalar.
+  // The part of the tensor that a chunk has, without padding. `number` must be below chunks().
+  Box BoxOf(std::uint64_t number) const;
+  std::string NameOf(std::uint64_t number) const;  // "c.0.1"; "c" for a scalar.
   std::optional<std::uint64_t> NumberOf(std::string_view name) const;
 
  private:
   ZarrGrid(const Dims& shape, const Dims& chunk);
   Dims shape_;
   Dims chunk_;
-  Dims counts_;  // Of chunks along each axis.
+  Dims counts_;  // Number of chunks along each axis.
   std::uint64_t chunks_ = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Zip archives as torch.save writes them: stored entries, data aligned by padding in extra fields,
-// zip64 where something does not fit 32 bits.
+// zip64 for values over 32 bits.
 #include "fs/formats/zip_writer.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@ void Little(std::string& out, std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i)));
 }
 
-// The zip64 extra field of what does not fit 32 bits; empty where everything does.
-// Twice the size: compressed and not. Fields that fit stay out, as the format wants it.
+// The zip64 extra field for values over 32 bits; empty if all fit. The size is written twice
+// (compressed and uncompressed). Values that fit 32 bits are omitted, as the format requires.
 std::string Zip64(std::uint64_t size, std::uint64_t header) {
   std::string fields;
   if (size >= kMax32) {
@@ -37,7 +37,7 @@ std::string Zip64(std::uint64_t size, std::uint64_t header) {
 
 }  // namespace
 
-// Decides the width of sizes in the descriptor, so it must be what the header's extra field says.
+// Whether the sizes in the descriptor have 64 bits: if the header has a zip64 extra field.
 bool ZipWriter::IsLong(const Entry& entry) {
   return entry.size >= kMax32 || entry.header >= kMax32;
 }
@@ -45,7 +45,7 @@ bool ZipWriter::IsLong(const Entry& entry) {
 void ZipWriter::Header(const Entry& entry, std::string& out) {
   std::string extra = Zip64(entry.size, entry.header);
   const std::uint64_t fixed = 30 + entry.name.size();
-  // Where the bytes would begin behind an empty padding field, whose own header has 4 bytes.
+  // Position of the bytes after an empty padding field, whose header has 4 bytes.
   const std::uint64_t start = size_ + fixed + extra.size() + 4;
   const std::uint64_t padding = (kAlignment - start % kAlignment) % kAlignment;
   extra += "FB";
@@ -57,7 +57,7 @@ void ZipWriter::Header(const Entry& entry, std::string& out) {
   Little(out, kFlags, 2);
   Little(out, 0, 2);        // Method: stored.
   Little(out, 0, 4);        // Time and date.
-  out.append(4 * 3, '\0');  // CRC and sizes: in the descriptor.
+  out.append(4 * 3, '\0');  // CRC and sizes are in the descriptor.
   Little(out, entry.name.size(), 2);
   Little(out, extra.size(), 2);
   out += entry.name;
@@ -65,7 +65,7 @@ void ZipWriter::Header(const Entry& entry, std::string& out) {
   size_ += fixed + extra.size();
 }
 
-// The signature 'PK\7\8' before the CRC is optional in the format; readers and torch expect it.
+// The signature 'PK\7\8' before the CRC is optional in the format, but readers and torch expect it.
 void ZipWriter::Descriptor(const Entry& entry, std::string& out) {
   const int width = IsLong(entry) ? 8 : 4;
   Little(out, 0x08074b50, 4);
@@ -99,7 +99,7 @@ void ZipWriter::Begin(std::string_view name, std::uint64_t size, std::string& ou
 
 void ZipWriter::End(std::string& out) {
   const Entry& entry = entries_.back();
-  // Behind the descriptor's signature.
+  // The CRC follows the descriptor's signature.
   if (entry.hole != kNoHole) holes_[entry.hole].positions[0] = size_ + 4;
   Descriptor(entry, out);
 }
@@ -108,7 +108,7 @@ void ZipWriter::Finish(std::string& out) {
   const std::uint64_t directory = size_;
   for (const Entry& entry : entries_) {
     const std::string extra = Zip64(entry.size, entry.header);
-    // The CRC of a central header is 16 bytes behind its begin.
+    // In a header of the central directory the CRC is at offset 16.
     if (entry.hole != kNoHole) holes_[entry.hole].positions[1] = size_ + 16;
     Little(out, 0x02014b50, 4);
     Little(out, 0, 2);  // Version made by.
@@ -130,8 +130,8 @@ void ZipWriter::Finish(std::string& out) {
     out += extra;
     size_ += 46 + entry.name.size() + extra.size();
   }
-  // The zip64 end record and its locator, always, and the plain end record with numbers cut off at
-  // what it can hold.
+  // Always writes the zip64 end record and its locator, then the plain end record with capped
+  // numbers.
   const std::uint64_t bytes = size_ - directory;
   const std::uint64_t end64 = size_;
   const std::uint64_t count = entries_.size();

@@ -12,47 +12,43 @@
 
 namespace tensormount::fs {
 
-// Bytes of a file whose CRC-32 is known when they were copied, and where it then goes (4 bytes,
-// little-endian). Offsets are the file's.
-// The header of an entry comes before its bytes and must not wait for them: the CRC stands behind
-// them in a data descriptor and in the central directory, and both stay zero until ranks
-// have read all of the entry.
+// Bytes of a file whose CRC-32 is known only after they were copied, and the two positions of that
+// CRC (4 bytes, little-endian). Offsets are in the file.
+// The CRC is in the data descriptor after the entry's bytes, and in the central directory. In both
+// it stays zero until ranks have read the whole entry.
 struct CrcHole {
-  ByteRange covered;  // Never empty.
+  ByteRange covered;  // The bytes that the CRC covers; never empty.
   std::array<std::uint64_t, 2> positions = {};
 };
 
-// Why 64: torch can map an archive, and tensors in it are then aligned. Why descriptors (bit 3 of
-// the flags): the CRC is not known before the data were read, and ranks write in any order. Times
-// are zero, so that equal checkpoints make equal archives.
-// Sizes are exact from the begin: entries are laid out by arithmetic, and nothing is written before
-// all is planned.
 // Lays out an archive as torch.save writes it (caffe2/serialize/inline_container.cc over miniz):
-// entries stored, their bytes at multiples of 64 by padding in the extra field "FB", sizes and CRC
-// in a data descriptor behind them, zip64 where 32 bits do not do, and zip64 end records always.
-// Makes the text around the entries; their bytes may come from elsewhere.
+// uncompressed entries, whose bytes begin at multiples of 64 thanks to padding in the extra field
+// "FB"; after them a data descriptor with sizes and CRC; zip64 where 32 bits do not suffice, and
+// always zip64 end records. The writer makes only the text around the bytes of large entries.
+// The alignment lets torch map an archive with aligned tensors. The descriptors (bit 3 of the
+// flags) let ranks write in any order, because the CRC is known only after the data were read.
+// Times are zero, so that equal checkpoints give equal archives.
 class ZipWriter {
  public:
   static constexpr std::uint64_t kAlignment = 64;
 
-  // Bytes laid out so far, holes included. The archive begins at 0.
+  // Number of bytes laid out so far, including bytes that the caller adds. The archive begins at 0.
   std::uint64_t size() const { return size_; }
 
-  // A whole entry.
+  // Appends a complete entry to `out`.
   void Add(std::string_view name, std::string_view bytes, std::string& out);
-  // An entry whose `size` bytes follow what is in `out` now; End() then continues behind them.
-  // `out` gets the local header and its padding; the caller puts the entry's bytes there and then
-  // calls End, before anything else.
+  // Begins an entry of `size` bytes: appends the local header and its padding to `out`. The caller
+  // adds the entry's bytes there, then calls End before anything else.
   void Begin(std::string_view name, std::uint64_t size, std::string& out);
   void End(std::string& out);
-  // The central directory. After it nothing may be added, and `holes` is complete.
+  // Writes the central directory. Afterwards nothing may be added, and holes() is complete.
   void Finish(std::string& out);
 
-  // Of entries made by Begin that have any bytes.
+  // One hole for each entry made by Begin, except empty ones.
   const std::vector<CrcHole>& holes() const { return holes_; }
 
  private:
-  // What the central directory repeats at the end.
+  // An entry's fields, which the central directory repeats.
   struct Entry {
     std::string name;
     std::uint64_t header = 0;

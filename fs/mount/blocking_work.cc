@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads for work that may wait for storage, so that those that receive requests of the kernel
-// never do. What must be answered sooner than storage allows is; the work ends when it ends.
+// Threads for work that may wait for storage, so that the threads that receive requests of the
+// kernel never wait. A watchdog answers requests that cannot wait for storage; work that has begun
+// goes on.
 #include "fs/mount/blocking_work.h"
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <list>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace tensormount::fs {
@@ -17,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// How long a thread beyond the pool's usual number sleeps before it ends.
+// Idle time after which a thread beyond the pool's usual number ends.
 constexpr std::chrono::seconds kSpareFor{10};
 
 }  // namespace
@@ -25,7 +27,7 @@ constexpr std::chrono::seconds kSpareFor{10};
 bool PendingAnswer::Begin() {
   const std::lock_guard lock(mutex_);
   begun_ = true;
-  return !answered_ || once_begun_ == Work::kIsDoneAnyway;
+  return !answered_ || early_answer_ == EarlyAnswer::kKeepsWork;
 }
 
 bool PendingAnswer::Claim() {
@@ -34,9 +36,10 @@ bool PendingAnswer::Claim() {
 }
 
 bool PendingAnswer::AnswerLate() {
-  // Held over the call: the request must not be answered, and so freed, meanwhile.
+  // The lock is held during the call, so that no other thread answers the request meanwhile, which
+  // would let libfuse free it.
   const std::lock_guard lock(mutex_);
-  if (answered_ || (begun_ && once_begun_ == Work::kIsFinished)) return false;
+  if (answered_ || (begun_ && early_answer_ == EarlyAnswer::kBeforeBegin)) return false;
   answered_ = late_(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since_));
   return answered_;
 }
@@ -51,7 +54,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     std::shared_ptr<PendingAnswer> answer;
     std::function<void()> work;
   };
-  // Work that runs.
+  // Work in progress.
   struct Running {
     std::shared_ptr<PendingAnswer> answer;
     Clock::time_point since;
@@ -72,9 +75,8 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
   std::list<Running> active;
   std::list<std::shared_ptr<PendingAnswer>> parked;
 
-  // In `active` while it runs, so that the watchdog can answer for it. Work that was given up
-  // before it began is dropped here.
-  // Returns with the lock held again.
+  // Runs one item. The item is in `active` meanwhile, so that the watchdog can answer its request;
+  // work whose answer was given before is dropped. Returns with the lock held again.
   void Execute(std::unique_lock<std::mutex>& lock, Item item, bool is_pool) {
     const auto at = active.insert(active.end(), {item.answer, Clock::now(), is_pool});
     lock.unlock();
@@ -84,8 +86,8 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     active.erase(at);
   }
 
-  // `on_pool` threads stay while the mount lives, asleep; those that were made beside stuck ones
-  // end once they are not needed, and give their buffers back.
+  // `on_pool` threads live as long as the mount; extra threads, which replaced stuck ones, end when
+  // they are no longer needed, and free their buffers.
   void PoolLoop() {
     std::unique_lock lock(mutex);
     while (!stop) {
@@ -110,7 +112,7 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
     ended.notify_all();
   }
 
-  // With the lock held. Threads of the pool that do not hang at their work.
+  // Number of pool threads that are not stuck. Requires the lock.
   int Moving() const {
     const Clock::time_point before = Clock::now() - kStuckAfter;
     return pool_threads - static_cast<int>(std::ranges::count_if(active, [&](const Running& each) {
@@ -118,15 +120,15 @@ struct BlockingWork::Core : std::enable_shared_from_this<BlockingWork::Core> {
            }));
   }
 
-  // With the lock held: whether what waits, and `more` that are about to, needs a thread that may
-  // still be made.
+  // Whether the waiting work, plus `more` items, needs another thread and the limits allow one.
+  // Requires the lock.
   bool WantsThread(std::size_t more) const {
     return pool_idle < static_cast<int>(queue.size() + more) && pool_threads < kMostThreads &&
            (pool_threads < on_pool || Moving() < on_pool);
   }
 
-  // With the lock held. False where a limit of the process is reached: those that there are will
-  // do it, or else the caller.
+  // False if a limit of the process is reached; the existing threads or the caller then do the
+  // work. Requires the lock.
   bool AddThread() {
     try {
       std::thread([core = shared_from_this()] { core->PoolLoop(); }).detach();
@@ -144,7 +146,7 @@ BlockingWork::BlockingWork(std::shared_ptr<CallerSlots> callers, int on_pool)
   core_->on_pool = on_pool;
 }
 
-// Work that waits is dropped unanswered: the mount is gone, and so are those who asked.
+// Waiting work is dropped unanswered: the mount is gone, and its callers with it.
 BlockingWork::~BlockingWork() {
   constexpr std::chrono::seconds kPatience{2};
   std::unique_lock lock(core_->mutex);
@@ -168,7 +170,7 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
   if (!slot && ((core_->WantsThread(1) && core_->AddThread()) || core_->pool_threads > 0)) {
     if (before_queueing) {
       lock.unlock();
-      // Without the lock: it copies up to a megabyte.
+      // Called without the lock, because this copies up to a megabyte.
       before_queueing();
       lock.lock();
     }
@@ -182,7 +184,7 @@ void BlockingWork::Run(std::shared_ptr<PendingAnswer> answer, std::function<void
 }
 
 std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) {
-  // Still active, so that there is a watchdog that looks.
+  // The request is still in `active` here, so the watchdog runs already.
   const std::lock_guard lock(core_->mutex);
   const auto at = core_->parked.insert(core_->parked.end(), std::move(answer));
   return std::shared_ptr<void>(nullptr, [core = core_, at](void*) {
@@ -191,8 +193,8 @@ std::shared_ptr<void> BlockingWork::Park(std::shared_ptr<PendingAnswer> answer) 
   });
 }
 
-// Candidates are collected under the lock and asked without it: a late answer may take libfuse's
-// own lock, and read a file of /proc.
+// Candidates are collected under the lock but answered without it: a late answer may take libfuse's
+// own lock and read a file of /proc.
 int BlockingWork::Watch() {
   std::vector<std::shared_ptr<PendingAnswer>> late;
   {
@@ -221,9 +223,9 @@ void BlockingWork::SetWake(std::function<void()> wake) {
   core_->wake_watchdog = std::move(wake);
 }
 
-// Set to false under the lock that Run takes: no work can come between the question and the answer
-// without ringing.
-bool BlockingWork::Unwatched() {
+// `watched` is cleared under the lock that Run takes, so no work can arrive unnoticed between the
+// check and the return.
+bool BlockingWork::StopWatchIfIdle() {
   const std::lock_guard lock(core_->mutex);
   const bool none = core_->active.empty() && core_->queue.empty() && core_->parked.empty();
   if (none) core_->watched = false;

@@ -12,47 +12,49 @@
 
 namespace tensormount::fs {
 
-// The answer to one request that may have to wait for storage. Exactly one party gives it: whoever
-// did the work, or, where that takes long, the watchdog. States: waiting, begun, answered. Claim
-// and AnswerLate both move to "answered" under the lock, and the one that did it replies; so a
-// request is never replied to twice, and never used after libfuse has freed it.
+// The answer to one request that may wait for storage, given exactly once: by the thread that did
+// the work or, if that takes too long, by the watchdog. States: waiting, begun, answered. Claim and
+// AnswerLate both move to "answered" under the lock, and the one that did so replies. So a request
+// is never replied to twice, nor used after libfuse freed it.
 class PendingAnswer {
  public:
-  // Whether the watchdog may answer while the work is under way. Who waits for a caller's end (a
-  // launcher, a shell) takes its calls for over: a write that lands after the next program's would
-  // be wrong bytes. So what changes something is given up only while it waits for its turn, as a
-  // process in a write(2) to a disk does not die before the write is over.
-  enum class Work {
-    kMayBeGivenUp,
-    kIsFinished,    // Given up only while it waits for its turn.
-    kIsDoneAnyway,  // The answer and the work have nothing to do with each other.
+  // Whether the watchdog may answer while the work is in progress.
+  // kBeforeBegin is for work that changes something: when a caller's process has ended, its
+  // launcher may start the next program, and a late write would corrupt that program's data. A
+  // write(2) to a disk holds a dying process in the same way.
+  enum class EarlyAnswer {
+    kAllowed,
+    kBeforeBegin,  // The watchdog may answer only until the work begins.
+    // The watchdog may answer at any time, and the work is done even if it was answered first.
+    kKeepsWork,
   };
-  // `late`: answers now, or returns false: called again and again with the time that it has waited,
-  // never after the answer was given. It must not wait for storage.
+  // Tries to answer the request late, and returns whether it did. Called repeatedly with the time
+  // waited so far, never after the answer was given. Must not wait for storage.
   using Late = std::function<bool(std::chrono::milliseconds waited)>;
-  PendingAnswer(Work once_begun, Late late) : once_begun_(once_begun), late_(std::move(late)) {}
+  PendingAnswer(EarlyAnswer once_begun, Late late)
+      : early_answer_(once_begun), late_(std::move(late)) {}
 
-  // The work begins now. False: it was given up, and must not be done.
+  // Marks the work as begun. False: the answer was already given, and the work must not be done.
   bool Begin();
-  // True once, for the one who shall answer.
+  // True once, for the caller that must answer.
   bool Claim();
-  // True where the watchdog's answer was given now. Calls `late` with the lock held.
+  // Calls `late` with the lock held, if a late answer is allowed. True if this call answered.
   bool AnswerLate();
   bool answered() const;
   std::chrono::steady_clock::time_point since() const { return since_; }
 
  private:
   const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
-  const Work once_begun_;
+  const EarlyAnswer early_answer_;
   mutable std::mutex mutex_;
   bool begun_ = false;
   bool answered_ = false;
   Late late_;
 };
 
-// How many of the threads that receive requests may do work themselves at a time, over all kinds
-// of work. Fewer than there are: the rest listens, always. With all of them at the disk nobody
-// would answer an interrupt, an unmount, or a read of what is in memory. Thread-safe.
+// Limits how many of the threads that receive requests do work themselves at a time, over all kinds
+// of work. The limit is below the number of threads, so that one always receives: otherwise a slow
+// disk would block interrupts, unmounts and reads from memory. Thread-safe.
 class CallerSlots {
  public:
   explicit CallerSlots(int count) : free_(count) {}
@@ -68,42 +70,45 @@ class CallerSlots {
 };
 
 // Runs work of one kind that may block, so that the threads that receive requests never all wait
-// for storage: some of it on the calling thread, which saves handing it over, the rest on threads
-// of its own. Thread-safe. Work that hangs holds no other work: a thread that has been at one
-// request for kStuckAfter no longer counts, and what waits gets another, up to kMostThreads. So one
-// disk that hangs, or a file that takes minutes to verify, costs a thread and not the others'
-// turns. Kinds with work that is long by nature (a sync) stand apart all the same: a burst of those
-// would have to become stuck, one handful after the other, before a read behind them had its turn.
+// for storage: some of it on the calling thread, which saves a handover, the rest on threads of its
+// own. Thread-safe.
+// Stuck work does not hold up other work: a thread that is busy with one request for kStuckAfter no
+// longer counts, and waiting work gets another thread, up to kMostThreads. Kinds of work that take
+// long (syncs) have their own object, because a burst of them would delay a read behind them until
+// each was declared stuck.
 class BlockingWork {
  public:
-  // Far above what storage that answers takes, far below what a person notices.
+  // Far above the response time of healthy storage, far below what a person notices.
   static constexpr std::chrono::milliseconds kStuckAfter{20};
-  // Each waits for one request of one client thread; what is beyond waits in the queue.
+  // Limit of pool threads. Each serves one request of one client thread; further requests wait in
+  // the queue.
   static constexpr int kMostThreads = 512;
 
-  // On calling threads where `callers` (not null; shared with other kinds) has a slot, and at most
-  // `on_pool` that are not stuck on the pool's; the rest waits. A null `callers`: the pool's only.
+  // Runs work on calling threads while `callers` (shared with other kinds) has a free slot, and on
+  // at most `on_pool` pool threads that are not stuck. A null `callers`: pool threads only.
   BlockingWork(std::shared_ptr<CallerSlots> callers, int on_pool);
-  // Abandons pool threads that are stuck.
+  // Leaves pool threads behind that are stuck in storage.
   ~BlockingWork();
 
-  // Runs `work` now or later; it must Claim `answer` before it answers. Work whose answer was
-  // given up before it begins is dropped. `before_queueing` is called here where the work is not
-  // done before this returns: it then must not use what is the caller's.
+  // Runs `work` now or later; `work` must Claim `answer` before it answers. Work whose answer was
+  // given before it begins is dropped. If the work does not finish within this call,
+  // `before_queueing` is called first on this thread: afterwards `work` must not use the caller's
+  // memory.
   void Run(std::shared_ptr<PendingAnswer> answer, std::function<void()> work,
            const std::function<void()>& before_queueing = {});
-  // While the token lives, an answer that waits for other work, on no thread, is watched as well.
-  // Parked answers count as work for the watchdog, not for idle().
+  // Returns a token. While it lives, the watchdog also watches `answer`, whose work waits for other
+  // work without a thread. Parked answers count as work for StopWatchIfIdle(), not for idle().
   std::shared_ptr<void> Park(std::shared_ptr<PendingAnswer> answer);
-  // Gives the answers that are late (PendingAnswer::AnswerLate), and what waits behind work that is
-  // stuck threads of its own; returns how many. To be called every kStuckAfter or so while
-  // Unwatched() is false.
+  // Gives late answers (PendingAnswer::AnswerLate), and starts threads for work that waits behind
+  // stuck work. Returns the number of answers given. To be called about every kStuckAfter while
+  // StopWatchIfIdle() is false.
   int Watch();
-  // Calls `wake`, under no lock, when work comes and nobody watches: nothing else must happen for
-  // a mount that nobody uses. Set before the first Run(); `wake` must return soon.
+  // Sets a callback that is called, without a lock, when work arrives while the watchdog is
+  // stopped, so that an idle mount needs no timer. Set before the first Run(); `wake` must return
+  // soon.
   void SetWake(std::function<void()> wake);
-  // Whether there is no work; if so nobody watches from now on, until `wake` was called again.
-  bool Unwatched();
+  // Whether there is no work. If true, the watchdog must not watch again before `wake` is called.
+  bool StopWatchIfIdle();
 
   struct Load {
     int running = 0;
@@ -114,16 +119,17 @@ class BlockingWork {
   bool idle() const;
 
  private:
-  // Shared with the pool's threads, which may outlive this where storage holds them.
+  // Shared with the pool threads, which may outlive this object while storage blocks them.
   struct Core;
   std::shared_ptr<Core> core_;
 };
 
 // One queue for each kind of work, so that no kind waits behind another.
 struct Queues {
-  // Threads for each that are not stuck; those of `opens` also verify files at their first open.
+  // Limit of threads that are not stuck, for each queue. The threads of `opens` also verify files
+  // at their first open.
   static constexpr int kThreads = 8;
-  // `callers`: of the threads that receive requests, how many may read and write themselves.
+  // `callers`: how many of the threads that receive requests may read and write themselves.
   explicit Queues(int callers)
       : slots(std::make_shared<CallerSlots>(callers)),
         reads(slots, kThreads),
@@ -134,9 +140,9 @@ struct Queues {
   std::array<BlockingWork*, 4> all() { return {&reads, &writes, &syncs, &opens}; }
 
   std::shared_ptr<CallerSlots> slots;
-  BlockingWork reads;   // Of published and staged files.
-  BlockingWork writes;  // To staged files.
-  BlockingWork syncs;   // close(2), fsync(2) and what publishes: long by nature.
+  BlockingWork reads;   // Reads of published and staged files.
+  BlockingWork writes;  // Writes of staged files.
+  BlockingWork syncs;   // close(2), fsync(2) and publishing, which take long.
   BlockingWork opens;   // All else: names, attributes, listings, first opens.
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes and pending signals of those who wait for us, out of /proc/THREAD/status.
+// Processes and pending signals of callers, from /proc/THREAD/status.
 #include "fs/mount/callers.h"
 
 #include <cerrno>
@@ -14,17 +14,18 @@ namespace {
 
 constexpr std::uint64_t BitOf(int signal) { return std::uint64_t{1} << (signal - 1); }
 
-// Signals whose default is to do nothing or to stop the process, not to end it (signal(7)).
+// Signals whose default action ignores, stops or continues the process instead of ending it
+// (signal(7)).
 constexpr std::uint64_t kEndsNothing = BitOf(SIGCHLD) | BitOf(SIGCONT) | BitOf(SIGURG) |
                                        BitOf(SIGWINCH) | BitOf(SIGSTOP) | BitOf(SIGTSTP) |
                                        BitOf(SIGTTIN) | BitOf(SIGTTOU);
 
 struct ThreadStatus {
-  bool gone = false;  // There is no such thread.
-  char state = 0;     // Of ps(1); 0 where it cannot be read.
+  bool gone = false;  // The thread does not exist.
+  char state = 0;     // State letter as in ps(1); 0 if unreadable.
   pid_t process = 0;
-  // Bit N - 1 is signal N.
-  std::uint64_t pending = 0;  // For the thread or its process.
+  // Signals pending for the thread or its process; bit N - 1 is signal N.
+  std::uint64_t pending = 0;
   std::uint64_t ignored = 0;
   std::uint64_t caught = 0;
   std::uint64_t blocked = 0;
@@ -52,7 +53,7 @@ ThreadStatus StatusOf(pid_t thread) {
     if (std::sscanf(line, "SigIgn: %llx", &mask) == 1) status.ignored = mask;
     if (std::sscanf(line, "SigCgt: %llx", &mask) == 1) status.caught = mask;
   }
-  // A thread that ends while it is read: ESRCH, after any line.
+  // The read fails with ESRCH, after any line, if the thread ends meanwhile.
   if (std::ferror(file.get()) != 0) status.gone = true;
   return status;
 }
@@ -61,9 +62,9 @@ ThreadStatus StatusOf(pid_t thread) {
 
 pid_t ProcessOf(pid_t thread) { return thread <= 0 ? 0 : StatusOf(thread).process; }
 
-// The kernel turns every signal that ends a process without a core into a SIGKILL for each of its
-// threads at once, so that one is found even where the sender's was SIGTERM. Those with a core
-// (SIGQUIT) stay what they are until a thread takes them.
+// The kernel turns every signal that ends a process without a core dump into SIGKILL for all its
+// threads, so SIGKILL is pending even if the sender used SIGTERM. Signals with a core dump
+// (SIGQUIT) keep their number until a thread takes them.
 bool IsBeingKilled(pid_t thread) {
   if (thread <= 0) return false;
   const ThreadStatus status = StatusOf(thread);

@@ -6,18 +6,18 @@
 
 namespace tensormount::fs {
 
-// What /proc says of a thread that waits for an answer of ours. `thread` is the number that the
-// kernel gives with a request: of the thread, in our namespace of processes; 0 where it has none
-// there (the daemon runs in a container of its own).
+// Information from /proc about a thread that waits for an answer of the mount. `thread` is the id
+// in the request, in this process's PID namespace; 0 if the thread is not visible there (the daemon
+// runs in its own container).
 
-// The process that the thread belongs to; 0 where that cannot be seen.
+// The process that the thread belongs to; 0 if not visible.
 pid_t ProcessOf(pid_t thread);
 
-// Whether the thread will never run its program again: a signal that ends it is pending, or it is
-// gone. The kernel tells of every signal with the same INTERRUPT, of a timer's as of SIGKILL; and
-// once a call is interrupted it does not tell of the next one, so that this is asked again and
-// again. False where the thread cannot be seen: a caller that lives must not hear EINTR, since
-// programs do not expect it of files, and one that dies only dies later.
+// Whether the thread will never run its program again: it is gone, or a signal that ends it is
+// pending.
+// Polled, because the kernel sends the same INTERRUPT for every signal (a timer's as well as
+// SIGKILL) and sends no second one for a call. False if the thread is not visible: a live caller
+// must not get EINTR, which programs do not expect from files; a dying one then only ends later.
 bool IsBeingKilled(pid_t thread);
 
 }  // namespace tensormount::fs

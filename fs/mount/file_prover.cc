@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares whole files with their hashes in the background, at the lowest priority that the disk
-// knows, so that their next open can be passed through to the kernel.
+// Compares whole files with their hashes in the background, at the lowest I/O priority, so that
+// their next open can use passthrough.
 #include "fs/mount/file_prover.h"
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 namespace tensormount::fs {
 namespace {
 
-// Linux: what a thread waits for at the disk comes after what all others wait for.
+// Linux's idle I/O class: requests of such a thread come after all others.
 constexpr int kIoprioWhoThread = 1;
 constexpr int kIoprioIdle = 3 << 13;
 
-// The calling thread's. Where the kernel refuses it is as important as any other.
-void GiveWay() {
+// Lowers the calling thread's CPU and I/O priority. If the kernel refuses, they stay normal.
+void LowerPriority() {
   (void)setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
   (void)syscall(SYS_ioprio_set, kIoprioWhoThread, 0, kIoprioIdle);
 }
@@ -33,27 +33,28 @@ int PercentOf(std::uint64_t done, std::uint64_t all) {
 
 }  // namespace
 
-// Not the prover itself, because the detached thread keeps it as long as storage holds that thread.
+// State of a FileProver, shared with the detached thread, which storage may block longer than the
+// prover lives.
 struct FileProver::Core {
   struct Task {
     NodeId node = 0;
     std::shared_ptr<const VirtualFile> file;
-    std::uint64_t done = 0;  // Bytes.
+    std::uint64_t done = 0;  // Bytes compared so far.
   };
 
   Core(Wanted w, Report r) : wanted(std::move(w)), report(std::move(r)) {}
 
-  // Runs on the thread.
-  void Work();
-  // One task, under no lock.
+  // The loop of the thread.
+  void RunLoop();
+  // Compares the file of one task. Called without the lock.
   Status Prove(const Task& task, FileStamp& stamp);
-  bool GoOn(NodeId node, std::uint64_t done);
+  bool ContinueProof(NodeId node, std::uint64_t done);
 
   const Wanted wanted;
   const Report report;
   mutable std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Task> tasks;  // The first one is at its turn.
+  std::deque<Task> tasks;  // The first task is in progress.
   std::unordered_map<NodeId, FileStamp> damaged;
   std::uint64_t proven = 0;
   std::uint64_t bad = 0;
@@ -62,9 +63,8 @@ struct FileProver::Core {
   bool ended = false;
 };
 
-// Called between two steps of 1 MiB: the point at which a stop, or a checkpoint that is gone, ends
-// the proof.
-bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
+// Called between two steps of 1 MiB: ends the proof after a stop or when the checkpoint is gone.
+bool FileProver::Core::ContinueProof(NodeId node, std::uint64_t done) {
   {
     const std::lock_guard lock(mutex);
     if (stopping) return false;
@@ -76,12 +76,13 @@ bool FileProver::Core::GoOn(NodeId node, std::uint64_t done) {
 Status FileProver::Core::Prove(const Task& task, FileStamp& stamp) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const VirtualFile::Backing backing, task.file->OpenBacking());
   stamp = task.file->StampOf(backing, backing.info);
-  return task.file->Prove(backing, [&](std::uint64_t done) { return GoOn(task.node, done); });
+  return task.file->Prove(backing,
+                          [&](std::uint64_t done) { return ContinueProof(task.node, done); });
 }
 
-void FileProver::Core::Work() {
-  // Priorities are those of a thread in Linux, so this does not touch the rest of the daemon.
-  GiveWay();
+void FileProver::Core::RunLoop() {
+  // In Linux each thread has its own priority, so the rest of the daemon is unaffected.
+  LowerPriority();
   std::unique_lock lock(mutex);
   while (true) {
     changed.wait(lock, [&] { return stopping || !tasks.empty(); });
@@ -95,7 +96,8 @@ void FileProver::Core::Work() {
     } catch (const std::exception& e) {
       status = Status(Code::kInternal, task.file->label() + ": " + e.what());
     }
-    // What becomes of others, and of files that change, shows at their next open.
+    // A stopped proof, a file that keeps changing and a removed checkpoint are not reported: the
+    // next open finds out.
     const bool tell = !status.ok() && status.code() != Code::kCancelled &&
                       status.code() != Code::kUnavailable && status.code() != Code::kStale;
     if (tell && report) report(*task.file, status);
@@ -110,7 +112,7 @@ void FileProver::Core::Work() {
       damaged[task.node] = stamp;
     }
     lock.unlock();
-    task.file.reset();  // Its checkpoint may be let go of here.
+    task.file.reset();  // This may release the file's checkpoint.
     lock.lock();
   }
   tasks.clear();
@@ -138,7 +140,7 @@ FileProver::~FileProver() {
   core_->changed.wait(lock, [&] { return !core_->started || core_->ended; });
 }
 
-// The first task starts the thread: most mounts never need one.
+// The first task starts the thread, because most mounts never need it.
 void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
                      const VirtualFile::Proof& proof) {
   const std::lock_guard lock(core_->mutex);
@@ -146,19 +148,20 @@ void FileProver::Add(NodeId node, std::shared_ptr<const VirtualFile> file,
   for (const Core::Task& task : core_->tasks) {
     if (task.node == node) return;
   }
-  const std::uint64_t done = file->size() - std::min(file->size(), proof.left);
+  const std::uint64_t done = file->size() - std::min(file->size(), proof.unverified_bytes);
   core_->tasks.push_back({node, std::move(file), done});
   core_->changed.notify_all();
   if (core_->started) return;
   core_->started = true;
-  std::thread([core = core_] { core->Work(); }).detach();
+  std::thread([core = core_] { core->RunLoop(); }).detach();
 }
 
-bool FileProver::FoundDamaged(NodeId node, const FileStamp& stamp) const {
+bool FileProver::IsKnownDamaged(NodeId node, const FileStamp& stamp) const {
   const std::lock_guard lock(core_->mutex);
   const auto known = core_->damaged.find(node);
-  if (known == core_->damaged.end() || !stamp.SameBytes(known->second)) return false;
-  known->second = stamp;  // A link is followed, so that what comes after it is seen.
+  if (known == core_->damaged.end() || !stamp.IsUnwrittenSince(known->second)) return false;
+  // IsUnwrittenSince is not transitive, so the next stamp is compared with this one.
+  known->second = stamp;
   return true;
 }
 

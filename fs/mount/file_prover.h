@@ -16,47 +16,44 @@
 
 namespace tensormount::fs {
 
-// Compares files with their hashes, one after the other, on one thread that gives way to everything
-// else on the machine. The thread begins with the first file, with the signal mask of who adds it.
-// Thread-safe.
-// Files wait in the order in which they were opened. One at a time and at idle I/O priority:
-// whoever reads a file meanwhile is served by the daemon and shall not notice.
+// Compares files with their hashes, one after the other in the order of their opens, on one thread
+// with idle I/O priority, so that concurrent readers are not slowed down. The thread starts with
+// the first file, with the signal mask of the thread that adds it. Thread-safe.
 class FileProver {
  public:
-  // Files that wait. More are not taken: they come again with their next open.
+  // Limit of waiting files. Further files are dropped; their next open adds them again.
   static constexpr std::size_t kMostWaiting = 1024;
 
-  // `wanted`: whether the file is still of use (its checkpoint was not removed); empty: yes.
-  // `report`: told once what is wrong with a file. Both are called on the thread, under no lock.
+  // `wanted`: whether the file is still needed (its checkpoint exists); empty: always. `report`:
+  // called once for each failed file. Both are called on the thread, without a lock.
   using Wanted = std::function<bool(NodeId)>;
   using Report = std::function<void(const VirtualFile&, const Status&)>;
   FileProver(Wanted wanted, Report report);
-  // Waits for the thread: ask idle() first where storage may hold it.
+  // Joins the thread; check idle() first if storage may block it.
   ~FileProver();
-  // Tells the thread to end between two steps of 1 MiB.
+  // Ends the thread at the next step of 1 MiB.
   void Stop();
-  bool idle() const;  // It has ended, or never began.
+  bool idle() const;  // Whether the thread has ended or never began.
 
-  // Takes a file, unless it waits already. `proof`: of now.
+  // Queues a file, unless it is queued already. `proof`: which of its bytes were compared already.
   void Add(NodeId node, std::shared_ptr<const VirtualFile> file, const VirtualFile::Proof& proof);
-  // Whether it was found damaged in this state.
-  // `stamp` is the state of the file on disk: one that was replaced or repaired since is not known
-  // to be damaged.
-  bool FoundDamaged(NodeId node, const FileStamp& stamp) const;
-  // How much of a file that waits or is at its turn was proven; nothing for others.
+  // Whether the file was found damaged in the state `stamp`. A file that was replaced or repaired
+  // since has another stamp.
+  bool IsKnownDamaged(NodeId node, const FileStamp& stamp) const;
+  // Progress of a queued file in percent; nullopt if the file is not queued.
   std::optional<int> Percent(NodeId node) const;
 
   struct Load {
-    std::string file;  // At its turn; empty: none.
+    std::string file;  // Label of the file in progress; empty: none.
     int percent = 0;
     std::size_t waiting = 0;
-    std::uint64_t proven = 0;   // Files.
-    std::uint64_t damaged = 0;  // Files.
+    std::uint64_t proven = 0;   // Number of files.
+    std::uint64_t damaged = 0;  // Number of files.
   };
   Load load() const;
 
  private:
-  // Held by the thread too: storage may keep that longer than this lives.
+  // Shared with the thread, which storage may block longer than this object lives.
   struct Core;
   std::shared_ptr<Core> core_;
 };

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes that write to an open file, told apart by their tables of descriptors (file_users.h
-// says why).
+// Tells the processes that write to an open file apart by their descriptor tables (file_users.h).
 #include "fs/mount/file_users.h"
 
 #include <algorithm>
@@ -20,32 +19,32 @@ bool IsThreadOf(pid_t process, pid_t thread) {
 
 }  // namespace
 
-// The thread waits for the answer to its open, so /proc still has it.
+// The thread waits for the answer to its open, so /proc still lists it.
 FileUsers::FileUsers(pid_t thread) : opener_(ProcessOf(thread)) {}
 
 bool FileUsers::IsOpener(std::uint64_t table, pid_t thread) const {
   if (opener_table_ != 0 && table == opener_table_) return true;
-  // From another namespace: whoever wrote first.
+  // The opener is not visible (another namespace): the first writer counts as the opener.
   if (opener_ == 0 || thread <= 0) return opener_table_ == 0;
   return IsThreadOf(opener_, thread);
 }
 
-// By far most calls find the table at once: a file has one writing process.
-void FileUsers::Wrote(std::uint64_t table, pid_t thread) {
+// The search is short: a file usually has one writing process.
+void FileUsers::NoteWrite(std::uint64_t table, pid_t thread) {
   const std::lock_guard lock(mutex_);
   if (std::find(writers_.begin(), writers_.end(), table) != writers_.end()) return;
   writers_.push_back(table);
   if (opener_table_ == 0 && IsOpener(table, thread)) opener_table_ = table;
 }
 
-// kLast where neither the opener nor anybody who wrote has it any more.
-FileUsers::Close FileUsers::Closed(std::uint64_t table, pid_t thread) {
+// kLast if neither the opener nor any writer still has the file open.
+FileUsers::Close FileUsers::NoteClose(std::uint64_t table, pid_t thread) {
   const std::lock_guard lock(mutex_);
   const bool wrote = std::erase(writers_, table) > 0;
   const bool opened = IsOpener(table, thread);
-  if (!wrote && !opened) return Close::kNobodys;
+  if (!wrote && !opened) return Close::kUnrelated;
   if (opened) opener_has_it_ = false;
-  return opener_has_it_ || !writers_.empty() ? Close::kOne : Close::kLast;
+  return opener_has_it_ || !writers_.empty() ? Close::kNotLast : Close::kLast;
 }
 
 }  // namespace tensormount::fs

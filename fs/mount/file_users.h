@@ -9,39 +9,36 @@
 
 namespace tensormount::fs {
 
-// Which processes write to an open file. Each process that has it, also by a fork, tells of its
-// close, whether it meant to or not: a program that is started, a worker that ends. Only those that
-// opened it or wrote to it have closed something. Processes are known by their tables of
-// descriptors, which the kernel names in requests that write and close, and whoever opened the file
-// by its number. Thread-safe.
-// The kernel sends FLUSH for every close(2) of a descriptor, also of copies that a fork made and
-// whose process ends without having touched the file. A sync for each of those would be wrong (it
-// would end the writing too early) and slow (an fsync for each worker process that ends).
+// Decides which close(2) of an open file ends its writing. The kernel sends FLUSH for every
+// close(2) of a descriptor, also for copies that a fork made and whose process ends without using
+// the file (a started program, a worker). A sync for each of these would end the writing too early
+// and cost an fsync for each worker.
+// Only closes of the opener and of writers count. Writers are identified by their descriptor
+// tables, which the kernel sends with writes and closes; the opener by its process id. Thread-safe.
 class FileUsers {
  public:
-  // `thread`: of the request that opened it; 0 where it is of no process that can be seen here.
+  // `thread`: the thread that opened the file; 0 if it is not visible here.
   explicit FileUsers(pid_t thread);
-  void Wrote(std::uint64_t table, pid_t thread);
+  void NoteWrite(std::uint64_t table, pid_t thread);
 
-  // What a FLUSH was.
+  // Kinds of FLUSH.
   enum class Close {
-    kNobodys,  // Of a process that did neither.
-    kOne,      // Others that opened it or wrote to it have it still.
+    kUnrelated,  // A close by a process that neither opened nor wrote the file.
+    kNotLast,    // The opener or another writer still has the file open.
     kLast,
   };
-  Close Closed(std::uint64_t table, pid_t thread);
+  Close NoteClose(std::uint64_t table, pid_t thread);
 
  private:
-  // With the lock held.
-  // The opener has no table until it has written: then its thread number is compared, through
-  // /proc, with the process that opened.
+  // Whether the caller is the opener. The opener's table is unknown until it writes; until then the
+  // process of `thread` is compared through /proc. Requires the lock.
   bool IsOpener(std::uint64_t table, pid_t thread) const;
 
-  const pid_t opener_;  // 0: not known.
+  const pid_t opener_;  // 0: unknown.
   std::mutex mutex_;
-  std::uint64_t opener_table_ = 0;      // 0: it has not written yet.
-  bool opener_has_it_ = true;           // Has not closed it.
-  std::vector<std::uint64_t> writers_;  // Tables that wrote since they closed it last.
+  std::uint64_t opener_table_ = 0;      // 0: the opener has not written yet.
+  bool opener_has_it_ = true;           // The opener has not closed the file yet.
+  std::vector<std::uint64_t> writers_;  // Descriptor tables that wrote since their last close.
 };
 
 }  // namespace tensormount::fs

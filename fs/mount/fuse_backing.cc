@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backing files of passthrough, by the ioctls of protocol 7.40.
+// Registers backing files for passthrough with the ioctls of protocol 7.40.
 #include "fs/mount/fuse_backing.h"
 
 #include <cerrno>
@@ -14,8 +14,8 @@
 namespace tensormount::fs {
 namespace {
 
-// As in linux/fuse.h of protocol 7.40; headers of the machine that builds may be older.
-// Of linux/fuse.h (6.9), which the headers of the build machine need not have.
+// These are from linux/fuse.h of protocol 7.40 (Linux 6.9), which the headers of the build machine
+// may lack.
 struct BackingMap {
   std::int32_t fd;
   std::uint32_t flags;
@@ -39,11 +39,11 @@ Result<int> FuseBacking::Register(int descriptor) {
 
 void FuseBacking::Unregister(int id) noexcept {
   auto number = static_cast<std::uint32_t>(id);
-  // Fails only where the mount is gone, and all its registrations with it.
+  // Fails only if the mount, and all its registrations, are gone.
   (void)ioctl(device_, kBackingClose, &number);
 }
 
-// Asking for more than needed has a price: a filesystem of depth 2 cannot be part of another
+// The depth is 2 only where needed, because a filesystem of depth 2 cannot be part of another
 // overlay.
 unsigned PassthroughDepth(const std::string& source) {
   struct statfs info {};

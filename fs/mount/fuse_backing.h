@@ -8,13 +8,14 @@
 
 namespace tensormount::fs {
 
-// Registers files with the kernel through a mount's descriptor of /dev/fuse. The same with every
-// libfuse: its own call (3.17) is this ioctl, and keeps the error to itself.
-// The only BackingRegistrar outside of tests, which have a fake kernel that checks the rules of
+// Registers files with the kernel through a mount's descriptor of /dev/fuse. Uses the ioctl
+// directly with every libfuse, because the call of libfuse 3.17 hides the error.
+// The only BackingRegistrar outside of tests; these use a fake kernel that checks the rules of
 // open_modes.h.
 class FuseBacking : public BackingRegistrar {
  public:
-  // Before the first Register(). The descriptor stays the caller's and must stay open.
+  // To be called before the first Register(). The caller keeps the descriptor and must keep it
+  // open.
   void SetDevice(int device) { device_ = device; }
   Result<int> Register(int descriptor) override;
   void Unregister(int id) noexcept override;
@@ -23,12 +24,12 @@ class FuseBacking : public BackingRegistrar {
   int device_ = -1;
 };
 
-// What has to be asked of the kernel at INIT so that files of `source` can be passed through: the
-// depth of filesystems (FuseShim::Options::passthrough_depth), 2 where it lies on overlayfs.
-// Filesystems that are stacked on others count, and the kernel refuses to stack deeper than 2.
+// The stack depth to request at INIT so that files of `source` can use passthrough
+// (FuseShim::Options::passthrough_depth): 2 if `source` is on overlayfs, else 1. The kernel refuses
+// to stack filesystems deeper than 2.
 unsigned PassthroughDepth(const std::string& source);
-// Why this process will not be allowed to register files, for a person; empty: nothing known.
-// Known before anything is tried, so that --tier passthrough can fail before it mounts.
+// Why this process cannot register files, as a message; empty: no known obstacle. Lets --tier
+// passthrough fail before it mounts.
 std::string PassthroughObstacle();
 
 }  // namespace tensormount::fs

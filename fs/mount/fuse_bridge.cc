@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between libfuse's low-level calls and Vfs: requests are answered at once where nothing can wait,
-// else handed to threads that may. Only files named fuse_* know libfuse.
+// Connects libfuse's low-level calls with Vfs: requests that cannot block are answered at once,
+// others run on threads that may block. Only files named fuse_* use libfuse.
 #include "fs/mount/fuse_bridge.h"
 
 #include <cerrno>
@@ -21,26 +21,26 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Whether a caller that is being killed can be let go while its request is under way. A sync that
-// nobody waits for any more goes on and changes nothing that was not written before.
-PendingAnswer::Work OnceBegun(Op op) {
+// Whether a caller that is being killed may be answered while its request is in progress. A sync
+// may continue without a caller, because it changes nothing that was not written before.
+PendingAnswer::EarlyAnswer EarlyAnswerFor(Op op) {
   switch (op) {
-    case Op::kOpenStaged:  // May cut off what was written, or make a mark.
+    case Op::kOpenStaged:  // May truncate the file or write a mark.
     case Op::kCreate:
     case Op::kWrite:
     case Op::kSetattr:
     case Op::kMkdir:
     case Op::kRemove:
     case Op::kRename:
-      return PendingAnswer::Work::kIsFinished;
+      return PendingAnswer::EarlyAnswer::kBeforeBegin;
     default:
-      return PendingAnswer::Work::kMayBeGivenUp;
+      return PendingAnswer::EarlyAnswer::kAllowed;
   }
 }
 
 }  // namespace
 
-// Made once for each thread, so that a read of a megabyte allocates nothing.
+// One buffer for each thread, so that a read of a megabyte allocates nothing.
 char* ThreadBuffer() {
   thread_local std::unique_ptr<char, decltype([](char* p) { std::free(p); })> buffer;
   if (!buffer) {
@@ -60,7 +60,7 @@ struct stat StatOf(const Attributes& a) {
   st.st_uid = a.uid;
   st.st_gid = a.gid;
   st.st_size = static_cast<off_t>(a.size);
-  // What `cp` and `cat` take as the size of their reads.
+  // `cp` and `cat` use this as the size of their reads.
   st.st_blksize = a.size > kSmallFile ? static_cast<blksize_t>(kMaxRequestBytes)
                                       : static_cast<blksize_t>(kPageBytes);
   st.st_blocks = static_cast<blkcnt_t>((std::min(a.size, a.allocated) + 511) / 512);
@@ -97,7 +97,7 @@ bool IsOrdinary(const Status& status) {
 std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
                                                Clock::time_point since) {
   return std::make_shared<PendingAnswer>(
-      OnceBegun(op), [req, &bridge, op, since](std::chrono::milliseconds waited) {
+      EarlyAnswerFor(op), [req, &bridge, op, since](std::chrono::milliseconds waited) {
         return AnswerIfDying(req, op, bridge, since, waited);
       });
 }
@@ -130,14 +130,14 @@ void Answer(fuse_req_t req, Bridge& bridge, Op op, Clock::time_point since, Node
             const Result<Reply>& result) {
   if (result.ok()) {
     bridge.vfs.stats().Count(result.value().counted_as.value_or(op), Clock::now() - since, false);
-    // A reply fails when the caller was interrupted: nobody is left to tell.
+    // If the reply fails, the caller was interrupted and waits no more.
     result.value().send(req);
     return;
   }
   bridge.vfs.stats().Count(op, Clock::now() - since, true);
-  // Reads and stagings know the name of their file and have told.
+  // Reads and stagings have reported their failures already, with the name of the file.
   if (op != Op::kRead && OpTier(op) != Tier::kStaging && !IsOrdinary(result.status())) {
-    bridge.vfs.stats().Report(OpName(op), "node " + std::to_string(node), result.status());
+    bridge.vfs.stats().Report(OpName(op), "inode " + std::to_string(node), result.status());
   }
   fuse_reply_err(req, result.status().ToErrno());
 }
@@ -152,9 +152,9 @@ void Serve(fuse_req_t req, Op op, NodeId node, bool may_block,
   Answer(req, BridgeOf(req), op, since, node, Guarded(work));
 }
 
-// One request that is served on `queue`, maybe in several attempts.
-// Shared by the queue, by what Again returned and by the attempt that runs; the request itself is
-// libfuse's and lives until it is replied to.
+// One request that runs on `queue`, maybe in several attempts.
+// Shared by the queue, by callbacks of PrepareRetry and by the running attempt. libfuse owns the
+// request, which lives until the reply.
 struct LongRequest : std::enable_shared_from_this<LongRequest> {
   fuse_req_t req;
   Op op;
@@ -168,12 +168,12 @@ struct LongRequest : std::enable_shared_from_this<LongRequest> {
   LongRequest(fuse_req_t r, Op o, NodeId n, std::function<Result<Reply>(LongWork&)> w)
       : req(r), op(o), node(n), bridge(BridgeOf(r)), queue(QueueOf(r, o)), work(std::move(w)) {}
 
-  // An attempt that asked to run again leaves no answer, whatever it returned.
+  // The result of an attempt that called PrepareRetry is ignored: the work runs again.
   void Run() {
     queue.Run(answer, [self = shared_from_this()] {
       LongWork attempt(*self);
       const Result<Reply> result = Guarded([&] { return self->work(attempt); });
-      if (!attempt.runs_again() && self->answer->Claim()) {
+      if (!attempt.will_retry() && self->answer->Claim()) {
         Answer(self->req, self->bridge, self->op, self->since, self->node, result);
       }
     });
@@ -184,8 +184,8 @@ bool LongWork::Interrupted() {
   return request_.answer->AnswerLate() || request_.answer->answered();
 }
 
-std::function<void()> LongWork::Again() {
-  runs_again_ = true;
+std::function<void()> LongWork::PrepareRetry() {
+  will_retry_ = true;
   return [self = request_.shared_from_this(), watched = request_.queue.Park(request_.answer)] {
     self->Run();
   };
@@ -196,7 +196,7 @@ void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(L
   const auto request = std::make_shared<LongRequest>(req, op, node, std::move(work));
   if (soon) {
     request->answer = std::make_shared<PendingAnswer>(
-        PendingAnswer::Work::kIsDoneAnyway,
+        PendingAnswer::EarlyAnswer::kKeepsWork,
         [req, op, &bridge = request->bridge, since = request->since,
          soon](std::chrono::milliseconds waited) {
           return (waited >= kSoon && soon(req)) || AnswerIfDying(req, op, bridge, since, waited);
@@ -223,45 +223,47 @@ namespace {
 
 constexpr unsigned kMostBackground = 256;
 
-// Flags that libfuse has asked for by itself are taken back; those that the kernel lacks stay off.
+// RequestFeature sets a flag for INIT if the kernel has it; ClearFeature clears a flag that libfuse
+// sets by default.
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
-void Want(fuse_conn_info* conn, std::uint64_t flag) { (void)fuse_set_feature_flag(conn, flag); }
-void DoNotWant(fuse_conn_info* conn, std::uint64_t flag) { fuse_unset_feature_flag(conn, flag); }
+void RequestFeature(fuse_conn_info* conn, std::uint64_t flag) {
+  (void)fuse_set_feature_flag(conn, flag);
+}
+void ClearFeature(fuse_conn_info* conn, std::uint64_t flag) { fuse_unset_feature_flag(conn, flag); }
 #else
-void Want(fuse_conn_info* conn, unsigned flag) { conn->want |= conn->capable & flag; }
-void DoNotWant(fuse_conn_info* conn, unsigned flag) { conn->want &= ~flag; }
+void RequestFeature(fuse_conn_info* conn, unsigned flag) { conn->want |= conn->capable & flag; }
+void ClearFeature(fuse_conn_info* conn, unsigned flag) { conn->want &= ~flag; }
 #endif
 
-// libfuse sets some capabilities by default, so what is not wanted has to be taken back by name.
+// libfuse enables some capabilities by default, so unwanted ones are cleared by name.
 void OpInit(void* userdata, fuse_conn_info* conn) {
   conn->max_write = kMaxRequestBytes;
   conn->max_read = kMaxRequestBytes;
   conn->max_readahead = kMaxRequestBytes;
-  // Of requests that no thread waits for (read-ahead). The kernel holds back those beyond, of all
-  // files, until one of these is answered: the default of 12 would let one disk that hangs stop
-  // the read-ahead of all others.
+  // Limit of requests that no thread waits for (read-ahead), over all files; the kernel delays
+  // further ones. The default of 12 would let one stuck disk stop the read-ahead of all files.
   conn->max_background = kMostBackground;
   conn->congestion_threshold = kMostBackground / 4 * 3;
-  // Contents never change behind the kernel's back, spliced replies are slower (measured), and a
-  // cache for writes is not faster and shuts passthrough out.
+  // Contents never change without notice to the kernel, spliced replies are slower (measured), and
+  // a writeback cache is not faster and excludes passthrough.
   for (const unsigned flag : {FUSE_CAP_AUTO_INVAL_DATA, FUSE_CAP_SPLICE_READ, FUSE_CAP_SPLICE_WRITE,
                               FUSE_CAP_SPLICE_MOVE, FUSE_CAP_WRITEBACK_CACHE}) {
-    DoNotWant(conn, flag);
+    ClearFeature(conn, flag);
   }
   for (const unsigned flag : {FUSE_CAP_READDIRPLUS, FUSE_CAP_READDIRPLUS_AUTO,
                               FUSE_CAP_PARALLEL_DIROPS, FUSE_CAP_ASYNC_READ, FUSE_CAP_ASYNC_DIO}) {
-    Want(conn, flag);
+    RequestFeature(conn, flag);
   }
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
   const std::uint32_t depth = static_cast<Bridge*>(userdata)->shim.options().passthrough_depth;
   if (depth > 0) {
-    Want(conn, FUSE_CAP_PASSTHROUGH);
-    conn->max_backing_stack_depth = depth - 1;  // libfuse sends one more.
+    RequestFeature(conn, FUSE_CAP_PASSTHROUGH);
+    conn->max_backing_stack_depth = depth - 1;  // libfuse sends this value plus one.
   }
 #else
   (void)userdata;
 #endif
-  conn->time_gran = 1000000000;  // Whole seconds.
+  conn->time_gran = 1000000000;  // Timestamps have a resolution of one second.
 }
 
 fuse_lowlevel_ops MakeOps() {
@@ -272,7 +274,7 @@ fuse_lowlevel_ops MakeOps() {
   return ops;
 }
 
-// libfuse's own words, which would go to standard error otherwise.
+// Receives libfuse's own messages, which would go to standard error otherwise.
 void LogLine(fuse_log_level level, const char* format, va_list arguments) {
   char line[512];
   std::vsnprintf(line, sizeof line, format, arguments);
@@ -300,10 +302,11 @@ Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, Queues& queues, F
                                                      int fd) {
   fuse_set_log_func(LogLine);
   auto bridge = std::make_unique<Bridge>(Bridge{vfs, queues, shim, modes, give_up_after});
-  bridge->space = std::make_unique<SourceSpace>(vfs.source());
+  bridge->space = std::make_unique<SourceSpace>(vfs.fs(), vfs.source());
   std::string program = "tensormount";
   std::string option = "-o";
-  std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);  // As it was mounted.
+  // max_read must have the same value as at mount(2).
+  std::string max_read = "max_read=" + std::to_string(kMaxRequestBytes);
   char* argv[] = {program.data(), option.data(), max_read.data(), nullptr};
   fuse_args args = FUSE_ARGS_INIT(3, argv);
   const fuse_lowlevel_ops ops = MakeOps();
@@ -311,13 +314,13 @@ Result<std::unique_ptr<FuseBridge>> FuseBridge::Make(Vfs& vfs, Queues& queues, F
   fuse_opt_free_args(&args);
   if (session == nullptr) {
     close(fd);
-    return Status(Code::kInternal, "libfuse made no session");
+    return Status(Code::kInternal, "libfuse could not create a session");
   }
   const fuse_custom_io io{.writev = ShimWritev, .read = ShimRead};
   if (fuse_session_custom_io(session, &io, fd) != 0) {
     close(fd);
     fuse_session_destroy(session);
-    return Status(Code::kInternal, "libfuse refused its device");
+    return Status(Code::kInternal, "libfuse did not accept the FUSE device");
   }
   return std::unique_ptr<FuseBridge>(new FuseBridge(std::move(bridge), session));
 }
@@ -328,8 +331,7 @@ std::string FuseBridge::LibfuseVersion() { return fuse_pkgversion(); }
 
 FuseBridge::~FuseBridge() { fuse_session_destroy(session_); }
 
-// The buffer is allocated by libfuse at the first request and used again for all others of this
-// thread.
+// libfuse allocates the buffer at the first request and reuses it on this thread.
 void FuseBridge::Serve() {
   fuse_buf buffer{};
   while (fuse_session_exited(session_) == 0) {

@@ -2,8 +2,8 @@
 #ifndef TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_INTERNAL_H_
 #define TENSORMOUNT_FS_MOUNT_FUSE_BRIDGE_INTERNAL_H_
 
-// What the files of the bridge share; nobody else includes it. Each file of operations fills its
-// part of the table that FuseBridge gives to libfuse.
+// Declarations that the source files of the bridge share; not to be included elsewhere. Each file
+// with operations fills its part of the table that FuseBridge gives to libfuse.
 
 #define FUSE_USE_VERSION 314
 
@@ -31,51 +31,51 @@
 
 namespace tensormount::fs {
 
-// Files up to this go through the page cache in every mode: one request fetches them whole.
+// Files up to this size go through the page cache in every mode: one request fetches them whole.
 inline constexpr std::uint64_t kSmallFile = 128 * 1024;
 inline constexpr std::size_t kPageBytes = 4096;
-// What most work below .staging/ takes less than, on storage that answers; and what those may wait
-// who need a lock that the kernel holds meanwhile.
+// Most work below .staging/ takes less than this on responsive storage. Requests during which the
+// kernel holds locks wait at most this long.
 inline constexpr std::chrono::milliseconds kSoon{20};
 
-// What operations work with: the userdata of every request. All outlive the session.
-// libfuse passes this pointer with every request (fuse_req_userdata), so it must not move.
+// The context of all operations: the userdata of every request (fuse_req_userdata), so it must not
+// move. All members outlive the session.
 struct Bridge {
   Vfs& vfs;
   Queues& queues;
   FuseShim& shim;
   OpenModes& modes;
-  std::chrono::milliseconds give_up_after;  // MountOptions::give_up_after.
+  std::chrono::milliseconds give_up_after;  // Time before a killed caller gets EINTR.
   std::unique_ptr<SourceSpace> space = nullptr;
   std::unique_ptr<PublishCalls> publishes = std::make_unique<PublishCalls>();
 };
 inline Bridge& BridgeOf(fuse_req_t req) { return *static_cast<Bridge*>(fuse_req_userdata(req)); }
 
-// What fuse_file_info::fh of an open file points to; released by the RELEASE request. Exactly one
-// of both is set.
-// Allocated by the reply to OPEN or CREATE, and owned by the kernel from the moment that the reply
-// was sent.
+// An open file, referenced by fuse_file_info::fh and freed at RELEASE. Exactly one of `file` and
+// `write` is set.
+// Allocated by the reply to OPEN or CREATE; the kernel owns it once the reply was sent.
 struct OpenFile {
-  std::shared_ptr<const VirtualFile> file;  // Of a published checkpoint, of .tensormount/.
-  std::shared_ptr<WriteHandle> write;       // Below .staging/.
-  std::shared_ptr<OpenModes::Lease> lease = nullptr;  // Of `file` where there is a mode to keep to.
-  std::unique_ptr<FileUsers> users = nullptr;         // Of `write`.
+  std::shared_ptr<const VirtualFile> file;  // A published file, or a file of .tensormount/.
+  std::shared_ptr<WriteHandle> write;       // A file below .staging/.
+  // The open mode of `file`; null if the kernel can never read the file itself.
+  std::shared_ptr<OpenModes::Lease> lease = nullptr;
+  std::unique_ptr<FileUsers> users = nullptr;  // Set with `write`.
   MountStats::OpenHandle counted = {};
 };
 inline OpenFile& OpenFileOf(const fuse_file_info* fi) {
   return *reinterpret_cast<OpenFile*>(fi->fh);
 }
 
-// One reference of a node that a reply is about to give to the kernel: goes back where the reply
-// does not reach it (its caller was interrupted).
-// A shared pointer to one travels in the reply, since std::function copies what it holds.
+// One reference to a node that a reply is about to give to the kernel; released if the reply fails
+// (its caller was interrupted).
+// The reply holds it in a shared pointer, because std::function copies its captures.
 class NodeReference {
  public:
   NodeReference(Vfs& vfs, NodeId id) : vfs_(vfs), id_(id) {}
   ~NodeReference();
   NodeReference(const NodeReference&) = delete;
   NodeReference& operator=(const NodeReference&) = delete;
-  // The kernel has it and will say when it forgets it.
+  // The kernel has the reference and will send FORGET for it.
   void Keep() { kept_ = true; }
 
  private:
@@ -84,47 +84,45 @@ class NodeReference {
   bool kept_ = false;
 };
 
-// How to send the answer. Called once, on the thread that made it, under no lock; dropped where the
-// caller was interrupted and answered meanwhile, so what it holds must clean up by itself.
-// Work gives back how to answer instead of answering, because it may end after the caller was
-// interrupted and answered by the watchdog: then the reply is destroyed unsent, and what it holds
-// (a lease, a reference of a node) goes back by its destructor.
+// A successful answer to a request. `send` is called once, on the thread that made the reply,
+// without a lock. If the caller was interrupted and answered meanwhile, the reply is destroyed
+// unsent, so its captures (a lease, a node reference) must clean up in their destructors.
 struct Reply {
   template <typename Send>
   explicit Reply(Send s, std::optional<Op> op = std::nullopt)
       : send(std::move(s)), counted_as(op) {}
   std::function<void(fuse_req_t)> send;
-  std::optional<Op> counted_as;  // Instead of what the request was served as.
+  std::optional<Op> counted_as;  // Replaces the request's own Op in the counters.
 };
 
-// Serves a request here, or, where it may block, on its queue, so that others stay served. `work`
-// returns how to reply; every failure of it, an exception included, is counted, reported and
-// answered once. `work` must not use the request or what belongs to it (names, buffers): where it
-// is queued those are gone when this returns.
+// Serves a request on this thread or, if it may block, on its queue. `work` returns the reply; each
+// failure, exceptions included, is counted, reported and answered once. `work` must not use the
+// request or its memory (names, buffers), which are invalid once this returns if the work was
+// queued.
 void Serve(fuse_req_t req, Op op, NodeId node, bool may_block, std::function<Result<Reply>()> work);
-struct LongRequest;  // Of fuse_bridge.cc.
-// What long work can ask while it runs. One for each time that it runs: whoever calls what Again
-// returned may do so before the work that asked for it has returned.
+struct LongRequest;  // Declared in fuse_bridge.cc.
+// Functions that long work may call while it runs. Each run has its own object: the callback of
+// PrepareRetry may be called before the run that requested it has returned.
 class LongWork {
  public:
   explicit LongWork(LongRequest& request) : request_(request) {}
-  // Whether the caller gave up; it then has been answered.
+  // Whether the caller gave up; if so, the request was answered.
   bool Interrupted();
-  // For work that must wait for other work, and shall hold no thread meanwhile: it returns at once
-  // (with anything), and runs again from its beginning after somebody has called the result.
-  std::function<void()> Again();
-  bool runs_again() const { return runs_again_; }
+  // Lets work wait for other work without holding a thread: the work returns at once (with any
+  // value) and runs again from its beginning after the returned function is called.
+  std::function<void()> PrepareRetry();
+  bool will_retry() const { return will_retry_; }
 
  private:
   LongRequest& request_;
-  bool runs_again_ = false;
+  bool will_retry_ = false;
 };
-// `soon`, where the kernel holds locks that others need until it is answered: replies with what can
-// be said without storage, or returns false. Called where the work takes longer than kSoon, which
-// goes on. It must not wait.
+// Serves a request on its queue. `soon` is for requests during which the kernel holds locks that
+// others need: it is called if the work takes longer than kSoon, and replies from memory or returns
+// false; the work goes on. `soon` must not block.
 void ServeLong(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>(LongWork&)> work,
                const std::function<bool(fuse_req_t)>& soon = {});
-// Where a request of this kind waits for storage.
+// The queue for requests of this kind.
 inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
   Queues& queues = BridgeOf(req).queues;
   switch (op) {
@@ -141,43 +139,45 @@ inline BlockingWork& QueueOf(fuse_req_t req, Op op) {
       return queues.opens;
   }
 }
-// The answer that a request waits for, which began `since`: who is being killed is told EINTR.
+// The pending answer of a request that began at `since`; a caller that is being killed gets EINTR.
 std::shared_ptr<PendingAnswer> PendingAnswerOf(fuse_req_t req, Op op, Bridge& bridge,
                                                std::chrono::steady_clock::time_point since);
-// Answers EINTR, and says so, where the caller is being killed and storage had its time.
+// Answers EINTR and returns true if the caller is being killed and has waited for
+// Bridge::give_up_after.
 bool AnswerIfDying(fuse_req_t req, Op op, Bridge& bridge,
                    std::chrono::steady_clock::time_point since, std::chrono::milliseconds waited);
-// Runs work, exceptions turned into a Status.
-// An exception must not pass through libfuse, which is C.
+// Runs work and turns exceptions into a Status: an exception must not pass through libfuse, which
+// is C.
 Result<Reply> Guarded(const std::function<Result<Reply>()>& work) noexcept;
-// Counts, reports and sends the result of work.
-// To be called once for a request, by whoever claimed its answer.
+// Counts, reports and sends the result of work. Called once for a request, by the thread that
+// claimed its answer.
 void Answer(fuse_req_t req, Bridge& bridge, Op op, std::chrono::steady_clock::time_point since,
             NodeId node, const Result<Reply>& result);
-// Failures that are answers and not worth a line.
+// Whether the failure is an ordinary answer that is not worth a log line.
 bool IsOrdinary(const Status& status);
 
 struct stat StatOf(const Attributes& attributes);
 fuse_entry_param ParamOf(const Vfs::Entry& entry);
-// A value for one who first asks how long it is (`size` 0).
+// The reply to getxattr or listxattr: the value, or its length if `size` is 0.
 Reply XattrReply(std::string value, std::size_t size);
-// One page-aligned buffer of kMaxRequestBytes a thread, used again for every read.
+// One page-aligned buffer of kMaxRequestBytes for each thread, reused for every read.
 char* ThreadBuffer();
 
-// lookup, getattr, readdir, open, read, ...: what does not change anything.
+// Operations that change nothing: lookup, getattr, readdir, open, read, ...
 void AddReadOps(fuse_lowlevel_ops& ops);
-// create, write, rename, ...: below .staging/, and refused elsewhere. Also flush and fsync.
+// Operations that change something below .staging/ and are refused elsewhere: create, write,
+// rename, ...; also flush and fsync.
 void AddWriteOps(fuse_lowlevel_ops& ops);
 
-// The parts of operations on both kinds of files that fuse_write_ops.cc has.
-// Whether the node lies below .staging/.
+// Operations on staged files that fuse_read_ops.cc delegates to fuse_write_ops.cc.
+// IsStaged: whether the node lies below .staging/.
 bool IsStaged(NodeId node);
-// open(2) of a node that is staged, or for writing, or to truncate.
+// open(2) of a staged node, or of any node with write access or O_TRUNC.
 void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi);
 // read(2) and lseek(2) of a file that has OpenFile::write.
 void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* fi);
 void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi);
-// The last that is heard of such a file.
+// RELEASE of a file that has OpenFile::write.
 void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open);
 
 }  // namespace tensormount::fs

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations of fuse_bridge.h that change nothing. Apart from fuse_write_ops.cc, because most
+// Operations of fuse_bridge.h that change nothing. Separate from fuse_write_ops.cc, because most
 // mounts have only these.
 #include <array>
 #include <cerrno>
@@ -14,12 +14,12 @@ namespace tensormount::fs {
 
 namespace {
 
-// From here on a reply from a mapping is faster than a read into a buffer.
+// From this size on, a reply from a mapping is faster than a read into a buffer.
 constexpr std::size_t kMappedFrom = 128 * 1024;
 
 constexpr std::string_view kTierXattr = "user.tensormount.tier";
 
-// Views whose nodes count references have Vfs::Forget; without it there is nothing to forget.
+// Releases references of a node, if V has a function for that.
 template <typename V>
 void ForgetIn(V& vfs, NodeId node, std::uint64_t references) {
   if constexpr (requires { vfs.Forget(node, references); }) vfs.Forget(node, references);
@@ -39,37 +39,40 @@ Result<Reply> Find(Vfs& vfs, NodeId parent, const std::string& name) {
   }
   if (entry.status().code() != Code::kNotFound) return entry.status();
   fuse_entry_param param{};
-  // "Not there" is worth remembering below checkpoints. In the root it would let `latest` lead to a
-  // name that the kernel still takes for absent.
+  // The kernel may cache "no such entry" below checkpoints only. If it cached that in the root,
+  // `latest` could point to a name that the kernel still believes absent.
   const bool comes = IsStaged(parent) || parent == kRootId;
   param.entry_timeout = comes ? 0 : Vfs::kRootSeconds;
   return FoundReply(param, nullptr);
 }
 
-// Whether the lookup is a step of a rename(2) that publishes (publish_calls.h), and was served so.
-bool LookedUpToPublish(fuse_req_t req, fuse_ino_t parent, std::string_view name) {
+// Whether the lookup is a step of a publishing rename(2) (publish_calls.h) and was answered as
+// such.
+bool AnswerPublishLookup(fuse_req_t req, fuse_ino_t parent, std::string_view name) {
   Bridge& bridge = BridgeOf(req);
   PublishCalls& calls = *bridge.publishes;
-  const auto call = calls.Of(fuse_req_ctx(req)->pid);
+  const auto call = calls.FindByThread(fuse_req_ctx(req)->pid);
   if (!call) return false;
   if (parent == kRootId && name == Vfs::kStagingName) {
     ServeLong(req, Op::kLookup, parent, [&bridge, &calls, call](LongWork& self) -> Result<Reply> {
-      if (calls.Waits(*call, [&self] { return self.Again(); })) {
-        return Status::FromErrno(EAGAIN, "look up", Vfs::kStagingName);  // Runs again.
+      if (calls.WaitForEnd(*call, [&self] { return self.PrepareRetry(); })) {
+        return Status::FromErrno(EAGAIN, "look up", Vfs::kStagingName);  // The work runs again.
       }
       return Find(bridge.vfs, kRootId, std::string(Vfs::kStagingName));
     });
     return true;
   }
   if (!calls.Succeeded(*call)) return false;
-  fuse_entry_param param{};  // Nothing there, not to be remembered.
+  // An entry without a node, which the kernel does not cache: "no such entry".
+  fuse_entry_param param{};
   std::shared_ptr<NodeReference> reference;
   if (parent == call->names.folder && name == call->names.name) {
     const auto staging = calls.TakeStaging(*call, reference);
     if (!staging) return false;
     param = ParamOf(*staging);
     param.entry_timeout = 0;
-    // The kernel checks the staging's own mode next, and a staging that is gone has none.
+    // The attributes are cached, because the kernel checks the staging's mode next and a removed
+    // staging cannot answer GETATTR.
     param.attr_timeout = PublishCalls::kExpectedFor.count();
   } else if (parent != kRootId || name != call->names.as) {
     return false;
@@ -79,9 +82,9 @@ bool LookedUpToPublish(fuse_req_t req, fuse_ino_t parent, std::string_view name)
   return true;
 }
 
-// A name of .staging/, or the attributes of a staging's folder. The kernel asks while it holds
-// .staging/ locked, and for a rename(2) the root as well; so what this mount knows counts where
-// storage does not answer. What is done with the staging looks for itself.
+// Looks up a name in .staging/ or stats a staging's directory. The kernel holds .staging/ locked
+// meanwhile, and for a rename(2) the root too, so this mount's own state is the answer if storage
+// does not respond. Operations on the staging itself check again.
 void OpLookupStaging(fuse_req_t req, fuse_ino_t parent, std::string name) {
   Vfs& vfs = BridgeOf(req).vfs;
   ServeLong(
@@ -96,7 +99,7 @@ void OpLookupStaging(fuse_req_t req, fuse_ino_t parent, std::string name) {
 
 void OpLookup(fuse_req_t req, fuse_ino_t parent, const char* name) {
   Vfs& vfs = BridgeOf(req).vfs;
-  if (LookedUpToPublish(req, parent, name)) return;
+  if (AnswerPublishLookup(req, parent, name)) return;
   if (Vfs::IsStagingRoot(parent)) {
     OpLookupStaging(req, parent, name);
     return;
@@ -142,8 +145,8 @@ void OpReadlink(fuse_req_t req, fuse_ino_t node) {
 void OpOpendir(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   Vfs& vfs = BridgeOf(req).vfs;
   Serve(req, Op::kOpen, node, vfs.MayBlock(node), [&vfs, node, info = *fi]() -> Result<Reply> {
-    // The kernel does not keep listings: what it keeps has no attributes, and `ls -l` after
-    // `ls` would ask for those of each file one by one (of 100,000: 8.0 s against 1.2 s).
+    // The kernel must not cache listings: cached listings lack attributes, and `ls -l` after `ls`
+    // would request them file by file (100,000 files: 8.0 s instead of 1.2 s).
     TENSORMOUNT_RETURN_IF_ERROR(vfs.Stat(node).status());
     return Reply([info](fuse_req_t r) { fuse_reply_open(r, &info); });
   });
@@ -170,7 +173,7 @@ void ListInto(fuse_req_t req, fuse_ino_t node, std::size_t size, off_t offset, b
                 used += need;
                 return true;
               });
-          // Entries that were found count; the failure comes again with the next call.
+          // Entries found so far are returned; the failure recurs at the next call.
           if (!status.ok() && used == 0) return status;
           return Reply([out, used](fuse_req_t r) { fuse_reply_buf(r, out->data(), used); });
         });
@@ -185,9 +188,8 @@ void OpReaddirplus(fuse_req_t req, fuse_ino_t node, std::size_t size, off_t offs
   ListInto(req, node, size, offset, true);
 }
 
-// Sends the reply to an open, in the mode that was chosen.
-// Once the reply is sent the kernel may send READ and RELEASE on other threads: nothing of `open`
-// is touched after that.
+// Sends the reply to an open, in the chosen mode. Afterwards `open` must not be used: the kernel
+// may send READ and RELEASE on other threads.
 void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> open) {
   const int backing = open->lease ? open->lease->backing_id() : 0;
   info.fh = reinterpret_cast<std::uint64_t>(open.get());
@@ -198,26 +200,26 @@ void ReplyOpen(fuse_req_t req, fuse_file_info info, std::unique_ptr<OpenFile> op
     info.backing_id = backing;
     sent = fuse_reply_open(req, &info);
 #else
-    const FuseShim::InOpenReply names(backing, false);
+    const FuseShim::OpenReplyScope names(backing, false);
     sent = fuse_reply_open(req, &info);
 #endif
   } else {
     sent = fuse_reply_open(req, &info);
   }
-  // Without an answer there is no release either.
+  // If the reply fails there will be no RELEASE.
   if (sent == 0) (void)open.release();
 }
 
-// Whether the kernel could read the file itself: only for those is there a mode to decide on.
-bool MayPass(const VirtualFile& file) { return file.immutable() && file.reads_data(); }
+// Whether the kernel could read the file itself (passthrough); only such files need an open mode.
+bool CanUsePassthrough(const VirtualFile& file) { return file.immutable() && file.reads_data(); }
 
 Reply OpenedReply(const Bridge& bridge, fuse_file_info info,
                   const std::shared_ptr<const VirtualFile>& file,
                   const std::shared_ptr<OpenModes::Lease>& lease) {
   const bool passed = lease && lease->passthrough();
   if (passed) bridge.vfs.stats().CountPassthrough(file->size());
-  // Small files go through the page cache: one request fetches them whole. One of both for a node,
-  // always: the kernel mixes them as little as passthrough.
+  // Small files use the page cache: one request fetches them whole. The choice is fixed for each
+  // node, because the kernel cannot mix cached and direct opens.
   info.direct_io = !file->immutable() || (file->reads_data() && file->size() > kSmallFile &&
                                           bridge.shim.direct_io_mmap());
   info.keep_cache = file->immutable();
@@ -231,38 +233,39 @@ Reply OpenedReply(const Bridge& bridge, fuse_file_info info,
       passed ? Op::kOpenPassthrough : Op::kOpen);
 }
 
-// An open that may have to look at storage first.
-// Runs again from its beginning when another first open of the same node has decided
-// (OpenModes::Open returned null).
-Result<Reply> OpenSlowly(Bridge& bridge, NodeId node, const fuse_file_info& info, LongWork& self) {
+// An open that may need storage first. Runs again from its beginning after a concurrent first open
+// of the same node has decided (OpenModes::Open returned null).
+Result<Reply> OpenFromStorage(Bridge& bridge, NodeId node, const fuse_file_info& info,
+                              LongWork& self) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
-  if (!MayPass(*file)) return OpenedReply(bridge, info, file, nullptr);
+  if (!CanUsePassthrough(*file)) return OpenedReply(bridge, info, file, nullptr);
   const auto lease = bridge.modes.Open(
-      node, file, [&self] { return self.Interrupted(); }, [&self] { return self.Again(); });
+      node, file, [&self] { return self.Interrupted(); }, [&self] { return self.PrepareRetry(); });
   if (lease.status().code() == Code::kCancelled) {
     return Status::FromErrno(EINTR, "open", file->label());
   }
-  // Told as what it is: "node 17" says little to a person.
+  // The label replaces "node 17" in the message.
   if (!lease.ok()) return lease.status().WithContext(file->label());
-  if (!lease.value()) return Status::FromErrno(EAGAIN, "open", file->label());  // Runs again.
+  // The work runs again.
+  if (!lease.value()) return Status::FromErrno(EAGAIN, "open", file->label());
   return OpenedReply(bridge, info, file, lease.value());
 }
 
-// Two ways: what is known without storage is answered on this thread; the rest is queued, where it
-// can be interrupted.
+// An open that needs no storage is answered on this thread; any other is queued, where it can be
+// interrupted.
 void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   if (IsStaged(node) || (fi->flags & O_ACCMODE) != O_RDONLY || (fi->flags & O_TRUNC) != 0) {
     OpenStaged(req, node, fi);
     return;
   }
   Bridge& bridge = BridgeOf(req);
-  // Here where that needs no storage: an open of a status file waits for no disk.
+  // Opening a status file must not wait for a disk.
   if (!bridge.vfs.MayBlock(node)) {
     const auto since = std::chrono::steady_clock::now();
     bool slow = false;
     const Result<Reply> reply = Guarded([&]() -> Result<Reply> {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, bridge.vfs.OpenFile(node));
-      if (!MayPass(*file)) return OpenedReply(bridge, *fi, file, nullptr);
+      if (!CanUsePassthrough(*file)) return OpenedReply(bridge, *fi, file, nullptr);
       if (const auto lease = bridge.modes.Join(node)) {
         return OpenedReply(bridge, *fi, file, lease);
       }
@@ -275,7 +278,7 @@ void OpOpen(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
     }
   }
   ServeLong(req, Op::kOpen, node, [&bridge, node, info = *fi](LongWork& self) {
-    return OpenSlowly(bridge, node, info, self);
+    return OpenFromStorage(bridge, node, info, self);
   });
 }
 
@@ -296,15 +299,15 @@ void OpRead(fuse_req_t req, fuse_ino_t, std::size_t size, off_t offset, fuse_fil
     return;
   }
   const std::shared_ptr<const VirtualFile>& file = OpenFileOf(fi).file;
-  // The kernel keeps to max_read; a shorter answer would be the end of the file.
+  // The kernel respects max_read, and a shorter answer would mean end of file.
   if (size > kMaxRequestBytes || offset < 0) {
     fuse_reply_err(req, EINVAL);
     return;
   }
   Serve(req, Op::kRead, 0, file->reads_data(), [&bridge, file, size, offset]() -> Result<Reply> {
     ReadStats read;
-    // Long runs go from the data file's pages to the kernel without a copy of ours. Where such a
-    // file was cut short a moment ago the kernel answers EIO itself (EFAULT for our reply).
+    // Long runs go from the data file's pages to the kernel without a copy. If such a file was
+    // truncated a moment ago, the kernel answers EIO (EFAULT for our reply).
     if (size >= kMappedFrom) {
       auto mapped = file->Map(static_cast<std::uint64_t>(offset), size);
       if (!mapped.empty()) {
@@ -331,7 +334,7 @@ void OpRead(fuse_req_t req, fuse_ino_t, std::size_t size, off_t offset, fuse_fil
       return got.status();
     }
     bridge.vfs.stats().CountBytes(got.value(), read);
-    // On the thread that read, before it reads again.
+    // The reading thread sends the reply before its next read, so the buffer is still valid.
     return Reply([buffer, n = got.value()](fuse_req_t r) { fuse_reply_buf(r, buffer, n); });
   });
 }
@@ -342,7 +345,7 @@ void OpLseek(fuse_req_t req, fuse_ino_t, off_t offset, int whence, fuse_file_inf
     return;
   }
   const auto size = static_cast<off_t>(OpenFileOf(fi).file->size());
-  // No file has holes.
+  // Published files have no holes.
   if (offset < 0 || offset >= size) {
     fuse_reply_err(req, ENXIO);
   } else if (whence == SEEK_DATA || whence == SEEK_HOLE) {
@@ -355,15 +358,15 @@ void OpLseek(fuse_req_t req, fuse_ino_t, off_t offset, int whence, fuse_file_inf
 void OpGetxattr(fuse_req_t req, fuse_ino_t node, const char* name, std::size_t size) {
   Vfs& vfs = BridgeOf(req).vfs;
   OpenModes& modes = BridgeOf(req).modes;
-  // To say which tier a file has, its first bytes may have to be compared with storage.
+  // To determine a file's tier, the file is opened in storage.
   const bool may_block = vfs.MayBlock(node) || name == kTierXattr;
   Serve(req, Op::kXattr, node, may_block,
         [&vfs, &modes, node, size, name = std::string(name)]() -> Result<Reply> {
           TENSORMOUNT_ASSIGN_OR_RETURN(std::string value, vfs.GetXattr(node, name));
           if (name == kTierXattr) {
-            // What an open would get now is for the mount to say.
+            // The open modes of the mount decide how an open would be served.
             const auto file = vfs.OpenFile(node);
-            if (file.ok() && MayPass(*file.value())) {
+            if (file.ok() && CanUsePassthrough(*file.value())) {
               value = modes.TierOf(node, *file.value());
             }
           }
@@ -381,10 +384,11 @@ void OpListxattr(fuse_req_t req, fuse_ino_t node, std::size_t size) {
   });
 }
 
-// What is true of where the source lies, and the longest name there can be here.
+// Answers with the numbers of the source's filesystem and this mount's limit on the length of
+// names.
 void OpStatfs(fuse_req_t req, fuse_ino_t node) {
   SourceSpace& space = *BridgeOf(req).space;
-  Serve(req, Op::kStatfs, node, !space.Fresh(), [&space]() -> Result<Reply> {
+  Serve(req, Op::kStatfs, node, !space.IsFresh(), [&space]() -> Result<Reply> {
     TENSORMOUNT_ASSIGN_OR_RETURN(struct statvfs st, space.Get());
     if (st.f_bsize == 0) st.f_bsize = st.f_frsize = kPageBytes;
     st.f_namemax = 255;

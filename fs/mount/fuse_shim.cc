@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is needed of the kernel's protocol and libfuse of Debian 12 does not have: passthrough was
-// added later. Replies pass through here and get the bits that it lacks.
+// FuseShim: adds passthrough and mappable direct files, which libfuse of Debian 12 lacks, to the
+// replies that pass through it.
 #include "fs/mount/fuse_shim.h"
 
 #include <algorithm>
@@ -13,20 +13,20 @@
 namespace tensormount::fs {
 namespace {
 
-// Parts of the kernel's protocol that are younger than the headers of Debian 12 (linux/fuse.h,
-// protocol 7.40; those of the machine that builds may be older than the kernel that runs).
+// Protocol structures that are newer than linux/fuse.h of Debian 12 (protocol 7.40): headers of the
+// build machine may be older than the running kernel.
 struct InitOut {
   std::uint32_t major, minor, max_readahead, flags;
   std::uint16_t max_background, congestion_threshold;
   std::uint32_t max_write, time_gran;
   std::uint16_t max_pages, map_alignment;
   std::uint32_t flags2;
-  std::uint32_t max_stack_depth;  // Before 7.40: unused, and always sent.
+  std::uint32_t max_stack_depth;  // Unused before 7.40, but always sent.
 };
 struct OpenOut {
   std::uint64_t handle;
   std::uint32_t flags;
-  std::int32_t backing_id;  // Before 7.40: padding.
+  std::int32_t backing_id;  // Padding before 7.40.
 };
 static_assert(sizeof(InitOut) == 40 && sizeof(OpenOut) == sizeof(fuse_open_out));
 
@@ -35,11 +35,13 @@ constexpr std::uint32_t kPassthrough2 = 1u << 5;        // flags2: bit 37 of all
 constexpr std::uint32_t kOpenParallelWrites = 1u << 6;
 constexpr std::uint32_t kOpenPassthrough = 1u << 7;
 
-// Replies are sent on the thread that asked for them, before the call that asked returns.
+// Thread-local, because libfuse sends a reply on the thread that requested it, before that call
+// returns.
 thread_local int named_backing = 0;
 thread_local bool writes_together = false;
 
-// The reply in one piece; its size, or 0 where it is longer than `room`.
+// Copies the parts of a reply into `out`; returns the size, or 0 if the reply is longer than
+// `room`.
 std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) {
   std::size_t size = 0;
   for (int i = 0; i < count; ++i) {
@@ -52,17 +54,17 @@ std::size_t Gather(const iovec* pieces, int count, char* out, std::size_t room) 
 
 }  // namespace
 
-FuseShim::InOpenReply::InOpenReply(int backing_id, bool together) {
+FuseShim::OpenReplyScope::OpenReplyScope(int backing_id, bool together) {
   named_backing = backing_id;
   writes_together = together;
 }
-FuseShim::InOpenReply::~InOpenReply() {
+FuseShim::OpenReplyScope::~OpenReplyScope() {
   named_backing = 0;
   writes_together = false;
 }
 
-// Looks for INIT only: its request says what the kernel offers, which libfuse 3.14 does not pass
-// on.
+// Looks only for the INIT request, which tells what the kernel offers; libfuse 3.14 does not expose
+// that.
 ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const ssize_t n = read(fd, buffer, size);
   if (state_.load(std::memory_order_acquire) != State::kWaiting) return n;
@@ -78,18 +80,20 @@ ssize_t FuseShim::Read(int fd, void* buffer, std::size_t size) {
   const std::uint32_t more = (in.flags & FUSE_INIT_EXT) != 0 ? in.flags2 : 0;
   mmap_offered_ = (more & kDirectIoAllowMmap2) != 0;
   passthrough_offered_.store((more & kPassthrough2) != 0, std::memory_order_release);
-  state_.store(State::kAsked, std::memory_order_release);
+  state_.store(State::kRequested, std::memory_order_release);
   return n;
 }
 
 ssize_t FuseShim::Writev(int fd, const iovec* pieces, int count) {
-  if (state_.load(std::memory_order_acquire) == State::kAsked) return WriteInit(fd, pieces, count);
+  if (state_.load(std::memory_order_acquire) == State::kRequested)
+    return WriteInit(fd, pieces, count);
   if (named_backing > 0 || writes_together) return WriteOpen(fd, pieces, count, named_backing);
   return writev(fd, pieces, count);
 }
 
 ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
-  // Nothing but INIT is answered before INIT: this is it, unless it failed.
+  // Nothing is answered before INIT, so this is the reply to INIT, or else it is passed on
+  // unchanged.
   char reply[256];
   const std::size_t size = Gather(pieces, count, reply, sizeof reply);
   fuse_out_header header;
@@ -101,7 +105,7 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
   if (header.error == 0 && size >= sizeof header + sizeof(InitOut)) {
     InitOut out;
     std::memcpy(&out, reply + sizeof header, sizeof out);
-    // A reply of version negotiation alone has no flags that count.
+    // In a reply that only negotiates the version the flags have no meaning.
     if (out.max_write > 0) {
       if (mmap_offered_ && options_.want_mmap) {
         out.flags |= FUSE_INIT_EXT;
@@ -121,7 +125,7 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
       std::memcpy(reply + sizeof header, &out, sizeof out);
     }
   }
-  // Before the kernel has the reply, and so before the first request.
+  // The flags are stored before the kernel gets the reply, and so before the first request.
   direct_io_mmap_.store(mmap, std::memory_order_release);
   passthrough_.store(passthrough, std::memory_order_release);
   const ssize_t written = write(fd, reply, size);
@@ -129,11 +133,11 @@ ssize_t FuseShim::WriteInit(int fd, const iovec* pieces, int count) {
   return written;
 }
 
-// A reply that is not what it should be goes out as it is: the open then is an ordinary one.
+// A reply of unexpected form is passed on unchanged; the open is then an ordinary one.
 ssize_t FuseShim::WriteOpen(int fd, const iovec* pieces, int count, int backing_id) {
   char reply[sizeof(fuse_out_header) + sizeof(OpenOut)];
   fuse_out_header header;
-  // Only a reply that opens has exactly this size; whatever else it is goes as it is.
+  // Only replies to opens have exactly this size.
   if (Gather(pieces, count, reply, sizeof reply) != sizeof reply) return writev(fd, pieces, count);
   std::memcpy(&header, reply, sizeof header);
   if (header.error != 0) return writev(fd, pieces, count);

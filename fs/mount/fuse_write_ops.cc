@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations of fuse_bridge.h that change something, and what only files below .staging/ have.
+// Operations of fuse_bridge.h that change something, and operations on files below .staging/.
 #include <cerrno>
 #include <fcntl.h>
 #include <unistd.h>
@@ -14,14 +14,14 @@ namespace {
 
 using WritePtr = std::shared_ptr<WriteHandle>;
 
-// What is refused without looking, on a mount that is not writable.
+// Refuses a change without further checks, on a read-only mount.
 void Refuse(fuse_req_t req, int error = EROFS) {
   BridgeOf(req).vfs.stats().Count(Op::kRefused, {}, true);
   fuse_reply_err(req, error);
 }
 
-// Whether the request can be refused at once.
-bool ReadOnlyHere(fuse_req_t req) {
+// On a read-only mount: refuses the request and returns true.
+bool IsReadOnlyMount(fuse_req_t req) {
   if (BridgeOf(req).vfs.writable()) return false;
   Refuse(req);
   return true;
@@ -31,7 +31,7 @@ Reply Done() {
   return Reply([](fuse_req_t r) { fuse_reply_err(r, 0); });
 }
 
-// Serves what answers with a Status. Stagings tell of their failures themselves.
+// Serves operations that return a Status. Stagings report their own failures.
 void ServeStatus(fuse_req_t req, Op op, NodeId node, std::function<Status()> work) {
   Serve(req, op, node, true, [work = std::move(work)]() -> Result<Reply> {
     TENSORMOUNT_RETURN_IF_ERROR(work());
@@ -39,8 +39,8 @@ void ServeStatus(fuse_req_t req, Op op, NodeId node, std::function<Status()> wor
   });
 }
 
-// Answers with an entry whose node was counted once for the kernel.
-// The reference was counted by the lookup; it is the kernel's only once the reply is out.
+// Replies with an entry. The lookup took a reference to its node, which belongs to the kernel once
+// the reply was sent.
 Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
   auto reference = std::make_shared<NodeReference>(vfs, entry.id);
   return Reply([reference, param = ParamOf(entry)](fuse_req_t r) {
@@ -48,9 +48,8 @@ Reply EntryReply(Vfs& vfs, const Vfs::Entry& entry) {
   });
 }
 
-// Serves what works on bytes that are only lent: `keep` makes them our own.
-// As Serve, for work that can run on the caller's thread with the caller's bytes: `keep` runs only
-// where it is queued.
+// Like Serve, for work on borrowed bytes: on the calling thread the work uses the caller's bytes;
+// `keep`, which copies them, runs only if the work is queued.
 void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()> work,
                const std::function<void()>& keep) {
   Bridge& bridge = BridgeOf(req);
@@ -65,19 +64,18 @@ void ServeData(fuse_req_t req, Op op, NodeId node, std::function<Result<Reply>()
       keep);
 }
 
-// Past the page cache: what one program writes others see at once, and nothing is written late.
-// Also for correctness: the page cache would write pages late, after close(2), when a publish may
-// have begun.
+// Makes the file bypass the page cache: other programs see writes at once, and no page is written
+// back after close(2), when a publish may have begun.
 void SetModes(fuse_file_info& info) {
   info.direct_io = 1;
   info.keep_cache = 0;
   info.noflush = 0;
 }
 
-// Two things are given to the kernel at once, a node and an open file. Both go back where the reply
-// does not arrive.
+// The reply gives two things to the kernel, a node and an open file. Both are taken back if the
+// reply fails.
 void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_file_info* fi) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   Serve(req, Op::kCreate, parent, true,
         [&vfs, parent, info = *fi, name = std::string(name)]() mutable -> Result<Reply> {
@@ -91,7 +89,7 @@ void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_
             open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
             open->counted = MountStats::OpenHandle(vfs.stats());
             info.fh = reinterpret_cast<std::uint64_t>(open.get());
-            // Without an answer there is no release and nothing to forget.
+            // If the reply fails there will be neither RELEASE nor FORGET.
             if (fuse_reply_create(r, &param, &info) != 0) return;
             (void)open.release();
             reference->Keep();
@@ -100,7 +98,7 @@ void OpCreate(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t, fuse_
 }
 
 void OpMkdir(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   Serve(req, Op::kMkdir, parent, true, [&vfs, parent, name = std::string(name)]() -> Result<Reply> {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Vfs::Entry entry, vfs.MakeDirectory(parent, name));
@@ -109,22 +107,22 @@ void OpMkdir(fuse_req_t req, fuse_ino_t parent, const char* name, mode_t) {
 }
 
 void OpUnlink(fuse_req_t req, fuse_ino_t parent, const char* name) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   ServeStatus(req, Op::kRemove, parent,
               [&vfs, parent, name = std::string(name)] { return vfs.Unlink(parent, name); });
 }
 
 void OpRmdir(fuse_req_t req, fuse_ino_t parent, const char* name) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   ServeStatus(req, Op::kRemove, parent, [&vfs, parent, name = std::string(name)] {
     return vfs.RemoveDirectory(parent, name);
   });
 }
 
-// Steps 1 and 4 of publish_calls.h. The work is the queue's: it goes on where its caller was
-// killed.
+// Serves RENAME, steps 1 and 4 of publish_calls.h. The work belongs to the queue and goes on if its
+// caller is killed.
 void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
   Bridge& bridge = BridgeOf(req);
   PublishCalls& calls = *bridge.publishes;
@@ -133,12 +131,14 @@ void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
     ServeLong(
         req, Op::kRename, names.folder,
         [&calls, begun, thread](LongWork& self) -> Result<Reply> {
-          if (calls.Waits(*begun, [&self] { return self.Again(); })) return Done();  // Runs again.
+          // The work runs again.
+          if (calls.WaitForEnd(*begun, [&self] { return self.PrepareRetry(); })) return Done();
           calls.Remove(thread, begun);
           TENSORMOUNT_RETURN_IF_ERROR(*begun->result);
           return Done();
         },
-        [](fuse_req_t) { return false; });  // It only waits: who is killed is let go.
+        // This request only waits, so a killed caller can be answered.
+        [](fuse_req_t) { return false; });
     return;
   }
   const auto call = calls.Add(thread, std::move(names));
@@ -161,7 +161,7 @@ void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
       },
       [call, thread](fuse_req_t r) {
         if (thread <= 0) return false;
-        call->comes_back = true;
+        call->kernel_retries = true;
         fuse_reply_err(r, ESTALE);
         return true;
       });
@@ -169,30 +169,31 @@ void OpPublish(fuse_req_t req, PublishCalls::Names names, unsigned flags) {
 
 void OpRename(fuse_req_t req, fuse_ino_t parent, const char* name, fuse_ino_t to_parent,
               const char* to_name, unsigned flags) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   if (IsStaged(parent) && to_parent == kRootId) {
     OpPublish(req, {.folder = parent, .name = name, .as = to_name}, flags);
     return;
   }
-  // The kernel keeps both folders locked until the answer: nothing in here asks it for anything.
+  // The kernel keeps both directories locked until the answer, so this work must not access the
+  // mount itself.
   ServeStatus(req, Op::kRename, parent,
               [&vfs, parent, name = std::string(name), to_parent, to_name = std::string(to_name),
                flags] { return vfs.Rename(parent, name, to_parent, to_name, flags); });
 }
 
 void RefuseMaking(fuse_req_t req, fuse_ino_t parent, const char* name) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   ServeStatus(req, Op::kRefused, parent,
               [&vfs, parent, name = std::string(name)] { return vfs.RefuseMaking(parent, name); });
 }
 
-// Only the size means something. Modes, owners and times are accepted, since `cp -p` and rsync set
-// them, and change nothing.
+// Only a change of the size has an effect. Modes, owners and times are accepted and ignored,
+// because `cp -p` and rsync set them.
 void OpSetattr(fuse_req_t req, fuse_ino_t node, struct stat* attributes, int to_set,
                fuse_file_info* fi) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Vfs& vfs = BridgeOf(req).vfs;
   const WritePtr handle = fi != nullptr && fi->fh != 0 ? OpenFileOf(fi).write : nullptr;
   const bool resize = (to_set & FUSE_SET_ATTR_SIZE) != 0;
@@ -215,14 +216,14 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) return Refuse(req, EBADF);
   if (offset < 0 || size > kMaxRequestBytes) return Refuse(req, EINVAL);
-  // The kernel's bytes lie in the buffer of this thread, which is used again when this returns:
-  // they are copied only where another thread is to write them.
+  // The bytes are in this thread's buffer, which is reused when this returns; they are copied only
+  // for another thread.
   auto copy = std::make_shared<std::string>();
-  // From the page cache, where only shared mappings write: at the place of the page, whatever the
-  // file was opened for, and by nobody that could be named.
+  // Writes from the page cache come only from shared mappings: at the page's offset, independent of
+  // the open flags, and without a lock owner.
   const bool pages = fi->writepage != 0;
   const bool append = !pages && (fi->flags & O_APPEND) != 0;
-  if (!pages) OpenFileOf(fi).users->Wrote(fi->lock_owner, fuse_req_ctx(req)->pid);
+  if (!pages) OpenFileOf(fi).users->NoteWrite(fi->lock_owner, fuse_req_ctx(req)->pid);
   ServeData(
       req, Op::kWrite, node,
       [&bridge, handle, data, copy, size, offset, append, pages]() -> Result<Reply> {
@@ -242,19 +243,18 @@ void OpWrite(fuse_req_t req, fuse_ino_t node, const char* data, std::size_t size
       [copy, data, size] { copy->assign(data, size); });
 }
 
-// close(2) waits for this answer, so its error reaches the program: the place to say that data
-// could not be made durable.
+// close(2) waits for this answer, so its error can tell the program that data are not durable.
 void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) {
     fuse_reply_err(req, 0);
     return;
   }
-  switch (OpenFileOf(fi).users->Closed(fi->lock_owner, fuse_req_ctx(req)->pid)) {
-    case FileUsers::Close::kNobodys:
+  switch (OpenFileOf(fi).users->NoteClose(fi->lock_owner, fuse_req_ctx(req)->pid)) {
+    case FileUsers::Close::kUnrelated:
       fuse_reply_err(req, 0);
       return;
-    case FileUsers::Close::kOne:
+    case FileUsers::Close::kNotLast:
       ServeStatus(req, Op::kFlush, node, [handle] { return handle->Sync(); });
       return;
     case FileUsers::Close::kLast:
@@ -265,7 +265,7 @@ void OpFlush(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
 void OpFsync(fuse_req_t req, fuse_ino_t node, int, fuse_file_info* fi) {
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) {
-    fuse_reply_err(req, 0);  // What is published is durable.
+    fuse_reply_err(req, 0);  // Published files are durable.
     return;
   }
   ServeStatus(req, Op::kFsync, node, [handle] { return handle->Sync(); });
@@ -273,18 +273,19 @@ void OpFsync(fuse_req_t req, fuse_ino_t node, int, fuse_file_info* fi) {
 
 void OpFsyncdir(fuse_req_t req, fuse_ino_t, int, fuse_file_info*) { fuse_reply_err(req, 0); }
 
-// Room is found when bytes are written. Holes are made by truncating.
+// Lengthens the file if necessary. Space is allocated only when bytes are written, and punching
+// holes is refused.
 void OpFallocate(fuse_req_t req, fuse_ino_t node, int mode, off_t offset, off_t length,
                  fuse_file_info* fi) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   const WritePtr handle = OpenFileOf(fi).write;
   if (!handle) return Refuse(req, EBADF);
   if ((mode & ~FALLOC_FL_KEEP_SIZE) != 0) return Refuse(req, EOPNOTSUPP);
   const bool keep = (mode & FALLOC_FL_KEEP_SIZE) != 0;
   ServeStatus(req, Op::kSetattr, node, [handle, keep, offset, length]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes now, handle->Stat());
-    // No overflow: the kernel refuses negative ones (EINVAL) and a sum above the largest file
-    // (EFBIG).
+    // The sum cannot overflow: the kernel refuses negative values (EINVAL) and sums above the
+    // largest file (EFBIG).
     const auto end = static_cast<std::uint64_t>(offset) + static_cast<std::uint64_t>(length);
     if (keep || end <= now.size) return {};
     return handle->Truncate(end);
@@ -292,7 +293,7 @@ void OpFallocate(fuse_req_t req, fuse_ino_t node, int mode, off_t offset, off_t 
 }
 
 void RefuseAttribute(fuse_req_t req, fuse_ino_t node) {
-  if (ReadOnlyHere(req)) return;
+  if (IsReadOnlyMount(req)) return;
   Refuse(req, BridgeOf(req).vfs.RefuseChanging(node).ToErrno());
 }
 
@@ -300,7 +301,7 @@ void RefuseAttribute(fuse_req_t req, fuse_ino_t node) {
 
 bool IsStaged(NodeId node) { return Vfs::IsStaged(node); }
 
-// Files of published checkpoints come here to be refused with the right errno.
+// Files of published checkpoints come here only to be refused with the right errno.
 void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
   Vfs& vfs = BridgeOf(req).vfs;
   if (!IsStaged(node)) {
@@ -316,9 +317,9 @@ void OpenStaged(fuse_req_t req, fuse_ino_t node, fuse_file_info* fi) {
       open->users = std::make_unique<FileUsers>(fuse_req_ctx(r)->pid);
       open->counted = MountStats::OpenHandle(vfs.stats());
       info.fh = reinterpret_cast<std::uint64_t>(open.get());
-      // Several writers of one tensor, each at its own offset.
-      const FuseShim::InOpenReply together(0, true);
-      // Without an answer there is no release either.
+      // Several processes may write one tensor at once, each at its own offset.
+      const FuseShim::OpenReplyScope together(0, true);
+      // If the reply fails there will be no RELEASE.
       if (fuse_reply_open(r, &info) == 0) (void)open.release();
     });
   });
@@ -328,7 +329,7 @@ void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* 
   Bridge& bridge = BridgeOf(req);
   if (size > kMaxRequestBytes || offset < 0) return Refuse(req, EINVAL);
   const WritePtr handle = OpenFileOf(fi).write;
-  // Reads past the page cache name whose they are; pages are nobody's.
+  // Direct reads carry a lock owner; reads for the page cache (mappings) carry none.
   const bool pages = fi->lock_owner == 0;
   Serve(req, Op::kReadStaged, 0, true, [&bridge, handle, size, offset, pages]() -> Result<Reply> {
     if (pages) TENSORMOUNT_RETURN_IF_ERROR(handle->NoteMapping());
@@ -336,7 +337,7 @@ void ReadStaged(fuse_req_t req, std::size_t size, off_t offset, fuse_file_info* 
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
                                  handle->Read(static_cast<std::uint64_t>(offset), buffer, size));
     bridge.vfs.stats().CountStaged(n, 0);
-    // On the thread that read, before it reads again.
+    // The reading thread sends the reply before its next read, so the buffer is still valid.
     return Reply([buffer, n](fuse_req_t r) { fuse_reply_buf(r, buffer, n); });
   });
 }
@@ -353,11 +354,11 @@ void SeekStaged(fuse_req_t req, off_t offset, int whence, fuse_file_info* fi) {
         });
 }
 
-// The kernel does not wait for the answer to RELEASE, but work that is left (pages of a mapping) is
-// done before it is given.
+// The kernel does not wait for the answer to RELEASE, but remaining work (pages of a mapping) is
+// finished before it.
 void ReleaseStaged(fuse_req_t req, fuse_ino_t node, std::unique_ptr<OpenFile> open) {
   const std::shared_ptr<OpenFile> last(std::move(open));
-  // Asking waits for a close that is under way, of a process that was killed meanwhile.
+  // `writing()` may block behind a close in progress, of a process that was killed meanwhile.
   ServeStatus(req, Op::kFlush, node,
               [last] { return last->write->writing() ? last->write->Release() : Status(); });
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mount(2) as root, fusermount3 otherwise, with the options that a mount of ours always has.
+// Mounts by mount(2) as root, and by fusermount3 for other users, with the common options of
+// Tensormount mounts.
 #include "fs/mount/mount_call.h"
 
 #include <cerrno>
@@ -19,7 +20,7 @@ namespace {
 constexpr const char* kDevice = "/dev/fuse";
 constexpr const char* kSubtype = "tensormount";
 
-// Commas separate options.
+// Commas separate options and must be escaped.
 std::string Escaped(const std::string& text) {
   std::string out;
   for (const char c : text) {
@@ -29,13 +30,13 @@ std::string Escaped(const std::string& text) {
   return out;
 }
 
-// Always default_permissions: the kernel then compares modes, owner and caller for us.
+// default_permissions: the kernel checks modes, owner and caller.
 std::string CommonOptions(const MountCall& call) {
   return std::string("default_permissions,max_read=") + std::to_string(kMaxRequestBytes) +
          (call.allow_other ? ",allow_other" : "");
 }
 
-// The options are the kernel's own, not those of libfuse: fd, rootmode, user_id and group_id are
+// The options are those of the kernel, not of libfuse: fd, rootmode, user_id and group_id are
 // required.
 Result<int> MountAsRoot(const MountCall& call) {
   const int fd = open(kDevice, O_RDWR | O_CLOEXEC);
@@ -54,20 +55,20 @@ Result<int> MountAsRoot(const MountCall& call) {
     close(fd);
     return status;
   }
-  // Read-only is the mount, as a bind mount can be, and not the filesystem: an ordinary user then
-  // hears EACCES where modes forbid something anyway, and EROFS only where they do not. (What
-  // comes through before this is refused by the daemon.)
+  // Read-only is set for the mount, not for the filesystem, like a bind mount: a user then gets
+  // EACCES where modes forbid a change anyway, and EROFS otherwise. The daemon refuses writes that
+  // arrive before this call.
   if (call.read_only && mount(nullptr, call.mount_point.c_str(), nullptr,
                               MS_REMOUNT | MS_BIND | MS_RDONLY | kFlags, nullptr) != 0) {
-    const Status status = Status::FromErrno(errno, "make read-only", call.mount_point);
-    (void)umount2(call.mount_point.c_str(), MNT_DETACH);  // Nothing else can be done.
+    const Status status = Status::FromErrno(errno, "remount read-only", call.mount_point);
+    (void)umount2(call.mount_point.c_str(), MNT_DETACH);  // A failure is ignored.
     close(fd);
     return status;
   }
   return fd;
 }
 
-// The descriptor that fusermount3 sends over the socket; -1 where it ends without one.
+// The descriptor that fusermount3 sends over the socket; -1 if it ends without sending one.
 int ReceiveDescriptor(int socket) {
   char byte = 0;
   iovec data{.iov_base = &byte, .iov_len = 1};
@@ -91,8 +92,8 @@ int ReceiveDescriptor(int socket) {
   return fd;
 }
 
-// What stands in a pipe now, as one line. The start of it is enough for people.
-std::string WhatWasSaid(int pipe) {
+// The bytes waiting in a pipe, at most 1 KiB, as one line for a message.
+std::string ReadPipeLine(int pipe) {
   char bytes[1024];
   const ssize_t n = read(pipe, bytes, sizeof bytes);
   std::string text = n > 0 ? OneLine(std::string_view(bytes, static_cast<std::size_t>(n))) : "";
@@ -100,7 +101,7 @@ std::string WhatWasSaid(int pipe) {
   return text;
 }
 
-// fusermount3 is setuid: it mounts for an ordinary user and sends the open /dev/fuse back over a
+// fusermount3 is setuid: it mounts for an ordinary user and sends back the open /dev/fuse over a
 // socket pair.
 Result<int> MountByHelper(const MountCall& call) {
   int ends[2];
@@ -108,7 +109,7 @@ Result<int> MountByHelper(const MountCall& call) {
     return Status::FromErrno(errno, "make", "a socket for fusermount3");
   }
   fcntl(ends[0], F_SETFD, FD_CLOEXEC);
-  // Why it refuses it says on its standard error, which may be a terminal that nobody sees.
+  // fusermount3 gives its reason on standard error, which is captured for the error message.
   int said[2];
   if (pipe2(said, O_CLOEXEC | O_NONBLOCK) != 0) {
     const Status status = Status::FromErrno(errno, "make", "a pipe for fusermount3");
@@ -145,13 +146,13 @@ Result<int> MountByHelper(const MountCall& call) {
   while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
   }
   close(ends[0]);
-  const std::string words = WhatWasSaid(said[0]);
+  const std::string words = ReadPipeLine(said[0]);
   close(said[0]);
   if (fd < 0) {
     return Status(
         Code::kPermissionDenied,
         "mount " + call.mount_point + ": " +
-            (words.empty() ? std::string("fusermount3 refused it and does not say why") : words));
+            (words.empty() ? std::string("fusermount3 failed without a message") : words));
   }
   if (!words.empty()) Log(LogLevel::kWarning, "mount " + call.mount_point + ": " + words);
   return fd;

@@ -9,22 +9,22 @@
 
 namespace tensormount::fs {
 
-// The largest read and write that the kernel sends in one request. More does not pay (measured).
-// Agreed on at INIT and given as max_read when the mount is made; the two must be equal.
+// The largest read or write that the kernel sends in one request; larger values are not faster
+// (measured). Negotiated at INIT and given as max_read at mount(2); the two must be equal.
 inline constexpr std::size_t kMaxRequestBytes = std::size_t{1} << 20;
 
-// Read-only is a mount flag as well, so that the kernel refuses writes without asking us.
+// Arguments of MountFuse. A read-only mount also has the kernel's flag for that, so that the kernel
+// refuses writes itself.
 struct MountCall {
-  std::string mount_point;  // Absolute.
-  std::string source;       // As the mount table shall show it.
+  std::string mount_point;  // Absolute path.
+  std::string source;       // The name in the mount table.
   bool allow_other = false;
   bool read_only = true;
 };
 
-// Opens /dev/fuse and mounts it, by mount(2) as root and by fusermount3 otherwise: libfuse's own
-// way of mounting would not let us see the INIT reply (fs/mount/fuse_shim.h). Returns the
-// descriptor, which the caller closes. kUnavailable: no /dev/fuse or fusermount3;
-// kPermissionDenied.
+// Opens /dev/fuse and mounts it, by mount(2) as root and by fusermount3 otherwise. Returns the
+// descriptor, which the caller closes. libfuse's own mount call would bypass the shim at INIT
+// (fs/mount/fuse_shim.h). kUnavailable: no /dev/fuse or fusermount3; kPermissionDenied.
 Result<int> MountFuse(const MountCall& call);
 
 }  // namespace tensormount::fs

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// MountSession (mount_session.h) where libfuse was missing when this was built: Start says so.
+// MountSession (mount_session.h) for builds without libfuse: Start returns an error.
 #include "fs/mount/mount_session.h"
 
 namespace tensormount::fs {
 
-Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem&, const MountOptions&) {
-  return Status(Code::kUnsupported,
-                "mounting is not built in: libfuse 3 was missing when tensormount was built");
+Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem&, const MountOptions& how) {
+  return Start(how);
+}
+
+Result<std::unique_ptr<MountSession>> MountSession::Start(const MountOptions&) {
+  return Status(
+      Code::kUnsupported,
+      "mounting is not supported by this build: libfuse 3 was missing when tensormount was built");
 }
 
 MountSession::~MountSession() = default;

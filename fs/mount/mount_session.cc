@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One mount from mount to unmount: the device, threads that receive requests, threads that may
-// wait, the watchdog, signals. What threads share outlives the session (MountCore), because a
-// thread that storage holds cannot be ended.
+// block, the watchdog, signals. Shared state outlives the session (MountCore), because a thread
+// that storage blocks cannot be ended.
 #include "fs/mount/mount_session.h"
 
 #include <cerrno>
@@ -19,6 +19,7 @@
 #include <fmt/core.h>
 
 #include "base/deadline.h"
+#include "base/file_system_for.h"
 #include "base/log.h"
 #include "base/mapping.h"
 #include "base/parallel.h"
@@ -35,43 +36,44 @@
 namespace tensormount::fs {
 namespace {
 
-// Until the kernel has said hello and been answered.
+// How long Start waits until the kernel's INIT was answered.
 constexpr std::chrono::seconds kStartPatience{10};
-// For threads that still serve when the mount is gone; those that are stuck are left behind.
+// How long Stop and Wait wait for threads that still serve when the mount is gone; stuck threads
+// are left behind.
 constexpr std::chrono::seconds kSessionStopPatience{5};
 constexpr std::chrono::milliseconds kUnmountPatience{3000};
-// Between two looks of the watchdog.
+// Interval of the watchdog.
 constexpr std::chrono::milliseconds kTick = BlockingWork::kStuckAfter;
-// For what was written to be durable before a mount ends.
+// How long the end of a mount waits for written bytes to become durable.
 constexpr std::chrono::seconds kDrainPatience{60};
 constexpr int kReadaheadKiB = 1024;
 
-// Wakes threads out of read(2) on the device; its handler does nothing.
+// Interrupts threads in read(2) of the device; its handler does nothing.
 int WakeSignal() { return SIGRTMIN + 9; }
 
 void InstallWakeSignal() {
   struct sigaction action {};
   action.sa_handler = [](int) {};
   sigemptyset(&action.sa_mask);
-  sigaction(WakeSignal(), &action, nullptr);  // Without SA_RESTART.
+  // Without SA_RESTART, so that the signal interrupts read(2).
+  sigaction(WakeSignal(), &action, nullptr);
 }
 
-// Why nothing can be passed through whatever the kernel says; empty where it may be.
+// Why passthrough is impossible whatever the kernel supports; empty if it may work.
 std::string ReasonAgainstPassthrough(const MountOptions& options) {
   if (options.tier == MountOptions::Tier::kDaemon) return "--tier daemon";
   if (options.verify == ServeVerify::kAlways) {
-    return "--verify always: every read is checked, by the daemon";
+    return "--verify always: the daemon checks every read";
   }
   return PassthroughObstacle();
 }
 
-Status PassthroughRefused(const std::string& why) {
+Status PassthroughError(const std::string& why) {
   return Status(Code::kUnsupported,
-                "--tier passthrough: " + why +
-                    "; --tier auto passes through what it can and serves the rest");
+                "--tier passthrough: " + why + "; with --tier auto the daemon serves such files");
 }
 
-// Depth 0 is not asking at all.
+// Options of the shim. Depth 0 means that passthrough is not requested.
 FuseShim::Options ShimOptions(const MountOptions& options, const std::string& source) {
   const bool pass = ReasonAgainstPassthrough(options).empty();
   return {.want_mmap = !options.page_cache,
@@ -81,13 +83,13 @@ FuseShim::Options ShimOptions(const MountOptions& options, const std::string& so
 
 OpenModes::Options ModeOptions(const MountOptions& options) {
   return {.verify = options.verify == ServeVerify::kFirst,
-          .refused = ReasonAgainstPassthrough(options)};
+          .disabled_reason = ReasonAgainstPassthrough(options)};
 }
 
 }  // namespace
 
-// Everything that the threads of a mount share. They may outlive the session where storage holds
-// them, so each holds this.
+// Everything that the threads of a mount share. Each thread holds a reference, because storage may
+// block it longer than the session lives.
 class MountCore : public std::enable_shared_from_this<MountCore> {
  public:
   MountCore(const MountOptions& options, std::unique_ptr<Vfs> vfs, int readers)
@@ -96,7 +98,7 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
         vfs_(std::move(vfs)),
         queues_(readers),
         shim_(ShimOptions(options, vfs_->source())),
-        prover_([this](NodeId node) { return vfs_->IsThere(node); },
+        prover_([this](NodeId node) { return vfs_->CheckpointExists(node); },
                 [this](const VirtualFile& file, const Status& status) {
                   vfs_->stats().Report("verify", file.label(), status);
                 }),
@@ -104,21 +106,21 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
             backing_, [this] { return shim_.passthrough(); }, ModeOptions(options), prover_) {}
 
   Status Start();
-  // `failed`: the mount never answered, whatever its threads heard.
+  // `failed`: Start() failed, so the mount is unmounted even if its threads have ended.
   void Stop(bool failed = false);
   Status Wait();
   std::string StatusJson();
-  // Waits until nothing of the mount runs any more; false: storage holds some of it.
-  bool Idle();
+  // Waits until no thread of the mount runs; false: storage still blocks some.
+  bool WaitUntilIdle();
 
  private:
   void StartThread(std::function<void()> body);
   void ServeLoop();
   void WatchLoop();
-  // Waits until no thread serves any more; false: some are stuck.
+  // Waits until no thread serves requests; false: some are stuck.
   bool WaitForThreads(std::chrono::nanoseconds patience);
   void SetReadahead();
-  // Makes durable what was written, on a thread that may be left behind.
+  // Makes written bytes durable, on a thread that may be left behind.
   void Drain();
   std::string PassthroughJson();
   void AddMetrics(MetricsText& text);
@@ -139,17 +141,17 @@ class MountCore : public std::enable_shared_from_this<MountCore> {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::set<pthread_t> serving_;
-  bool gone_ = false;  // Some thread heard that the mount is gone.
+  bool gone_ = false;  // A thread saw that the mount is gone.
   bool stopping_ = false;
-  bool work_ = false;  // There may be some for the watchdog.
+  bool work_ = false;  // The watchdog may have work.
   bool watch_ended_ = false;
 };
 
-// The order matters: the device is mounted first, then the bridge reads from it, then threads serve
-// it, and only then can the kernel answer a stat of the mount point, which is the proof that it
-// works.
+// The order is required: the device is mounted, the bridge reads from it, threads serve it; then a
+// stat of the mount point is answered, which proves that the mount works.
 Status MountCore::Start() {
-  TENSORMOUNT_ASSIGN_OR_RETURN(mount_point_, HostFileSystem().Resolve(options_.mount_point));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const host, FileSystemFor(options_.mount_point));
+  TENSORMOUNT_ASSIGN_OR_RETURN(mount_point_, host->Resolve(options_.mount_point));
   TENSORMOUNT_ASSIGN_OR_RETURN(const int fd, MountFuse({.mount_point = mount_point_,
                                                         .source = vfs_->source(),
                                                         .allow_other = options_.allow_other,
@@ -179,7 +181,7 @@ Status MountCore::Start() {
       changed_.notify_all();
     });
   }
-  // One more than may read data: that one always listens.
+  // One thread more than may read data, so that one is always free to receive.
   for (int i = 0; i <= readers_; ++i) StartThread([this] { ServeLoop(); });
   std::thread([self = shared_from_this()] { self->WatchLoop(); }).detach();
 
@@ -189,28 +191,30 @@ Status MountCore::Start() {
     changed_.wait_for(lock, std::chrono::milliseconds(2));
   }
   if (!shim_.initialized()) {
-    return Status(Code::kUnavailable, mount_point_ + ": the kernel did not greet the new mount");
+    return Status(Code::kUnavailable, mount_point_ +
+                                          ": the kernel did not initialize the new mount in time; "
+                                          "`tensormount doctor` checks FUSE");
   }
   lock.unlock();
-  // The mount answers when this does.
   struct stat st;
   if (stat(mount_point_.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", mount_point_);
   if (options_.tier == MountOptions::Tier::kPassthrough) {
-    // Files that lie in pieces are the daemon's all the same; but it must be possible.
+    // Files that are stored in several parts are still served by the daemon, but passthrough must
+    // be possible.
     const Status possible = modes_.Probe();
-    if (!possible.ok()) return PassthroughRefused(possible.message());
+    if (!possible.ok()) return PassthroughError(possible.message());
   }
   SetReadahead();
   return {};
 }
 
 void MountCore::StartThread(std::function<void()> body) {
-  // Signals are the business of the program, not of these threads.
+  // Signals are handled by the program's threads, not by these.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
-  // But for those that a thread raises itself: blocked, they end the process whatever handler there
-  // is, and the one of SIGBUS answers EIO (base/mapping.h).
+  // Signals that a thread raises itself are not blocked: if they were, they would end the process
+  // despite a handler. The handler of SIGBUS turns it into EIO (base/mapping.h).
   for (const int own : {SIGBUS, SIGSEGV, SIGFPE, SIGILL}) sigdelset(&all, own);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const std::lock_guard lock(mutex_);
@@ -237,7 +241,7 @@ void MountCore::StartThread(std::function<void()> body) {
 
 void MountCore::ServeLoop() { bridge_->Serve(); }
 
-// Sleeps while no work is pending: a mount that nobody uses does not wake up.
+// Sleeps while no work is pending, so that an idle mount does not wake up.
 void MountCore::WatchLoop() {
   std::unique_lock lock(mutex_);
   const auto over = [this] { return (gone_ || stopping_) && serving_.empty(); };
@@ -248,12 +252,13 @@ void MountCore::WatchLoop() {
       changed_.wait(lock, [&] { return work_ || over(); });
       continue;
     }
-    work_ = false;  // Before asking: what comes in between sets it again.
+    // work_ is cleared before the check, so that work arriving meanwhile sets it again.
+    work_ = false;
     lock.unlock();
     bool none = true;
     for (BlockingWork* queue : queues_.all()) {
       (void)queue->Watch();
-      none = queue->Unwatched() && none;
+      none = queue->StopWatchIfIdle() && none;
     }
     lock.lock();
     work_ = work_ || !none;
@@ -262,15 +267,16 @@ void MountCore::WatchLoop() {
   changed_.notify_all();
 }
 
-// Threads block in read(2) of the device. It returns when the mount is gone, or when a signal
-// interrupts it; the handler of WakeSignal does nothing but that.
+// Threads block in read(2) of the device, which returns when the mount is gone or a signal
+// (WakeSignal) interrupts it.
 bool MountCore::WaitForThreads(std::chrono::nanoseconds patience) {
   const Deadline deadline = Deadline::After(patience);
   std::unique_lock lock(mutex_);
   while (!serving_.empty()) {
     if (deadline.Passed()) return false;
     if (bridge_->exited()) {
-      // Again and again: a thread may be on its way into read(2) when the first one comes.
+      // The signal is repeated, because a thread may be about to enter read(2) when the first
+      // signal arrives.
       for (const pthread_t thread : serving_) pthread_kill(thread, WakeSignal());
     }
     changed_.wait_for(lock, std::chrono::milliseconds(5));
@@ -278,20 +284,21 @@ bool MountCore::WaitForThreads(std::chrono::nanoseconds patience) {
   return true;
 }
 
-// One thread that hears that the mount is gone is enough to know; the others are then woken.
+// Returns when one thread has seen that the mount is gone; the others are then woken.
 Status MountCore::Wait() {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return gone_; });
   }
   if (!WaitForThreads(kSessionStopPatience)) {
-    Log(LogLevel::kWarning, mount_point_ + ": unmounted; left threads behind that storage holds");
+    Log(LogLevel::kWarning,
+        mount_point_ + ": unmounted, but threads of the daemon still wait for storage");
   }
   return {};
 }
 
-// Only the first caller unmounts, and nobody does where the mount is gone already. A mount of
-// somebody else that has taken the place (another device number) is left alone.
+// Only the first caller unmounts, and only if the mount still exists. Another mount that has taken
+// its place (another device number) is left alone.
 void MountCore::Stop(bool failed) {
   prover_.Stop();
   if (!bridge_) return;
@@ -312,14 +319,15 @@ void MountCore::Stop(bool failed) {
       }
       if (!status.ok()) Log(LogLevel::kError, status.ToString());
     }
-    // A lazy unmount would let those serve on who have files open.
+    // After a lazy unmount, open files would otherwise keep the threads serving.
     bridge_->Exit();
   }
   (void)WaitForThreads(kSessionStopPatience);
 }
 
-// Asked after Stop: whether everything that refers to this has ended, so that it may be destroyed.
-bool MountCore::Idle() {
+// To be called after Stop: whether everything that refers to this object has ended, so that it may
+// be destroyed.
+bool MountCore::WaitUntilIdle() {
   const Deadline deadline = Deadline::After(kSessionStopPatience);
   std::unique_lock lock(mutex_);
   changed_.notify_all();
@@ -333,30 +341,33 @@ bool MountCore::Idle() {
   }
 }
 
-// Programs were told by close(2) or fsync(2) whether their bytes are durable. This is for what was
-// written and not closed.
+// Makes bytes durable that programs wrote to files which they have not closed; close(2) and
+// fsync(2) report their own result.
 void MountCore::Drain() {
   if (!vfs_->writable()) return;
-  // On a thread of its own: storage may hold it for good, and then the mount ends without it.
+  // Runs on a separate thread, which storage may block for good; the mount then ends without it.
   auto done = std::make_shared<std::promise<void>>();
   const std::future<void> ended = done->get_future();
   std::thread([self = shared_from_this(), done] {
     const Status status = self->vfs_->Drain();
     if (!status.ok())
-      Log(LogLevel::kError, "not all that was written is safe: " + status.message());
+      Log(LogLevel::kError,
+          "some data written through the mount is not durable: " + status.message());
     done->set_value();
   }).detach();
   if (ended.wait_for(kDrainPatience) != std::future_status::ready) {
-    Log(LogLevel::kError, "storage does not answer: not all that was written is safe");
+    Log(LogLevel::kError,
+        "storage does not answer: some data written through the mount may not be durable");
   }
 }
 
-// Only for files that are served through the page cache; others are read past it.
+// Sets the read-ahead of the mount, which only files in the page cache use.
 void MountCore::SetReadahead() {
   if (device_.empty()) return;
   const std::string path = "/sys/class/bdi/" + device_ + "/read_ahead_kb";
   if (geteuid() == 0) {
-    // INIT cannot raise it over the system's 128 KiB. A container may not allow it: then not.
+    // INIT cannot raise the read-ahead above the system's 128 KiB. Failures are ignored: in a
+    // container this file may be read-only.
     std::ofstream out(path);
     out << kReadaheadKiB << std::flush;
   }
@@ -364,7 +375,7 @@ void MountCore::SetReadahead() {
   in >> readahead_kib_;
 }
 
-// The fallbacks of `counts` as a JSON object.
+// The reasons in `counts` for not using passthrough, as a JSON object.
 static std::string ReasonsJson(const OpenModes::Counts& counts) {
   std::string out;
   for (const auto& [reason, opens] : counts.reasons) {
@@ -375,7 +386,7 @@ static std::string ReasonsJson(const OpenModes::Counts& counts) {
 
 std::string MountCore::PassthroughJson() {
   const OpenModes::Counts counts = modes_.counts();
-  const std::string why = modes_.WhyNot();
+  const std::string why = modes_.DisabledReason();
   const FileProver::Load load = prover_.load();
   return fmt::format(
       R"({{"negotiated": {}, "why_not": {}, "opens": {}, "daemon_opens": {}, "fell_back": {}, )"
@@ -389,37 +400,37 @@ std::string MountCore::PassthroughJson() {
 
 void MountCore::AddMetrics(MetricsText& text) {
   using Type = MetricsText::Type;
-  text.Family("mount_info", Type::kGauge, "Where and how it is mounted; always 1");
+  text.Family("mount_info", Type::kGauge, "The mount point and the tier of reads; always 1");
   text.Sample({{"mount_point", mount_point_},
-               {"tier", modes_.WhyNot().empty() ? "passthrough" : "daemon"},
+               {"tier", modes_.DisabledReason().empty() ? "passthrough" : "daemon"},
                {"data_files", shim_.direct_io_mmap() ? "direct_io" : "page_cache"}},
               1);
   const std::pair<std::string_view, const BlockingWork&> queues[] = {{"reads", queues_.reads},
                                                                      {"writes", queues_.writes},
                                                                      {"syncs", queues_.syncs},
                                                                      {"opens", queues_.opens}};
-  text.Family("queue_running", Type::kGauge, "Requests that threads work on");
+  text.Family("queue_running", Type::kGauge, "Requests being served");
   for (const auto& [name, queue] : queues) text.Sample({{"queue", name}}, queue.load().running);
-  text.Family("queue_waiting", Type::kGauge, "Requests that wait for a thread");
+  text.Family("queue_waiting", Type::kGauge, "Requests waiting for a thread");
   for (const auto& [name, queue] : queues) text.Sample({{"queue", name}}, queue.load().waiting);
-  text.Family("queue_oldest_seconds", Type::kGauge,
-              "How long the oldest request that is not answered has waited");
+  text.Family("queue_oldest_seconds", Type::kGauge, "Age of the oldest unanswered request");
   for (const auto& [name, queue] : queues) {
     text.Sample({{"queue", name}}, std::chrono::duration<double>(queue.load().oldest).count());
   }
   const OpenModes::Counts counts = modes_.counts();
-  text.Family("opens_total", Type::kCounter, "Opens of tensor files, by who then reads them");
+  text.Family("opens_total", Type::kCounter,
+              "Opens of tensor files, by the tier that serves the reads");
   text.Sample({{"tier", "passthrough"}}, counts.passed);
   text.Sample({{"tier", "daemon"}}, counts.daemon);
   text.Family("opens_fell_back_total", Type::kCounter,
-              "Opens that the kernel might have served, by the reason why it did not");
+              "Opens that fell back from passthrough to the daemon, by reason");
   for (const auto& [reason, opens] : counts.reasons) text.Sample({{"reason", reason}}, opens);
-  text.One("backing_files", Type::kGauge, "Files that the kernel reads itself now",
+  text.One("backing_files", Type::kGauge, "Files open with kernel passthrough",
            counts.live_backings);
-  text.One("files_verified_at_open_total", Type::kCounter, "Files that were verified at an open",
+  text.One("files_verified_at_open_total", Type::kCounter, "Files verified at open",
            counts.verified_at_open);
   const FileProver::Load proving = prover_.load();
-  text.One("proving_waiting", Type::kGauge, "Large files that wait to be verified",
+  text.One("proving_waiting", Type::kGauge, "Large files waiting for verification",
            proving.waiting);
   text.One("files_proven_total", Type::kCounter, "Large files that were verified", proving.proven);
   text.One("files_damaged_total", Type::kCounter, "Large files that were found to be damaged",
@@ -434,7 +445,7 @@ std::string MountCore::StatusJson() {
       R"("kernel_protocol": "7.{}", "reads_running": {}, "reads_waiting": {}, "oldest_ms": {}}})"
       "\n",
       vfs_->StatusFields(), JsonString(mount_point_), getpid(),
-      modes_.WhyNot().empty() ? "passthrough" : "daemon",
+      modes_.DisabledReason().empty() ? "passthrough" : "daemon",
       shim_.direct_io_mmap() ? "direct_io" : "page_cache", PassthroughJson(),
       JsonString(FuseBridge::LibfuseVersion()), kMaxRequestBytes, readahead_kib_, readers_,
       shim_.kernel_minor(), load.running, load.waiting, load.oldest.count());
@@ -442,38 +453,40 @@ std::string MountCore::StatusJson() {
 
 namespace {
 
-void Leave(std::shared_ptr<MountCore> core, bool failed) {
+void StopMount(std::shared_ptr<MountCore> core, bool failed) {
   core->Stop(failed);
-  if (core->Idle()) return;
-  Log(LogLevel::kWarning, "storage does not answer: left a stopped mount in memory");
+  if (core->WaitUntilIdle()) return;
+  Log(LogLevel::kWarning, "storage does not answer: the stopped mount keeps its memory");
   (void)new std::shared_ptr<MountCore>(std::move(core));
 }
 
-// A fresh and empty folder, outside of what it is to show.
+// The mount point must be an empty directory outside of the source.
 Status CheckMountPoint(const std::string& path, const std::string& source) {
-  FileSystem& host = HostFileSystem();
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const host, FileSystemFor(path));
   if (const auto entry = FindMount(path); entry && entry->type == kMountType) {
     return Status(Code::kBusy, "mount point " + path + ": something is mounted here already");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, host.Stat(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, host->Stat(path));
   if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kInvalidArgument, "mount point " + path + ": not a folder");
+    return Status(Code::kInvalidArgument, "mount point " + path + ": not a directory");
   }
   if (IsMountPoint(path)) {
     return Status(Code::kBusy, "mount point " + path + ": something is mounted here already");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, host.List(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto entries, host->List(path));
   if (!entries.empty()) {
-    return Status(Code::kBusy, "mount point " + path + ": the folder is not empty");
+    return Status(Code::kBusy, "mount point " + path + ": the directory is not empty");
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string real, host.Resolve(path));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string real, host->Resolve(path));
   if ((real + '/').starts_with(source + '/')) {
-    return Status(Code::kInvalidArgument, "mount point " + path + ": lies in what is mounted");
+    return Status(Code::kInvalidArgument,
+                  "mount point " + path + ": is inside the source that it would show");
   }
   return {};
 }
 
-// Others shall see no more through the mount than they could without it.
+// Refuses a source below a directory that other users cannot enter: they must not see more through
+// the mount than without it.
 Status CheckAncestors(FileSystem& fs, const std::string& source) {
   std::string path = source;
   while (path.size() > 1) {
@@ -482,8 +495,8 @@ Status CheckAncestors(FileSystem& fs, const std::string& source) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
     if ((info.mode & 0001) == 0) {
       return Status(Code::kPermissionDenied,
-                    "allow_other refused: " + path +
-                        " is closed to others, who would see through the mount what lies below it");
+                    "allow_other refused: other users cannot enter " + path +
+                        ", but could read the files below it through the mount");
     }
   }
   return {};
@@ -493,11 +506,17 @@ Status CheckAncestors(FileSystem& fs, const std::string& source) {
 
 Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                                           const MountOptions& options) {
-  // Reads of many short runs go through mappings of data files, which somebody may cut short.
+  // Reads of many short runs use mappings of data files. If another program truncates such a file,
+  // the read must fail instead of killing the daemon.
   EnableMappingGuard();
   if (options.tier == MountOptions::Tier::kPassthrough) {
     const std::string why = ReasonAgainstPassthrough(options);
-    if (!why.empty()) return PassthroughRefused(why);
+    if (!why.empty()) return PassthroughError(why);
+  }
+  if (options.allow_other && !fs.Can(Ability::kKernelFiles)) {
+    return Status(Code::kUnsupported,
+                  "allow_other refused: " + options.source +
+                      " is not on this host, so the permissions of other users are unknown");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<Vfs> vfs,
                                Vfs::Open(fs, {.source = options.source,
@@ -507,7 +526,7 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
                                               .hf = options.hf,
                                               .writable = !options.read_only,
                                               .roots = options.roots,
-                                              .others = options.allow_other}));
+                                              .other_users = options.allow_other}));
   TENSORMOUNT_RETURN_IF_ERROR(CheckMountPoint(options.mount_point, vfs->source()));
   if (options.allow_other) TENSORMOUNT_RETURN_IF_ERROR(CheckAncestors(fs, vfs->source()));
   const int cores = static_cast<int>(HostCores());
@@ -515,13 +534,18 @@ Result<std::unique_ptr<MountSession>> MountSession::Start(FileSystem& fs,
   auto core = std::make_shared<MountCore>(options, std::move(vfs), readers);
   const Status started = core->Start();
   if (!started.ok()) {
-    Leave(std::move(core), true);
+    StopMount(std::move(core), true);
     return started;
   }
   return std::unique_ptr<MountSession>(new MountSession(std::move(core)));
 }
 
-MountSession::~MountSession() { Leave(std::move(core_), false); }
+Result<std::unique_ptr<MountSession>> MountSession::Start(const MountOptions& options) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(options.source));
+  return Start(*fs, options);
+}
+
+MountSession::~MountSession() { StopMount(std::move(core_), false); }
 
 Status MountSession::Wait() { return core_->Wait(); }
 

@@ -17,56 +17,61 @@
 
 namespace tensormount::fs {
 
-// What `mount` may be told. Paths are the host's.
-// Defaults are those of `tensormount mount` (docs/cli.md).
+// Options of a mount. Paths are those of the host; defaults are those of `tensormount mount`
+// (docs/cli.md).
 struct MountOptions {
-  std::string source;                   // VfsOptions::source.
-  std::vector<std::string> roots = {};  // VfsOptions::roots.
-  std::string mount_point;              // An empty folder.
-  // Nothing can be written. Otherwise a store that this process may write shows .staging/.
+  // A store, a checkpoint in our or a foreign format, or a training directory.
+  std::string source;
+  // Directories in which data of adopted and foreign checkpoints may lie.
+  std::vector<std::string> roots = {};
+  std::string mount_point;  // An empty directory.
+  // Refuse all writes. If false, and the source is a store that this process may write, .staging/
+  // is shown.
   bool read_only = false;
-  // List every view (docs/semantics.md): npy/, slices/, extents/, zarr/, hf/, model.safetensors.
-  // All of them can be opened by name without it.
+  // List every view (docs/mounting.md): npy/, slices/, extents/, zarr/, hf/, model.safetensors.
+  // Views that are not listed can still be opened by name.
   bool list_views = false;
-  std::shared_ptr<const KeyMap> map;  // Other names for keys; null: none.
-  HfOptions hf;                       // How hf/ is cut, and what it has.
+  std::shared_ptr<const KeyMap> map;  // Renames keys; null: none.
+  HfOptions hf;                       // How hf/ is split, and which tensors it has.
   bool allow_other = false;
   enum class Tier { kAuto, kPassthrough, kDaemon } tier = Tier::kAuto;
   ServeVerify verify = ServeVerify::kFirst;
-  int threads = 0;  // That read data, 0: as many as cores, at least 2.
-  // As where the kernel cannot map direct files (before Linux 6.6): reads go through its cache.
+  int threads = 0;  // Threads that read data, 2 to 64; 0: number of cores.
+  // Read through the page cache, as for kernels that cannot map direct files (before Linux 6.6).
   bool page_cache = false;
-  // How long storage has before a caller that is being killed is let go. Tests set less.
+  // How long a caller that is being killed waits for storage before it gets EINTR. Shorter in
+  // tests.
   std::chrono::milliseconds give_up_after{200};
 };
 
-class MountCore;  // Of mount_session.cc.
+class MountCore;  // Declared in mount_session.cc.
 
-// A live mount. Needs the right to mount (root, or fusermount3).
+// A live mount. Requires the right to mount (root, or fusermount3).
 //
-// The process that serves a mount must not map files of this mount into its own memory, nor pass
-// mapped pages of them to system calls: a page fault waits for the daemon's answer with the
-// process's memory lock held, and the daemon's own threads need that lock to answer. Map in another
-// process (a forked child will do).
+// The process that serves a mount must not map files of this mount, nor pass such mapped pages to
+// system calls: a page fault waits for the daemon with the process's memory lock held, which the
+// daemon's threads need. Map in another process (a forked child is enough).
 class MountSession {
  public:
-  // Opens the source, mounts, and returns once the mount answers. The process must not have
-  // started threads that it wants to keep over a fork: become a daemon first.
+  // Opens the source, mounts, and returns once the mount answers. Starts threads, which a later
+  // fork would lose: become a daemon first.
   //   kNotFound           no such source or mount point
-  //   kBusy               the mount point is not empty or is a mount already
+  //   kBusy               the mount point is not empty, or is a mount already
   //   kPermissionDenied   not allowed to mount; allow_other refused (and why)
-  //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not offered
-  // Where it fails after the mount was made it is unmounted again.
+  //   kUnavailable        no /dev/fuse;  kUnsupported: built without FUSE, or tier not available
+  // If it fails after mounting, it unmounts again.
   static Result<std::unique_ptr<MountSession>> Start(FileSystem& fs, const MountOptions& options);
-  // Unmounts, lazily where it is busy, and joins. What storage holds for good keeps what it uses:
-  // better a leak than a crash.
+  // Like the other Start, on the filesystem that `options.source` names (FileSystemFor).
+  static Result<std::unique_ptr<MountSession>> Start(const MountOptions& options);
+  // Unmounts, lazily if busy, and joins the threads. Threads that storage blocks keep their memory:
+  // a leak instead of a crash.
   ~MountSession();
   MountSession(const MountSession&) = delete;
   MountSession& operator=(const MountSession&) = delete;
 
-  // Returns when the mount is gone: unmounted from outside, or by Stop(). Not kDeadlineExceeded.
+  // Returns OK when the mount is gone, whether it was unmounted from outside or by Stop().
   Status Wait();
-  // From any thread or a signal-handling thread: unmounts (clean where not busy, else lazily).
+  // Unmounts, lazily if busy. May be called from any thread, including a signal-handling thread.
   void Stop();
   // One line of JSON, as in .tensormount/status.
   std::string StatusJson() const;
@@ -74,16 +79,16 @@ class MountSession {
  private:
   explicit MountSession(std::shared_ptr<MountCore> core) : core_(std::move(core)) {}
 
-  // Its threads may outlive this where storage holds them.
+  // Shared with threads that may outlive this object while storage blocks them.
   std::shared_ptr<MountCore> core_;
 };
 
-// Unmounts what is mounted at `mount_point` (fusermount3, or umount2 as root) and waits until it
-// is gone or `deadline`: kBusy where it is in use and `lazy` is false.
-// A lazy unmount takes the mount out of the tree at once, and ends it when the last file is closed.
+// Unmounts `mount_point` (fusermount3, or umount2 as root) and waits until it is gone, at most
+// `timeout`. kBusy: it is in use and `lazy` is false. A lazy unmount detaches the mount at once and
+// ends it when the last file is closed.
 Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseconds timeout);
-// Takes away what is mounted at `mount_point` where it is a mount of ours whose daemon is gone
-// (every access answers ENOTCONN). False: there is none; live mounts and others' are left alone.
+// Removes a Tensormount mount at `mount_point` whose daemon is gone (every access returns
+// ENOTCONN). False: there is none; live mounts and mounts of other filesystems are left alone.
 Result<bool> ClearDeadMount(const std::string& mount_point);
 // Whether something is mounted at exactly this path (from /proc/self/mountinfo).
 bool IsMountPoint(const std::string& path);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mounts of ours on this machine, found in mountinfo; and unmounting one, also where its daemon is
+// Finds this program's mounts on this machine in mountinfo and unmounts them, also if the daemon is
 // gone.
 #include "fs/mount/mount_table.h"
 
@@ -22,14 +22,13 @@
 namespace tensormount::fs {
 namespace {
 
-// Between two looks at what has no event to wait for.
+// Polling interval for state without an event.
 constexpr std::chrono::milliseconds kPoll{5};
-// How long a mount may be busy because a file was closed only just now.
+// How long a mount may stay busy after its last file was closed.
 constexpr std::chrono::milliseconds kBusyPatience{300};
 
-// realpath of all but the last part: a dead mount cannot be asked about itself.
-// Only the parent is resolved where the last part cannot be asked: that is the case that matters, a
-// mount whose daemon has died.
+// The absolute path of a mount point. Resolves the parent, and the last part only if it is a
+// symlink: a mount whose daemon is dead cannot be accessed.
 std::string Absolute(const std::string& path) {
   std::string text = path;
   while (text.size() > 1 && text.ends_with('/')) text.pop_back();
@@ -45,7 +44,7 @@ std::string Absolute(const std::string& path) {
   if (last.empty() || last == "." || last == "..") return real(text);
   const std::string base = real(parent);
   if (base.empty()) return "";
-  // The last part may be a link; where it cannot be asked it is what it says.
+  // readlink fails for anything but a symlink, also for a dead mount.
   char target[2];
   const std::string joined = (base == "/" ? "" : base) + "/" + last;
   if (readlink(joined.c_str(), target, sizeof target) >= 0) return real(joined);
@@ -66,7 +65,8 @@ std::string Unescape(const std::string& text) {
   return out;
 }
 
-// fusermount3 -u, for those who are not root. Its exit status; -1 where it could not be run.
+// Runs fusermount3 -u, for users other than root. Returns its exit status, or -1 if it could not be
+// run.
 int RunFusermount(const std::string& mount_point, bool lazy) {
   std::string program = "fusermount3";
   std::string unmount = "-u";
@@ -98,13 +98,14 @@ Status TryUnmount(const std::string& mount_point, bool lazy) {
   const int status = RunFusermount(mount_point, lazy);
   if (status == 0) return {};
   if (status < 0) return Status(Code::kUnavailable, "unmount " + mount_point + ": no fusermount3");
-  // It does not say why; a mount of ours that it refuses to unmount is in use.
+  // fusermount3 gives no reason; if it refuses to unmount our mount, the mount is in use.
   return Status::FromErrno(EBUSY, "unmount", mount_point);
 }
 
-// Whether the daemon of this mount is gone. Asked by a child: a daemon that lives and does not
-// answer would hold whoever asks, and the kernel's caches answer stat(2) for a while.
-bool IsDead(const std::string& mount_point) {
+// Whether the daemon of this mount is gone. A child process asks, because a live daemon that does
+// not answer would block the caller; also, the kernel may answer stat(2) from its cache for a
+// while.
+bool IsDaemonGone(const std::string& mount_point) {
   constexpr std::chrono::seconds kPatience{2};
   const pid_t child = fork();
   if (child < 0) return false;
@@ -144,7 +145,7 @@ std::optional<MountEntry> FindMount(const std::string& path) {
     }
     std::string type;
     fields >> type;
-    found = MountEntry{.device = device, .type = type};  // Later lines lie on top.
+    found = MountEntry{.device = device, .type = type};  // Mounts of later lines lie on top.
   }
   return found;
 }
@@ -153,9 +154,9 @@ bool IsMountPoint(const std::string& path) { return FindMount(path).has_value();
 
 Result<bool> ClearDeadMount(const std::string& mount_point) {
   bool any = false;
-  for (;;) {  // Dead ones may lie upon each other.
+  for (;;) {  // Dead mounts may be stacked.
     const std::optional<MountEntry> entry = FindMount(mount_point);
-    if (!entry || entry->type != kMountType || !IsDead(Absolute(mount_point))) return any;
+    if (!entry || entry->type != kMountType || !IsDaemonGone(Absolute(mount_point))) return any;
     TENSORMOUNT_RETURN_IF_ERROR(Unmount(mount_point, true, std::chrono::seconds(5)));
     any = true;
   }
@@ -167,7 +168,7 @@ Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseco
   if (!entry) return Status(Code::kNotFound, mount_point + ": nothing is mounted here");
   if (entry->type != kMountType) {
     return Status(Code::kInvalidArgument,
-                  mount_point + ": not a mount of tensormount but of type " + entry->type);
+                  mount_point + ": not a tensormount mount, but of type " + entry->type);
   }
   const Deadline deadline = Deadline::After(timeout);
   const Deadline busy = Deadline::After(std::min(timeout, kBusyPatience));
@@ -175,7 +176,7 @@ Status Unmount(const std::string& mount_point, bool lazy, std::chrono::milliseco
     const Status status = TryUnmount(path, lazy);
     if (status.ok()) break;
     const std::optional<MountEntry> now = FindMount(mount_point);
-    if (!now || now->device != entry->device) return {};  // Somebody else was quicker.
+    if (!now || now->device != entry->device) return {};  // Another process removed the mount.
     if (status.code() != Code::kBusy || busy.Passed()) return status;
     std::this_thread::sleep_for(kPoll);
   }

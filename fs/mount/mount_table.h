@@ -7,18 +7,18 @@
 
 namespace tensormount::fs {
 
-// What /proc/self/mountinfo says of the topmost mount at a path.
-// `device` is what fusermount and /sys/class/bdi call it.
+// The entry of the topmost mount at a path in /proc/self/mountinfo. fusermount and /sys/class/bdi
+// use `device`.
 struct MountEntry {
-  std::string device;  // "0:52"
-  std::string type;    // "fuse.tensormount"
+  std::string device;  // Such as "0:52".
+  std::string type;    // Such as "fuse.tensormount".
 };
 
-// Nothing where nothing is mounted at exactly this path. Works for mounts whose server has died.
-// From /proc: stat of a mount whose server has died answers ENOTCONN and says nothing.
+// The topmost mount at this path; nullopt if nothing is mounted at exactly this path. Reads /proc,
+// because stat(2) of a mount whose daemon is dead only returns ENOTCONN.
 std::optional<MountEntry> FindMount(const std::string& path);
 
-// The type of our mounts.
+// The filesystem type of our mounts.
 inline constexpr const char* kMountType = "fuse.tensormount";
 
 }  // namespace tensormount::fs

@@ -22,54 +22,55 @@
 
 namespace tensormount::fs {
 
-// Gives the kernel files to read by itself.
+// Registers files that the kernel then reads itself.
 class BackingRegistrar {
  public:
   virtual ~BackingRegistrar() = default;
-  // Registers an open file; the kernel holds it from then on, and the caller may close its
-  // descriptor. A number above 0 that replies to OPEN name it by. kPermissionDenied: this process
-  // will never be allowed to; ELOOP: it lies on too many filesystems.
+  // Registers an open file and returns a positive number that OPEN replies name it by. The kernel
+  // keeps the file open, so the caller may close its descriptor. kPermissionDenied: this process
+  // never may register; ELOOP: the file is on too many stacked filesystems.
   virtual Result<int> Register(int descriptor) = 0;
-  // No OPEN reply that names it may be on its way. What is open keeps the file.
+  // Ends a registration. No OPEN reply that names `id` may be in flight. Files already open keep
+  // the backing file.
   virtual void Unregister(int id) noexcept = 0;
 };
 
-// Which files the kernel reads itself. The kernel answers EIO to an open in another mode than, or
-// with another backing file than, those of the same node that are open. So the first open of a
-// node decides for all until the last of them is released, and one registration serves them.
+// Decides which files the kernel reads itself (passthrough). The kernel answers EIO to an open
+// whose mode or backing file differs from those of the node's current opens. So the first open of a
+// node decides for all until the last one is released, with one registration for all.
 //
-// Races, and why none of them mixes modes:
-//  - Two first opens at once: one decides, the other comes again after its decision.
-//  - RELEASE comes late, long after close(2): a node then counts as open for longer than it is in
-//    the kernel, never for shorter, because the kernel takes the file out of the inode before it
-//    sends RELEASE. An open in between joins those that are as good as gone, in their mode.
-//  - An OPEN reply is on its way while the last RELEASE of the others is served: an open is counted
-//    from its decision on, before its reply, so that RELEASE is not the last.
-//  - The reply does not arrive (its caller was interrupted): the kernel sends no RELEASE for it,
-//  and
-//    the Lease that the reply held gives its share back.
+// Races that must not mix modes:
+//  - Two first opens at once: one decides, the other is retried after the decision.
+//  - RELEASE may come long after close(2), so a node counts as open longer than in the kernel,
+//    never shorter: the kernel removes the file from the inode before it sends RELEASE. An open
+//    meanwhile joins the mode of the released ones.
+//  - An OPEN reply is in flight while the last RELEASE of the others is served: an open counts from
+//    its decision on, before its reply, so that RELEASE is not the last.
+//  - The reply fails (its caller was interrupted): the kernel sends no RELEASE; the Lease in the
+//    reply returns its share.
 //  - The kernel takes the reply but cannot finish the open: it sends RELEASE as for any handle.
-//  - A file is written to while it is passed through: who opens it then is not let in before it was
-//    compared anew, and gets the error where it is damaged; the mode stays.
-//  - The last share goes while the next open comes: shares are counted under one lock, and the next
-//    open registers anew; that both registrations live for a moment does no harm, because the
-//    kernel's inode has let go of the first one (see above).
+//  - A file is written to while it is passed through: a new open first compares it again, and fails
+//    if it is damaged; the mode stays.
+//  - The last share ends while the next open arrives: shares are counted under one lock, and the
+//    next open registers anew. Both registrations may exist for a moment, which is harmless,
+//    because the kernel's inode has dropped the first one (see above).
 //
-// Thread-safe. Open() may block for as long as storage does, without a lock.
+// Thread-safe. Open() may block as long as storage does, without a lock.
 class OpenModes {
  public:
   struct Options {
-    // "verify first": every byte is compared with its hash before the kernel reads the file, and
-    // again when it has changed since.
+    // Set for `--verify first`: the kernel reads a file only after every byte was compared with its
+    // hash; a changed file is compared again.
     bool verify = false;
-    // Up to this many bytes are compared within the open. Where more are left the daemon serves,
-    // and `prover` compares; a later open is passed through.
+    // Limit of bytes compared within the open. Beyond it the daemon serves the file while `prover`
+    // compares it; a later open uses passthrough.
     std::uint64_t verified_in_open = kVerifiedInOpen;
-    // Not empty: nothing is passed through, and why, for a person.
-    std::string refused;
+    // Why passthrough is off, as a message; empty if it is on.
+    std::string disabled_reason;
   };
   static constexpr std::uint64_t kVerifiedInOpen = std::uint64_t{64} << 20;
-  // `negotiated`: whether the kernel agreed, asked at every first open. All must outlive it.
+  // `negotiated`: whether the kernel agreed to passthrough; called at every first open. All
+  // arguments must outlive this object.
   OpenModes(BackingRegistrar& registrar, std::function<bool()> negotiated, const Options& options,
             FileProver& prover)
       : registrar_(registrar),
@@ -77,16 +78,16 @@ class OpenModes {
         options_(options),
         prover_(prover) {}
 
-  // One open's share in the mode of its node, from the decision until its release.
-  // Held by the open file (OpenFile) and by its reply. The last one of a node to go unregisters the
-  // backing file, and the next open decides anew.
+  // The share of one open in the mode of its node, from the decision until its release. The open
+  // file (OpenFile) and its reply hold the lease. When the last lease of a node is destroyed, the
+  // backing file is unregistered, and the next open decides anew.
   class Lease {
    public:
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
     bool passthrough() const { return backing_id_ > 0; }
-    int backing_id() const { return backing_id_; }  // 0: the daemon serves.
+    int backing_id() const { return backing_id_; }  // 0: the daemon serves reads.
 
    private:
     friend class OpenModes;
@@ -97,63 +98,62 @@ class OpenModes {
     bool counted_ = false;
   };
 
-  // The mode for one more open of a file of a published checkpoint. Null where another open is just
-  // deciding for this node: `again` is called once that is over, on whatever thread, and shall call
-  // Open() again (so that opens that wait for one hanging file hold no threads). kCancelled once
-  // `interrupted` says so; otherwise fails only where verification does (kDataLoss): a file that
-  // cannot be passed through is the daemon's.
-  // Made only where it is needed, because it keeps the request waiting (LongWork::Again).
-  using Again = std::function<void()>;
+  // The mode for one more open of a published file. Null if another open is deciding for this node:
+  // the callback that `make_retry` returned is then called after the decision, on any thread, and
+  // must call Open() again (so that opens behind a blocked file hold no threads). kCancelled once
+  // `interrupted` returns true. All other failures are those of verification (kDataLoss); a file
+  // that cannot use passthrough is served by the daemon.
+  // `make_retry` is called only if needed, because it parks the request (LongWork::PrepareRetry).
+  using Retry = std::function<void()>;
   Result<std::shared_ptr<Lease>> Open(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                                       const std::function<bool()>& interrupted,
-                                      const std::function<Again()>& make_again);
-  // The same where it can be said without looking at the file; null where it cannot.
+                                      const std::function<Retry()>& make_retry);
+  // Like Open, but without access to the file; null if the mode cannot be decided without it.
   std::shared_ptr<Lease> Join(NodeId node);
-  // What an open of the file would get now, as far as can be said without trying: "passthrough",
-  // "daemon", "daemon (proving 37 %)" where it will be passed through once that is done, "daemon
-  // (not proven)" where its open will begin that, "daemon (damaged)" where that has failed.
+  // How an open of the file would be served now, without trying it: "passthrough"; "daemon";
+  // "daemon (proving 37 %)" (passthrough after the proof); "daemon (not proven)" (an open starts
+  // the proof); "daemon (damaged)" (the proof failed).
   std::string TierOf(NodeId node, const VirtualFile& file) const;
-  // Registers a file in memory and takes it back: whether this process may. For --tier passthrough.
+  // Checks that this process may register files, with a memory file. For --tier passthrough.
   Status Probe();
 
-  // For .tensormount/status, so that an operator sees why files are not passed through.
+  // For .tensormount/status: shows operators why files do not use passthrough.
   struct Counts {
-    std::uint64_t passed = 0;  // Opens.
+    std::uint64_t passed = 0;  // Opens that use passthrough.
     std::uint64_t daemon = 0;
-    std::uint64_t fell_back = 0;         // Those of `daemon` that might have been passed through.
-    std::uint64_t without_hashes = 0;    // Registered: as good as its file.
-    std::uint64_t verified_at_open = 0;  // Files.
-    std::size_t live_backings = 0;       // Registrations now.
-    std::map<std::string, std::uint64_t> reasons;  // Of fell_back.
+    std::uint64_t fell_back = 0;         // Opens in `daemon` that fell back, by `reasons`.
+    std::uint64_t without_hashes = 0;    // Files without hashes that were registered.
+    std::uint64_t verified_at_open = 0;  // Files verified within their open.
+    std::size_t live_backings = 0;       // Current registrations.
+    std::map<std::string, std::uint64_t> reasons;  // Opens by reason; the sum is `fell_back`.
   };
   Counts counts() const;
-  // Why nothing is passed through; empty where files are.
-  std::string WhyNot() const;
+  // Why passthrough is off; empty if it is on.
+  std::string DisabledReason() const;
 
  private:
-  // Of one node that has opens: made by the first one, while it decides, and erased with the last
-  // share.
+  // State of a node with open files: created by the first open, erased with the last share.
   struct Entry {
     bool deciding = true;
     std::size_t shares = 0;
     int backing_id = 0;
-    std::vector<Again> waiting;  // For the decision.
+    std::vector<Retry> waiting;  // Opens that wait for the decision.
   };
-  // The first open's decision: a registration, or 0 and why.
+  // The first open's decision: a registration, or 0 and the reason.
   struct Decision {
     int backing_id = 0;
-    std::string fallback;  // Not empty: it might have been passed through.
+    std::string fallback;  // Why passthrough was not used, or empty.
   };
   Result<Decision> Decide(NodeId node, const std::shared_ptr<const VirtualFile>& file,
                           const std::function<bool()>& interrupted);
-  // Never fails: what cannot be registered is the daemon's.
+  // Never fails: a file that cannot be registered is served by the daemon.
   Decision Register(const VirtualFile& file, const Result<VirtualFile::Backing>& backing);
-  // Of a file that is passed through already: whether it still may be.
+  // For a further open of a file that uses passthrough: verifies the file if it was written to
+  // since.
   Status ProveAgain(const VirtualFile& file, const std::function<bool()>& interrupted);
-  // Both with the lock held.
-  // Counts one more open and says how it is served.
-  void Share(Entry& entry, Lease& lease);
-  std::string WhyNotLocked() const;
+  // Both require the lock. AddShare counts one more open and records how it is served.
+  void AddShare(Entry& entry, Lease& lease);
+  std::string DisabledReasonLocked() const;
   void Release(NodeId node) noexcept;
 
   BackingRegistrar& registrar_;
@@ -162,8 +162,9 @@ class OpenModes {
   FileProver& prover_;
   mutable std::mutex mutex_;
   std::unordered_map<NodeId, Entry> entries_;
-  // Then no further file is tried: a missing right (CAP_SYS_ADMIN) does not come back.
-  std::string forbidden_;  // Not empty: the kernel said that it never will.
+  // Why the kernel refused registrations for good; empty if it did not. A missing right
+  // (CAP_SYS_ADMIN) does not come back, so no other file is tried.
+  std::string forbidden_;
   Counts counts_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of publish_calls.h; what the kernel asks meanwhile is in fuse_write_ops.cc (RENAME) and
+// The state of publish_calls.h; the requests are served in fuse_write_ops.cc (RENAME) and
 // fuse_read_ops.cc (LOOKUP).
 #include "fs/mount/publish_calls.h"
 
@@ -8,12 +8,13 @@
 namespace tensormount::fs {
 namespace {
 
-// Of a call that was answered in time, or whose thread was killed: the kernel comes back at once.
+// How long a finished call is kept for the kernel's retry, which comes at once. The kernel does not
+// retry if the call was answered in time or its thread was killed.
 constexpr std::chrono::seconds kKeptFor{5};
 
 }  // namespace
 
-// With the lock held.
+// Forgets calls that ended more than kKeptFor ago. Requires the lock.
 void PublishCalls::DropOld() {
   const auto now = std::chrono::steady_clock::now();
   std::erase_if(calls_, [now](const auto& each) {
@@ -22,16 +23,16 @@ void PublishCalls::DropOld() {
   count_.store(static_cast<int>(calls_.size()), std::memory_order_release);
 }
 
-PublishCalls::CallPtr PublishCalls::Of(pid_t thread) {
+PublishCalls::CallPtr PublishCalls::FindByThread(pid_t thread) {
   if (thread <= 0 || count_.load(std::memory_order_acquire) == 0) return nullptr;
   const std::lock_guard lock(mutex_);
   DropOld();
   const auto it = calls_.find(thread);
-  return it == calls_.end() || !it->second->comes_back ? nullptr : it->second;
+  return it == calls_.end() || !it->second->kernel_retries ? nullptr : it->second;
 }
 
 PublishCalls::CallPtr PublishCalls::Find(pid_t thread, const Names& names) {
-  CallPtr call = Of(thread);
+  CallPtr call = FindByThread(thread);
   return call && call->names == names ? call : nullptr;
 }
 
@@ -58,7 +59,7 @@ void PublishCalls::End(Call& call, Status result, std::optional<Vfs::Entry> stag
   for (const auto& again : waiting) again();
 }
 
-bool PublishCalls::Waits(Call& call, const std::function<std::function<void()>()>& again) {
+bool PublishCalls::WaitForEnd(Call& call, const std::function<std::function<void()>()>& again) {
   const std::lock_guard lock(mutex_);
   if (call.result) return false;
   call.waiting.push_back(again());

@@ -20,76 +20,80 @@
 
 namespace tensormount::fs {
 
-class NodeReference;  // Of fuse_bridge_internal.h.
+class NodeReference;  // Declared in fuse_bridge_internal.h.
 
-// Calls of rename(2) that publish, without the kernel's locks for as long as publishing takes.
+// Lets a rename(2) that publishes run without the kernel's directory locks.
 //
-// While a RENAME is unanswered the kernel holds both folders locked. Of the root of a mount that
-// stops every listing, and every lookup of a name that it does not know yet, in a state that no
-// signal ends; and publishing takes as long as storage does. But a rename(2) that is answered
-// ESTALE gives its locks back, walks its paths again, asking for each name on them, and tries once
-// more (retry_estale in Linux's fs/namei.c, since 3.8). So:
+// While RENAME is unanswered the kernel holds both directories locked. For the root of a mount that
+// blocks every listing, and every lookup of an uncached name, uninterruptibly, for as long as
+// storage takes. But after ESTALE rename(2) drops its locks, resolves its paths again with a LOOKUP
+// for each name, and retries once (retry_estale in Linux's fs/namei.c, since 3.8). So:
 //
-//   1. RENAME      the work begins; where it is not over soon, the answer is ESTALE
-//   2. LOOKUP      of .staging in the root, by the same thread: answered when the work is over.
-//                  Nothing is locked meanwhile, and a caller that is killed is let go
-//   3. LOOKUP      of both last names, with their folders locked: answered as before the work, or
-//                  the kernel would find nothing to rename, or something in its place
+//   1. RENAME      the work begins; if it does not end soon, the answer is ESTALE
+//   2. LOOKUP      of .staging in the root, by the same thread: answered when the work has ended.
+//                  Nothing is locked meanwhile, and a killed caller is answered
+//   3. LOOKUP      of both last names, with their directories locked: answered as if
+//                  the work had not begun; otherwise the kernel would find no source, or
+//                  an existing target
 //   4. RENAME      the result
 //
-// Where the path does not lead over the name .staging (`cd .staging; mv x ../x`) there is no step
-// 2, and 4 waits for the work with the folders locked.
-// Thread-safe. Threads are named as by the kernel; 0, one that cannot be seen, is nobody's name.
+// If the path does not contain .staging (`cd .staging; mv x ../x`) there is no step 2, and step 4
+// waits for the work with the directories locked.
+// Thread-safe. Threads have the kernel's ids; 0, a thread that is not visible, never matches.
 class PublishCalls {
  public:
-  // So long after the end its thread is told what was before. Steps 2 to 4 are microseconds apart.
+  // How long after the end of the work the thread of the call gets the answers of step 3. Steps 2
+  // to 4 are microseconds apart.
   static constexpr std::chrono::seconds kExpectedFor{2};
 
   struct Names {
     NodeId folder = 0;
-    std::string name;  // Of the staging, in `folder`.
-    std::string as;    // In the root.
+    std::string name;  // The staging's name in `folder`.
+    std::string as;    // The checkpoint's name in the root.
     friend bool operator==(const Names&, const Names&) = default;
   };
-  // One publish, from step 1 to 4. The rest is PublishCalls'.
+  // One publish, from step 1 to 4. PublishCalls sets `result` and the members after it, under its
+  // lock.
   struct Call {
     explicit Call(Names n) : names(std::move(n)) {}
     const Names names;
-    // It was answered ESTALE, before the result was there. Else nobody will ask for that.
-    std::atomic<bool> comes_back = false;
-    std::optional<Status> result;  // Once it is over.
+    // Whether RENAME was answered with ESTALE before the result existed; only then the kernel
+    // retries.
+    std::atomic<bool> kernel_retries = false;
+    std::optional<Status> result;  // Set when the work has ended.
     std::chrono::steady_clock::time_point ended;
-    // What step 3 answers for the staging, once: with a reference of the node that is counted.
+    // The answer of step 3 for the staging, to be used once, with its counted node reference.
     std::optional<Vfs::Entry> staging;
     std::shared_ptr<NodeReference> reference;
     std::vector<std::function<void()>> waiting;
   };
   using CallPtr = std::shared_ptr<Call>;
 
-  // What this thread has begun with these names, and comes back for; null: nothing.
+  // The call of this thread and these names that the kernel will retry; null if none.
   CallPtr Find(pid_t thread, const Names& names);
   CallPtr Add(pid_t thread, Names names);
-  // The work is over, or will not be done. Wakes who waits for it.
+  // Ends the call: the work has finished or will not be done. Wakes waiting requests.
   void End(Call& call, Status result, std::optional<Vfs::Entry> staging = std::nullopt,
            std::shared_ptr<NodeReference> reference = nullptr);
-  // Whether the work is not over; then what `again` gives is called when it is.
-  bool Waits(Call& call, const std::function<std::function<void()>()>& again);
-  // Its thread has heard of the result.
+  // Whether the work has not ended; if so, the function that `again` returns is called when it
+  // ends.
+  bool WaitForEnd(Call& call, const std::function<std::function<void()>()>& again);
+  // Forgets the call; its thread has got the result.
   void Remove(pid_t thread, const CallPtr& call);
 
-  // What `thread` comes back for, whatever the names: steps 2 and 3; null: nothing. Costs nothing
-  // where nobody publishes.
-  CallPtr Of(pid_t thread);
-  // Whether it is over, was a success, and step 4 is still to be expected.
+  // The call that `thread` retries, for steps 2 and 3, whatever the names; null if none. Costs one
+  // atomic load while nobody publishes.
+  CallPtr FindByThread(pid_t thread);
+  // Whether the work has succeeded and step 4 is still expected.
   bool Succeeded(Call& call);
-  // The entry for step 3, and its reference; only once.
+  // Takes the entry for step 3 with its reference; nullopt if it was taken already.
   std::optional<Vfs::Entry> TakeStaging(Call& call, std::shared_ptr<NodeReference>& reference);
 
  private:
   void DropOld();
 
   std::mutex mutex_;
-  std::atomic<int> count_ = 0;  // Of calls_.
+  std::atomic<int> count_ = 0;  // Size of calls_.
   std::map<pid_t, CallPtr> calls_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// statfs of where the source lies.
+// SourceSpace: statvfs(2) of the source's filesystem.
 #include "fs/mount/source_space.h"
 
 #include <cerrno>
@@ -8,16 +8,16 @@ namespace tensormount::fs {
 
 using Clock = std::chrono::steady_clock;
 
-bool SourceSpace::Fresh() {
+bool SourceSpace::IsFresh() {
   const std::lock_guard lock(mutex_);
-  return asking_ || (known_ && Clock::now() - when_ <= kMaxAge);
+  return !asked_ || asking_ || (known_ && Clock::now() - when_ <= kMaxAge);
 }
 
-// The lock is not held over statvfs(2).
+// The lock is not held during statvfs(2).
 Result<struct statvfs> SourceSpace::Get() {
   {
     const std::lock_guard lock(mutex_);
-    if (asking_ || (known_ && Clock::now() - when_ <= kMaxAge)) return last_;
+    if (!asked_ || asking_ || (known_ && Clock::now() - when_ <= kMaxAge)) return last_;
     asking_ = true;
   }
   struct statvfs now {};

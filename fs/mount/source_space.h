@@ -10,26 +10,29 @@
 
 #include "tensormount/status.h"
 
+#include "base/file_system.h"
+
 namespace tensormount::fs {
 
-// How much room there is where a mount's source lies, as statvfs(2) says: what `df` shows of the
+// Free space of the filesystem that holds a mount's source (statvfs(2)), which `df` shows for the
 // mount. Thread-safe.
-// `df` asks every mount in turn, and statvfs(2) of a network filesystem may hang: it must not hang
-// for each program that asks.
+// Cached, because `df` queries every mount in turn and statvfs(2) of a network filesystem may hang.
 class SourceSpace {
  public:
-  // An answer serves for so long.
+  // How long a cached answer is used.
   static constexpr std::chrono::seconds kMaxAge{1};
 
-  explicit SourceSpace(std::string path) : path_(std::move(path)) {}
-  // Whether Get() need not ask storage.
-  // Then the caller may answer on the thread that received the request.
-  bool Fresh();
-  // One caller at a time waits for storage; the others get what was known last (at first: nothing
-  // but zeros).
+  // All zeros if `fs` is not a kernel filesystem (Ability::kKernelFiles).
+  SourceSpace(const FileSystem& fs, std::string path)
+      : asked_(fs.Can(Ability::kKernelFiles)), path_(std::move(path)) {}
+  // Whether Get() needs no storage, so that the receiving thread may answer.
+  bool IsFresh();
+  // One caller at a time waits for storage; the others get the last known values (at first all
+  // zeros).
   Result<struct statvfs> Get();
 
  private:
+  const bool asked_;
   const std::string path_;
   std::mutex mutex_;
   bool asking_ = false;

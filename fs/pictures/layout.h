@@ -14,119 +14,124 @@
 
 #include "index/read/checkpoint.h"
 
-// Which rank's chunk holds which box of a tensor: what `layout` draws as text, SVG and HTML. All
-// of it depends on the checkpoint alone, so that pictures can be compared.
-// Two steps: DescribeLayout reads the index and makes a picture without a form (layout_model.cc);
-// LayoutText, LayoutSvg, LayoutHtml and LayoutJson give it one (layout_text.cc, layout_svg.cc,
-// layout_json.cc). Of a terminal only the width of text and its colours depend.
+// Pictures of which rank stored which part of a tensor, which `layout` shows as text, SVG and HTML.
+// They depend on the checkpoint alone, so that pictures can be compared.
+// DescribeChunkMap reads the index and makes an abstract picture (layout_model.cc); ChunkMapText,
+// ChunkMapSvg, ChunkMapHtml and ChunkMapJson render it (layout_text.cc, layout_svg.cc,
+// layout_json.cc). Only the text form depends on the terminal: its width and colours.
 
 namespace tensormount::fs {
 
-// Who wrote chunks, as far as the names of files tell.
-// kRank: a rank of ours, told by the name of the file or of the manifest that lists the chunk, or
-// by names that DCP, OLMo-core and others give files of ranks. kPart: a numbered part of a model,
-// as Hugging Face writes it. kMount: a save through a mount. kFile: anything else.
-struct LayoutHolder {
+// The holder of chunks: who wrote them, judged by file names.
+// kRank: a rank, by the name of the file or of the manifest that lists the chunk, or by the file
+// names of DCP, OLMo-core and others. kPart: a numbered part of a Hugging Face model. kMount: a
+// save through a mount. kFile: anything else.
+struct ChunkMapHolder {
   enum class Kind { kRank, kPart, kMount, kFile };
   Kind kind = Kind::kFile;
-  std::uint64_t number = 0;  // Of kRank and kPart.
+  std::uint64_t number = 0;  // The number in `name`, for kRank and kPart.
   std::string name;          // "rank 3", "part 2", "mount 1f2e", or the file's name.
   std::uint64_t chunks = 0;
   std::uint64_t bytes = 0;
-  // As short as can be, for small boxes: "3"; "#4", the number in the legend, of files.
-  std::string Short(std::size_t in_legend) const;
+  // The shortest label, for small boxes: "3" for rank 3, and "#4" for the file with position
+  // `in_legend` == 3 of the legend.
+  std::string ShortLabel(std::size_t in_legend) const;
 };
 
-// One chunk of the tensor as it is stored, for tables and tips; its position in the picture is in
-// LayoutRect.
-struct LayoutChunk {
-  // As the index says it, of a layer as boxes of the layer.
-  std::string region;      // "[0:4, 0:8]", or "[0:4, 0:8] flat 5:17".
-  std::vector<Box> boxes;  // That it consists of, in the tensor (or layer) that is shown.
+// One stored chunk of the tensor, for tables and tooltips. A ChunkMapRect is its rectangle in the
+// picture.
+struct ChunkMapEntry {
+  // The region as in the index: "[0:4, 0:8]" or "[0:4, 0:8] flat 5:17". For a layer: its boxes
+  // within the layer.
+  std::string region;
+  std::vector<Box> boxes;  // The chunk's boxes in the shown tensor (or layer).
   std::size_t holder = 0;
-  // For tables; offset and length are of the chunk in it.
-  std::string file;  // Below the checkpoint, or below a foreign checkpoint's folder.
+  // Path below the checkpoint, or below a foreign checkpoint's directory. `offset` and `length` are
+  // in this file.
+  std::string file;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  Dims strides;      // Bytes; empty: packed.
-  std::string hash;  // Hex; empty: none.
+  Dims strides;      // Strides in bytes; empty: packed.
+  std::string hash;  // Hash in hex; empty if the chunk has no hash.
 };
 
-// A rectangle of the picture: [row_begin, row_end) x [column_begin, column_end).
-// In elements of the two axes that are drawn, not in characters or pixels.
-struct LayoutRect {
+// A rectangle of the picture: [row_begin, row_end) x [column_begin, column_end), in elements of the
+// two drawn axes.
+struct ChunkMapRect {
   std::int64_t row_begin = 0;
   std::int64_t row_end = 0;
   std::int64_t column_begin = 0;
   std::int64_t column_end = 0;
-  std::size_t chunk = 0;   // The first of
-  std::size_t chunks = 1;  // so many that were drawn as one. All are of one holder.
-  std::size_t group = 0;   // No line between rectangles of one group.
+  std::size_t chunk = 0;   // The first of the chunks that it draws.
+  std::size_t chunks = 1;  // Number of chunks that it draws, all of one holder.
+  std::size_t group = 0;   // No line is drawn between rectangles of one group.
 };
 
 // One picture of two axes. A tensor that is cut along a third axis has a panel for each part of
-// that.
-struct LayoutPanel {
-  std::string title;  // "axis 0: 0:4"; empty where there is one panel.
-  std::vector<LayoutRect> rects;
+// that axis.
+struct ChunkMapPanel {
+  std::string title;  // "axis 0: 0:4"; empty if there is one panel.
+  std::vector<ChunkMapRect> rects;
 };
 
-// What all panels have in common. `rows` and `columns` are the extents that are drawn, 1 where
-// there is no such axis.
-struct LayoutPicture {
-  std::string row_label;  // "axis 0", "axes 0 to 1"; empty: a strip.
+// The panels and what they share. `rows` and `columns` are the extents of the drawn axes, or 1 if
+// fewer axes are drawn.
+struct ChunkMapPicture {
+  // Label of the rows, such as "axis 0" or "axes 0 to 1"; empty if no axis is drawn as rows.
+  std::string row_label;
   std::string column_label;
   std::int64_t rows = 1;
   std::int64_t columns = 1;
-  std::vector<LayoutPanel> panels;
-  // Of all there are; more than a dozen pictures help nobody.
+  std::vector<ChunkMapPanel> panels;
+  // Number of panels beyond the limit, which are not drawn.
   std::uint64_t panels_left_out = 0;
-  std::vector<std::string> notes;  // About axes that are not drawn.
+  std::vector<std::string> notes;  // Sentences about axes that are not drawn.
 };
 
-// All that any of the forms needs; made once for all of them.
-struct Layout {
+// Which chunks a tensor or layer consists of, and their picture, for all output forms.
+struct ChunkMap {
   std::string source;  // Name of the checkpoint.
   std::string key;
   std::string dtype;
   Dims shape;
   std::uint64_t bytes = 0;
-  std::string layer_note;  // "layer 3 of w: ..."; empty: a tensor of its own.
+  std::string layer_note;  // A text like "layer 3 of w: ..."; empty for a tensor.
   std::uint64_t files = 0;
-  // Of the tensor or layer.
+  // Number of elements of the tensor or layer.
   std::uint64_t elements = 0;
-  // Less than `elements` is told in all forms, since the picture alone might be overlooked.
-  std::uint64_t covered = 0;  // Of the elements, by chunks; less where a foreign one has holes.
-  std::vector<LayoutHolder> holders;  // Ranks by number, then the others.
-  std::vector<LayoutChunk> chunks;
-  // Empty where the tensor has no elements.
-  LayoutPicture picture;
+  // Number of elements in chunks; fewer than `elements` if a foreign checkpoint lacks data, which
+  // all output forms mention.
+  std::uint64_t covered = 0;
+  std::vector<ChunkMapHolder> holders;  // Ranks by number, then parts, mounts and files.
+  std::vector<ChunkMapEntry> chunks;
+  // Empty if the tensor has no elements.
+  ChunkMapPicture picture;
 };
 
-// `key` of a tensor, or a layer's name. kNotFound.
-// Of a layer the boxes are cut out of those of its stack, and offsets and lengths stay those of the
-// stack's chunks, which is said in layer_note. O(chunks log chunks).
-Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::string& key);
+// Describes the tensor or layer named `key`, in O(chunks log chunks). kNotFound: the checkpoint has
+// neither.
+// For a layer of a stacked tensor, boxes are the parts of the chunks in this layer, but offsets and
+// lengths are those of the whole chunks; layer_note says so.
+Result<ChunkMap> DescribeChunkMap(const OpenedCheckpoint& checkpoint, const std::string& key);
 
-// Who holds a chunk of this file; `manifest`: the name of the manifest that lists it, or empty.
-LayoutHolder HolderOf(const FileRecord& file, std::string_view manifest);
+// The holder of a chunk in `file`. `manifest`: the name of the manifest that lists the chunk; empty
+// if unknown.
+ChunkMapHolder HolderOf(const FileRecord& file, std::string_view manifest);
 
-// The picture and what it shows; without a line break at the end.
-// `columns`: of the terminal; `colours`: whether to use them; `table_rows`: of chunks, at most.
-std::string LayoutText(const Layout& layout, int columns, bool colours, std::size_t table_rows);
-// A whole file, readable on its own.
-// No script, no reference to anything outside, and all names are escaped: it may be opened by
-// anybody, wherever the checkpoint came from.
-std::string LayoutSvg(const Layout& layout);
-std::string LayoutHtml(const Layout& layout);
-// For programs: every chunk with its file, offset, length and boxes (docs/cli.md). Include
-// <nlohmann/json.hpp> where it is used.
-nlohmann::ordered_json LayoutJson(const Layout& layout);
+// The picture and a table as text, without a final line break. `columns`: width of the terminal;
+// `colours`: whether it has colours; `table_rows`: largest number of chunks in the table.
+std::string ChunkMapText(const ChunkMap& layout, int columns, bool colours, std::size_t table_rows);
+// A complete SVG or HTML file. It has no scripts or external references, and all names are escaped,
+// so it is safe to open even if the checkpoint is hostile.
+std::string ChunkMapSvg(const ChunkMap& layout);
+std::string ChunkMapHtml(const ChunkMap& layout);
+// Every chunk with its file, offset, length and boxes, as JSON (docs/cli.md). Callers include
+// <nlohmann/json.hpp>.
+nlohmann::ordered_json ChunkMapJson(const ChunkMap& layout);
 
-// The picture in cells, each of which is one of the panel's rectangles (or -1): `rows` and
-// `columns` are where the edges of rectangles lie, as cell numbers.
-// What is outside of the raster is -2, so that a border is drawn around it.
-struct LayoutRaster {
+// A panel as cells. Each cell has the index of the rectangle that covers it, or -1. Cells outside
+// of the raster count as -2, so that a border is drawn around the picture.
+struct ChunkMapRaster {
   int height = 0;
   int width = 0;
   std::vector<int> cells;  // Row by row.
@@ -136,28 +141,28 @@ struct LayoutRaster {
                  static_cast<std::size_t>(x)];
   }
 };
-// Maps edges to a line of `cells` cells, where the part between two edges gets at least `least`
-// cells if there is room for that.
-// Small parts would vanish if cells were given by size alone: a bias shard of one row beside a
-// thousand. `least` cells go to each part first, the rest by size.
-class LayoutScale {
+// Maps edges of rectangles to positions on a line of `cells` cells. Each part between two edges
+// first gets `least` cells, if these suffice for all parts, and the others are distributed by size.
+// So a part of one row beside a part of a thousand rows does not vanish.
+class ChunkMapScale {
  public:
-  LayoutScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least);
-  int At(std::int64_t edge) const;  // One of the edges.
+  ChunkMapScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least);
+  int At(std::int64_t edge) const;  // `edge` must be one of the edges.
   const std::vector<std::int64_t>& edges() const { return edges_; }
 
  private:
-  // cells_[i] is where edges_[i] is drawn.
-  std::vector<std::int64_t> edges_;  // Sorted; 0 and the extent are among them.
+  // Sorted; the first is 0, the last the extent. cells_[i] is the position of edges_[i].
+  std::vector<std::int64_t> edges_;
   std::vector<int> cells_;
 };
-// Edges of the rectangles along an axis, sorted, with both ends.
-// What the scale of an axis is made from: lines can only be drawn there.
-std::vector<std::int64_t> RowEdges(const LayoutPicture& picture, const LayoutPanel& panel);
-std::vector<std::int64_t> ColumnEdges(const LayoutPicture& picture, const LayoutPanel& panel);
-// Later rectangles cover earlier ones where both fall on a cell; boxes of a tensor never overlap.
-LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
-                       const LayoutScale& columns, int height, int width);
+// Edges of the panel's rectangles along the rows or columns for ChunkMapScale: sorted, with 0 and
+// the extent.
+std::vector<std::int64_t> RowEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel);
+std::vector<std::int64_t> ColumnEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel);
+// Draws the rectangles of a panel into cells. If two rectangles fall on one cell, it gets the later
+// one.
+ChunkMapRaster Rasterize(const ChunkMapPanel& panel, const ChunkMapScale& rows,
+                         const ChunkMapScale& columns, int height, int width);
 
 }  // namespace tensormount::fs
 

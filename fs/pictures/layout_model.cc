@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The picture of a tensor's chunks, without a form: which two axes are drawn, what is scaled, which
-// colours (LayoutPicture of layout.h). Text and SVG are drawn from it, so that they cannot
-// disagree.
-// Which picture: where chunks are flat ranges of the row-major order (packed parameters of FSDP),
-// rows and columns are groups of axes, and runs become rectangles (DrawRuns). Else rows and columns
-// are the two axes with the most cuts, and each part of a third axis is a panel (BoxDrawing).
+// Makes the abstract picture of a tensor's chunks (ChunkMapPicture of layout.h), from which text
+// and SVG are drawn: which axes are drawn, and which rectangles. If chunks are flat ranges of the
+// row-major order (packed parameters of FSDP), rows and columns are groups of axes, and runs become
+// rectangles (DrawRuns). Otherwise rows and columns are the two axes with the most cuts, and each
+// part of a third axis is a panel (BoxDrawing).
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -15,15 +14,15 @@
 
 #include <fmt/core.h>
 
-#include "index/records/layer_names.h"
 #include "fs/pictures/layout.h"
+#include "index/records/layer_names.h"
 
 namespace tensormount::fs {
 namespace {
 
-// More pictures than this are not looked at by anybody.
+// Largest number of panels; more are not useful to a reader.
 constexpr std::size_t kMostPanels = 12;
-// Of a panel; where there are more, those of one holder that touch are drawn as one.
+// If a panel has more rectangles, touching rectangles of one holder are drawn as one.
 constexpr std::size_t kMostModelRects = 256;
 
 std::optional<std::uint64_t> DecimalNumber(std::string_view text) {
@@ -33,7 +32,8 @@ std::optional<std::uint64_t> DecimalNumber(std::string_view text) {
   return value;
 }
 
-// The digits that follow `before`, which begins `text` or stands behind a "-" or "_" in it.
+// The number that follows `before` in a text that begins with `before`. The number must end the
+// text or be followed by "." or "_".
 std::optional<std::uint64_t> NumberAfter(std::string_view text, std::string_view before) {
   if (!text.starts_with(before)) return std::nullopt;
   text.remove_prefix(before.size());
@@ -43,19 +43,20 @@ std::optional<std::uint64_t> NumberAfter(std::string_view text, std::string_view
   return ends ? DecimalNumber(text.substr(0, digits)) : std::nullopt;
 }
 
-// A holder that has a number, as "rank 3".
-LayoutHolder Numbered(LayoutHolder::Kind kind, std::string_view word, std::uint64_t number) {
-  LayoutHolder holder;
+// A numbered holder such as "rank 3".
+ChunkMapHolder Numbered(ChunkMapHolder::Kind kind, std::string_view word, std::uint64_t number) {
+  ChunkMapHolder holder;
   holder.kind = kind;
   holder.number = number;
   holder.name = fmt::format("{} {}", word, number);
   return holder;
 }
 
-// By the names that programs give to files of ranks: "__3_0.distcp" of DCP, "rank_3..." of
-// OLMo-core. A guess, so it is only used to label a picture.
+// Guesses the rank from file names of other programs: "__3_0.distcp" of DCP, "rank_3..." of
+// OLMo-core. The rank is only used for labels.
 std::optional<std::uint64_t> ForeignRank(std::string_view base) {
-  for (const std::string_view before : {"__", "rank_", "rank"}) {  // DCP; OLMo-core; others.
+  // The prefixes of DCP, OLMo-core and others.
+  for (const std::string_view before : {"__", "rank_", "rank"}) {
     if (const auto rank = NumberAfter(base, before)) return rank;
   }
   // torch's HuggingFaceStorageWriter counts from 1: "shard-00003-model-00001-of-00002.safetensors".
@@ -66,7 +67,7 @@ std::optional<std::uint64_t> ForeignRank(std::string_view base) {
   return shard && *shard > 0 ? std::optional(*shard - 1) : std::nullopt;
 }
 
-// "model-00002-of-00005.safetensors".
+// The number of a part: 2 for "model-00002-of-00005.safetensors".
 std::optional<std::uint64_t> PartNumber(std::string_view base) {
   const std::size_t of = base.rfind("-of-");
   if (of == std::string_view::npos) return std::nullopt;
@@ -75,7 +76,8 @@ std::optional<std::uint64_t> PartNumber(std::string_view base) {
   return dash == std::string_view::npos ? std::nullopt : DecimalNumber(before.substr(dash + 1));
 }
 
-// Of a tensor that exists, so it fits.
+// Number of indices on axes [begin, end) together. Cannot overflow, since a stored tensor has this
+// shape.
 std::int64_t Product(const Dims& shape, int begin, int end) {
   std::int64_t product = 1;
   for (int axis = begin; axis < end; ++axis) product *= shape[axis];
@@ -87,14 +89,16 @@ std::string AxesText(int begin, int end) {
   return fmt::format("axes {} to {}", begin, end - 1);
 }
 
-// Where all regions are runs of the row-major order: their first elements. Empty where one is none.
+// The position of the first element of each region in the tensor's row-major order; nullopt if some
+// region is not one run in that order.
 std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<Region>& regions,
                                                 const Dims& shape) {
   std::vector<std::int64_t> firsts;
   for (const Region& region : regions) {
-    const Box& box = region.box();  // Of a flat range: what it counts in.
+    const Box& box = region.box();  // For a flat range this is the box whose elements it counts.
     std::int64_t first = 0;
-    bool cut = false;  // Axes behind one that has more than one index must be whole.
+    // The box has several indices on an earlier axis, so later axes must be whole.
+    bool cut = false;
     for (int axis = 0; axis < shape.rank(); ++axis) {
       if (cut && box.extent(axis) != shape[axis]) return std::nullopt;
       cut = cut || box.extent(axis) != 1;
@@ -105,8 +109,8 @@ std::optional<std::vector<std::int64_t>> AsRuns(const std::vector<Region>& regio
   return firsts;
 }
 
-LayoutRect RectOf(const Box& box, int row_axis, int column_axis, std::size_t chunk) {
-  LayoutRect rect;
+ChunkMapRect RectOf(const Box& box, int row_axis, int column_axis, std::size_t chunk) {
+  ChunkMapRect rect;
   rect.row_end = row_axis < 0 ? 1 : box.end(row_axis);
   rect.row_begin = row_axis < 0 ? 0 : box.begin(row_axis);
   rect.column_begin = column_axis < 0 ? 0 : box.begin(column_axis);
@@ -116,19 +120,20 @@ LayoutRect RectOf(const Box& box, int row_axis, int column_axis, std::size_t chu
   return rect;
 }
 
-// Rectangles of one holder that touch along a whole edge become one.
-// First along rows, then along columns: O(n log n), and enough for blocks of shards. Lines within
-// one holder are then dropped (`group`), since chunks of it cannot be told apart any more.
-void MergeTouching(std::vector<LayoutRect>& rects, const std::vector<LayoutChunk>& chunks) {
-  const auto holder = [&](const LayoutRect& r) { return chunks[r.chunk].holder; };
-  // `key` sorts those that can touch side by side: same holder, same extent across.
+// Merges rectangles of one holder that touch along a whole edge, first along rows, then along
+// columns. O(n log n). Makes each holder one group, so that no lines are drawn between its
+// rectangles.
+void MergeTouching(std::vector<ChunkMapRect>& rects, const std::vector<ChunkMapEntry>& chunks) {
+  const auto holder = [&](const ChunkMapRect& r) { return chunks[r.chunk].holder; };
+  // In the order of `key`, rectangles that may touch are neighbours: they have the same holder and
+  // the same range on the other axis.
   const auto merge = [&](auto key, auto end, auto begin) {
     std::sort(rects.begin(), rects.end(),
-              [&](const LayoutRect& a, const LayoutRect& b) { return key(a) < key(b); });
-    std::vector<LayoutRect> merged;
-    for (const LayoutRect& rect : rects) {
+              [&](const ChunkMapRect& a, const ChunkMapRect& b) { return key(a) < key(b); });
+    std::vector<ChunkMapRect> merged;
+    for (const ChunkMapRect& rect : rects) {
       if (!merged.empty()) {
-        LayoutRect& last = merged.back();
+        ChunkMapRect& last = merged.back();
         const auto [h1, a1, b1, begin1] = key(last);
         const auto [h2, a2, b2, begin2] = key(rect);
         if (h1 == h2 && a1 == a2 && b1 == b2 && end(last) == begin(rect)) {
@@ -143,24 +148,25 @@ void MergeTouching(std::vector<LayoutRect>& rects, const std::vector<LayoutChunk
     rects = std::move(merged);
   };
   merge(
-      [&](const LayoutRect& r) {
+      [&](const ChunkMapRect& r) {
         return std::tuple(holder(r), r.row_begin, r.row_end, r.column_begin);
       },
       [](auto& r) -> auto& { return r.column_end; },
       [](auto& r) -> auto& { return r.column_begin; });
   merge(
-      [&](const LayoutRect& r) {
+      [&](const ChunkMapRect& r) {
         return std::tuple(holder(r), r.column_begin, r.column_end, r.row_begin);
       },
       [](auto& r) -> auto& { return r.row_end; }, [](auto& r) -> auto& { return r.row_begin; });
-  for (LayoutRect& rect : rects) rect.group = holder(rect);
+  for (ChunkMapRect& rect : rects) rect.group = holder(rect);
 }
 
-// Runs of the whole tensor, on two axes that are made of its own: the split that is nearest to a
-// square, so that there is something to see.
-LayoutPicture DrawRuns(const std::vector<Region>& regions, const std::vector<std::int64_t>& firsts,
-                       const Dims& shape) {
-  LayoutPicture picture;
+// Draws regions that are runs of the tensor's row-major order. The rows of the picture are the
+// first axes of the tensor together, and the columns the other axes, divided so that the picture is
+// as square as possible.
+ChunkMapPicture DrawRuns(const std::vector<Region>& regions,
+                         const std::vector<std::int64_t>& firsts, const Dims& shape) {
+  ChunkMapPicture picture;
   int split = 0;
   for (int s = 1; s < shape.rank(); ++s) {
     const auto shorter = [&](int at) {
@@ -173,10 +179,10 @@ LayoutPicture DrawRuns(const std::vector<Region>& regions, const std::vector<std
   if (split > 0) picture.row_label = AxesText(0, split);
   picture.column_label = AxesText(split, shape.rank());
   const Box grid = Box::Whole({picture.rows, picture.columns});
-  LayoutPanel& panel = picture.panels.emplace_back();
+  ChunkMapPanel& panel = picture.panels.emplace_back();
   for (std::size_t i = 0; i < regions.size(); ++i) {
     const auto run = Region::Flat(grid, firsts[i], regions[i].volume());
-    if (!run.ok()) continue;  // Cannot be: it lies within the tensor.
+    if (!run.ok()) continue;  // Cannot happen: the run is within the tensor.
     for (const Box& box : run.value().Boxes()) {
       panel.rects.push_back(RectOf(box, 0, 1, i));
     }
@@ -184,17 +190,17 @@ LayoutPicture DrawRuns(const std::vector<Region>& regions, const std::vector<std
   return picture;
 }
 
-// Edges of an axis are all begins and ends of boxes on it: between two of them nothing changes, so
-// the parts of a third axis between its edges are what differs from panel to panel.
+// Draws boxes. The edges of an axis are the begins and ends of all boxes on that axis; they cut the
+// axis into parts. Each part of an axis that is cut but not drawn is a panel.
 class BoxDrawing {
  public:
-  BoxDrawing(const std::vector<LayoutChunk>& chunks, const Dims& shape)
+  BoxDrawing(const std::vector<ChunkMapEntry>& chunks, const Dims& shape)
       : chunks_(chunks), shape_(shape) {
     edges_.resize(static_cast<std::size_t>(shape.rank()));
     for (int axis = 0; axis < shape.rank(); ++axis) {
       std::vector<std::int64_t>& edges = Edges(axis);
       edges = {0, shape[axis]};
-      for (const LayoutChunk& chunk : chunks) {
+      for (const ChunkMapEntry& chunk : chunks) {
         for (const Box& box : chunk.boxes) {
           edges.push_back(box.begin(axis));
           edges.push_back(box.end(axis));
@@ -205,16 +211,16 @@ class BoxDrawing {
     }
   }
 
-  LayoutPicture Draw() {
+  ChunkMapPicture Draw() {
     ChooseAxes();
-    LayoutPicture picture;
+    ChunkMapPicture picture;
     if (row_ >= 0) picture.row_label = AxesText(row_, row_ + 1);
     if (column_ >= 0) picture.column_label = AxesText(column_, column_ + 1);
     picture.rows = row_ < 0 ? 1 : shape_[row_];
     picture.columns = column_ < 0 ? 1 : shape_[column_];
     std::uint64_t cells = 1;
-    // Axes that are cut and not drawn: a panel for each combination of their parts, at most
-    // kMostPanels.
+    // The axes that are cut but not drawn. Each combination of their parts is a panel; at most
+    // kMostPanels are drawn.
     std::vector<int> others;
     for (int axis = 0; axis < shape_.rank(); ++axis) {
       if (axis == row_ || axis == column_) continue;
@@ -224,10 +230,10 @@ class BoxDrawing {
       }
       others.push_back(axis);
       const std::uint64_t parts = Edges(axis).size() - 1;
-      picture.notes.push_back(fmt::format("axis {} ({}) is cut into {} pieces, a picture each",
+      picture.notes.push_back(fmt::format("axis {} ({}) is cut into {} parts, each with a picture",
                                           axis, shape_[axis], parts));
-      // Bounded, or the product of several axes could overflow; only told as a number of pictures
-      // left out.
+      // The product is limited to 2^40, because it could overflow; it only tells how many panels
+      // are left out.
       cells = parts > (std::uint64_t{1} << 40) / cells ? std::uint64_t{1} << 40 : cells * parts;
     }
     for (std::uint64_t cell = 0; cell < std::min<std::uint64_t>(cells, kMostPanels); ++cell) {
@@ -239,10 +245,11 @@ class BoxDrawing {
 
  private:
   std::vector<std::int64_t>& Edges(int axis) { return edges_[static_cast<std::size_t>(axis)]; }
-  // Two edges are its ends.
+  // Whether the axis is cut: it has edges other than its two ends.
   bool IsCut(int axis) { return Edges(axis).size() > 2; }
 
-  // The two axes with the most cuts; where fewer are cut, the last ones go with them.
+  // Chooses the two axes with the most cuts. If fewer than two axes are cut, the last axes are
+  // chosen, too.
   void ChooseAxes() {
     std::vector<int> axes(static_cast<std::size_t>(shape_.rank()));
     std::iota(axes.begin(), axes.end(), 0);
@@ -257,10 +264,11 @@ class BoxDrawing {
     column_ = std::max(axes[0], axes[1]);
   }
 
-  LayoutPanel Panel(std::uint64_t cell, const std::vector<int>& others) {
-    LayoutPanel panel;
-    std::vector<std::pair<int, std::int64_t>> at;  // Axis, and an index on it.
-    // The number of the panel in the mixed base of the parts, the last axis fastest.
+  ChunkMapPanel Panel(std::uint64_t cell, const std::vector<int>& others) {
+    ChunkMapPanel panel;
+    // The panel's part of each axis in `others`: the axis, and the first index of the part.
+    std::vector<std::pair<int, std::int64_t>> at;
+    // Splits the panel number into a number for each axis; the last axis varies fastest.
     for (auto axis = others.rbegin(); axis != others.rend(); ++axis) {
       const std::vector<std::int64_t>& edges = Edges(*axis);
       const std::size_t part = cell % (edges.size() - 1);
@@ -280,47 +288,48 @@ class BoxDrawing {
     return panel;
   }
 
-  const std::vector<LayoutChunk>& chunks_;
+  const std::vector<ChunkMapEntry>& chunks_;
   const Dims& shape_;
   std::vector<std::vector<std::int64_t>> edges_;
   int row_ = -1;
   int column_ = -1;
 };
 
-// `regions`: of each chunk; empty for a layer, which has only a part of each.
-LayoutPicture MakePicture(const std::vector<LayoutChunk>& chunks,
-                          const std::vector<Region>& regions, const Dims& shape) {
+// Makes the picture. `regions`: one for each chunk; empty for a layer, which has only a part of
+// each chunk.
+ChunkMapPicture MakePicture(const std::vector<ChunkMapEntry>& chunks,
+                            const std::vector<Region>& regions, const Dims& shape) {
   const bool flat = std::ranges::any_of(regions, &Region::is_flat);
   const auto runs = flat ? AsRuns(regions, shape) : std::nullopt;
-  LayoutPicture picture = runs ? DrawRuns(regions, *runs, shape) : BoxDrawing(chunks, shape).Draw();
-  for (LayoutPanel& panel : picture.panels) {
+  ChunkMapPicture picture =
+      runs ? DrawRuns(regions, *runs, shape) : BoxDrawing(chunks, shape).Draw();
+  for (ChunkMapPanel& panel : picture.panels) {
     if (panel.rects.size() > kMostModelRects) MergeTouching(panel.rects, chunks);
   }
   return picture;
 }
 
-// Numbers the holders: ranks by number, then parts, mounts and files.
-// So colours and labels do not depend on the order of chunks in the index.
-void NumberHolders(std::vector<LayoutHolder>& of_chunk, Layout& layout) {
-  const auto order = [](const LayoutHolder& h) { return std::tie(h.kind, h.number, h.name); };
-  std::map<std::tuple<LayoutHolder::Kind, std::uint64_t, std::string>, std::size_t> numbers;
-  for (const LayoutHolder& holder : of_chunk) numbers.emplace(order(holder), 0);
+// Fills layout.holders and the `holder` of each chunk. The order is ranks by number, then parts,
+// mounts and files, so that colours and labels do not depend on the order of chunks.
+void NumberHolders(std::vector<ChunkMapHolder>& of_chunk, ChunkMap& layout) {
+  const auto order = [](const ChunkMapHolder& h) { return std::tie(h.kind, h.number, h.name); };
+  std::map<std::tuple<ChunkMapHolder::Kind, std::uint64_t, std::string>, std::size_t> numbers;
+  for (const ChunkMapHolder& holder : of_chunk) numbers.emplace(order(holder), 0);
   for (auto& [key, number] : numbers) {
     number = layout.holders.size();
-    LayoutHolder& holder = layout.holders.emplace_back();
+    ChunkMapHolder& holder = layout.holders.emplace_back();
     std::tie(holder.kind, holder.number, holder.name) = key;
   }
   for (std::size_t i = 0; i < of_chunk.size(); ++i) {
-    LayoutChunk& chunk = layout.chunks[i];
+    ChunkMapEntry& chunk = layout.chunks[i];
     chunk.holder = numbers.at(order(of_chunk[i]));
     ++layout.holders[chunk.holder].chunks;
     layout.holders[chunk.holder].bytes += chunk.length;
   }
 }
 
-// What of a stack's chunk lies in one layer, as boxes of that.
-// The first axis is cut off: the layer's boxes have one axis less.
-std::vector<Box> InLayer(const Region& of_stack, std::int64_t layer) {
+// The part of a stacked tensor's region that is in one layer, as boxes without the first axis.
+std::vector<Box> BoxesInLayer(const Region& of_stack, std::int64_t layer) {
   std::vector<Box> boxes;
   for (const Box& box : of_stack.Boxes()) {
     if (layer < box.begin(0) || layer >= box.end(0)) continue;
@@ -333,13 +342,13 @@ std::vector<Box> InLayer(const Region& of_stack, std::int64_t layer) {
 
 }  // namespace
 
-std::string LayoutHolder::Short(std::size_t in_legend) const {
+std::string ChunkMapHolder::ShortLabel(std::size_t in_legend) const {
   const bool numbered = kind == Kind::kRank || kind == Kind::kPart;
   return numbered ? std::to_string(number) : fmt::format("#{}", in_legend + 1);
 }
 
-LayoutHolder HolderOf(const FileRecord& file, std::string_view manifest) {
-  using Kind = LayoutHolder::Kind;
+ChunkMapHolder HolderOf(const FileRecord& file, std::string_view manifest) {
+  using Kind = ChunkMapHolder::Kind;
   const std::string_view name = file.name;
   const std::string_view base = name.substr(name.rfind('/') + 1);
   if (file.placement == Placement::kForeign) {
@@ -350,27 +359,27 @@ LayoutHolder HolderOf(const FileRecord& file, std::string_view manifest) {
     for (const std::string_view before : {"r", "p"}) {
       if (const auto rank = NumberAfter(stem, before)) return Numbered(Kind::kRank, "rank", *rank);
     }
-    // A file of several writers: the manifest is the writer's. "rank-3.*" and "r3.*" are those of a
-    // save by ranks, "mount-1f2e*" those of a save through mounts.
+    // Several writers may have written to a file; the chunk's manifest then names the writer:
+    // "rank-3.*" and "r3.*" are ranks, "mount-1f2e*" is a save through a mount.
     std::string_view writer = manifest.substr(manifest.rfind('/') + 1);
     for (const std::string_view before : {"rank-", "r"}) {
       if (const auto rank = NumberAfter(writer, before))
         return Numbered(Kind::kRank, "rank", *rank);
     }
     if (writer.starts_with("mount-")) {
-      LayoutHolder holder;
+      ChunkMapHolder holder;
       holder.kind = Kind::kMount;
       holder.name =
           "mount " + std::string(writer.substr(6, std::min<std::size_t>(8, writer.rfind('.') - 6)));
       return holder;
     }
   }
-  LayoutHolder holder;
+  ChunkMapHolder holder;
   holder.name = std::string(name);
   return holder;
 }
 
-Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::string& key) {
+Result<ChunkMap> DescribeChunkMap(const OpenedCheckpoint& checkpoint, const std::string& key) {
   const CheckpointIndex& index = checkpoint.index();
   auto found = index.Find(key);
   std::optional<LayerEntry> layer;
@@ -383,7 +392,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto extents, checkpoint.Extents(stored));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ChunkRecord> records, extents->All());
 
-  Layout layout;
+  ChunkMap layout;
   layout.source = checkpoint.name();
   layout.key = key;
   layout.dtype = InfoOf(meta.dtype()).name;
@@ -391,21 +400,23 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
   layout.bytes = meta.bytes();
   layout.elements = meta.elements();
   if (layer) {
-    layout.layer_note = fmt::format("layer {} of {}: offset and bytes are those of its chunks",
+    layout.layer_note = fmt::format("layer {} of {}: offsets and bytes are those of whole chunks",
                                     layer->layer, layer->stacked.meta.key());
   }
-  std::vector<LayoutHolder> holders;
+  std::vector<ChunkMapHolder> holders;
   std::vector<Region> regions;
   std::set<std::uint32_t> files;
   for (const ChunkRecord& record : records) {
     if (record.file >= index.files().size()) {
-      return Status(Code::kDataLoss,
-                    fmt::format("tensor {}: file number {} of a chunk is none", key, record.file));
+      return Status(
+          Code::kDataLoss,
+          fmt::format("tensor {}: a chunk refers to file number {}, which is not in the file table",
+                      key, record.file));
     }
     const FileRecord& file = index.files()[record.file];
-    LayoutChunk chunk;
-    chunk.boxes = layer ? InLayer(record.region, layer->layer) : record.region.Boxes();
-    // A chunk of the stack that has nothing of this layer.
+    ChunkMapEntry chunk;
+    chunk.boxes = layer ? BoxesInLayer(record.region, layer->layer) : record.region.Boxes();
+    // The chunk has no part of this layer.
     if (layer && chunk.boxes.empty()) continue;
     chunk.region = record.region.ToString();
     if (layer) {
@@ -422,7 +433,7 @@ Result<Layout> DescribeLayout(const OpenedCheckpoint& checkpoint, const std::str
     chunk.length = record.length;
     chunk.strides = record.strides;
     if (record.has_hash) chunk.hash = record.hash.ToHex();
-    // Without a hash the number of the manifest means nothing.
+    // A chunk without a hash has no manifest number.
     const bool named = record.has_hash && record.manifest < index.manifests().size();
     holders.push_back(HolderOf(file, named ? index.manifests()[record.manifest] : ""));
     files.insert(record.file);

@@ -15,20 +15,20 @@ constexpr int kPictureWidth = 720;
 constexpr int kPictureHeight = 520;
 constexpr int kLegendWidth = 300;
 constexpr int kMargin = 24;
-constexpr int kAxis = 56;  // Room for the numbers of an axis.
+constexpr int kAxis = 56;  // Pixels for the numbers of an axis.
 constexpr std::size_t kMostSvgLegend = 32;
-// Rectangles of one panel; where merging leaves more, the picture is made of cells instead.
+// A panel with more rectangles is drawn as cells.
 constexpr std::size_t kMostSvgRects = 4000;
 constexpr std::size_t kMostTableRows = 20000;
 
-// For XML and HTML: what is no text at all becomes U+FFFD.
+// Escapes text for XML and HTML; invalid UTF-8 becomes U+FFFD.
 std::string Escape(std::string_view text) {
   const bool utf8 = IsUtf8(text);
   std::string out;
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     const auto byte = static_cast<unsigned char>(c);
-    // U+FFFE and U+FFFF are UTF-8, and no characters of XML.
+    // U+FFFE and U+FFFF are valid UTF-8 but not XML characters.
     if (const std::string_view three = text.substr(i, 3);
         three == "\xEF\xBF\xBE" || three == "\xEF\xBF\xBF") {
       out += "\xEF\xBF\xBD";
@@ -52,7 +52,7 @@ std::string Escape(std::string_view text) {
   return out;
 }
 
-// The end of a long text is what tells it from others.
+// Keeps the end of a long text, which distinguishes it from others.
 std::string Shorten(const std::string& text, std::size_t most) {
   if (text.size() <= most || !IsUtf8(text)) return text;
   std::size_t begin = text.size() - most;
@@ -60,31 +60,30 @@ std::string Shorten(const std::string& text, std::size_t most) {
   return "…" + text.substr(begin);
 }
 
-// Neighbouring numbers get colours that are far apart, all light enough for black text.
-// 137 degrees are the golden angle: multiples of it spread evenly over the circle. By number, so
-// that a rank has one colour in all pictures of a tensor.
+// The colour of a holder, light enough for black text. Multiples of the golden angle, 137 degrees,
+// make holders with near numbers look different. The colour depends only on the number.
 std::string Colour(std::size_t holder) {
   static constexpr int kLightness[] = {74, 66, 82};
   return fmt::format("hsl({},62%,{}%)", (holder * 137 + 205) % 360, kLightness[holder / 5 % 3]);
 }
 
-std::string HolderText(const LayoutHolder& holder) {
+std::string HolderText(const ChunkMapHolder& holder) {
   return fmt::format("{}: {}, {}", holder.name, Counted(holder.chunks, "chunk"),
                      HumanBytes(holder.bytes));
 }
 
-// Draws top down into `body_`: heading, panels, legend; the frame of the file is put around it
-// last, when its height is known. Coordinates are pixels of the viewBox; a browser scales the
-// whole. What comes from outside passes Escape() on its way, always.
+// Draws a layout as SVG, from the top down: heading, panels, legend. The <svg> element is added
+// last, when its height is known. Coordinates are pixels of the viewBox. All external text passes
+// through Escape().
 class Svg {
  public:
-  explicit Svg(const Layout& layout) : layout_(layout) {}
+  explicit Svg(const ChunkMap& layout) : layout_(layout) {}
 
   std::string Draw() {
     const int top = Heading();
     int bottom = top;
     const std::size_t panels = layout_.elements == 0 ? 0 : layout_.picture.panels.size();
-    // One, two or three panels side by side, so that each stays readable.
+    // Number of panels side by side: at most three, so that each is readable.
     const int across = panels <= 1 ? 1 : (panels <= 4 ? 2 : 3);
     const int width = kPictureWidth / across - kAxis - (across > 1 ? 8 : 0);
     const int height = PanelHeight(width, across);
@@ -109,13 +108,13 @@ class Svg {
   }
 
  private:
-  // `more`: attributes of ours, not escaped.
+  // Appends a text. `more`: attributes, which are not escaped.
   void Text(double x, double y, std::string_view text, std::string_view more = "") {
     body_ +=
         fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" {}>{}</text>\n", x, y, more, Escape(text));
   }
 
-  // Returns where the panels begin.
+  // Draws the heading and returns its bottom, where the panels begin.
   int Heading() {
     int y = kMargin + 6;
     Text(kMargin, y, Shorten(layout_.key, 90), "font-size=\"18\" font-weight=\"600\"");
@@ -133,14 +132,14 @@ class Svg {
     if (!layout_.layer_note.empty()) notes.insert(notes.begin(), layout_.layer_note);
     if (layout_.picture.panels_left_out > 0) {
       notes.push_back(
-          fmt::format("{} pictures more are not drawn", layout_.picture.panels_left_out));
+          fmt::format("{} more pictures are not drawn", layout_.picture.panels_left_out));
     }
     for (const std::string& note : notes) Text(kMargin, y += 17, note, "fill=\"#555\"");
     return y + 12;
   }
 
-  // As the tensor's shape says, within limits: a tensor of [1, 50000] would be a line, one of
-  // [50000, 8] a tower. A strip has a fixed height.
+  // The height of a panel: in proportion to the rows and columns, within limits, because [1, 50000]
+  // would be a line and [50000, 8] a tower. Without rows the height is fixed.
   int PanelHeight(int width, int across) const {
     if (layout_.picture.row_label.empty()) return 72;
     const double shape = static_cast<double>(layout_.picture.rows) /
@@ -149,7 +148,7 @@ class Svg {
         width * shape, width * 0.3, static_cast<double>(kPictureHeight) / (across > 1 ? 1.6 : 1)));
   }
 
-  // From elements to pixels.
+  // Position of a panel; X and Y map elements to pixels.
   struct Frame {
     double x, y, width, height;
     double rows, columns;
@@ -159,30 +158,30 @@ class Svg {
     double Y(std::int64_t row) const { return y + static_cast<double>(row) / rows * height; }
   };
 
-  void Panel(const LayoutPanel& panel, int x, int y, int width, int height) {
-    const LayoutPicture& picture = layout_.picture;
+  void Panel(const ChunkMapPanel& panel, int x, int y, int width, int height) {
+    const ChunkMapPicture& picture = layout_.picture;
     const Frame frame{.x = static_cast<double>(x),
                       .y = static_cast<double>(y),
                       .width = static_cast<double>(width),
                       .height = static_cast<double>(height),
                       .rows = static_cast<double>(picture.rows),
                       .columns = static_cast<double>(picture.columns)};
-    // What no chunk covers stays visible below the boxes.
+    // The grey background is visible where elements are in no chunk.
     body_ += fmt::format(
         "<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#eee\" stroke=\"#333\"/>\n", x,
         y, width, height);
     if (panel.rects.size() > kMostSvgRects) {
       Cells(panel, frame);
     } else {
-      for (const LayoutRect& rect : panel.rects) Rect(rect, frame);
+      for (const ChunkMapRect& rect : panel.rects) Rect(rect, frame);
     }
     Axes(panel, frame);
     if (!panel.title.empty()) Text(x, y - 24, panel.title, "font-weight=\"600\"");
   }
 
-  // What a browser shows when the pointer rests on a box.
-  std::string Tip(const LayoutRect& rect) const {
-    const LayoutChunk& chunk = layout_.chunks[rect.chunk];
+  // The tooltip of a rectangle, escaped.
+  std::string Tip(const ChunkMapRect& rect) const {
+    const ChunkMapEntry& chunk = layout_.chunks[rect.chunk];
     const std::string& holder = layout_.holders[chunk.holder].name;
     std::string tip;
     if (rect.chunks > 1) {
@@ -192,7 +191,7 @@ class Svg {
                         chunk.offset, chunk.length, chunk.strides.rank() > 0 ? ", strided" : "",
                         chunk.hash.empty() ? "no hash" : "hash " + chunk.hash);
     }
-    std::string out;  // Line breaks are the only control characters that belong here.
+    std::string out;  // Line breaks are kept; Escape would replace them.
     for (std::size_t at = 0; at <= tip.size();) {
       const std::size_t end = std::min(tip.find('\n', at), tip.size());
       out += (at > 0 ? "&#10;" : "") + Escape(std::string_view(tip).substr(at, end - at));
@@ -201,26 +200,26 @@ class Svg {
     return out;
   }
 
-  void Rect(const LayoutRect& rect, const Frame& frame) {
+  void Rect(const ChunkMapRect& rect, const Frame& frame) {
     const double x = frame.X(rect.column_begin);
     const double y = frame.Y(rect.row_begin);
     const double width = frame.X(rect.column_end) - x;
     const double height = frame.Y(rect.row_end) - y;
     const std::size_t number = layout_.chunks[rect.chunk].holder;
-    // Lines around boxes of a pixel or two would be all that is seen.
-    // A box is never less than half a pixel wide, or it would vanish.
+    // A box of a pixel or two has no outline, which would hide it, and every box is drawn at least
+    // half a pixel wide, so that it does not vanish.
     const bool outlined = width >= 4 && height >= 4;
     body_ += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\"{}>"
         "<title>{}</title></rect>\n",
         x, y, std::max(width, 0.5), std::max(height, 0.5), Colour(number),
         outlined ? " stroke=\"#333\" stroke-width=\"0.7\"" : "", Tip(rect));
-    const LayoutHolder& holder = layout_.holders[number];
-    // Names of files are long: their number in the legend stands for them. Text widths are
-    // estimates, 7.5 pixels a character; there is no font to ask.
+    const ChunkMapHolder& holder = layout_.holders[number];
+    // File names are long, so their number in the legend replaces them. Text widths are estimated
+    // at 7.5 pixels a character.
     std::string name =
-        holder.kind == LayoutHolder::Kind::kFile ? holder.Short(number) : holder.name;
-    if (static_cast<double>(name.size()) * 7.5 > width - 4) name = holder.Short(number);
+        holder.kind == ChunkMapHolder::Kind::kFile ? holder.ShortLabel(number) : holder.name;
+    if (static_cast<double>(name.size()) * 7.5 > width - 4) name = holder.ShortLabel(number);
     if (height < 15 || static_cast<double>(name.size()) * 7.5 > width - 4) return;
     const std::string& region = layout_.chunks[rect.chunk].region;
     const bool two_lines =
@@ -233,14 +232,14 @@ class Svg {
     }
   }
 
-  // Too many boxes to draw each: what lies in each small cell, runs of one holder as one.
-  void Cells(const LayoutPanel& panel, const Frame& frame) {
+  // Draws a panel with too many boxes as small cells.
+  void Cells(const ChunkMapPanel& panel, const Frame& frame) {
     const int width = static_cast<int>(frame.width) / 3;
     const int height = static_cast<int>(frame.height) / 3;
-    const LayoutScale rows(RowEdges(layout_.picture, panel), layout_.picture.rows, height, 0);
-    const LayoutScale columns(ColumnEdges(layout_.picture, panel), layout_.picture.columns, width,
-                              0);
-    const LayoutRaster raster = Rasterize(panel, rows, columns, height, width);
+    const ChunkMapScale rows(RowEdges(layout_.picture, panel), layout_.picture.rows, height, 0);
+    const ChunkMapScale columns(ColumnEdges(layout_.picture, panel), layout_.picture.columns, width,
+                                0);
+    const ChunkMapRaster raster = Rasterize(panel, rows, columns, height, width);
     const auto holder = [&](int y, int x) {
       const int rect = raster.At(y, x);
       return rect < 0 ? layout_.holders.size()
@@ -250,7 +249,7 @@ class Svg {
     const double step_y = frame.height / height;
     for (int y = 0; y < height; ++y) {
       for (int x = 0; x < width;) {
-        // A run of cells of one holder in a row is one rectangle.
+        // A run of cells of one holder in a row becomes one rectangle.
         const std::size_t number = holder(y, x);
         int end = x + 1;
         while (end < width && holder(y, end) == number) ++end;
@@ -270,16 +269,16 @@ class Svg {
          "font-size=\"11\" fill=\"#555\"");
   }
 
-  // Numbers of edges along the top and the left side, and the names of the axes.
-  void Axes(const LayoutPanel& panel, const Frame& frame) {
-    const LayoutPicture& picture = layout_.picture;
+  // Draws the edge numbers along the top and the left side, and the names of the axes.
+  void Axes(const ChunkMapPanel& panel, const Frame& frame) {
+    const ChunkMapPicture& picture = layout_.picture;
     const char* small = "font-size=\"11\" fill=\"#333\"";
     double last = -1e9;
     const std::vector<std::int64_t> columns = ColumnEdges(picture, panel);
     for (const std::int64_t edge : columns) {
       const double at = frame.X(edge);
       const bool end = edge == columns.back();
-      // Numbers that would overlap the last one are left out; the end is always told.
+      // Omits numbers that would overlap the one before, or the last.
       const double need = 8 + 7.0 * static_cast<double>(std::to_string(edge).size());
       if (at < last + need || (!end && frame.x + frame.width < at + need)) continue;
       last = at;
@@ -300,19 +299,19 @@ class Svg {
     Text(frame.x - kAxis, frame.y - 20, picture.row_label + " ↓", "font-size=\"11\" fill=\"#555\"");
   }
 
-  // At the right of the panels; returns where it ends.
+  // Draws the legend to the right of the panels; returns its bottom.
   int Legend(int x, int y) {
     Text(x, y, "Held by", "font-weight=\"600\"");
     for (std::size_t i = 0; i < std::min(kMostSvgLegend, layout_.holders.size()); ++i) {
       y += 20;
-      const LayoutHolder& holder = layout_.holders[i];
-      const bool file = holder.kind == LayoutHolder::Kind::kFile;
+      const ChunkMapHolder& holder = layout_.holders[i];
+      const bool file = holder.kind == ChunkMapHolder::Kind::kFile;
       body_ += fmt::format(
           "<rect x=\"{}\" y=\"{}\" width=\"14\" height=\"14\" fill=\"{}\" stroke=\"#333\" "
           "stroke-width=\"0.7\"/>\n",
           x, y - 11, Colour(i));
-      LayoutHolder shown = holder;
-      shown.name = (file ? holder.Short(i) + " " : "") + Shorten(holder.name, 28);
+      ChunkMapHolder shown = holder;
+      shown.name = (file ? holder.ShortLabel(i) + " " : "") + Shorten(holder.name, 28);
       Text(x + 20, y, HolderText(shown));
     }
     if (layout_.holders.size() > kMostSvgLegend) {
@@ -321,20 +320,20 @@ class Svg {
     return y;
   }
 
-  const Layout& layout_;
+  const ChunkMap& layout_;
   std::string body_;
 };
 
-// A row of the table of facts.
+// Appends a row of the table of facts.
 void Row(std::string& html, std::string_view name, std::string_view value) {
   html += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", Escape(name), Escape(value));
 }
 
 }  // namespace
 
-std::string LayoutSvg(const Layout& layout) { return Svg(layout).Draw(); }
+std::string ChunkMapSvg(const ChunkMap& layout) { return Svg(layout).Draw(); }
 
-std::string LayoutHtml(const Layout& layout) {
+std::string ChunkMapHtml(const ChunkMap& layout) {
   std::string html = fmt::format(
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<title>Layout of {}</title>\n<style>\n"
@@ -357,15 +356,15 @@ std::string LayoutHtml(const Layout& layout) {
         fmt::format("{} of {} elements", layout.elements - layout.covered, layout.elements));
   }
   if (!layout.layer_note.empty()) Row(html, "Layer", layout.layer_note);
-  html += "</table>\n" + LayoutSvg(layout) + "<h2>Held by</h2>\n<table>\n";
-  for (const LayoutHolder& holder : layout.holders) {
+  html += "</table>\n" + ChunkMapSvg(layout) + "<h2>Held by</h2>\n<table>\n";
+  for (const ChunkMapHolder& holder : layout.holders) {
     Row(html, holder.name, Counted(holder.chunks, "chunk") + ", " + HumanBytes(holder.bytes));
   }
   html +=
       "</table>\n<h2>Chunks</h2>\n<table>\n<tr><th>Box</th><th>From</th><th>File</th>"
       "<th>Offset</th><th>Bytes</th><th>Form</th><th>Hash</th></tr>\n";
   for (std::size_t i = 0; i < std::min(kMostTableRows, layout.chunks.size()); ++i) {
-    const LayoutChunk& chunk = layout.chunks[i];
+    const ChunkMapEntry& chunk = layout.chunks[i];
     html += fmt::format(
         "<tr><td>{}</td><td>{}</td><td class=\"mono\">{}</td><td class=\"n\">{}</td>"
         "<td class=\"n\">{}</td><td>{}</td><td class=\"mono\">{}</td></tr>\n",
@@ -376,7 +375,7 @@ std::string LayoutHtml(const Layout& layout) {
   }
   html += "</table>\n";
   if (layout.chunks.size() > kMostTableRows) {
-    html += fmt::format("<p>and {} chunks more</p>\n", layout.chunks.size() - kMostTableRows);
+    html += fmt::format("<p>and {} more chunks</p>\n", layout.chunks.size() - kMostTableRows);
   }
   return html + "</body>\n</html>\n";
 }

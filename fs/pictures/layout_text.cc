@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The picture of layout_model.cc in characters of a terminal (layout.h).
+// Renders the picture of layout_model.cc with terminal characters (layout.h).
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -10,54 +10,55 @@
 namespace tensormount::fs {
 namespace {
 
-// Wider or higher pictures show no more and scroll away.
-constexpr int kMostWidth = 72;  // Cells of a picture.
+// Largest picture in cells; a larger one would not show more, and would scroll away.
+constexpr int kMostWidth = 72;
 constexpr int kMostHeight = 24;
 constexpr std::size_t kMostTextLegend = 32;
 constexpr std::size_t kMostTextPanels = 4;
 
-// Which lines meet in a character: left, right, up, down.
-// The index is the sum of 1, 2, 4 and 8 for these.
+// Box-drawing characters, by the lines that meet in the character. The index is the sum of 1
+// (left), 2 (right), 4 (up) and 8 (down).
 constexpr const char* kLines[16] = {" ", "╴", "╶", "─", "╵", "┘", "└", "┴",
                                     "╷", "┐", "┌", "┬", "│", "┤", "├", "┼"};
-// Of 256 terminal colours, light ones, on which black can be read.
+// Light colours of the 256-colour palette, readable under black text.
 constexpr int kPalette[] = {117, 215, 157, 218, 229, 183, 123, 180, 152, 211, 194, 189};
 
-// A panel as lines of text. The picture is a raster of cells; a character stands at each corner of
-// four cells, so that lines between them can be drawn with box-drawing characters, and inside of a
-// rectangle corners are spaces that a name is written into. Worked out once, in the constructor:
-// the size, from the shape and the width of the terminal.
+// Draws a panel as lines of text, from a raster of cells. Each corner of four cells is a character:
+// a box-drawing line if the cells are in different rectangles, else a space or a character of a
+// name. The constructor chooses the size by the shape and the width of the terminal.
 class PanelText {
  public:
-  PanelText(const Layout& layout, const LayoutPanel& panel, int width, bool colours)
+  PanelText(const ChunkMap& layout, const ChunkMapPanel& panel, int width, bool colours)
       : layout_(layout),
         panel_(panel),
         colours_(colours),
         row_edges_(RowEdges(layout.picture, panel)),
         column_edges_(ColumnEdges(layout.picture, panel)) {
-    const LayoutPicture& picture = layout.picture;
+    const ChunkMapPicture& picture = layout.picture;
     for (const std::int64_t edge : row_edges_) {
       margin_ = std::max(margin_, static_cast<int>(std::to_string(edge).size()));
     }
     if (picture.row_label.empty()) margin_ = 0;
-    // Characters are twice as high as wide.
+    // A character is twice as high as wide, so the height is half the width times the shape.
     width_ = std::clamp(width - margin_ - 2, 16, kMostWidth);
     const double shape = static_cast<double>(picture.rows) / static_cast<double>(picture.columns);
     if (picture.row_label.empty()) {
       height_ = 2;
     } else {
       if (shape > 4) width_ = std::min(width_, 40);
-      // Two lines a part at least, so that a name fits between its lines.
+      // Each part between two edges gets at least two lines of cells, so that a name fits between
+      // its borders.
       const auto parts = static_cast<double>(row_edges_.size() - 1);
       height_ = static_cast<int>(std::clamp(std::max(width_ * shape / 2, 2 * parts), 4.0,
                                             static_cast<double>(kMostHeight)));
     }
   }
 
-  // Columns get 6 cells a part where there is room: a line and "rank 3".
+  // On the columns each part gets 6 cells, enough for "rank 3", if the width suffices for all
+  // parts.
   std::string Draw() {
-    const LayoutScale rows(row_edges_, layout_.picture.rows, height_, 2);
-    const LayoutScale columns(column_edges_, layout_.picture.columns, width_, 6);
+    const ChunkMapScale rows(row_edges_, layout_.picture.rows, height_, 2);
+    const ChunkMapScale columns(column_edges_, layout_.picture.columns, width_, 6);
     raster_ = Rasterize(panel_, rows, columns, height_, width_);
     Letter(rows, columns);
     std::string text;
@@ -79,7 +80,7 @@ class PanelText {
  private:
   std::size_t Margin() const { return static_cast<std::size_t>(margin_ == 0 ? 0 : margin_ + 1); }
 
-  // Rectangles that no cell shows, told below the picture rather than passed over.
+  // Number of rectangles that cover no cell; a line below the picture reports it.
   std::size_t Hidden() const {
     std::vector<bool> seen(panel_.rects.size());
     for (const int rect : raster_.cells) {
@@ -88,8 +89,9 @@ class PanelText {
     return static_cast<std::size_t>(std::count(seen.begin(), seen.end(), false));
   }
 
-  // Numbers of column edges, those that would touch the one before left out.
-  std::string Ruler(const LayoutScale& columns) const {
+  // A line with the numbers of the column edges; a number that would touch the one before is
+  // omitted.
+  std::string Ruler(const ChunkMapScale& columns) const {
     std::string line;
     for (const std::int64_t edge : columns.edges()) {
       const auto at = static_cast<std::size_t>(columns.At(edge));
@@ -101,7 +103,7 @@ class PanelText {
     return line;
   }
 
-  std::string RowLabel(const LayoutScale& rows, int y) const {
+  std::string RowLabel(const ChunkMapScale& rows, int y) const {
     if (margin_ == 0) return "";
     if (y == height_) return fmt::format("{:>{}} ", rows.edges().back(), margin_);
     for (const std::int64_t edge : rows.edges()) {
@@ -110,16 +112,17 @@ class PanelText {
     return std::string(Margin(), ' ');
   }
 
-  // What a cell belongs to; negative for what is no rectangle (LayoutRaster::At).
+  // The group of the rectangle in a cell; negative for cells without a rectangle
+  // (ChunkMapRaster::At).
   int Group(int y, int x) const {
     const int rect = raster_.At(y, x);
     return rect < 0 ? rect : static_cast<int>(panel_.rects[static_cast<std::size_t>(rect)].group);
   }
 
-  // The character at a corner of four cells: lines between cells of two groups, or a letter.
+  // The character at a corner of four cells: a line if they are in different groups, else a
+  // character of letters_.
   std::string Character(int y, int x) const {
-    // A line is drawn between cells of two groups; what is outside of the picture, or held by
-    // nobody, is a group of its own.
+    // Cells outside of the picture, and cells without a rectangle, count as groups of their own.
     const int up_left = Group(y - 1, x - 1);
     const int up_right = Group(y - 1, x);
     const int down_left = Group(y, x - 1);
@@ -128,7 +131,7 @@ class PanelText {
                            (up_left != up_right ? 4U : 0U) | (down_left != down_right ? 8U : 0U);
     if (lines != 0) return kLines[lines];
     const int rect = raster_.At(y, x);
-    // Elements in no chunk, of foreign checkpoints with holes.
+    // The elements are in no chunk: a foreign checkpoint lacks them.
     if (rect < 0) return "░";
     const char letter = letters_[static_cast<std::size_t>(y * (width_ + 1) + x)];
     if (!colours_) return std::string(1, letter);
@@ -137,21 +140,22 @@ class PanelText {
     return fmt::format("\033[30;48;5;{}m{}\033[0m", kPalette[holder % std::size(kPalette)], letter);
   }
 
-  // A name in the middle of every rectangle that has room for one.
-  void Letter(const LayoutScale& rows, const LayoutScale& columns) {
+  // Fills letters_ with the names of holders, in the middle of rectangles that are large enough.
+  void Letter(const ChunkMapScale& rows, const ChunkMapScale& columns) {
     letters_.assign(static_cast<std::size_t>((height_ + 1) * (width_ + 1)), ' ');
     std::size_t last_group = panel_.rects.size() + layout_.chunks.size();
-    for (const LayoutRect& rect : panel_.rects) {
-      if (rect.group == last_group) continue;  // The boxes of a run: its first one has it.
+    for (const ChunkMapRect& rect : panel_.rects) {
+      // Only the first of several rectangles of one group gets a name.
+      if (rect.group == last_group) continue;
       const int top = rows.At(rect.row_begin) + 1;
       const int bottom = rows.At(rect.row_end) - 1;
       const int left = columns.At(rect.column_begin) + 1;
       const int right = columns.At(rect.column_end) - 1;
       const std::size_t number = layout_.chunks[rect.chunk].holder;
-      const LayoutHolder& holder = layout_.holders[number];
-      std::string name = holder.kind == LayoutHolder::Kind::kFile ? "" : holder.name;
+      const ChunkMapHolder& holder = layout_.holders[number];
+      std::string name = holder.kind == ChunkMapHolder::Kind::kFile ? "" : holder.name;
       const auto room = static_cast<std::size_t>(std::max(0, right - left + 1));
-      if (name.empty() || name.size() > room) name = holder.Short(number);
+      if (name.empty() || name.size() > room) name = holder.ShortLabel(number);
       if (top > bottom || name.size() > room) continue;
       last_group = rect.group;
       const std::size_t start =
@@ -161,23 +165,24 @@ class PanelText {
     }
   }
 
-  const Layout& layout_;
-  const LayoutPanel& panel_;
+  const ChunkMap& layout_;
+  const ChunkMapPanel& panel_;
   const bool colours_;
   const std::vector<std::int64_t> row_edges_;
   const std::vector<std::int64_t> column_edges_;
   int margin_ = 0;
   int width_ = 0;
   int height_ = 0;
-  LayoutRaster raster_;
+  ChunkMapRaster raster_;
   std::string letters_;
 };
 
-// Pointers to members, so that rows and columns share it.
-std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
-                                std::int64_t LayoutRect::*begin, std::int64_t LayoutRect::*end) {
+// The edges of all rectangles on one axis. `begin` and `end`: members of the axis.
+std::vector<std::int64_t> Edges(const ChunkMapPanel& panel, std::int64_t extent,
+                                std::int64_t ChunkMapRect::*begin,
+                                std::int64_t ChunkMapRect::*end) {
   std::vector<std::int64_t> edges = {0, extent};
-  for (const LayoutRect& rect : panel.rects) {
+  for (const ChunkMapRect& rect : panel.rects) {
     edges.push_back(rect.*begin);
     edges.push_back(rect.*end);
   }
@@ -186,8 +191,8 @@ std::vector<std::int64_t> Edges(const LayoutPanel& panel, std::int64_t extent,
   return edges;
 }
 
-// Columns as wide as their longest entry among the rows that are shown.
-std::string TableText(const Layout& layout, std::size_t most, std::size_t columns) {
+// The table of chunks, at most `most`. Each column is as wide as its longest entry.
+std::string TableText(const ChunkMap& layout, std::size_t most, std::size_t columns) {
   std::size_t region = 3;
   std::size_t holder = 4;
   std::size_t file = 4;
@@ -195,16 +200,17 @@ std::string TableText(const Layout& layout, std::size_t most, std::size_t column
   std::size_t bytes = 5;
   const std::size_t rows = std::min(most, layout.chunks.size());
   for (std::size_t i = 0; i < rows; ++i) {
-    const LayoutChunk& chunk = layout.chunks[i];
+    const ChunkMapEntry& chunk = layout.chunks[i];
     region = std::max(region, chunk.region.size());
-    if (layout.holders[chunk.holder].kind != LayoutHolder::Kind::kFile) {
+    if (layout.holders[chunk.holder].kind != ChunkMapHolder::Kind::kFile) {
       holder = std::max(holder, layout.holders[chunk.holder].name.size());
     }
     file = std::max(file, chunk.file.size());
     offset = std::max(offset, std::to_string(chunk.offset).size());
     bytes = std::max(bytes, std::to_string(chunk.length).size());
   }
-  // Two lines a chunk, the second indented, where one would be broken by the terminal.
+  // Whether an entry fits in one line of the terminal; if not, it gets two lines, the second
+  // indented.
   const bool wide = region + holder + file + offset + bytes + 8 <= columns;
   const auto row = [&](const std::string& box, const std::string& from, const std::string& in,
                        const std::string& at, const std::string& length, const std::string& more) {
@@ -216,10 +222,10 @@ std::string TableText(const Layout& layout, std::size_t most, std::size_t column
   };
   std::string text = row("box", "from", "file", "offset", "bytes", "");
   for (std::size_t i = 0; i < rows; ++i) {
-    const LayoutChunk& chunk = layout.chunks[i];
-    const LayoutHolder& from = layout.holders[chunk.holder];
+    const ChunkMapEntry& chunk = layout.chunks[i];
+    const ChunkMapHolder& from = layout.holders[chunk.holder];
     const std::string who =
-        from.kind == LayoutHolder::Kind::kFile ? from.Short(chunk.holder) : from.name;
+        from.kind == ChunkMapHolder::Kind::kFile ? from.ShortLabel(chunk.holder) : from.name;
     std::string more;
     if (chunk.strides.rank() > 0) more += "  strided " + chunk.strides.ToString();
     if (chunk.hash.empty()) more += "  no hash";
@@ -227,7 +233,7 @@ std::string TableText(const Layout& layout, std::size_t most, std::size_t column
                 std::to_string(chunk.length), more);
   }
   if (rows < layout.chunks.size()) {
-    text += fmt::format("... and {} chunks more (-v, --json and --html have all)\n",
+    text += fmt::format("... and {} more chunks (-v, --json and --html show all)\n",
                         layout.chunks.size() - rows);
   }
   return text;
@@ -235,10 +241,12 @@ std::string TableText(const Layout& layout, std::size_t most, std::size_t column
 
 }  // namespace
 
-LayoutScale::LayoutScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells, int least)
+ChunkMapScale::ChunkMapScale(std::vector<std::int64_t> edges, std::int64_t extent, int cells,
+                             int least)
     : edges_(std::move(edges)) {
   const auto parts = static_cast<int>(edges_.size()) - 1;
-  // Where even two cells a part do not fit, sizes alone count, and small parts vanish.
+  // If the cells do not suffice for two per part, parts get cells only by size, and small parts
+  // vanish.
   const int reserved = parts * least <= cells ? least : (parts * 2 <= cells ? 2 : 0);
   const int rest = cells - parts * reserved;
   for (std::size_t i = 0; i < edges_.size(); ++i) {
@@ -248,25 +256,25 @@ LayoutScale::LayoutScale(std::vector<std::int64_t> edges, std::int64_t extent, i
   }
 }
 
-int LayoutScale::At(std::int64_t edge) const {
+int ChunkMapScale::At(std::int64_t edge) const {
   const auto at = std::lower_bound(edges_.begin(), edges_.end(), edge);
   return at == edges_.end() ? cells_.back() : cells_[static_cast<std::size_t>(at - edges_.begin())];
 }
 
-std::vector<std::int64_t> RowEdges(const LayoutPicture& picture, const LayoutPanel& panel) {
-  return Edges(panel, picture.rows, &LayoutRect::row_begin, &LayoutRect::row_end);
+std::vector<std::int64_t> RowEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel) {
+  return Edges(panel, picture.rows, &ChunkMapRect::row_begin, &ChunkMapRect::row_end);
 }
 
-std::vector<std::int64_t> ColumnEdges(const LayoutPicture& picture, const LayoutPanel& panel) {
-  return Edges(panel, picture.columns, &LayoutRect::column_begin, &LayoutRect::column_end);
+std::vector<std::int64_t> ColumnEdges(const ChunkMapPicture& picture, const ChunkMapPanel& panel) {
+  return Edges(panel, picture.columns, &ChunkMapRect::column_begin, &ChunkMapRect::column_end);
 }
 
-LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
-                       const LayoutScale& columns, int height, int width) {
-  LayoutRaster raster{.height = height, .width = width, .cells = {}};
+ChunkMapRaster Rasterize(const ChunkMapPanel& panel, const ChunkMapScale& rows,
+                         const ChunkMapScale& columns, int height, int width) {
+  ChunkMapRaster raster{.height = height, .width = width, .cells = {}};
   raster.cells.assign(static_cast<std::size_t>(height) * static_cast<std::size_t>(width), -1);
   for (std::size_t i = 0; i < panel.rects.size(); ++i) {
-    const LayoutRect& rect = panel.rects[i];
+    const ChunkMapRect& rect = panel.rects[i];
     for (int y = rows.At(rect.row_begin); y < std::min(height, rows.At(rect.row_end)); ++y) {
       for (int x = columns.At(rect.column_begin); x < std::min(width, columns.At(rect.column_end));
            ++x) {
@@ -278,8 +286,9 @@ LayoutRaster Rasterize(const LayoutPanel& panel, const LayoutScale& rows,
   return raster;
 }
 
-std::string LayoutText(const Layout& layout, int columns, bool colours, std::size_t table_rows) {
-  const LayoutPicture& picture = layout.picture;
+std::string ChunkMapText(const ChunkMap& layout, int columns, bool colours,
+                         std::size_t table_rows) {
+  const ChunkMapPicture& picture = layout.picture;
   std::string text = fmt::format("{}  {} {}  {}\n{} in {} of {}", layout.key, layout.dtype,
                                  layout.shape.ToString(), HumanBytes(layout.bytes),
                                  Counted(layout.chunks.size(), "chunk"),
@@ -301,12 +310,12 @@ std::string LayoutText(const Layout& layout, int columns, bool colours, std::siz
       text += PanelText(layout, picture.panels[i], columns, colours).Draw();
     }
     const std::uint64_t left = picture.panels_left_out + picture.panels.size() - panels;
-    if (left > 0) text += fmt::format("... and {} pictures more\n", left);
+    if (left > 0) text += fmt::format("... and {} more pictures\n", left);
   }
   text += "\n";
   for (std::size_t i = 0; i < std::min(kMostTextLegend, layout.holders.size()); ++i) {
-    const LayoutHolder& h = layout.holders[i];
-    const std::string mark = h.kind == LayoutHolder::Kind::kFile ? h.Short(i) + " " : "";
+    const ChunkMapHolder& h = layout.holders[i];
+    const std::string mark = h.kind == ChunkMapHolder::Kind::kFile ? h.ShortLabel(i) + " " : "";
     text += fmt::format("{}{}: {} {}, {}\n", mark, h.name, h.chunks,
                         h.chunks == 1 ? "chunk" : "chunks", HumanBytes(h.bytes));
   }

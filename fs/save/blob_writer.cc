@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Objects that are written through a mount: bytes at any position, overwritten as often as anybody
-// likes, in a pack or a file of their own.
+// BlobWriter: objects written through a mount, at any position and with overwrites, in a pack or a
+// file of their own.
 #include "fs/save/blob_writer.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/checked.h"
-#include "shard/leaf_hash.h"
+#include "shard/chunk_accumulator.h"
 
 namespace tensormount::fs {
 namespace {
@@ -27,7 +27,8 @@ std::string BlobWriter::Name() const {
 }
 
 Status BlobWriter::Check() const {
-  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  if (shared_->files.closed())
+    return Status(Code::kStale, Name() + ": its staging directory was published or removed");
   return failure_;
 }
 
@@ -44,7 +45,7 @@ Result<std::size_t> BlobWriter::Read(std::uint64_t offset, void* out, std::size_
   return size;
 }
 
-// In blocks, so that a hole of gigabytes needs little memory.
+// Writes zeros in blocks, so that a hole of gigabytes needs little memory.
 Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
   if (begin >= end) return {};
   const std::vector<std::byte> zeros(std::min<std::uint64_t>(kBlobBlockBytes, end - begin));
@@ -56,16 +57,16 @@ Status BlobWriter::Zero(std::uint64_t begin, std::uint64_t end) {
   return {};
 }
 
-// Three cases: the area may be written from `begin` on and reaches to `end`; it may, and can be
-// made longer because it is the last of the pack; or everything moves to a new area. Moving doubles
-// the room, so that an object that grows by appending is copied O(log n) times, not n times.
+// There are three cases: the area may be written from `begin` on and reaches to `end`; it can be
+// extended, because no other area follows it in the pack; or everything moves to a new area. Moving
+// doubles the room, so that an object that grows by appending is copied O(log n) times instead of n
+// times.
 Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   const bool good = area_.file != nullptr && !area_.file->condemned() && begin >= recorded_;
   if (good && (end <= area_.size || shared_->files.Extend(area_, end - area_.size))) return {};
-  // Twice as much as before, so that what grows by little is seldom moved.
   const std::uint64_t room = good ? std::max(end, 2 * area_.size) : end;
   DataFiles::Area area;
-  // A file of its own never has to move because of its size: the area is as good as endless.
+  // An object in a file of its own never moves for lack of room.
   if (room > StagedParts::kOwnFileBytes) {
     TENSORMOUNT_ASSIGN_OR_RETURN(area.file, shared_->files.Create('o', Placement::kPack));
     area.size = std::numeric_limits<std::uint64_t>::max() / 2;
@@ -85,8 +86,8 @@ Status BlobWriter::MakeWritable(std::uint64_t begin, std::uint64_t end) {
   return {};
 }
 
-// The order matters: room first, then zeros for what was cut off before, then the bytes, and the
-// new size only when all of them are there.
+// The order matters: room first, then zeros over bytes that were cut off before, then the data, and
+// the new size only when all data are written.
 Status BlobWriter::WriteLocked(std::uint64_t offset, const void* data, std::size_t size) {
   TENSORMOUNT_RETURN_IF_ERROR(Check());
   if (!RangeWithin(offset, size, kMaxObjectBytes)) return Status::FromErrno(EFBIG, "write", Name());
@@ -94,7 +95,7 @@ Status BlobWriter::WriteLocked(std::uint64_t offset, const void* data, std::size
   const std::uint64_t end = std::max(size_, offset + size);
   TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(std::min(offset, size_), end));
   changed_ = true;
-  // What was cut off once is zeros if the object grows again.
+  // Bytes that were cut off read as zeros when the object grows again.
   TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(offset, used_)));
   used_ = std::max(used_, end);
   TENSORMOUNT_RETURN_IF_ERROR(area_.file->Write(area_.offset + offset, data, size));
@@ -122,8 +123,8 @@ Result<std::uint64_t> BlobWriter::Append(const void* data, std::size_t size) {
   return at;
 }
 
-// Shortening writes nothing: `size_` says where the object ends, `used_` up to where old bytes
-// still stand behind it.
+// Shortening writes nothing: `size_` is the end of the object, `used_` the end of old bytes behind
+// it.
 Status BlobWriter::Truncate(std::uint64_t size) {
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Check());
@@ -135,7 +136,7 @@ Status BlobWriter::Truncate(std::uint64_t size) {
     used_ = recorded_ = 0;
   } else if (size > size_) {
     TENSORMOUNT_RETURN_IF_ERROR(MakeWritable(size_, size));
-    // The last byte is written, so that the file reaches so far.
+    // The last byte is written, so that the file is long enough.
     TENSORMOUNT_RETURN_IF_ERROR(Zero(size_, std::min(size, used_)));
     TENSORMOUNT_RETURN_IF_ERROR(Zero(size - 1, size));
     used_ = std::max(used_, size);
@@ -144,11 +145,10 @@ Status BlobWriter::Truncate(std::uint64_t size) {
   return {};
 }
 
-// An object is read back and hashed as a whole, since its writes come in any order. With the lock
-// held over the read: writers wait, which for objects (configurations, states of generators) is
-// short.
+// Objects are read back and hashed as a whole, since writes come in any order. The lock is held
+// meanwhile, which is short for typical objects (configurations, generator states).
 Status BlobWriter::Prepare(PendingPart& pending) {
-  pending.turn = std::unique_lock(turn_);
+  pending.sync_lock = std::unique_lock(sync_lock_);
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Check());
   if (removed_ || !changed_) return {};
@@ -162,28 +162,26 @@ Status BlobWriter::Prepare(PendingPart& pending) {
   if (size_ > 0) {
     record.object.file = area_.file->number();
     record.object.offset = area_.offset;
-    LeafHasher hasher;
     std::vector<std::byte> buffer(std::min<std::uint64_t>(kBlobBlockBytes, size_));
-    for (std::uint64_t at = 0; at < size_;) {
-      const std::size_t n = std::min<std::uint64_t>(buffer.size(), size_ - at);
-      TENSORMOUNT_RETURN_IF_ERROR(area_.file->Read(area_.offset + at, buffer.data(), n));
-      hasher.Update(buffer.data(), n);
-      at += n;
-    }
-    hasher.Finish();
-    record.object.leaves = hasher.leaves();
+    const auto read = [&](std::uint64_t at, std::span<std::byte> block) {
+      return area_.file->Read(area_.offset + at, block.data(), block.size());
+    };
+    const auto hashed = [](std::uint64_t, std::span<const std::byte>) { return Status(); };
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkHashes hashes, PassChunk(size_, buffer, read, hashed));
+    record.object.leaves = std::move(hashes.leaves);
     pending.files.push_back(area_.file);
   }
   pending.records = EncodeRecord(record);
   last_ = std::move(record.object);
-  // From here on these bytes are frozen, even if the sync fails: its record may yet become durable.
+  // From here on these bytes are frozen, even if the sync fails: their record may still become
+  // durable.
   recorded_ = std::max(recorded_, size_);
   changed_ = false;
   return {};
 }
 
-// A failed sync condemns the object in the journal, so that a publish by another mount, which sees
-// only journals, does not take an older state of it for the last one.
+// After a failed sync the object is marked as failed in the journal, so that a publish by another
+// mount, which sees only journals, does not use an older version.
 void BlobWriter::Finish(PendingPart& pending, const Status& status) {
   if (!status.ok()) {
     bool first = false;
@@ -194,7 +192,6 @@ void BlobWriter::Finish(PendingPart& pending, const Status& status) {
     }
     JournalWriter* const journal = shared_->files.journal();
     if (first && status.code() != Code::kStale && journal != nullptr) {
-      // An older form of it must not pass for what was meant to be there.
       JournalRecord record;
       record.kind = JournalRecord::Kind::kCondemn;
       record.number = kNoFile;
@@ -203,7 +200,7 @@ void BlobWriter::Finish(PendingPart& pending, const Status& status) {
       if (journal->Append(EncodeRecord(record)).ok()) (void)journal->Sync();
     }
   }
-  pending.turn.unlock();
+  pending.sync_lock.unlock();
 }
 
 Status BlobWriter::Sync() {
@@ -211,9 +208,9 @@ Status BlobWriter::Sync() {
   return SyncParts(*shared_, {&self, 1});
 }
 
-// Nothing is copied: the record of the new name says the same area and hashes.
+// Copies nothing: the record of the new name has the same area and hashes.
 Status BlobWriter::MoveTo(const std::string& key, const Dims& index) {
-  const std::lock_guard turn(turn_);
+  const std::lock_guard sync_lock(sync_lock_);
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Check());
   if (removed_) return Status(Code::kNotFound, Name() + ": removed");
@@ -223,10 +220,11 @@ Status BlobWriter::MoveTo(const std::string& key, const Dims& index) {
   added.object.key = key;
   added.object.index = index;
   JournalRecord removed;
-  removed.kind = JournalRecord::Kind::kNoObject;
+  removed.kind = JournalRecord::Kind::kRemoveObject;
   removed.object.key = key_;
   removed.object.index = index_;
-  // In this order: where a power cut tears them apart, both names are there rather than none.
+  // The new name is recorded first, so that a power loss between the two leaves both names instead
+  // of none.
   TENSORMOUNT_RETURN_IF_ERROR(
       shared_->files.journal()->Append(EncodeRecord(added) + EncodeRecord(removed)));
   last_ = std::move(added.object);
@@ -235,15 +233,15 @@ Status BlobWriter::MoveTo(const std::string& key, const Dims& index) {
   return {};
 }
 
-Status BlobWriter::Leave() {
-  const std::lock_guard turn(turn_);
+Status BlobWriter::ReleaseName() {
+  const std::lock_guard sync_lock(sync_lock_);
   const std::lock_guard lock(mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(Check());
   removed_ = true;
   return {};
 }
 
-void BlobWriter::Stay() {
+void BlobWriter::RestoreName() {
   const std::lock_guard lock(mutex_);
   removed_ = false;
 }
@@ -258,16 +256,15 @@ Dims BlobWriter::index() const {
   return index_;
 }
 
-// With the turn: a sync that has hashed the object, and not recorded it yet, would otherwise bring
-// it back.
+// Takes the sync lock: otherwise a running sync that has hashed the object could record it after
+// its removal.
 Status BlobWriter::Remove() {
-  // Not between a sync's hashing and its record.
-  const std::lock_guard turn(turn_);
+  const std::lock_guard sync_lock(sync_lock_);
   const std::lock_guard lock(mutex_);
   removed_ = true;
   if (shared_->files.journal() == nullptr) return {};
   JournalRecord record;
-  record.kind = JournalRecord::Kind::kNoObject;
+  record.kind = JournalRecord::Kind::kRemoveObject;
   record.object.key = key_;
   record.object.index = index_;
   return shared_->files.journal()->Append(EncodeRecord(record));

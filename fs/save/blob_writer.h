@@ -11,10 +11,10 @@
 
 namespace tensormount::fs {
 
-// A part of an object, a file of any size. Always one area, of the pack or, where it is large, of a
-// file of its own. What a record names of the area is never written again: a change there moves
-// everything to a new one. Calls come one after the other; hashed at the sync. Same rules as those
-// of TargetWriter but for holes: an object counts as a whole, so its holes are zeros.
+// A part of an object: a file of any size, stored in one area of the pack or, if large, of a file
+// of its own. Recorded bytes are never overwritten; a change of them moves everything to a new
+// area. Calls run one after the other, and a sync hashes the whole object. Durability is as for
+// TargetWriter, but holes of an object read as zeros.
 class BlobWriter final : public StagedPart {
  public:
   BlobWriter(std::shared_ptr<StagedParts> shared, std::string key, const Dims& index);
@@ -22,24 +22,24 @@ class BlobWriter final : public StagedPart {
   std::uint64_t size() const;
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size);
   Status Write(std::uint64_t offset, const void* data, std::size_t size);
-  // Where there are bytes already: what lies past the end is dropped.
+  // Writes over existing bytes only; bytes past the end are dropped.
   Status Overwrite(std::uint64_t offset, const void* data, std::size_t size);
   Result<std::uint64_t> Append(const void* data, std::size_t size);
   Status Truncate(std::uint64_t size);
   Status Sync();
 
-  // It has no name any more: later syncs record nothing. Recorded itself, not yet durable.
+  // Records that the object was removed; the record is not durable yet. Later syncs record nothing.
   Status Remove();
-  // To be called once it was synced: all that was recorded is now of another name, in records that
-  // are appended together; not yet durable. Later syncs record it under that. kNotFound once it was
-  // removed.
+  // Gives the object another name. To be called after a sync. Appends the record of the new name
+  // and the removal of the old one together; both are not durable yet. Later syncs use the new
+  // name. kNotFound once the object was removed.
   Status MoveTo(const std::string& key, const Dims& index);
-  // Another one is about to take its name: no sync of it may record anything after that. Fails
-  // where one of its syncs failed, which only removing it takes back.
-  // RenameObject calls Sync and MoveTo of the one that moves, and Leave of the one that had the
-  // name before; where MoveTo fails, Stay takes that back.
-  Status Leave();
-  void Stay();  // The other did not.
+  // Prepares for another object to take this name: later syncs record nothing. Fails if a sync
+  // failed before, which only removing the object clears.
+  // RenameObject calls Sync and MoveTo of the object that moves, and ReleaseName of the object that
+  // had the name; if MoveTo fails, RestoreName reverts ReleaseName.
+  Status ReleaseName();
+  void RestoreName();  // Reverts ReleaseName.
   std::string key() const;
   Dims index() const;
 
@@ -48,32 +48,32 @@ class BlobWriter final : public StagedPart {
 
  private:
   std::string Name() const;
-  // With the lock held.
+  // OK if the object may be changed and synced. Requires the lock.
   Status Check() const;
   Status WriteLocked(std::uint64_t offset, const void* data, std::size_t size);
-  // Makes bytes from `begin` on writable, and room for `end` bytes.
+  // Makes bytes from `begin` on writable, and allocates room up to `end`.
   Status MakeWritable(std::uint64_t begin, std::uint64_t end);
-  // What was cut off by Truncate is still in the file; it must read as zeros when the object grows
-  // over it again.
+  // Zeros bytes that Truncate left in the file: they must read as zeros when the object grows over
+  // them again.
   Status Zero(std::uint64_t begin, std::uint64_t end);
 
   const std::shared_ptr<StagedParts> shared_;
-  // Changed with a turn and the lock.
+  // Name of the object; changed only while sync_lock_ and mutex_ are held.
   std::string key_;
   Dims index_;
 
-  Turn turn_;  // Of syncs; taken before mutex_.
+  SyncLock sync_lock_;  // Serializes syncs; taken before mutex_.
   mutable std::mutex mutex_;
-  // What is appended behind `recorded_` is written in place while the area has room; only a change
-  // before it moves the whole object.
-  DataFiles::Area area_;  // No file: nothing in it.
+  // Bytes appended behind `recorded_` are written in place while the area has room; a change before
+  // it moves the whole object. Without a file the area is empty.
+  DataFiles::Area area_;
   std::uint64_t size_ = 0;
-  std::uint64_t used_ = 0;      // Of the area: behind it are zeros.
-  std::uint64_t recorded_ = 0;  // Of the area: never written again.
-  bool changed_ = true;         // Not recorded as it is.
-  StagedObject last_;           // As it was recorded last.
+  std::uint64_t used_ = 0;      // Bytes of area_ that hold data; the rest are zeros.
+  std::uint64_t recorded_ = 0;  // Bytes of area_ before this position are never overwritten.
+  bool changed_ = true;         // Whether the object changed since its last record.
+  StagedObject last_;           // The object's last record.
   bool removed_ = false;
-  // Of a sync that failed; all that follows fails with it.
+  // Failure of a sync; all later calls return it.
   Status failure_;
 };
 

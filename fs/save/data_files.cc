@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data files that one mount writes in a staging: a pack for what is small, files of their own
+// The data files that one mount writes in a staging: a pack for small targets, files of their own
 // for large tensors. Few are open at a time; older ones are synced early.
 #include "fs/save/data_files.h"
 
@@ -9,15 +9,14 @@
 namespace tensormount::fs {
 namespace {
 
-// From so many files on those that are synced are closed.
-// Descriptors: a checkpoint of thousands of large tensors makes as many files, and a process may
-// have 1,024 open by default.
+// If a mount has more files than this, synced files are closed. A checkpoint of thousands of large
+// tensors has as many files, and a process may have 1,024 descriptors by default.
 constexpr std::size_t kFewFiles = 32;
-// At most about so many are open: older ones are synced early, and closed.
+// Approximate limit of open files: beyond it older ones are synced early and closed.
 constexpr std::size_t kManyFiles = 128;
-// A pack of this size is followed by another one.
+// A pack of this size is followed by a new one.
 constexpr std::uint64_t kStagedPackBytes = std::uint64_t{16} << 30;
-// Places in a pack: of the widest element.
+// Alignment of areas in a pack: the size of the widest element.
 constexpr std::uint64_t kPackAlignment = 16;
 
 }  // namespace
@@ -45,13 +44,15 @@ void DataFile::DropHandle() {
   --*open_files_;
 }
 
-// The descriptor is given out as a shared pointer, so that whoever writes keeps it open even when
-// it is dropped here meanwhile.
+// Returns a shared pointer, so that a writer keeps the descriptor if another thread closes the file
+// meanwhile.
 Result<std::shared_ptr<File>> DataFile::Handle() {
-  if (closed_) return Status(Code::kStale, path_ + ": no longer written");
+  if (closed_)
+    return Status(Code::kStale, path_ + ": its staging directory was published or removed");
   if (file_ == nullptr) {
-    // Opening makes files: not in a folder that has another staging in it by now.
-    if (!fs_.Exists(path_)) return Status(Code::kStale, path_ + ": no longer there");
+    // OpenShared creates missing files, and another staging may have taken this directory's name.
+    if (!fs_.Exists(path_))
+      return Status(Code::kStale, path_ + ": was removed while it was being written");
     TENSORMOUNT_ASSIGN_OR_RETURN(file_, fs_.OpenShared(path_));
     ++*open_files_;
   }
@@ -63,7 +64,8 @@ Status DataFile::Write(std::uint64_t offset, const void* data, std::size_t size)
   TENSORMOUNT_RETURN_IF_ERROR(failure_);
   const bool was_closed = file_ == nullptr;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, Handle());
-  // Counted under the lock, before the write: CloseIfIdle sees it.
+  // The write is counted under the lock before it begins, so that CloseIfIdle does not close the
+  // file.
   ++started_;
   lock.unlock();
   Status status = file->WriteAt(offset, data, size);
@@ -94,9 +96,9 @@ void DataFile::StartWriteback(std::uint64_t offset, std::uint64_t size) {
   if (file != nullptr) file->StartWriteback(offset, size);
 }
 
-// Group fsync. Each caller wants what was done_ when it came; one of them syncs for all, and the
-// loop ends for the others when synced_ has reached their target. An fsync covers writes that had
-// returned when it began (`reaches`), not those that return while it runs.
+// Group fsync: each caller waits until synced_ reaches the value that done_ had when the call
+// began; one caller syncs for all. An fsync covers the writes that had returned when it began
+// (`reaches`).
 Status DataFile::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = done_;
@@ -104,7 +106,7 @@ Status DataFile::Sync() {
   while (failure_.ok() && synced_ < target) {
     if (syncing_) {
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
-        return Status(Code::kDeadlineExceeded, path_ + ": fsync does not return");
+        return Status(Code::kDeadlineExceeded, path_ + ": timed out waiting for fsync");
       }
       continue;
     }
@@ -114,7 +116,7 @@ Status DataFile::Sync() {
     const bool name_too = !name_synced_;
     lock.unlock();
     Status status = file->Sync();
-    // A new file is durable only with its name: the folder is synced with the first fsync.
+    // A new file is durable only with its name, so the first fsync also syncs the directory.
     if (status.ok() && name_too) status = fs_.SyncDirectory(folder_);
     lock.lock();
     syncing_ = false;
@@ -122,8 +124,9 @@ Status DataFile::Sync() {
       synced_ = reaches;
       name_synced_ = true;
     } else {
-      // The kernel may have dropped the pages and says so once: nothing here may be believed.
-      failure_ = status.WithContext(name_ + " was given up");
+      // The kernel reports a failed writeback once and may have dropped the pages, so nothing in
+      // this file can be trusted.
+      failure_ = status.WithContext(name_ + " gets no more data, because its fsync failed");
       condemned_.store(true, std::memory_order_release);
     }
     changed_.notify_all();
@@ -145,10 +148,11 @@ void DataFile::Close() {
 DataFiles::DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation)
     : fs_(fs), staging_(staging), incarnation_(std::move(incarnation)) {}
 
-// Double-checked: the first write of a mount makes the journal, all others see the pointer without
+// Double-checked: the first write of a mount makes the journal; later ones see the pointer without
 // a lock.
 Status DataFiles::Open() {
-  if (closed()) return Status(Code::kStale, staging_.name + " was published or removed");
+  if (closed())
+    return Status(Code::kStale, ".staging/" + staging_.name + ": was published or removed");
   if (journal() != nullptr) return {};
   const std::lock_guard lock(mutex_);
   if (journal_ != nullptr) return {};
@@ -182,7 +186,7 @@ Result<std::shared_ptr<DataFile>> DataFiles::Create(char kind, Placement placeme
     while (next_to_close_ + kManyFiles < files_.size()) close.push_back(files_[next_to_close_++]);
   }
   for (const auto& file : close) {
-    // A failure condemns the file: whoever wrote there hears of it.
+    // A failure condemns the file, and its writers get the error.
     (void)file->Sync();
     file->CloseIfIdle();
   }
@@ -194,9 +198,9 @@ std::shared_ptr<DataFile> DataFiles::Get(std::uint32_t number) const {
   return files_[number];
 }
 
-// Made without the lock, because Create takes it and syncs other files; so two may be made at once,
-// of which one is used.
-Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) {
+// The file is made without the lock, because Create takes the lock and syncs other files. Two
+// threads may each make a file for one tensor; the second file stays unused.
+Result<std::shared_ptr<TensorFile>> DataFiles::FileOfTensor(const std::string& key) {
   {
     const std::lock_guard lock(mutex_);
     const auto at = tensors_.find(key);
@@ -206,12 +210,11 @@ Result<std::shared_ptr<TensorFile>> DataFiles::OfTensor(const std::string& key) 
   TENSORMOUNT_ASSIGN_OR_RETURN(made->file, Create('t', Placement::kTensorFile));
   const std::lock_guard lock(mutex_);
   std::shared_ptr<TensorFile>& entry = tensors_[key];
-  // Somebody was quicker: his serves, ours stays empty.
   if (entry == nullptr || entry->file->condemned()) entry = std::move(made);
   return entry;
 }
 
-// One pack for all small targets and objects of this mount, so that a thousand small tensors are
+// All small targets and objects of this mount share a pack, so that a thousand small tensors need
 // one file and one fsync.
 Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
   const std::lock_guard lock(pack_mutex_);
@@ -224,7 +227,7 @@ Result<DataFiles::Area> DataFiles::Allocate(std::uint64_t bytes) {
   return Area{pack_, at, bytes};
 }
 
-// `area.size` is the caller's own, so only the end of the pack needs the lock.
+// Only the caller uses `area`, so only the end of the pack needs the lock.
 bool DataFiles::Extend(Area& area, std::uint64_t bytes) {
   const std::lock_guard lock(pack_mutex_);
   if (area.file == nullptr || area.file != pack_ || area.end() != pack_end_) return false;

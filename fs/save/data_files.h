@@ -23,48 +23,48 @@
 
 namespace tensormount::fs {
 
-// Writes and reads run in parallel, without the lock; the lock only guards the counters and the
-// descriptor. Three counters say what a sync has to wait for:
+// One data file. Thread-safe. Writes and reads run in parallel; the lock guards only the counters
+// and the descriptor:
 //   started_  writes that have begun
-//   done_     writes that have returned, in whatever order
-//   synced_   as many of done_ as an fsync that began after them has covered
-// CloseIfIdle closes a descriptor only while all three are equal, so that an fsync error cannot be
-// lost: Linux reports a failed write-back once for each open file description, and one that is
-// closed before its fsync has nobody to tell. One data file. Thread-safe.
+//   done_     writes that have returned, in any order
+//   synced_   the part of done_ that a later fsync has covered
+// CloseIfIdle closes a descriptor only while all three are equal, because Linux reports a failed
+// writeback once for each open file description: closing it before the fsync would lose the error.
 class DataFile {
  public:
   DataFile(FileSystem& fs, const std::string& staging, std::string name, std::uint32_t number,
            std::unique_ptr<File> file, std::shared_ptr<std::atomic<std::size_t>> open_files);
   ~DataFile();
 
-  const std::string& name() const { return name_; }  // "data/…".
+  const std::string& name() const { return name_; }  // Path below the staging: "data/…".
   std::uint32_t number() const { return number_; }
-  // A sync failed: what was not synced before may be lost, and nothing more is written here.
+  // Whether a sync failed: unsynced bytes may then be lost, and no more are written to this file.
   bool condemned() const { return condemned_.load(std::memory_order_acquire); }
 
   Status Write(std::uint64_t offset, const void* data, std::size_t size);
-  // Exactly `size` bytes.
+  // Reads exactly `size` bytes.
   Status Read(std::uint64_t offset, void* out, std::size_t size);
   void StartWriteback(std::uint64_t offset, std::uint64_t size);
-  // Until what was written before this call is durable, name and all. Those who come meanwhile wait
-  // for the next fsync together; nothing is done where nothing was written. Once it failed it
-  // fails for ever.
+  // Makes everything written before this call durable, including the file's name. Concurrent
+  // callers share the next fsync; a call without new writes does nothing. After a failure all later
+  // calls fail.
   Status Sync();
-  // Closes the descriptor if all is synced; it is opened again when needed.
+  // Closes the descriptor if all writes are synced; the next access reopens the file.
   void CloseIfIdle();
-  // For good: all that follows is kStale.
+  // Closes the file for good: later calls return kStale.
   void Close();
 
  private:
-  // With the lock held. Opens the file again where CloseIfIdle has closed it.
+  // Requires the lock. Reopens the file if CloseIfIdle has closed it.
   Result<std::shared_ptr<File>> Handle();
   void DropHandle();
-  // Whether writing to a file that had to be opened again should close it at once: then there are
-  // more files in use than descriptors to spare.
+  // Whether a file that was reopened for writing should be closed again at once, because more files
+  // are in use than descriptors available.
   bool TooManyOpen() const;
 
   FileSystem& fs_;
-  const std::shared_ptr<std::atomic<std::size_t>> open_files_;  // Of all data files together.
+  // Number of open descriptors, shared by all data files of a mount.
+  const std::shared_ptr<std::atomic<std::size_t>> open_files_;
   const std::string folder_;
   const std::string name_;
   const std::string path_;
@@ -73,47 +73,48 @@ class DataFile {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::shared_ptr<File> file_;
-  std::uint64_t started_ = 0;  // Writes.
+  std::uint64_t started_ = 0;  // Numbers of writes (see the class comment).
   std::uint64_t done_ = 0;
-  std::uint64_t synced_ = 0;  // Of `done_`.
+  std::uint64_t synced_ = 0;
   bool syncing_ = false;
   bool name_synced_ = false;
   bool closed_ = false;
   Status failure_;
 };
 
-// Targets of one tensor may overlap (rows 0 to 9 and rows 5 to 14), and then each keeps its own
-// bytes of the common rows until the publish compares them. In the file there is room for one of
-// them: the first target that writes a byte claims it, and others write theirs to the pack.
-// The file of a tensor, shared by those targets that do not overlap.
+// The file of a tensor, into which several targets of that tensor may write.
+// Targets of one tensor may overlap (rows 0 to 9 and rows 5 to 14); each keeps its own bytes until
+// the publish compares them. The first target that writes a byte claims that byte in this file;
+// other targets write theirs to the pack.
 struct TensorFile {
   std::shared_ptr<DataFile> file;
   std::mutex mutex;
-  RangeMap claims;  // In bytes of the tensor; sources are the targets that own them.
+  // Claimed bytes of the tensor. The source of a range is the number of the target that claimed it.
+  RangeMap claims;
 };
 
-// Thread-safe.
-// Names and numbers: data file n of a mount is data/<staging>-<incarnation>-<kind><n>.bin, with
-// kind t (the file of a tensor), p (a pack) or o (one target or object). Numbers rise by one from 0
-// in the order of the kFile records, because ReadJournal accepts no others; that is why a file is
-// made, recorded and numbered under one lock.
+// All data files and the journal of a mount. Thread-safe.
+// Data file n of a mount is data/<staging>-<incarnation>-<kind><n>.bin, with kind t (the file of a
+// tensor), p (a pack) or o (one target or object). ReadJournal requires numbers that rise by one
+// from 0 in the order of the kFile records, so a file is made, recorded and numbered under one
+// lock.
 class DataFiles {
  public:
   DataFiles(FileSystem& fs, const Staging& staging, std::string incarnation);
 
-  // Makes the journal where there is none. kStale once closed.
+  // Creates the journal if this mount has none yet. kStale after CloseForGood.
   Status Open();
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   // Null before the first Open().
   JournalWriter* journal() const { return journal_ptr_.load(std::memory_order_acquire); }
   const std::string& incarnation() const { return incarnation_; }
 
-  // A new file, in the journal. `kind`: a letter for its name.
-  // The record of the file is appended but not synced: it stands before all records of extents in
-  // it, and becomes durable with the first of them.
+  // Makes a new file and appends its record to the journal. `kind`: 't', 'p' or 'o', as above.
+  // The record is not synced: it precedes all records of extents in the file and becomes durable
+  // with the first of them.
   Result<std::shared_ptr<DataFile>> Create(char kind, Placement placement);
   std::shared_ptr<DataFile> Get(std::uint32_t number) const;
-  Result<std::shared_ptr<TensorFile>> OfTensor(const std::string& key);
+  Result<std::shared_ptr<TensorFile>> FileOfTensor(const std::string& key);
 
   struct Area {
     std::shared_ptr<DataFile> file;
@@ -121,18 +122,18 @@ class DataFiles {
     std::uint64_t size = 0;
     std::uint64_t end() const { return offset + size; }
   };
-  // Areas are never given back. What a rewrite leaves behind in a pack is unused space of the
-  // published checkpoint, bounded by what was written.
-  // A place in the pack that nobody used before: holes read as zeros there.
+  // An unused area of the pack, whose unwritten bytes read as zeros. Areas are never freed: a
+  // rewrite leaves unused space in the published checkpoint, at most the size of what was written.
   Result<Area> Allocate(std::uint64_t bytes);
-  // Makes `area` longer by `bytes` where it is the last of the pack.
+  // Extends `area` by `bytes` if no other area follows it in the pack.
   bool Extend(Area& area, std::uint64_t bytes);
 
-  // Gives a target its number in the journal.
+  // Records a target in the journal and returns its number there.
   Result<std::uint32_t> AddTarget(const StagedTarget& target, std::uint64_t bytes);
-  // After a sync: closes descriptors where there are many.
+  // To be called after a sync: closes the descriptor of `file` if this mount has many files.
   void CloseIdle(DataFile& file);
-  // Waits for nobody: writes that run finish on the descriptor that they hold.
+  // Closes the journal and all files. Does not wait: writes in progress finish on the descriptor
+  // that they hold.
   void CloseForGood();
   std::uint64_t count() const;
 
@@ -143,17 +144,18 @@ class DataFiles {
   const std::shared_ptr<std::atomic<std::size_t>> open_files_ =
       std::make_shared<std::atomic<std::size_t>>(0);
   std::atomic<bool> closed_{false};
-  // Set once, by Open; read without a lock by every write.
+  // Set once, by Open; every write reads it without a lock.
   std::atomic<JournalWriter*> journal_ptr_{nullptr};
 
-  mutable std::mutex mutex_;  // Of everything below; taken before those of files.
+  // Guards the members down to `tensors_`; taken before the locks of files.
+  mutable std::mutex mutex_;
   std::unique_ptr<JournalWriter> journal_;
-  std::vector<std::shared_ptr<DataFile>> files_;  // By number.
-  std::size_t next_to_close_ = 0;                 // Those before were closed once.
+  std::vector<std::shared_ptr<DataFile>> files_;  // All files, by number.
+  std::size_t next_to_close_ = 0;                 // Files before this number were closed once.
   std::uint32_t targets_ = 0;
   std::map<std::string, std::shared_ptr<TensorFile>> tensors_;
 
-  std::mutex pack_mutex_;  // Taken before mutex_.
+  std::mutex pack_mutex_;  // Guards the pack; taken before mutex_.
   std::shared_ptr<DataFile> pack_;
   std::uint64_t pack_end_ = 0;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The journal of a mount (docs/format.md, "Staging of mounts"): what it wrote, with leaf hashes, in
-// records that each have a checksum. Reading one back tells a tail that was torn by a crash, which
-// is dropped, from damage of what had been durable, which is an error.
+// The journal of a mount (docs/format.md, "Staging of mounts"): the bytes that the mount wrote,
+// with leaf hashes, in records that each have a checksum. The reader distinguishes a tail torn by a
+// crash, which is dropped, from damage of durable records, which is an error.
 #include "fs/save/journal.h"
 
 #include <algorithm>
@@ -24,20 +24,21 @@ constexpr std::uint32_t kJournalVersion = 1;
 constexpr std::size_t kJournalHeadBytes = 64;
 constexpr std::size_t kIncarnationDigits = 16;
 
-// Around a body: u32 length before it, u64 checksum behind it.
+// Bytes of a frame around a record's body: the u32 length before the body, the u64 checksum after
+// it.
 constexpr std::size_t kRecordFrameBytes = 12;
-// No body is longer: nothing larger is read or allocated for what a damaged length says.
+// Upper limit of a body, so that a damaged length cannot cause a huge read or allocation.
 constexpr std::size_t kMaxRecordBytes = std::size_t{16} << 20;
 
-// A mark says where itself is, and how much of the file was durable when it was written: so a
-// reader can tell damage from a tail that was never promised.
+// A mark contains its own position and how much of the file was durable when it was written, so
+// that a reader can tell damage from a tail that was never synced.
 constexpr std::uint8_t kMarkKind = 8;
 constexpr std::size_t kMarkBodyBytes = 17;  // u8 kind, u64 position, u64 synced.
 constexpr std::size_t kMarkBytes = kMarkBodyBytes + kRecordFrameBytes;
 
 constexpr std::uint64_t kMaxPosition = 0x7FFF'FFFF'FFFF'FFFF;
 constexpr std::size_t kMaxReasonBytes = 4096;
-// Larger than any record that is usual; one of kMaxRecordBytes makes the window grow to it.
+// Bytes that are read at a time. Larger than usual records; a larger record makes the window grow.
 constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
 
 std::string FolderOf(const std::string& path) {
@@ -84,22 +85,21 @@ void EncodeLeaves(ByteWriter& out, const std::vector<Hash128>& leaves) {
   for (const Hash128& leaf : leaves) out.Hash(leaf);
 }
 
-// The rest of a record: exactly the leaves of `bytes`.
+// Decodes the rest of a record, which must be exactly the leaf hashes of `bytes` bytes.
 Result<std::vector<Hash128>> DecodeLeaves(ByteReader& in, std::uint64_t bytes,
                                           std::string_view what) {
   if (in.left() != LeafCount(bytes) * 16) {
-    return DataLoss(what, std::to_string(in.left()) + " bytes of leaf hashes for " +
-                              std::to_string(bytes) + " bytes");
+    return DataLoss(what, std::to_string(in.left()) + " bytes of leaf hashes do not fit " +
+                              std::to_string(bytes) + " bytes of data");
   }
   std::vector<Hash128> leaves(static_cast<std::size_t>(LeafCount(bytes)));
   for (Hash128& leaf : leaves) leaf = in.Hash();
   return leaves;
 }
 
-// Bodies of records, checked against what earlier records of the journal said.
-// Every number is judged before it is used as a size or an index: a journal may be damaged in a way
-// that its checksum does not see, or be written by a program with a bug, and the publish runs in
-// the daemon that serves everybody.
+// Decodes record bodies and checks them against earlier records of the journal. Every number is
+// checked before it is used as a size or an index: a journal may be damaged beyond its checksum or
+// be written by a faulty program, and the publish runs in the daemon that serves everybody.
 class RecordDecoder {
  public:
   Result<JournalRecord> Decode(std::string_view body, std::string_view what) {
@@ -122,14 +122,14 @@ class RecordDecoder {
         status = DecodeForget(in, what, record);
         break;
       case JournalRecord::Kind::kObject:
-      case JournalRecord::Kind::kNoObject:
+      case JournalRecord::Kind::kRemoveObject:
         status = DecodeObject(in, what, record);
         break;
       case JournalRecord::Kind::kCondemn:
         status = DecodeCondemn(in, what, record);
         break;
       default:
-        return DataLoss(what, "a record of unknown kind " + std::to_string(kind));
+        return DataLoss(what, "unknown record kind " + std::to_string(kind));
     }
     TENSORMOUNT_RETURN_IF_ERROR(status);
     TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -142,13 +142,13 @@ class RecordDecoder {
     const std::uint8_t placement = in.U8();
     record.file_name = in.String(kMaxFileNameBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
-    if (record.number != files_) return DataLoss(what, "file numbers do not rise by one");
+    if (record.number != files_) return DataLoss(what, "file numbers are not consecutive");
     record.placement = static_cast<Placement>(placement);
     if (record.placement != Placement::kTensorFile && record.placement != Placement::kPack) {
-      return DataLoss(what, "a data file of placement " + std::to_string(placement));
+      return DataLoss(what, "a data file has the invalid placement " + std::to_string(placement));
     }
     if (!record.file_name.starts_with("data/") || !IsSafeName(record.file_name)) {
-      return DataLoss(what, "a data file called '" + record.file_name + "'");
+      return DataLoss(what, "a data file has the invalid name '" + record.file_name + "'");
     }
     ++files_;
     return {};
@@ -168,17 +168,18 @@ class RecordDecoder {
     record.target.box = box.value();
     if (Status key = CheckKey(record.target.key); !key.ok()) return DataLoss(what, key.message());
     if (record.number != targets_.size())
-      return DataLoss(what, "target numbers do not rise by one");
-    if (record.end > kMaxPosition) return DataLoss(what, "a target of over 2^63 bytes");
+      return DataLoss(what, "target numbers are not consecutive");
+    if (record.end > kMaxPosition) return DataLoss(what, "a target is larger than 2^63 bytes");
     targets_.push_back(record.end);
     return {};
   }
 
-  // Positions are kept below 2^63, so that they fit the signed numbers of regions and off_t.
+  // Positions stay below 2^63, so that they fit off_t and the signed numbers of regions.
   Status CheckFile(std::uint32_t file, std::uint64_t offset, std::uint64_t length,
                    std::string_view what) const {
-    if (file >= files_) return DataLoss(what, "file " + std::to_string(file) + " was never named");
-    if (!RangeWithin(offset, length, kMaxPosition)) return DataLoss(what, "a place past 2^63");
+    if (file >= files_) return DataLoss(what, "file " + std::to_string(file) + " was not declared");
+    if (!RangeWithin(offset, length, kMaxPosition))
+      return DataLoss(what, "a byte range ends past 2^63");
     return {};
   }
 
@@ -195,22 +196,22 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     record.number = e.target;
     if (e.target >= targets_.size()) {
-      return DataLoss(what, "target " + std::to_string(e.target) + " was never named");
+      return DataLoss(what, "target " + std::to_string(e.target) + " was not declared");
     }
     if (e.length == 0 || e.runs == 0 || (e.runs == 1) != (e.stride == 0) ||
         (e.runs > 1 && e.stride <= e.length)) {
-      return DataLoss(what, "runs that are none");
+      return DataLoss(what, "the lengths and distances of runs are invalid");
     }
-    // Products of three numbers from disk: none may wrap around.
+    // Products of numbers from disk must not overflow.
     const std::optional<std::uint64_t> bytes = CheckedMul(e.runs, e.length);
     const std::optional<std::uint64_t> last = CheckedMul(e.runs - 1, e.stride);
     const std::optional<std::uint64_t> span =
         last.has_value() ? CheckedAdd(*last, e.length) : std::nullopt;
     if (!bytes.has_value() || !span.has_value() ||
         !RangeWithin(e.begin, *span, targets_[e.target])) {
-      return DataLoss(what, "bytes past the end of target " + std::to_string(e.target));
+      return DataLoss(what, "bytes are past the end of target " + std::to_string(e.target));
     }
-    if (*bytes > kMaxExtentBytes) return DataLoss(what, "an extent of over 4 GiB");
+    if (*bytes > kMaxExtentBytes) return DataLoss(what, "an extent is larger than 4 GiB");
     TENSORMOUNT_RETURN_IF_ERROR(CheckFile(e.file, e.offset, *bytes, what));
     TENSORMOUNT_ASSIGN_OR_RETURN(e.leaves, DecodeLeaves(in, *bytes, what));
     return {};
@@ -223,7 +224,7 @@ class RecordDecoder {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number >= targets_.size() || record.begin > record.end ||
         record.end > targets_[record.number]) {
-      return DataLoss(what, "forgets bytes that no target has");
+      return DataLoss(what, "a truncated byte range is not within a target");
     }
     return {};
   }
@@ -233,15 +234,18 @@ class RecordDecoder {
     o.key = in.String(kMaxKeyBytes);
     TENSORMOUNT_ASSIGN_OR_RETURN(o.index, DecodeDims(in, what));
     if (Status key = CheckKey(o.key); !key.ok()) return DataLoss(what, key.message());
-    if (record.kind == JournalRecord::Kind::kNoObject) return {};
+    if (record.kind == JournalRecord::Kind::kRemoveObject) return {};
     o.file = in.U32();
     o.offset = in.U64();
     o.length = in.U64();
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (o.length == 0) {
-      if (o.file != kNoFile || o.offset != 0) return DataLoss(what, "an empty object with a place");
+      if (o.file != kNoFile || o.offset != 0)
+        return DataLoss(what, "an empty object has a file or an offset");
     } else {
-      if (o.length > kMaxObjectBytes) return DataLoss(what, "an object of over 32 GiB");
+      if (o.length > kMaxObjectBytes)
+        return DataLoss(what, "an object of " + std::to_string(o.length) +
+                                  " bytes, more than the limit of 32 GiB");
       TENSORMOUNT_RETURN_IF_ERROR(CheckFile(o.file, o.offset, o.length, what));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(o.leaves, DecodeLeaves(in, o.length, what));
@@ -254,22 +258,23 @@ class RecordDecoder {
     record.reason = in.String(kMaxReasonBytes);
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     if (record.number != kNoFile && record.number >= targets_.size()) {
-      return DataLoss(what, "condemns a target that was never named");
+      return DataLoss(
+          what, "target " + std::to_string(record.number) + " is marked unusable but not declared");
     }
     return {};
   }
 
   std::uint32_t files_ = 0;
-  std::vector<std::uint64_t> targets_;  // Their bytes.
+  std::vector<std::uint64_t> targets_;  // Sizes of the targets in bytes, by number.
 };
 
-// A file through a window, so that memory does not grow with what its size claims.
+// Reads a file through a window, so that memory does not grow with the file's claimed sizes.
 class Window {
  public:
   Window(File& file, std::uint64_t size) : file_(file), size_(size) {}
 
   std::uint64_t size() const { return size_; }
-  // `n` bytes at `at`, good until the next call; nothing where the file ends before.
+  // `n` bytes at `at`, valid until the next call; nullopt if the file ends before.
   Result<std::optional<std::string_view>> Get(std::uint64_t at, std::size_t n) {
     if (!RangeWithin(at, n, size_)) return std::optional<std::string_view>();
     if (at < begin_ || at + n > begin_ + bytes_.size()) {
@@ -280,7 +285,7 @@ class Window {
                                    file_.ReadAt(at, bytes_.data(), bytes_.size()));
       if (got < bytes_.size()) {
         bytes_.resize(got);
-        size_ = at + got;  // Cut by somebody meanwhile.
+        size_ = at + got;  // The file was truncated meanwhile.
         if (got < n) return std::optional<std::string_view>();
       }
     }
@@ -288,7 +293,7 @@ class Window {
         std::string_view(bytes_).substr(static_cast<std::size_t>(at - begin_), n));
   }
 
-  // The body of the frame at `at`; nothing where it is not whole.
+  // The body of the frame at `at`; nullopt if the frame is incomplete.
   Result<std::optional<std::string_view>> Body(std::uint64_t at) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, Get(at, 4));
     if (!head.has_value()) return head;
@@ -310,7 +315,7 @@ class Window {
   std::string bytes_;
 };
 
-// Of a mark: where it stands, and how far the journal was durable when it was written.
+// Fields of a mark: its position, and how much of the journal was durable when it was written.
 std::uint64_t MarkPosition(std::string_view body) {
   return LoadLittle<std::uint64_t>(body.data() + 1);
 }
@@ -321,27 +326,26 @@ bool IsJournalMark(std::string_view body) {
   return body.size() == kMarkBodyBytes && static_cast<std::uint8_t>(body[0]) == kMarkKind;
 }
 
-// kDataLoss where a whole mark behind `bad` says that the byte at `bad` had been durable.
-// Tries every byte position behind `bad`, because a broken length says nothing of where the next
-// frame begins. That is linear in the rest of the file, almost always with one comparison of 4
-// bytes a position: only a place that looks like a mark and names itself is hashed.
-Status CheckNotPromised(Window& window, std::uint64_t bad, std::string_view what) {
+// kDataLoss if a valid mark after `bad` says that the byte at `bad` had been durable.
+// Tries every byte position after `bad`, because a broken length does not tell where the next frame
+// begins. Linear in the rest of the file, mostly one comparison of 4 bytes a position; only a
+// candidate that contains its own position is hashed.
+Status CheckNotSynced(Window& window, std::uint64_t bad, std::string_view what) {
   for (std::uint64_t at = bad + 1; RangeWithin(at, kMarkBytes, window.size()); ++at) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto frame, window.Get(at, kMarkBytes));
     if (!frame.has_value()) break;
-    // Its own position rules out almost all places before anything is hashed.
     if (LoadLittle<std::uint32_t>(frame->data()) != kMarkBodyBytes) continue;
     const std::string_view body = frame->substr(4, kMarkBodyBytes);
     if (!IsJournalMark(body) || MarkPosition(body) != at) continue;
     if (LoadLittle<std::uint64_t>(frame->data() + 4 + kMarkBodyBytes) != Checksum(body)) continue;
     if (MarkSynced(body) > bad) {
-      return DataLoss(what, "damaged at byte " + std::to_string(bad) + ", which had been synced");
+      return DataLoss(what, "damaged at byte " + std::to_string(bad) + ", although it was synced");
     }
   }
   return {};
 }
 
-// The head; kNotFound where there is none and nothing was promised.
+// Reads the head; kNotFound if there is no head and no bytes were synced.
 Status ReadHead(Window& window, std::string_view what, Journal& journal) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto head, window.Get(0, kJournalHeadBytes));
   ByteReader in(head.value_or(std::string_view()), what);
@@ -353,14 +357,16 @@ Status ReadHead(Window& window, std::string_view what, Journal& journal) {
   const Hash128 hash = in.Hash();
   if (!head.has_value() || magic != kJournalMagic ||
       hash != Xxh3(head->substr(0, kJournalHeadBytes - 16))) {
-    TENSORMOUNT_RETURN_IF_ERROR(CheckNotPromised(window, 0, what));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckNotSynced(window, 0, what));
     return Status(Code::kNotFound, std::string(what) + ": nothing was written into this journal");
   }
   if (version != kJournalVersion || length != kJournalHeadBytes) {
-    return Status(Code::kUnsupported, std::string(what) + ": a journal of version " +
-                                          std::to_string(version) + ", known is 1");
+    return Status(Code::kUnsupported, std::string(what) + ": journal version " +
+                                          std::to_string(version) +
+                                          " is not supported (supported: 1)");
   }
-  if (!IsIncarnation(journal.incarnation)) return DataLoss(what, "a head without an incarnation");
+  if (!IsIncarnation(journal.incarnation))
+    return DataLoss(what, "the header has no valid incarnation");
   return {};
 }
 
@@ -403,11 +409,11 @@ std::string EncodeRecord(const JournalRecord& record) {
       out.U64(record.end);
       break;
     case JournalRecord::Kind::kObject:
-    case JournalRecord::Kind::kNoObject: {
+    case JournalRecord::Kind::kRemoveObject: {
       const StagedObject& o = record.object;
       out.String(o.key);
       EncodeDims(out, o.index);
-      if (record.kind == JournalRecord::Kind::kNoObject) break;
+      if (record.kind == JournalRecord::Kind::kRemoveObject) break;
       out.U32(o.file);
       out.U64(o.offset);
       out.U64(o.length);
@@ -423,8 +429,8 @@ std::string EncodeRecord(const JournalRecord& record) {
   return FrameRecord(out.bytes());
 }
 
-// The loop stops at the first frame that is not whole. Whether that is the end, a torn tail or
-// damage is decided afterwards by CheckNotPromised.
+// Stops at the first incomplete frame. CheckNotSynced then decides whether the bytes from there on
+// are a torn tail or damage.
 Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenRead(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
@@ -439,7 +445,8 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     const std::uint64_t end = at + body->size() + kRecordFrameBytes;
     if (IsJournalMark(*body)) {
       if (MarkPosition(*body) != at || MarkSynced(*body) > at) {
-        return DataLoss(path, "a mark at byte " + std::to_string(at) + " that is of another place");
+        return DataLoss(path,
+                        "the sync mark at byte " + std::to_string(at) + " has another position");
       }
     } else {
       TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -450,7 +457,7 @@ Result<Journal> ReadJournal(FileSystem& fs, const std::string& path) {
     at = end;
   }
   journal.bytes = at;
-  TENSORMOUNT_RETURN_IF_ERROR(CheckNotPromised(window, at, path));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckNotSynced(window, at, path));
   return journal;
 }
 
@@ -467,18 +474,18 @@ Result<std::unique_ptr<JournalWriter>> JournalWriter::Create(FileSystem& fs,
                                                              const Uuid& checkpoint,
                                                              const std::string& incarnation) {
   if (!IsIncarnation(incarnation)) {
-    return Status(Code::kInvalidArgument, "'" + incarnation + "' is not 16 hex digits");
+    return Status(Code::kInvalidArgument, "incarnation '" + incarnation + "' is not 16 hex digits");
   }
   std::unique_ptr<JournalWriter> made(new JournalWriter(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(made->file_, fs.CreateExclusive(path));
   const std::string head = EncodeHead(checkpoint, incarnation);
-  // The head is durable before the first record is promised, or else the journal could be
-  // unreadable with records in it that were.
+  // The head must be durable before the first record is synced; otherwise the journal could become
+  // unreadable with durable records in it.
   Status status = made->file_->WriteAt(0, head.data(), head.size());
   if (status.ok()) status = made->file_->Sync();
   if (status.ok()) status = fs.SyncDirectory(FolderOf(path));
   if (!status.ok()) {
-    (void)fs.RemoveFile(path);  // Else there could be no other try: it must not exist.
+    (void)fs.RemoveFile(path);  // Else a retry would find the file.
     return status;
   }
   made->end_ = made->wanted_ = made->synced_ = head.size();
@@ -502,13 +509,12 @@ Status JournalWriter::Sync() {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = wanted_;
   const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
-  // As DataFile::Sync, with one difference: a mark follows, and does not count as something to be
-  // synced.
+  // Like DataFile::Sync, but appends a mark after the sync, which itself need not be synced.
   while (synced_ < target) {
     TENSORMOUNT_RETURN_IF_ERROR(Check());
     if (syncing_) {
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
-        return Status(Code::kDeadlineExceeded, path_ + ": fsync does not return");
+        return Status(Code::kDeadlineExceeded, path_ + ": timed out waiting for fsync");
       }
       continue;
     }
@@ -521,8 +527,8 @@ Status JournalWriter::Sync() {
     syncing_ = false;
     if (status.ok()) {
       synced_ = reaches;
-      // Not needed by what was promised, and durable some time: where it is, damage before it is
-      // told from a torn tail. Where it cannot be written the next record takes its place.
+      // The mark is optional: once it is durable, damage before it can be told from a torn tail. If
+      // the mark cannot be written, the next record overwrites it.
       const std::string mark = EncodeMark(end_, reaches);
       if (file_ != nullptr && file_->WriteAt(end_, mark.data(), mark.size()).ok()) {
         end_ += mark.size();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Publishing what mounts wrote: journals of all of them are resolved, tensors put together from
-// them and compared where two wrote the same cells, manifests written, and the store publishes.
-// Whatever is missing is named; the staging stays as it was.
+// Publishes what mounts wrote: resolves their journals, assembles tensors, compares cells that two
+// mounts wrote, writes manifests and publishes through the store. On failure the report lists all
+// that is missing, and the staging stays as it was.
 #include "fs/save/publish.h"
 
 #include <algorithm>
@@ -28,19 +28,19 @@
 #include "index/records/common_state.h"
 #include "shard/leaf_hash.h"
 
-// docs/format.md, "Staging of mounts": how journals become manifests. Nothing of what mounts wrote
-// is changed; the publisher adds manifests and perhaps a patch file, which a later try makes anew.
+// docs/format.md, "Staging of mounts", describes how journals become manifests. Files of mounts are
+// not changed; the publisher adds manifests and perhaps a patch file, which a retry rewrites.
 
 namespace tensormount::fs {
 namespace {
 
 constexpr std::string_view kJournalSuffix = ".tmj";
-constexpr std::uint64_t kWidestElement = 16;  // Bytes.
+constexpr std::uint64_t kWidestElement = 16;  // In bytes.
 constexpr const char* kProducer = "tensormount 0.1 (mount)";
 
-// One try. Steps are in Run; everything up to Verdict only reads, but for the patch file, and adds
-// what it finds wrong to the report instead of stopping at the first problem: who has to repair a
-// run of a thousand ranks wants the whole list.
+// One attempt to publish. Run has the steps. The steps before Verdict only read (apart from the
+// patch file) and add problems to the report instead of stopping at the first one, because the
+// operator of a thousand ranks needs the whole list.
 class Publisher {
  public:
   Publisher(const Store& store, FileSystem& fs, Staging staging, StagingReport& report)
@@ -67,8 +67,8 @@ class Publisher {
     TENSORMOUNT_RETURN_IF_ERROR(Fill(manifests, patches));
     if (manifests.needs_patch_file()) TENSORMOUNT_RETURN_IF_ERROR(patches.Open());
     TENSORMOUNT_RETURN_IF_ERROR(patches.Finish());
-    // The store checks and commits as for a save by the library: `shared` says that several mounts
-    // wrote here.
+    // The store checks and commits as for a save by the library; `shared`: several mounts wrote
+    // this staging.
     const auto publish = [&]() -> Result<Store::Published> {
       TENSORMOUNT_RETURN_IF_ERROR(manifests.Write(fs_, patches));
       Staging named = staging_;
@@ -78,27 +78,27 @@ class Publisher {
       return store_.Publish(named, coordinator.value(), options);
     };
     Result<Store::Published> published = publish();
-    // Once it was renamed, or may have been, these files are the checkpoint's.
-    if (!published.ok() && StagingInPlace(fs_, staging_)) {
+    // If the staging was renamed, or may have been, these files belong to the checkpoint.
+    if (!published.ok() && IsStagingInPlace(fs_, staging_)) {
       patches.Discard();
-      (void)DropManifests();  // The next try does.
+      (void)DropManifests();  // On failure the next attempt drops them.
     }
     return published;
   }
 
  private:
   struct AssembledTensor {
-    const TensorMeta* meta = nullptr;  // Of the schema.
+    const TensorMeta* meta = nullptr;  // Points into the schema.
     std::vector<StagedChunk> chunks;
   };
   struct CheckedObject {
     std::uint32_t journal = 0;
-    const StagedObject* object = nullptr;  // Of the journal, or of moved_objects_.
+    const StagedObject* object = nullptr;  // Points into a journal or moved_objects_.
     Dims grid;
   };
-  // Bytes of a written file that the checkpoint needs: of a chunk or of an object.
+  // A range of a written file that the checkpoint needs: a chunk or an object.
   struct LiveRange {
-    std::uint32_t bits = 0;  // Of an element; 0: of an object.
+    std::uint32_t bits = 0;  // Bits of an element; 0: an object.
     std::uint32_t journal = 0;
     std::uint32_t file = 0;
     std::uint64_t offset = 0;
@@ -108,21 +108,22 @@ class Publisher {
     CheckedObject* object = nullptr;
   };
 
-  static Status NotAll(const StagingReport& report) {
+  static Status ProblemsError(const StagingReport& report) {
     const StagingReport::Problem& first = report.problems.front();
     const std::uint64_t others = report.problems.size() - 1 + report.more;
     return Status(Code::kDataLoss,
                   first.object + ": " + first.detail +
-                      (others > 0 ? " (and " + std::to_string(others) + " problems more)" : ""));
+                      (others > 0 ? " (and " + std::to_string(others) + " more problems)" : ""));
   }
-  Status Verdict() const { return report_.problems.empty() ? Status() : NotAll(report_); }
+  Status Verdict() const { return report_.problems.empty() ? Status() : ProblemsError(report_); }
 
-  // Schema, marks and journals. Marks come first: until all are there nothing else means anything.
+  // Reads schema, done marks and journals. Done marks are read first, because the journals are not
+  // final before all marks exist.
   Status Gather() {
     TENSORMOUNT_ASSIGN_OR_RETURN(schema_, ReadSchemas(fs_, staging_.directory));
     if (schema_.empty()) {
       return Status(Code::kInvalidArgument,
-                    staging_.directory + ": no schema.json was written that names anything");
+                    staging_.directory + ": no schema.json declares a tensor or an object");
     }
     std::vector<DoneMark> marks;
     if (schema_.writers()) {
@@ -134,7 +135,8 @@ class Publisher {
     for (const DirectoryEntry& entry : entries) {
       if (entry.name.starts_with('.') || !entry.name.ends_with(kJournalSuffix)) continue;
       Result<Journal> journal = ReadJournal(fs_, JoinPath(folder, entry.name));
-      // Its head was never synced, so nothing was promised. A mark that relies on it says so below.
+      // The journal's head was never synced, so the journal has no valid record. CheckJournalOfMark
+      // reports a done mark that relies on this journal.
       if (journal.status().code() == Code::kNotFound) continue;
       if (!journal.ok()) {
         AddProblem(report_, "bad_journal", "journal/" + entry.name, journal.status().message());
@@ -142,13 +144,13 @@ class Publisher {
       }
       if (journal.value().checkpoint != staging_.uuid || journal.value().name() != entry.name) {
         AddProblem(report_, "bad_journal", "journal/" + entry.name,
-                   "of another staging or another mount");
+                   "the journal belongs to another staging directory or another mount");
         continue;
       }
       journals_.push_back(std::move(journal).value());
     }
     report_.mounts = static_cast<std::uint32_t>(journals_.size());
-    for (const DoneMark& mark : marks) TENSORMOUNT_RETURN_IF_ERROR(CheckReliedOn(mark));
+    for (const DoneMark& mark : marks) TENSORMOUNT_RETURN_IF_ERROR(CheckJournalOfMark(mark));
     TENSORMOUNT_ASSIGN_OR_RETURN(sorted_, SortJournals(journals_, schema_, report_));
     return Status();
   }
@@ -173,47 +175,50 @@ class Publisher {
     for (const std::uint32_t rank : report_.writers_missing) {
       AddProblem(report_, "not_done", "writer " + std::to_string(rank), "no done mark");
     }
-    return Status(Code::kUnavailable, "done marks are missing of " +
+    return Status(Code::kUnavailable, "done marks are missing for " +
                                           std::to_string(report_.writers_missing.size()) + " of " +
                                           std::to_string(writers) + " writers: " + list);
   }
 
-  // The journal may be on its way (attribute caches of network filesystems), so this is a failure
-  // to try again, not damage.
-  Status CheckReliedOn(const DoneMark& mark) {
+  // kNotFound instead of kDataLoss, so that callers can try again: the journal may not be visible
+  // yet (attribute caches of network filesystems).
+  Status CheckJournalOfMark(const DoneMark& mark) {
     if (mark.journal.empty()) return Status();
     const auto found = std::find_if(journals_.begin(), journals_.end(),
                                     [&](const auto& j) { return j.name() == mark.journal; });
     const std::uint64_t there = found == journals_.end() ? 0 : found->bytes;
     if (found != journals_.end() && there >= mark.journal_bytes) return Status();
     const std::string detail = found == journals_.end()
-                                   ? "journal/" + mark.journal + " is not there"
+                                   ? "journal/" + mark.journal + " is missing"
                                    : "journal/" + mark.journal + " has " + std::to_string(there) +
-                                         " bytes, had " + std::to_string(mark.journal_bytes);
+                                         " bytes, but had " + std::to_string(mark.journal_bytes) +
+                                         " when the writer was done";
     const std::string object = "writer " + std::to_string(mark.rank);
     AddProblem(report_, "no_journal", object, detail);
-    return Status::FromParts(Code::kNotFound, ENODATA, "what " + object + " relies on: " + detail);
+    return Status::FromParts(Code::kNotFound, ENODATA, object + ": " + detail);
   }
 
-  // Everything but what the parent holds, byte for byte.
+  // Adds tensors and objects to the manifests, except those that the base holds byte for byte and
+  // that are linked.
   Status Fill(StagedManifests& manifests, PatchFile& patches) {
     StagedReuse reuse(store_, fs_, staging_, journals_);
     reuse.Open(schema_.reuse());
     std::vector<bool> tensors_taken;
     std::vector<bool> objects_taken;
     for (const AssembledTensor& tensor : tensors_) {
-      tensors_taken.push_back(reuse.Takes(*tensor.meta, tensor.chunks));
+      tensors_taken.push_back(reuse.TryReuse(*tensor.meta, tensor.chunks));
     }
     for (const CheckedObject& object : objects_) {
-      objects_taken.push_back(reuse.Takes(*object.object, object.grid));
+      objects_taken.push_back(reuse.TryReuse(*object.object, object.grid));
     }
-    // What fails there is no failure of the publish: then all is recorded as it was written.
+    // A failure to reuse does not fail the publish: then all tensors and objects are recorded as
+    // written.
     const bool linked = reuse.Link().ok() && reuse.any();
     report_.reused_tensors = reuse.tensors();
     report_.reused_bytes = reuse.bytes();
     report_.reuse_note = reuse.note();
     if (linked) {
-      TENSORMOUNT_RETURN_IF_ERROR(CopyFromMostlyDead(tensors_taken, objects_taken, patches));
+      TENSORMOUNT_RETURN_IF_ERROR(CopyLiveRanges(tensors_taken, objects_taken, patches));
     }
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       if (linked && tensors_taken[i]) continue;
@@ -228,20 +233,20 @@ class Publisher {
     return Status();
   }
 
-  // Of a written file of which the base holds more than half the live ranges are copied into the
-  // publisher's file, and no manifest names the written one. Small tensors share a pack: one that
-  // changed would keep all of it. Where the disk is full the written files serve.
-  Status CopyFromMostlyDead(const std::vector<bool>& tensors_taken,
-                            const std::vector<bool>& objects_taken, PatchFile& patches) {
-    std::vector<LiveRange> live = RangesOfMostlyDead(tensors_taken, objects_taken);
+  // Copies the live ranges of a written file into the publisher's file if the live ranges are less
+  // than half of that file; no manifest then names the written file. Without this, one changed
+  // small tensor would keep a whole shared pack. If the disk is full the written files are used.
+  Status CopyLiveRanges(const std::vector<bool>& tensors_taken,
+                        const std::vector<bool>& objects_taken, PatchFile& patches) {
+    std::vector<LiveRange> live = LiveRangesOfDeadFiles(tensors_taken, objects_taken);
     if (live.empty()) return Status();
-    // Wide elements first, so that each is aligned for them without gaps.
+    // Ranges with wide elements come first, so that each range is aligned without gaps.
     std::stable_sort(live.begin(), live.end(),
                      [](const LiveRange& a, const LiveRange& b) { return a.bits > b.bits; });
     const std::uint64_t before = patches.size();
     std::vector<std::uint64_t> offsets;
     const Status copied = CopyRanges(live, patches, offsets);
-    if (copied.code() == Code::kResourceExhausted) return patches.CutTo(before);
+    if (copied.code() == Code::kResourceExhausted) return patches.TruncateTo(before);
     TENSORMOUNT_RETURN_IF_ERROR(copied);
     for (std::size_t i = 0; i < live.size(); ++i) {
       if (live[i].chunk != nullptr) {
@@ -258,10 +263,10 @@ class Publisher {
     return Status();
   }
 
-  std::vector<LiveRange> RangesOfMostlyDead(const std::vector<bool>& tensors_taken,
-                                            const std::vector<bool>& objects_taken) {
+  std::vector<LiveRange> LiveRangesOfDeadFiles(const std::vector<bool>& tensors_taken,
+                                               const std::vector<bool>& objects_taken) {
     struct Use {
-      bool taken = false;  // Something of it.
+      bool taken = false;  // The base holds a part of the file.
       std::uint64_t live_bytes = 0;
       std::vector<LiveRange> ranges;
     };
@@ -301,7 +306,7 @@ class Publisher {
       if (!use.taken || use.ranges.empty()) continue;
       const Result<FileInfo> info =
           fs_.LinkStat(JoinPath(staging_.directory, journals_[id.first].files[id.second]));
-      // What is wrong with the file is said where it is sealed.
+      // SealFiles reports problems of the file.
       if (!info.ok()) continue;
       const std::uint64_t size = info.value().size;
       if (use.live_bytes >= size - std::min(use.live_bytes, size)) continue;
@@ -310,7 +315,8 @@ class Publisher {
     return live;
   }
 
-  // Compared with the journal's hashes on the way: a copy of damaged bytes would be one more.
+  // Copies the ranges and returns their offsets in the publisher's file. Verifies the journal's
+  // hashes, so that damaged bytes are not copied.
   Status CopyRanges(const std::vector<LiveRange>& ranges, PatchFile& patches,
                     std::vector<std::uint64_t>& offsets) const {
     const std::array<std::byte, kWidestElement> zeros{};
@@ -335,9 +341,8 @@ class Publisher {
         const auto n = static_cast<std::size_t>(std::min(kLeafBytes, range.length - at));
         TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(range.offset + at, leaf.data(), n));
         if (Xxh3(leaf.data(), n) != (*range.leaves)[i]) {
-          return Status(Code::kDataLoss, from->path() + ": bytes from " +
-                                             std::to_string(range.offset + at) +
-                                             " on are not those that were written");
+          return Status(Code::kDataLoss, from->path() + ": checksum mismatch at byte " +
+                                             std::to_string(range.offset + at));
         }
         TENSORMOUNT_RETURN_IF_ERROR(patches.Append(leaf.data(), n));
       }
@@ -345,7 +350,7 @@ class Publisher {
     return Status();
   }
 
-  // In rising order of keys.
+  // Assembles the tensors of the schema in rising order of keys.
   Status AssembleTensors(StagedReader& reader, PatchFile& patches) {
     TensorAssembly assembly(journals_, reader, patches, report_);
     static const std::vector<TargetRecords> kNone;
@@ -360,7 +365,7 @@ class Publisher {
           RunsOf(meta, found == sorted_.tensors.end() ? kNone : found->second));
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<StagedRun> left,
                                    assembly.Resolve(meta, std::move(runs)));
-      // All that is wrong is found before anything is written.
+      // All problems are found before anything is written.
       if (!report_.problems.empty()) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<StagedChunk> chunks, assembly.Emit(meta, left));
       tensors_.push_back({&meta, std::move(chunks)});
@@ -368,8 +373,8 @@ class Publisher {
     return Status();
   }
 
-  // One of each part, and all parts of each grid.
-  // Compares by leaf hashes alone: no byte of an object is read.
+  // Checks that every part exists once and that grids are complete. Compares leaf hashes only and
+  // reads no bytes.
   Status CheckObjects() {
     for (const auto& [name, claims] : sorted_.objects) {
       const StagedObject& object = *claims.front().object;
@@ -382,13 +387,13 @@ class Publisher {
       }
       if (!fits) {
         AddProblem(report_, "bad_object", text,
-                   grid.rank() == 0 ? "the schema has no grid for it"
+                   grid.rank() == 0 ? "schema.json declares no grid for it"
                                     : "not a part of its grid " + grid.ToString());
         continue;
       }
       for (std::size_t i = 1; i < claims.size(); ++i) {
         const StagedObject& other = *claims[i].object;
-        // Leaves are of the same 64 KiB of each.
+        // Both have leaf hashes of the same 64 KiB blocks, so equal hashes mean equal bytes.
         if (other.length == object.length && other.leaves == object.leaves) continue;
         AddProblem(report_, "conflict", text,
                    "differs between mounts " + journals_[claims[0].journal].incarnation + " and " +
@@ -401,13 +406,14 @@ class Publisher {
     return Status();
   }
 
-  // Counts through the grid like an odometer; rank 0 is one part with no index.
+  // Reports the parts of a grid that no mount wrote. Iterates over all indexes, the last axis
+  // fastest; a grid without axes has one part without an index.
   void MissingParts(const std::string& key, const Dims& grid) {
     Dims index = Dims::Filled(grid.rank(), 0);
     for (;;) {
       const auto span = index.span();
       if (!sorted_.objects.contains({key, {span.begin(), span.end()}})) {
-        AddProblem(report_, "missing", ObjectText(key, index), "written by no mount");
+        AddProblem(report_, "missing", ObjectText(key, index), "not written by any mount");
       }
       int a = grid.rank() - 1;
       for (; a >= 0; --a) {
@@ -418,7 +424,7 @@ class Publisher {
     }
   }
 
-  // What the library's rank 0 would say: producer, world size, common values.
+  // The inventory that rank 0 of the library would write: producer, world size, common values.
   Result<Inventory> Coordinator() {
     Inventory coordinator;
     coordinator.info.producer = schema_.producer().empty() ? kProducer : schema_.producer();
@@ -443,8 +449,7 @@ class Publisher {
     return coordinator;
   }
 
-  // What an earlier try wrote.
-  // The store merges all that stand in manifest/, so those of an earlier try would count twice.
+  // Removes what an earlier attempt wrote: the store merges all manifests in manifest/.
   Status DropManifests() {
     const std::string folder = JoinPath(staging_.directory, "manifest");
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(folder));
@@ -461,12 +466,12 @@ class Publisher {
   StagingSchema schema_;
   std::vector<Journal> journals_;
   SortedJournals sorted_;
-  std::vector<AssembledTensor> tensors_;  // What is sound of it, by key.
+  std::vector<AssembledTensor> tensors_;  // Assembled tensors, by key.
   std::vector<CheckedObject> objects_;
-  std::deque<StagedObject> moved_objects_;  // Those that stand in the publisher's file.
+  std::deque<StagedObject> moved_objects_;  // Objects that were copied into the publisher's file.
 };
 
-// Both are for people; nothing relies on them.
+// Writes report.json and report.txt, which tensormount never reads; failures are ignored.
 void WriteReport(FileSystem& fs, const Staging& staging, const StagingReport& report) {
   (void)fs.ReplaceFile(JoinPath(staging.directory, "report.json"), report.ToJson());
   (void)fs.ReplaceFile(JoinPath(staging.directory, "report.txt"), report.ToText());
@@ -487,9 +492,9 @@ Result<Store::Published> TryPublish(const Store& store, FileSystem& fs, const st
   Result<Store::Published> published = run();
   if (published.ok()) return published;
   const Status status = published.status();
-  // A failure after the rename (of the folder's fsync) leaves a checkpoint: whether it will be
-  // there after a power cut is not known.
-  if (!StagingInPlace(fs, staging)) {
+  // If the failure came after the rename (fsync of the directory), the checkpoint exists, but may
+  // be lost in a power loss.
+  if (!IsStagingInPlace(fs, staging)) {
     if (status.code() == Code::kUnknown) return status;
     return Status(Code::kStale,
                   staging.directory + ": published or removed meanwhile: " + status.message());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RangeMap: a std::map by first byte whose ranges never overlap, so that the order of their ends is
-// that of their beginnings and one upper_bound finds the first range that a call can concern.
+// RangeMap: a std::map keyed by first byte. Ranges never overlap, so their ends are sorted like
+// their begins, and one upper_bound finds the first range that a call affects.
 #include "fs/save/range_map.h"
 
 #include <iterator>
@@ -8,14 +8,14 @@
 namespace tensormount::fs {
 namespace {
 
-// Whether `b`, which begins where `a` ends in the target, continues it in its source.
+// Whether `b`, which begins where `a` ends in the target, also continues it in the source.
 bool Continues(const StoredRange& a, const StoredRange& b) {
   return a.source == b.source && a.grid == b.grid && a.offset + a.size() == b.offset;
 }
 
 }  // namespace
 
-// upper_bound finds the first range that begins behind `at`; only the one before it can reach over
+// upper_bound finds the first range that begins after `at`; only the one before it can reach over
 // `at`.
 RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
   auto it = ranges_.upper_bound(at);
@@ -28,7 +28,7 @@ RangeMap::Ranges::const_iterator RangeMap::First(std::uint64_t at) const {
 
 void RangeMap::Erase(const ByteRange& bytes) {
   if (bytes.begin >= bytes.end) return;
-  // First() is const, and a map gives no mutable iterator for a const one: looked up once more.
+  // Looked up again, because First() is const and returns a const iterator.
   const auto first = First(bytes.begin);
   auto it = first == ranges_.end() ? ranges_.end() : ranges_.find(first->first);
   while (it != ranges_.end() && it->first < bytes.end) {
@@ -49,7 +49,7 @@ void RangeMap::Erase(const ByteRange& bytes) {
 void RangeMap::Insert(StoredRange range) {
   if (range.bytes.empty()) return;
   Erase(range.bytes);
-  // After the Erase nothing overlaps, so only the two neighbours can be continued.
+  // After the Erase nothing overlaps, so only the two neighbours can be merged.
   auto next = ranges_.lower_bound(range.bytes.begin);
   if (next != ranges_.end() && next->first == range.bytes.end && Continues(range, next->second)) {
     range.bytes.end = next->second.bytes.end;
@@ -65,8 +65,8 @@ void RangeMap::Insert(StoredRange range) {
   ranges_.emplace_hint(next, range.bytes.begin, range);
 }
 
-// With offset == begin, claims of one owner that touch always continue each other, so a target that
-// writes its file in order is one range here too.
+// With offset == begin, adjacent claims of one owner always merge, so a target that writes its file
+// in order needs one range here too.
 bool RangeMap::Claim(const ByteRange& bytes, std::uint32_t owner) {
   bool free = true;
   ForEach(bytes, [&](const StoredRange& r) { free = free && r.source == owner; });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From records of journals to what holds in the end: later writes of a mount replace its earlier
-// ones, byte by byte; what is left of each target are runs.
+// Reduces the records of journals to their final state: later writes of a mount replace its earlier
+// ones byte by byte, and the rest of each target becomes runs.
 #include "fs/save/resolve_journals.h"
 
 #include <algorithm>
@@ -18,15 +18,15 @@ namespace {
 
 constexpr std::size_t kMaxProblems = 1000;
 
-// "data/x": a file directly in data/, nothing that leads elsewhere.
+// Whether the name is "data/x": a file directly in data/, without further path components.
 bool IsDataFile(const std::string& name) {
   return name.starts_with("data/") && name.size() > 5 && name.find('/', 5) == std::string::npos &&
          name.find('\0') == std::string::npos && name != "data/." && name != "data/..";
 }
 
-// Turns records of one target into runs. Where all of them are single ranges, which is nearly
-// always, a RangeMap says what later ones leave of earlier ones. Otherwise all records become runs
-// in their order, and TensorAssembly cuts them as boxes.
+// Turns records of one target into runs. If all records are single ranges, the usual case, a
+// RangeMap computes what later records leave of earlier ones. If some are not, all records become
+// runs in their order, and TensorAssembly cuts them as boxes.
 class RunsOfTarget {
  public:
   RunsOfTarget(const TensorMeta& meta, const TargetRecords& target, std::vector<StagedRun>& out)
@@ -47,13 +47,13 @@ class RunsOfTarget {
   }
 
  private:
-  // RecordDecoder has checked this against what the journal says of the target. Here it is checked
-  // against the schema's idea of it, which is what regions are made with.
+  // Checks an extent against the schema, from which regions are made. RecordDecoder checked it only
+  // against the journal's own description of the target.
   Status CheckExtent(const StagedExtent& e) const {
     const auto bad = [&] {
-      return DataLoss("record of bytes " + std::to_string(e.begin) + " on, " +
-                      std::to_string(e.runs) + " times " + std::to_string(e.length) +
-                      ": not within " + std::to_string(size_) + " bytes");
+      return DataLoss("record of " + std::to_string(e.runs) + " runs of " +
+                      std::to_string(e.length) + " bytes from byte " + std::to_string(e.begin) +
+                      " on: not within the " + std::to_string(size_) + " bytes of its target");
     };
     if (e.runs == 0 || !RangeWithin(e.begin, e.length, size_)) return bad();
     const auto stored = CheckedMul(e.runs, e.length);
@@ -71,7 +71,7 @@ class RunsOfTarget {
     run.journal = target_.journal;
     run.target = target_.number;
     run.record = record;
-    run.of = target_.target->box;
+    run.target_box = target_.target->box;
     run.of_bytes = of_bytes_;
     return run;
   }
@@ -89,10 +89,12 @@ class RunsOfTarget {
     return Status();
   }
 
-  // One pass and O(log n) for each record; the result is disjoint, so TensorAssembly finds a
-  // partition at once where nobody else wrote.
+  // Adds the ranges that remain after all records, in O(log n) for each record. They are disjoint,
+  // so TensorAssembly finds a partition at once if no other target was written.
   Status AddRanges() {
-    RangeMap ranges;  // Sources are indices of records, offsets those of the bytes they stored.
+    // The source of a range is the index of a record, its offset the position in that record's
+    // stored bytes.
+    RangeMap ranges;
     for (std::size_t i = 0; i < target_.records.size(); ++i) {
       const JournalRecord& record = *target_.records[i];
       if (record.kind == JournalRecord::Kind::kForget) {
@@ -109,8 +111,8 @@ class RunsOfTarget {
     return Status();
   }
 
-  // A kForget becomes a run too, which cuts earlier runs of this target like any later write would,
-  // and then goes.
+  // Adds a run for each record. A kForget becomes a run too: TensorAssembly cuts earlier runs of
+  // this target with it and then drops it.
   Status AddInOrder() {
     for (const JournalRecord* record : target_.records) {
       if (record->kind == JournalRecord::Kind::kForget) {
@@ -126,8 +128,9 @@ class RunsOfTarget {
     return Status();
   }
 
-  // Runs at one distance are a box for each box that their first bytes make on the outer axes,
-  // where the distance is that of neighbours there and a run lies within one of them.
+  // Converts runs at a fixed distance to boxes: if the distance is the stride of an axis and no run
+  // reaches into the next step of that axis, the first bytes of the runs form boxes on the axes up
+  // to this one.
   Status AddRuns(const JournalRecord* record) {
     const StagedExtent& e = record->extent;
     if (e.length == 0) return Status();
@@ -136,8 +139,8 @@ class RunsOfTarget {
     for (int axis = rank - 1; axis >= 0; --axis) {
       if (static_cast<std::uint64_t>(steps[axis]) != e.stride) continue;
       // Example: a target of 4 x 8 bytes whose columns 2 and 3 came in 4 writes of 2 bytes. Strides
-      // are 8 and 1; stride 8 is that of axis 0, a run begins at 2 within it and is 2 long, so the
-      // cells are rows [0, 4) by columns [2, 4), one box.
+      // are 8 and 1; distance 8 is the stride of axis 0, each run begins at 2 within it and is 2
+      // long, so the cells are rows [0, 4) by columns [2, 4), one box.
       const std::uint64_t within = e.begin % e.stride;
       if (within + e.length > e.stride) break;
       TENSORMOUNT_ASSIGN_OR_RETURN(const Region run,
@@ -181,11 +184,10 @@ class RunsOfTarget {
   std::uint64_t size_ = 0;
 };
 
-// One journal, in its order.
-// Goes through the records once, in order, and keeps for each target what is said of it, for each
-// object the last record, and what was condemned. Only at the end is a target judged by the schema:
-// a target of a schema that was taken back may have been forgotten meanwhile, and is then nobody's
-// problem.
+// Sorts the records of one journal: goes through them once and keeps for each target its records,
+// for each object the last record, and the condemned files. Targets are checked against the schema
+// at the end, because a target of a withdrawn schema may have been forgotten meanwhile, which is
+// allowed.
 class Sorter {
  public:
   Sorter(std::uint32_t number, Journal& journal, const StagingSchema& schema,
@@ -202,7 +204,8 @@ class Sorter {
       const std::string& key = target.target->key;
       const auto meta = schema_.tensors().find(key);
       if (meta == schema_.tensors().end()) {
-        AddProblem(report_, "unknown", "tensor " + key, "written, but in no schema");
+        AddProblem(report_, "unknown", "tensor " + key,
+                   "written, but not declared in any schema.json");
         continue;
       }
       const auto bytes =
@@ -211,7 +214,7 @@ class Sorter {
           !(target.target->shape == meta->second.shape()) ||
           target.target->bits != meta->second.bits()) {
         AddProblem(report_, "unknown", "tensor " + key + " " + target.target->box.ToString(),
-                   "written when a schema gave it another shape or type (mount " +
+                   "written when schema.json gave it another shape or dtype (mount " +
                        journal_.incarnation + ")");
         continue;
       }
@@ -232,22 +235,24 @@ class Sorter {
 
   Status CheckFile(std::uint32_t file) const {
     if (file < journal_.files.size() && !journal_.files[file].empty()) return Status();
-    return DataLoss("a record of file " + std::to_string(file) + ", which was never named");
+    return DataLoss("a record refers to file " + std::to_string(file) + ", which was not declared");
   }
 
   Status Take(const JournalRecord& record) {
     switch (record.kind) {
       case Kind::kFile: {
         if (!IsDataFile(record.file_name))
-          return DataLoss("\"" + record.file_name + "\": no data file");
-        if (record.number > journal_.files.size()) return DataLoss("a file out of turn");
+          return DataLoss("\"" + record.file_name + "\": not the name of a data file");
+        if (record.number > journal_.files.size())
+          return DataLoss("file numbers are not consecutive");
         if (record.number == journal_.files.size()) journal_.files.emplace_back();
         journal_.files[record.number] = record.file_name;
         return Status();
       }
       case Kind::kTarget: {
         TargetRecords& target = targets_[record.number];
-        if (target.target != nullptr) return DataLoss("a target that is there twice");
+        if (target.target != nullptr)
+          return DataLoss("target " + std::to_string(record.number) + " is declared twice");
         target.journal = number_;
         target.number = record.number;
         target.target = &record.target;
@@ -258,10 +263,11 @@ class Sorter {
       case Kind::kForget: {
         const bool extent = record.kind == Kind::kExtent;
         const auto target = targets_.find(extent ? record.extent.target : record.number);
-        if (target == targets_.end()) return DataLoss("a record of a target that was never named");
+        if (target == targets_.end())
+          return DataLoss("a record refers to a target that was not declared");
         if (extent) TENSORMOUNT_RETURN_IF_ERROR(CheckFile(record.extent.file));
-        // All of it: as if nothing had been written to it. Who truncates or removes a file that was
-        // condemned may write it again, and what another schema said of it is of no matter.
+        // The whole target was discarded: a program that truncates or removes a condemned file may
+        // write it again, and records for another schema no longer count.
         if (!extent && record.begin == 0 && record.end >= sizes_[record.number]) {
           condemned_.erase(record.number);
           target->second.records.clear();
@@ -271,13 +277,13 @@ class Sorter {
         return Status();
       }
       case Kind::kObject:
-      case Kind::kNoObject: {
+      case Kind::kRemoveObject: {
         const StagedObject& object = record.object;
         const bool there = record.kind == Kind::kObject;
         if (there && object.length > 0) {
           TENSORMOUNT_RETURN_IF_ERROR(CheckFile(object.file));
           if (object.leaves.size() != LeafCount(object.length)) {
-            return DataLoss("object " + object.key + ": not as many leaf hashes as it needs");
+            return DataLoss("object " + object.key + ": wrong number of leaf hashes");
           }
         }
         const auto span = object.index.span();
@@ -295,7 +301,7 @@ class Sorter {
         condemned_.emplace(record.number, &record);
         return Status();
     }
-    return DataLoss("a record of unknown kind");
+    return DataLoss("unknown record kind");
   }
 
   const std::uint32_t number_;
@@ -311,7 +317,7 @@ class Sorter {
 
 }  // namespace
 
-// A list of millions of holes helps nobody and would fill the disk.
+// The list is bounded, because a list of millions of holes would not help and could fill the disk.
 void AddProblem(StagingReport& report, std::string code, std::string object, std::string detail) {
   if (report.problems.size() >= kMaxProblems) {
     ++report.more;
@@ -320,7 +326,7 @@ void AddProblem(StagingReport& report, std::string code, std::string object, std
   report.problems.push_back({std::move(code), std::move(object), std::move(detail)});
 }
 
-// As a user would index the tensor, so that the report can be pasted into a program.
+// The text is in index notation, so that it can be pasted into a program.
 std::string TensorBoxText(const TensorMeta& meta, const Box& box) {
   std::string text = "tensor " + meta.key() + " [";
   for (int a = 0; a < box.rank(); ++a) {
@@ -343,11 +349,12 @@ Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const Stagin
     journals[i].files.clear();
     Sorter sorter(static_cast<std::uint32_t>(i), journals[i], schema, sorted, report);
     TENSORMOUNT_RETURN_IF_ERROR(sorter.Run());
-    // A file belongs to one mount: else nobody could say who may write where.
+    // A data file belongs to one mount, or it would be unclear who may write to it.
     for (const std::string& file : journals[i].files) {
       const auto [owner, fresh] = owners.emplace(file, journals[i].name());
       if (!fresh) {
-        return DataLoss(file + ": named by " + owner->second + " and " + journals[i].name());
+        return DataLoss(file + ": declared in both " + owner->second + " and " +
+                        journals[i].name());
       }
     }
   }

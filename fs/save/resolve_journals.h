@@ -17,28 +17,29 @@
 #include "fs/save/schema.h"
 #include "shard/tensor_meta.h"
 
-// What the journals of a staging say, sorted by tensor and object, and the runs of bytes of a
-// tensor that each journal has written, as regions.
+// Sorts the journals of a staging by tensor and object, and converts the bytes of a tensor that
+// each journal has written to regions.
 
 namespace tensormount::fs {
 
-// A problem for the report; over 1,000 are counted.
+// Adds a problem to the report; beyond 1,000 only counts it.
 void AddProblem(StagingReport& report, std::string code, std::string object, std::string detail);
-// NumPy's spelling with ":" for whole axes: "tensor w [512:768, :]".
+// A box of a tensor in NumPy notation, with ":" for whole axes: "tensor w [512:768, :]".
 std::string TensorBoxText(const TensorMeta& meta, const Box& box);
-// "object rng[2]", "object config".
+// The name of an object part in reports: "object rng[2]", "object config".
 std::string ObjectText(const std::string& key, const Dims& index);
 
-// Pointers go into the vectors of the journals, which do not change any more.
-// All that one journal says of one of its targets, in order: kExtent and kForget records.
+// The kExtent and kForget records of one target of a journal, in order. Pointers refer to the
+// journals' vectors, which no longer change.
 struct TargetRecords {
   std::uint32_t journal = 0;
   std::uint32_t number = 0;
   const StagedTarget* target = nullptr;
-  std::vector<const JournalRecord*> records;  // Of the journal's vector.
+  std::vector<const JournalRecord*> records;  // Pointers into the journal's vector.
 };
 
-// Where several mounts wrote the same object part, their bytes must be equal.
+// What one journal holds of an object part. If several mounts wrote the same part, their bytes must
+// be equal.
 struct ObjectClaim {
   std::uint32_t journal = 0;
   const StagedObject* object = nullptr;
@@ -47,46 +48,47 @@ struct ObjectClaim {
 struct SortedJournals {
   std::map<std::string, std::vector<TargetRecords>> tensors;
   using ObjectName = std::pair<std::string, std::vector<std::int64_t>>;
-  std::map<ObjectName, std::vector<ObjectClaim>> objects;  // At most one of each journal.
+  // For each object part at most one entry for each journal.
+  std::map<ObjectName, std::vector<ObjectClaim>> objects;
 };
-// Sorts records of journals, which must outlive the result. What is condemned, or about a tensor
-// that `schema` does not have, becomes a problem of the report. kDataLoss for file numbers and
-// names that journals cannot have.
-// A kForget of a whole target drops all earlier records of it, and its condemnation with them: the
-// program truncated the file and may start again.
+// Sorts records of journals, which must outlive the result. Condemned targets, and tensors that
+// `schema` does not have, become problems of the report. kDataLoss: impossible file numbers or
+// names.
+// A kForget of a whole target drops the target's earlier records, including a kCondemn: the program
+// truncated the file and may start again.
 Result<SortedJournals> SortJournals(std::vector<Journal>& journals, const StagingSchema& schema,
                                     StagingReport& report);
 
-// What is left of one extent of a journal: bytes of a tensor that are stored side by side, in the
-// row-major order of `bytes`. Or, where its record is a kForget, bytes that earlier records of the
-// same target no longer say anything about.
+// Bytes of a tensor that one record of a journal stored contiguously, as far as later records of
+// the same target left them; stored in the row-major order of `bytes`. For a kForget record: the
+// bytes that the record discards.
 struct StagedRun {
   std::uint32_t journal = 0;
-  std::uint32_t target = 0;  // Number in that journal.
-  // Later ones of one journal hold over earlier ones; they are ordered by their addresses, which
-  // are those of the journal's vector.
+  std::uint32_t target = 0;  // Number of the target in that journal.
+  // Later records of a journal override earlier ones. Records are ordered by address, since they
+  // lie in the journal's vector.
   const JournalRecord* record = nullptr;
-  std::uint64_t at = 0;    // In the extent's stored bytes,
-  std::uint64_t size = 0;  // so many.
-  Region bytes;            // In byte coordinates of the tensor (ByteShape).
-  // Where they are a range of the target: it begins here in the target's packed bytes.
+  std::uint64_t at = 0;    // Position in the extent's stored bytes.
+  std::uint64_t size = 0;  // Number of bytes.
+  Region bytes;            // Cells in byte coordinates (ByteShape).
+  // The bytes are one range of the target, which begins at `begin` in the target's packed bytes.
   bool is_range = false;
   std::uint64_t begin = 0;
-  Box of;        // The target's box, in elements,
-  Box of_bytes;  // and in bytes.
-  // Once TensorAssembly has cut away what others say of the same bytes: the boxes of bytes that are
-  // left, disjoint. Not set: all of `bytes`.
-  std::optional<std::vector<Box>> left = std::nullopt;
+  Box target_box;  // The target's box in elements.
+  Box of_bytes;    // The target's box in bytes.
+  // Disjoint boxes of bytes that remained after TensorAssembly removed bytes that other records
+  // supersede. Not set: all of `bytes` remain.
+  std::optional<std::vector<Box>> remaining = std::nullopt;
 
   bool forgets() const { return record->kind == JournalRecord::Kind::kForget; }
-  const StagedExtent& extent() const { return record->extent; }  // Not of one that forgets.
+  const StagedExtent& extent() const { return record->extent; }  // Undefined for a kForget.
   bool whole() const { return !forgets() && at == 0 && size == extent().bytes(); }
 };
-// What is left of one tensor's records after later ones of the same target. Runs of different
-// targets or journals may still overlap. In the order of journals, then records. kDataLoss where a
+// The runs that later records of the same target left of one tensor's records, in the order of
+// journals, then records. Runs of different targets or journals may still overlap. kDataLoss: a
 // record does not fit the tensor.
-// A record of columns (StagedExtent::runs) becomes one run with a box of bytes where its stride is
-// that of an axis of the target, and single ranges otherwise.
+// A record of columns (StagedExtent::runs) becomes runs with boxes of bytes if its stride is that
+// of an axis of the target, and otherwise one run for each of its ranges.
 Result<std::vector<StagedRun>> RunsOf(const TensorMeta& meta,
                                       const std::vector<TargetRecords>& targets);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// schema.json: what there shall be in a staging. Edits of several mounts are merged, and two that
-// say different things of one name are refused when they are closed, not when they are published.
+// schema.json: the planned content of a staging. Edits of several mounts are merged; contradicting
+// edits are refused when their file is closed, not at publish.
 #include "fs/save/schema.h"
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 
 #include "base/errors.h"
 #include "index/records/inventory.h"
+#include "index/store/store.h"
 
 namespace tensormount::fs {
 namespace {
@@ -26,8 +27,8 @@ constexpr std::uint64_t kMaxSchemaBytes = std::uint64_t{1} << 30;
 constexpr std::size_t kMaxProducerBytes = 4096;
 constexpr std::string_view kPlacements[] = {"auto", "tensor-file", "rank-shard"};
 
-// Looks at a text without building anything: the tree that nlohmann makes keeps the last of two
-// members with one name, silently. (Its parser with a callback would tell, but takes quadratic time
+// Checks a text without building a tree, because nlohmann's tree silently keeps the last of two
+// members with one name. (Its parser with a callback would detect them, but takes quadratic time
 // for an object of many objects.)
 class Checker : public Json::json_sax_t {
  public:
@@ -43,7 +44,7 @@ class Checker : public Json::json_sax_t {
   bool start_object(std::size_t) override { return Open(); }
   bool key(string_t& name) override {
     if (open_.back().insert(name).second) return true;
-    return Fail("\"" + name + "\" is there twice");
+    return Fail("\"" + name + "\" occurs twice");
   }
   bool end_object() override { return Close(); }
   bool start_array(std::size_t) override { return Open(); }
@@ -66,7 +67,7 @@ class Checker : public Json::json_sax_t {
     return false;
   }
 
-  std::vector<std::unordered_set<std::string>> open_;  // Names so far of what is around.
+  std::vector<std::unordered_set<std::string>> open_;  // Names so far in each enclosing object.
   std::string problem_;
 };
 
@@ -76,7 +77,7 @@ Result<Json> ParseStrictly(std::string_view text) {
   return Json::parse(text, nullptr, false);
 }
 
-// Signed and unsigned are told apart, because nlohmann would turn 2^64 - 1 into -1.
+// Signed and unsigned are distinguished, because nlohmann would turn 2^64 - 1 into -1.
 Result<Dims> ParseDims(const Json& json, const std::string& at) {
   if (!json.is_array()) return InvalidArgument(at + ": not a list of numbers");
   if (json.size() > static_cast<std::size_t>(kMaxRank)) {
@@ -97,7 +98,7 @@ Result<Dims> ParseDims(const Json& json, const std::string& at) {
   return dims;
 }
 
-// No members of `json` but these.
+// Refuses members of `json` that are not in `known`.
 Status CheckMembers(const Json& json, const std::string& at,
                     std::initializer_list<std::string_view> known) {
   if (!json.is_object()) return InvalidArgument(at + ": not an object");
@@ -140,7 +141,7 @@ Result<StagingSchema::ObjectSpec> ParseObject(const std::string& key, const Json
   const std::optional<std::int64_t> parts = CheckedProduct(spec.grid);
   if (!parts || *parts < 1 || *parts > std::numeric_limits<std::uint32_t>::max()) {
     return InvalidArgument(at + ".grid: " + spec.grid.ToString() +
-                           " has not between 1 and 2^32 - 1 parts");
+                           " does not have between 1 and 2^32 - 1 parts");
   }
   return spec;
 }
@@ -155,16 +156,16 @@ Json DimsJson(const Dims& dims) {
   return json;
 }
 
-// One look at all of them. kAlreadyExists where two conflict: perhaps just now, for a moment.
-// Files that vanish in between are of an edit that was taken back.
-Result<StagingSchema> LookAtSchemas(FileSystem& fs, const std::string& staging_directory) {
+// Reads all edits once. kAlreadyExists: two of them conflict, maybe only for a moment. Files that
+// vanish meanwhile are withdrawn edits.
+Result<StagingSchema> ReadSchemasOnce(FileSystem& fs, const std::string& staging_directory) {
   const std::string folder = JoinPath(staging_directory, "schema");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
   StagingSchema all;
   for (const DirectoryEntry& entry : entries) {
     if (entry.name.starts_with('.') || !entry.name.ends_with(".json")) continue;
     const Result<std::string> text = fs.ReadFile(JoinPath(folder, entry.name), kMaxSchemaBytes);
-    // Withdrawn between our look and our reading.
+    // The edit was withdrawn between the listing and the reading.
     if (text.status().code() == Code::kNotFound) continue;
     if (!text.ok()) return text.status();
     const Result<StagingSchema> one = StagingSchema::Parse(text.value());
@@ -179,8 +180,8 @@ Result<StagingSchema> LookAtSchemas(FileSystem& fs, const std::string& staging_d
 
 }  // namespace
 
-// Each branch checks one field and says in its error where it stands; unknown fields are refused
-// above, so that a typo does not silently mean "default".
+// Each branch checks one field, and its error names the field's position. Unknown fields are
+// refused, so that a typo does not silently mean the default.
 Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Json json, ParseStrictly(text));
   if (!json.is_object()) return InvalidArgument("not a JSON object");
@@ -230,7 +231,7 @@ Result<StagingSchema> StagingSchema::Parse(std::string_view text) {
     if (!producer->is_string()) return InvalidArgument("producer: not a string");
     schema.producer_ = producer->get<std::string>();
     if (schema.producer_.size() > kMaxProducerBytes) {
-      return InvalidArgument(fmt::format("producer: over {} bytes", kMaxProducerBytes));
+      return InvalidArgument(fmt::format("producer: longer than {} bytes", kMaxProducerBytes));
     }
   }
   if (const auto content = json.find("content"); content != json.end()) {
@@ -265,13 +266,15 @@ std::string StagingSchema::ToJson() const {
   return json.dump(1, ' ') + "\n";
 }
 
-// Equal fields merge; a field that only one side has is taken. Anything else names both values.
+// Equal fields merge, and a field that only one of the two has is taken. Anything else is a
+// conflict, whose message has both values.
 Status StagingSchema::Merge(const StagingSchema& other) {
   const auto differs = [](const std::string& what, const std::string& here,
                           const std::string& there) {
-    return Status(Code::kAlreadyExists, fmt::format("{}: {} here, {} there", what, here, there));
+    return Status(Code::kAlreadyExists,
+                  fmt::format("{}: {} in one schema.json, {} in another", what, here, there));
   };
-  // All of it is looked at before anything is changed.
+  // All is checked before anything is changed.
   for (const auto& [key, meta] : other.tensors_) {
     const auto mine = tensors_.find(key);
     if (mine == tensors_.end()) continue;
@@ -316,9 +319,9 @@ Status StagingSchema::Merge(const StagingSchema& other) {
 }
 
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory) {
-  // An edit that conflicts stands there for as long as its writer takes to see it.
+  // A conflicting edit exists only until its writer notices the conflict.
   for (int attempt = 0;; ++attempt) {
-    Result<StagingSchema> all = LookAtSchemas(fs, staging_directory);
+    Result<StagingSchema> all = ReadSchemasOnce(fs, staging_directory);
     if (all.ok() || all.status().code() != Code::kAlreadyExists || attempt == 5) return all;
     std::this_thread::sleep_for(std::chrono::milliseconds(2 << attempt));
   }
@@ -327,13 +330,13 @@ Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_dir
 Status AddSchema(FileSystem& fs, const std::string& staging_directory,
                  const std::string& incarnation, const StagingSchema& edit) {
   const std::string folder = JoinPath(staging_directory, "schema");
-  // A conflict with what has stood there is seen before anything is written. What only conflicts
-  // with another edit under way passes here and is judged below.
+  // Detects a conflict with existing edits before anything is written. A conflict with a concurrent
+  // edit is detected below.
   TENSORMOUNT_ASSIGN_OR_RETURN(StagingSchema now, ReadSchemas(fs, staging_directory));
   TENSORMOUNT_RETURN_IF_ERROR(now.Merge(edit));
-  // RenameNoReplace makes the numbers of one mount unique, even where two threads of it add at
+  // The edit is written under a hidden name first, so that nobody reads a partial file.
+  // RenameNoReplace makes the numbers of one mount unique even if two of its threads add edits at
   // once.
-  // Under a hidden name first, so that nobody reads half of it.
   const std::string temporary =
       JoinPath(folder, "." + incarnation + "." + Uuid::Random().Short() + ".new");
   Status moved = fs.WriteFileDurably(temporary, edit.ToJson());
@@ -346,15 +349,17 @@ Status AddSchema(FileSystem& fs, const std::string& staging_directory,
     if (moved.code() == Code::kAlreadyExists) moved = Status();
   }
   if (!moved.ok()) {
-    (void)fs.RemoveFile(temporary);  // Of no harm where it stays: nobody reads hidden names.
+    (void)fs.RemoveFile(temporary);  // A remaining file is harmless: hidden names are not read.
     return moved;
   }
-  // Both of two that conflict see each other here, because each reads after it has written.
-  const Result<StagingSchema> all = LookAtSchemas(fs, staging_directory);
+  // Each writer reads after it has written, so of two conflicting edits at least one writer sees
+  // both.
+  const Result<StagingSchema> all = ReadSchemasOnce(fs, staging_directory);
   if (!all.ok()) {
     const Status removed = fs.RemoveFile(name);
     if (!removed.ok() && removed.code() != Code::kNotFound) return removed;
-    (void)fs.SyncDirectory(folder);  // A power cut may bring it back; the next edit names it.
+    // A power loss may bring the file back; the next edit then reports the conflict.
+    (void)fs.SyncDirectory(folder);
     return all.status();
   }
   return fs.SyncDirectory(folder);

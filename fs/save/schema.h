@@ -19,36 +19,36 @@
 
 namespace tensormount::fs {
 
-// Mounts of several machines edit it at once, and there are no locks between them. So an edit is a
-// file of its own that never changes, and the schema is what merging all of them gives: adding is
-// idempotent and commutes, and what contradicts is refused.
-// What a checkpoint that is being written shall hold (docs/semantics.md, "schema.json"):
+// The planned content of a checkpoint that is being written (docs/mounting.md, "Saving through the
+// mount"):
 //   {"tensors": {"w": {"dtype": "bf16", "shape": [4096, 4096]}},
 //    "objects": {"rng": {"grid": [4]}}, "writers": 4, "placement": "auto",
 //    "reuse": "auto", "producer": "my trainer 1.2", "content": {...}}
-// All fields but "tensors" are optional; unknown ones are refused by name.
+// All fields but "tensors" are optional; unknown fields are refused by name.
+// Mounts of several machines edit the schema at once without locks. So each edit is a file that
+// never changes, and the schema is the merge of all edits: adding is idempotent and commutative,
+// and contradictions are refused.
 class StagingSchema {
  public:
-  // Parts of an object are files objects/KEY/0.1, one for each index of the grid.
+  // An object. Its parts are the files objects/KEY/0.1, one for each index of the grid.
   struct ObjectSpec {
-    Dims grid;  // Rank 0: one part.
+    Dims grid;  // Without axes: one part, objects/KEY.
     friend bool operator==(const ObjectSpec&, const ObjectSpec&) = default;
   };
-  // kInvalidArgument names what is wrong and where ("tensors.w.shape[1]: ...").
+  // kInvalidArgument names the problem and its position ("tensors.w.shape[1]: ...").
   static Result<StagingSchema> Parse(std::string_view json);
-  // The same text for the same schema, keys sorted; what reading schema.json gives.
+  // Canonical text with sorted keys; the content of schema.json.
   std::string ToJson() const;
 
-  // Adds what `other` says. kAlreadyExists "tensor w: bf16 [4, 4] here, f32 [4, 4] there" where
-  // both say different things of one name; nothing is changed then.
-  // All is compared before anything is added.
+  // Adds the fields of `other`. kAlreadyExists "tensor w: bf16 [4, 4] here, f32 [4, 4] there" if
+  // both define a name differently; nothing is changed then.
   Status Merge(const StagingSchema& other);
 
   const std::map<std::string, TensorMeta>& tensors() const { return tensors_; }
   const std::map<std::string, ObjectSpec>& objects() const { return objects_; }
   std::optional<std::uint32_t> writers() const { return writers_; }
   const std::string& placement() const { return placement_; }
-  // "off", or the name of the checkpoint that is compared with; empty: auto.
+  // "off", or the name of the base checkpoint; empty: auto.
   const std::string& reuse() const { return reuse_; }
   const std::string& producer() const { return producer_; }
   const CommonDict& content() const { return content_; }
@@ -64,14 +64,13 @@ class StagingSchema {
   CommonDict content_;
 };
 
-// The schemas of all mounts of a staging: one file for each edit, never changed
-// (schema/<incarnation>-<n>.json), merged.
-// Tries a few times where files conflict: a writer may be about to take its file back.
+// Merges the schemas of all mounts of a staging: one immutable file for each edit
+// (schema/<incarnation>-<n>.json). Retries a few times on a conflict, because a writer may be about
+// to withdraw its edit.
 Result<StagingSchema> ReadSchemas(FileSystem& fs, const std::string& staging_directory);
-// Adds an edit durably: writes its file, reads all again; a conflict removes it and is
-// kAlreadyExists. Of two that conflict and come at once at most one succeeds.
-// Each writer first adds its file and then reads all: of two that conflict at least one sees the
-// other and takes its own back. Both may; then both are told.
+// Adds an edit durably. kAlreadyExists: it conflicts with another edit, and was removed again.
+// Each writer first adds its file and then reads all, so of two concurrent conflicting edits at
+// most one succeeds; both may fail.
 Status AddSchema(FileSystem& fs, const std::string& staging_directory,
                  const std::string& incarnation, const StagingSchema& edit);
 

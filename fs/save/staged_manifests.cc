@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks and objects of a publish, sorted into the manifest of the mount that wrote them.
+// Sorts the chunks and objects of a publish into the manifests of the mounts that wrote them.
 #include "fs/save/staged_manifests.h"
 
 #include <algorithm>
@@ -14,16 +14,18 @@ namespace tensormount::fs {
 struct StagedManifests::Writer {
   Inventory inventory;
   std::vector<Hash128> leaves;
-  std::map<std::uint32_t, std::uint32_t> file_numbers;  // Of the journal: of the manifest.
-  // A data file is a tensor file (Placement::kTensorFile) where every chunk in it lies at its own
-  // position of one tensor and all of the tensor is there. Then the kernel may read it by itself as
-  // tensors/KEY.
+  // Numbers of files in the manifest, by their numbers in the journal.
+  std::map<std::uint32_t, std::uint32_t> file_numbers;
+  // Use of one data file. The file is a tensor file (Placement::kTensorFile) if it has all bytes of
+  // one tensor, each at its position in that tensor, and nothing else; the kernel may then read it
+  // as tensors/KEY (passthrough).
   struct FileUse {
-    std::uint32_t number = 0;  // Of the journal.
-    std::uint64_t end = 0;     // Of the last byte that counts.
-    // Which tensor it is, as far as it is one: each byte at its place.
+    std::uint32_t number = 0;  // Number in the journal.
+    std::uint64_t end = 0;     // End of the last used byte.
+    // The tensor of the file's first chunk; an index of inventory.tensors.
     std::optional<std::size_t> tensor;
-    bool other = false;  // Something that is no byte of one tensor at its place.
+    // Whether the file has anything but chunks of `tensor` at their positions in that tensor.
+    bool other = false;
   };
   std::vector<FileUse> files;
 
@@ -45,25 +47,10 @@ struct StagedManifests::Writer {
 
 namespace {
 
-// Whether the region begins at byte `offset` of the tensor's row-major order and is a run of it.
-// For elements of fewer than 8 bits an offset in bytes need not be one in elements.
+// Whether the region is a run of the tensor's row-major order that begins at byte `offset`.
 bool IsRunAt(const TensorMeta& meta, const Region& region, std::uint64_t offset) {
-  const std::int64_t bits = meta.bits();
-  const std::int64_t unit = bits % 8 == 0 ? bits / 8 : 0;
-  std::int64_t first = 0;
-  if (unit != 0) {
-    if (offset % static_cast<std::uint64_t>(unit) != 0) return false;
-    first = static_cast<std::int64_t>(offset) / unit;
-  } else {
-    if (offset > static_cast<std::uint64_t>(INT64_MAX) / 8 ||
-        static_cast<std::int64_t>(offset) * 8 % bits != 0) {
-      return false;
-    }
-    first = static_cast<std::int64_t>(offset) * 8 / bits;
-  }
-  // Equal cells, equal regions.
-  const Result<Region> run = Region::Flat(Box::Whole(meta.shape()), first, region.volume());
-  return run.ok() && run.value() == region;
+  const std::optional<ByteBounds> run = RunInTensor(meta, region);
+  return run && run->first == offset;
 }
 
 }  // namespace
@@ -74,11 +61,11 @@ StagedManifests::StagedManifests(const Staging& staging, const std::vector<Journ
 }
 StagedManifests::~StagedManifests() = default;
 
-StagedManifests::Writer& StagedManifests::Of(std::uint32_t journal) {
+StagedManifests::Writer& StagedManifests::WriterOf(std::uint32_t journal) {
   return journal == kPublisher ? writers_.back() : writers_[journal];
 }
 
-// The digest of a tensor is the XOR of what its chunks contribute; each manifest has the share of
+// The digest of a tensor is the XOR of its chunks' contributions; each manifest stores the share of
 // its own chunks.
 void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
   if (chunks.empty()) {
@@ -88,7 +75,7 @@ void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<Staged
     return;
   }
   for (const StagedChunk& chunk : chunks) {
-    Writer& writer = Of(chunk.journal);
+    Writer& writer = WriterOf(chunk.journal);
     std::vector<TensorRecord>& tensors = writer.inventory.tensors;
     if (tensors.empty() || tensors.back().meta.key() != meta.key()) {
       tensors.emplace_back(meta);
@@ -113,7 +100,7 @@ void StagedManifests::AddTensor(const TensorMeta& meta, const std::vector<Staged
 
 void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& object,
                                 const Dims& grid) {
-  Writer& writer = Of(journal);
+  Writer& writer = WriterOf(journal);
   ObjectRecord record;
   record.key = object.key;
   record.index = object.index;
@@ -129,7 +116,7 @@ void StagedManifests::AddObject(std::uint32_t journal, const StagedObject& objec
   writer.inventory.objects.push_back(std::move(record));
 }
 
-// Asked before the manifests are written: an object of no bytes needs a file to be recorded in.
+// An object without bytes needs a file to be recorded in.
 bool StagedManifests::needs_patch_file() const { return !writers_.back().files.empty(); }
 
 Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal,
@@ -145,17 +132,18 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
       const std::string path = JoinPath(staging_.directory, record.name);
       const Result<std::unique_ptr<File>> file = fs.OpenRead(path);
       if (file.status().code() == Code::kNotFound) {
-        return Status(Code::kDataLoss, path + ": missing, though a journal names it");
+        return Status(Code::kDataLoss, path + ": missing, although a journal refers to it");
       }
       if (!file.ok()) return file.status();
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.value()->Stat());
       if (info.kind != FileKind::kFile || info.size < use.end) {
         return Status(Code::kDataLoss, path + ": ends at byte " + std::to_string(info.size) +
-                                           ", its journal says " + std::to_string(use.end));
+                                           ", but its journal refers to bytes up to " +
+                                           std::to_string(use.end));
       }
       TENSORMOUNT_RETURN_IF_ERROR(file.value()->Seal());
-      // Behind what journals name may be bytes that nobody synced, of a mount that was killed. They
-      // mean nothing, but the length that is recorded must survive a power cut.
+      // After the recorded bytes may follow unsynced bytes of a mount that was killed. They are not
+      // used, but the recorded length must survive a power loss.
       if (info.size > use.end) TENSORMOUNT_RETURN_IF_ERROR(file.value()->Sync());
       record.length = info.size;
       if (use.tensor && !use.other) {
@@ -170,8 +158,8 @@ Status StagedManifests::SealFiles(FileSystem& fs, const PatchFile& patches, std:
   return Status();
 }
 
-// In the order of journals. Names begin with what wrote them, so that they are never those of the
-// library's ranks.
+// Writes the manifests in the order of journals. Their names begin with "mount-" or "publisher-",
+// so that they differ from those of the library's ranks.
 Status StagedManifests::Write(FileSystem& fs, const PatchFile& patches) {
   for (std::size_t i = 0; i < writers_.size(); ++i) {
     Writer& writer = writers_[i];

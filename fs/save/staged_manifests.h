@@ -14,44 +14,42 @@
 
 namespace tensormount::fs {
 
-// One manifest for each mount, as the library writes one for each rank, so that the store's publish
-// is the same for both: it reads manifests from disk, merges them and proves that they are
-// complete. They are written and read back within one call on purpose. The proof is of what a
-// rebuild or a verify will read later, not of what the publisher had in memory, and a manifest that
-// cannot be decoded must fail the publish, not a restart weeks later. The cost is one read of data
-// that is in the page cache.
-// The manifests that journals become: one for each mount that wrote anything that counts, one for
-// the publisher, with its patches and the tensors that have no bytes. Not thread-safe.
+// Makes the manifests of a publish: one for each mount whose bytes are used, and one for the
+// publisher, with its patches and the tensors without bytes. Not thread-safe.
+// The store's publish is thus the same as for the library's ranks: it reads manifests from disk,
+// merges them and proves that they are complete. Reading them back in the same call is intended: a
+// manifest that cannot be decoded must fail the publish, not a restart weeks later. It costs one
+// read from the page cache.
 class StagedManifests {
  public:
-  // Both must outlive this.
+  // Both must outlive this object.
   StagedManifests(const Staging& staging, const std::vector<Journal>& journals);
   ~StagedManifests();
 
-  // Chunks of one tensor; tensors in rising order of their keys.
+  // Adds the chunks of one tensor; tensors come in rising order of their keys.
   void AddTensor(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
-  // `object` as a part of `grid`, of that journal; kPublisher for one without bytes, and for one
-  // that stands in the publisher's file.
+  // Adds an object part of a journal. `grid`: the grid that the part belongs to. `journal` is
+  // kPublisher for an object without bytes, or one in the publisher's file.
   void AddObject(std::uint32_t journal, const StagedObject& object, const Dims& grid);
-  // Whether the publisher's file must be there though it has no bytes: objects without bytes
-  // must be in some file.
+  // Whether the publisher's file must exist even without bytes, because objects without bytes must
+  // be in some file.
   bool needs_patch_file() const;
 
-  // Seals the data files that count and learns their lengths; then writes the manifests, durably
-  // but for their names. kDataLoss where a file is not there or ends before its journal says.
+  // Seals the used data files and learns their lengths, then writes the manifests (their names are
+  // not yet durable). kDataLoss: a file is missing or shorter than its journal says.
   Status Write(FileSystem& fs, const PatchFile& patches);
 
  private:
-  // What one manifest will say.
+  // The content of one manifest.
   struct Writer;
-  Writer& Of(std::uint32_t journal);
-  // Opens each data file that a chunk names: it must be there and reach as far as its chunks do.
-  // Sealing marks it read-only, so that nothing can change what COMMIT vouches for.
+  Writer& WriterOf(std::uint32_t journal);
+  // Opens and checks each data file that a chunk names: it must reach as far as its chunks. Sealing
+  // marks it read-only, so that nothing that COMMIT covers can change.
   Status SealFiles(FileSystem& fs, const PatchFile& patches, std::uint32_t journal, Writer& writer);
 
   const Staging& staging_;
   const std::vector<Journal>& journals_;
-  std::vector<Writer> writers_;  // The publisher's is the last.
+  std::vector<Writer> writers_;  // The last one is the publisher's.
 };
 
 }  // namespace tensormount::fs

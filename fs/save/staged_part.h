@@ -17,31 +17,30 @@
 #include "fs/save/journal.h"
 #include "index/store/store.h"
 
-// How targets and objects become durable, one or many at once.
+// Makes targets and objects durable, one or many at once.
 
 namespace tensormount::fs {
 
-// What all parts of a StagingWriter share.
-// Lives as long as any target or object of the staging, which may be longer than the StagingWriter:
-// a file that a program has open keeps its part.
+// The state that all parts of a StagingWriter share. May outlive the StagingWriter: a file that a
+// program has open keeps its part.
 struct StagedParts {
-  // A target or object of so many bytes gets a file of its own instead of an area of the pack.
+  // From this size on a target or object gets a file of its own instead of an area of the pack.
   static constexpr std::uint64_t kOwnFileBytes = std::uint64_t{4} << 20;
 
   StagedParts(FileSystem& fs, const Staging& staging, const std::string& incarnation)
       : files(fs, staging, incarnation) {}
 
   DataFiles files;
-  // Figures of .tensormount/status; relaxed, since nothing is decided by them.
+  // Counters for .tensormount/status; relaxed, since no decision depends on them.
   std::atomic<std::uint64_t> bytes_written{0};
   std::atomic<std::uint64_t> syncs{0};
 };
 
-// Syncs of one part come one after the other. Not a mutex: a sync of everything holds one of each
-// part, more than checkers of lock orders can count.
-class Turn {
+// Serializes the syncs of one part. Not a mutex, because StagingWriter::SyncAll takes the locks of
+// all parts, which are more than lock-order checkers support.
+class SyncLock {
  public:
-  // Blocks in atomic::wait (a futex), so a waiter costs nothing while another sync is at the disk.
+  // Blocks in atomic::wait (a futex), so waiting uses no processor time.
   void lock() {
     while (taken_.exchange(true, std::memory_order_acquire)) taken_.wait(true);
   }
@@ -54,38 +53,39 @@ class Turn {
   std::atomic<bool> taken_{false};
 };
 
-// What one part has to say in a sync.
+// What one part adds to a sync: its lock, its files and its records.
 struct PendingPart {
-  std::unique_lock<Turn> turn;
-  // Held as shared pointers: the file stays open and numbered until the sync has ended.
-  std::vector<std::shared_ptr<DataFile>> files;  // To be durable before its records.
+  std::unique_lock<SyncLock> sync_lock;
+  // Files that must be durable before the records. The shared pointers keep them open and numbered
+  // until the sync has ended.
+  std::vector<std::shared_ptr<DataFile>> files;
   std::string records;
 };
 
-// A sync of one or many parts is three steps, and a crash between any two of them loses nothing
-// that was promised:
-//   1. Prepare: what was written is frozen (never overwritten in place again) and hashed, and the
-//   records that will name it are made, in memory.
+// A target or object that is synced in three steps; a crash between two steps loses nothing that a
+// returned sync covers:
+//   1. Prepare: freezes the written bytes (never overwritten in place again), hashes them, and
+//      makes their records in memory.
 //   2. The data files are synced.
 //   3. The records are appended to the journal and the journal is synced.
-// A record is thus never durable before the bytes that it names, and where step 2 fails for a file,
-// no record of the parts that used it is appended.
+// A record is thus never durable before its bytes. If step 2 fails for a file, no record of the
+// parts that used it is appended.
 class StagedPart {
  public:
   virtual ~StagedPart() = default;
-  // Takes its turn, and all that was written before: from here on those bytes of its files are
-  // never written again. Hashes what was not hashed while it was written.
+  // Step 1: takes the sync lock, freezes all bytes written before, hashes those that were not
+  // hashed during their write, and fills `pending`.
   virtual Status Prepare(PendingPart& pending) = 0;
-  // Once a turn was taken, with the outcome. After a failure all later syncs of the part fail.
+  // Called once after each Prepare, with the result of the sync; releases the sync lock. After a
+  // failure all later syncs of the part fail.
   virtual void Finish(PendingPart& pending, const Status& status) = 0;
 };
 
-// Data files, each once; then the records of those whose files are durable; then the journal, once.
-// The first failure; each part hears of its own. To be called with parts in one order by all who
-// sync several at once.
-// Turns are taken in the order of `parts`. Two callers that took them in different orders would
-// wait for each other for ever: StagingWriter passes its maps in order, and a single part is in any
-// order.
+// Syncs several parts: the data files, each once; then the records of parts whose files are
+// durable; then the journal, once. Returns the first failure; Finish of each part gets the result
+// of that part.
+// Sync locks are taken in the order of `parts`, so all callers must pass parts in the same order to
+// avoid a deadlock (StagingWriter uses the order of its maps).
 Status SyncParts(StagedParts& shared, std::span<StagedPart* const> parts);
 
 }  // namespace tensormount::fs

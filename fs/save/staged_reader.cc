@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads what journals say is stored, by windows of whole leaves, each compared with the journal's
-// hashes first. The readers of index/read are not used for it: they take their hashes from
-// manifests of an opened checkpoint, and here are neither.
+// Reads stored bytes by windows of whole leaves, each first compared with the journal's hashes. The
+// readers of index/read do not apply: they take hashes from the manifests of an opened checkpoint.
 #include "fs/save/staged_reader.h"
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
-// 64 leaves of 64 KiB: 4 MiB a window, 16 MiB for all.
+// 64 leaves of 64 KiB: 4 MiB a window, 16 MiB in all.
 constexpr std::uint64_t kWindowLeaves = 64;
 constexpr std::size_t kMaxOpenFiles = 64;
 
@@ -27,18 +26,19 @@ StagedReader::StagedReader(FileSystem& fs, const std::string& staging_directory,
 Result<File*> StagedReader::Open(std::uint32_t journal, std::uint32_t file) {
   const auto found = files_.find({journal, file});
   if (found != files_.end()) return found->second.get();
-  // Rare: a tensor comes from a few files.
+  // This happens rarely, because a tensor comes from a few files.
   if (files_.size() >= kMaxOpenFiles) files_.clear();
   const std::string path = JoinPath(directory_, journals_[journal].files[file]);
   Result<std::unique_ptr<File>> opened = fs_.OpenRead(path);
   if (opened.status().code() == Code::kNotFound) {
-    return Status(Code::kDataLoss, path + ": missing, though a journal names it");
+    return Status(Code::kDataLoss, path + ": missing, although a journal refers to it");
   }
   if (!opened.ok()) return opened.status();
   return (files_[{journal, file}] = std::move(opened).value()).get();
 }
 
-// The window that has byte `at`, with as many of `size` bytes as it takes.
+// Returns a loaded window that contains byte `at`, or loads one with as many of `size` bytes as
+// fit.
 Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint64_t at,
                                                  std::size_t size) {
   const StagedExtent& extent = run.extent();
@@ -53,7 +53,7 @@ Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint
   Window& window =
       *std::min_element(windows_.begin(), windows_.end(),
                         [](const Window& a, const Window& b) { return a.used < b.used; });
-  // Until it was proven nobody may find it by its leaves.
+  // Cleared until the window is verified, so that nobody finds it by its leaves.
   window.leaves = nullptr;
   const std::uint64_t first = at / kLeafBytes;
   const std::uint64_t count = std::min(LeafCount(at + size) - first, kWindowLeaves);
@@ -67,9 +67,8 @@ Result<StagedReader::Window*> StagedReader::Load(const StagedRun& run, std::uint
     const std::size_t from = static_cast<std::size_t>(i * kLeafBytes);
     const std::size_t n = std::min<std::size_t>(kLeafBytes, window.data.size() - from);
     if (Xxh3(window.data.data() + from, n) != extent.leaves[first + i]) {
-      return Status(Code::kDataLoss, file->path() + ": bytes from " +
-                                         std::to_string(extent.offset + window.begin + from) +
-                                         " on are not those that were written");
+      return Status(Code::kDataLoss, file->path() + ": checksum mismatch at byte " +
+                                         std::to_string(extent.offset + window.begin + from));
     }
   }
   window.leaves = &extent.leaves;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks of a staging compared with those of its parent. Where cuts are equal hashes are all that
-// is looked at; else both sides are read, each compared with its own hashes on the way.
+// Compares chunks of a staging with those of its parent. For equal cuts only hashes are compared;
+// otherwise both sides are read, each verified against its own hashes.
 #include "fs/save/staged_reuse.h"
 
 #include <algorithm>
@@ -31,16 +31,16 @@ Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& 
   if (!IsName(reuse)) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, staging.store));
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(reuse).WithContext("reuse"));
-  const CheckpointListing listing = store.Look(reuse);
+  const CheckpointListing listing = store.FindListing(reuse);
   if (listing.problem.code() == Code::kNotFound ||
       listing.state == CheckpointListing::State::kNoCheckpoint) {
     return Status(Code::kNotFound,
                   "reuse: " + store.CheckpointPath(reuse) + ": no such checkpoint");
   }
-  // Of one that cannot be read nothing will be taken.
+  // A base that cannot be read now is not protected. The publish tries to open it by name.
   if (!listing.problem.ok()) return Status();
   return ReplaceRetained(fs, staging.directory, store_paths::kBaseFile,
-                         listing.uuid.ToString() + "\n", InsteadOfExchange::kNoneForAMoment);
+                         listing.uuid.ToString() + "\n", ExchangeFallback::kBrieflyMissing);
 }
 
 void StagedReuse::Open(const std::string& reuse) {
@@ -57,16 +57,17 @@ void StagedReuse::Open(const std::string& reuse) {
       return Status();
     }
     TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
-    // Of a staging that an older program made the name is all there is.
+    // Without a UUID (HoldNamedBase could not read the base, or an older program made the staging)
+    // the base is opened by its name.
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const auto base, wanted ? OpenBase(fs_, store_.path(), name, *wanted)
                                 : OpenedCheckpoint::Open(fs_, store_.CheckpointPath(name), {}));
     const CheckpointInfo& info = base->index().info();
     if (base->commit() == nullptr || !info.self_contained) return Status();
-    in_a_row_ = SavesInARowThatReused(base->index());
-    if (in_a_row_ + 1 >= FullEvery()) return Status();
+    consecutive_ = ConsecutiveLinkedSaves(base->index());
+    if (consecutive_ + 1 >= FullEvery()) return Status();
     TENSORMOUNT_ASSIGN_OR_RETURN(objects_, base->index().Objects());
-    taken_ = TakenFromBase::Nothing(base->index().tensor_count(), objects_.size());
+    taken_ = ReusedFromBase::Nothing(base->index().tensor_count(), objects_.size());
     base_ = base;
     return Status();
   };
@@ -78,7 +79,7 @@ void StagedReuse::Open(const std::string& reuse) {
       "staging " + staging_.name + ": " + note_);
 }
 
-bool StagedReuse::Takes(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
+bool StagedReuse::TryReuse(const TensorMeta& meta, const std::vector<StagedChunk>& chunks) {
   if (base_ == nullptr || chunks.empty()) return false;
   const Result<TensorEntry> entry = base_->index().Find(meta.key());
   if (!entry.ok() || !entry.value().has_digest || entry.value().meta.dtype() != meta.dtype() ||
@@ -95,7 +96,8 @@ bool StagedReuse::Takes(const TensorMeta& meta, const std::vector<StagedChunk>& 
     if (chunk.journal == kPublisher) return false;
   }
   if (digest != entry.value().digest || bytes != meta.bytes()) return false;
-  // What has a file of its own here is not exchanged for pieces.
+  // A tensor in a file of its own is not replaced by a tensor that the base stores in several
+  // parts.
   if (one_file && meta.bytes() >= (std::uint64_t{4} << 20) &&
       !base_->WholeFileOf(entry.value()).ok()) {
     return false;
@@ -139,7 +141,7 @@ Status StagedReuse::CompareBytes(const TensorEntry& entry, const StagedChunk& ch
     const auto n = static_cast<std::size_t>(std::min(kLeafBytes, chunk.length - at));
     TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(chunk.offset + at, mine.data(), n));
     if (Xxh3(mine.data(), n) != chunk.leaves[leaf]) {
-      return Status(Code::kDataLoss, path + ": checksum differs");
+      return Status(Code::kDataLoss, path + ": checksum mismatch");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(
         const Region part,
@@ -154,7 +156,7 @@ Status StagedReuse::CompareBytes(const TensorEntry& entry, const StagedChunk& ch
   return Status();
 }
 
-bool StagedReuse::Takes(const StagedObject& object, const Dims& grid) {
+bool StagedReuse::TryReuse(const StagedObject& object, const Dims& grid) {
   if (base_ == nullptr) return false;
   for (std::size_t i = 0; i < objects_.size(); ++i) {
     const ObjectRecord& there = objects_[i];
@@ -173,18 +175,18 @@ bool StagedReuse::Takes(const StagedObject& object, const Dims& grid) {
 
 Status StagedReuse::Link() {
   if (!any()) return Status();
-  const std::string path = JoinPath(staging_.directory, LinkedManifestName(0, in_a_row_ + 1));
+  const std::string path = JoinPath(staging_.directory, LinkedManifestName(0, consecutive_ + 1));
   LinkPlan plan;
   const auto link = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(plan, PlanLinks(*base_, staging_, taken_));
     BaseLinker linker(fs_, *base_, staging_, taken_, plan);
     LinkCounts counts;
-    return linker.LinkAll(in_a_row_ + 1, counts);
+    return linker.LinkAll(consecutive_ + 1, counts);
   };
   const Status linked = link();
   if (linked.ok()) return linked;
   BaseLinker(fs_, *base_, staging_, taken_, plan).Discard(0, 1);
-  // A part of a manifest must not be taken for one.
+  // A partial manifest must not be mistaken for a complete one.
   (void)fs_.RemoveFile(path);
   base_.reset();
   tensors_ = 0;

@@ -17,39 +17,38 @@
 
 namespace tensormount::fs {
 
-// What schema.json names as the base: held from now on, so that no rule removes it before the
-// publish. Durable when this returns. kNotFound where there is no such checkpoint. "auto" and "off"
-// hold nothing.
+// Protects the base that schema.json names from retention rules until the publish, durably.
+// kNotFound: there is no such checkpoint. "auto" and "off" name no base.
 Status HoldNamedBase(FileSystem& fs, const Staging& staging, const std::string& reuse);
 
-// What programs wrote through mounts is on disk before anybody can compare it. So a publish looks
-// at what the parent holds, and takes its files where a tensor is the same, instead of those that
-// were just written; these belong to no checkpoint then, and gc removes them with the rest of the
-// staging. Digests propose, hashes of equal chunks or a comparison of all bytes decide.
+// Reuses files of the parent in a publish. Programs write through mounts before anything can be
+// compared, so the publish compares each tensor with the parent and, if it is equal, links the
+// parent's files instead of the written ones, which gc then removes with the staging. Digests
+// select candidates; hashes of equal chunks, or a comparison of all bytes, decide.
 // Not thread-safe.
 class StagedReuse {
  public:
-  // All must outlive this.
+  // All must outlive this object.
   StagedReuse(const Store& store, FileSystem& fs, const Staging& staging,
               const std::vector<Journal>& journals)
       : store_(store), fs_(fs), staging_(staging), journals_(journals) {}
 
-  // `reuse`: "auto" (also empty), "off", or the name of a checkpoint of the store. Whatever is
-  // wrong with a base, nothing is taken, and note() says why.
+  // `reuse`: "auto" (or empty), "off", or the name of a checkpoint of the store. If there is any
+  // problem with the base, nothing is reused, and note() tells why.
   void Open(const std::string& reuse);
 
-  // Whether the tensor of these chunks is taken from the base. Each once.
-  bool Takes(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
-  bool Takes(const StagedObject& object, const Dims& grid);
+  // Whether the tensor of these chunks is taken from the base. To be called once for each tensor.
+  bool TryReuse(const TensorMeta& meta, const std::vector<StagedChunk>& chunks);
+  bool TryReuse(const StagedObject& object, const Dims& grid);
 
-  // Links what was taken, and writes its records, durable but for its name. Where that fails
-  // nothing is taken, which whoever relied on Takes must know.
+  // Links the taken files and writes their records (the manifest's name is not yet durable). On
+  // failure nothing is reused, and callers must ignore earlier results of TryReuse.
   Status Link();
 
   bool any() const { return base_ != nullptr && taken_.any(); }
   std::uint64_t tensors() const { return tensors_; }
   std::uint64_t bytes() const { return bytes_; }
-  // Why nothing was taken although a base was meant; empty: nothing went wrong.
+  // Why nothing was reused although a base was given; empty: no problem.
   const std::string& note() const { return note_; }
 
  private:
@@ -60,10 +59,10 @@ class StagedReuse {
   FileSystem& fs_;
   const Staging& staging_;
   const std::vector<Journal>& journals_;
-  std::shared_ptr<OpenedCheckpoint> base_;  // Null: none.
-  std::vector<ObjectRecord> objects_;       // Of the base.
-  std::uint64_t in_a_row_ = 0;
-  TakenFromBase taken_;
+  std::shared_ptr<OpenedCheckpoint> base_;  // Null: no base.
+  std::vector<ObjectRecord> objects_;       // The base's objects.
+  std::uint64_t consecutive_ = 0;
+  ReusedFromBase taken_;
   std::uint64_t tensors_ = 0;
   std::uint64_t bytes_ = 0;
   std::string note_;

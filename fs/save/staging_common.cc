@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// common.json of a staging.
+// Converts common.json of a staging to common records.
 #include "fs/save/staging_common.h"
 
 #include <charconv>
@@ -12,15 +12,15 @@ namespace {
 
 constexpr const char* kRanksMember = "$ranks";
 
-Status BadCommon(std::string message) {
+Status BadCommonError(std::string message) {
   return Status(Code::kInvalidArgument, "common.json: " + std::move(message));
 }
 
 Result<CommonDict> DictFrom(const std::string& json, const std::string& at) {
   Result<CommonValue> value = CommonFromJson(json);
-  if (!value.ok()) return BadCommon(at + value.status().message());
+  if (!value.ok()) return BadCommonError(at + value.status().message());
   CommonDict* dict = value.value().get_if<CommonDict>();
-  if (dict == nullptr) return BadCommon(at + "not an object");
+  if (dict == nullptr) return BadCommonError(at + "not an object");
   return std::move(*dict);
 }
 
@@ -29,10 +29,11 @@ Result<CommonDict> DictFrom(const std::string& json, const std::string& at) {
 Result<CommonValues> CommonRecordsOf(std::string_view text) {
   CommonValues records;
   std::string rest(text);
-  // The two members that no common value has are taken out first. The tree keeps floats and
-  // integers exactly; what it cannot keep (a member twice) is only looked for without them.
+  // "$content" and "$ranks", which are not common values, are removed first. The tree keeps floats
+  // and integers exactly, but not duplicate members: those are detected only in a text without
+  // these two.
   nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
-  if (!json.is_object()) return BadCommon("not a JSON object");
+  if (!json.is_object()) return BadCommonError("not a JSON object");
   if (const auto content = json.find(std::string(kContentMetadataRecord)); content != json.end()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonDict dict, DictFrom(content->dump(), "$content: "));
     records[std::string(kContentMetadataRecord)] = CommonValue(std::move(dict));
@@ -40,18 +41,18 @@ Result<CommonValues> CommonRecordsOf(std::string_view text) {
     rest = json.dump();
   }
   if (const auto ranks = json.find(kRanksMember); ranks != json.end()) {
-    if (!ranks->is_object()) return BadCommon("$ranks: not an object");
+    if (!ranks->is_object()) return BadCommonError("$ranks: not an object");
     for (const auto& member : ranks->items()) {
       const std::string& name = member.key();
       int rank = -1;
       const auto end = std::from_chars(name.data(), name.data() + name.size(), rank);
       if (end.ec != std::errc() || rank < 0 || std::to_string(rank) != name) {
-        return BadCommon("$ranks: \"" + name.substr(0, 64) + "\" is not the number of a rank");
+        return BadCommonError("$ranks: \"" + name.substr(0, 64) + "\" is not a rank number");
       }
       TENSORMOUNT_ASSIGN_OR_RETURN(CommonDict dict,
                                    DictFrom(member.value().dump(), "$ranks." + name + ": "));
       const Result<CommonValues> checked = ValuesOf(CommonValue(dict), "$ranks." + name);
-      if (!checked.ok()) return BadCommon(checked.status().message());
+      if (!checked.ok()) return BadCommonError(checked.status().message());
       records[RankRecordName(rank)] = CommonValue(std::move(dict));
     }
     json.erase(ranks);
@@ -60,9 +61,9 @@ Result<CommonValues> CommonRecordsOf(std::string_view text) {
   TENSORMOUNT_ASSIGN_OR_RETURN(CommonDict values, DictFrom(rest, ""));
   for (auto& [key, value] : values.items) {
     const std::string* name = std::get_if<std::string>(&key);
-    if (name == nullptr) return BadCommon("a name that is no string");
+    if (name == nullptr) return BadCommonError("a name is not a string");
     const Status fits = CheckCommonName(*name);
-    if (!fits.ok()) return BadCommon(fits.message());
+    if (!fits.ok()) return BadCommonError(fits.message());
     records[*name] = std::move(value);
   }
   return records;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files of a staging other than data: the lock, schemas, done marks, each replaced durably, so
-// that whoever reads finds an old text or a new one.
+// The files of a staging other than data: the lock, schemas, done marks. A reader never gets a
+// partial text.
 #include "fs/save/staging_folder.h"
 
 #include <algorithm>
@@ -32,33 +32,32 @@ std::string Below(const Staging& staging, std::string_view name) {
   return JoinPath(staging.directory, name);
 }
 
-Status Gone(const Staging& staging) {
+Status GoneError(const Staging& staging) {
   return Status(Code::kStale,
-                staging.directory + ": this staging was published or removed meanwhile");
+                staging.directory + ": this staging directory was published or removed meanwhile");
 }
 
-// The lock file, locked; null where there are no locks. `take` locks it.
-// Looks at the UUID after locking, not only before: between open and lock the staging may have been
-// published, and then the lock is on a file of the checkpoint.
+// The locked lock file; null if the filesystem has no locks. `take` locks it.
+// The UUID is checked after locking: if the staging was published between open and lock, the lock
+// is on a file of the checkpoint.
 template <typename Take>
 Result<std::unique_ptr<File>> LockStaging(FileSystem& fs, const Staging& staging, Take take) {
   Result<std::unique_ptr<File>> opened = fs.OpenRead(Below(staging, store_paths::kLockFile));
-  if (opened.status().code() == Code::kNotFound && !StagingInPlace(fs, staging)) {
-    return Gone(staging);
+  if (opened.status().code() == Code::kNotFound && !IsStagingInPlace(fs, staging)) {
+    return GoneError(staging);
   }
   if (!opened.ok()) return opened.status();
   std::unique_ptr<File> lock = std::move(opened).value();
   Status locked = take(*lock);
   if (locked.ToErrno() == EBADF) {
-    // Over NFS only what is open for writing is locked alone.
+    // NFS allows an exclusive lock only on a file that is open for writing.
     Result<std::unique_ptr<File>> writable = fs.OpenShared(Below(staging, store_paths::kLockFile));
     if (!writable.ok()) return writable.status();
     lock = std::move(writable).value();
     locked = take(*lock);
   }
   if (!locked.ok() && !HasNoLocks(locked)) return locked;
-  // What was locked may be the file of one that was published since it was opened.
-  if (!StagingInPlace(fs, staging)) return Gone(staging);
+  if (!IsStagingInPlace(fs, staging)) return GoneError(staging);
   if (!locked.ok()) lock.reset();
   return lock;
 }
@@ -71,7 +70,8 @@ std::optional<std::uint64_t> ParseNumber(std::string_view text) {
   return n;
 }
 
-// Replaces `name` in `folder` durably: whoever reads gets the old text or the new one.
+// Replaces `name` in `folder` durably. Readers get the old text, the new text or, between the two,
+// no file.
 Status ReplaceDurably(FileSystem& fs, const std::string& folder, const std::string& name,
                       std::string_view text) {
   const std::string path = JoinPath(folder, name);
@@ -84,8 +84,9 @@ Status ReplaceDurably(FileSystem& fs, const std::string& folder, const std::stri
     status = fs.RemoveFile(path);
     if (status.code() == Code::kNotFound) status = Status();
   }
-  if (status.ok()) status = Status(Code::kBusy, path + ": others keep replacing it");
-  (void)fs.RemoveFile(fresh);  // Hidden names are read by nobody.
+  if (status.ok())
+    status = Status(Code::kBusy, path + ": other processes keep replacing it; try again");
+  (void)fs.RemoveFile(fresh);  // A hidden file is never read.
   return status;
 }
 
@@ -94,9 +95,8 @@ struct NumberedFile {
   std::string name;
 };
 
-// <incarnation>-<n>.json of a folder, the last one last.
-// Numbers are of each mount; among equal numbers the name decides, so that all machines agree on
-// which is last.
+// The files <incarnation>-<n>.json of a directory, the newest last. Mounts that write at once may
+// choose equal numbers; these are ordered by name, so that all machines agree on the newest.
 Result<std::vector<NumberedFile>> ListNumbered(FileSystem& fs, const std::string& folder) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(folder));
   std::vector<NumberedFile> files;
@@ -116,7 +116,7 @@ Result<std::vector<NumberedFile>> ListNumbered(FileSystem& fs, const std::string
 }  // namespace
 
 Result<Staging> CreateStaging(const Store& store, FileSystem& fs, const std::string& name) {
-  (void)fs;  // The store's own.
+  (void)fs;  // Unused: a store has its own file system.
   return store.BeginShared(name, kFolders);
 }
 
@@ -130,20 +130,20 @@ Result<std::vector<std::string>> ListStagings(const Store& store, FileSystem& fs
   return store.ListShared();
 }
 
-bool StagingInPlace(FileSystem& fs, const Staging& staging) {
+bool IsStagingInPlace(FileSystem& fs, const Staging& staging) {
   const Result<Uuid> there = store_moves::ReadFolderUuid(fs, staging.directory);
   return there.ok() && there.value() == staging.uuid;
 }
 
 Status RemoveStaging(const Store& store, FileSystem& fs, const Staging& staging) {
-  if (!StagingInPlace(fs, staging)) return Gone(staging);
+  if (!IsStagingInPlace(fs, staging)) return GoneError(staging);
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const std::string entry,
       store_moves::MoveToTrash(fs, store.path(), staging.directory, store_paths::kAbortedSuffix));
   TENSORMOUNT_RETURN_IF_ERROR(
       fs.SyncMovedFolder(entry, JoinPath(store.path(), store_paths::kTrashFolder),
                          JoinPath(store.path(), store_paths::kStagingFolder)));
-  // What takes space goes now; gc takes the rest, and this too where it fails.
+  // Deletes the data at once; gc removes the rest, and the data if this fails.
   store_moves::DeleteData(fs, entry);
   return Status();
 }
@@ -156,15 +156,15 @@ Result<std::unique_ptr<StagingLease>> StagingLease::ForWriting(FileSystem& fs,
   return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock)));
 }
 
-// The same code for writers and another publisher: either way somebody may still change the
-// staging.
+// kBusy for writers and for another publisher: either may still change the staging.
 Result<std::unique_ptr<StagingLease>> StagingLease::ForPublishing(FileSystem& fs,
                                                                   const Staging& staging) {
   Result<std::unique_ptr<File>> lock =
       LockStaging(fs, staging, [](File& file) { return file.TryLockExclusive(); });
   if (lock.status().code() == Code::kBusy) {
-    return Status(Code::kBusy,
-                  staging.directory + ": somebody has files open for writing, or publishes it");
+    return Status(
+        Code::kBusy,
+        staging.directory + ": another process has files open for writing, or is publishing it");
   }
   if (!lock.ok()) return lock.status();
   return std::unique_ptr<StagingLease>(new StagingLease(std::move(lock).value()));
@@ -179,8 +179,8 @@ Status MakeDoneMark(FileSystem& fs, const Staging& staging, const DoneMark& mark
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagingSchema schema, ReadSchemas(fs, staging.directory));
   if (schema.writers() && mark.rank >= *schema.writers()) {
     return Status(Code::kInvalidArgument,
-                  fmt::format("done mark {}: the schema says {} writers, 0 to {}", mark.rank,
-                              *schema.writers(), *schema.writers() - 1));
+                  fmt::format("done mark {}: schema.json declares {} writers, numbered 0 to {}",
+                              mark.rank, *schema.writers(), *schema.writers() - 1));
   }
   nlohmann::ordered_json json;
   json["journal"] = mark.journal;
@@ -202,14 +202,15 @@ Result<std::vector<DoneMark>> ReadDoneMarks(FileSystem& fs, const Staging& stagi
     const std::optional<std::uint64_t> rank = ParseNumber(e.name);
     if (!rank || *rank > 0xFFFFFFFFu) continue;
     const Result<std::string> text = fs.ReadFile(JoinPath(folder, e.name), kMaxMarkBytes);
-    if (text.status().code() == Code::kNotFound) continue;  // Being replaced, or removed.
+    // The mark is being replaced or removed.
+    if (text.status().code() == Code::kNotFound) continue;
     if (!text.ok()) return text.status();
     const nlohmann::json json = nlohmann::json::parse(text.value(), nullptr, false);
     const auto journal = json.is_object() ? json.find("journal") : json.end();
     const auto bytes = json.is_object() ? json.find("journal_bytes") : json.end();
     if (!json.is_object() || journal == json.end() || !journal->is_string() ||
         bytes == json.end() || !bytes->is_number_unsigned()) {
-      return Status(Code::kDataLoss, "done/" + e.name + ": not a mark as a mount makes it");
+      return Status(Code::kDataLoss, "done/" + e.name + ": not a valid done mark");
     }
     DoneMark mark;
     mark.rank = static_cast<std::uint32_t>(*rank);
@@ -230,7 +231,7 @@ Status WriteCommonJson(FileSystem& fs, const Staging& staging, const std::string
   const std::uint64_t number = before.empty() ? 0 : before.back().number + 1;
   TENSORMOUNT_RETURN_IF_ERROR(
       ReplaceDurably(fs, folder, fmt::format("{}-{}.json", incarnation, number), json));
-  // Only the last one is read.
+  // The older files are not needed, because only the newest is read.
   for (const NumberedFile& old : before) (void)fs.RemoveFile(JoinPath(folder, old.name));
   return Status();
 }
@@ -242,10 +243,10 @@ Result<std::string> ReadCommonJson(FileSystem& fs, const Staging& staging) {
     if (files.empty()) return std::string();
     Result<std::string> text =
         fs.ReadFile(JoinPath(folder, files.back().name), kMaxStagedCommonBytes);
-    // A later one has taken its place since we looked.
+    // A newer file has replaced this one since the listing.
     if (text.status().code() != Code::kNotFound) return text;
   }
-  return Status(Code::kBusy, folder + ": others keep replacing common.json");
+  return Status(Code::kBusy, folder + ": other processes keep replacing common.json; try again");
 }
 
 }  // namespace tensormount::fs

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StagingReport of publish.h as text and JSON. Apart because both are for people: nothing relies on
-// them.
+// StagingReport of publish.h as text and JSON, for people; nothing depends on their form.
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
@@ -20,7 +19,7 @@ std::string StagingReport::ToJson() const {
   json["bytes_missing"] = bytes_missing;
   json["mounts"] = mounts;
   json["writers_missing"] = writers_missing;
-  // Names of objects and messages of the system need not be UTF-8.
+  // Object names and system messages need not be UTF-8.
   return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -30,8 +29,8 @@ std::string StagingReport::ToText() const {
     const std::string line = p.object + ": " + p.detail;
     if (line != verdict) text += line + "\n";
   }
-  if (more > 0) text += fmt::format("and {} problems more\n", more);
-  // Nobody looked where a mark is missing.
+  if (more > 0) text += fmt::format("and {} more problems\n", more);
+  // Both are 0 if tensors were not examined, for example because a done mark is missing.
   if (mounts == 0 && bytes_missing == 0) return text;
   text += fmt::format("{} bytes written by {} mount{}, {} missing\n", bytes_written, mounts,
                       mounts == 1 ? "" : "s", bytes_missing);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StagingWriter: boxes and bytes of one staging, without names and handles. Targets are made when
-// they are first written to.
+// StagingWriter: boxes and bytes of one staging, without names and handles.
 #include "fs/save/staging_writer.h"
 
 #include <algorithm>
@@ -11,11 +10,11 @@ namespace {
 
 std::vector<std::int64_t> NumbersOf(const Dims& dims) { return {dims.begin(), dims.end()}; }
 
-Status Closed() {
-  return Status(Code::kStale, "the staging was published or removed: no longer written");
+Status ClosedError() {
+  return Status(Code::kStale, "the staging directory was published or removed");
 }
 
-Status NoObject(const std::string& key, const Dims& index) {
+Status NoObjectError(const std::string& key, const Dims& index) {
   return Status(Code::kNotFound,
                 "object " + key + index.ToString() + ": not written by this mount");
 }
@@ -26,12 +25,12 @@ StagingWriter::StagingWriter(FileSystem& fs, const Staging& staging, const std::
     : registry_(std::make_shared<Registry>()),
       shared_(std::make_shared<StagedParts>(fs, staging, incarnation)) {}
 
-// The registry is captured weakly by both calls of a target: by on_first_write, which makes it be
-// kept, and by its deleter, which forgets a target that was never written. A target that a program
-// still has open may outlive the writer.
+// Both callbacks of a target refer to the registry weakly, because a target that a program has open
+// may outlive the writer: on_first_write keeps the target, the deleter forgets a target that was
+// never written.
 Result<std::shared_ptr<TargetWriter>> StagingWriter::OpenTarget(const TensorMeta& meta,
                                                                 const Box& box) {
-  if (shared_->files.closed()) return Closed();
+  if (shared_->files.closed()) return ClosedError();
   TENSORMOUNT_ASSIGN_OR_RETURN(TargetGeometry geometry, TargetGeometry::Make(meta, box));
   TargetKey key(meta.key(), NumbersOf(box.begin()), NumbersOf(box.extent()),
                 NumbersOf(meta.shape()), meta.bits());
@@ -39,7 +38,6 @@ Result<std::shared_ptr<TargetWriter>> StagingWriter::OpenTarget(const TensorMeta
   TargetEntry& entry = registry_->targets[key];
   std::shared_ptr<TargetWriter> target = entry.open.lock();
   if (target == nullptr) {
-    // Kept once it was written; until then as long as somebody has it open.
     target = std::shared_ptr<TargetWriter>(
         new TargetWriter(shared_,
                          {meta.key(), box, meta.shape(), static_cast<std::uint8_t>(meta.bits())},
@@ -66,11 +64,11 @@ Result<std::shared_ptr<TargetWriter>> StagingWriter::OpenTarget(const TensorMeta
 
 Result<std::shared_ptr<BlobWriter>> StagingWriter::OpenObject(const std::string& key,
                                                               const Dims& index, bool create) {
-  if (shared_->files.closed()) return Closed();
+  if (shared_->files.closed()) return ClosedError();
   const std::lock_guard lock(registry_->mutex);
   const auto at = registry_->objects.find({key, NumbersOf(index)});
   if (at != registry_->objects.end()) return at->second;
-  if (!create) return NoObject(key, index);
+  if (!create) return NoObjectError(key, index);
   TENSORMOUNT_RETURN_IF_ERROR(CheckKey(key));
   auto blob = std::make_shared<BlobWriter>(shared_, key, index);
   registry_->objects.emplace(ObjectKey(key, NumbersOf(index)), blob);
@@ -78,17 +76,18 @@ Result<std::shared_ptr<BlobWriter>> StagingWriter::OpenObject(const std::string&
 }
 
 Status StagingWriter::RemoveObject(const std::string& key, const Dims& index) {
-  if (shared_->files.closed()) return Closed();
+  if (shared_->files.closed()) return ClosedError();
   std::shared_ptr<BlobWriter> blob;
   {
     const std::lock_guard lock(registry_->mutex);
     const auto at = registry_->objects.find({key, NumbersOf(index)});
-    if (at == registry_->objects.end()) return NoObject(key, index);
+    if (at == registry_->objects.end()) return NoObjectError(key, index);
     blob = at->second;
   }
-  // Recorded before the name is free: what is made anew under it is recorded behind.
+  // The removal is recorded before the name is free, so that records of a new object under this
+  // name come later.
   Status status = blob->Remove();
-  // A publish on another machine reads what is synced.
+  // The record is synced, because a publish on another machine reads only durable records.
   if (JournalWriter* journal = shared_->files.journal(); status.ok() && journal != nullptr) {
     status = journal->Sync();
   }
@@ -98,11 +97,12 @@ Status StagingWriter::RemoveObject(const std::string& key, const Dims& index) {
   return status;
 }
 
-// Synced first, so that MoveTo can say in two records what is known to be durable. Both names are
-// changed in the registry only when the journal took the records.
+// The object is synced first, so that MoveTo has only to append two records: durable data under the
+// new name, and the removal of the old name. Both names change in the registry only after the
+// journal accepted the records.
 Status StagingWriter::RenameObject(const std::string& key, const Dims& index,
                                    const std::string& to_key, const Dims& to_index) {
-  if (shared_->files.closed()) return Closed();
+  if (shared_->files.closed()) return ClosedError();
   TENSORMOUNT_RETURN_IF_ERROR(CheckKey(to_key));
   const ObjectKey from(key, NumbersOf(index));
   const ObjectKey to(to_key, NumbersOf(to_index));
@@ -113,15 +113,15 @@ Status StagingWriter::RenameObject(const std::string& key, const Dims& index,
   {
     const std::lock_guard lock(registry_->mutex);
     const auto at = registry_->objects.find(from);
-    if (at == registry_->objects.end()) return NoObject(key, index);
+    if (at == registry_->objects.end()) return NoObjectError(key, index);
     blob = at->second;
     const auto there = registry_->objects.find(to);
     if (there != registry_->objects.end()) replaced = there->second;
   }
   TENSORMOUNT_RETURN_IF_ERROR(blob->Sync());
-  if (replaced) TENSORMOUNT_RETURN_IF_ERROR(replaced->Leave());
+  if (replaced) TENSORMOUNT_RETURN_IF_ERROR(replaced->ReleaseName());
   if (const Status moved = blob->MoveTo(to_key, to_index); !moved.ok()) {
-    if (replaced) replaced->Stay();
+    if (replaced) replaced->RestoreName();
     return moved;
   }
   {
@@ -144,10 +144,10 @@ std::vector<StagingWriter::ObjectName> StagingWriter::Objects() const {
   return names;
 }
 
-// Parts are collected under the lock and kept alive by shared pointers; in the order of the maps,
-// which is one order for all callers (SyncParts).
+// Parts are collected under the lock and kept alive by shared pointers, in the order of the maps,
+// which is the same for all callers (SyncParts).
 Status StagingWriter::SyncAll() {
-  if (shared_->files.closed()) return Closed();
+  if (shared_->files.closed()) return ClosedError();
   std::vector<std::shared_ptr<StagedPart>> kept;
   {
     const std::lock_guard lock(registry_->mutex);

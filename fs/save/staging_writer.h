@@ -20,42 +20,44 @@
 
 namespace tensormount::fs {
 
-// Everything that this mount writes into one staging: its journal, its data files, what is written
-// of each target. Knows nothing of names and nodes. Thread-safe; different targets are written in
-// parallel.
+// Everything that this mount writes into one staging: its journal, its data files, the written
+// bytes of each target. Independent of names and nodes. Thread-safe; different targets are written
+// in parallel.
 //
 // Placement: a target of at least kOwnFileBytes whose bytes are one run of the tensor (rows, the
-// whole tensor) is written into this mount's file of that tensor, each byte at its place in the
-// tensor: where this mount comes to write all of it, the file is the tensor (Placement::
-// kTensorFile) and can be passed through. Other large targets get a file of their own, packed.
-// Small targets get an area of the pack, objects too while they are small. Synced bytes are never
-// overwritten: a rewrite goes to the pack and supersedes them in the journal. Files are as long as
-// what was written into them, and may have holes.
-// Short writes (under 64 KiB) into a large target that have no neighbours, such as the columns of
-// one rank written through `tensors/KEY`, would leave a file of pieces far apart, a record for
-// each. They are appended to the pack instead, where those at one distance lie as the packed box
-// that they are, and become one record (StagedExtent::runs); docs/performance.md has figures. Where
-// neighbours follow and 64 KiB are together, they are copied to their place: who writes a
-// tensor in order by small writes still gets its file.
-// Lock order: Registry::renames, then turns and locks of targets and objects, then Registry::mutex,
+// whole tensor) is written into this mount's file of that tensor, each byte at its position in the
+// tensor. If this mount writes all of the tensor, the file is the tensor (Placement::kTensorFile)
+// and can use passthrough. Other large targets get a file of their own, packed; small targets and
+// small objects get an area of the pack. Synced bytes are never overwritten: a rewrite goes to the
+// pack and supersedes them in the journal. Files are as long as what was written into them, and may
+// have holes.
+// Short writes (under 64 KiB) into a large target without adjacent written bytes, such as the
+// columns of one rank written through `tensors/KEY`, would leave a file of scattered pieces with a
+// record for each. They are appended to the pack instead; those at a fixed distance form a packed
+// box there and become one record (StagedExtent::runs; figures in docs/performance.md). Once 64 KiB
+// are contiguous they are copied to their position, so a tensor that is written in order by small
+// writes still gets its file.
+// Lock order: Registry::renames, then both locks of targets and objects, then Registry::mutex,
 // then those of DataFiles. A target calls back into the registry (on_first_write) with its own lock
-// held, which is why the registry's mutex comes after it and is never held while a target is
-// called.
+// held, so the registry's mutex comes after it and is never held while a target is called.
 class StagingWriter {
  public:
-  // Makes the journal and files when the first byte is written. `fs` must outlive this.
+  // Makes the journal and files at the first write. `fs` must outlive this object.
   StagingWriter(FileSystem& fs, const Staging& staging, const std::string& incarnation);
 
-  // A box of a tensor. Shared by all who have it open; kept, once it was written, until this ends.
+  // The writer of a box of a tensor, shared by all who open that box. Once the box was written, its
+  // writer is kept until this object is destroyed.
   Result<std::shared_ptr<TargetWriter>> OpenTarget(const TensorMeta& meta, const Box& box);
 
-  // An object part. kNotFound where it is not there and `create` is false.
+  // The writer of an object part. kNotFound: the part does not exist and `create` is false.
   Result<std::shared_ptr<BlobWriter>> OpenObject(const std::string& key, const Dims& index,
                                                  bool create);
-  // kNotFound. Who has it open goes on with a file without a name. Durable.
+  // Removes an object, durably. kNotFound. Programs that have the object open continue with an
+  // unnamed file.
   Status RemoveObject(const std::string& key, const Dims& index);
-  // kNotFound. What was written and synced goes with it, and those who have it open; what had the
-  // new name goes on without one. Durable, and nothing is copied: one of both names at any time.
+  // Renames an object, durably and without copying; after a crash at least one of both names
+  // exists. Synced bytes and open handles move along; an object that had the new name continues
+  // without one. kNotFound.
   Status RenameObject(const std::string& key, const Dims& index, const std::string& to_key,
                       const Dims& to_index);
   struct ObjectName {
@@ -65,39 +67,39 @@ class StagingWriter {
   };
   std::vector<ObjectName> Objects() const;
 
-  // Everything so far durable and recorded, each data file synced once. The first failure; it does
-  // not keep others from being synced. Data files are sealed by the publish, not here.
+  // Makes everything written so far durable and recorded, with one sync for each data file. Returns
+  // the first failure, which does not keep other parts from being synced.
   Status SyncAll();
-  // Called when the staging was seen to have left its name (StagedCheckpoint::Retire).
-  // No more writes: the staging was published or removed. Later calls are kStale, reads too;
-  // descriptors are closed.
+  // Ends all writing, because the staging was published or removed (StagedCheckpoint::Retire).
+  // Later calls, reads too, return kStale; descriptors are closed.
   void CloseForGood() { shared_->files.CloseForGood(); }
-  // "<incarnation>.tmj" and its synced bytes, for done marks; empty while nothing was written.
+  // Name of the journal for done marks, "<incarnation>.tmj"; empty while nothing was written.
   std::string journal_name() const;
   std::uint64_t journal_bytes() const;
-  // Of this writer since it was made.
+  // Totals of this writer.
   std::uint64_t bytes_written() const { return shared_->bytes_written.load(); }
   std::uint64_t files() const { return shared_->files.count(); }
   std::uint64_t syncs() const { return shared_->syncs.load(); }
 
  private:
-  using Numbers = std::vector<std::int64_t>;  // Dims have no order.
-  // Key, begin and extent of the box, shape, bits. Tensors of one key differ where a schema was
-  // taken back.
+  using Numbers = std::vector<std::int64_t>;  // Dims have no operator<.
+  // Key, begin and extent of the box, shape, bits. After a withdrawal of the schema, a key may
+  // stand for another tensor.
   using TargetKey = std::tuple<std::string, Numbers, Numbers, Numbers, std::int64_t>;
   using ObjectKey = std::pair<std::string, Numbers>;
-  // A target that nobody has open and that was never written is forgotten by its deleter; one that
-  // was written stays, since SyncAll has to reach it and a later open has to find its bytes.
+  // The deleter of an unwritten target that nobody has open removes its entry. A written target
+  // stays, because SyncAll must sync it and a later open must find its bytes.
   struct TargetEntry {
     std::weak_ptr<TargetWriter> open;
-    std::shared_ptr<TargetWriter> kept;  // From its first byte on.
+    std::shared_ptr<TargetWriter> kept;  // Set at the first write.
   };
-  // Targets refer to it weakly, because whoever has one open may outlive the writer.
+  // All targets and objects of the writer. Targets refer to the registry weakly, because they may
+  // outlive the writer.
   struct Registry {
-    std::mutex mutex;  // Taken after those of targets.
+    std::mutex mutex;  // Taken after the mutexes of targets.
     std::map<TargetKey, TargetEntry> targets;
     std::map<ObjectKey, std::shared_ptr<BlobWriter>> objects;
-    std::mutex renames;  // One after the other. Taken before all others.
+    std::mutex renames;  // Serializes renames; taken before all others.
     std::uint32_t next_owner = 0;
   };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where bytes of a box stand in the file that a mount shows for it.
+// TargetGeometry: positions of the bytes of a box in the file that a mount shows for it.
 #include "fs/save/target_geometry.h"
 
 #include "shard/box_access.h"
@@ -15,7 +15,7 @@ Result<TargetGeometry> TargetGeometry::Make(const TensorMeta& meta, const Box& b
   made.bytes_ = static_cast<std::uint64_t>(made.box_.volume());
   made.tensor_bytes_ = meta.bytes();
   if (made.bytes_ == 0) return made;
-  // A run: ones, then any range of one axis, then whole axes.
+  // A box is a run if its axes are: length one, then any range of one axis, then whole axes.
   const Dims strides = PackedStrides(made.byte_shape_);
   bool began = false;
   made.is_run_ = true;
@@ -27,8 +27,8 @@ Result<TargetGeometry> TargetGeometry::Make(const TensorMeta& meta, const Box& b
   return made;
 }
 
-// For a run the shift depends only on how many bytes of the tensor lie behind it. Other boxes are
-// cut into the boxes that a range of packed bytes is made of.
+// For a run the shift depends only on the number of tensor bytes after it. In other boxes a range
+// of packed bytes is split into boxes.
 Crc64 TargetGeometry::Contribution(std::uint64_t begin, const void* data, std::size_t size) const {
   if (size == 0) return 0;
   if (is_run_) {
@@ -37,7 +37,7 @@ Crc64 TargetGeometry::Contribution(std::uint64_t begin, const void* data, std::s
   }
   const Result<Region> region =
       Region::Flat(box_, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(size));
-  if (!region.ok()) return 0;  // Not within bytes(): a mistake of the caller.
+  if (!region.ok()) return 0;  // Not within bytes(): a caller's error.
   Crc64 crc = 0;
   for (const PlacedBox& placed : PlacePacked(region.value(), 0)) {
     crc ^= DigestOfPlaced(placed, static_cast<const std::byte*>(data), byte_shape_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes to one target, a tensor or a box of one, in any order and overlapping. Bytes go to their
-// position in a grid, one place for each, until they are written again; rewritten bytes go to a log
-// behind it, because no byte of a data file that a journal vouches for may change.
+// Writes to one target, a tensor or a box of one, in any order and overlapping. Each byte has one
+// position in a grid; bytes that are rewritten after a sync go to a log, because a recorded byte of
+// a data file must never change.
 #include "fs/save/target_writer.h"
 
 #include <algorithm>
@@ -16,12 +16,12 @@
 namespace tensormount::fs {
 namespace {
 
-// Hashed and written block by block: a block stays in the second-level cache meanwhile.
+// Unit of hashing and writing, so that a block stays in the second-level cache between the two.
 constexpr std::uint64_t kTargetBlockBytes = 256 * 1024;
-// The device begins when so much follows each other.
+// Number of contiguous bytes after which writeback starts.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
 constexpr std::uint64_t kWorthWriteback = std::uint64_t{1} << 20;
-// What a target takes of the pack at a time for its log: as much as it has, within these.
+// The log takes space from the pack in areas as large as the log so far, within these limits.
 constexpr std::uint64_t kMinLogBytes = 64 * 1024;
 constexpr std::uint64_t kMaxLogBytes = std::uint64_t{4} << 20;
 
@@ -41,20 +41,20 @@ bool TargetWriter::Overlaps(const ByteRange& bytes) const {
                              [&](const ByteRange& w) { return !w.Intersect(bytes).empty(); });
 }
 
-// Two writes of the same bytes must not run at once, or what is stored could be a mixture of both
-// that is neither's hash. The wait has a limit because the other write may hang in storage; the
-// caller then gets an error instead of hanging too.
-Status TargetWriter::Enter(Lock& lock, const ByteRange& bytes) {
+// Waits for writes of the same bytes: concurrent ones could store a mixture that matches neither
+// hash. The wait is limited, because the other write may hang in storage.
+Status TargetWriter::BeginWrite(Lock& lock, const ByteRange& bytes) {
   const auto deadline = std::chrono::steady_clock::now() + kStoragePatience;
   const bool free =
-      changed_.wait_until(lock, deadline, [&] { return !taking_ && !Overlaps(bytes); });
-  if (!free) return Status(Code::kDeadlineExceeded, Name() + ": another write does not return");
+      changed_.wait_until(lock, deadline, [&] { return !sync_waiting_ && !Overlaps(bytes); });
+  if (!free)
+    return Status(Code::kDeadlineExceeded, Name() + ": timed out waiting for another write");
   writing_.push_back(bytes);
   return {};
 }
 
-// Order does not matter: the last one takes the free place.
-void TargetWriter::Leave(const ByteRange& bytes) {
+// writing_ has no order, so its last entry takes the place of the removed one.
+void TargetWriter::EndWrite(const ByteRange& bytes) {
   const auto at = std::ranges::find(writing_, bytes);
   *at = writing_.back();
   writing_.pop_back();
@@ -75,9 +75,9 @@ std::uint64_t TargetWriter::KnownBytes(const ByteRange& bytes) const {
   return known;
 }
 
-// ---- Where bytes go ---------------------------------------------------------------------------
+// ---- Placement --------------------------------------------------------------------------------
 
-// Small targets get an area as large as they are, so that each byte has its position at once and
+// Small targets get an area of their full size, so that each byte has its position at once and
 // nothing moves later.
 Status TargetWriter::OpenGrid() {
   if (grid_.has_value()) return {};
@@ -87,7 +87,7 @@ Status TargetWriter::OpenGrid() {
     grid.file = area.file;
     grid.base = area.offset;
   } else if (geometry_.is_run()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(grid.shared, shared_->files.OfTensor(name_.key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(grid.shared, shared_->files.FileOfTensor(name_.key));
     grid.file = grid.shared->file;
     grid.base = geometry_.run_begin();
   } else {
@@ -109,8 +109,8 @@ void TargetWriter::AddRange(const StoredRange& range, Ranges& plan) {
   plan.push_back(range);
 }
 
-// Whether all of these bytes may be written at their position in the grid. No byte there that was
-// ever synced may: a journal record names it, with its hash, until the staging is published.
+// Whether all of these bytes may be written at their position in the grid. Bytes there that were
+// ever synced may not, because a journal record has their hash until the staging is published.
 bool TargetWriter::ClaimGrid(const ByteRange& bytes) {
   if (grid_->file->condemned() || used_.Covered(bytes) > 0) return false;
   if (grid_->shared == nullptr) return true;
@@ -118,11 +118,11 @@ bool TargetWriter::ClaimGrid(const ByteRange& bytes) {
   return grid_->shared->claims.Claim({grid_->base + bytes.begin, grid_->base + bytes.end}, owner_);
 }
 
-StoredRange TargetWriter::InGrid(const ByteRange& bytes) const {
+StoredRange TargetWriter::GridRange(const ByteRange& bytes) const {
   return {bytes, grid_->base + bytes.begin, grid_->file->number(), true};
 }
 
-bool TargetWriter::BesideGrid(const ByteRange& bytes) const {
+bool TargetWriter::IsBesideGrid(const ByteRange& bytes) const {
   for (const RangeMap* map : {&fresh_, &synced_}) {
     const auto before = map->EndingAt(bytes.begin);
     if (before.has_value() && before->grid) return true;
@@ -132,8 +132,8 @@ bool TargetWriter::BesideGrid(const ByteRange& bytes) const {
   return false;
 }
 
-// The log takes the pack in areas that grow, so that targets which write in turns do not shred each
-// other's runs into single writes.
+// Areas of the log grow, so that targets that are written in turn do not split each other's runs
+// into single writes.
 Status TargetWriter::PlanLog(const ByteRange& bytes, Ranges& plan) {
   const std::uint64_t n = bytes.size();
   if (log_.file == nullptr || log_.file->condemned() || log_.size < n) {
@@ -149,9 +149,9 @@ Status TargetWriter::PlanLog(const ByteRange& bytes, Ranges& plan) {
   return {};
 }
 
-// Bytes that are stored nowhere yet, or where they may not be written again.
+// Places bytes that are not stored yet, or whose place must not be overwritten.
 Status TargetWriter::PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan) {
-  if (is_short && !BesideGrid(bytes)) return PlanLog(bytes, plan);
+  if (is_short && !IsBesideGrid(bytes)) return PlanLog(bytes, plan);
   TENSORMOUNT_RETURN_IF_ERROR(OpenGrid());
   Status status;
   used_.Walk(
@@ -162,7 +162,7 @@ Status TargetWriter::PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan
       [&](const ByteRange& free) {
         if (!status.ok()) return;
         if (ClaimGrid(free)) {
-          AddRange(InGrid(free), plan);
+          AddRange(GridRange(free), plan);
         } else {
           status = PlanLog(free, plan);
         }
@@ -170,9 +170,9 @@ Status TargetWriter::PlanGap(const ByteRange& bytes, bool is_short, Ranges& plan
   return status;
 }
 
-// A write with neighbours in the log that, with them, is long or beside the grid: all of them go to
-// the grid. Adds nothing where there are none, or where they may not. The neighbours lie outside of
-// `bytes`, by which Write knows that they are to be copied.
+// Moves a short write together with adjacent log bytes to the grid, if they are then long or
+// adjacent to the grid. Adds nothing if there are no such neighbours, or if the grid bytes must not
+// be overwritten. Neighbours lie outside of `bytes`, which tells Write to copy them.
 Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
   const auto usable = [&](std::optional<StoredRange>& r) {
     if (r.has_value() && (r->grid || r->size() >= kShortBytes || Overlaps(r->bytes))) r.reset();
@@ -184,25 +184,25 @@ Status TargetWriter::PlanGrown(const ByteRange& bytes, Ranges& plan) {
   if (!before.has_value() && !behind.has_value()) return {};
   const ByteRange all{before.has_value() ? before->bytes.begin : bytes.begin,
                       behind.has_value() ? behind->bytes.end : bytes.end};
-  if (all.size() < kShortBytes && !BesideGrid(all)) return {};
+  if (all.size() < kShortBytes && !IsBesideGrid(all)) return {};
   TENSORMOUNT_RETURN_IF_ERROR(OpenGrid());
   if (!ClaimGrid(all)) return {};
-  if (before.has_value()) plan.push_back(InGrid(before->bytes));
-  plan.push_back(InGrid(bytes));
-  if (behind.has_value()) plan.push_back(InGrid(behind->bytes));
+  if (before.has_value()) plan.push_back(GridRange(before->bytes));
+  plan.push_back(GridRange(bytes));
+  if (behind.has_value()) plan.push_back(GridRange(behind->bytes));
   return {};
 }
 
-// Fresh bytes are overwritten where they are. All others are gaps: bytes that were never written,
-// and bytes that were synced, which only PlanGap tells apart (used_).
+// Fresh bytes are overwritten in place. All others are gaps: never written, or synced; PlanGap
+// distinguishes the two (used_).
 //
 // Example: a target of 8 MiB, whose first MiB was synced. A write of [512 KiB, 2 MiB) becomes two
-// ranges: [512 KiB, 1 MiB) goes to the log, since it is used in the grid, and [1 MiB, 2 MiB) to the
-// grid.
+// ranges: [512 KiB, 1 MiB) goes to the log, because its grid position is used, and [1 MiB, 2 MiB)
+// goes to the grid.
 Status TargetWriter::Plan(const ByteRange& bytes, Ranges& plan) {
   const bool is_large = size() >= StagedParts::kOwnFileBytes;
   const bool is_short = is_large && bytes.size() < kShortBytes;
-  // Small targets have no log for fresh bytes, so there is nothing to grow.
+  // Only large targets have short writes in the log that may move to the grid.
   if (is_large && fresh_.Covered(bytes) == 0) {
     TENSORMOUNT_RETURN_IF_ERROR(PlanGrown(bytes, plan));
     if (!plan.empty()) return {};
@@ -224,7 +224,7 @@ Status TargetWriter::WriteRange(const StoredRange& range, const std::byte* data,
   for (std::uint64_t at = range.bytes.begin; at < range.bytes.end;) {
     const std::uint64_t block =
         std::min(range.bytes.end, (at / kTargetBlockBytes + 1) * kTargetBlockBytes);
-    // Leaves that this write covers whole. Parts of leaves are left to the sync.
+    // Leaves that this write covers completely; the sync hashes the others.
     for (std::uint64_t leaf = at; leaf < block;) {
       const std::uint64_t next = std::min(size(), (leaf / kLeafBytes + 1) * kLeafBytes);
       if (leaf % kLeafBytes == 0 && next <= block) {
@@ -242,9 +242,9 @@ Status TargetWriter::WriteRange(const StoredRange& range, const std::byte* data,
   return {};
 }
 
-// A neighbour in the log moves to `to`. Nobody else writes or syncs these bytes meanwhile: they are
-// among writing_. But a write beside them may end now and become one range with them, so they are
-// looked up again by their bytes, not by where their range begins.
+// Moves a neighbour from the log to `to`. These bytes are in writing_, so nobody else writes or
+// syncs them. But an adjacent write may end now and merge with their range, so they are looked up
+// again by their bytes, not by the begin of their range.
 Status TargetWriter::CopyRange(const StoredRange& to) {
   Ranges stored;
   {
@@ -272,9 +272,9 @@ void TargetWriter::Install(const StoredRange& range) {
   fresh_.Insert(range);
 }
 
-// Asks the kernel to begin with what will have to be durable anyway, so that the fsync at the end
-// finds little to do. In runs of kWritebackBytes; a run that ends early counts if it is worth a
-// call.
+// Starts writeback early, so that the fsync at the end finds little to do. Writeback starts for
+// each kWritebackBytes of a contiguous run, and for the rest of a run if it has at least
+// kWorthWriteback bytes.
 void TargetWriter::StartWriteback(Lock& lock, const StoredRange& range) {
   const ByteRange stored{range.offset, range.offset + range.size()};
   const std::uint32_t file = writeback_file_;
@@ -293,16 +293,17 @@ void TargetWriter::StartWriteback(Lock& lock, const StoredRange& range) {
   lock.lock();
 }
 
-// Where it fails half way, what was written before is known and the rest is as it was: as write(2)
-// of a disk that fills up.
+// After a failure in the middle, the bytes before it are written and the rest is unchanged, like
+// write(2) to a full disk.
 Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t size) {
-  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  if (shared_->files.closed())
+    return Status(Code::kStale, Name() + ": its staging directory was published or removed");
   if (!RangeWithin(offset, size, this->size())) return Status::FromErrno(EFBIG, "write", Name());
   if (size == 0) return {};
   const ByteRange bytes{offset, offset + size};
-  ByteRange taken = bytes;  // What nobody else may write meanwhile.
+  ByteRange taken = bytes;  // Bytes that nobody else may write meanwhile.
   Lock lock(mutex_);
-  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, taken));
+  TENSORMOUNT_RETURN_IF_ERROR(BeginWrite(lock, taken));
   Status status = failure_;
   if (status.ok() && !began_) {
     status = shared_->files.Open();
@@ -314,7 +315,7 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
   Ranges plan;
   if (status.ok()) status = Plan(bytes, plan);
   if (status.ok()) {
-    // Neighbours that move are written, too.
+    // Neighbours that move to the grid are written, too.
     const ByteRange all{std::min(bytes.begin, plan.front().bytes.begin),
                         std::max(bytes.end, plan.back().bytes.end)};
     *std::ranges::find(writing_, taken) = all;
@@ -343,7 +344,7 @@ Status TargetWriter::Write(std::uint64_t offset, const void* data, std::size_t s
     leaves_.merge(leaves);
     shared_->bytes_written.fetch_add(size, std::memory_order_relaxed);
   }
-  Leave(taken);
+  EndWrite(taken);
   if (written > 0) StartWriteback(lock, plan[written - 1]);
   return status;
 }
@@ -360,8 +361,8 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
       synced_.Walk(gap, add, [&](const ByteRange&) { hole = true; });
     });
   }
-  // A reader must not take zeros for data that is still to come.
-  if (hole) return Status::FromErrno(ENODATA, "read what was not written of", Name());
+  // Zeros would be mistaken for data.
+  if (hole) return Status::FromErrno(ENODATA, "read unwritten bytes of", Name());
   for (const StoredRange& r : ranges) {
     TENSORMOUNT_RETURN_IF_ERROR(shared_->files.Get(r.source)->Read(
         r.offset, static_cast<std::byte*>(out) + (r.bytes.begin - offset),
@@ -370,20 +371,20 @@ Result<std::size_t> TargetWriter::Read(std::uint64_t offset, void* out, std::siz
   return size;
 }
 
-// The record is appended at once and not synced: it holds only over records before it, which the
-// same journal has.
+// Appends the record without a sync; the record overrides earlier records of this target.
 Status TargetWriter::Forget(ByteRange bytes) {
-  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  if (shared_->files.closed())
+    return Status(Code::kStale, Name() + ": its staging directory was published or removed");
   bytes.end = std::min(bytes.end, size());
   if (bytes.begin >= bytes.end) return {};
-  // Not between a sync's taking of these bytes and its records of them.
-  const std::lock_guard turn(turn_);
+  // Waits for a running sync, which would otherwise record these bytes after they were discarded.
+  const std::lock_guard sync_lock(sync_lock_);
   Lock lock(mutex_);
-  TENSORMOUNT_RETURN_IF_ERROR(Enter(lock, bytes));
-  // All of it: then nothing is left that could be wrong, and it may be written anew.
+  TENSORMOUNT_RETURN_IF_ERROR(BeginWrite(lock, bytes));
+  // Discarding all bytes clears the failure of a condemned target.
   const bool all = bytes.size() == size();
   if (!failure_.ok() && !all) {
-    Leave(bytes);
+    EndWrite(bytes);
     return failure_;
   }
   written_ -= KnownBytes(bytes);
@@ -400,7 +401,7 @@ Status TargetWriter::Forget(ByteRange bytes) {
     status = shared_->files.journal()->Append(EncodeRecord(record));
   }
   if (all && status.ok()) failure_ = Status();
-  Leave(bytes);
+  EndWrite(bytes);
   return status;
 }
 
@@ -409,8 +410,8 @@ std::uint64_t TargetWriter::written_bytes() const {
   return written_;
 }
 
-// Fresh and synced ranges interleave, and are joined where they touch.
-std::vector<ByteRange> TargetWriter::Written() const {
+// Fresh and synced ranges interleave; adjacent ones are merged.
+std::vector<ByteRange> TargetWriter::WrittenRanges() const {
   std::vector<ByteRange> all;
   const auto add = [&](const StoredRange& r) {
     if (!all.empty() && all.back().end == r.bytes.begin) {
@@ -424,34 +425,34 @@ std::vector<ByteRange> TargetWriter::Written() const {
   return all;
 }
 
-// ---- Becoming durable -------------------------------------------------------------------------
+// ---- Durability -------------------------------------------------------------------------------
 
-Status TargetWriter::Number() {
+Status TargetWriter::AssignNumber() {
   if (number_.has_value()) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(number_, shared_->files.AddTarget(name_, size()));
   return {};
 }
 
-// New writes wait while this waits for those that run, or it would never come to an end under a
-// steady load; and the bytes are taken in one step, so each write is in this sync as a whole or not
-// at all.
+// Freezes the written bytes. New writes wait while this waits for running writes, so that it ends
+// under a steady load. All bytes are taken in one step, so each write is completely in this sync or
+// not at all.
 Status TargetWriter::Prepare(PendingPart& pending) {
-  pending.turn = std::unique_lock(turn_);
-  if (shared_->files.closed()) return Status(Code::kStale, Name() + ": no longer written");
+  pending.sync_lock = std::unique_lock(sync_lock_);
+  if (shared_->files.closed())
+    return Status(Code::kStale, Name() + ": its staging directory was published or removed");
   Ranges ranges;
   Leaves leaves;
   {
     Lock lock(mutex_);
     TENSORMOUNT_RETURN_IF_ERROR(failure_);
-    // New writes wait until those that run are over, so that this comes to an end.
-    taking_ = true;
+    sync_waiting_ = true;
     const bool over = changed_.wait_until(lock, std::chrono::steady_clock::now() + kStoragePatience,
                                           [&] { return writing_.empty(); });
-    taking_ = false;
+    sync_waiting_ = false;
     changed_.notify_all();
-    if (!over) return Status(Code::kDeadlineExceeded, Name() + ": a write does not return");
+    if (!over) return Status(Code::kDeadlineExceeded, Name() + ": timed out waiting for a write");
     if (fresh_.empty()) return {};
-    TENSORMOUNT_RETURN_IF_ERROR(Number());
+    TENSORMOUNT_RETURN_IF_ERROR(AssignNumber());
     ranges = fresh_.All();
     leaves = std::move(leaves_);
     leaves_.clear();
@@ -480,8 +481,9 @@ Status TargetWriter::Prepare(PendingPart& pending) {
   return RecordLog(std::move(log), pending.records);
 }
 
-// Records of grid bytes. Cut where a block of the target begins, if there is a whole one: its hash
-// was taken while it was written, and the leaves of a record count from where it begins.
+// Makes records of grid bytes. Leaf hashes count from the begin of a record, so a range is cut at
+// the begin of the first whole block of the target in it, because the hashes of whole blocks were
+// computed during the write.
 Status TargetWriter::RecordGrid(const StoredRange& range, const Leaves& leaves,
                                 std::string& records) {
   std::vector<std::byte> buffer;
@@ -517,10 +519,10 @@ Status TargetWriter::RecordGrid(const StoredRange& range, const Leaves& leaves,
   return {};
 }
 
-// Records of log bytes in the order in which they lie in their files: writes of one length that
-// followed each other at one distance are one record.
+// Makes records of log bytes, in the order of their files: adjacent writes of one length at a fixed
+// distance share a record.
 Status TargetWriter::RecordLog(Ranges ranges, std::string& records) {
-  // No record is longer than it may be.
+  // Ranges are cut, because records have a maximum size.
   for (std::size_t i = 0; i < ranges.size(); ++i) {
     const ByteRange bytes = ranges[i].bytes;
     if (bytes.size() <= kMaxExtentBytes) continue;
@@ -548,8 +550,8 @@ Status TargetWriter::RecordLog(Ranges ranges, std::string& records) {
   return {};
 }
 
-// One record of ranges of one length at one distance, which follow each other in the file.
-// Read back from the file, which was written moments ago and is in the page cache.
+// Makes one record of ranges of one length at a fixed distance, which are adjacent in the file.
+// Reads them back from the page cache.
 Status TargetWriter::RecordRuns(std::span<const StoredRange> runs, std::string& records) {
   JournalRecord record;
   StagedExtent& extent = record.extent;
@@ -580,7 +582,7 @@ Status TargetWriter::RecordRuns(std::span<const StoredRange> runs, std::string& 
   return {};
 }
 
-// Only the first failure is recorded: the target is condemned for good by it.
+// Only the first failure is recorded; it condemns the target.
 void TargetWriter::Finish(PendingPart& pending, const Status& status) {
   if (!status.ok()) {
     bool first = false;
@@ -589,10 +591,10 @@ void TargetWriter::Finish(PendingPart& pending, const Status& status) {
       first = failure_.ok();
       if (first) failure_ = status.WithContext(Name() + ": an earlier sync failed");
     }
-    // Older bytes of it that were recorded must not pass for what was meant to be there.
+    // Older recorded bytes must not be published in place of the lost ones.
     if (first && status.code() != Code::kStale) Condemn(status.message());
   }
-  pending.turn.unlock();
+  pending.sync_lock.unlock();
 }
 
 Status TargetWriter::Sync() {
@@ -600,8 +602,8 @@ Status TargetWriter::Sync() {
   return SyncParts(*shared_, {&self, 1});
 }
 
-// Synced at once, but its failure changes nothing here: a journal that takes no more records cannot
-// name later bytes either.
+// Appends the record and syncs it at once. Failures are ignored: a journal that accepts no more
+// records cannot record later bytes either.
 void TargetWriter::Condemn(const std::string& reason) {
   JournalRecord record;
   record.kind = JournalRecord::Kind::kCondemn;
@@ -609,10 +611,9 @@ void TargetWriter::Condemn(const std::string& reason) {
   record.reason = reason;
   {
     const Lock lock(mutex_);
-    if (!Number().ok()) return;
+    if (!AssignNumber().ok()) return;
     record.number = *number_;
   }
-  // Where the journal takes nothing more, nothing that is written from now on is ever recorded.
   if (!shared_->files.journal()->Append(EncodeRecord(record)).ok()) return;
   (void)shared_->files.journal()->Sync();
 }

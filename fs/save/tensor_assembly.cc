@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cells of one tensor from all mounts: each cell once, cells of several compared byte by byte, and
-// the boxes that nobody wrote.
+// Assembles the cells of one tensor from all mounts: each cell once, cells of several mounts
+// compared byte by byte, and the boxes that nobody wrote.
 #include "fs/save/tensor_assembly.h"
 
 #include <algorithm>
@@ -23,8 +23,8 @@ constexpr std::size_t kMaxHolesListed = 1000;
 constexpr std::size_t kMaxDifferencesListed = 256;
 constexpr std::int64_t kCompareBytes = 1 << 20;
 
-// Where two packed boxes of bytes differ: runs along the last axis, each of whole elements later.
-// Around all of them where they are many.
+// Appends to `out` the boxes in which two packed boxes of bytes differ: runs along the last axis,
+// which the caller widens to whole elements; one box around all if there are many.
 void AddDifferences(const Box& box, const std::byte* a, const std::byte* b, std::vector<Box>& out) {
   const int rank = box.rank();
   const std::int64_t row = rank > 0 ? box.extent(rank - 1) : 1;
@@ -69,14 +69,13 @@ void AddDifferences(const Box& box, const std::byte* a, const std::byte* b, std:
   out.push_back(around);
 }
 
-// Boxes of elements around boxes of bytes, each cell once where it can be said so.
-// Two findings may share an element, one byte of it each: cut, so that it is named once. Not for
-// thousands of findings, where that would be quadratic.
+// Converts boxes of bytes to boxes of elements. Two findings may contain different bytes of one
+// element; such boxes are cut, so that the element is listed once, except for thousands of
+// findings, where that would be quadratic.
 std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& bytes) {
   std::vector<Box> boxes;
   for (const Box& b : bytes) {
     const Box element = ElementBox(meta.dtype(), meta.shape(), b);
-    // Bytes of one element on both sides of a border between findings.
     std::vector<Box> fresh = {element};
     if (boxes.size() < 4096) {
       for (const Box& known : boxes) SubtractBox(fresh, known);
@@ -87,14 +86,14 @@ std::vector<Box> ElementBoxes(const TensorMeta& meta, const std::vector<Box>& by
   return boxes;
 }
 
-// Leaves count from where an extent begins, so equal regions with equal leaves are equal bytes.
+// Leaves count from the begin of an extent, so equal regions with equal leaves have equal bytes.
 bool SameBytesAndHash(const StagedRun& a, const StagedRun& b) {
   return a.whole() && b.whole() && a.bytes == b.bytes && a.extent().leaves == b.extent().leaves;
 }
 
 }  // namespace
 
-// Bands of a box, each small, compared one after the other.
+// Compares a box in small bands, one after the other.
 Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b,
                                const Box& bytes) {
   std::vector<Box> todo = {bytes};
@@ -104,8 +103,8 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
   while (!todo.empty()) {
     const Box box = todo.back();
     todo.pop_back();
-    // Halved along the first axis that can be, so that a part is a few rows that are stored close
-    // together.
+    // The box is halved along the first axis that is long enough, so that a part is a few rows
+    // stored close together.
     if (box.volume() > kCompareBytes) {
       int axis = 0;
       while (box.extent(axis) == 1) ++axis;
@@ -121,7 +120,7 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
     TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadBox(a, box, left.data()));
     TENSORMOUNT_RETURN_IF_ERROR(reader_.ReadBox(b, box, right.data()));
     if (left != right) AddDifferences(box, left.data(), right.data(), different);
-    if (different.size() > kMaxHolesListed) break;  // Enough to act upon.
+    if (different.size() > kMaxHolesListed) break;  // These are enough for the report.
   }
   for (const Box& box : ElementBoxes(meta, different)) {
     AddProblem(report_, "conflict", TensorBoxText(meta, box),
@@ -131,7 +130,7 @@ Status TensorAssembly::Compare(const TensorMeta& meta, const StagedRun& a, const
 }
 
 Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs) {
-  // What is left of each run, whole or not, as long as this works on it.
+  // The remaining boxes of each run, complete or not, during this call.
   std::vector<std::vector<Box>> left(runs.size());
   RegionSet boxes(ByteShape(meta.dtype(), meta.shape()));
   std::vector<std::uint32_t> owner;
@@ -139,17 +138,18 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
     left[i] = runs[i].bytes.Boxes();
     for (const Box& box : left[i]) {
       if (!boxes.Add(Region(box), static_cast<std::uint32_t>(owner.size()))) {
-        return Status(Code::kInternal, "a box outside of tensor " + meta.key());
+        return Status(Code::kInternal,
+                      "internal error: a written box is outside of tensor " + meta.key());
       }
       owner.push_back(static_cast<std::uint32_t>(i));
     }
   }
-  // Which boxes meet at all is found in O(n log n) by the search that the layout checks use; only
-  // those pairs are cut.
+  // Overlapping pairs are found in O(n log n) by the search of the layout checks; only those are
+  // cut.
   const CoverageFindings found = SearchCoverage(boxes, kMaxPairs, true);
   if (found.pairs_dropped) {
     return Status(Code::kResourceExhausted,
-                  "tensor " + meta.key() + ": written over too many times in too many pieces");
+                  "tensor " + meta.key() + ": overwritten too many times, in too many pieces");
   }
   std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
   for (auto [a, b] : found.pairs) {
@@ -161,7 +161,8 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
   pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
 
   std::vector<bool> cut(runs.size(), false);
-  // First what was forgotten: it holds over nothing either.
+  // First, kForget records: they remove bytes from earlier records of their target, and provide
+  // none.
   for (const auto& [a, b] : pairs) {
     const StagedRun& earlier = runs[a];
     const StagedRun& later = runs[b];
@@ -172,8 +173,8 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
     cut[a] = true;
     for (const Box& box : later.bytes.Boxes()) SubtractBox(left[a], box);
   }
-  // Then what each mount says by itself: the later record holds. Runs are in that order, so those
-  // that cut `a` come later and are not cut yet when it is its turn.
+  // Second, records of one mount: a later record overrides an earlier one. Pairs are sorted by `a`,
+  // so left[b] still has all bytes of `b` that no kForget removed.
   for (const auto& [a, b] : pairs) {
     if (runs[a].journal != runs[b].journal || runs[a].forgets() || runs[b].forgets()) continue;
     for (const Box& box : left[b]) {
@@ -184,7 +185,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       SubtractBox(left[a], box);
     }
   }
-  // Then between mounts, what is left: equal bytes are needed once.
+  // Third, bytes of two mounts: equal bytes are kept once, unequal bytes are reported.
   for (const auto& [a, b] : pairs) {
     const StagedRun& first = runs[a];
     const StagedRun& second = runs[b];
@@ -194,7 +195,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
       left[b].clear();
       continue;
     }
-    // A copy: left[b] is cut in the loop.
+    // This is a copy, because the loop cuts left[b].
     const std::vector<Box> ours = left[b];
     for (const Box& x : left[a]) {
       for (const Box& y : ours) {
@@ -210,7 +211,7 @@ Status TensorAssembly::ResolveOverlaps(const TensorMeta& meta, std::vector<Stage
   for (std::size_t i = 0; i < runs.size(); ++i) {
     if (runs[i].forgets() || left[i].empty()) continue;
     kept.push_back(std::move(runs[i]));
-    if (cut[i]) kept.back().left = std::move(left[i]);
+    if (cut[i]) kept.back().remaining = std::move(left[i]);
   }
   runs = std::move(kept);
   return Status();
@@ -220,10 +221,10 @@ void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Stage
   RegionSet set(ByteShape(meta.dtype(), meta.shape()));
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const auto number = static_cast<std::uint32_t>(i);
-    if (!runs[i].left.has_value()) {
-      (void)set.Add(runs[i].bytes, number);  // Within: it was made of the tensor's shape.
+    if (!runs[i].remaining.has_value()) {
+      (void)set.Add(runs[i].bytes, number);  // Cannot fail: `bytes` is within the tensor.
     } else {
-      for (const Box& box : *runs[i].left) (void)set.Add(Region(box), number);
+      for (const Box& box : *runs[i].remaining) (void)set.Add(Region(box), number);
     }
   }
   if (IsPartition(set)) return;
@@ -233,8 +234,9 @@ void TensorAssembly::FindMissing(const TensorMeta& meta, const std::vector<Stage
     AddProblem(report_, "missing", TensorBoxText(meta, box), "written by no mount");
   }
   if (coverage.truncated) ++report_.more;
-  if (!coverage.overlaps.empty()) {  // Of our own making: never to be published.
-    AddProblem(report_, "internal", "tensor " + meta.key(), "pieces overlap after they were cut");
+  if (!coverage.overlaps.empty()) {  // This would be a bug.
+    AddProblem(report_, "internal", "tensor " + meta.key(),
+               "internal error: pieces overlap after they were split");
   }
 }
 
@@ -247,7 +249,7 @@ Result<std::vector<StagedRun>> TensorAssembly::Resolve(const TensorMeta& meta,
     forgets = forgets || run.forgets();
     if (!set.Add(run.bytes, 0)) {
       return Status(Code::kDataLoss, "tensor " + meta.key() + ": " + run.bytes.ToString() +
-                                         " (in bytes) is not within it");
+                                         " (in bytes) is not within the tensor");
     }
   }
   if (!forgets && IsPartition(set)) {
@@ -256,10 +258,10 @@ Result<std::vector<StagedRun>> TensorAssembly::Resolve(const TensorMeta& meta,
   }
   TENSORMOUNT_RETURN_IF_ERROR(ResolveOverlaps(meta, runs));
   for (const StagedRun& run : runs) {
-    if (!run.left.has_value()) {
+    if (!run.remaining.has_value()) {
       report_.bytes_written += run.size;
     } else {
-      for (const Box& b : *run.left)
+      for (const Box& b : *run.remaining)
         report_.bytes_written += static_cast<std::uint64_t>(b.volume());
     }
   }

@@ -17,35 +17,31 @@
 #include "index/store/store.h"
 #include "shard/tensor_meta.h"
 
-// From the runs of bytes of one tensor that mounts wrote to chunks that cover it exactly.
+// Turns the runs of bytes of one tensor that mounts wrote into chunks that cover it exactly.
 
 namespace tensormount::fs {
 
-// Instead of a journal's number: the publisher's own file.
+// Used instead of a journal's number for the publisher's own file.
 inline constexpr std::uint32_t kPublisher = 0xFFFFFFFF;
 
-// The publish otherwise copies nothing. What can force a copy: a program wrote single bytes of an
-// element in several calls, or two mounts wrote overlapping boxes of which odd shapes are left.
-// Then the bytes are read back (and proven, StagedReader), and go here side by side.
-// What the publisher itself has to write: elements whose bytes came in several writes, boxes
-// that later writes left of earlier ones too scattered to be chunks, and what is live of files of
-// which the base holds most. Made when the first byte comes; removed by the destructor unless
-// Finish was ok. One thread.
+// The file of bytes that the publisher itself must write: elements whose bytes came in several
+// writes, remains of overwritten boxes that are too scattered to be chunks, and live bytes of files
+// that the base mostly holds. The publish copies nothing else. Created at the first byte; the
+// destructor removes it unless Finish succeeded. For one thread.
 class PatchFile {
  public:
   PatchFile(FileSystem& fs, const Staging& staging) : fs_(fs), staging_(staging) {}
   ~PatchFile();
-  // Makes the file, where it is not there yet.
+  // Creates the file if it does not exist yet.
   Status Open();
-  // Appends; the offset of the first byte is size() before.
+  // Appends; the bytes begin at the previous size().
   Status Append(const std::byte* data, std::size_t size);
-  // Ends the file at `size` again, after an Append that failed, too. Without bytes there is no
-  // file.
-  Status CutTo(std::uint64_t size);
+  // Truncates the file to `size`, also after a failed Append. A file without bytes is removed.
+  Status TruncateTo(std::uint64_t size);
   std::uint64_t size() const { return size_; }
   bool used() const { return file_ != nullptr; }
-  const std::string& name() const { return name_; }  // "data/…"
-  // Synced and sealed. Kept from now on unless Discard is called.
+  const std::string& name() const { return name_; }  // Path below the staging: "data/…".
+  // Syncs and seals the file. The file is kept from then on unless Discard is called.
   Status Finish();
   void Discard();
 
@@ -58,49 +54,50 @@ class PatchFile {
   bool kept_ = false;
 };
 
-// A chunk of the checkpoint before its files have numbers there: StagedManifests turns it into a
-// ChunkRecord of the manifest of that journal.
+// A chunk before the checkpoint's files have numbers; StagedManifests turns it into a ChunkRecord
+// of the manifest of `journal`.
 struct StagedChunk {
-  std::uint32_t journal = 0;  // Or kPublisher.
-  std::uint32_t file = 0;     // Of that journal.
+  std::uint32_t journal = 0;  // Number of a journal, or kPublisher.
+  std::uint32_t file = 0;     // Number of a file in that journal.
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  Region region;  // In elements.
+  Region region;  // Region in elements.
   std::vector<Hash128> leaves;
   Crc64 contribution = 0;
-  // Where the region is elements [first, first + count) of a target, so that neighbours can become
-  // one chunk.
+  // Whether the region is a range of `target_box` in row-major order, from element `first` on; such
+  // neighbours can be merged into one chunk.
   bool is_range = false;
-  Box of;
+  Box target_box;
   std::int64_t first = 0;
 };
 
-// All references must outlive it. Not thread-safe.
-// Resolve works on bytes, because that is what was written; Emit works on elements, because that is
-// what chunks are of. In the common case, one writer for each byte, Resolve proves by IsPartition
-// that the runs cover the tensor exactly once and returns them as they are; no byte is read. Only
-// where runs overlap are boxes cut, by pairs that a search finds; two mounts' bytes are compared
-// only where their leaf hashes do not already say that they are equal.
+// Assembles tensors. All references must outlive this object. Not thread-safe.
+// Resolve works on bytes, because programs write bytes; Emit works on elements, because chunks
+// consist of elements. In the common case, one writer for each byte, Resolve proves with
+// IsPartition that the runs cover the tensor exactly once and returns them without reading a byte.
+// Only overlapping runs are cut; bytes of two mounts are compared only if their leaf hashes do not
+// prove them equal.
 class TensorAssembly {
  public:
   TensorAssembly(const std::vector<Journal>& journals, StagedReader& reader, PatchFile& patches,
                  StagingReport& report)
       : journals_(journals), reader_(reader), patches_(patches), report_(report) {}
 
-  // What holds of the runs of one tensor: later records of a journal over earlier ones; equal bytes
-  // of several mounts once. Unequal ones, and cells that nobody wrote, become problems of the
-  // report. The result is disjoint: `left` of a run says what is left where it is not whole any
-  // more; runs of which nothing is left, and those that forget, are gone.
+  // Resolves the runs of one tensor: later records of a journal override earlier ones; equal bytes
+  // of several mounts are kept once. Unequal bytes and unwritten cells become problems of the
+  // report. The result is disjoint: if later records removed a part of a run, its `remaining` has
+  // the boxes that are left; runs without remaining bytes, and those of kForget, are dropped.
   Result<std::vector<StagedRun>> Resolve(const TensorMeta& meta, std::vector<StagedRun> runs);
-  // Chunks of what Resolve gave, where it found no problem.
+  // Makes chunks of the result of Resolve, which must have found no problem.
   Result<std::vector<StagedChunk>> Emit(const TensorMeta& meta, const std::vector<StagedRun>& runs);
 
  private:
   class Emitter;
-  // Reads both and compares; unequal bytes become "conflict" problems with the boxes of elements.
+  // Reads `bytes` of both runs and compares them; unequal bytes become "conflict" problems with
+  // boxes of elements.
   Status Compare(const TensorMeta& meta, const StagedRun& a, const StagedRun& b, const Box& bytes);
   Status ResolveOverlaps(const TensorMeta& meta, std::vector<StagedRun>& runs);
-  // Also proves that the cut runs are disjoint.
+  // Reports cells that no run has, and checks that the cut runs are disjoint.
   void FindMissing(const TensorMeta& meta, const std::vector<StagedRun>& runs);
   const std::string& MountOf(const StagedRun& run) const {
     return journals_[run.journal].incarnation;

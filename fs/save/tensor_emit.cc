@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorAssembly::Emitter of tensor_assembly.h: from assembled boxes to chunks. What stands whole
-// in a data file becomes a chunk where it is; what later writes cut apart, or where elements were
-// split, is copied into a patch file. Apart from the assembly, which decides what holds and moves
-// no bytes.
+// TensorAssembly::Emitter of tensor_assembly.h: makes chunks of assembled boxes. A box that is
+// contiguous in a data file becomes a chunk there; boxes cut by later writes, and split elements,
+// are copied to the patch file. Separate from the assembly, which decides which bytes are valid and
+// copies none.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -10,6 +10,7 @@
 #include "base/checked.h"
 #include "fs/save/tensor_assembly.h"
 #include "shard/box_access.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/copy_plan.h"
 #include "shard/strided_digest.h"
 
@@ -18,7 +19,7 @@ namespace {
 
 constexpr std::uint64_t kBandBytes = std::uint64_t{4} << 20;
 
-// Of `region` (in bytes), whose packed bytes are given, to the tensor's digest.
+// Contribution of `region` (in bytes), whose packed bytes are given, to the tensor's digest.
 Crc64 ContributionOf(const Region& region, const std::byte* packed, const Dims& byte_shape) {
   Crc64 crc = 0;
   for (const PlacedBox& placed : PlacePacked(region, 0)) {
@@ -29,7 +30,7 @@ Crc64 ContributionOf(const Region& region, const std::byte* packed, const Dims& 
 
 }  // namespace
 
-// Also where the publish fails: the next try makes its own.
+// Removes the file unless Finish has kept it: the next attempt to publish makes its own file.
 PatchFile::~PatchFile() {
   if (!kept_) Discard();
 }
@@ -48,7 +49,7 @@ Status PatchFile::Append(const std::byte* data, std::size_t size) {
   return Status();
 }
 
-Status PatchFile::CutTo(std::uint64_t size) {
+Status PatchFile::TruncateTo(std::uint64_t size) {
   if (file_ == nullptr) return Status();
   if (size == 0) {
     Discard();
@@ -71,13 +72,13 @@ Status PatchFile::Finish() {
 void PatchFile::Discard() {
   if (name_.empty()) return;
   file_.reset();
-  // Where it stays it is a file that no manifest names.
+  // If the removal fails, the file remains without being in a manifest.
   (void)fs_.RemoveFile(JoinPath(staging_.directory, name_));
   name_.clear();
 }
 
-// A unit is the least run of elements that is whole bytes: one element, two of 4 bits, four of 6.
-// Chunks begin and end on units.
+// Makes the chunks of one tensor. A unit is the smallest run of elements that is whole bytes: one
+// element, two of 4 bits, four of 6. Chunks begin and end on units.
 class TensorAssembly::Emitter {
  public:
   Emitter(TensorAssembly& assembly, const TensorMeta& meta)
@@ -88,8 +89,8 @@ class TensorAssembly::Emitter {
         unit_elements_(unit_bytes_ * 8 / std::int64_t{meta.bits()}) {}
 
   Status Add(const StagedRun& run) {
-    if (!run.left.has_value() && run.is_range) return AddRange(run);
-    for (const Box& box : run.left.has_value() ? *run.left : run.bytes.Boxes()) {
+    if (!run.remaining.has_value() && run.is_range) return AddRange(run);
+    for (const Box& box : run.remaining.has_value() ? *run.remaining : run.bytes.Boxes()) {
       TENSORMOUNT_RETURN_IF_ERROR(AddBox(run, box));
     }
     return Status();
@@ -105,8 +106,8 @@ class TensorAssembly::Emitter {
  private:
   // Some bytes of one unit.
   struct Part {
-    std::int64_t unit = 0;  // In the tensor's row-major order.
-    std::int64_t from = 0;  // Byte of the unit.
+    std::int64_t unit = 0;  // Number in row-major order.
+    std::int64_t from = 0;  // First byte within the unit.
     const StagedRun* run = nullptr;
     Box bytes;
   };
@@ -120,9 +121,9 @@ class TensorAssembly::Emitter {
     return chunk;
   }
 
-  // Stored bytes [at, at + length) of its extent, which are the packed bytes of `bytes`.
-  // A run that is a whole record keeps its hashes: no byte is read. Otherwise leaves count from
-  // another position and have to be made anew.
+  // Hashes stored bytes [at, at + length) of the extent, which are the packed bytes of `bytes`. If
+  // the run is a complete record, its hashes are kept and nothing is read; if not, leaves begin at
+  // another position and are recomputed.
   Status Hash(const StagedRun& run, std::uint64_t at, const Region& bytes, StagedChunk& chunk) {
     if (run.whole() && at == run.at && chunk.length == run.size) {
       chunk.leaves = run.extent().leaves;
@@ -134,30 +135,29 @@ class TensorAssembly::Emitter {
     });
   }
 
-  // Calls read(done, part, out) for band after band of `bytes`, hashing as it goes.
-  // Memory is bounded by kBandBytes, whatever the size of the chunk.
+  // Calls read(done, part, out) for each band of `bytes` and hashes the bytes. Memory is bounded by
+  // kBandBytes.
   template <typename Read>
   Status Stream(const Region& bytes, StagedChunk& chunk, Read read) {
-    LeafHasher hasher;
     const auto all = static_cast<std::uint64_t>(bytes.volume());
     buffer_.resize(static_cast<std::size_t>(std::min(all, kBandBytes)));
-    for (std::uint64_t done = 0; done < all;) {
-      const std::uint64_t n = std::min(all - done, kBandBytes);
+    Region part;
+    const auto fill = [&](std::uint64_t at, std::span<std::byte> block) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(
-          const Region part,
-          Region::Flat(bytes.box(), bytes.flat_first() + Signed(done), Signed(n)));
-      TENSORMOUNT_RETURN_IF_ERROR(read(done, part, buffer_.data()));
-      hasher.Update(buffer_.data(), static_cast<std::size_t>(n));
-      chunk.contribution ^= ContributionOf(part, buffer_.data(), byte_shape_);
-      done += n;
-    }
-    hasher.Finish();
-    chunk.leaves = hasher.leaves();
+          part, Region::Flat(bytes.box(), bytes.flat_first() + Signed(at), Signed(block.size())));
+      return read(at, part, block.data());
+    };
+    const auto digest = [&](std::uint64_t, std::span<const std::byte> block) {
+      chunk.contribution ^= ContributionOf(part, block.data(), byte_shape_);
+      return Status();
+    };
+    TENSORMOUNT_ASSIGN_OR_RETURN(ChunkHashes hashes, PassChunk(all, buffer_, fill, digest));
+    chunk.leaves = std::move(hashes.leaves);
     return Status();
   }
 
-  // What no later write has touched of a range of a target: its units where they are, and at its
-  // ends perhaps parts of units.
+  // Adds the remaining part of a range of a target: its whole units in place, and partial units at
+  // its ends.
   Status AddRange(const StagedRun& run) {
     const std::int64_t begin = Signed(run.begin);
     const std::int64_t end = begin + Signed(run.size);
@@ -170,7 +170,7 @@ class TensorAssembly::Emitter {
       return Status();
     };
     if (low >= high) {
-      // Up to two units, none whole.
+      // The range touches one or two units and contains neither.
       TENSORMOUNT_RETURN_IF_ERROR(part(begin, std::min(low, end)));
       return part(std::min(low, end), end);
     }
@@ -180,18 +180,18 @@ class TensorAssembly::Emitter {
     const std::uint64_t at = run.at + static_cast<std::uint64_t>(low - begin);
     StagedChunk chunk = ChunkOf(run, at, length);
     chunk.is_range = true;
-    chunk.of = run.of;
+    chunk.target_box = run.target_box;
     chunk.first = low / unit_bytes_ * unit_elements_;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         chunk.region,
-        Region::Flat(run.of, chunk.first, (high - low) / unit_bytes_ * unit_elements_));
+        Region::Flat(run.target_box, chunk.first, (high - low) / unit_bytes_ * unit_elements_));
     TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes, Region::Flat(run.of_bytes, low, high - low));
     TENSORMOUNT_RETURN_IF_ERROR(Hash(run, at, bytes, chunk));
     chunks_.push_back(std::move(chunk));
     return Status();
   }
 
-  // A box of bytes of a run: its units, and on both sides perhaps parts of units.
+  // Adds a box of bytes of a run: its whole units, and partial units on both sides.
   Status AddBox(const StagedRun& run, const Box& box) {
     const int last = box.rank() - 1;
     const std::int64_t low = (box.begin(last) + unit_bytes_ - 1) / unit_bytes_ * unit_bytes_;
@@ -212,8 +212,8 @@ class TensorAssembly::Emitter {
     if (back.ok() && back.value() == Region(bytes)) {
       return AddChunk(run, bytes, Region(elements));
     }
-    // Where axes were joined to make whole bytes a box of bytes need not be one of elements, but
-    // each of its rows is a range of them.
+    // If axes were merged to get whole bytes, a box of bytes may not be a box of elements, but each
+    // of its rows is a range of elements.
     const int last = bytes.rank() - 1;
     Box row = bytes;
     for (int a = 0; a < last; ++a) {
@@ -231,7 +231,8 @@ class TensorAssembly::Emitter {
     return AddChunk(run, bytes, region);
   }
 
-  // Where its bytes stand side by side it stays where it is; otherwise it is copied.
+  // Adds a chunk. If its bytes are contiguous in the data file they stay there; otherwise they are
+  // copied to the patch file.
   Status AddChunk(const StagedRun& run, const Box& bytes, const Region& region) {
     const PlacedBox to{bytes, 0, PackedStrides(bytes.extent())};
     int runs = 0;
@@ -268,14 +269,14 @@ class TensorAssembly::Emitter {
     return Status();
   }
 
-  // Number of the unit that a box begins in, in the tensor's row-major order.
+  // Number of the unit in which a box begins, in the tensor's row-major order.
   std::int64_t UnitOf(const Box& bytes) const {
     std::int64_t linear = 0;
     for (int a = 0; a < bytes.rank(); ++a) linear = linear * byte_shape_[a] + bytes.begin(a);
     return linear / unit_bytes_;
   }
 
-  // Rows of a box that each lie within one unit.
+  // Adds rows of a box that each lie within one unit.
   void AddParts(const StagedRun& run, const Box& box) {
     const int last = box.rank() - 1;
     Dims at = Dims::Filled(box.rank(), 0);
@@ -292,7 +293,8 @@ class TensorAssembly::Emitter {
     }
   }
 
-  // Units that came in parts, neighbours as one chunk.
+  // Assembles the units (smallest groups of elements that fill whole bytes) of which several writes
+  // supplied parts. Adjacent units become one chunk.
   Status AddUnits() {
     std::sort(parts_.begin(), parts_.end(), [](const Part& a, const Part& b) {
       return std::tie(a.unit, a.from) < std::tie(b.unit, b.from);
@@ -308,14 +310,17 @@ class TensorAssembly::Emitter {
         for (; i < parts_.size() && parts_[i].unit == next; ++i) {
           const Part& part = parts_[i];
           if (part.from != filled || part.bytes.volume() > unit_bytes_ - filled) {
-            return Status(Code::kInternal, "tensor " + meta_.key() + ": parts of an element");
+            return Status(Code::kInternal,
+                          "tensor " + meta_.key() +
+                              ": internal error: the written parts of an element have gaps");
           }
           TENSORMOUNT_RETURN_IF_ERROR(assembly_.reader_.ReadBox(
               *part.run, part.bytes, bytes.data() + base + static_cast<std::size_t>(filled)));
           filled += part.bytes.volume();
         }
         if (filled != unit_bytes_) {
-          return Status(Code::kInternal, "tensor " + meta_.key() + ": a part of an element");
+          return Status(Code::kInternal,
+                        "tensor " + meta_.key() + ": internal error: an element is incomplete");
         }
         ++next;
       }
@@ -329,10 +334,7 @@ class TensorAssembly::Emitter {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const Region region,
           Region::Flat(Box::Whole(byte_shape_), first * unit_bytes_, Signed(bytes.size())));
-      LeafHasher hasher;
-      hasher.Update(bytes.data(), bytes.size());
-      hasher.Finish();
-      chunk.leaves = hasher.leaves();
+      chunk.leaves = HashChunk(bytes.data(), bytes.size()).leaves;
       chunk.contribution = ContributionOf(region, bytes.data(), byte_shape_);
       TENSORMOUNT_RETURN_IF_ERROR(assembly_.patches_.Append(bytes.data(), bytes.size()));
       chunks_.push_back(std::move(chunk));
@@ -340,8 +342,8 @@ class TensorAssembly::Emitter {
     return Status();
   }
 
-  // Ranges that follow each other in the target and in the file are one chunk where the first ends
-  // with a whole leaf: a tensor that was written by the megabyte needs one row.
+  // Merges ranges that are adjacent in the target and in the file if the first ends with a whole
+  // leaf: a tensor written by the megabyte then needs one chunk.
   void JoinRanges() {
     std::stable_sort(
         chunks_.begin(), chunks_.end(), [](const StagedChunk& a, const StagedChunk& b) {
@@ -353,9 +355,10 @@ class TensorAssembly::Emitter {
       if (before != nullptr && before->is_range && chunk.is_range &&
           before->journal == chunk.journal && before->file == chunk.file &&
           before->offset + before->length == chunk.offset && before->length % kLeafBytes == 0 &&
-          before->of == chunk.of && before->first + before->region.volume() == chunk.first) {
-        const Result<Region> both =
-            Region::Flat(chunk.of, before->first, before->region.volume() + chunk.region.volume());
+          before->target_box == chunk.target_box &&
+          before->first + before->region.volume() == chunk.first) {
+        const Result<Region> both = Region::Flat(chunk.target_box, before->first,
+                                                 before->region.volume() + chunk.region.volume());
         if (both.ok()) {
           before->region = both.value();
           before->length += chunk.length;
@@ -374,7 +377,7 @@ class TensorAssembly::Emitter {
   const Dims byte_shape_;
   const std::int64_t unit_bytes_;
   const std::int64_t unit_elements_;
-  // Of units that are not whole in one run; usually none.
+  // Parts of units that no single run contains completely; usually none.
   std::vector<Part> parts_;
   std::vector<StagedChunk> chunks_;
   std::vector<std::byte> buffer_;

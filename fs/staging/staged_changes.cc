@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// StagingTree of staging_tree.h: what changes something below .staging/. Names, and what they are,
-// stand in staging_tree.cc.
+// StagingTree of staging_tree.h: operations that change something below .staging/. staging_tree.cc
+// has the lookups.
 #include <algorithm>
 #include <cerrno>
 #include <fcntl.h>
@@ -14,24 +14,23 @@ namespace {
 
 constexpr std::uint64_t kMaxReportBytes = std::uint64_t{64} << 20;
 
-// EPERM: never allowed, and not EROFS, because the mount is writable.
+// The error of a change that is never allowed: EPERM, not EROFS, because the mount is writable.
 Status Refused(std::string_view why) {
   return Status::FromParts(Code::kPermissionDenied, EPERM, std::string(why));
 }
 
-bool Writes(int flags) { return (flags & O_ACCMODE) != O_RDONLY; }
+bool OpensForWriting(int flags) { return (flags & O_ACCMODE) != O_RDONLY; }
 
-// Counts as an open writer while it lives.
-// A change without a file handle (unlink, rename, making an object) must not run beside a publish
-// either.
-class Writing {
+// Counts as an open writer while this object lives: a change without a file handle (unlink, rename,
+// creating an object) must not run during a publish either.
+class WriterScope {
  public:
-  explicit Writing(StagedCheckpoint& of) : of_(of), status_(of.BeginWriting()) {}
-  ~Writing() {
+  explicit WriterScope(StagedCheckpoint& of) : of_(of), status_(of.BeginWriting()) {}
+  ~WriterScope() {
     if (status_.ok()) of_.EndWriting();
   }
-  Writing(const Writing&) = delete;
-  Writing& operator=(const Writing&) = delete;
+  WriterScope(const WriterScope&) = delete;
+  WriterScope& operator=(const WriterScope&) = delete;
   const Status& status() const { return status_; }
 
  private:
@@ -48,9 +47,9 @@ Status RemoveFilesIn(FileSystem& fs, const std::string& folder) {
   return fs.SyncDirectory(folder);
 }
 
-// What rename(2) answers. `mv` takes EXDEV for a reason to copy, and EINVAL for a folder that is
-// moved into itself.
-Status AsRename(const Status& status) {
+// The errno for rename(2). `mv` copies after EXDEV, and misreads EINVAL as moving a directory into
+// itself.
+Status RenameError(const Status& status) {
   switch (status.ToErrno()) {
     case EINVAL:
       return Status::FromParts(status.code(), ENODATA, status.message());
@@ -61,13 +60,14 @@ Status AsRename(const Status& status) {
   }
 }
 
-// Why no object can be called this, which ENOENT would not say: `cp` would look for the source.
-Status NoNameForAnObject(std::string_view path, const Status& why) {
+// The error for a name that cannot be an object. The errno is not ENOENT, because `cp` would report
+// the source as missing.
+Status ObjectNameError(std::string_view path, const Status& why) {
   const std::string_view name = path.substr(path.rfind('/') + 1);
   if (name.size() > kMaxPartBytes) {
     return Status::FromParts(Code::kInvalidArgument, ENAMETOOLONG,
-                             "names here have at most " + std::to_string(kMaxPartBytes) +
-                                 " bytes; longer keys go through schema.json");
+                             "names in a mount have at most " + std::to_string(kMaxPartBytes) +
+                                 " bytes; declare longer keys in schema.json");
   }
   return Status::FromParts(Code::kInvalidArgument, EINVAL, why.message());
 }
@@ -75,10 +75,10 @@ Status NoNameForAnObject(std::string_view path, const Status& why) {
 }  // namespace
 
 HandleContext StagingTree::ContextOf(const NodePtr& node, bool writable) {
-  return {.of = node->of,
+  return {.staged = node->staged,
           .label = node->Label(),
           .writable = writable,
-          // As it is called now.
+          // The node is described under its current name, because a rename may have changed it.
           .stat = [this, node]() -> Result<Attributes> {
             const Result<NodePtr> now = nodes_.Find(node->item);
             return Describe(now.ok() ? *now.value() : *node);
@@ -87,17 +87,17 @@ HandleContext StagingTree::ContextOf(const NodePtr& node, bool writable) {
 }
 
 Result<StagingTree::Node> StagingTree::MakeDirectory(std::uint64_t folder, std::string_view name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   const Status exists = Status::FromErrno(EEXIST, "make", JoinedPath(parent->Label(), name));
   switch (parent->role) {
     case NodeRole::kRoot: {
       const std::string label = ".staging/" + std::string(name);
       if (const Status bad = CheckCheckpointName(name); !bad.ok()) {
-        return Told("mkdir", label, Refused(bad.message()));
+        return LogFailure("mkdir", label, Refused(bad.message()));
       }
       const Result<Staging> made = CreateStaging(store_, fs_, std::string(name));
       if (!made.ok() && made.status().code() != Code::kAlreadyExists) {
-        return Told("mkdir", label, made.status());
+        return LogFailure("mkdir", label, made.status());
       }
       if (!made.ok()) return made.status();
       return Lookup(folder, name);
@@ -106,23 +106,24 @@ Result<StagingTree::Node> StagingTree::MakeDirectory(std::uint64_t folder, std::
       const Result<StagedNode> there = ObjectChild(*parent, name);
       if (there.ok()) return exists;
       if (there.status().code() != Code::kNotFound) return there.status();
-      parent->of->AddObjectFolder(JoinedPath(parent->path, name));
+      parent->staged->AddObjectFolder(JoinedPath(parent->path, name));
       return Lookup(folder, name);
     }
     default: {
       if (Child(*parent, name).ok()) return exists;
-      return Told("mkdir", JoinedPath(parent->Label(), name),
-                  Refused("folders here are those of the keys in schema.json"));
+      return LogFailure("mkdir", JoinedPath(parent->Label(), name),
+                        Refused("no directory can ever be made here: the directories of the keys "
+                                "in schema.json exist already"));
     }
   }
 }
 
-// Opening for writing counts the handle as an open writer before it is returned; a truncation that
-// was asked for is done under that right.
+// Opens a file. A writable handle counts as an open writer before O_TRUNC is applied and before the
+// handle is returned.
 Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, int flags) {
-  const bool writable = Writes(flags);
+  const bool writable = OpensForWriting(flags);
   const bool truncates = (flags & O_TRUNC) != 0;
-  StagedCheckpoint& of = *node->of;
+  StagedCheckpoint& of = *node->staged;
   HandleContext context = ContextOf(node, writable);
   std::shared_ptr<WriteHandle> handle;
   switch (node->role) {
@@ -153,13 +154,14 @@ Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, 
         TENSORMOUNT_ASSIGN_OR_RETURN(text, ReadCommonJson(fs_, of.staging()));
       }
       if (!writable) return OpenTextHandle(std::move(context), std::move(text));
-      // An edit says what is added. It begins empty where the old text is cut off.
+      // An edit contains additions only, so a truncating open begins with an empty text.
       if (truncates) text.clear();
       return OpenEditHandle(std::move(context), schema, std::move(text));
     }
     case NodeRole::kReportJson:
     case NodeRole::kReportText: {
-      if (writable || truncates) return Refused(node->Label() + ": reports are read only");
+      if (writable || truncates)
+        return Refused(node->Label() + ": the publish report is read-only");
       const std::string path =
           JoinPath(of.staging().directory,
                    node->role == NodeRole::kReportJson ? "report.json" : "report.txt");
@@ -177,99 +179,103 @@ Result<std::shared_ptr<WriteHandle>> StagingTree::OpenNode(const NodePtr& node, 
 }
 
 Result<std::shared_ptr<WriteHandle>> StagingTree::Open(std::uint64_t file, int flags) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, FindLive(file));
   Result<std::shared_ptr<WriteHandle>> opened = OpenNode(node, flags);
-  if (!opened.ok() && Writes(flags) && opened.status().code() != Code::kStale &&
+  if (!opened.ok() && OpensForWriting(flags) && opened.status().code() != Code::kStale &&
       opened.status().ToErrno() != EISDIR) {
-    return Told("open", node->Label(), opened.status());
+    return LogFailure("open", node->Label(), opened.status());
   }
   return opened;
 }
 
 Status StagingTree::MakeObject(const StagedNode& node) {
-  const Writing writing(*node.of);
+  const WriterScope writing(*node.staged);
   TENSORMOUNT_RETURN_IF_ERROR(writing.status());
-  return node.of->writer().OpenObject(node.key, node.index, true).status();
+  return node.staged->writer().OpenObject(node.key, node.index, true).status();
 }
 
-// O_CREAT of a name that is there is an open, as POSIX wants it. Of a name that is not: only what
-// the schema allows can be made, and every refusal says what to do instead, in .tensormount/errors,
-// since errno says so little.
+// O_CREAT of an existing name opens the file, as in POSIX. New names can be created only if the
+// schema allows them. Each refusal is explained in .tensormount/errors, because the errno says too
+// little.
 Result<StagingTree::Opened> StagingTree::Create(std::uint64_t folder, std::string_view name,
                                                 int flags) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   const std::string label = JoinedPath(parent->Label(), name);
   Result<StagedNode> child = Child(*parent, name);
   if (child.ok() && (flags & O_EXCL) != 0) return Status::FromErrno(EEXIST, "create", label);
   if (child.status().code() == Code::kNotFound) {
     StagedNode made;
-    made.of = parent->of;
+    made.staged = parent->staged;
     made.path = JoinedPath(parent->path, name);
     switch (parent->role) {
       case NodeRole::kStaging:
         if (name != "schema.json" && name != "common.json") {
-          return Told(
+          return LogFailure(
               "create", label,
-              Refused("files here are schema.json and common.json; objects go to objects/"));
+              Refused("only schema.json and common.json can be created here; write objects "
+                      "in objects/"));
         }
         made.role = name == "schema.json" ? NodeRole::kSchema : NodeRole::kCommon;
         made.path.clear();
         break;
       case NodeRole::kDone:
         if (!ParseRank(name, &made.rank)) {
-          return Told("create", label, Refused("marks are called by the number of their writer"));
+          return LogFailure("create", label,
+                            Refused("the name of a done mark must be the number of its writer"));
         }
         made.role = NodeRole::kMark;
         break;
       case NodeRole::kObjects: {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->of->Schema(true));
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent->staged->Schema(true));
         const Result<StagingWriter::ObjectName> object = ObjectAt(*view, made.path);
         if (!object.ok()) {
           const bool never = !KeyOfPath(made.path).ok();
-          return Told("create", label,
-                      never ? NoNameForAnObject(made.path, object.status()) : object.status());
+          return LogFailure("create", label,
+                            never ? ObjectNameError(made.path, object.status()) : object.status());
         }
         made.role = NodeRole::kObject;
         made.key = object.value().key;
         made.index = object.value().index;
         const Status status = MakeObject(made);
-        if (!status.ok()) return Told("create", label, status);
+        if (!status.ok()) return LogFailure("create", label, status);
         break;
       }
       case NodeRole::kTensors:
-        return Told(
+        return LogFailure(
             "create", label,
-            Status(Code::kNotFound, "no tensor with this key: schema.json must name it first"));
+            Status(Code::kNotFound, "no tensor has this key: declare it in schema.json first"));
       case NodeRole::kSlices:
-        return Told("create", label,
-                    child.status().WithContext(
-                        "no box of a tensor that schema.json names (write KEY[0:4,:])"));
+        return LogFailure("create", label,
+                          child.status().WithContext(
+                              "not a slice of a tensor in schema.json (write KEY[0:4,:])"));
       default:
-        return Told("create", label,
-                    Refused("make a folder here (mkdir): it becomes a checkpoint"));
+        return LogFailure(
+            "create", label,
+            Refused("no file can be created here; mkdir makes a staging directory, which becomes a "
+                    "checkpoint"));
     }
-    // A mark is there only once it was made.
+    // A mark exists only after it was written.
     if (made.role == NodeRole::kMark) {
-      const Status status = made.of->MarkDone(made.rank);
-      if (!status.ok()) return Told("create", label, status);
+      const Status status = made.staged->MarkDone(made.rank);
+      if (!status.ok()) return LogFailure("create", label, status);
     }
     child = std::move(made);
   }
   TENSORMOUNT_RETURN_IF_ERROR(child.status());
   if (child.value().folder()) return Status::FromErrno(EISDIR, "open", label);
-  const NodePtr node = nodes_.Take(std::move(child).value());
+  const NodePtr node = nodes_.Reference(std::move(child).value());
   Result<std::shared_ptr<WriteHandle>> handle = OpenNode(node, flags);
   if (!handle.ok()) {
     nodes_.Forget(node->item, 1);
-    return Told("open", label, handle.status());
+    return LogFailure("open", label, handle.status());
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Node known, Known(node));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const Node known, NodeWithAttributes(node));
   return Opened{.node = known, .handle = std::move(handle).value()};
 }
 
-// truncate(2) without a descriptor: as if opened, truncated and closed.
+// truncate(2) without a descriptor: like open, ftruncate, close.
 Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(file));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, FindLive(file));
   if (node->folder()) return Status::FromErrno(EISDIR, "truncate", node->Label());
   if (node->role == NodeRole::kMark) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto handle, OpenNode(node, O_WRONLY));
@@ -279,19 +285,19 @@ Status StagingTree::Truncate(std::uint64_t file, std::uint64_t size) {
 
 Result<StagingTree::Node> StagingTree::SetAttributes(std::uint64_t item) { return Stat(item); }
 
-// Of a tensor or slice: what was written is forgotten, and synced, so that a crash does not bring
-// it back; the name stays as long as schema.json has it.
+// Removes a file. For a tensor or slice: discards the written bytes and syncs that, so that a crash
+// does not restore them; the name stays while schema.json has the tensor.
 Status StagingTree::Unlink(std::uint64_t folder, std::string_view name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
   if (node.folder()) return Status::FromErrno(EISDIR, "remove", node.Label());
-  StagedCheckpoint& of = *node.of;
+  StagedCheckpoint& of = *node.staged;
   const Status status = [&]() -> Status {
     if (node.role == NodeRole::kMark) return RemoveDoneMark(fs_, of.staging(), node.rank);
     if (node.role == NodeRole::kReportJson || node.role == NodeRole::kReportText) {
       return fs_.RemoveFile(JoinPath(of.staging().directory, name));
     }
-    const Writing writing(of);
+    const WriterScope writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     switch (node.role) {
       case NodeRole::kSchema:
@@ -316,15 +322,16 @@ Status StagingTree::Unlink(std::uint64_t folder, std::string_view name) {
     }
   }();
   of.Touch();
-  return status.code() == Code::kStale ? status : Told("unlink", node.Label(), status);
+  return status.code() == Code::kStale ? status : LogFailure("unlink", node.Label(), status);
 }
 
 Status StagingTree::CheckEmpty(const StagedNode& folder) {
   const Status full = Status::FromErrno(ENOTEMPTY, "remove", folder.Label());
   switch (folder.role) {
     case NodeRole::kTensors:
-      // Names stay as long as schema.json does: empty is what this mount has not written to.
-      return folder.of->HasWrittenBelow(folder.path) ? full : Status();
+      // Directories exist while schema.json names them; "empty" means that this mount has written
+      // nothing below.
+      return folder.staged->HasWrittenBelow(folder.path) ? full : Status();
     case NodeRole::kDone:
     case NodeRole::kSlices:
     case NodeRole::kObjects: {
@@ -334,12 +341,13 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
         return true;
       };
       if (folder.role == NodeRole::kDone) {
-        TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, folder.of->staging()));
+        TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks,
+                                     ReadDoneMarks(fs_, folder.staged->staging()));
         any = !marks.empty();
       } else if (folder.role == NodeRole::kSlices) {
         TENSORMOUNT_RETURN_IF_ERROR(ListPaths(folder, 0, visit));
       } else {
-        TENSORMOUNT_ASSIGN_OR_RETURN(ObjectPaths paths, PathsOfObjects(*folder.of));
+        TENSORMOUNT_ASSIGN_OR_RETURN(ObjectPaths paths, PathsOfObjects(*folder.staged));
         const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
         any = std::any_of(paths.files.begin(), paths.files.end(),
                           [&](const std::string& path) { return path.starts_with(below); });
@@ -351,8 +359,8 @@ Status StagingTree::CheckEmpty(const StagedNode& folder) {
   }
 }
 
-// Needs the publisher's lease: a removal must not run beside a publish or a writer on another
-// machine.
+// Requires the publisher's lease: a removal must not run during a publish or beside a writer of
+// another machine.
 Status StagingTree::RemoveStagingAt(std::string_view name) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
   const std::string label = ".staging/" + std::string(name);
@@ -361,7 +369,7 @@ Status StagingTree::RemoveStagingAt(std::string_view name) {
     if (staged->AwaitReleases() > 0) return busy;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto lease,
                                  StagingLease::ForPublishing(fs_, staged->staging()));
-    TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->Removable());
+    TENSORMOUNT_ASSIGN_OR_RETURN(const bool removable, staged->CanRemove());
     if (!removable) {
       return Status::FromErrno(
           ENOTEMPTY, "remove (something was written; remove schema.json first, or rm -r)", label);
@@ -369,24 +377,23 @@ Status StagingTree::RemoveStagingAt(std::string_view name) {
     return RemoveStaging(store_, fs_, staged->staging());
   };
   const Status status = remove();
-  if (!status.ok() && status.code() != Code::kStale) return Told("rmdir", label, status);
+  if (!status.ok() && status.code() != Code::kStale) return LogFailure("rmdir", label, status);
   Drop(staged);
   return status;
 }
 
 Status StagingTree::RemoveDirectory(std::uint64_t folder, std::string_view name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   if (parent->role == NodeRole::kRoot) return RemoveStagingAt(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode node, Child(*parent, name));
   if (!node.folder()) return Status::FromErrno(ENOTDIR, "remove", node.Label());
   TENSORMOUNT_RETURN_IF_ERROR(CheckEmpty(node));
-  if (node.role == NodeRole::kObjects) node.of->RemoveObjectFolder(node.path);
+  if (node.role == NodeRole::kObjects) node.staged->RemoveObjectFolder(node.path);
   return {};
 }
 
-// Two things that PublishStaging cannot know are done here first: files of this mount that were
-// closed a moment ago get time to be released, and what this mount wrote is synced, whose failure
-// is a failure of the publish.
+// Publishes a staging. Before PublishStaging, this function waits for files of this mount that were
+// closed a moment ago, and syncs what this mount wrote; a failed sync fails the publish.
 Status StagingTree::Publish(std::string_view name, std::string_view as) {
   const std::string label = ".staging/" + std::string(name) + " as " + std::string(as);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedPtr staged, Join(name));
@@ -396,12 +403,13 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
       return Status(Code::kBusy,
                     std::to_string(open) + " files are open for writing on this mount");
     }
-    // What could not be recorded here must not be passed over because it is in no journal.
+    // Bytes that could not be recorded are in no journal, so the publish alone would not notice
+    // them.
     const Status synced = staged->writer().SyncAll();
     if (!synced.ok() && synced.code() != Code::kStale) {
       return Status::FromParts(Code::kDataLoss, EIO, synced.message());
     }
-    // Its report is in the staging's report.txt and report.json.
+    // The report is in the staging's report.txt and report.json.
     return PublishStaging(store_, fs_, std::string(name), std::string(as), nullptr).status();
   };
   const Status status = publish();
@@ -409,31 +417,32 @@ Status StagingTree::Publish(std::string_view name, std::string_view as) {
     Drop(staged);
     return status;
   }
-  (void)staged->CheckInPlace(true);  // kUnknown: it may be gone all the same.
-  return Told("publish", label, AsRename(status));
+  (void)staged->CheckInPlace(true);  // After kUnknown the staging may be gone.
+  return LogFailure("publish", label, RenameError(status));
 }
 
-// Objects only: `mv state.tmp state`, by which programs replace a file in one step, has to work.
+// Renames objects only: programs replace a file in one step with `mv state.tmp state`.
 Status StagingTree::RenameWithin(std::uint64_t folder, std::string_view name,
                                  std::uint64_t to_folder, std::string_view to_name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr to_parent, Live(to_folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr to_parent, FindLive(to_folder));
   const std::string label = JoinedPath(parent->Label(), name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const StagedNode from, Child(*parent, name));
   if (from.role != NodeRole::kObject || to_parent->role != NodeRole::kObjects ||
-      from.of != to_parent->of) {
-    return Told("rename", label,
-                Refused("only objects can be renamed here (rsync: use --inplace), and a whole "
-                        "staging into the root, which publishes it"));
+      from.staged != to_parent->staged) {
+    return LogFailure(
+        "rename", label,
+        Refused("only objects can be renamed here (rsync: use --inplace); to publish, mv "
+                "the whole staging directory to the root of the mount"));
   }
-  StagedCheckpoint& of = *from.of;
+  StagedCheckpoint& of = *from.staged;
   const Status status = [&]() -> Status {
-    const Writing writing(of);
+    const WriterScope writing(of);
     TENSORMOUNT_RETURN_IF_ERROR(writing.status());
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
     const std::string to_path = JoinedPath(to_parent->path, to_name);
     if (const auto key = KeyOfPath(to_path); !key.ok()) {
-      return Refused(NoNameForAnObject(to_path, key.status()).message());
+      return Refused(ObjectNameError(to_path, key.status()).message());
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const StagingWriter::ObjectName to, ObjectAt(*view, to_path));
     if (to.key == from.key && to.index == from.index) return {};
@@ -446,8 +455,9 @@ Status StagingTree::RenameWithin(std::uint64_t folder, std::string_view name,
     of.Touch();
     return {};
   }();
-  return status.ok() || status.code() == Code::kStale ? status
-                                                      : Told("rename", label, AsRename(status));
+  return status.ok() || status.code() == Code::kStale
+             ? status
+             : LogFailure("rename", label, RenameError(status));
 }
 
 }  // namespace tensormount::fs

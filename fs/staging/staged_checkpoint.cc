@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One staging as a mount knows it: whether it still stands at its name, its schema, and the lease
-// that keeps others from publishing while a file is open for writing.
+// One staging as a mount sees it: whether it still exists under its name, its schema, and the lease
+// that blocks publishes while a file is open for writing.
 #include "fs/staging/staged_checkpoint.h"
 
 #include <algorithm>
@@ -11,12 +11,14 @@
 #include "base/deadline.h"
 #include "fs/save/staged_reuse.h"
 #include "fs/views/slice_name.h"
+#include "index/records/store_paths.h"
 
 namespace tensormount::fs {
 namespace {
 
 constexpr std::string_view kSchemaFolder = "schema";
-// An empty file: schema.json was removed, so that the staging may be too.
+// Name of an empty file. It exists if schema.json was removed, and allows the removal of the
+// staging.
 constexpr std::string_view kWithdrawnName = "withdrawn";
 constexpr std::chrono::milliseconds kLeasePause{10};
 
@@ -27,7 +29,8 @@ std::vector<std::string> KeysOf(const StagingSchema& schema) {
   return keys;
 }
 
-// With all that makes it what it is: a new schema may say something else of the same box.
+// The key of a target in targets_. Contains every property, because a new schema may define the
+// same box differently.
 std::string TargetName(const TensorMeta& meta, const Box& box) {
   return meta.key() + '\0' + SliceText(box) + ' ' + meta.shape().ToString() + ' ' +
          std::to_string(meta.bits());  // Keys have no NUL.
@@ -79,17 +82,17 @@ void StagedCheckpoint::Touch() {
                std::memory_order_relaxed);
 }
 
-// Without `now` most calls ask no storage: it runs before every write.
+// Called before every write; without `now` most calls need no storage access.
 Status StagedCheckpoint::CheckInPlace(bool now) {
   const auto stale = [this] {
-    return Status(Code::kStale, ".staging/" + name() + ": it was published or removed");
+    return Status(Code::kStale, ".staging/" + name() + ": was published or removed");
   };
   if (gone_.load(std::memory_order_acquire)) return stale();
   const Clock::rep at = Clock::now().time_since_epoch().count();
   if (!now && at - checked_.load(std::memory_order_relaxed) < Clock::duration(kMaxAge).count()) {
     return {};
   }
-  if (!StagingInPlace(fs_, staging_)) {
+  if (!IsStagingInPlace(fs_, staging_)) {
     Retire();
     return stale();
   }
@@ -97,15 +100,15 @@ Status StagedCheckpoint::CheckInPlace(bool now) {
   return {};
 }
 
-// Once, whoever is first: the writer closes its files, and whoever still has a handle gets kStale.
+// The first call makes the writer close its files; open handles then return kStale.
 void StagedCheckpoint::Retire() {
   if (gone_.exchange(true, std::memory_order_acq_rel)) return;
   writer_.CloseForGood();
 }
 
-// With schema_mutex_ held.
+// Reads the schema again if its files changed. Requires schema_mutex_.
 Status StagedCheckpoint::ReadSchema() {
-  // Files of edits never change: the same names are the same schema.
+  // Files of edits never change, so equal names mean an equal schema.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<std::string> files,
                                NamesIn(fs_, JoinPath(staging_.directory, kSchemaFolder)));
   if (!schema_ || files != schema_files_) {
@@ -117,7 +120,8 @@ Status StagedCheckpoint::ReadSchema() {
   return {};
 }
 
-// A failure to read may be because the staging was renamed a moment ago: then that is the answer.
+// If reading fails because the staging was renamed or removed a moment ago, returns kStale instead
+// of the read's error.
 Result<std::shared_ptr<const SchemaView>> StagedCheckpoint::Schema(bool fresh) {
   const std::lock_guard lock(schema_mutex_);
   if (fresh || !schema_ || Clock::now() - schema_read_ > kMaxAge) {
@@ -130,7 +134,7 @@ Result<std::shared_ptr<const SchemaView>> StagedCheckpoint::Schema(bool fresh) {
   return schema_;
 }
 
-// Takes back a withdrawal: who adds something wants the staging.
+// Reverts a withdrawal: an addition means that the staging is in use.
 Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -142,8 +146,8 @@ Status StagedCheckpoint::ExtendSchema(const StagingSchema& edit) {
   return ReadSchema();
 }
 
-// The order is for a crash in between: first the mark that allows removal, then the files of edits,
-// then what was written. Each step alone leaves a staging that `rm -r` can be run on again.
+// The order allows a crash after each step, after which `rm -r` can be run again: first the mark
+// that allows removal, then the files of edits, then the written bytes.
 Status StagedCheckpoint::WithdrawSchema() {
   const std::lock_guard lock(schema_mutex_);
   TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
@@ -160,7 +164,7 @@ Status StagedCheckpoint::WithdrawSchema() {
   if (!released.ok() && released.code() != Code::kNotFound) return released;
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(folder));
   TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(staging_.directory));
-  // What this mount wrote to tensors goes with their names.
+  // Bytes that this mount wrote to tensors are removed with their names.
   std::vector<std::shared_ptr<TargetWriter>> targets;
   {
     const std::lock_guard paths(mutex_);
@@ -175,10 +179,10 @@ Status StagedCheckpoint::WithdrawSchema() {
   return ReadSchema();
 }
 
-// The first of several writers takes the lease for all; others that come meanwhile wait for
-// lease_mutex_, and then find it taken.
+// The first writer takes the lease for all; concurrent ones wait for lease_mutex_ and then find it
+// taken.
 Status StagedCheckpoint::BeginWriting() {
-  // Of the call: those who wait for the mutex meanwhile do not wait as long once more.
+  // The deadline includes the wait for the mutex.
   const Deadline deadline = Deadline::After(kLeasePatience);
   const std::lock_guard lock(lease_mutex_);
   if (writing_.load() == 0) {
@@ -211,8 +215,8 @@ void StagedCheckpoint::Linger(const Lingering& more) {
   fewer_writers_.notify_all();
 }
 
-// "Settled": nobody is open any more, or somebody is who is not just lingering; in neither case
-// does waiting help.
+// `settled`: waiting cannot help, because no file is open for writing, or because some open files
+// are not lingering.
 int StagedCheckpoint::AwaitReleases() {
   const auto begun = Clock::now();
   std::unique_lock lock(lease_mutex_);
@@ -225,8 +229,8 @@ int StagedCheckpoint::AwaitReleases() {
   return writing_.load();
 }
 
-// Two that open the same box at once get the same target from the writer, and the first of them
-// stays in the map.
+// Concurrent opens of one box get the same target from the writer, and the first entry stays in the
+// map.
 Result<std::shared_ptr<TargetWriter>> StagedCheckpoint::OpenTarget(const TensorMeta& meta,
                                                                    const Box& box) {
   const std::string name = TargetName(meta, box);
@@ -239,8 +243,8 @@ Result<std::shared_ptr<TargetWriter>> StagedCheckpoint::OpenTarget(const TensorM
   const std::lock_guard lock(mutex_);
   const bool whole = box == Box::Whole(meta.shape());
   return targets_
-      .emplace(name, Known{.path = whole ? PathOfKey(meta.key(), false) : "",
-                           .target = std::move(target)})
+      .emplace(name, KnownTarget{.path = whole ? PathOfKey(meta.key(), false) : "",
+                                 .target = std::move(target)})
       .first->second.target;
 }
 
@@ -265,8 +269,8 @@ std::vector<std::string> StagedCheckpoint::SlicePaths() {
   return {slice_paths_.begin(), slice_paths_.end()};
 }
 
-// For `rm -r`: folders of keys cannot go while schema.json names them, so "empty" means that
-// nothing of them was written.
+// For `rm -r`: directories of keys exist while schema.json names them, so "empty" means that
+// nothing below them was written.
 bool StagedCheckpoint::HasWrittenBelow(const std::string& path) {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, known] : targets_) {
@@ -291,7 +295,7 @@ std::vector<std::string> StagedCheckpoint::ObjectFolders() {
   return {object_folders_.begin(), object_folders_.end()};
 }
 
-// Everything is synced first, so the length of the journal in the mark covers all that the writer
+// Everything is synced first, so that the journal size in the mark covers all that the writer
 // relies on.
 Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   TENSORMOUNT_RETURN_IF_ERROR(writer_.SyncAll());
@@ -300,13 +304,14 @@ Status StagedCheckpoint::MarkDone(std::uint32_t rank) {
   const Status made = MakeDoneMark(
       fs_, staging_,
       {.rank = rank, .journal = writer_.journal_name(), .journal_bytes = writer_.journal_bytes()});
-  // Where it left its name meanwhile, that is what to tell.
+  // Returns kStale instead of `made` if the staging was published or removed meanwhile.
   if (!made.ok()) TENSORMOUNT_RETURN_IF_ERROR(CheckInPlace(true));
   return made;
 }
 
-// Journals of all mounts: one that was made holds something that somebody wrote.
-Result<bool> StagedCheckpoint::Removable() {
+// Checks the files of all mounts: a journal, an edit of schema.json, a done mark or a common.json
+// means that something was written.
+Result<bool> StagedCheckpoint::CanRemove() {
   if (fs_.Exists(JoinPath(staging_.directory, kWithdrawnName))) return true;
   for (const std::string_view folder : {"journal", "schema", "done", "common"}) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto names,

@@ -26,43 +26,44 @@
 
 namespace tensormount::fs {
 
-// The schema of a staging as it is now, with the folders that its keys make.
-// Immutable and shared: lookups work on the view that they began with while an edit replaces it.
-// `tree` points into `keys`, which is why it cannot be copied.
+// A version of a staging's schema, with the directories that its keys form. Immutable and shared: a
+// lookup keeps using its version while an edit replaces it. Not copyable, because `tree` points
+// into `keys`.
 struct SchemaView {
   explicit SchemaView(StagingSchema s);
   SchemaView(const SchemaView&) = delete;
   SchemaView& operator=(const SchemaView&) = delete;
 
   const StagingSchema schema;
-  const std::string text;  // What reading schema.json gives.
-  const ListedKeys keys;   // Of tensors.
+  const std::string text;  // The content of schema.json.
+  const ListedKeys keys;   // Keys of the tensors.
   const KeyTree tree;
-  // The folder of the tree with this path ("" is its root). kNotFound; ENOTDIR.
+  // The directory of the tree with this path ("" is the root). kNotFound: there is no such
+  // directory; ENOTDIR: a part of the path is a tensor.
   Result<TreeFolder> FolderAt(std::string_view path) const;
-  // Null where there is no such tensor.
+  // The tensor with this key; null if the schema has none.
   const TensorMeta* Find(std::string_view key) const;
 };
 
-// One staging as this mount sees it: whether it still stands, its schema, what this mount wrote and
-// who has files open for writing. Lives from when somebody looks the staging up until it was
-// published or removed. Thread-safe; every call may block for as long as storage does.
-// Nobody tells a mount what other machines do, so everything that others can change is looked at
-// again when it is older than kMaxAge: whether the staging still stands (one read of its UUID), and
-// its schema (a listing of schema/, whose files never change).
+// One staging as this mount sees it: whether it still exists, its schema, what this mount wrote,
+// and who has files open for writing. Lives from the first lookup until the staging was published
+// or removed. Thread-safe; every call may block as long as storage does.
+// Mounts get no notification of other machines' changes, so the staging's existence (one read of
+// its UUID) and its schema (a listing of schema/, whose files never change) are checked again after
+// kMaxAge.
 //
-// Locks are taken one at a time, but for mutex_ within schema_mutex_ (WithdrawSchema).
-// schema_mutex_ and lease_mutex_ are held over storage; mutex_ is not.
+// Locks are taken one at a time, except mutex_ within schema_mutex_ (WithdrawSchema). schema_mutex_
+// and lease_mutex_ are held during storage calls, mutex_ is not.
 class StagedCheckpoint {
  public:
-  // How old what is known of the folder may be.
+  // Age after which cached state of the directory is refreshed.
   static constexpr std::chrono::milliseconds kMaxAge{200};
-  // How long a writer waits for a publish that is under way to fail or to succeed.
+  // How long a writer waits for a publish in progress to end.
   static constexpr std::chrono::seconds kLeasePatience{10};
-  // How long a publish waits for the kernel to let go of what was closed and unmapped.
+  // How long a publish waits for the kernel to release closed and unmapped files.
   static constexpr std::chrono::milliseconds kReleasePatience{250};
 
-  // `fs` must outlive it.
+  // `fs` must outlive this object.
   StagedCheckpoint(FileSystem& fs, Staging staging, std::string incarnation);
 
   const Staging& staging() const { return staging_; }
@@ -71,73 +72,75 @@ class StagedCheckpoint {
   StagingWriter& writer() { return writer_; }
   const std::string& incarnation() const { return incarnation_; }
 
-  // kStale once it was published, removed or replaced, by anybody. Looks again where the last look
-  // is older than kMaxAge, or always (`now`).
+  // kStale once the staging was published, removed or replaced, by anybody. Checks storage if the
+  // last check is older than kMaxAge, or always (`now`).
   Status CheckInPlace(bool now = false);
-  // It has left its name: everything answers kStale from here on.
+  // Marks the staging as gone: every later call returns kStale.
   void Retire();
-  // Whether it is known to have left its name. Looks at nothing.
+  // Whether the staging is known to be gone; does not check storage.
   bool gone() const { return gone_.load(std::memory_order_acquire); }
 
-  // `fresh`: looks whether another mount has added to it.
+  // The merged schema, at most kMaxAge old. `fresh`: checks storage now, for additions of other
+  // mounts.
   Result<std::shared_ptr<const SchemaView>> Schema(bool fresh = false);
   Status ExtendSchema(const StagingSchema& edit);
-  // rm of schema.json: takes back what all mounts said and what this one wrote to tensors, and
-  // allows that the staging is removed.
+  // Removal of schema.json: withdraws the edits of all mounts and the tensor bytes of this mount,
+  // and allows removal of the staging.
   Status WithdrawSchema();
 
-  // A file is open for writing (or writes again after it was flushed): takes the lease that keeps
-  // others from publishing, once for all files of this mount. kBusy: a publish is under way and
-  // did not end in kLeasePatience.
+  // Registers a file that is opened for writing, or written to again after a flush. The first one
+  // takes the lease that blocks publishes, for all files of this mount. kBusy: a publish in
+  // progress did not end within kLeasePatience.
   Status BeginWriting();
   void EndWriting();
-  // Of those that are writing one was closed by all, but is mapped, or written to through its
-  // mapping: it ends when the kernel lets go of it, which it does a moment after munmap(2).
-  // `releasing`: it did, and what came last is made durable now.
-  // A program closes its last descriptor and then renames the staging, at once. The kernel sends
-  // RELEASE of a mapped file a moment later, so a publish that counted it as open would fail for no
-  // reason that the program could see.
+  // Numbers of open writers that will soon be released. `closed`: files whose descriptors are all
+  // closed but which are, or were, mapped; the kernel releases them a moment after munmap(2).
+  // `releasing`: files that the kernel has released and whose last bytes are being made durable.
+  // A program may close its last descriptor and rename the staging at once, before the kernel sends
+  // RELEASE of a mapped file; a publish that counted such files as open would fail for no visible
+  // reason.
   struct Lingering {
     int closed = 0;
     int releasing = 0;
   };
   void Linger(const Lingering& more);
   int open_writers() const { return writing_.load(); }
-  // Waits for those that linger, if there are no others, a moment, and for those that are releasing
-  // as long as a writer would wait for a publish. How many are open then.
-  // Waits kReleasePatience for files that are closed but mapped, and kLeasePatience for those whose
-  // last bytes are being made durable.
+  // Waits for lingering writers while there are no others: at most kReleasePatience for closed but
+  // mapped files, and kLeasePatience for files whose last bytes are being made durable. Returns the
+  // number of open writers.
   int AwaitReleases();
 
-  // A box that this mount has open or has written, for lists and attributes.
+  // Opens a box of a tensor, and remembers it for listings and attributes.
   Result<std::shared_ptr<TargetWriter>> OpenTarget(const TensorMeta& meta, const Box& box);
-  // Null where this mount has not opened it.
+  // The target of a box; null if this mount has not opened that box.
   std::shared_ptr<TargetWriter> FindTarget(const TensorMeta& meta, const Box& box);
-  // slices/`path` was opened for writing, or removed.
+  // Records that slices/`path` was opened for writing, or removed.
   void AddSlicePath(const std::string& path);
   void RemoveSlicePath(const std::string& path);
   std::vector<std::string> SlicePaths();
-  // Whether this mount wrote, and did not forget, bytes of tensors/PATH/... itself.
+  // Whether this mount has written, and not discarded, bytes of tensors/PATH/...
   bool HasWrittenBelow(const std::string& path);
 
-  // Folders below objects/ that somebody made and no object has named yet, as paths.
-  bool AddObjectFolder(const std::string& path);  // False: there already.
+  // Directories below objects/ that were created but contain no object yet, by path.
+  // AddObjectFolder returns false if the path is known already.
+  bool AddObjectFolder(const std::string& path);
   void RemoveObjectFolder(const std::string& path);
   std::vector<std::string> ObjectFolders();
 
-  // Everything that this mount wrote, durable; then the mark of a writer.
+  // Makes everything that this mount wrote durable, then writes the mark done/`rank`.
   Status MarkDone(std::uint32_t rank);
-  // Whether it may be removed with all that is in it: withdrawn, or nothing was ever written.
-  Result<bool> Removable();
+  // Whether the staging may be removed with its content: it was withdrawn, or nothing was ever
+  // written.
+  Result<bool> CanRemove();
 
-  // Texts that are being written to schema.json and common.json, by how long they are.
-  // `who` is only an identity, never followed.
+  // Records the size of a text that is being written to schema.json or common.json. `who` is only
+  // an identity, never dereferenced.
   void NoteEdit(bool schema, const void* who, std::uint64_t size);
   void EndEdit(bool schema, const void* who);
-  // The length of the longest; nothing where nobody edits.
+  // The largest size of the texts being written to that file; nullopt if there is none.
   std::optional<std::uint64_t> EditSize(bool schema);
 
-  void Touch();  // Something changed now.
+  void Touch();  // Sets mtime() to the current time.
   std::int64_t mtime() const { return mtime_.load(std::memory_order_relaxed); }
 
  private:
@@ -150,13 +153,13 @@ class StagedCheckpoint {
   StagingWriter writer_;
   std::atomic<std::int64_t> mtime_{0};
 
-  // Never false again: a staging that left its name does not come back.
+  // Never reset: a staging that was published or removed does not come back.
   std::atomic<bool> gone_{false};
-  std::atomic<Clock::rep> checked_{0};  // When it was last seen in place.
+  std::atomic<Clock::rep> checked_{0};  // When the staging was last seen under its name.
 
   std::mutex schema_mutex_;
   std::shared_ptr<const SchemaView> schema_;
-  std::vector<std::string> schema_files_;  // That schema_ was read from.
+  std::vector<std::string> schema_files_;  // The files that schema_ was read from.
   Clock::time_point schema_read_{};
 
   std::mutex lease_mutex_;
@@ -167,15 +170,15 @@ class StagedCheckpoint {
   std::unique_ptr<StagingLease> lease_;
 
   std::mutex mutex_;
-  struct Known {
-    std::string path;  // Below tensors/, where it is a whole tensor.
+  struct KnownTarget {
+    std::string path;  // Path below tensors/ of a whole tensor; else empty.
     std::shared_ptr<TargetWriter> target;
   };
-  std::map<std::string, Known> targets_;  // By tensor and box.
-  std::set<std::string> slice_paths_;     // Below slices/.
+  std::map<std::string, KnownTarget> targets_;  // By TargetName.
+  std::set<std::string> slice_paths_;           // Paths below slices/.
   std::set<std::string> object_folders_;
-  // Of common.json and schema.json, by handle. A text that is being written is not in the staging
-  // yet, but `ls` shall show how long it is.
+  // Sizes of the texts being written to common.json and schema.json, by handle, so that `ls` shows
+  // them before they are in the staging.
   std::map<const void*, std::uint64_t> edits_[2];
 };
 

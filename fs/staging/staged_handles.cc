@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Open files below .staging/, one class for each kind of file. Each counts as a writer from its
-// open to its last flush, and remembers the first failure, which close and fsync tell.
+// Open files below .staging/, with one class for each kind of file. A file counts as an open writer
+// from its open to its last flush.
 #include "fs/staging/staged_handles.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 namespace tensormount::fs {
 namespace {
 
-// A schema of a million tensors is about 80 MB.
+// A schema of a million tensors has about 80 MB.
 constexpr std::uint64_t kMaxEditBytes = std::uint64_t{256} << 20;
 
-// What handles have in common: the right to write, and telling what failed.
-// The lock is shared by changes, which run in parallel, and exclusive for what begins or ends the
-// right to write. So a close waits for the writes under way, and a write that comes after a close
-// (of another descriptor, or through a mapping) begins anew.
+// Base of all handles: the right to write, and error reporting.
+// The lock is shared by changes, which run in parallel, and exclusive for acquiring or releasing
+// the right to write. So a close waits for running writes, and a write after a close (of another
+// descriptor, or through a mapping) acquires the right again.
 class StagedHandle : public WriteHandle {
  public:
   explicit StagedHandle(HandleContext context) : context_(std::move(context)) {}
@@ -27,10 +27,10 @@ class StagedHandle : public WriteHandle {
     const std::unique_lock lock(mutex_);
     End();
   }
-  // Counts as an open writer.
+  // Counts a writable handle as an open writer.
   Status Begin() {
     if (!context_.writable) return {};
-    TENSORMOUNT_RETURN_IF_ERROR(context_.of->BeginWriting());
+    TENSORMOUNT_RETURN_IF_ERROR(context_.staged->BeginWriting());
     counted_ = true;
     return {};
   }
@@ -51,23 +51,23 @@ class StagedHandle : public WriteHandle {
     const std::unique_lock lock(mutex_);
     paged_ = true;
     if (counted_) return {};
-    // It was closed before the first page was touched, as np.memmap does.
-    TENSORMOUNT_RETURN_IF_ERROR(Told("map", context_.of->BeginWriting()));
+    // The file was closed before the first page was used, as np.memmap does.
+    TENSORMOUNT_RETURN_IF_ERROR(LogFailure("map", context_.staged->BeginWriting()));
     counted_ = true;
     Linger();
     return {};
   }
-  // Announced first (`releasing`): a publish that finds this file open then waits for what follows,
+  // The release is announced first (`releasing`), so that a publish that finds this file open waits
   // instead of failing.
   Status Release() override {
-    context_.of->Linger({.closed = 0, .releasing = 1});
+    context_.staged->Linger({.closed = 0, .releasing = 1});
     {
       const std::unique_lock lock(mutex_);
       paged_ = false;
       Linger();
     }
     const Status status = Flush();
-    context_.of->Linger({.closed = 0, .releasing = -1});
+    context_.staged->Linger({.closed = 0, .releasing = -1});
     return status;
   }
   bool writing() override {
@@ -78,28 +78,28 @@ class StagedHandle : public WriteHandle {
  protected:
   // Runs `change` as an open writer. Changes of one handle run in parallel.
   template <typename Change>
-  Status Changing(std::string_view what, const Change& change) {
+  Status RunChange(std::string_view what, const Change& change) {
     if (!context_.writable) return Status::FromErrno(EBADF, what, label());
     for (;;) {
       {
         const std::shared_lock lock(mutex_);
         if (counted_) {
-          Status status = context_.of->CheckInPlace();
+          Status status = context_.staged->CheckInPlace();
           if (status.ok()) status = change();
-          if (status.ok()) context_.of->Touch();
-          return Told(what, std::move(status));
+          if (status.ok()) context_.staged->Touch();
+          return LogFailure(what, std::move(status));
         }
       }
       const std::unique_lock lock(mutex_);
       if (counted_) continue;
-      TENSORMOUNT_RETURN_IF_ERROR(Told(what, context_.of->BeginWriting()));
+      TENSORMOUNT_RETURN_IF_ERROR(LogFailure(what, context_.staged->BeginWriting()));
       counted_ = true;
     }
   }
-  // close(2): `settle` with no change beside it; then this is no open writer any more, unless a
-  // mapping can still write.
+  // close(2): runs `settle` exclusively, then stops counting as an open writer, unless a mapping
+  // can still write.
   template <typename Settle>
-  Status Closing(const Settle& settle) {
+  Status RunClose(const Settle& settle) {
     if (!context_.writable) return {};
     const std::unique_lock lock(mutex_);
     const Status status = settle();
@@ -108,10 +108,10 @@ class StagedHandle : public WriteHandle {
     } else {
       End();
     }
-    return Told("close", status);
+    return LogFailure("close", status);
   }
-  Status Told(std::string_view what, Status status) {
-    // Who writes to what is gone knows it from the answer.
+  Status LogFailure(std::string_view what, Status status) {
+    // kStale is not reported: the caller gets it as its own error.
     if (!status.ok() && status.code() != Code::kStale) {
       context_.stats->Report(what, label(), status);
     }
@@ -120,27 +120,26 @@ class StagedHandle : public WriteHandle {
   const HandleContext& context() const { return context_; }
 
  private:
-  // Both with the lock held alone.
+  // Linger and End require the exclusive lock.
   void Linger() {
-    if (counted_ && !std::exchange(lingers_, true)) context_.of->Linger({.closed = 1});
+    if (counted_ && !std::exchange(lingers_, true)) context_.staged->Linger({.closed = 1});
   }
   void End() {
-    if (std::exchange(lingers_, false)) context_.of->Linger({.closed = -1});
-    if (std::exchange(counted_, false)) context_.of->EndWriting();
+    if (std::exchange(lingers_, false)) context_.staged->Linger({.closed = -1});
+    if (std::exchange(counted_, false)) context_.staged->EndWriting();
   }
 
   const HandleContext context_;
   std::shared_mutex mutex_;
-  // Written under the lock alone.
-  // Whether this counts among StagedCheckpoint::open_writers.
+  // Whether this handle counts in StagedCheckpoint::open_writers. Written under the exclusive lock.
   bool counted_ = false;
-  bool paged_ = false;    // Its pages were asked for since it was opened.
-  bool lingers_ = false;  // Counted, though everybody has closed it.
+  bool paged_ = false;    // Pages were read for a mapping that may still exist.
+  bool lingers_ = false;  // This handle still counts after its last close.
 };
 
-// A shared mapping that is written to makes trouble for a tensor: the kernel writes whole pages
-// back, and the bytes around those that the program stored come from what was read before, or are
-// zeros where nothing was. They would count as written. So the first such page condemns the target.
+// A tensor's file or a slice. Writing through a shared mapping would corrupt it: the kernel writes
+// back whole pages, whose other bytes are older data or zeros and would count as written. So the
+// first such page condemns the target.
 class TargetHandle : public StagedHandle {
  public:
   TargetHandle(HandleContext context, std::shared_ptr<TargetWriter> target)
@@ -150,19 +149,20 @@ class TargetHandle : public StagedHandle {
     return target_->Read(offset, out, size);
   }
   Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
-    return Changing("write", [&]() -> Status {
+    return RunChange("write", [&]() -> Status {
       if (mapped_.load(std::memory_order_relaxed)) return Mapped();
       return target_->Write(offset, data, size);
     });
   }
-  // The end is where the schema says: there is never room behind it.
+  // The size is fixed by the schema, so nothing can be appended.
   Result<std::uint64_t> Append(const void*, std::size_t size) override {
     if (size == 0) return target_->size();
-    return Told("append to",
-                Status::FromErrno(EFBIG, "append to (its size is fixed by schema.json)", label()));
+    return LogFailure(
+        "append to",
+        Status::FromErrno(EFBIG, "append to (its size is fixed by schema.json)", label()));
   }
   Status Truncate(std::uint64_t size) override {
-    return Changing("truncate", [&]() -> Status {
+    return RunChange("truncate", [&]() -> Status {
       if (size > target_->size()) {
         return Status::FromErrno(EFBIG, "lengthen (its size is fixed by schema.json)", label());
       }
@@ -170,17 +170,19 @@ class TargetHandle : public StagedHandle {
     });
   }
   Status Flush() override {
-    return Closing([this] { return SyncTarget(); });
+    return RunClose([this] { return SyncTarget(); });
   }
-  Status Sync() override { return context().writable ? Told("fsync", SyncTarget()) : Status(); }
+  Status Sync() override {
+    return context().writable ? LogFailure("fsync", SyncTarget()) : Status();
+  }
   Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
     const Status none = Status::FromErrno(ENXIO, "seek in", label());
     if (offset >= target_->size()) return none;
-    for (const ByteRange& written : target_->Written()) {
+    for (const ByteRange& written : target_->WrittenRanges()) {
       if (offset >= written.end) continue;
       if (data) return std::max(written.begin, offset);
       if (offset < written.begin) return offset;
-      return written.end;  // Ranges are merged.
+      return written.end;  // Ranges are merged, so a hole begins here.
     }
     if (data) return none;
     return offset;
@@ -189,14 +191,15 @@ class TargetHandle : public StagedHandle {
     Status status = Mapped();
     if (mapped_.exchange(true)) return status;
     target_->Condemn(status.message());
-    return Told("write", std::move(status));
+    return LogFailure("write", std::move(status));
   }
 
  private:
   Status Mapped() const {
-    return Status::FromErrno(
-        ENODEV, "write through a shared mapping (use write or pwrite: pages would count whole)",
-        label());
+    return Status::FromErrno(ENODEV,
+                             "write through a shared mapping (use write or pwrite: a mapping would "
+                             "mark whole pages as written)",
+                             label());
   }
   Status SyncTarget() {
     if (mapped_.load()) return Mapped();
@@ -216,47 +219,48 @@ class ObjectHandle : public StagedHandle {
     return blob_->Read(offset, out, size);
   }
   Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
-    return Changing("write", [&] { return blob_->Write(offset, data, size); });
+    return RunChange("write", [&] { return blob_->Write(offset, data, size); });
   }
   Result<std::uint64_t> Append(const void* data, std::size_t size) override {
     std::uint64_t at = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(Changing("append to", [&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(RunChange("append to", [&]() -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(at, blob_->Append(data, size));
       return {};
     }));
     return at;
   }
   Status Truncate(std::uint64_t size) override {
-    return Changing("truncate", [&] { return blob_->Truncate(size); });
+    return RunChange("truncate", [&] { return blob_->Truncate(size); });
   }
   Status Flush() override {
-    return Closing([this] { return blob_->Sync(); });
+    return RunClose([this] { return blob_->Sync(); });
   }
-  Status Sync() override { return context().writable ? Told("fsync", blob_->Sync()) : Status(); }
+  Status Sync() override {
+    return context().writable ? LogFailure("fsync", blob_->Sync()) : Status();
+  }
   Result<std::uint64_t> Seek(std::uint64_t offset, bool data) override {
     const std::uint64_t size = blob_->size();
     if (offset >= size) return Status::FromErrno(ENXIO, "seek in", label());
     return data ? offset : size;
   }
-  // Bytes of an object have no cells that could be missing: pages are as good as writes.
+  // Objects have no unwritten cells, so pages are handled like writes.
   Status WritePages(std::uint64_t offset, const void* data, std::size_t size) override {
-    return Changing("write", [&] { return blob_->Overwrite(offset, data, size); });
+    return RunChange("write", [&] { return blob_->Overwrite(offset, data, size); });
   }
 
  private:
   const std::shared_ptr<BlobWriter> blob_;
 };
 
-// A text in memory, taken as a whole: by fsync, and by the close that ends the writing. Each open
-// has a text of its own, so that two programs that edit at once do not mix theirs; the merge
-// decides.
+// A text in memory that is applied as a whole, by fsync and by the close that ends the writing.
+// Each open has its own text, so concurrent edits do not mix; the merge of all edits decides.
 class EditHandle : public StagedHandle {
  public:
   EditHandle(HandleContext context, bool schema, std::string text)
       : StagedHandle(std::move(context)), schema_(schema), text_(std::move(text)) {
     Note();
   }
-  ~EditHandle() override { this->context().of->EndEdit(schema_, this); }
+  ~EditHandle() override { this->context().staged->EndEdit(schema_, this); }
 
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size) override {
     const std::lock_guard lock(text_mutex_);
@@ -266,14 +270,14 @@ class EditHandle : public StagedHandle {
     return n;
   }
   Status Write(std::uint64_t offset, const void* data, std::size_t size) override {
-    return Changing("write", [&]() -> Status {
+    return RunChange("write", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       return Put(offset, data, size);
     });
   }
   Result<std::uint64_t> Append(const void* data, std::size_t size) override {
     std::uint64_t at = 0;
-    TENSORMOUNT_RETURN_IF_ERROR(Changing("append to", [&]() -> Status {
+    TENSORMOUNT_RETURN_IF_ERROR(RunChange("append to", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       at = text_.size();
       return Put(at, data, size);
@@ -281,10 +285,10 @@ class EditHandle : public StagedHandle {
     return at;
   }
   Status Truncate(std::uint64_t size) override {
-    return Changing("truncate", [&]() -> Status {
+    return RunChange("truncate", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       if (size > kMaxEditBytes) return Status::FromErrno(EFBIG, "lengthen", label());
-      // An editor truncates first. Emptying alone is not an edit: an empty text is no schema, and a
+      // Editors truncate first. Truncating alone is not an edit: an empty text is no schema, and a
       // close in that state must not fail.
       changed_ = size > 0 && (changed_ || size != text_.size());
       text_.resize(size);
@@ -293,17 +297,17 @@ class EditHandle : public StagedHandle {
     });
   }
   Status WritePages(std::uint64_t offset, const void* data, std::size_t size) override {
-    return Changing("write", [&]() -> Status {
+    return RunChange("write", [&]() -> Status {
       const std::lock_guard lock(text_mutex_);
       if (offset >= text_.size()) return {};
       return Put(offset, data, std::min<std::uint64_t>(size, text_.size() - offset));
     });
   }
   Status Flush() override {
-    return Closing([this] { return Take(); });
+    return RunClose([this] { return Take(); });
   }
   Status Sync() override {
-    return Changing("fsync", [this] { return Take(); });
+    return RunChange("fsync", [this] { return Take(); });
   }
 
  private:
@@ -317,11 +321,11 @@ class EditHandle : public StagedHandle {
     Note();
     return {};
   }
-  void Note() { context().of->NoteEdit(schema_, this, text_.size()); }
+  void Note() { context().staged->NoteEdit(schema_, this, text_.size()); }
   Status Take() {
     const std::lock_guard lock(text_mutex_);
     if (!changed_) return {};
-    StagedCheckpoint& of = *context().of;
+    StagedCheckpoint& of = *context().staged;
     if (schema_) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const StagingSchema edit, StagingSchema::Parse(text_));
       TENSORMOUNT_RETURN_IF_ERROR(of.ExtendSchema(edit));
@@ -339,8 +343,7 @@ class EditHandle : public StagedHandle {
   bool changed_ = false;
 };
 
-// The mark was made by opening the file (StagingTree::OpenNode). `touch` and `echo > done/3` both
-// work.
+// Opening the file made the mark (StagingTree::OpenNode), so both `touch` and `echo > done/3` work.
 class MarkHandle : public StagedHandle {
  public:
   using StagedHandle::StagedHandle;
@@ -376,7 +379,7 @@ class TextHandle : public StagedHandle {
 };
 
 template <typename H, typename... Args>
-Result<std::shared_ptr<WriteHandle>> Begun(Args&&... args) {
+Result<std::shared_ptr<WriteHandle>> OpenForWriting(Args&&... args) {
   auto handle = std::make_shared<H>(std::forward<Args>(args)...);
   TENSORMOUNT_RETURN_IF_ERROR(handle->Begin());
   return std::shared_ptr<WriteHandle>(std::move(handle));
@@ -386,17 +389,17 @@ Result<std::shared_ptr<WriteHandle>> Begun(Args&&... args) {
 
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
                                                       std::shared_ptr<TargetWriter> target) {
-  return Begun<TargetHandle>(std::move(context), std::move(target));
+  return OpenForWriting<TargetHandle>(std::move(context), std::move(target));
 }
 
 Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
                                                       std::shared_ptr<BlobWriter> blob) {
-  return Begun<ObjectHandle>(std::move(context), std::move(blob));
+  return OpenForWriting<ObjectHandle>(std::move(context), std::move(blob));
 }
 
 Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,
                                                     std::string text) {
-  return Begun<EditHandle>(std::move(context), schema, std::move(text));
+  return OpenForWriting<EditHandle>(std::move(context), schema, std::move(text));
 }
 
 std::shared_ptr<WriteHandle> OpenMarkHandle(HandleContext context) {

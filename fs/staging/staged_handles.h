@@ -14,38 +14,36 @@
 
 namespace tensormount::fs {
 
-// What every open file below .staging/ is made with.
-// `stat` is a call instead of a value because an object can be renamed while it is open, and then
-// has another name and inode.
+// Arguments of every open file below .staging/. `stat` is a function because an object can be
+// renamed while it is open, which changes its name and inode.
 struct HandleContext {
-  std::shared_ptr<StagedCheckpoint> of;
-  std::string label;  // ".staging/step-3/slices/w[0:4]"
+  std::shared_ptr<StagedCheckpoint> staged;
+  std::string label;  // Such as ".staging/step-3/slices/w[0:4]".
   bool writable = false;
   std::function<Result<Attributes>()> stat;
-  MountStats* stats = nullptr;  // Where failures are told; outlives the handle.
+  MountStats* stats = nullptr;  // Receives failures; outlives the handle.
 };
 
-// Files open for writing count as open writers of their staging from Begin on, until the last thing
-// that happened to them is Flush (of mapped ones Release), and again from the next write on: after
-// close(2) has returned a publish does not find them, although the kernel releases them later.
+// A file that is open for writing counts as an open writer of its staging from its open until its
+// last Flush (or Release, if it is mapped), and again from the next write on. After close(2) has
+// returned, a publish does not count the file, although the kernel releases it later.
 
-// Which kind of handle a file gets is decided by what its bytes are. A tensor or slice has a fixed
-// size and remembers which of its bytes were written; an object is a plain file; schema.json and
-// common.json are texts that are judged as a whole when they are closed; a mark is what its name
-// says, whatever is written into it.
-// A tensor's file or a slice.
+// The kind of handle depends on the file. A tensor or slice has a fixed size and records which
+// bytes were written; an object is a plain file; schema.json and common.json are checked as a whole
+// when they are closed; the meaning of a mark is its name.
+// OpenTargetHandle: a tensor's file or a slice.
 Result<std::shared_ptr<WriteHandle>> OpenTargetHandle(HandleContext context,
                                                       std::shared_ptr<TargetWriter> target);
-// An object part.
+// Opens an object part.
 Result<std::shared_ptr<WriteHandle>> OpenObjectHandle(HandleContext context,
                                                       std::shared_ptr<BlobWriter> blob);
-// schema.json (or common.json) to be written: a text of this handle alone, which begins with
-// `text` and is taken when the file is closed or synced.
+// Opens schema.json (or common.json) for writing: a private text that begins as `text` and is
+// applied when the file is closed or synced.
 Result<std::shared_ptr<WriteHandle>> OpenEditHandle(HandleContext context, bool schema,
                                                     std::string text);
-// done/<rank>: what is written to it is dropped.
+// Opens done/<rank>; data written to this file are discarded.
 std::shared_ptr<WriteHandle> OpenMarkHandle(HandleContext context);
-// Read-only text.
+// Opens a read-only text.
 std::shared_ptr<WriteHandle> OpenTextHandle(HandleContext context, std::string text);
 
 }  // namespace tensormount::fs

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Node ids of names below .staging/: given at lookup, counted as the kernel counts them, never used
-// again.
+// Node ids of names below .staging/: assigned at lookup, counted like the kernel's references,
+// never reused.
 #include "fs/staging/staged_nodes.h"
 
 #include <algorithm>
@@ -40,9 +40,9 @@ std::string_view NameOf(NodeRole role) {
   return "";
 }
 
-// Tells nodes apart: also a file from a folder of the same path.
+// Identity of a node; distinguishes a file from a directory of the same path.
 std::string Identity(const StagedNode& node) {
-  std::string name = node.of ? node.of->staging().uuid.ToString() : std::string();
+  std::string name = node.staged ? node.staged->staging().uuid.ToString() : std::string();
   name += static_cast<char>('a' + static_cast<int>(node.role));
   return name + node.path;
 }
@@ -63,10 +63,10 @@ bool StagedNode::folder() const {
   }
 }
 
-// What users see in errors, so it is the path below the mount.
+// The label is shown in errors, so it is the path below the mount.
 std::string StagedNode::Label() const {
   std::string label = ".staging";
-  if (of) label += '/' + of->name();
+  if (staged) label += '/' + staged->name();
   if (!NameOf(role).empty()) label += '/' + std::string(NameOf(role));
   if (!path.empty()) label += '/' + path;
   return label;
@@ -83,8 +83,8 @@ StagedNodes::StagedNodes() {
   root_ = std::make_shared<const StagedNode>(std::move(root));
 }
 
-// The same name again gives the same item, unless all references went back meanwhile.
-std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
+// The same name gets the same item again, unless all references were released meanwhile.
+std::shared_ptr<const StagedNode> StagedNodes::Reference(StagedNode node) {
   if (node.role == NodeRole::kRoot) return root_;
   std::string name = Identity(node);
   const std::lock_guard lock(mutex_);
@@ -95,7 +95,7 @@ std::shared_ptr<const StagedNode> StagedNodes::Take(StagedNode node) {
     counted.name = std::move(name);
     counted.node = std::make_shared<const StagedNode>(std::move(node));
   } else if (node.key != counted.node->key || !(node.box == counted.node->box)) {
-    // The schema was taken back, and a new one says something else of this name.
+    // The schema was withdrawn, and a new one defines this name differently.
     node.item = at->second;
     counted.node = std::make_shared<const StagedNode>(std::move(node));
   }
@@ -107,12 +107,13 @@ Result<std::shared_ptr<const StagedNode>> StagedNodes::Find(std::uint64_t item) 
   if (item == kRoot) return root_;
   const std::lock_guard lock(mutex_);
   const auto it = nodes_.find(item);
-  if (it == nodes_.end()) return Status(Code::kStale, "no such node in .staging/");
+  if (it == nodes_.end())
+    return Status(Code::kStale, ".staging/ has no entry with this inode number");
   return it->second.node;
 }
 
-// More than there are can only be a mistake of a caller; the node then goes, and its number is not
-// used again.
+// More references than counted are a caller's error; the node is then dropped, and its number is
+// not reused.
 void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   if (item == kRoot) return;
   const std::lock_guard lock(mutex_);
@@ -125,7 +126,7 @@ void StagedNodes::Forget(std::uint64_t item, std::uint64_t references) {
   nodes_.erase(it);
 }
 
-// What had the name `to` keeps its item, for those who have it open, but can no longer be found by
+// The node that had the name `to` keeps its item, for open handles, but can no longer be found by
 // name.
 void StagedNodes::Move(const StagedNode& from, StagedNode to) {
   const std::lock_guard lock(mutex_);

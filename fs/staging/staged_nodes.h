@@ -17,9 +17,8 @@
 
 namespace tensormount::fs {
 
-// What a node below .staging/ stands for.
-// The letter of a role is part of the name by which nodes are found and of inode numbers: new roles
-// go to the end.
+// Kinds of nodes below .staging/. A role's value is part of a node's identity and of inode numbers,
+// so new roles are added at the end.
 enum class NodeRole : std::uint8_t {
   kRoot,     // .staging
   kStaging,  // .staging/NAME
@@ -29,57 +28,55 @@ enum class NodeRole : std::uint8_t {
   kReportText,
   kDone,     // done/
   kMark,     // done/<rank>
-  kTensors,  // tensors/ and the folders below it
+  kTensors,  // tensors/ and the directories below it
   kTensor,   // tensors/KEY
-  kSlices,   // slices/ and the folders below it
+  kSlices,   // slices/ and the directories below it
   kSlice,    // slices/KEY[...]
-  kObjects,  // objects/ and the folders below it
+  kObjects,  // objects/ and the directories below it
   kObject,   // objects/KEY, objects/KEY/0.1
 };
 
-// Immutable once taken; a rename replaces the node under the same item number, and those who hold
-// the old one keep it.
+// A node below .staging/. Immutable: a rename stores another node under the same item number, and
+// holders of the old one keep it.
 struct StagedNode {
   std::uint64_t item = 0;
   NodeRole role = NodeRole::kRoot;
-  std::shared_ptr<StagedCheckpoint> of;  // Null: .staging itself.
-  std::string path;                      // Below tensors/, slices/, objects/, done/.
-  std::string key;                       // Of a tensor, slice or object.
-  Box box;                               // Of a tensor or slice.
-  Dims index;                            // Of an object part.
-  std::uint32_t rank = 0;                // Of a mark.
+  std::shared_ptr<StagedCheckpoint> staged;  // Null: .staging itself.
+  std::string path;                          // Path below tensors/, slices/, objects/ or done/.
+  std::string key;                           // For a tensor, slice or object.
+  Box box;                                   // For a tensor or slice.
+  Dims index;                                // For an object part.
+  std::uint32_t rank = 0;                    // For a mark.
 
   bool folder() const;
-  // Below the mount: ".staging/step-3/tensors/w".
+  // Path below the mount: ".staging/step-3/tensors/w".
   std::string Label() const;
-  // The same in every mount while the staging stands.
-  // A hash of the staging's UUID, the role and the path, so that tools which compare inodes over
-  // time or between machines agree.
+  // Inode number: a hash of the staging's UUID, the role and the path, so that it is the same in
+  // every mount while the staging exists.
   std::uint64_t Inode() const;
 };
 
-// A path below tensors/, objects/, ... of a name in a folder, whose own path may be empty.
+// The path of a name in a directory below tensors/, objects/, ...; `folder` may be empty.
 inline std::string JoinedPath(std::string_view folder, std::string_view name) {
   return folder.empty() ? std::string(name) : std::string(folder) + '/' + std::string(name);
 }
 
-// The kernel counts one reference for each lookup that it was answered and gives them back in
-// FORGET requests, late and in bunches. A node lives as long as it has references, and its number
-// is never given to another: what a program still holds of a staging that is gone answers ESTALE
-// instead of meaning something else.
-// The nodes that somebody knows, with how often. Items are never used again. Thread-safe.
+// All referenced nodes with their reference counts. Thread-safe.
+// The kernel counts a reference for each answered lookup and returns references in FORGET requests,
+// late and in batches. A node lives while it has references, and its number is never reused: for a
+// staging that is gone, a program gets ESTALE instead of another file.
 class StagedNodes {
  public:
   static constexpr std::uint64_t kRoot = 1;
   StagedNodes();
 
-  // The node of this role and path, with one reference more. `node.item` is set here.
-  std::shared_ptr<const StagedNode> Take(StagedNode node);
-  // kStale for what nobody knows any more.
+  // Returns the node of this role and path, with its item number, and counts one more reference.
+  std::shared_ptr<const StagedNode> Reference(StagedNode node);
+  // kStale for unknown items.
   Result<std::shared_ptr<const StagedNode>> Find(std::uint64_t item) const;
   void Forget(std::uint64_t item, std::uint64_t references);
-  // The node of this role and path, if somebody knows it, is `to` from now on; who knows what was
-  // there keeps that.
+  // Renames `from`, if this node is referenced, to `to`. Holders of a node that had the name `to`
+  // keep that node.
   void Move(const StagedNode& from, StagedNode to);
   std::size_t size() const;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names below .staging/ and what they are; changes are in staged_changes.cc.
+// Names and attributes below .staging/; staged_changes.cc has the changes.
 #include "fs/staging/staging_tree.h"
 
 #include <algorithm>
@@ -23,8 +23,8 @@ namespace {
 
 constexpr std::string_view kLongFolder = "%+";
 
-// In the order in which they are listed, and so removed by `rm -r`: without schema.json the others
-// are empty.
+// The names in a staging directory, in the order of listings. `rm -r` removes them in this order:
+// schema.json last, after which the staging directory may be removed, too.
 constexpr std::pair<std::string_view, NodeRole> kFixedNames[] = {
     {"slices", NodeRole::kSlices},          {"tensors", NodeRole::kTensors},
     {"objects", NodeRole::kObjects},        {"done", NodeRole::kDone},
@@ -41,8 +41,8 @@ std::string IndexName(const Dims& index) {
   return name;
 }
 
-// "0.1" within a grid; nothing where it is written in another way.
-// "00.1" and "0.1" must not both be names of one part.
+// Parses "0.1" within a grid; nullopt for other spellings ("00.1"), which must not name the same
+// part.
 std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
   Dims index;
   std::string_view rest = name;
@@ -58,13 +58,15 @@ std::optional<Dims> ParseIndex(std::string_view name, const Dims& grid) {
   return index;
 }
 
-// A tensor's file in a folder of the tree. A slice is never of a folder, so the mark that tells a
-// file from a folder of the same name may be left out.
+// The key of the tensor whose slice has the name `stem`[...] in the directory `folder`. Slices are
+// never directories, so the suffix that distinguishes a file from a directory of the same name may
+// be omitted.
 Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::string_view stem) {
   if (stem.empty()) {
     const std::size_t slash = folder.rfind('/');
     const std::size_t begin = slash == std::string_view::npos ? 0 : slash + 1;
-    if (!folder.substr(begin).starts_with(kLongFolder)) return NoSuch("a slice without a tensor");
+    if (!folder.substr(begin).starts_with(kLongFolder))
+      return NoSuchNameError("tensor of this slice");
     stem = folder.substr(begin + kLongFolder.size());
     folder = folder.substr(0, slash == std::string_view::npos ? 0 : slash);
   }
@@ -74,16 +76,16 @@ Result<std::string> KeyIn(const SchemaView& view, std::string_view folder, std::
     child = view.tree.Lookup(at, std::string(stem) + "%=");
   }
   TENSORMOUNT_RETURN_IF_ERROR(child.status());
-  if (child.value().is_folder) return NoSuch(stem);
+  if (child.value().is_folder) return NoSuchNameError(stem);
   return view.keys.KeyAt(child.value().ordinal);
 }
 
-// Listings of slices/ and objects/ that go on later.
+// Number of listings of slices/ and objects/ that are kept, so that programs can continue them.
 constexpr std::size_t kKeptListings = 8;
 
-// Where a listing goes on after `name`: a number of the name alone, so that what is made or removed
-// meanwhile moves no other name (a pass that unlinks what it sees would miss every second one). 62
-// bits, for an off_t with room for "." and ".."; two names with one number are as likely as on
+// The position in a listing after `name`: a hash of the name alone, so that concurrent additions
+// and removals move no other name (otherwise a pass that unlinks what it reads would miss every
+// second name). 62 bits, to leave room in off_t for "." and ".."; collisions are as likely as on
 // ext4, which does the same.
 std::uint64_t CookieOf(std::string_view name) {
   return std::max<std::uint64_t>(Xxh3Low64(name) >> 2, 1);
@@ -108,17 +110,17 @@ StagingTree::StagingTree(FileSystem& fs, Store store, const FileInfo& folder,
       stats_(stats),
       folder_(folder) {}
 
-Status StagingTree::Told(std::string_view operation, std::string_view object, Status status) {
+Status StagingTree::LogFailure(std::string_view operation, std::string_view object, Status status) {
   if (!status.ok()) stats_.Report(operation, object, status);
   return status;
 }
 
-Result<StagingTree::NodePtr> StagingTree::Live(std::uint64_t item) {
+Result<StagingTree::NodePtr> StagingTree::FindLive(std::uint64_t item) {
   TENSORMOUNT_ASSIGN_OR_RETURN(NodePtr node, nodes_.Find(item));
-  if (node->of) {
-    const Status status = node->of->CheckInPlace();
+  if (node->staged) {
+    const Status status = node->staged->CheckInPlace();
     if (!status.ok()) {
-      Drop(node->of);
+      Drop(node->staged);
       return status;
     }
   }
@@ -143,8 +145,8 @@ void StagingTree::DropGone() {
   }
 }
 
-// A staging becomes known when it is looked up, also one that another mount made. The UUID decides
-// whether what is there now is the one that was known.
+// Finds a staging by name, also one of another mount. The UUID tells whether this mount knows that
+// staging already.
 Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   StagedPtr known;
   {
@@ -156,9 +158,10 @@ Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
     if (known->CheckInPlace().ok()) return known;
     Drop(known);
   }
-  if (!CheckCheckpointName(name).ok()) return NoSuch(name);
+  if (!CheckCheckpointName(name).ok()) return NoSuchNameError(name);
   Result<Staging> found = OpenStaging(store_, fs_, std::string(name));
-  if (found.status().code() == Code::kUnsupported) return NoSuch(name);  // The library's own.
+  // A staging that a save of the library made is not shown.
+  if (found.status().code() == Code::kUnsupported) return NoSuchNameError(name);
   TENSORMOUNT_RETURN_IF_ERROR(found.status());
   DropGone();
   const std::lock_guard lock(mutex_);
@@ -170,11 +173,12 @@ Result<StagingTree::StagedPtr> StagingTree::Join(std::string_view name) {
   return slot;
 }
 
-// schema.json is there while somebody edits it or it names something; the folders always are.
+// schema.json and common.json exist while a program edits them or they have content; the
+// directories always exist.
 Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::string_view name) {
   StagedNode child;
-  child.of = parent.of;
-  StagedCheckpoint& of = *parent.of;
+  child.staged = parent.staged;
+  StagedCheckpoint& of = *parent.staged;
   for (const auto& [fixed, role] : kFixedNames) {
     if (name != fixed) continue;
     child.role = role;
@@ -182,13 +186,13 @@ Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::st
       case NodeRole::kSchema: {
         if (of.EditSize(true)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, of.Schema(true));
-        if (view->schema.empty()) return NoSuch(name);
+        if (view->schema.empty()) return NoSuchNameError(name);
         return child;
       }
       case NodeRole::kCommon: {
         if (of.EditSize(false)) return child;
         TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, of.staging()));
-        if (text.empty()) return NoSuch(name);
+        if (text.empty()) return NoSuchNameError(name);
         return child;
       }
       case NodeRole::kReportJson:
@@ -199,7 +203,7 @@ Result<StagedNode> StagingTree::ChildOfStaging(const StagedNode& parent, std::st
         return child;
     }
   }
-  return NoSuch(name);
+  return NoSuchNameError(name);
 }
 
 Result<StagedNode> StagingTree::TensorChild(const StagedNode& parent, std::string_view name,
@@ -207,7 +211,7 @@ Result<StagedNode> StagingTree::TensorChild(const StagedNode& parent, std::strin
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder folder, view.FolderAt(parent.path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild found, view.tree.Lookup(folder, name));
   StagedNode child;
-  child.of = parent.of;
+  child.staged = parent.staged;
   child.path = JoinedPath(parent.path, name);
   child.role = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
   if (found.is_folder) return child;
@@ -219,15 +223,15 @@ Result<StagedNode> StagingTree::TensorChild(const StagedNode& parent, std::strin
 Result<StagedNode> StagingTree::SliceChild(const StagedNode& parent, std::string_view name,
                                            const SchemaView& view) {
   StagedNode child;
-  child.of = parent.of;
+  child.staged = parent.staged;
   child.path = JoinedPath(parent.path, name);
   const std::optional<SliceName> slice = ParseSliceName(name);
   if (!slice) {
     child.role = NodeRole::kSlices;
     const Result<TreeFolder> folder = view.FolderAt(child.path);
     if (folder.ok()) return child;
-    // A folder for one tensor, whose slices have too long names otherwise.
-    if (!name.starts_with(kLongFolder)) return NoSuch(name);
+    // A directory for one tensor whose slice names would otherwise be too long.
+    if (!name.starts_with(kLongFolder)) return NoSuchNameError(name);
     TENSORMOUNT_RETURN_IF_ERROR(KeyIn(view, parent.path, name.substr(kLongFolder.size())).status());
     return child;
   }
@@ -267,7 +271,7 @@ Result<StagingWriter::ObjectName> StagingTree::ObjectAt(const SchemaView& view,
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, KeyOfPath(path));
   if (const auto spec = objects.find(key); spec != objects.end() && spec->second.grid.rank() > 0) {
-    return Status::FromErrno(EISDIR, "open (a folder of parts by schema.json)", path);
+    return Status::FromErrno(EISDIR, "open (a directory of parts, according to schema.json)", path);
   }
   return StagingWriter::ObjectName{.key = std::move(key), .index = {}};
 }
@@ -290,18 +294,18 @@ Result<StagingTree::ObjectPaths> StagingTree::PathsOfObjects(StagedCheckpoint& o
 
 Result<StagedNode> StagingTree::ObjectChild(const StagedNode& parent, std::string_view name) {
   StagedNode child;
-  child.of = parent.of;
+  child.staged = parent.staged;
   child.path = JoinedPath(parent.path, name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent.of->Schema());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, parent.staged->Schema());
   const Result<StagingWriter::ObjectName> object = ObjectAt(*view, child.path);
   if (object.ok() &&
-      parent.of->writer().OpenObject(object.value().key, object.value().index, false).ok()) {
+      parent.staged->writer().OpenObject(object.value().key, object.value().index, false).ok()) {
     child.role = NodeRole::kObject;
     child.key = object.value().key;
     child.index = object.value().index;
     return child;
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*parent.of));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ObjectPaths paths, PathsOfObjects(*parent.staged));
   child.role = NodeRole::kObjects;
   const std::string below = child.path + '/';
   const auto inside = [&](const std::string& path) {
@@ -312,14 +316,14 @@ Result<StagedNode> StagingTree::ObjectChild(const StagedNode& parent, std::strin
                   [&](const std::string& path) { return path.starts_with(below); })) {
     return child;
   }
-  return NoSuch(name);
+  return NoSuchNameError(name);
 }
 
 Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view name) {
   switch (parent.role) {
     case NodeRole::kRoot: {
       StagedNode child;
-      TENSORMOUNT_ASSIGN_OR_RETURN(child.of, Join(name));
+      TENSORMOUNT_ASSIGN_OR_RETURN(child.staged, Join(name));
       child.role = NodeRole::kStaging;
       return child;
     }
@@ -327,15 +331,15 @@ Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view
       return ChildOfStaging(parent, name);
     case NodeRole::kDone: {
       StagedNode child;
-      child.of = parent.of;
+      child.staged = parent.staged;
       child.role = NodeRole::kMark;
       child.path = std::string(name);
-      if (!ParseRank(name, &child.rank)) return NoSuch(name);
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, parent.of->staging()));
+      if (!ParseRank(name, &child.rank)) return NoSuchNameError(name);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto marks, ReadDoneMarks(fs_, parent.staged->staging()));
       for (const DoneMark& mark : marks) {
         if (mark.rank == child.rank) return child;
       }
-      return NoSuch(name);
+      return NoSuchNameError(name);
     }
     case NodeRole::kTensors:
     case NodeRole::kSlices: {
@@ -343,11 +347,11 @@ Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view
         return parent.role == NodeRole::kTensors ? TensorChild(parent, name, view)
                                                  : SliceChild(parent, name, view);
       };
-      TENSORMOUNT_ASSIGN_OR_RETURN(auto view, parent.of->Schema());
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto view, parent.staged->Schema());
       Result<StagedNode> child = in(*view);
       if (child.status().code() != Code::kNotFound) return child;
-      // Another mount may have added it just now.
-      TENSORMOUNT_ASSIGN_OR_RETURN(auto fresh, parent.of->Schema(true));
+      // Another mount may have just added the name.
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto fresh, parent.staged->Schema(true));
       return fresh == view ? child : in(*fresh);
     }
     case NodeRole::kObjects:
@@ -357,8 +361,8 @@ Result<StagedNode> StagingTree::Child(const StagedNode& parent, std::string_view
   }
 }
 
-// Modes are those of the store's folder: who may write there may write here, and the kernel checks
-// (default_permissions).
+// Modes are those of the store's directory, so users who may write to the store may write below
+// .staging/; the kernel checks the modes (default_permissions).
 Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   Attributes a;
   a.kind = node.folder() ? FileKind::kDirectory : FileKind::kFile;
@@ -366,16 +370,17 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   a.mode = node.folder() ? folder_.mode & 0777 : folder_.mode & 0666;
   a.uid = folder_.uid;
   a.gid = folder_.gid;
-  a.mtime = node.of ? node.of->mtime() : folder_.mtime_seconds;
+  a.mtime = node.staged ? node.staged->mtime() : folder_.mtime_seconds;
   switch (node.role) {
     case NodeRole::kSchema: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
-      a.size = node.of->EditSize(true).value_or(view->schema.empty() ? 0 : view->text.size());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.staged->Schema());
+      a.size = node.staged->EditSize(true).value_or(view->schema.empty() ? 0 : view->text.size());
       break;
     }
     case NodeRole::kCommon: {
-      const auto edited = node.of->EditSize(false);
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, ReadCommonJson(fs_, node.of->staging()));
+      const auto edited = node.staged->EditSize(false);
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
+                                   ReadCommonJson(fs_, node.staged->staging()));
       a.size = edited.value_or(text.size());
       break;
     }
@@ -383,7 +388,7 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
     case NodeRole::kReportText: {
       const std::string name = node.role == NodeRole::kReportJson ? "report.json" : "report.txt";
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info,
-                                   fs_.LinkStat(JoinPath(node.of->staging().directory, name)));
+                                   fs_.LinkStat(JoinPath(node.staged->staging().directory, name)));
       a.size = info.size;
       a.mtime = info.mtime_seconds;
       a.mode &= 0444;
@@ -391,20 +396,21 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
     }
     case NodeRole::kTensor:
     case NodeRole::kSlice: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.of->Schema());
+      TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, node.staged->Schema());
       const TensorMeta* meta = view->Find(node.key);
       if (meta == nullptr) return Status(Code::kStale, node.Label() + ": not in schema.json");
       TENSORMOUNT_ASSIGN_OR_RETURN(a.size,
                                    RegionBytes(meta->dtype(), meta->shape(), Region(node.box)));
-      const auto target = node.of->FindTarget(*meta, node.box);
+      const auto target = node.staged->FindTarget(*meta, node.box);
       a.allocated = target ? target->written_bytes() : 0;
-      // Nobody shall take what was never written for a copy of something of the same size.
+      // Unwritten files get time 0, so that tools that compare size and time do not take them for
+      // copies.
       if (a.allocated == 0 && a.size > 0) a.mtime = 0;
       break;
     }
     case NodeRole::kObject: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto blob,
-                                   node.of->writer().OpenObject(node.key, node.index, false));
+                                   node.staged->writer().OpenObject(node.key, node.index, false));
       a.size = blob->size();
       break;
     }
@@ -414,8 +420,9 @@ Result<Attributes> StagingTree::Describe(const StagedNode& node) {
   return a;
 }
 
-// The reference that Take counted goes back where there is no answer to count it for.
-Result<StagingTree::Node> StagingTree::Known(NodePtr node) {
+// Number and attributes of a node whose reference was just counted. Releases that reference if the
+// attributes cannot be determined.
+Result<StagingTree::Node> StagingTree::NodeWithAttributes(NodePtr node) {
   Result<Attributes> attributes = Describe(*node);
   if (!attributes.ok()) {
     nodes_.Forget(node->item, 1);
@@ -425,9 +432,9 @@ Result<StagingTree::Node> StagingTree::Known(NodePtr node) {
 }
 
 Result<StagingTree::Node> StagingTree::Lookup(std::uint64_t folder, std::string_view name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, Live(folder));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr parent, FindLive(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(StagedNode child, Child(*parent, name));
-  return Known(nodes_.Take(std::move(child)));
+  return NodeWithAttributes(nodes_.Reference(std::move(child)));
 }
 
 void StagingTree::Forget(std::uint64_t item, std::uint64_t references) {
@@ -435,7 +442,7 @@ void StagingTree::Forget(std::uint64_t item, std::uint64_t references) {
 }
 
 Result<StagingTree::Node> StagingTree::Stat(std::uint64_t item) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, Live(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr node, FindLive(item));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Attributes attributes, Describe(*node));
   return Node{.item = item, .attributes = attributes};
 }
@@ -447,9 +454,9 @@ std::optional<StagingTree::Node> StagingTree::LookupKnown(std::string_view name)
     const std::lock_guard lock(mutex_);
     const auto it = staged_.find(name);
     if (it == staged_.end() || it->second->gone()) return std::nullopt;
-    child.of = it->second;
+    child.staged = it->second;
   }
-  const Result<Node> node = Known(nodes_.Take(std::move(child)));
+  const Result<Node> node = NodeWithAttributes(nodes_.Reference(std::move(child)));
   return node.ok() ? std::optional(node.value()) : std::nullopt;
 }
 
@@ -458,7 +465,7 @@ std::optional<StagingTree::Node> StagingTree::StatKnown(std::uint64_t item) {
   if (!node.ok()) return std::nullopt;
   const NodeRole role = node.value()->role;
   if (role != NodeRole::kRoot && role != NodeRole::kStaging) return std::nullopt;
-  if (node.value()->of && node.value()->of->gone()) return std::nullopt;
+  if (node.value()->staged && node.value()->staged->gone()) return std::nullopt;
   const Result<Attributes> attributes = Describe(*node.value());
   if (!attributes.ok()) return std::nullopt;
   return Node{.item = item, .attributes = attributes.value()};
@@ -480,10 +487,10 @@ Status StagingTree::ListStaging(const StagedNode& folder, std::uint64_t cookie, 
 }
 
 Status StagingTree::ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, folder.of->Schema());
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto view, folder.staged->Schema());
   TENSORMOUNT_ASSIGN_OR_RETURN(const TreeFolder at, view->FolderAt(folder.path));
   StagedNode child;
-  child.of = folder.of;
+  child.staged = folder.staged;
   return view->tree.List(at, cookie, [&](TreeChild& found, std::uint64_t next) {
     child.role = found.is_folder ? NodeRole::kTensors : NodeRole::kTensor;
     child.path = JoinedPath(folder.path, found.name);
@@ -494,9 +501,10 @@ Status StagingTree::ListTree(const StagedNode& folder, std::uint64_t cookie, con
   });
 }
 
-// Sorted and without doubles: the same folder may be made by several paths.
+// The names in `folder`, without duplicates (several paths may form the same directory), sorted by
+// cookie.
 StagingTree::ListedNames StagingTree::NamesIn(const StagedNode& folder, const ObjectPaths& paths) {
-  std::map<std::string, bool> names;  // To whether it is a folder.
+  std::map<std::string, bool> names;  // Value: whether it is a directory.
   const std::string below = folder.path.empty() ? std::string() : folder.path + '/';
   const auto add = [&](const std::string& path, bool is_folder) {
     if (!path.starts_with(below) || path.size() == below.size()) return;
@@ -516,8 +524,9 @@ StagingTree::ListedNames StagingTree::NamesIn(const StagedNode& folder, const Ob
   return listed;
 }
 
-// Of slices/ and objects/. A listing of n names is made once, when it begins, and not for each of
-// its n/100 pages; where others have pushed it out since it is made again, which its cookies allow.
+// Lists slices/ or objects/. A listing of n names is built once, when it begins, instead of for
+// each of its n/100 pages; a listing that was evicted meanwhile is rebuilt, and its cookies still
+// hold.
 Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, const Visit& fn) {
   const bool objects = folder.role == NodeRole::kObjects;
   std::shared_ptr<const ListedNames> names;
@@ -528,9 +537,9 @@ Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, co
   if (!names) {
     ObjectPaths paths{.files = {}, .folders = {}};
     if (objects) {
-      TENSORMOUNT_ASSIGN_OR_RETURN(paths, PathsOfObjects(*folder.of));
+      TENSORMOUNT_ASSIGN_OR_RETURN(paths, PathsOfObjects(*folder.staged));
     } else {
-      paths.files = folder.of->SlicePaths();
+      paths.files = folder.staged->SlicePaths();
     }
     names = std::make_shared<const ListedNames>(NamesIn(folder, paths));
     const std::lock_guard lock(listings_mutex_);
@@ -538,7 +547,7 @@ Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, co
     if (folder.item != 0) listings_[folder.item] = names;
   }
   StagedNode child;
-  child.of = folder.of;
+  child.staged = folder.staged;
   for (auto it = std::ranges::upper_bound(*names, cookie, {}, &ListedName::cookie);
        it != names->end(); ++it) {
     child.role = it->folder ? folder.role : objects ? NodeRole::kObject : NodeRole::kSlice;
@@ -552,7 +561,7 @@ Status StagingTree::ListPaths(const StagedNode& folder, std::uint64_t cookie, co
 }
 
 Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr folder, Live(item));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NodePtr folder, FindLive(item));
   Attributes a;
   std::uint64_t next = 0;
   switch (folder->role) {
@@ -563,9 +572,9 @@ Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& 
         next = CookieOf(name);
         if (next <= cookie) continue;
         const Result<StagedPtr> staged = Join(name);
-        if (!staged.ok()) continue;  // Published or removed meanwhile.
+        if (!staged.ok()) continue;  // The staging was published or removed meanwhile.
         StagedNode child;
-        child.of = staged.value();
+        child.staged = staged.value();
         child.role = NodeRole::kStaging;
         a.kind = FileKind::kDirectory;
         a.inode = child.Inode();
@@ -576,14 +585,14 @@ Status StagingTree::List(std::uint64_t item, std::uint64_t cookie, const Visit& 
     case NodeRole::kStaging:
       return ListStaging(*folder, cookie, fn);
     case NodeRole::kDone: {
-      TENSORMOUNT_ASSIGN_OR_RETURN(auto marks, ReadDoneMarks(fs_, folder->of->staging()));
+      TENSORMOUNT_ASSIGN_OR_RETURN(auto marks, ReadDoneMarks(fs_, folder->staged->staging()));
       std::set<std::uint32_t> ranks;
       for (const DoneMark& mark : marks) ranks.insert(mark.rank);
       for (const std::uint32_t rank : ranks) {
         next = std::uint64_t{rank} + 1;
         if (next <= cookie) continue;
         StagedNode child;
-        child.of = folder->of;
+        child.staged = folder->staged;
         child.role = NodeRole::kMark;
         child.path = std::to_string(rank);
         a.inode = child.Inode();

@@ -24,67 +24,68 @@
 
 namespace tensormount::fs {
 
-// .staging/ of a mount of a store and everything below it: names, attributes, what may be made,
-// written, removed and renamed (interface of the mount; docs/semantics.md, "Saving through the
-// mount"). Nodes are made when somebody looks them up and count references; nothing is cached, and
-// no node outlives its staging: it answers ESTALE. Thread-safe.
-// What is below .staging/NAME, and where it comes from:
-//   schema.json, common.json   the merged edits of all mounts; writing adds an edit
-//   tensors/KEY, slices/KEY[..]  names follow from the schema; bytes are those of this mount only
-//   objects/KEY                objects that this mount wrote, and folders
-//   done/<rank>                marks of all mounts
-//   report.json, report.txt    of the last publish that failed
-// Other mounts' bytes are not shown: they are in their journals, which only a publish reads.
+// .staging/ of a mount of a store and everything below it: names, attributes, and what may be
+// created, written, removed and renamed (docs/mounting.md, "Saving through the mount"). Nodes are
+// created at lookup and count references. Nodes of a staging that is gone return ESTALE.
+// Thread-safe.
+// Content of .staging/NAME:
+//   schema.json, common.json     the merged edits of all mounts; writing adds an edit
+//   tensors/KEY, slices/KEY[..]  names from the schema, bytes of this mount only
+//   objects/KEY                  objects that this mount wrote, and directories
+//   done/<rank>                  marks of all mounts
+//   report.json, report.txt      of the last failed publish
+// Bytes of other mounts are not shown: they are in those mounts' journals, which only a publish
+// reads.
 class StagingTree {
  public:
-  static constexpr std::uint64_t kRoot = 1;  // .staging itself.
+  static constexpr std::uint64_t kRoot = 1;  // The item of .staging itself.
 
-  // What a lookup gives the bridge: the number by which the kernel will name it, and what stat
-  // says.
+  // Result of a lookup: the number by which the kernel refers to the node, and its attributes.
   struct Node {
-    std::uint64_t item = 0;  // Never used again.
+    std::uint64_t item = 0;  // Never reused.
     Attributes attributes;
   };
-  // `fs` must outlive it. Opens nothing and touches nothing before it is asked.
+  // `fs` and `stats` must outlive this object.
   static Result<std::unique_ptr<StagingTree>> Make(FileSystem& fs, const std::string& store,
                                                    MountStats& stats);
 
-  // Lookup counts a reference of the node, as do MakeDirectory and Create; Forget gives back.
+  // Lookup, MakeDirectory and Create count a reference of the node; Forget releases references.
   Result<Node> Lookup(std::uint64_t folder, std::string_view name);
   void Forget(std::uint64_t item, std::uint64_t references);
   Result<Node> Stat(std::uint64_t item);
-  // What is known without a look at storage of a staging (LookupKnown counts a reference of its
-  // node), of its folder or of .staging itself; nothing for other nodes.
+  // Answers from memory: for a staging (LookupKnown counts a reference of its node), its directory,
+  // or .staging itself; nullopt for other nodes.
   std::optional<Node> LookupKnown(std::string_view name);
   std::optional<Node> StatKnown(std::uint64_t item);
-  // Of `attributes` only kind and inode are set: names that are listed are not looked up.
+  // Only kind and inode of `attributes` are set, because listed names are not looked up. `next` is
+  // the cookie that continues the listing after this name. False ends the listing.
   using Visit =
       std::function<bool(std::string_view name, const Attributes& attributes, std::uint64_t next)>;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn);
 
-  // EEXIST for a staging that is there: it is joined by looking it up.
+  // EEXIST for an existing staging; a lookup joins it.
   Result<Node> MakeDirectory(std::uint64_t folder, std::string_view name);
-  // With a reference of the node counted, as by Lookup.
+  // A created file. One reference of the node is counted, as by Lookup.
   struct Opened {
     Node node;
     std::shared_ptr<WriteHandle> handle;
   };
-  // open(2) of what is there, for reading or writing (O_TRUNC included).
+  // open(2) of an existing file, for reading or writing (O_TRUNC included).
   Result<std::shared_ptr<WriteHandle>> Open(std::uint64_t file, int flags);
-  // open(2) with O_CREAT of what is not there (marks, objects, schema.json, common.json).
+  // open(2) with O_CREAT. New names: done marks, objects, schema.json, common.json.
   Result<Opened> Create(std::uint64_t folder, std::string_view name, int flags);
   Status Truncate(std::uint64_t file, std::uint64_t size);
-  // chmod, chown, utimens: accepted and without effect on what is published; EPERM for the rest.
+  // chmod, chown, utimens: accepted and ignored.
   Result<Node> SetAttributes(std::uint64_t item);
   Status Unlink(std::uint64_t folder, std::string_view name);
   Status RemoveDirectory(std::uint64_t folder, std::string_view name);
-  // Publishes .staging/`name` as `as` in the root. Everything else is refused with an errno that
-  // `mv` does not take for a reason to copy (never EXDEV, never EINVAL).
+  // Publishes .staging/`name` as `as` in the root. Errors of the publish are never EXDEV, after
+  // which `mv` would copy, or EINVAL, which `mv` misreads.
   Status Publish(std::string_view name, std::string_view as);
   Status RenameWithin(std::uint64_t folder, std::string_view name, std::uint64_t to_folder,
                       std::string_view to_name);
 
-  // Before the daemon ends: everything durable.
+  // Makes all bytes durable that were written through this mount. Called before the daemon ends.
   Status SyncAll();
   struct Counts {
     std::size_t stagings = 0;
@@ -93,9 +94,9 @@ class StagingTree {
     std::uint64_t files = 0;
     std::uint64_t syncs = 0;
   };
-  // Of the stagings that are known now.
+  // Totals over the known stagings.
   Counts counts();
-  // As the inside of a JSON object, for .tensormount/status.
+  // For .tensormount/status, as the inside of a JSON object.
   std::string StatusFields();
 
  private:
@@ -104,20 +105,18 @@ class StagingTree {
 
   StagingTree(FileSystem& fs, Store store, const FileInfo& folder, std::string incarnation,
               MountStats& stats);
-  // The node, where its staging still stands.
-  // Every operation begins with it, so none works on a staging that has left its name for longer
-  // than StagedCheckpoint::kMaxAge.
-  Result<NodePtr> Live(std::uint64_t item);
-  // The staging with this name, known already or not. kNotFound.
+  // The node, if its staging still exists. Operations on a node begin with this call, so none uses
+  // a staging for longer than StagedCheckpoint::kMaxAge after it was published or removed.
+  Result<NodePtr> FindLive(std::uint64_t item);
+  // The staging with this name, whether this mount knows it already or not. kNotFound.
   Result<StagedPtr> Join(std::string_view name);
-  // It has left its name.
+  // Forgets a staging that was published or removed.
   void Drop(const StagedPtr& staged);
-  // Those that other mounts published or removed, and that nobody asks this one for any more: they
-  // have files open.
-  // Each keeps descriptors and what it knows of targets in memory.
+  // Forgets stagings that other mounts published or removed: each keeps descriptors open and
+  // targets in memory.
   void DropGone();
 
-  // What `name` is in `parent`, not counted yet. kNotFound; ENOTDIR.
+  // The node `name` in `parent`; counts no reference. kNotFound; ENOTDIR: `parent` is a file.
   Result<StagedNode> Child(const StagedNode& parent, std::string_view name);
   Result<StagedNode> ChildOfStaging(const StagedNode& parent, std::string_view name);
   Result<StagedNode> TensorChild(const StagedNode& parent, std::string_view name,
@@ -125,10 +124,10 @@ class StagingTree {
   Result<StagedNode> SliceChild(const StagedNode& parent, std::string_view name,
                                 const SchemaView& view);
   Result<StagedNode> ObjectChild(const StagedNode& parent, std::string_view name);
-  // Which object part lies, or would lie, at a path; its size is not filled in. kNotFound says why
-  // none can.
+  // The object part at a path, existing or not; its size is not set. kNotFound says why there can
+  // be none.
   static Result<StagingWriter::ObjectName> ObjectAt(const SchemaView& view, std::string_view path);
-  // Paths of all objects that this mount wrote, and of folders that the schema or mkdir made.
+  // Paths of all objects that this mount wrote, and of directories that the schema or mkdir made.
   struct ObjectPaths {
     std::vector<std::string> files;
     std::vector<std::string> folders;
@@ -136,15 +135,15 @@ class StagingTree {
   static Result<ObjectPaths> PathsOfObjects(StagedCheckpoint& of);
 
   Result<Attributes> Describe(const StagedNode& node);
-  Result<Node> Known(NodePtr node);
+  Result<Node> NodeWithAttributes(NodePtr node);
   Status ListStaging(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
   Status ListTree(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
   struct ListedName {
-    std::uint64_t cookie;  // Of the name alone.
+    std::uint64_t cookie;  // Depends on the name only.
     std::string name;
     bool folder;
   };
-  using ListedNames = std::vector<ListedName>;  // By cookie.
+  using ListedNames = std::vector<ListedName>;  // Sorted by cookie.
   static ListedNames NamesIn(const StagedNode& folder, const ObjectPaths& paths);
   Status ListPaths(const StagedNode& folder, std::uint64_t cookie, const Visit& fn);
 
@@ -153,20 +152,21 @@ class StagingTree {
   Status MakeObject(const StagedNode& node);
   Status RemoveStagingAt(std::string_view name);
   Status CheckEmpty(const StagedNode& folder);
-  // A refusal that is worth a line in .tensormount/errors.
-  Status Told(std::string_view operation, std::string_view object, Status status);
+  // Reports a refusal in .tensormount/errors and returns it.
+  Status LogFailure(std::string_view operation, std::string_view object, Status status);
 
   FileSystem& fs_;
   const Store store_;
   const std::string incarnation_;
   MountStats& stats_;
-  const FileInfo folder_;  // The store's, for owner and modes.
+  const FileInfo folder_;  // Owner and modes of the store's directory.
   StagedNodes nodes_;
-  // Of staged_. Held for look-ups in the map only, never over storage.
+  // Guards staged_; never held during storage calls.
   std::mutex mutex_;
   std::map<std::string, StagedPtr, std::less<>> staged_;  // By name.
-  std::mutex listings_mutex_;  // Of listings_; taken after no other, and held over nothing.
-  std::map<std::uint64_t, std::shared_ptr<const ListedNames>> listings_;  // By the folder's item.
+  std::mutex listings_mutex_;  // Guards listings_; never held together with another lock.
+  // Listings that programs may continue, by the item number of their directory.
+  std::map<std::uint64_t, std::shared_ptr<const ListedNames>> listings_;
 };
 
 }  // namespace tensormount::fs

@@ -12,23 +12,19 @@
 
 namespace tensormount::fs {
 
-// Number of the one file of the checkpoint that is byte for byte these segments from offset 0, and
-// nothing more. Literal bytes are compared with the file's; for tensors and objects the index is
-// believed. kNotFound where there is none; kDataLoss where a file is not as long as the index says.
-// Why it matters: the kernel can then read that file by itself (passthrough), at the speed of the
-// file and with one copy in the page cache, and an export can clone or link it instead of writing
-// its bytes again. "Nothing more" is part of it, because passthrough shows the size of the stored
-// file.
-// Believing the index for data is safe: a file that has other bytes there is found by the hashes of
-// its leaves, which whoever hands the file to the kernel checks first (VirtualFile::Prove), or by
-// the export, which reads all that it shares. Literal bytes have no hashes in the index, so they
-// are read and compared here.
-// Costs nothing but look-ups in the index for a tensor or object that is a file of its own; for a
-// file of many tensors, the extents of each, until one does not fit. Most are refused by the length
-// of the first one's file. May read the header from disk: not to be called where a mount must
-// answer at once.
-Result<std::uint32_t> FindBackingFile(FileSystem& fs, const ShownCheckpoint& shown,
-                                      const FileSegments& segments);
+// Number of the file of the checkpoint whose bytes are exactly those of `segments`. Literal bytes
+// are compared with the file's; for tensors and objects the index is trusted. kNotFound: no file
+// has these bytes; kDataLoss: a file's length differs from the index.
+// The kernel can read such a file itself (passthrough), with one copy in the page cache, and an
+// export can clone or link it. The file must not be longer than the segments, because passthrough
+// shows the file's size.
+// Trusting the index is safe: the leaf hashes are checked before a file is handed to the kernel
+// (VirtualFile::Prove), and an export reads everything that it shares. Literal bytes have no
+// hashes, so they are compared here.
+// Cost: index lookups for a tensor or object in its own file; for a file of many tensors, the
+// extents of each tensor until one is not at its position. May read literal bytes (a header) from
+// the stored file, so do not call it where a mount must answer at once.
+Result<std::uint32_t> FindBackingFile(const ShownCheckpoint& shown, const FileSegments& segments);
 
 }  // namespace tensormount::fs
 

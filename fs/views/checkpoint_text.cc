@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The text of checkpoint.json, common.json and extents/KEY.json.
-// checkpoint.json is the one file that describes all of a checkpoint to a program without our
-// library. What is small (fields of the checkpoint, files, objects) is its head, made once; the
-// entry of each tensor is made block by block while the file is read. The same bytes on every
-// machine: nothing of the mount goes in, no path, no time of mounting, no order of a hash table.
+// checkpoint.json describes a whole checkpoint to programs without our library. Its head (fields of
+// the checkpoint, files, objects) is made once; entries of tensors are rendered block by block
+// while the file is read. The bytes are the same on every machine: they contain no path, no mount
+// time and no hash-table order.
 #include "fs/views/checkpoint_text.h"
 
 #include <fmt/core.h>
@@ -16,14 +16,14 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-// Keys and names are bytes, which JSON text cannot hold as they are: what is no UTF-8 becomes
-// U+FFFD. The exact key is the attribute user.tensormount.key of the tensor's file.
+// Keys and names are bytes, which JSON cannot represent: invalid UTF-8 becomes U+FFFD. The
+// attribute user.tensormount.key of the tensor's file has the exact key.
 std::string JsonText(const OrderedJson& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// One line a tensor, so that grep and diff work on the file. Ends with its brace, which ExtentsJson
-// takes off to add fields.
+// The entry of a tensor, as one line, so that grep and diff work on the file. Ends with a brace,
+// which ExtentsJson removes to add fields.
 std::string TensorLine(const TensorEntry& tensor) {
   const TensorMeta& meta = tensor.meta;
   std::string line =
@@ -44,13 +44,14 @@ std::string ObjectLine(const ObjectRecord& object) {
          fmt::format(R"("bytes": {}, "hash": "xxh3-128:{}"}})", object.length, object.hash.ToHex());
 }
 
-// Items after the first begin with the comma that separates them.
+// Appends an item of a list; items after the first begin with the separating comma.
 void AppendItem(std::string& out, bool first, std::string_view item) {
   out += first ? "\n    " : ",\n    ";
   out += item;
 }
 
-// A flat range is told with the box that it counts in, and as first element and number of elements.
+// The members that describe a region: its box, and for a flat range of that box also the first
+// element and the number of elements.
 std::string RegionFields(const Region& region) {
   std::string text = fmt::format(R"("begin": {}, "extent": {})", DimsText(region.box().begin()),
                                  DimsText(region.box().extent()));
@@ -63,7 +64,7 @@ std::string RegionFields(const Region& region) {
 // Keys of the tensors that model.safetensors leaves out.
 Status AppendNotInSafetensors(const ShownTensors& tensors, std::string& out) {
   return tensors.ForEachEntry(0, tensors.count(), [&](std::uint32_t, const TensorEntry& entry) {
-    if (!SafetensorsHolds(entry.meta)) {
+    if (!CanStoreInSafetensors(entry.meta)) {
       out += (out.back() == '[' ? "" : ", ") + JsonString(entry.meta.key());
     }
     return Status();
@@ -86,8 +87,8 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
   const std::vector<ObjectRecord>& objects = shown.objects.parts();
   const CheckpointIndex& index = opened.index();
   const CheckpointInfo& info = index.info();
-  // Content metadata is what the user wrote about the checkpoint, and optional; any other failure
-  // to read it is damage.
+  // The user's description of the checkpoint (content metadata) is optional: kNotFound means that
+  // there is none, and any other failure is damage.
   const Result<CommonValue> metadata = index.CommonRecord(kContentMetadataRecord);
   if (!metadata.ok() && metadata.status().code() != Code::kNotFound) return metadata.status();
   std::string head = "{\n";
@@ -127,7 +128,7 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
     head += "},\n";
   }
   head += "  \"files\": [";
-  // Data files are few beside tensors: one a rank, or one a tensor where they are large enough.
+  // There are few data files: one for each rank, or for each large tensor.
   for (std::size_t i = 0; i < index.files().size(); ++i) {
     const FileRecord& file = index.files()[i];
     AppendItem(head, i == 0,
@@ -139,7 +140,7 @@ Result<std::shared_ptr<const GeneratedText>> CheckpointJson(const ShownCheckpoin
     AppendItem(head, i == 0, ObjectLine(objects[i]));
   }
   head += "\n  ],\n  \"tensors\": [";
-  // References stay valid: whoever keeps the text keeps what it was made from.
+  // The reference to `tensors` stays valid, because `shown` outlives the text.
   const auto render = [&tensors](std::uint32_t first, std::uint32_t count, std::string& out) {
     return tensors.ForEachEntry(first, first + count,
                                 [&](std::uint32_t number, const TensorEntry& entry) {
@@ -161,7 +162,7 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
     text += value;
   };
   for (const auto& [key, value] : common.values) line(key, CommonToJson(value));
-  // Names that begin with '$' are reserved, so no value of the user can stand at these.
+  // Names with '$' are reserved, so they cannot collide with values of the user.
   if (!common.content.items.empty()) line("$content", CommonToJson(common.content));
   if (!common.ranks.empty()) {
     std::string ranks = "{";
@@ -176,30 +177,31 @@ Result<std::string> CommonJson(const CheckpointIndex& index) {
 
 Result<std::shared_ptr<const GeneratedText>> ExtentsJson(const OpenedCheckpoint& opened,
                                                          const TensorEntry& tensor) {
-  // For pending items of foreign checkpoints this reads the files that say where their bytes are.
+  // In a foreign checkpoint this may read files that say where the tensor's bytes are.
   const Result<std::shared_ptr<const ExtentTable>> found = opened.Extents(tensor);
   std::string head = TensorLine(tensor);
-  head.pop_back();  // The brace, which follows the fields that are added here.
+  head.pop_back();  // Removes the brace, because fields follow.
   if (!found.ok()) {
-    // One tensor whose items cannot be read must not hide the others from who lists the folder.
+    // An error is shown in the file, because one unreadable tensor must not make the listing of the
+    // directory fail.
     head += fmt::format(", \"error\": {}}}\n", JsonString(found.status().ToString()));
     return GeneratedText::Make(std::move(head), 0, {}, "");
   }
   const std::shared_ptr<const ExtentTable> table = found.value();
-  // The tensor's own fields, then its chunks.
   head += ", \"extents\": [";
   if (table->size() > UINT32_MAX) {
     return Status(Code::kUnsupported, "tensor " + tensor.meta.key() + ": too many chunks");
   }
   const auto render = [&opened, table](std::uint32_t first, std::uint32_t count, std::string& out) {
     for (std::uint32_t i = first; i < first + count; ++i) {
-      // Rows are decoded one by one: a tensor may have millions.
+      // Chunks are decoded one by one, because a tensor may have millions of them.
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
       const std::vector<FileRecord>& files = opened.index().files();
       if (chunk.file >= files.size()) {
-        return Status(Code::kDataLoss, "index: a chunk is in a file that is not in the table");
+        return Status(Code::kDataLoss,
+                      "index: a chunk refers to a file that is not in the file table");
       }
-      // Names of foreign files are relative to a root that this text does not give.
+      // Names of foreign files are relative to a root that this text does not contain.
       const bool foreign = files[chunk.file].placement == Placement::kForeign;
       std::string item =
           fmt::format(R"({{{}, "file": {}, "offset": {}, "bytes": {})", RegionFields(chunk.region),

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The folder of a checkpoint: its views in the order in which they are listed. A line of MakeViews
-// makes a view.
+// The directory of a checkpoint with its views, in listing order (MakeViews).
 #include "fs/views/checkpoint_view.h"
 
 #include <algorithm>
@@ -26,23 +25,21 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
                                                                    const Uuid& expected,
                                                                    const Ownership& ownership,
                                                                    const Options& options) {
-  // `roots`: where data that lie outside of the folder may be. `proven`: what an earlier view of
-  // the same checkpoint, or of its files in another one, found good.
   OpenedCheckpoint::Options how;
   how.roots = options.roots;
   how.proven = options.proven;
-  // A link in the place of a checkpoint is not followed.
+  // The checkpoint directory must not be a symlink.
   TENSORMOUNT_ASSIGN_OR_RETURN(how.pinned, fs.PinDirectory(directory));
   auto opened = OpenedCheckpoint::Open(fs, directory, how);
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   for (const std::string& warning : opened.value()->warnings()) {
     Log(LogLevel::kWarning, directory + ": " + warning);
   }
-  // Checked after the open and not before it: only what was opened counts.
+  // The UUID of the opened checkpoint is compared: the name could lead to another one meanwhile.
   if (!expected.IsZero() && opened.value()->index().info().uuid != expected) {
-    return Status(Code::kStale, directory + ": another checkpoint has taken its place");
+    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
   }
-  std::shared_ptr<CheckpointView> view(new CheckpointView(fs, std::move(opened).value()));
+  std::shared_ptr<CheckpointView> view(new CheckpointView(std::move(opened).value()));
   TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
   return std::shared_ptr<const CheckpointView>(std::move(view));
 }
@@ -50,17 +47,17 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::Open(FileSystem& f
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::OpenForeign(
     FileSystem& fs, const std::string& path, const Ownership& ownership, const Options& options) {
   TENSORMOUNT_ASSIGN_OR_RETURN(
-      auto opened, OpenFound(fs, {.kind = SourceKind::kForeign, .path = path}, options.roots));
+      auto opened,
+      OpenFound({.fs = &fs, .kind = SourceKind::kForeign, .path = path}, options.roots));
   for (const std::string& warning : opened->warnings()) {
     Log(LogLevel::kWarning, path + ": " + warning);
   }
-  return Of(fs, std::move(opened), ownership, options);
+  return FromOpened(std::move(opened), ownership, options);
 }
 
-Result<std::shared_ptr<const CheckpointView>> CheckpointView::Of(
-    FileSystem& fs, std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership,
-    const Options& options) {
-  std::shared_ptr<CheckpointView> view(new CheckpointView(fs, std::move(opened)));
+Result<std::shared_ptr<const CheckpointView>> CheckpointView::FromOpened(
+    std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership, const Options& options) {
+  std::shared_ptr<CheckpointView> view(new CheckpointView(std::move(opened)));
   TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
   return std::shared_ptr<const CheckpointView>(std::move(view));
 }
@@ -69,10 +66,10 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   ownership_ = ownership;
   options_ = options;
   if (!options_.slices) options_.slices = std::make_shared<SliceItems>();
-  if (options.others) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
+  if (options.other_users) TENSORMOUNT_RETURN_IF_ERROR(RestrictToFiles());
   const CheckpointIndex& index = opened_->index();
-  // The name is part of it, since a checkpoint may be shown under two names; the uuid, so that
-  // another checkpoint of that name has other inodes and no cache takes one for the other.
+  // Contains the name, since a checkpoint may be shown under two names, and the UUID, so that
+  // another checkpoint of that name has other inodes and no cache confuses the two.
   ByteWriter seed;
   seed.String(options.name);
   seed.U64(index.info().uuid.high);
@@ -89,7 +86,7 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   tensor_tree_ = std::make_unique<KeyTree>(*tensors_);
   TENSORMOUNT_ASSIGN_OR_RETURN(layers_, LayerFiles::Make(index, names));
   TENSORMOUNT_ASSIGN_OR_RETURN(objects_, ShownObjects::Make(index, names));
-  // Numbers of keys have 27 bits in node ids. 134 million tensors are far from what there is.
+  // Key numbers have 27 bits in node ids: 134 million tensors, far beyond real checkpoints.
   if (tensors_->count() >= KeyedView::kMaxKeys || objects_->parts().size() >= KeyedView::kMaxKeys) {
     return Status(Code::kUnsupported, options.name + ": too many keys to be mounted");
   }
@@ -103,27 +100,28 @@ Status CheckpointView::Prepare(const Ownership& ownership, const Options& option
   return MakeViews();
 }
 
-// One look at each file, and at each folder above it, where a link leads too. Who may not read the
-// index may not know names either. What is not there can be read by nobody, and says so when it is
+// Checks each file and each directory above it, following symlinks. Users without read access to
+// the index may not list names either. Missing files are ignored here and reported when they are
 // read.
 Status CheckpointView::RestrictToFiles() {
-  const auto need = [this](Reach& reach, const std::string& path) -> Status {
-    const Result<std::string> real = fs_.Resolve(path);
+  FileSystem& fs = opened_->fs();
+  const auto need = [&fs](AccessMask& reach, const std::string& path) -> Status {
+    const Result<std::string> real = fs.Resolve(path);
     if (real.status().code() == Code::kNotFound) return {};
     TENSORMOUNT_RETURN_IF_ERROR(real.status());
-    TENSORMOUNT_RETURN_IF_ERROR(reach.NeedFoldersAbove(fs_, real.value()));
-    return reach.Need(fs_, real.value(), Reach::How::kRead);
+    TENSORMOUNT_RETURN_IF_ERROR(reach.RequireFoldersAbove(fs, real.value()));
+    return reach.Require(fs, real.value(), AccessMask::Access::kRead);
   };
-  // Its own folder is the one that the kernel asked for first.
+  // The kernel has already checked the checkpoint's own directory.
   const auto begin = [this] {
-    Reach reach(ownership_.uid, ownership_.gid);
-    reach.AssumeSearched(opened_->directory());
+    AccessMask reach(ownership_.uid, ownership_.gid);
+    reach.AssumeSearchable(opened_->directory());
     return reach;
   };
-  Reach names = begin();
+  AccessMask names = begin();
   TENSORMOUNT_RETURN_IF_ERROR(need(names, JoinPath(opened_->directory(), kIndexName)));
   ownership_.folder_mode &= names.mask();
-  Reach bytes = begin();
+  AccessMask bytes = begin();
   const std::size_t files = opened_->index().files().size();
   for (std::size_t n = 0; n < files; ++n) {
     TENSORMOUNT_RETURN_IF_ERROR(need(bytes, opened_->FilePath(static_cast<std::uint32_t>(n))));
@@ -132,32 +130,34 @@ Status CheckpointView::RestrictToFiles() {
   return {};
 }
 
-// What a checkpoint shows, in the order in which it is listed. A line makes a view.
-// New ones go to the end: the number is part of node ids, which a kernel may hold over an update of
-// the program.
+// The views of a checkpoint, in listing order. New ones must be added at the end: a view's number
+// is part of node ids, which a kernel may keep over an update of the program.
 Status CheckpointView::MakeViews() {
   const ShownCheckpoint& shown = *shown_;
   TENSORMOUNT_ASSIGN_OR_RETURN(auto common_json, MakeCommonJsonView(shown));
   views_.push_back(MakeTensorsView(shown));
   views_.push_back(MakeObjectsView(shown));
   views_.push_back(std::move(common_json));
-  // Gets the list itself, because it names also the views that come after it.
+  // The view checkpoint.json gets a reference to the list, because its text also names views that
+  // are added later.
   views_.push_back(MakeCheckpointJsonView(shown, views_));
   views_.push_back(MakeNpyView(shown));
   views_.push_back(std::make_unique<SlicesView>(shown, options_.slices));
-  if (views_.size() != kSlicesView) return Status(Code::kInternal, "slices/ has another number");
+  if (views_.size() != kSlicesView)
+    return Status(Code::kInternal, "internal error: slices/ is not at its fixed position");
   views_.push_back(std::make_unique<ZarrView>(shown));
   views_.push_back(MakeSafetensorsView(shown));
-  // After model.safetensors, which it shows again where hf/ would have just that.
+  // hf/ gets the view model.safetensors, which is views_.back(), and shows that file if its own
+  // file would be the same.
   TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, *views_.back(), options_.hf));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));
   if (views_.size() < kMaxViews) return {};
-  return Status(Code::kInternal, "more views than node ids have room for");
+  return Status(Code::kInternal, "internal error: too many views for node ids");
 }
 
 Result<const View*> CheckpointView::ViewOf(const Node& node) const {
-  if (node.view == kOwnView || node.view > views_.size()) return StaleNode("the checkpoint");
+  if (node.view == kOwnView || node.view > views_.size()) return StaleNodeError("the checkpoint");
   return views_[node.view - 1u].get();
 }
 
@@ -172,7 +172,7 @@ std::uint64_t CheckpointView::InodeOf(std::string_view view, bool folder,
   text.String(view);
   text.U8(folder);
   text.String(identity);
-  // 0 and 1 mean other things to some programs.
+  // 0 and 1 have special meanings for some programs.
   return std::max<std::uint64_t>(Xxh3Low64(text.bytes()), 2);
 }
 
@@ -192,8 +192,8 @@ Child CheckpointView::ChildOf(std::uint8_t number, std::string name, const ViewN
           .attributes = AttributesOf(views_[number - 1u]->name(), node)};
 }
 
-// Ten views: a linear search costs less than a table. Names that --views would list open without
-// it, too.
+// Ten views: a linear search is faster than a table. Views that are listed only with --views can be
+// opened without it, too.
 Result<Child> CheckpointView::LookupTop(std::string_view name) const {
   for (std::uint8_t n = 1; n <= views_.size(); ++n) {
     const View& view = *views_[n - 1u];
@@ -255,8 +255,7 @@ Result<std::shared_ptr<const VirtualFile>> CheckpointView::OpenFile(const Node& 
 std::shared_ptr<const VirtualFile> CheckpointView::Serve(FileSegments segments,
                                                          const std::string& path,
                                                          const Node& node) const {
-  // The constructor is private: only a view, which has to outlive it, makes such files. The file
-  // keeps this alive.
+  // VirtualFile's constructor is private, so std::make_shared cannot be used.
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->segments_ = std::move(segments);
   file->view_ = shared_from_this();
@@ -281,8 +280,8 @@ Result<std::map<std::string, std::string>> CheckpointView::Xattrs(const Node& no
   TENSORMOUNT_ASSIGN_OR_RETURN(const View* const view, ViewOf(node));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto own, view->Attributes(node.item));
   for (const auto& [name, value] : own) add(name, value);
-  // Who reads this file. The bridge answers with what is true at that time where the kernel does
-  // (fs/mount); without one it is the daemon.
+  // Who reads the file's bytes: the daemon. If the kernel could read them itself, the FUSE bridge
+  // (fs/mount) replaces this value with the current one.
   if (!own.empty()) add("tier", "daemon");
   return all;
 }
@@ -294,10 +293,10 @@ std::string CheckpointView::PathOf(const Node& node) const {
 
 Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
                                                     const FileSegments& segments) const {
-  // One segment is looked up in the index alone: not worth an entry in the map.
-  if (segments.segments().size() == 1) return FindBackingFile(fs_, *shown_, segments);
-  const Status none(Code::kNotFound, "no one file holds this and nothing else");
-  // Not held while the index is walked: two opens at once may both do it, with the same result.
+  // The search for one segment needs only the index, so its result is not cached.
+  if (segments.segments().size() == 1) return FindBackingFile(*shown_, segments);
+  const Status none(Code::kNotFound, "no single file contains exactly these bytes");
+  // The lock is not held during the search: concurrent opens may both search, with the same result.
   {
     const std::lock_guard lock(mutex_);
     const auto known = backing_files_.find(IdOf(node));
@@ -306,9 +305,9 @@ Result<std::uint32_t> CheckpointView::BackingFileOf(const Node& node,
       return *known->second;
     }
   }
-  // Only files of fixed items share their segments; others (slices) come and go.
-  // Otherwise the map would grow with every slice that somebody looks at.
-  const Result<std::uint32_t> found = FindBackingFile(fs_, *shown_, segments);
+  // Only results for shared segments are cached. With results for slices, which are made on demand,
+  // the map would grow without limit.
+  const Result<std::uint32_t> found = FindBackingFile(*shown_, segments);
   if (!found.ok() && found.status().code() != Code::kNotFound) return found.status();
   if (segments.is_shared()) {
     const std::lock_guard lock(mutex_);

@@ -27,125 +27,122 @@
 
 namespace tensormount::fs {
 
-// A name below a checkpoint, as the kernel is told of it.
-// ViewChild is what a view says of it; this is the same with the node id and the owner.
+// A file or directory in a checkpoint as reported to the kernel: the view's ViewChild with node id
+// and owner.
 struct Child {
   std::string name;
   Node node;
   Attributes attributes;
 };
 
-// The tree of one opened checkpoint: a folder whose children are its views. Knows slots, inode
-// numbers, modes and owners, which the views do not. Immutable in all that it shows; thread-safe.
+// The tree of one opened checkpoint: a directory whose children are its views. It adds slots, inode
+// numbers, modes and owners to the nodes of the views. Its content is immutable; thread-safe.
 //
-// What a request goes through: Vfs finds the slot of the node id and with it this object; here the
-// 4 bits of the view choose the View; that one resolves the 40 bits of the item and answers with a
-// ViewNode; here it becomes Attributes (inode, owner, mode, times).
-// Ownership: shared, and every open VirtualFile holds a reference. So a checkpoint that was removed
-// or replaced under its name is read to the end by whoever has a file of it open, and its memory
-// goes with the last of them.
-// Members are made in the order in which they are declared, each of the ones before it: the index,
-// what is shown of it, then the views, which keep references to both.
+// Path of a request: Vfs finds this object by the slot of the node id; the view number (4 bits)
+// selects the View, which finds the item number (40 bits) and returns a ViewNode. This object makes
+// Attributes (inode, owner, mode, times) from the ViewNode.
+// Every open VirtualFile holds a reference, so open files of a removed or replaced checkpoint can
+// be read to the end.
+// The order of the members matters, because they keep references to members before them: the views
+// refer to the shown checkpoint, which refers to the opened checkpoint.
 class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
  public:
-  // The number of slices/ among the views: its items alone are counted (SliceItems).
+  // View number of slices/, the only view whose items the kernel holds references to (SliceItems).
   static constexpr std::uint32_t kSlicesView = 6;
 
   struct Options {
-    std::uint32_t slot = 0;  // Goes into the node ids.
-    std::string name;        // Of the folder that it is shown as; goes into inode numbers.
+    std::uint32_t slot = 0;  // Part of the node ids.
+    std::string name;        // Directory name in the mount; part of inode numbers.
     bool list_views = false;
     ServeVerify verify = ServeVerify::kFirst;
-    // Other names for keys; null: none. kInvalidArgument where two keys would share one.
+    // Renames keys; null: keys are shown as stored. kInvalidArgument if two keys would share a
+    // name.
     std::shared_ptr<const KeyMap> map;
-    HfOptions hf;                          // kInvalidArgument where its rules do not fit.
-    std::vector<std::string> roots;        // OpenedCheckpoint::Options::roots.
-    std::shared_ptr<ProvenRanges> proven;  // Likewise.
-    // What the kernel knows of slices/ from an earlier view; null: nothing.
+    HfOptions hf;  // Rules that do not fit: kInvalidArgument.
+    // Directories outside of the checkpoint in which its data may be.
+    std::vector<std::string> roots;
+    // Ranges that an earlier view of the same checkpoint, or of its files, has verified.
+    std::shared_ptr<ProvenRanges> proven;
+    // Items of slices/ that the kernel knows from an earlier view; null: there are none.
     std::shared_ptr<SliceItems> slices;
-    // VfsOptions::others: the modes of all of its files count, not only those of its commit record.
-    bool others = false;
+    // Whether users other than the mounting one may enter (VfsOptions::other_users). Modes then
+    // grant only what all files of the checkpoint grant.
+    bool other_users = false;
   };
-  // A checkpoint folder. kStale where its uuid is not `expected` (unless that is zero).
-  // The folder is pinned before anything of it is read, so that all files come from one checkpoint
-  // even where another one takes its name meanwhile.
+  // Opens a checkpoint directory. kStale: `expected` is not zero, and the checkpoint has another
+  // UUID. The directory is pinned first, so that all files come from one checkpoint even if another
+  // one takes its name meanwhile.
   static Result<std::shared_ptr<const CheckpointView>> Open(FileSystem& fs,
                                                             const std::string& directory,
                                                             const Uuid& expected,
                                                             const Ownership& ownership,
                                                             const Options& options);
-  // A folder or a file in a foreign format, as resolved.
-  // It has no uuid and no commit record; views that need one of these leave it out.
+  // Opens a resolved directory or file in a foreign format. It has no UUID and no commit record, so
+  // views that need these leave them out.
   static Result<std::shared_ptr<const CheckpointView>> OpenForeign(FileSystem& fs,
                                                                    const std::string& path,
                                                                    const Ownership& ownership,
                                                                    const Options& options);
 
-  // One that is open already.
-  // For exports, which open the source themselves before ranks agree on it.
-  static Result<std::shared_ptr<const CheckpointView>> Of(FileSystem& fs,
-                                                          std::shared_ptr<OpenedCheckpoint> opened,
-                                                          const Ownership& ownership,
-                                                          const Options& options);
+  // The view of a checkpoint that is already open: exports open the source before ranks agree on
+  // it.
+  static Result<std::shared_ptr<const CheckpointView>> FromOpened(
+      std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership, const Options& options);
 
   const OpenedCheckpoint& opened() const { return *opened_; }
   const ServedData& data() const { return *data_; }
   const ShownCheckpoint& shown() const { return *shown_; }
 
-  // All below take nodes of this slot. Numbers that are out of range answer kStale.
-  // Node ids are kept by the kernel and may come from before a remount, so each number is checked
-  // on its way down: the view here, the item by its view.
+  // All functions below take nodes of this slot. They return kStale for unknown view and item
+  // numbers: the kernel may keep node ids from before a remount.
   Result<Child> Lookup(const Node& folder, std::string_view name) const;
   Result<Attributes> Stat(const Node& node) const;
-  // Children from `cookie` on (0: all) without "." and "..", until fn returns false. The second
-  // argument is the cookie of what follows.
+  // Children from `cookie` on (0: all), without "." and "..", until fn returns false. The second
+  // argument is the cookie of the next child.
   using Visit = std::function<bool(const Child& child, std::uint64_t next)>;
   Status List(const Node& folder, std::uint64_t cookie, const Visit& fn) const;
-  // Each call makes a new file. Segments of a slice or a tensor are few; those of a file of many
-  // tensors are shared by all that have it open.
+  // Each call makes a new file. A slice or a tensor has few segments; those of a file of many
+  // tensors are shared by all its open files.
   Result<std::shared_ptr<const VirtualFile>> OpenFile(const Node& file) const;
-  // Segments that a view made, as an open file of this checkpoint. `path` goes into messages.
+  // An open file of this checkpoint with segments that a view made. `path` is used in messages.
   std::shared_ptr<const VirtualFile> Serve(FileSegments segments, const std::string& path,
                                            const Node& node) const;
-  // Names and values of the user.tensormount.* attributes.
+  // Names and values of the node's extended attributes user.tensormount.*.
   Result<std::map<std::string, std::string>> Xattrs(const Node& node) const;
   // Path below the checkpoint, for messages.
   std::string PathOf(const Node& node) const;
 
-  // For VirtualFile: the file of storage that is this node's (FindBackingFile). Found once.
-  // As FindBackingFile. The answer is remembered for files of many tensors, where finding it takes
-  // a walk over all of them and every open would ask again.
+  // Number of the stored file that equals the file `node` (FindBackingFile). The result is cached
+  // for files of many tensors, because a search walks over all of them.
   Result<std::uint32_t> BackingFileOf(const Node& node, const FileSegments& segments) const;
 
  private:
-  CheckpointView(FileSystem& fs, std::shared_ptr<OpenedCheckpoint> opened)
-      : fs_(fs), opened_(std::move(opened)) {}
+  explicit CheckpointView(std::shared_ptr<OpenedCheckpoint> opened) : opened_(std::move(opened)) {}
   Status Prepare(const Ownership& ownership, const Options& options);
-  // Takes from ownership_ what the files of the checkpoint do not give.
+  // Removes permissions from ownership_ that the checkpoint's files do not grant.
   Status RestrictToFiles();
-  // kInternal where there would be more views than node ids have bits for.
+  // Makes views_. kInternal if there are more views than the view number in node ids has bits for.
   Status MakeViews();
 
-  // kStale where there is none. Views are numbered from 1.
-  // Node ids come from the kernel, which may have kept them over a remount of another version: any
-  // number can come.
+  // The view of a node; views are numbered from 1. kStale for unknown numbers: the kernel may have
+  // kept node ids from another version of the program.
   Result<const View*> ViewOf(const Node& node) const;
   static bool IsTop(const Node& node);
-  // A hash of the checkpoint's name and of what the node is called within its view: the same in
-  // every mount of it and after every restart, which is what tools like tar and rsync go by.
-  // 64 bits: with 10 million nodes the chance of two equal ones is one in 370,000.
+  // Hash of the checkpoint's name and of the node's identity in its view: the same in every mount
+  // and after every restart, which tools like tar and rsync rely on. 64 bits: with 10 million nodes
+  // the chance of a collision is one in 370,000.
   std::uint64_t InodeOf(std::string_view view, bool folder, std::string_view identity) const;
   Attributes AttributesOf(std::string_view view, const ViewNode& node) const;
   Child ChildOf(std::uint8_t number, std::string name, const ViewNode& node) const;
   Result<Child> LookupTop(std::string_view name) const;
   Status ListTop(std::uint64_t cookie, const Visit& fn) const;
 
-  // Immutable after Prepare, so read without a lock. Only what is below mutex_ changes.
-  FileSystem& fs_;
+  // Immutable after Prepare, so read without a lock. mutex_ guards only the members below it.
   std::shared_ptr<OpenedCheckpoint> opened_;
-  Ownership ownership_;  // Of all files and folders: that of the checkpoint on disk.
+  // Owner and modes of the checkpoint on disk, which all files and directories get.
+  Ownership ownership_;
   Options options_;
-  // What InodeOf mixes in: the name and uuid of this checkpoint.
+  // Seed of InodeOf: the name and UUID of this checkpoint.
   std::uint64_t inode_seed_ = 0;
   std::unique_ptr<const ShownTensors> tensors_;
   std::unique_ptr<const KeyTree> tensor_tree_;
@@ -156,7 +153,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   std::vector<std::unique_ptr<const View>> views_;
 
   mutable std::mutex mutex_;
-  // Of files of several tensors; empty: there is none.
+  // Results of BackingFileOf for files of several tensors; nullopt: no backing file.
   mutable std::map<NodeId, std::optional<std::uint32_t>> backing_files_;
 };
 

@@ -7,10 +7,10 @@
 namespace tensormount::fs {
 namespace {
 
-// Numbers come from the kernel, so any may come; only the root is a node of this view.
+// kStale unless the item is the root, the only node of this view: the kernel may send any number.
 Status CheckItem(std::uint64_t item) {
   if (item == View::kRoot) return {};
-  return Status(Code::kStale, "the checkpoint has no such node");
+  return Status(Code::kStale, "the checkpoint has no entry with this inode number");
 }
 
 }  // namespace

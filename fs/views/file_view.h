@@ -12,13 +12,12 @@
 
 namespace tensormount::fs {
 
-// A view that is a single file: common.json.
+// A view that is a single file, such as common.json.
 //
-// Its root item is the file. All other items are stale, and it has no children: looking something
-// up below it is ENOTDIR, as below any file.
-// A subclass gives the segments; the size follows from them. Override Size where making segments
-// reads more than the size needs, because a listing of the checkpoint asks for the size of each
-// file in it (model.safetensors does: its header is read at open only).
+// Its root item is the file; all other items are stale, and a lookup below it returns ENOTDIR.
+// A subclass supplies the segments, which determine the size. Override Size if segments are
+// costlier than the size (model.safetensors reads its header only at open), because a listing of
+// the checkpoint asks for the size of each file.
 class FileView : public View {
  public:
   std::string_view name() const override { return name_; }
@@ -26,16 +25,16 @@ class FileView : public View {
   Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const override;
   Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const override;
   Result<FileSegments> Open(std::uint64_t file) const override;
-  // The name itself: it stands at the top of the checkpoint.
+  // The path is the name, since the file is at the top of the checkpoint.
   std::string PathOf(std::uint64_t item) const override;
 
  protected:
-  // `name` must be a literal, or live as long.
+  // `name` must be a literal or outlive this object.
   FileView(std::string_view name, std::int64_t mtime) : name_(name), mtime_(mtime) {}
-  // kNotFound: the checkpoint has no such file.
-  // Called at each open, and may be called by several threads.
+  // The content of the file. kNotFound: the checkpoint does not have the file. Called at each open,
+  // maybe by several threads.
   virtual Result<FileSegments> Segments() const = 0;
-  // Of what Segments() gives; override where that costs more than knowing the size.
+  // Size of Segments(); override if the size is cheaper to get.
   virtual Result<std::uint64_t> Size() const;
 
  private:

@@ -11,19 +11,18 @@
 
 namespace tensormount::fs {
 
-// Used by the mount (--hf-part-size, --hf-rules), by `export --to hf` and by the view. A header of
-// its own, so that the options of mounts need no header of views.
+// Options of hf/, for the mount (--hf-part-size, --hf-rules), for `export --to hf` and for the
+// view. In its own header, so that mount options do not depend on views.
 struct HfOptions {
-  // Bytes of tensors in a part of hf/, at most; a tensor larger than that is a part of its own. Not
-  // 0. The default is huggingface_hub's "5GB".
+  // Largest number of tensor bytes in a part of hf/; a larger tensor is a part of its own. Not 0.
+  // The default is huggingface_hub's "5GB".
   std::uint64_t part_bytes = 5'000'000'000;
-  // Which tensors hf/ has and what they are called there, over the keys that are shown; null: all,
-  // under these keys.
+  // Selects and renames the tensors of hf/, by shown keys; null: all, unchanged.
   std::shared_ptr<const KeyMap> rules = nullptr;
 };
 
-// "5GB", "512MiB", "100000": powers of 1000 for K, M, G, KB, MB, GB, of 1024 for KiB, MiB, GiB.
-// kInvalidArgument for anything else, 0 and what overflows.
+// Number of bytes of a text like "5GB", "512MiB" or "100000". K, M, G, KB, MB and GB are powers of
+// 1000; KiB, MiB and GiB are powers of 1024. kInvalidArgument for other texts, 0 and overflow.
 Result<std::uint64_t> ParsePartSize(std::string_view text);
 
 }  // namespace tensormount::fs

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How hf/ divides tensors into model-0000N-of-0000M files of a bounded size.
+// Divides the tensors of hf/ into model-0000N-of-0000M files of a bounded size.
 #include "fs/views/hf_parts.h"
 
 #include <algorithm>
@@ -17,16 +17,17 @@
 namespace tensormount::fs {
 namespace {
 
-// Under the format's limit of 100,000,000 bytes, with room for the metadata and the padding.
+// Largest header of a part. The format allows 100,000,000 bytes; the rest is room for metadata and
+// padding.
 constexpr std::uint64_t kMaxHeaderBytes = 99'000'000;
-// From the list or the number before it to the first tensor of the map.
+// Text of the index between the end of "metadata" and the first tensor of the weight map.
 constexpr std::string_view kAfterMetadata = "\n  },\n  \"weight_map\": {";
 
-// At least what an entry takes in a header: JSON may escape a byte as six.
+// Upper bound of an entry's size in a header; JSON may escape a byte as six. The entry
 //   "name":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[0,33554432]},
-// is at most 96 bytes without the name and the shape (type, two offsets of 20 digits, punctuation),
-// and each axis at most 20 digits and a comma. A bound and not the length, because a part may be
-// closed a little early but must never pass the limit.
+// has at most 96 bytes without the name and the shape (type, two offsets of 20 digits,
+// punctuation), and each axis at most 20 digits and a comma. A bound suffices, because a part may
+// be closed early but must never pass the limit.
 std::uint64_t HeaderBytesBound(std::string_view name, const TensorMeta& meta) {
   std::uint64_t bytes = 96 + 21 * static_cast<std::uint64_t>(meta.shape().rank());
   for (const char c : name) {
@@ -39,17 +40,17 @@ std::uint64_t HeaderBytesBound(std::string_view name, const TensorMeta& meta) {
 }  // namespace
 
 Result<std::uint64_t> ParsePartSize(std::string_view text) {
-  // Longer ones first: "GB" does not end a "GiB", but "B" would.
-  // As --max-shard-size of transformers is written: powers of 1,000 for GB, of 1,024 for GiB.
+  // GB is a power of 1,000 and GiB of 1,024, as in max_shard_size of transformers.
   static constexpr std::pair<std::string_view, std::uint64_t> kUnits[] = {
       {"KiB", 1ull << 10}, {"MiB", 1ull << 20}, {"GiB", 1ull << 30},
       {"KB", 1'000},       {"MB", 1'000'000},   {"GB", 1'000'000'000},
       {"K", 1'000},        {"M", 1'000'000},    {"G", 1'000'000'000},
   };
   const auto bad = [&] {
-    return Status(Code::kInvalidArgument, "size of a part \"" + std::string(text) +
-                                              "\": a number of bytes, or of K, M, G, KB, MB, GB "
-                                              "(powers of 1000), KiB, MiB, GiB (of 1024)");
+    return Status(Code::kInvalidArgument,
+                  "part size \"" + std::string(text) +
+                      "\": not a number of bytes, optionally followed by K, M, G, KB, MB, GB "
+                      "(powers of 1000) or KiB, MiB, GiB (powers of 1024)");
   };
   std::string_view digits = text;
   std::uint64_t unit = 1;
@@ -72,7 +73,7 @@ Result<std::uint64_t> ParsePartSize(std::string_view text) {
 
 Status HfParts::CheckRules(const ShownCheckpoint& shown, const HfOptions& options) {
   if (!options.rules) return {};
-  // All names at once, since two tensors with one name can be anywhere.
+  // Collects all names, since the tensors of a duplicate name can be anywhere.
   std::vector<std::string> keys;
   keys.reserve(shown.tensors.count());
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -91,8 +92,8 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
   std::unique_ptr<HfParts> hf(new HfParts(shown, options));
   TENSORMOUNT_RETURN_IF_ERROR(hf->FindTied(tied_embeddings));
   TENSORMOUNT_RETURN_IF_ERROR(hf->Divide());
-  // One part under the stored names is model.safetensors itself: then hf/ opens that file, which
-  // may be served by the kernel.
+  // A single part with the stored names equals model.safetensors: hf/ then opens that file, which
+  // may use passthrough.
   Part& first = hf->parts_[0];
   if (hf->parts_.size() == 1 && !options.rules && hf->tied_.empty() &&
       whole_bytes > first.data_bytes) {
@@ -100,8 +101,8 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
     first.header_bytes = whole_bytes - first.data_bytes;
     return std::unique_ptr<const HfParts>(std::move(hf));
   }
-  // What the header is, and so how long, is known only when it was made.
-  // Each header is made and dropped again: kept, those of a large model would be some hundred MB.
+  // The length of a header is known only after it was made. Each header is made and dropped,
+  // because all headers of a large model would take some hundred MB.
   for (std::size_t i = 0; i < hf->parts_.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileSegments file, hf->Build(i));
     hf->parts_[i].header_bytes = file.literal(0).size();
@@ -112,20 +113,21 @@ Result<std::unique_ptr<const HfParts>> HfParts::Make(const ShownCheckpoint& show
 Status HfParts::FindTied(bool tied_embeddings) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames found, TiedNames::Make(shown_));
   if (found.empty()) return {};
-  std::map<std::string, std::uint32_t, std::less<>> further;  // Names besides those of keys.
+  std::map<std::string, std::uint32_t, std::less<>> further;  // Names other than keys.
   for (const auto& [number, names] : found.all()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, shown_.tensors.KeyAt(number));
     std::vector<std::string>& all = tied_[number];
     if (std::string own = Renamed(key); !own.empty()) all.push_back(std::move(own));
     for (const std::string& name : names) {
       std::string renamed = Renamed(name);
-      // Keys come first: rules may give one name to several names of a tensor.
+      // Rules may give several names of a tensor the same name, which is then listed once.
       if (!CheckKey(renamed).ok() || std::ranges::find(all, renamed) != all.end()) continue;
       if (further.try_emplace(renamed, number).second) all.push_back(std::move(renamed));
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(
       shown_.tensors.Scan(0, [&](std::uint32_t number, const std::string& key, const TensorEntry*) {
+        // Keys have priority: a further name that is the key of another tensor is dropped.
         const auto same = further.find(Renamed(key));
         if (same != further.end() && same->second != number) {
           std::erase(tied_[same->second], same->first);
@@ -154,15 +156,15 @@ Status HfParts::Divide() {
   const std::uint32_t count = shown_.tensors.count();
   first_held_ = first_left_out_ = count;
   Part part;
-  std::uint64_t header = 0;  // A bound of the open part's.
-  bool empty = true;         // The open part has no tensor yet.
+  std::uint64_t header = 0;  // Upper bound of the current part's header.
+  bool empty = true;         // The current part has no tensor yet.
   TENSORMOUNT_RETURN_IF_ERROR(
       shown_.tensors.ForEachEntry(0, count, [&](std::uint32_t number, const TensorEntry& entry) {
         std::optional<std::uint64_t> bytes = 0;
         std::uint64_t more = 0;
         bool held = false;
         for (const std::string& name : NamesOf(number, entry.meta.key())) {
-          if (!SafetensorsHolds(entry.meta.dtype(), name)) {
+          if (!CanStoreInSafetensors(entry.meta.dtype(), name)) {
             if (left_out_++ == 0) first_left_out_ = number;
             continue;
           }
@@ -172,8 +174,8 @@ Status HfParts::Divide() {
           more += HeaderBytesBound(name, entry.meta);
         }
         if (!held) return Status();
-        // A part has at least one tensor, however large; otherwise one of over part_bytes would fit
-        // nowhere.
+        // A part has at least one tensor, however large; otherwise a tensor over part_bytes would
+        // fit nowhere.
         const auto with = bytes ? CheckedAdd(part.data_bytes, *bytes) : std::nullopt;
         if (!empty && (!with || *with > options_.part_bytes || header + more > kMaxHeaderBytes)) {
           part.end = number;
@@ -183,7 +185,8 @@ Status HfParts::Divide() {
         }
         empty = false;
         const auto total = bytes ? CheckedAdd(total_bytes_, *bytes) : std::nullopt;
-        if (!total) return Status(Code::kUnsupported, "hf/: too many bytes for one model");
+        if (!total)
+          return Status(Code::kUnsupported, "hf/: the tensors have more than 2^64 bytes in all");
         part.data_bytes += *bytes;
         header += more;
         total_bytes_ = *total;
@@ -206,7 +209,7 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
   TENSORMOUNT_RETURN_IF_ERROR(shown_.tensors.ForEachEntry(
       part.first, part.end, [&](std::uint32_t tensor, const TensorEntry& entry) {
         for (std::string& name : NamesOf(tensor, entry.meta.key())) {
-          if (!SafetensorsHolds(entry.meta.dtype(), name)) continue;
+          if (!CanStoreInSafetensors(entry.meta.dtype(), name)) continue;
           TENSORMOUNT_ASSIGN_OR_RETURN(
               TensorMeta meta,
               TensorMeta::Make(std::move(name), entry.meta.dtype(), entry.meta.shape()));
@@ -218,11 +221,11 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
   std::vector<const TensorMeta*> pointers;
   pointers.reserve(metas.size());
   for (const TensorMeta& meta : metas) pointers.push_back(&meta);
-  // The order and the header are those of model.safetensors for these tensors alone
-  // (index/records/safetensors_order.h), so a tensor stands as in a file that safetensors itself
-  // wrote: by falling element size, which aligns all data.
+  // A part has the order and header that model.safetensors would have with only these tensors
+  // (index/records/safetensors_order.h): by falling element size, as safetensors itself writes
+  // files, which aligns all data.
   TENSORMOUNT_ASSIGN_OR_RETURN(SafetensorsOrder order, LayOutSafetensors(pointers));
-  if (order.header.empty()) return Status(Code::kInternal, "hf/: the header of a part is too long");
+  if (order.header.empty()) return Status(Code::kInternal, "hf/: the header of a file is too long");
 
   auto segments = std::make_shared<std::vector<FileSegments::Segment>>();
   segments->reserve(metas.size() + 1);
@@ -232,7 +235,7 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
                        .length = order.header.size(),
                        .skip = 0});
   for (std::size_t i = 0; i < metas.size(); ++i) {
-    // It is in the header, and has no bytes.
+    // An empty tensor is in the header, but has no bytes.
     if (metas[i].bytes() == 0) continue;
     segments->push_back({.kind = FileSegments::Segment::Kind::kTensor,
                          .ordinal = ordinals[i],
@@ -243,18 +246,19 @@ Result<FileSegments> HfParts::Build(std::size_t number) const {
   std::sort(segments->begin(), segments->end(),
             [](const auto& a, const auto& b) { return a.begin < b.begin; });
   const FileSegments::Segment& last = segments->back();
-  // Sizes were told by Stat before: a part that comes out otherwise must fail rather than end
+  // Stat has reported the sizes before, so a part of another size must fail instead of ending
   // early.
   if (last.begin + last.length != order.header.size() + part.data_bytes ||
       (part.header_bytes != 0 && part.header_bytes != order.header.size())) {
-    return Status(Code::kDataLoss, "hf/: the index changed while a part was laid out");
+    return Status(Code::kDataLoss, "hf/: the index changed while a file was made");
   }
-  return FileSegments::Shared(std::move(segments),
-                              std::make_shared<const std::string>(std::move(order.header)));
+  return FileSegments::FromSharedSegments(
+      std::move(segments), std::make_shared<const std::string>(std::move(order.header)));
 }
 
 Result<std::shared_ptr<const GeneratedText>> HfParts::IndexJson() const {
-  // Items are all tensors, twice where some are left out: first for the list of these.
+  // The text has one item for each tensor. If tensors are left out, it begins with a list of them,
+  // which also has one item for each tensor.
   const std::uint32_t count = shown_.tensors.count();
   if (left_out_ > 0 && count > UINT32_MAX / 2) {
     return Status(Code::kUnsupported, "hf/: too many tensors for one index");
@@ -270,9 +274,9 @@ Result<std::shared_ptr<const GeneratedText>> HfParts::IndexJson() const {
 
 Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::string& out) const {
   const std::uint32_t tensors = shown_.tensors.count();
-  // Items [0, lists) are the list of what is left out, the rest is the weight map, both one per
-  // tensor: most items of the list render nothing.
-  const std::uint32_t lists = left_out_ > 0 ? tensors : 0;  // Items of the list before the map.
+  // Items [0, lists) are the list of left-out tensors, the rest the weight map, each with one item
+  // for each tensor; most items of the list render nothing.
+  const std::uint32_t lists = left_out_ > 0 ? tensors : 0;
   const std::uint32_t end = first + count;
   if (first < lists) {
     const std::uint32_t last = std::min(end, lists);
@@ -280,7 +284,7 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
         first, last, [&](std::uint32_t number, const TensorEntry& entry) {
           bool first_of_all = number == first_left_out_;
           for (const std::string& name : NamesOf(number, entry.meta.key())) {
-            if (SafetensorsHolds(entry.meta.dtype(), name)) continue;
+            if (CanStoreInSafetensors(entry.meta.dtype(), name)) continue;
             out += std::exchange(first_of_all, false) ? "\n      " : ",\n      ";
             out += JsonString(name);
           }
@@ -294,7 +298,7 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
   }
   if (first >= end) return {};
   first -= lists;
-  // Parts are ranges in the order of the tensors, so one search and then steps.
+  // Parts are ranges in the order of the tensors, so one search finds the first part.
   std::size_t part = static_cast<std::size_t>(
       std::upper_bound(parts_.begin(), parts_.end(), first,
                        [](std::uint32_t n, const Part& p) { return n < p.end; }) -
@@ -304,7 +308,7 @@ Status HfParts::RenderIndex(std::uint32_t first, std::uint32_t count, std::strin
         while (number >= parts_[part].end) ++part;
         bool first_of_all = number == first_held_;
         for (const std::string& name : NamesOf(number, entry.meta.key())) {
-          if (!SafetensorsHolds(entry.meta.dtype(), name)) continue;
+          if (!CanStoreInSafetensors(entry.meta.dtype(), name)) continue;
           out += std::exchange(first_of_all, false) ? "\n    " : ",\n    ";
           out += fmt::format("{}: \"{}\"", JsonString(name), NameOf(part));
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// hf/: a folder as transformers reads it: parts, their index, and config files that were saved as
-// objects.
+// hf/: a directory as transformers reads it: parts, their index, and config files that were saved
+// as objects.
 #include "fs/views/hf_view.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kMaxConfigBytes = 1 << 20;
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
-// What an object would be called in hf/: the last name of its key.
+// Name of an object in hf/: the last name of its key.
 std::string_view CarriedName(const ObjectRecord& object) {
   return std::string_view(object.key).substr(object.key.rfind('/') + 1);
 }
@@ -33,8 +33,8 @@ Result<std::unique_ptr<const View>> HfView::Make(const ShownCheckpoint& shown, c
 }
 
 void HfView::FindCarried() {
-  // By name; of several objects of one name the one that is called so as a whole, else the first.
-  // Parts of a grid are no files that a program could have meant.
+  // Objects by name. If several keys have the same last name, the key without a directory wins,
+  // else the first key. Parts of a grid are not considered.
   std::map<std::string_view, std::uint32_t> found;
   const std::vector<ObjectRecord>& parts = shown_.objects.parts();
   for (const bool whole : {true, false}) {
@@ -64,8 +64,8 @@ bool HfView::HasTiedEmbeddings() const {
   };
   if (!json.is_object()) return false;
   look(json);
-  // Models of several kinds of input have the text model's configuration within their own. Where
-  // the two differ, releases of transformers differ in which they follow.
+  // Multimodal models have the text model's configuration within their own. If the two differ,
+  // transformers releases disagree on which one counts.
   if (const auto text_config = json.find("text_config");
       text_config != json.end() && text_config->is_object()) {
     look(*text_config);
@@ -76,8 +76,8 @@ bool HfView::HasTiedEmbeddings() const {
 Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
   const std::lock_guard lock(mutex_);
   if (!parts_) {
-    // The size of model.safetensors; kNotFound where its header would be too long. Other failures
-    // are not taken for that.
+    // The size of model.safetensors; kNotFound means that its header would be too long. Other
+    // failures are returned.
     const Result<ViewNode> whole = whole_.Stat(kRoot);
     if (!whole.ok() && whole.status().code() != Code::kNotFound) return whole.status();
     TENSORMOUNT_ASSIGN_OR_RETURN(
@@ -89,7 +89,7 @@ Result<std::shared_ptr<const HfParts>> HfView::Parts() const {
 
 Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
-  if (!parts->has_index()) return StaleNode("hf/");
+  if (!parts->has_index()) return StaleNodeError("hf/");
   const std::lock_guard lock(mutex_);
   if (!index_) {
     TENSORMOUNT_ASSIGN_OR_RETURN(index_, parts->IndexJson());
@@ -99,8 +99,8 @@ Result<std::shared_ptr<const GeneratedText>> HfView::Index() const {
 
 Result<FileSegments> HfView::PartFile(const HfParts& parts, std::size_t part) const {
   const std::lock_guard lock(mutex_);
-  // Under the lock all the way, so that several readers that open one part at once lay it out once.
-  // What is open elsewhere keeps its segments though they are dropped here.
+  // The lock is held throughout, so that concurrent opens of a part lay it out once. Open files
+  // keep their segments if these are evicted here.
   std::shared_ptr<const FileSegments> file = part_files_.Get(part);
   if (!file) {
     TENSORMOUNT_ASSIGN_OR_RETURN(FileSegments made, parts.Build(part));
@@ -118,7 +118,8 @@ Result<std::string> HfView::NameOf(std::uint64_t item) const {
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   if (item == kIndexItem && parts->has_index()) return std::string(kIndexFile);
-  if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
+  if (item < first_part() || item - first_part() >= parts->parts().size())
+    return StaleNodeError("hf/");
   return parts->NameOf(item - first_part());
 }
 
@@ -132,7 +133,7 @@ Result<ViewNode> HfView::Stat(std::uint64_t item) const {
   node.mtime = shown_.opened.index().info().json_mtime;
   if (item == kRoot) {
     if (shown_.tensors.count() == 0) {
-      return Status(Code::kNotFound, "no hf here: the checkpoint has no tensors");
+      return Status(Code::kNotFound, "no hf/ here: the checkpoint has no tensors");
     }
     return node;
   }
@@ -163,7 +164,8 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
   if (carried != carried_.end() && CarriedName(objects[*carried]) == name) {
     return found(kFirstCarried + static_cast<std::uint64_t>(carried - carried_.begin()));
   }
-  // Programs look for many files that are not there: a model is laid out for one of its own only.
+  // Programs probe many files that do not exist, so the parts are laid out only for names of model
+  // files.
   const Status none(Code::kNotFound, "no " + std::string(name) + " here");
   if (!name.starts_with("model")) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
@@ -172,8 +174,7 @@ Result<ViewChild> HfView::Lookup(std::uint64_t folder, std::string_view name) co
     if (name == parts->NameOf(0)) return found(first_part());
     return none;
   }
-  // The number is read from the name and the name made again from it: only the exact spelling is
-  // found.
+  // The number is parsed and the name rebuilt from it, so that only the exact spelling is found.
   constexpr std::string_view kPrefix = "model-";
   if (!name.starts_with(kPrefix)) return none;
   std::uint64_t number = 0;
@@ -191,8 +192,7 @@ Status HfView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn)
   if (folder != kRoot) return Status::FromErrno(ENOTDIR, "list", PathOf(folder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
   const std::uint64_t end = first_part() + parts->parts().size();
-  // A cookie is the item that comes next.
-  // Listing works the parts out; there is no listing without their number.
+  // A cookie is the next item. A listing needs the number of parts, so it lays them out.
   for (std::uint64_t item = std::max(cookie, kIndexItem); item < end; ++item) {
     if (item == kIndexItem && !parts->has_index()) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string name, NameOf(item));
@@ -215,8 +215,10 @@ Result<FileSegments> HfView::Open(std::uint64_t item) const {
     return segments;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto parts, Parts());
-  if (item < first_part() || item - first_part() >= parts->parts().size()) return StaleNode("hf/");
-  // The same segments as the other file's, but another node: the kernel caches both.
+  if (item < first_part() || item - first_part() >= parts->parts().size())
+    return StaleNodeError("hf/");
+  // The segments are those of model.safetensors, but the node is another, so the kernel caches the
+  // bytes of each.
   if (parts->is_whole()) return whole_.Open(kRoot);
   return PartFile(*parts, item - first_part());
 }

@@ -19,22 +19,20 @@
 
 namespace tensormount::fs {
 
-// hf/: the checkpoint as a model folder of the Hugging Face kind. Safetensors parts of a chosen
-// size with their index (or one model.safetensors), and the files that stand beside them, which
-// are objects with these names. Which tensor is in which part is worked out when somebody first
-// looks into it, because most mounts are never asked: it takes a walk over all tensors.
+// hf/: the checkpoint as a Hugging Face model directory: safetensors parts of a chosen size with
+// their index (or one model.safetensors), and objects with the names of files that belong to a
+// model. The parts are computed at the first access, because that walks over all tensors and most
+// mounts never need it.
 //
-// Items: 1 the folder, 2 the index, from 3 on the carried objects by name, then the parts. Numbers
-// follow from the checkpoint and the options, so nothing is kept for them; the carried objects are
-// known at once, the parts when HfParts is made.
-// The files that are carried are those that from_pretrained looks for beside a model: its
-// configuration and its tokenizer. Looking up any other name must not work parts out: transformers
-// probes for many files that are not there.
+// Items: 1 the directory, 2 the index, from 3 on the carried objects by name, then the parts.
+// Numbers follow from the checkpoint and the options.
+// Carried objects are files that from_pretrained looks for: configuration and tokenizer. Lookups of
+// other names must not compute the parts, because transformers probes many files that do not exist.
 class HfView : public View {
  public:
-  // kInvalidArgument where the rules do not fit the shown keys (HfParts::CheckRules). `whole` is
-  // the view model.safetensors, which hf/ shows again where it is what hf/ would have; it must
-  // outlive this.
+  // kInvalidArgument if the rules do not fit the shown keys (HfParts::CheckRules). `whole` is the
+  // view model.safetensors, which hf/ shows if its own file would be the same; it must outlive this
+  // object.
   static Result<std::unique_ptr<const View>> Make(const ShownCheckpoint& shown, const View& whole,
                                                   const HfOptions& options);
 
@@ -50,8 +48,8 @@ class HfView : public View {
  private:
   static constexpr std::uint64_t kIndexItem = 2;
   static constexpr std::uint64_t kFirstCarried = 3;
-  // Of the segments of parts that are kept though nobody has them open. A reader of such a folder
-  // opens the same part many times.
+  // Limit of the memory for cached segments of parts that are not open; readers of a model
+  // directory open the same part many times.
   static constexpr std::uint64_t kKeptBytes = 12 << 20;
 
   HfView(const ShownCheckpoint& shown, const View& whole, const HfOptions& options)
@@ -61,30 +59,30 @@ class HfView : public View {
     return shown_.objects.parts()[carried_[item - kFirstCarried]];
   }
   std::uint64_t first_part() const { return kFirstCarried + carried_.size(); }
-  // How tensors are divided; the first call walks over all of them. Failures are not kept: the next
-  // call tries again.
+  // The parts; the first call walks over all tensors. A failure is not cached: the next call tries
+  // again.
   Result<std::shared_ptr<const HfParts>> Parts() const;
   Result<std::shared_ptr<const GeneratedText>> Index() const;
-  // Whether config.json says that the output layer is the input embedding (tie_word_embeddings).
+  // Whether config.json ties the output layer to the input embedding (tie_word_embeddings).
   bool HasTiedEmbeddings() const;
-  // Segments of a part, from part_files_ or laid out now.
+  // Segments of a part, from part_files_ or newly laid out.
   Result<FileSegments> PartFile(const HfParts& parts, std::size_t part) const;
-  // kStale for what is no item.
+  // Name of an item below hf/; empty for hf/ itself. kStale for unknown items.
   Result<std::string> NameOf(std::uint64_t item) const;
 
   ShownCheckpoint shown_;
   const View& whole_;
   HfOptions options_;
-  // Objects that stand beside the parts, as numbers in ShownObjects::parts(), by their names here.
-  // Of two objects with one last name the one without a folder, else the first by key.
+  // Numbers in ShownObjects::parts() of the carried objects, sorted by name in hf/. If several keys
+  // have the same last name, the key without a directory wins, else the first key.
   std::vector<std::uint32_t> carried_;
 
-  // Guards all below; held while parts are worked out, so that many programs that open a model at
-  // once do it once.
+  // Guards the members below. Held while parts are computed, so that concurrent opens of a model
+  // compute them once.
   mutable std::mutex mutex_;
   mutable std::shared_ptr<const HfParts> parts_;
   mutable std::shared_ptr<const GeneratedText> index_;
-  mutable LruCache<std::size_t, const FileSegments> part_files_;  // By part; used under mutex_.
+  mutable LruCache<std::size_t, const FileSegments> part_files_;  // Segments, by part.
 };
 
 }  // namespace tensormount::fs

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// checkpoint.json and common.json, declared in checkpoint_views.h. Together because each is a few
-// lines over FileView.
+// checkpoint.json and common.json, declared in checkpoint_views.h.
 #include <mutex>
 
 #include "fs/views/checkpoint_text.h"
@@ -10,8 +9,8 @@
 namespace tensormount::fs {
 namespace {
 
-// Its text names the views that are there, and whether hf/ or model.safetensors is depends on the
-// checkpoint; so it is made when somebody first looks, after all views have been.
+// checkpoint.json. The text is made at the first access: it lists the existing views, and hf/ and
+// model.safetensors depend on the checkpoint, so all views must exist first.
 class CheckpointJsonView : public FileView {
  public:
   CheckpointJsonView(const ShownCheckpoint& shown, const ViewList& views)
@@ -25,7 +24,7 @@ class CheckpointJsonView : public FileView {
     const std::lock_guard lock(mutex_);
     if (!text_) {
       std::vector<std::string> names;
-      // Asking itself would take the lock again: this one is there.
+      // This view is not asked, because its Stat would take the lock again; it always exists.
       for (const auto& view : views_) {
         const Status there = view.get() == this ? Status() : view->Stat(View::kRoot).status();
         if (there.code() == Code::kNotFound) continue;
@@ -45,8 +44,8 @@ class CheckpointJsonView : public FileView {
   mutable std::shared_ptr<const GeneratedText> text_;
 };
 
-// Made at once, because it is small and because damage of it must be seen when the checkpoint is
-// opened.
+// common.json. The text is made with the view, because it is small and damage must show when the
+// checkpoint is opened.
 class CommonJsonView : public FileView {
  public:
   CommonJsonView(std::string text, std::int64_t mtime)

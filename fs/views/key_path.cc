@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From keys to paths and back. Any bytes may be in a key: what a file name cannot be, or what would
-// be read as something else ("..", an empty part, a part that is too long), is escaped with a
-// percent sign, reversibly.
+// Converts keys to paths and back. A key may contain any bytes: parts that cannot be a file name or
+// would be misread ("..", an empty part, a part that is too long) are escaped with a percent sign,
+// reversibly.
 #include "fs/views/key_path.h"
 
 namespace tensormount::fs {
@@ -9,8 +9,8 @@ namespace {
 
 constexpr std::string_view kHex = "0123456789ABCDEF";
 
-// '%' is the escape, '@' begins a slice, NUL ends a name.
-bool AlwaysEscaped(char c) { return c == '%' || c == '@' || c == '\0'; }
+// Whether a byte is escaped wherever it is: '%' is the escape, '@' begins a slice, NUL ends a name.
+bool MustEscape(char c) { return c == '%' || c == '@' || c == '\0'; }
 
 bool IsContinuation(char c) { return (static_cast<unsigned char>(c) & 0xC0) == 0x80; }
 
@@ -21,9 +21,9 @@ void AppendEscaped(std::string& out, char c) {
   out += kHex[byte & 15];
 }
 
-// The byte of `part` that must be escaped because of how the part ends; npos for none.
-// One byte is enough to make the end another one: "w.npy" becomes "w%2Enpy". Brackets at the end
-// would be read as a slice below slices/.
+// Index of the byte of `part` that must be escaped because the part ends with a suffix or bracket;
+// npos if it does not. One byte is enough: "w.npy" becomes "w%2Enpy". A final bracket would be read
+// as a slice below slices/.
 std::size_t SpecialByte(std::string_view part, bool last) {
   if (part.ends_with(".npy")) return part.size() - 4;
   if (!last && part.ends_with(".json")) return part.size() - 5;
@@ -33,7 +33,7 @@ std::size_t SpecialByte(std::string_view part, bool last) {
 
 bool IsDots(std::string_view name) { return name == "." || name == ".."; }
 
-// Appends the names of one part of the key, which begins at `begin` of it.
+// Appends the names of one part, which begins at byte `begin` of the key.
 void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector<PathPart>& out) {
   if (part.empty()) {
     out.push_back({"%-", begin, false});
@@ -43,10 +43,10 @@ void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector
   std::string name;
   std::size_t i = 0;
   while (i < part.size()) {
-    // One unit: an escaped byte, or a character as a whole, so that no name ends inside one.
-    // A name that ended inside a character would be no UTF-8, which some programs refuse.
+    // One unit: an escaped byte or a whole character. A name that ended inside a character would be
+    // invalid UTF-8, which some programs refuse.
     std::size_t n = 1;
-    const bool escaped = AlwaysEscaped(part[i]) || i == special;
+    const bool escaped = MustEscape(part[i]) || i == special;
     if (!escaped) {
       while (n < 4 && i + n < part.size() && IsContinuation(part[i + n])) ++n;
     }
@@ -61,8 +61,8 @@ void AppendPart(std::string_view part, std::size_t begin, bool last, std::vector
     }
     i += n;
   }
-  // After the loop, since "." and ".." are special only as whole names. A part that was cut has at
-  // least one more character.
+  // Only a whole name can be "." or "..", so this is checked after the loop. If the part was cut,
+  // the rest is not empty.
   if (IsDots(name)) {
     std::string dots;
     for (const char c : name) AppendEscaped(dots, c);
@@ -78,7 +78,7 @@ int HexValue(char c) {
 
 }  // namespace
 
-// Linear in the key. A key without '/' is one name.
+// Takes time linear in the key's length.
 std::vector<PathPart> PathParts(std::string_view key, bool also_folder) {
   std::vector<PathPart> parts;
   std::size_t begin = 0;
@@ -102,8 +102,8 @@ std::string PathOfKey(std::string_view key, bool also_folder) {
   return path;
 }
 
-// Lenient where it costs nothing: that "%41" (an 'A' that needs no escape) is refused is the
-// caller's to see, by spelling the key again.
+// Accepts some spellings that PathParts never makes, such as "%41" (an 'A' needs no escape); the
+// caller rejects them by encoding the key again.
 std::optional<DecodedPart> DecodePart(std::string_view name) {
   DecodedPart decoded;
   if (name.empty() || IsDots(name)) return std::nullopt;
@@ -136,7 +136,7 @@ Result<std::string> KeyOfPath(std::string_view path) {
   const Status none(Code::kNotFound, "no key has the path " + std::string(path));
   std::string key;
   bool marked = false;
-  bool continues = true;  // No '/' before the first part.
+  bool continues = true;  // True at first, because no '/' precedes the first part.
   std::size_t begin = 0;
   while (begin <= path.size()) {
     const std::size_t slash = std::min(path.find('/', begin), path.size());
@@ -148,7 +148,7 @@ Result<std::string> KeyOfPath(std::string_view path) {
     marked = part->marked;
     begin = slash + 1;
   }
-  // The one check of spelling, instead of one at each escape.
+  // This comparison checks the spelling of all escapes at once.
   if (continues || PathOfKey(key, marked) != path) return none;
   return key;
 }

@@ -11,53 +11,52 @@
 
 #include "tensormount/status.h"
 
-// How a key becomes a path below tensors/, npy/, extents/ and objects/, and back
-// (docs/semantics.md, "Names"). '/' makes folders. What a file system cannot hold, or what would
-// be ambiguous, is escaped with '%', so that different keys never share a path:
+// Converts keys to paths below tensors/, npy/, extents/ and objects/, and back (docs/mounting.md,
+// "Names"). '/' makes directories. Bytes that a filesystem cannot hold, or that would be ambiguous,
+// are escaped with '%', so that different keys never share a path:
 //   %XX   a byte: '%' and '@' always, NUL, the dots of "." and "..", the dot of a final ".npy"
-//         (of a folder also ".json"), a final bracket
+//         (of a directory also ".json"), a final bracket
 //   %-    an empty part
-//   %+... a folder that holds only the beginning of a part of over kMaxPartBytes; the rest follows
-//   ...%= a file whose plain name is taken by a folder (keys "a" and "a/b")
+//   %+... a directory with only the beginning of a part of over kMaxPartBytes; the rest follows
+//   ...%= a file whose plain name is taken by a directory (keys "a" and "a/b")
 // Examples: "a//b" is a/%-/b; "100%" is 100%25; "w.npy" is w%2Enpy, so that npy/w.npy is the file
-// of key "w" alone; "a" beside "a/b" is the file a%= beside the folder a.
-// The map is one to one both ways: PathParts is total, and KeyOfPath accepts exactly its results.
-// That only one spelling is found is what keeps inode numbers, caches of the kernel and copies by
-// rsync free of doubles.
+// of key "w" alone; "a" beside "a/b" is the file a%= beside the directory a.
+// The mapping is one to one: PathParts accepts every key, and KeyOfPath accepts exactly its
+// results. A single valid spelling keeps inode numbers, the kernel's caches and copies by rsync
+// free of duplicates.
 
 namespace tensormount::fs {
 
-// Longest name that is made of a part of a key. Room is left for "%+", "%=" and ".json" in 255.
+// Longest name made of a part of a key; leaves room for "%+", "%=" and ".json" in the 255 bytes of
+// NAME_MAX.
 inline constexpr std::size_t kMaxPartBytes = 240;
 
-// One name of a path.
-// `raw_end` makes folders comparable without their names: all keys below a folder begin with the
-// same bytes of the key.
+// One name of a path. `raw_end` makes directories comparable without their names: all keys below a
+// directory begin with the same bytes.
 struct PathPart {
   std::string name;
-  std::size_t raw_end = 0;  // The part stands for key bytes up to here, its '/' not counted.
-  bool continues = false;   // "%+": the next part belongs to the same part of the key.
+  std::size_t raw_end = 0;  // End of the key bytes that the part stands for, without its '/'.
+  bool continues = false;   // "%+": the next name belongs to the same part of the key.
 };
 
-// The names that lead to `key`, at least one. `also_folder`: other keys begin with `key` and '/'.
-// A part of a key that is longer than kMaxPartBytes becomes several names, cut between characters:
-// NAME_MAX is 255 bytes on Linux, and keys may have 2,048.
+// The names that lead to `key`, at least one. `also_folder`: other keys begin with `key` and '/'. A
+// part longer than kMaxPartBytes becomes several names, cut between characters: NAME_MAX is 255
+// bytes on Linux, and keys may have 2,048.
 std::vector<PathPart> PathParts(std::string_view key, bool also_folder);
 
-// The names joined by '/'.
+// The names that PathParts returns, joined by '/'.
 std::string PathOfKey(std::string_view key, bool also_folder);
 
-// What one name means by itself; nothing for names that PathParts never makes.
-// The rest of the path can make it wrong still: "%=" is right only where there is a folder of that
-// name too.
+// The decoded form of one name; nullopt for names that PathParts never makes. A decoded name may
+// still be invalid in its path: "%=" is valid only beside a directory of that name.
 struct DecodedPart {
   std::string text;        // Bytes of the key.
-  bool continues = false;  // Was "%+...".
-  bool marked = false;     // Was "...%=".
+  bool continues = false;  // The name was "%+...".
+  bool marked = false;     // The name was "...%=".
 };
 std::optional<DecodedPart> DecodePart(std::string_view name);
 
-// The key that a path stands for: kNotFound unless it is spelled exactly as PathParts would.
+// The key of a path; kNotFound unless the path is spelled exactly as PathParts spells it.
 Result<std::string> KeyOfPath(std::string_view path);
 
 }  // namespace tensormount::fs

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folders over a sorted list of keys, without building a tree: a folder is a range of keys with one
-// prefix, found by binary search. So a checkpoint of a million tensors costs nothing until it is
-// listed.
+// Directories over a sorted list of keys, without a tree in memory: a directory is a range of keys
+// with one prefix, found by binary search. So a checkpoint of a million tensors costs nothing until
+// it is listed.
 #include "fs/views/key_tree.h"
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 namespace tensormount::fs {
 namespace {
 
-// The least string that is greater than all strings beginning with `prefix` (which does not end
-// in 0xFF: it ends in '/').
-// Skips a folder: the search for After("layers/0/") = "layers/00" lands behind all keys below it.
-std::string After(std::string prefix) {
+// The smallest string that is greater than all strings with `prefix`, whose last byte must not be
+// 0xFF. A directory is skipped with it: PrefixSuccessor("layers/0/") = "layers/00" is after all
+// keys below it.
+std::string PrefixSuccessor(std::string prefix) {
   prefix.back() = static_cast<char>(prefix.back() + 1);
   return prefix;
 }
@@ -22,7 +22,7 @@ std::string After(std::string prefix) {
 }  // namespace
 
 Result<std::string> ListedKeys::KeyAt(std::uint32_t ordinal) const {
-  if (ordinal >= keys_.size()) return Status(Code::kStale, "no such key");
+  if (ordinal >= keys_.size()) return Status(Code::kStale, "no key has this inode number");
   return keys_[ordinal];
 }
 
@@ -38,13 +38,14 @@ Status ListedKeys::Scan(std::uint32_t first, const Visit& fn) const {
   return {};
 }
 
-// What NamesOf finds for a folder: the names of the path are not kept, only what its keys have in
-// common.
+// A directory with the prefix that its keys share; made by NamesOf.
 struct KeyTree::NamedFolder {
   std::uint32_t depth = 0;
-  std::string prefix;     // Every key in the folder begins with this.
-  std::string last_name;  // Of the folder itself, where it is a "%+" one: not every such key is in.
-  // Whether the key with these parts lies in the folder, given that it has the prefix.
+  std::string prefix;  // Every key in the directory begins with this.
+  // The directory's own name if it begins with "%+", because then not every key with the prefix is
+  // in the directory. For other directories it is empty.
+  std::string last_name;
+  // Whether the key with these parts is in the directory, given that it has the prefix.
   bool Has(const std::vector<PathPart>& parts) const {
     return parts.size() > depth && (last_name.empty() || parts[depth - 1].name == last_name);
   }
@@ -54,11 +55,13 @@ Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
   NamedFolder named;
   named.depth = folder.depth;
   if (folder.depth == 0) return named;
-  if (folder.first >= keys_.count()) return Status(Code::kStale, "no such folder");
+  if (folder.first >= keys_.count())
+    return Status(Code::kStale, "no directory has this inode number");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(folder.first));
   const std::vector<PathPart> parts = PathParts(key, false);
-  // A key that has no more names than the folder is a file, not a folder: a stale number.
-  if (parts.size() <= folder.depth) return Status(Code::kStale, "no such folder");
+  // A key with at most `depth` names is not below a directory of that depth: the node id is stale.
+  if (parts.size() <= folder.depth)
+    return Status(Code::kStale, "no directory has this inode number");
   const PathPart& own = parts[folder.depth - 1];
   named.prefix = key.substr(0, own.raw_end + (own.continues ? 0 : 1));
   if (own.continues) named.last_name = own.name;
@@ -68,13 +71,14 @@ Result<KeyTree::NamedFolder> KeyTree::NamesOf(const TreeFolder& folder) const {
 Result<bool> KeyTree::IsFolder(std::string_view key, const std::string* next) const {
   if (next == nullptr || next->size() <= key.size() || !next->starts_with(key)) return false;
   const char c = (*next)[key.size()];
-  // Keys like "a-b" stand between "a" and "a/b".
+  // Keys like "a-b" sort between "a" and "a/b".
   if (c < '/') return HasKeysBelow(key);
   return c == '/';
 }
 
 Result<bool> KeyTree::HasKeysBelow(std::string_view key) const {
-  // Sorted order puts the first key below it at the lower bound, wherever others stand in between.
+  // The lower bound of `prefix` is the first key below `key`, even if other keys sort between the
+  // two.
   const std::string prefix = std::string(key) + '/';
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(prefix));
   if (at >= keys_.count()) return false;
@@ -91,22 +95,22 @@ Result<std::uint32_t> KeyTree::FirstContinued(const NamedFolder& folder, std::st
     const std::vector<PathPart> parts = PathParts(key, false);
     if (parts.size() > folder.depth + 1 && parts[folder.depth].name == name) return at;
     if (key.size() > raw.size() && key[raw.size()] == '/') {
-      // All keys below the folder of the short name in one step.
-      // Such keys begin with the same bytes and are in another folder.
-      TENSORMOUNT_ASSIGN_OR_RETURN(at, keys_.LowerBound(After(std::string(raw) + '/')));
+      // Here `raw` is a whole part, and so a directory of its own. A search skips all keys in that
+      // directory.
+      TENSORMOUNT_ASSIGN_OR_RETURN(at, keys_.LowerBound(PrefixSuccessor(std::string(raw) + '/')));
     } else {
       ++at;
     }
   }
-  return NoSuch(name);
+  return NoSuchNameError(name);
 }
 
 Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view name) const {
   const std::optional<DecodedPart> decoded = DecodePart(name);
-  if (!decoded) return NoSuch(name);
+  if (!decoded) return NoSuchNameError(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const NamedFolder named, NamesOf(folder));
-  // The bytes that a key must begin with to be this child, or to be below it. Spelling is checked
-  // at the end, by comparing with what PathParts makes of the key that was found.
+  // The bytes that the child's key, or a key below it, must begin with. The spelling is checked at
+  // the end, against PathParts of the found key.
   const std::string raw = named.prefix + decoded->text;
   TreeChild child;
   child.name = name;
@@ -123,36 +127,35 @@ Result<TreeChild> KeyTree::Lookup(const TreeFolder& folder, std::string_view nam
     also_folder = key.starts_with(raw + '/');
     if (also_folder && !decoded->marked) {
       const std::vector<PathPart> parts = PathParts(key, false);
-      if (!named.Has(parts) || parts[folder.depth].name != name) return NoSuch(name);
+      if (!named.Has(parts) || parts[folder.depth].name != name) return NoSuchNameError(name);
       child.is_folder = true;
       child.ordinal = below;
       child.depth = folder.depth + 1;
       return child;
     }
   }
-  // "a%=" is the file where there is a folder "a"; "a" is the file where there is none.
-  if (decoded->marked != also_folder) return NoSuch(name);
+  // If a directory "a" exists, the file is named "a%="; if not, "a".
+  if (decoded->marked != also_folder) return NoSuchNameError(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t at, keys_.LowerBound(raw));
-  if (at >= keys_.count()) return NoSuch(name);
+  if (at >= keys_.count()) return NoSuchNameError(name);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string key, keys_.KeyAt(at));
-  if (key != raw) return NoSuch(name);
+  if (key != raw) return NoSuchNameError(name);
   const std::vector<PathPart> parts = PathParts(key, also_folder);
   if (!named.Has(parts) || parts.size() != folder.depth + 1 || parts.back().name != name) {
-    return NoSuch(name);
+    return NoSuchNameError(name);
   }
   child.ordinal = at;
   return child;
 }
 
-// The state of one List: what is to come, and the file that waits for the key after it (which may
-// show that the file's name is also a folder's).
-// A file is reported one key late: only the next key tells whether it needs the mark "%=".
+// State of one List: the remaining keys, and a file that is reported one key late, because only the
+// next key tells whether it needs the mark "%=".
 struct KeyTree::Listing {
   const NamedFolder& folder;
   const Visit& fn;
   std::uint32_t at = 0;
   bool done = false;
-  std::string continued;  // The "%+" folder emitted last.
+  std::string continued;  // The "%+" directory that was seen last.
   bool has_file = false;
   TreeChild file;
   std::string file_key;
@@ -168,13 +171,13 @@ Status KeyTree::List(const TreeFolder& folder, std::uint64_t from, const Visit& 
   return {};
 }
 
-// Lists files up to and including the first folder; moves `at` behind it.
-// One scan of the source each; then `at` jumps over the folder. So a folder with a million keys
-// below a hundred subfolders costs a hundred scans of a few keys.
+// Lists files and the first directory after them, and moves `at` behind that directory. Each call
+// scans the source once: to list a hundred subdirectories with a million keys below them, it scans
+// a few keys a hundred times.
 Status KeyTree::ListFrom(Listing& l) const {
   std::optional<TreeChild> folder;
-  std::string folder_prefix;  // Of its keys; empty for "%+" folders.
-  // Emits the file that waits. `next`: the key after it, or null at the end.
+  std::string folder_prefix;  // Common prefix of the directory's keys; empty for "%+" directories.
+  // Reports the file that waits for the next key. `next`: that key, or null at the end.
   const auto emit_file = [&](const std::string* next) {
     if (!l.has_file) return true;
     l.has_file = false;
@@ -208,7 +211,7 @@ Status KeyTree::ListFrom(Listing& l) const {
           l.file_key = key;
           return true;
         }
-        // The same "%+" folder again, in keys that stand side by side.
+        // The "%+" directory of the key before has already been seen.
         if (own.continues && own.name == l.continued) return true;
         folder = TreeChild{.name = std::move(own.name),
                            .is_folder = true,
@@ -230,14 +233,14 @@ Status KeyTree::ListFrom(Listing& l) const {
     return l.status;
   }
   if (folder_prefix.empty()) {
-    // Keys of a "%+" folder do not stand side by side: only its first one is the folder.
+    // Keys of a "%+" directory are not adjacent: only its first key reports the directory.
     l.continued = folder->name;
     const std::string raw = l.folder.prefix + DecodePart(folder->name)->text;
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t first,
                                  FirstContinued(l.folder, raw, folder->name));
     if (first != folder->ordinal) return {};
   } else {
-    TENSORMOUNT_ASSIGN_OR_RETURN(l.at, keys_.LowerBound(After(folder_prefix)));
+    TENSORMOUNT_ASSIGN_OR_RETURN(l.at, keys_.LowerBound(PrefixSuccessor(folder_prefix)));
   }
   if (!l.fn(*folder, l.at)) l.done = true;
   return {};
@@ -250,7 +253,8 @@ Result<std::string> KeyTree::PathOf(std::uint32_t ordinal, std::uint32_t depth) 
     TENSORMOUNT_ASSIGN_OR_RETURN(also_folder, HasKeysBelow(key));
   }
   const std::vector<PathPart> parts = PathParts(key, also_folder);
-  if (depth >= parts.size() && depth > 0) return Status(Code::kStale, "no such folder");
+  if (depth >= parts.size() && depth > 0)
+    return Status(Code::kStale, "no directory has this inode number");
   std::string path;
   for (std::size_t i = 0; i < parts.size() && (depth == 0 || i < depth); ++i) {
     if (i > 0) path += '/';

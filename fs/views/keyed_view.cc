@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What views have in common that show a file for each key: lookup, listing, names and attributes.
+// Common parts of views that show a file for each key: lookup, listing, names and attributes.
 #include "fs/views/keyed_view.h"
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 namespace tensormount::fs {
 namespace {
 
-// The highest of the 40 bits of an item.
+// The highest of the 40 bits of an item number.
 constexpr std::uint64_t kHiddenBit = std::uint64_t{1} << 39;
 
 }  // namespace
 
-// The layout of bits is in the header; KeyedItemOf is its inverse, and checks.
+// The bit layout is described at the class; KeyedItemOf is the checked inverse.
 std::uint64_t KeyedView::ItemOf(const KeyedItem& keyed) {
   return (keyed.key.hidden ? kHiddenBit : 0) |
          (std::uint64_t{keyed.key.number} << kFolderDepthBits) | keyed.depth;
@@ -25,14 +25,14 @@ std::uint64_t KeyedView::ItemOf(const KeyedItem& keyed) {
 Result<KeyedView::KeyedItem> KeyedView::KeyedItemOf(std::uint64_t item) const {
   KeyedItem keyed;
   keyed.key.hidden = (item & kHiddenBit) != 0;
-  // 27 bits in between; both limits are compared below, with the number of keys that there are.
+  // The number has 27 bits, and is compared with the number of keys below.
   keyed.key.number = static_cast<std::uint32_t>((item & ~kHiddenBit) >> kFolderDepthBits);
   keyed.depth = static_cast<std::uint32_t>(item & kMaxDepth);
   if (item == kRoot) return keyed;
-  // The folder itself has but the one number.
+  // Depth 1 is the view's own directory, whose only valid item number is kRoot.
   if (item >= kMaxItems || keyed.depth == 1 || (keyed.key.hidden && hidden_ == nullptr) ||
       keyed.key.number >= TreeOf(keyed.key).keys().count()) {
-    return StaleNode("the checkpoint");
+    return StaleNodeError("the checkpoint");
   }
   return keyed;
 }
@@ -67,11 +67,12 @@ Result<ViewNode> KeyedView::Stat(std::uint64_t item) const {
 
 Result<ViewChild> KeyedView::ChildOf(const KeyedItem& folder, const TreeChild& found,
                                      std::string_view name, std::string_view stem) const {
-  // Folders have no suffix, files always: never both, since such folder names are escaped.
-  // Equal sizes of stem and name mean that the name had no suffix.
-  if (!suffix_.empty() && found.is_folder != (stem.size() == name.size())) return NoSuch(name);
-  if (found.depth + 1 >= kMaxDepth) return NoSuch(name);
-  // kMaxDepth bounds the bits, not the keys: a key of 2,048 bytes has at most 2,049 names.
+  // Files have the suffix; directories do not, since in names of directories it is escaped. Equal
+  // sizes of stem and name mean that the name had no suffix.
+  if (!suffix_.empty() && found.is_folder != (stem.size() == name.size()))
+    return NoSuchNameError(name);
+  if (found.depth + 1 >= kMaxDepth) return NoSuchNameError(name);
+  // kMaxDepth bounds the bits; a key of 2,048 bytes has at most 2,049 names.
   const KeyedItem keyed{.key = {.hidden = folder.key.hidden, .number = found.ordinal},
                         .depth = found.is_folder ? found.depth + 1 : 0};
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, StatAt(keyed));
@@ -81,7 +82,7 @@ Result<ViewChild> KeyedView::ChildOf(const KeyedItem& folder, const TreeChild& f
 Result<ViewChild> KeyedView::Lookup(std::uint64_t item, std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "look up", name);
-  // A name that is nothing but the suffix is left whole, and found nowhere.
+  // A name that is only the suffix is kept whole, and is not found.
   std::string_view stem = name;
   if (!suffix_.empty() && name.size() > suffix_.size() && name.ends_with(suffix_)) {
     stem.remove_suffix(suffix_.size());
@@ -95,14 +96,12 @@ Result<ViewChild> KeyedView::Lookup(std::uint64_t item, std::string_view name) c
   return ChildOf(folder, found.value(), name, stem);
 }
 
-// Of layers below folders that tensors have too: w of layers/0/ may be a layer, while layers/0/ is
-// a folder of other tensors. The number of the folder that comes in is of the listed tree, so its
-// names are looked up again in the hidden one.
+// Finds layers below directories that tensors share: w in layers/0/ may be a layer, while layers/0/
+// is a directory of other tensors.
 Result<ViewChild> KeyedView::LookupHidden(const KeyedItem& folder, std::string_view name,
                                           std::string_view stem) const {
-  // The same folder in the tree of the hidden names.
-  // Walked name by name from the root: O(depth) look-ups, only for names that the view does not
-  // have itself.
+  // Finds the same directory in the tree of hidden keys, name by name from the root: O(depth)
+  // lookups, and only for names that the listed keys do not have.
   KeyedItem in{.key = {.hidden = true}, .depth = 1};
   if (folder.depth > 1) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
@@ -112,7 +111,7 @@ Result<ViewChild> KeyedView::LookupHidden(const KeyedItem& folder, std::string_v
       TENSORMOUNT_ASSIGN_OR_RETURN(
           const TreeChild step,
           hidden_->Lookup(in.folder(), std::string_view(path).substr(begin, end - begin)));
-      if (!step.is_folder || step.depth + 1 >= kMaxDepth) return NoSuch(name);
+      if (!step.is_folder || step.depth + 1 >= kMaxDepth) return NoSuchNameError(name);
       in.key.number = step.ordinal;
       in.depth = step.depth + 1;
       begin = end + 1;
@@ -125,7 +124,7 @@ Result<ViewChild> KeyedView::LookupHidden(const KeyedItem& folder, std::string_v
 Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const KeyedItem folder, KeyedItemOf(item));
   if (folder.depth == 0) return Status::FromErrno(ENOTDIR, "list", PathOf(item));
-  // Layers are never listed, nor are folders that only they have.
+  // Layers, and directories with only layers, are not listed.
   if (folder.key.hidden) return {};
   Status failed;
   const Status listed =
@@ -133,7 +132,7 @@ Status KeyedView::List(std::uint64_t item, std::uint64_t cookie, const Visit& fn
         if (child.is_folder && child.depth + 1 >= kMaxDepth) return true;
         const KeyedItem keyed{.key = {.hidden = false, .number = child.ordinal},
                               .depth = child.is_folder ? child.depth + 1 : 0};
-        // The scan had the tensor's record at hand, so a plain file costs no look-up of its own.
+        // The scan has read the tensor's record, so a plain file needs no lookup of its own.
         Result<ViewNode> node = child.entry && !child.is_folder
                                     ? FileNode(keyed, child.entry->meta.key(), &*child.entry)
                                     : StatAt(keyed);
@@ -185,7 +184,7 @@ TensorFilesView::TensorFilesView(const ShownCheckpoint& shown, std::string_view 
 Status TensorFilesView::StatFile(const KeyNumber& key, const TensorEntry* entry,
                                  ViewNode& file) const {
   if (entry != nullptr) {
-    // The fast way, of `ls -l` on tensors/: no segments, no headers.
+    // Fast path for `ls -l` on tensors/, which makes no segments and no headers.
     const std::optional<std::uint64_t> known = KnownSize(entry->meta);
     if (known) {
       file.size = *known;
@@ -230,7 +229,7 @@ Result<std::map<std::string, std::string>> TensorFilesView::AttributesAt(
     all["layer"] = std::to_string(tensor.layer);
     return all;
   }
-  // Only said where a map shows another key.
+  // stored_key is set only if a key map shows the tensor under another key.
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown_.tensors.StoredKeyAt(key.number));
   if (stored != entry.meta.key()) all["stored_key"] = std::move(stored);
   return all;

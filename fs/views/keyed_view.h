@@ -16,20 +16,19 @@
 
 namespace tensormount::fs {
 
-// A view of a file for each of many keys: folders by the keys' paths, file names with a suffix.
-// Nothing is stored: an item is 1 bit (hidden), 27 bits (the key's number), 12 bits (0: the key's
-// file; d + 1: the folder of the first d names of its path). So a folder is named by the first key
-// in it: with keys "a/b/w" (number 4) and "a/b/x" (5), folder a/b/ is key 4 with d = 2.
+// A view with a file for each of many keys: directories from the keys' paths, file names with a
+// suffix. Nothing is stored, because an item number contains all of it: 1 bit (whether the key is
+// hidden), 27 bits (the key's number), 12 bits (0: the key's file; d + 1: the directory of the
+// first d names of its path). A directory is thus identified by its first key: with keys "a/b/w"
+// (number 4) and "a/b/x" (5), directory a/b/ is key 4 with d = 2.
 //
-// A subclass says what the file of one key is made of; see TensorFilesView below, which already
-// says most of it for tensors.
+// A subclass supplies the segments of one key's file; for tensors, TensorFilesView below does most
+// of this.
 //
-// Times and sizes are answered from the index alone. rsync and cp -u compare them to decide what to
-// read, so a folder or file must have the same ones in every mount of the checkpoint and after
-// every restart.
-// Views with a suffix (npy/w.npy) cannot confuse a folder with a file: names of folders that end
-// like the suffix are escaped (key_path.h), so a name has either the suffix, and is a file, or not,
-// and is a folder.
+// Times and sizes come from the index alone. rsync and cp -u compare them, so a directory or file
+// must have the same ones in every mount of the checkpoint and after every restart.
+// In a view with a suffix (npy/w.npy) directory names that end like the suffix are escaped
+// (key_path.h), so a name with the suffix is a file and one without is a directory.
 class KeyedView : public View {
  public:
   static constexpr std::uint32_t kMaxKeys = 1u << 27;
@@ -44,32 +43,30 @@ class KeyedView : public View {
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
  protected:
-  // `suffix` is of files. `hidden`: more keys, which are opened by name and never listed; those
-  // that `tree` has too are not looked at. Null: none. `empty_mtime`: of the folder where there is
-  // no key.
-  // References are kept, not copies: trees belong to what is shown of the checkpoint, which
-  // outlives its views. `name` and `suffix` must be literals.
+  // `suffix`: end of the files' names. `hidden`: further keys that are opened by name but not
+  // listed; null: there are none. `empty_mtime`: time of the view's directory if there is no key.
+  // Trees are kept by reference and must outlive the view; `name` and `suffix` must be literals.
   KeyedView(std::string_view name, std::string_view suffix, const KeyTree& tree,
             const KeyTree* hidden, std::int64_t empty_mtime)
       : name_(name), suffix_(suffix), tree_(tree), hidden_(hidden), empty_mtime_(empty_mtime) {}
 
-  // Fills in size and mtime of the key's file. kNotFound: this view has no file of that key.
-  // `entry`: what the listing had at hand, or null.
-  // Called for every child of a listing, so it should cost no read of data. Item, identity and kind
-  // are set already.
+  // Sets size and mtime of the key's file; item, identity and kind are already set. kNotFound: this
+  // view has no file for the key. `entry`: the tensor's record if the listing has read it, else
+  // null.
+  // Called for every child of a listing, so it should read no data.
   virtual Status StatFile(const KeyNumber& key, const TensorEntry* entry, ViewNode& file) const = 0;
-  // A folder is as old as its first key: it does not change where that does not, which is what
-  // rsync wants to see.
+  // Time of the key's file. A directory has the time of its first key, so that the time changes
+  // only with that key's, as rsync expects.
   virtual Result<std::int64_t> MtimeOf(const KeyNumber& key) const = 0;
-  // The file of the key, when it is opened.
+  // The content of the key's file. Called when the file is opened.
   virtual Result<FileSegments> SegmentsAt(const KeyNumber& key) const = 0;
-  // Names without "user.tensormount."; they say what the path cannot: dtype, shape, the true key.
+  // Extended attributes of the key's file, by name without "user.tensormount.": what the path
+  // cannot show, such as dtype, shape and the exact key.
   virtual Result<std::map<std::string, std::string>> AttributesAt(const KeyNumber& key) const = 0;
 
  private:
-  // An item taken apart; depth 0: the key's file.
-  // The root of the view is number 0 with depth 1. Its item is then 1 (kRoot), whether there is a
-  // key or not.
+  // A decoded item number. Depth 0 is the key's file. The root of the view is key number 0 with
+  // depth 1, so its item number is 1 (kRoot), even without keys.
   struct KeyedItem {
     KeyNumber key;
     std::uint32_t depth = 0;
@@ -81,9 +78,9 @@ class KeyedView : public View {
   Result<ViewNode> StatAt(const KeyedItem& item) const;
   Result<ViewNode> FileNode(const KeyedItem& item, std::string_view key,
                             const TensorEntry* entry) const;
-  // A file or folder of hidden keys only, below a folder of the others.
-  // Costs a walk through the names of the folder, since folder numbers of the two trees have
-  // nothing to do with each other.
+  // Finds a file or directory of hidden keys below a directory of listed keys. Looks up the names
+  // of that directory in the tree of hidden keys, because the two trees number directories
+  // independently.
   Result<ViewChild> LookupHidden(const KeyedItem& folder, std::string_view name,
                                  std::string_view stem) const;
   Result<ViewChild> ChildOf(const KeyedItem& folder, const TreeChild& found, std::string_view name,
@@ -96,28 +93,27 @@ class KeyedView : public View {
   const std::int64_t empty_mtime_;
 };
 
-// A keyed view of the tensors. What a subclass must say is what the file of a tensor is made of;
-// all the rest may stay.
-// tensors/, npy/ and extents/ are this and a few lines each (tensor_views.cc); docs/architecture.md
-// shows one of them as the example of how to write a view.
+// A keyed view of the tensors; a subclass supplies the segments of a tensor's file. tensors/, npy/
+// and extents/ are built on it (tensor_views.cc); docs/architecture.md uses one of them as an
+// example.
 class TensorFilesView : public KeyedView {
  protected:
-  // `shown` must outlive this. `hidden`: null, or the tree of its layers, for views that have files
-  // of those too.
+  // `shown` must outlive this object. `hidden`: the tree of layers if the view has files for layers
+  // too, else null.
   TensorFilesView(const ShownCheckpoint& shown, std::string_view name, std::string_view suffix,
                   const KeyTree* hidden);
 
-  // kNotFound where the view has no file of such a tensor.
+  // The content of the tensor's file. kNotFound if the view has no file for such a tensor.
   virtual Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const = 0;
-  // The size of that file where the tensor's own says it: a listing then makes no segments.
-  // tensors/ knows it (the tensor's bytes), npy/ does not (the header's length depends on the
+  // The file's size if the tensor's metadata determine it, so that a listing makes no segments:
+  // true for tensors/ (the tensor's bytes), not for npy/ (the header's length depends on the
   // shape's digits).
   virtual std::optional<std::uint64_t> KnownSize(const TensorMeta& shown) const {
     (void)shown;
     return std::nullopt;
   }
-  // When the tensor's bytes last changed, in seconds since 1970; a tensor that was saved again
-  // unchanged keeps its time over checkpoints, so that rsync of a new step copies what is new.
+  // When the tensor's bytes last changed, in seconds since 1970. A tensor that was saved again
+  // unchanged keeps its time, so that rsync copies only new data.
   virtual std::int64_t MtimeOfFile(const TensorEntry& entry) const { return entry.mtime; }
   const ShownCheckpoint& shown() const { return shown_; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Declared in checkpoint_views.h: objects/KEY, and objects/KEY/0.3 where the object has a grid.
+// objects/KEY, and objects/KEY/0.3 if the object has a grid; declared in checkpoint_views.h.
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/keyed_view.h"
@@ -7,8 +7,8 @@
 namespace tensormount::fs {
 namespace {
 
-// A file is the bytes of one object part as they were saved (a pickle, a config.json), never
-// looked into. Sizes and times are in the index, so listings read nothing else.
+// A file has the bytes of one object part as they were saved (a pickle, a config.json); nothing is
+// parsed. Sizes and times are in the index, so listings read nothing else.
 class ObjectsView : public KeyedView {
  public:
   explicit ObjectsView(const ShownCheckpoint& shown)
@@ -37,7 +37,8 @@ class ObjectsView : public KeyedView {
     all["key"] = part.key;
     const std::string_view stored = objects_.stored_key(key.number);
     if (!stored.empty() && stored != part.key) all["stored_key"] = stored;
-    // Of the stored bytes, so a copy can be compared without reading the mount again.
+    // The hash of the stored bytes, with which a copy can be checked without reading the mount
+    // again.
     all["hash"] = "xxh3-128:" + part.hash.ToHex();
     if (part.grid.rank() > 0) {
       all["index"] = DimsText(part.index);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// model.safetensors, declared in checkpoint_views.h: all tensors that the format has a type for, as
-// one file.
+// model.safetensors, declared in checkpoint_views.h: all tensors that the format supports, as one
+// file.
 #include <algorithm>
 #include <mutex>
 
@@ -14,15 +14,16 @@ namespace {
 
 using Segment = FileSegments::Segment;
 
-// The format (safetensors): 8 bytes little-endian, the length of the header; the header, JSON that
-// gives type, shape and data_offsets of each tensor, padded with spaces; then all data, side by
-// side and without gaps, which its readers check.
+// The safetensors format: 8 bytes little-endian, the length of the header; the header, JSON with
+// type, shape and data_offsets of each tensor, padded with spaces; then all data without gaps,
+// which readers check.
 //
-// Where the bytes of the header come from:
-//   a foreign .safetensors file, keys not mapped   that file: the view is it, byte for byte
-//   a checkpoint of ours, keys not mapped          the index, which had it made at publish
+// Source of the header:
+//   a foreign .safetensors file, keys not mapped   that file, byte for byte
+//   a checkpoint of ours, keys not mapped          the index, which stores it since the publish
 //   keys mapped, tied tensors, an index in memory  made here, and kept
-// The order of tensors is found once, when somebody asks for the size. 32 bytes a tensor then.
+// The order of the tensors is computed when the size is first requested, and takes 32 bytes for
+// each tensor.
 class SafetensorsView : public FileView {
  public:
   explicit SafetensorsView(const ShownCheckpoint& shown)
@@ -31,12 +32,12 @@ class SafetensorsView : public FileView {
  private:
   struct Assembled {
     std::shared_ptr<const std::vector<Segment>> segments;
-    // Held only where it was made anew; otherwise it is read from the index, or from the source.
+    // Set only if the header was made here; otherwise it is read from the index or from the source.
     std::shared_ptr<const std::string> header;
-    bool is_source = false;  // A foreign file as it is.
+    bool is_source = false;  // The file is a foreign file, unchanged.
   };
 
-  // Without reading the header: a listing asks for the size of every view.
+  // Does not read the header, because a listing asks for the size of every view.
   Result<std::uint64_t> Size() const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Assembled assembled, Assemble());
     return assembled.segments->back().begin + assembled.segments->back().length;
@@ -49,17 +50,19 @@ class SafetensorsView : public FileView {
       TENSORMOUNT_ASSIGN_OR_RETURN(
           std::string header,
           assembled.is_source ? SourceBytes(length) : shown_.opened.index().SafetensorsHeader());
-      // Its length was promised; a shorter one would move all tensors.
+      // Size() has reported this length; with another length all tensors would move.
       if (header.size() != length) {
-        return Status(Code::kDataLoss, "model.safetensors: the header has another length");
+        return Status(Code::kDataLoss,
+                      "model.safetensors: the header does not have the recorded length");
       }
       assembled.header = std::make_shared<const std::string>(std::move(header));
     }
-    return FileSegments::Shared(std::move(assembled.segments), std::move(assembled.header));
+    return FileSegments::FromSharedSegments(std::move(assembled.segments),
+                                            std::move(assembled.header));
   }
 
   Result<Assembled> Assemble() const {
-    // Held while it is made, so that it is made once. Failures are not kept.
+    // The lock is held during the computation, so that it runs once. Failures are not cached.
     const std::lock_guard lock(mutex_);
     if (assembled_.segments) return assembled_;
     std::vector<Segment> segments;
@@ -74,9 +77,8 @@ class SafetensorsView : public FileView {
                                       ? LayOutRecorded(segments)
                                       : LayOutAnew(segments, tied, made.header));
     }
-    // Readers compute positions from the header and refuse gaps; an index that says otherwise is
-    // damaged.
-    if (!SideBySide(segments)) {
+    // Readers compute positions from the header and refuse gaps, so an index with gaps is damaged.
+    if (!AreAdjacent(segments)) {
       return Status(Code::kDataLoss, "index: tensors of model.safetensors overlap or leave a gap");
     }
     made.segments = std::make_shared<const std::vector<Segment>>(std::move(segments));
@@ -84,8 +86,8 @@ class SafetensorsView : public FileView {
     return assembled_;
   }
 
-  // Sorts them.
-  static bool SideBySide(std::vector<Segment>& segments) {
+  // Sorts the segments by position; true if they neither overlap nor leave a gap.
+  static bool AreAdjacent(std::vector<Segment>& segments) {
     std::sort(segments.begin(), segments.end(),
               [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
     for (std::size_t i = 1; i < segments.size(); ++i) {
@@ -103,23 +105,22 @@ class SafetensorsView : public FileView {
     return bytes;
   }
 
-  // Tensors where they stand in the foreign file. False, and nothing laid out, where it is not
-  // wholly a header and these.
-  // The source must be one file, and each tensor one packed run of it. A source of several parts
-  // has no such file, and gets a header of its own.
+  // Lays the tensors out as in the foreign file. False, and nothing is laid out, if the file is not
+  // exactly a header and these tensors: the source must be one file, and each tensor one packed run
+  // of it. A source of several parts gets a header of its own.
   Result<bool> LayOutSource(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
     if (index.files().size() != 1 || !index.files()[0].name.ends_with(".safetensors")) return false;
     const std::uint64_t size = index.files()[0].length;
     std::uint64_t first = size;
     std::vector<Segment> found;
-    bool whole = true;  // Each tensor is one packed run.
+    bool whole = true;  // Each tensor seen so far is one packed run.
     Status inner;
     TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
       if (tensor.meta.bytes() == 0) return true;
       whole = whole && tensor.chunks == 1 && !tensor.wide && !tensor.pending;
       if (!whole) return false;
-      // The index itself, not the opened checkpoint: pending items were ruled out above.
+      // The index alone has the extents, because tensors with pending items were excluded above.
       const Result<std::shared_ptr<const ExtentTable>> table = index.Extents(tensor.ordinal);
       inner = table.status();
       if (!inner.ok()) return false;
@@ -137,10 +138,10 @@ class SafetensorsView : public FileView {
     }));
     TENSORMOUNT_RETURN_IF_ERROR(inner);
     if (!whole) return false;
-    // What is before the data is the header, which was read when the source was opened.
+    // The bytes before the data are the header, which was read when the source was opened.
     if (first == 0) return false;
     found.push_back({.kind = Segment::Kind::kLiteral, .length = first});
-    if (!SideBySide(found) || found.back().begin + found.back().length != size) return false;
+    if (!AreAdjacent(found) || found.back().begin + found.back().length != size) return false;
     segments = std::move(found);
     return true;
   }
@@ -149,7 +150,7 @@ class SafetensorsView : public FileView {
 
   Status LayOutRecorded(std::vector<Segment>& segments) const {
     const CheckpointIndex& index = shown_.opened.index();
-    // The format has a limit: a model past it has no file of this kind.
+    // A model whose header would exceed the format's limit has no model.safetensors.
     if (index.safetensors_header_bytes() == 0) return None();
     segments.push_back(
         {.kind = Segment::Kind::kLiteral, .length = index.safetensors_header_bytes()});
@@ -164,9 +165,9 @@ class SafetensorsView : public FileView {
     });
   }
 
-  // The header says other names than the index's header, or the index is in memory and has none.
-  // As publishing does it (LayOutSafetensors): the same tensors give the same file on every
-  // machine.
+  // Makes a header, because names differ from the index's header, or the index is in memory and has
+  // no header. Uses LayOutSafetensors like the publish, so the same tensors give the same file on
+  // every machine.
   Status LayOutAnew(std::vector<Segment>& segments, const TiedNames& tied,
                     std::shared_ptr<const std::string>& header) const {
     std::vector<TensorEntry> entries;
@@ -177,7 +178,8 @@ class SafetensorsView : public FileView {
       entries.push_back(std::move(entry));
       metas.push_back(&entries.back().meta);
     }
-    // As safetensors.torch.save_model has it: its load_model refuses a second name of one tensor.
+    // Further names of a tensor are metadata, as safetensors.torch.save_model writes them: its
+    // load_model refuses two tensors that are one.
     std::map<std::string, std::string> metadata;
     for (const auto& [number, names] : tied.all()) {
       for (const std::string& name : names) metadata[name] = metas[number]->key();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of tensors, boxes and objects for files of a mount, read as --verify says.
+// Reads bytes of tensors, boxes and objects for files of a mount, verified as --verify says.
 #include "fs/views/served_data.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
-// The mount's word and the reader's for the same thing.
+// Converts the mount's option to the reader's.
 ReadVerify ReadVerifyOf(ServeVerify verify) {
   switch (verify) {
     case ServeVerify::kOff:
@@ -26,19 +26,19 @@ ReadVerify ReadVerifyOf(ServeVerify verify) {
   return ReadVerify::kExtendLeaves;
 }
 
-// Where bytes [offset, offset + size) of a box's container come from: boxes of the tensor, and
-// whether there are others, which are zero.
+// What bytes [offset, offset + size) of a box's container consist of: boxes of the tensor, and
+// zeros.
 struct ServedRange {
   std::vector<PlacedBox> want;
-  // Of the range asked for; not all of a range is in `want`.
+  // Ranges of the answer that are cleared first; `want` may overwrite parts of them.
   std::vector<ByteRange> zeros;
 };
 
-// A byte range of the container is up to a few boxes in its row-major order (Region::Boxes). Each
-// is intersected with the part that the box fills; what is left of it is read to the right
-// positions with strides, the rest is zero.
-// Example: a container of 4 rows of 8 bytes with a box of 3 x 5 in it, bytes [6, 20): the last 2
-// bytes of row 0 (zeros), row 1 (5 bytes, 3 zeros), and 4 bytes of row 2.
+// A byte range of the container is a few boxes in its row-major order (Region::Boxes). Each of them
+// is intersected with the cells that the tensor's box fills. The intersection is read with strides
+// to its position in the answer, and the rest is zero.
+// Example: a container of 4 rows of 8 bytes with a box of 3 x 5 in it, bytes [6, 20): 2 bytes of
+// row 0 (zeros), all of row 1 (5 bytes of the box, 3 zeros), and 4 bytes of row 2.
 Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint64_t offset,
                                std::size_t size) {
   ServedRange placed;
@@ -49,7 +49,7 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
   std::int64_t at = 0;
   for (const Box& part : range.Boxes()) {
     const Box held = Intersect(part, filled);
-    // All of the part is cleared, since what is not zero is written over it.
+    // The whole part is cleared, and then the data are written over some of it.
     if (held != part) {
       placed.zeros.push_back(
           {static_cast<std::uint64_t>(at), static_cast<std::uint64_t>(at + part.volume())});
@@ -59,8 +59,8 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
       for (int a = 0; a < held.rank(); ++a) {
         begin.push_back(source.byte_box.begin(a) + held.begin(a));
       }
-      // Both begin at one cell, since the filled box begins at 0. Places in the answer follow the
-      // part's shape, not the container's: the answer is packed.
+      // `filled` begins at 0, so `part` and `held` begin at the same cell. The strides follow the
+      // part's shape, not the container's, because the answer is packed.
       placed.want.push_back(
           {BoxAccess::Make(begin, held.extent()), at, PackedStrides(part.extent())});
     }
@@ -69,10 +69,11 @@ Result<ServedRange> PlaceRange(const FileSegments::BoxSource& source, std::uint6
   return placed;
 }
 
-// False leaves `out` as it was. The limit on ranges is that of one reply to the kernel.
+// Appends the ranges if all their pages are in memory and one reply to the kernel can have that
+// many ranges. If not, returns false and leaves `out` unchanged.
 bool AppendIfInMemory(Result<std::vector<ServedData::Mapped>> mapped,
                       std::vector<ServedData::Mapped>& out) {
-  // Why it failed is found out, and told, by the read that follows.
+  // On false the caller reads the bytes, and that read reports the cause of a failure.
   if (!mapped.ok() || mapped.value().empty() ||
       mapped.value().size() > OpenedCheckpoint::kMaxMapped - out.size()) {
     return false;
@@ -99,7 +100,7 @@ Status ServedData::ReadBox(const FileSegments::BoxSource& box, std::uint64_t off
                            std::size_t size, ReadStats* stats) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ServedRange placed, PlaceRange(box, offset, size));
   for (const ByteRange& zeros : placed.zeros) std::memset(out + zeros.begin, 0, zeros.size());
-  // The reader wants statistics always; callers need not.
+  // The reader always needs statistics; callers may not.
   ReadStats local;
   const Status status = opened_.ReadPlaced(
       box.tensor, placed.want, reinterpret_cast<std::byte*>(out), verify_, local, nullptr);

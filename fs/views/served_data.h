@@ -13,38 +13,37 @@
 
 namespace tensormount::fs {
 
-// What a mount verifies of the bytes that it serves: nothing; every leaf the first time that it is
-// read, and again when its file has changed since; every read.
-// mount --verify. kOff: hashes are not looked at. kFirst: each leaf is compared with its hash when
-// bytes of it are read for the first time, and not again while the file is unchanged
-// (ProvenRanges). kAlways: at every read, over whole leaves.
+// mount --verify: which bytes are compared with their hashes. kOff: none. kFirst: each leaf when
+// its bytes are first read, and again after its file changed (ProvenRanges). kAlways: every leaf
+// that a read touches, at every read.
 enum class ServeVerify { kOff, kFirst, kAlways };
 
-// The bytes of a checkpoint's tensors and objects, verified as the mount was told. What fails a
-// check is never remembered as good. Ranges must lie within what they are of. Thread-safe.
-// One for each opened checkpoint. It adds two things to OpenedCheckpoint: how the mount verifies,
-// so that no view can read otherwise by mistake, and boxes with zeros around them.
+// Reads the bytes of a checkpoint's tensors and objects with the mount's verification. Bytes that
+// do not match their hash are never remembered as verified. Ranges must lie within the tensor, box
+// or object. Thread-safe. Each opened checkpoint has one. It adds two things to OpenedCheckpoint:
+// the mount's verification, which no view can then bypass by mistake, and boxes with zeros around
+// them.
 class ServedData {
  public:
   using Mapped = OpenedCheckpoint::MappedRange;
 
-  // What is given must outlive this.
+  // The arguments must outlive this object.
   ServedData(const OpenedCheckpoint& opened, const ShownObjects& objects, ServeVerify verify);
 
   Status ReadTensor(const TensorEntry& tensor, std::uint64_t offset, char* out, std::size_t size,
                     ReadStats* stats) const;
-  // Bytes of the box's container.
-  // [offset, offset + size) of its row-major order; what lies outside of the box is zero.
+  // Reads bytes [offset, offset + size) of the box's container in row-major order; bytes outside of
+  // the box are zero.
   Status ReadBox(const FileSegments::BoxSource& box, std::uint64_t offset, char* out,
                  std::size_t size, ReadStats* stats) const;
   Status ReadObject(std::uint32_t part, std::uint64_t offset, char* out, std::size_t size) const;
 
-  // The same bytes where they are stored (OpenedCheckpoint::MapPlaced), appended to `out`. False
-  // where they must be read: not in memory now, zeros around a box, too many ranges, or not
-  // verified as they must be.
-  // Appends nothing, or all of the range. Not in memory: the pages would have to be read while the
-  // kernel takes them, and an error there could only be EFAULT; so the read answers, and says what
-  // is wrong.
+  // MapTensor and MapBox append the bytes of such a range to `out` as mapped memory
+  // (OpenedCheckpoint::MapPlaced). They return false and append nothing if the bytes must be read
+  // instead: bytes are not in memory now or unverified, a box has zeros around it, or the ranges
+  // are too many.
+  // Pages that are not in memory are not mapped, because the kernel could report an I/O error on
+  // them only as EFAULT; a read reports the cause.
   bool MapTensor(const TensorEntry& tensor, std::uint64_t offset, std::size_t size,
                  std::vector<Mapped>& out) const;
   bool MapBox(const FileSegments::BoxSource& box, std::uint64_t offset, std::size_t size,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What views show of a checkpoint besides its tensors: object parts in the order of their paths,
-// some of which are a grid of files under one key.
+// Object parts of a checkpoint, in the order of their paths. The parts of a grid are files under
+// one key.
 #include "fs/views/shown_checkpoint.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace tensormount::fs {
 namespace {
 
-// "0.3" of an index.
+// File name of a grid's part: "0.3" for index [0, 3].
 std::string PartName(const Dims& index) {
   std::string name;
   for (const std::int64_t i : index) {
@@ -29,8 +29,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
   std::vector<std::string> stored;
   if (renames != nullptr) {
     std::erase_if(parts, [&](const ObjectRecord& o) { return renames->Object(o.key).empty(); });
-    // By new key; parts of one key stay in their order.
-    // Objects that a map drops are gone before, so numbers are dense.
+    // Sorts by new key; parts of one key keep their order.
     std::stable_sort(parts.begin(), parts.end(), [&](const auto& a, const auto& b) {
       return renames->Object(a.key) < renames->Object(b.key);
     });
@@ -39,14 +38,14 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
       part.key = renames->Object(part.key);
     }
   }
-  // A part of a grid is a file in a folder with the key's name. Where keys of others begin with
-  // that name too, the folder is called "KEY%00": no key of ours has a NUL.
+  // A part of a grid is a file in a directory with the key's name. If other keys begin with that
+  // name too, the directory is called "KEY%00": no key contains a NUL.
   std::vector<std::pair<std::string, std::size_t>> paths;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     std::string path = parts[i].key;
     if (parts[i].grid.rank() > 0) {
-      // `parts` are sorted by key here, so the first one that could stand below is found by a
-      // search.
+      // `parts` are sorted by key here, so a search finds the first key that could be below this
+      // one.
       const std::string prefix = path + '/';
       const auto below =
           std::lower_bound(parts.begin(), parts.end(), prefix,
@@ -56,7 +55,7 @@ Result<std::unique_ptr<const ShownObjects>> ShownObjects::Make(const CheckpointI
     }
     paths.emplace_back(std::move(path), i);
   }
-  // Order of paths is not order of keys: index 10 of a grid stands before index 2, as text.
+  // Paths have another order than keys: as text, index 10 of a grid comes before index 2.
   std::sort(paths.begin(), paths.end());
   std::vector<std::string> keys;
   std::vector<ObjectRecord> sorted;

@@ -16,19 +16,18 @@
 
 namespace tensormount::fs {
 
-// Parts of objects in the order of their paths, with the keys that are shown.
-// A part is numbered by its position in the order of paths; the number is the ordinal of kObject
-// segments. In memory, because objects are few beside tensors and their records small.
+// Object parts in the order of their paths, with the shown keys. A part's number is its position in
+// this order, and also the ordinal of kObject segments. All parts are in memory, because objects
+// are few and their records small.
 class ShownObjects {
  public:
-  // `renames` null: the checkpoint's own keys.
-  // `index` is read here and not kept.
+  // `renames`: null if keys are shown as stored. `index` is read here and not kept.
   static Result<std::unique_ptr<const ShownObjects>> Make(const CheckpointIndex& index,
                                                           const KeyRenames* renames);
-  const KeyTree& tree() const { return tree_; }  // Of paths: KEY, or KEY/0.3 of a grid.
-  // With the shown key in `key`.
+  const KeyTree& tree() const { return tree_; }  // Its paths are KEY, or KEY/0.3 for a grid.
+  // The records of all parts, with shown keys.
   const std::vector<ObjectRecord>& parts() const { return parts_; }
-  // Of part `n`, where a map gives another than the shown one; else empty.
+  // The stored key of part `n` if a map changed it; else empty.
   std::string_view stored_key(std::uint32_t n) const {
     return stored_keys_.empty() ? std::string_view() : std::string_view(stored_keys_[n]);
   }
@@ -38,30 +37,27 @@ class ShownObjects {
   ListedKeys keys_;
   KeyTree tree_;
   std::vector<ObjectRecord> parts_;
-  // By part, as parts_.
-  std::vector<std::string> stored_keys_;  // Of each part; empty without a map of keys.
+  // The stored keys of the parts, in the order of parts_; empty without a key map.
+  std::vector<std::string> stored_keys_;
 };
 
-// What the views of a checkpoint are made from: the keys that are shown, which are the stored ones
-// unless the mount has a map of keys. A view takes names from here and bytes from `opened`, never
-// names from there: else a map would hold in some views and not in others. Everything outlives the
-// views.
-// A structure of references and not of objects: CheckpointView owns them, tests make their own. It
-// is cheap to copy; HfParts keeps a copy.
-// Why names and bytes are apart: with --map a tensor is found under another key, at another number,
-// in another folder, and its bytes are found in the index by ordinal. Every view that mixes both
-// shows stored keys in some corner.
+// The inputs of a checkpoint's views. With --map, shown keys, their numbers and their directories
+// differ from the stored ones, so a view takes names from here and only bytes from `opened`; a view
+// that mixed both would show stored keys. All referenced objects outlive the views.
+// It has only references, so it is cheap to copy. CheckpointView owns the objects; HfParts keeps a
+// copy.
 struct ShownCheckpoint {
   const OpenedCheckpoint& opened;
   const ShownTensors& tensors;
   const KeyTree& tensor_tree;
   const LayerFiles& layers;
   const ShownObjects& objects;
-  const KeyMap* map = nullptr;  // Null: keys are shown as they are stored.
+  const KeyMap* map = nullptr;  // Null: keys are shown as stored.
 
-  // The tensor of a number of `tensors`, or, where hidden, of `layers`. kStale where there is none.
+  // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale if no
+  // tensor has the number.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;
-  // The tree in which the number of a key counts.
+  // The tree that the number of a key belongs to.
   const KeyTree& TreeOf(const KeyNumber& key) const {
     return key.hidden ? layers.tree() : tensor_tree;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors that a checkpoint shows: its own, those of a map of keys, and layers of stacks.
+// The tensors that a checkpoint shows: its own, those renamed by a key map, and layers of stacks.
 #include "fs/views/shown_tensors.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace tensormount::fs {
 namespace {
 
-// All answers are the index's; number and ordinal are the same.
+// Tensors under their stored keys; the number of a tensor is its ordinal.
 class OwnTensors : public ShownTensors {
  public:
   explicit OwnTensors(const CheckpointIndex& index) : index_(index) {}
@@ -34,13 +34,14 @@ class OwnTensors : public ShownTensors {
   const CheckpointIndex& index_;
 };
 
-// The keys that a map gives, kept sorted in memory; everything else comes from the index.
+// Tensors renamed by a key map. The new keys are in memory, sorted; everything else is read from
+// the index.
 class RenamedTensors : public ShownTensors {
  public:
   static Result<std::unique_ptr<const ShownTensors>> Make(const CheckpointIndex& index,
                                                           const KeyRenames& renames) {
     const std::vector<std::string>& names = renames.tensors();
-    // Sorted by new key; `keys` below goes with it, position by position.
+    // Ordinals of the shown tensors, sorted by new key; `keys` below has the same order.
     std::vector<std::uint32_t> ordinals;
     for (std::uint32_t i = 0; i < names.size(); ++i) {
       if (!names[i].empty()) ordinals.push_back(i);
@@ -75,7 +76,7 @@ class RenamedTensors : public ShownTensors {
     return entry;
   }
   Result<std::string> StoredKeyAt(std::uint32_t number) const override {
-    if (number >= ordinals_.size()) return Status(Code::kStale, "no such tensor");
+    if (number >= ordinals_.size()) return Status(Code::kStale, "no tensor has this inode number");
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, index_.At(ordinals_[number]));
     return entry.meta.key();
   }
@@ -90,7 +91,7 @@ class RenamedTensors : public ShownTensors {
 
   const CheckpointIndex& index_;
   const ListedKeys keys_;
-  const std::vector<std::uint32_t> ordinals_;  // Of each key, in the index.
+  const std::vector<std::uint32_t> ordinals_;  // The ordinal in the index of each key.
   std::uint64_t bytes_ = 0;
   std::uint64_t chunks_ = 0;
 };
@@ -105,7 +106,7 @@ Status ShownTensors::ForEachEntry(
   Status inner;
   TENSORMOUNT_RETURN_IF_ERROR(
       Scan(first, [&](std::uint32_t number, const std::string&, const TensorEntry* entry) {
-        // Sources with a map have no record at hand while they scan.
+        // With a key map a scan reads no records.
         std::optional<TensorEntry> read;
         if (entry == nullptr) {
           Result<TensorEntry> at = EntryAt(number);
@@ -117,7 +118,7 @@ Status ShownTensors::ForEachEntry(
         return inner.ok() && ++expected < end;
       }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
-  // A scan that ends early is an index with fewer records than it said.
+  // The scan ended early: the index has fewer records than it claims.
   return expected == end ? Status() : Status(Code::kDataLoss, "index: tensors are missing");
 }
 
@@ -138,21 +139,21 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
                                                            const KeyRenames* renames) {
   std::vector<Name> all;
   std::vector<Stack> stacks;
-  // Names are made for all layers of all stacks and sorted once. What cannot be right (a pattern
-  // without its mark, no first axis) gives no names.
+  // Adds the names of a stack's layers. An invalid pattern (without "{}") and a scalar have no
+  // names.
   const auto add = [&](const TensorEntry& entry, const std::string& key,
                        const std::string& pattern) {
     const Dims& shape = entry.meta.shape();
     if (shape.rank() == 0 || !CheckLayerPattern(pattern).ok()) return;
     if (static_cast<std::uint64_t>(shape[0]) > kMaxNames - all.size()) {
-      Log(LogLevel::kWarning, "tensor " + key + ": too many layers to be files of their own");
+      Log(LogLevel::kWarning, "tensor " + key + ": too many layers to show each as a file");
       return;
     }
     const auto stack = static_cast<std::uint32_t>(stacks.size());
     stacks.push_back({.ordinal = entry.ordinal, .key = key, .pattern = pattern});
     for (std::int64_t layer = 0; layer < shape[0]; ++layer) {
       std::string name = LayerKey(pattern, layer);
-      // A longer one would have no path.
+      // Keys may not be longer.
       if (name.size() <= kMaxKeyBytes) all.push_back({std::move(name), stack, layer});
     }
   };
@@ -172,8 +173,8 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const Name& a, const Name& b) { return a.key < b.key; });
-  // Of two stacks with one pattern the first has it.
-  // Names must be unique, because they are keys of a tree.
+  // If two stacks have the same pattern, the first one wins, because names are keys of a tree and
+  // must be unique.
   all.erase(std::unique(all.begin(), all.end(),
                         [](const Name& a, const Name& b) { return a.key == b.key; }),
             all.end());
@@ -185,14 +186,14 @@ Result<std::unique_ptr<const LayerFiles>> LayerFiles::Make(const CheckpointIndex
 }
 
 Result<ShownTensor> LayerFiles::At(const CheckpointIndex& index, std::uint32_t number) const {
-  if (number >= names_.size()) return Status(Code::kStale, "no such layer");
+  if (number >= names_.size()) return Status(Code::kStale, "no layer has this inode number");
   const Name& name = names_[number];
   const Stack& stack = stacks_[name.stack];
   ShownTensor layer;
   TENSORMOUNT_ASSIGN_OR_RETURN(layer.source, index.At(stack.ordinal));
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string key, keys_.KeyAt(number));
   layer.shown = layer.source;
-  // The stack's digest is of all its layers.
+  // The stack's digest covers all its layers.
   layer.shown.has_digest = false;
   TENSORMOUNT_ASSIGN_OR_RETURN(layer.shown.meta,
                                LayerMeta(layer.source.meta, std::move(key), name.layer));

@@ -16,96 +16,94 @@
 #include "index/records/checkpoint_index.h"
 #include "index/records/key_renames.h"
 
-// Which tensors a mount shows of a checkpoint, and what they are called.
+// Defines which tensors of a checkpoint a mount shows, and under which names.
 
 namespace tensormount::fs {
 
-// A key of a view. Numbers are dense from 0, in byte order of the keys: of those that the view
-// lists, or of its hidden ones, which open by name only. Hidden are the layers of stacked tensors.
+// The number of a key in a view. Listed keys and hidden keys are numbered separately, each from 0
+// in byte order. Hidden keys can only be opened by name; they are the layers of stacked tensors.
 struct KeyNumber {
   bool hidden = false;
   std::uint32_t number = 0;
 };
 
-// A tensor as a mount shows it: one of the checkpoint's own, or a layer of a stacked one.
+// A tensor as a mount shows it: a tensor of the checkpoint, or a layer of a stacked one.
 struct ShownTensor {
-  TensorEntry shown;        // As it looks from outside: the shown key, shape and size.
-  TensorEntry source;       // The stored tensor whose bytes it has, with its ordinal,
-  std::uint64_t skip = 0;   // from this byte on.
+  TensorEntry shown;        // The record with shown key and shape.
+  TensorEntry source;       // The record of the stored tensor.
+  std::uint64_t skip = 0;   // Offset in `source` of the first byte of `shown`.
   std::int64_t layer = -1;  // Index on the first axis of `source`; -1: not a layer.
-  std::string stacked_key;  // Of a layer: the shown key of its stack.
+  std::string stacked_key;  // For a layer: the shown key of its stack.
 };
 
-// Keys of tensors, numbered in byte order. A number is a tensor's ordinal only where no map of keys
-// is in force: the index sorts by stored keys, folders are listed by shown ones. Numbers go into
-// node ids, so they are the same as long as the checkpoint is open. Thread-safe.
-// Two implementations: the keys of the index as they are, read from it on demand, and the keys that
-// a map gives, held in memory with the ordinal of each.
+// Keys of tensors, numbered in byte order. Without a key map a number is the tensor's ordinal; with
+// one it differs, because the index sorts by stored keys and directories by shown ones. Numbers are
+// part of node ids, so they are stable while the checkpoint is open. Thread-safe.
+// There are two implementations: without a key map, which reads the index on demand, and with a key
+// map, which has keys and ordinals in memory.
 class ShownTensors : public KeySource {
  public:
-  // With the key that is shown; its ordinal is the index's.
-  // kStale where there is no such number.
+  // The record of a tensor, with the shown key and the ordinal in the index. kStale: no tensor has
+  // this number.
   virtual Result<TensorEntry> EntryAt(std::uint32_t number) const = 0;
-  // For the attribute stored_key, and for exports that follow paths which the checkpoint has by
-  // stored keys.
+  // The key in the index. The attribute stored_key shows it, and exports need it for recorded
+  // paths.
   virtual Result<std::string> StoredKeyAt(std::uint32_t number) const = 0;
-  // Whether keys are those that are stored, and all of them, so that numbers are ordinals.
+  // Whether all tensors are shown under their stored keys, so that numbers are ordinals.
   virtual bool has_own_keys() const = 0;
-  virtual std::uint64_t bytes() const = 0;  // Of all that are shown.
+  virtual std::uint64_t bytes() const = 0;  // Bytes of all shown tensors.
   virtual std::uint64_t chunks() const = 0;
   Result<std::string> KeyAt(std::uint32_t number) const override;
-  // Calls fn for [first, end) in order, until it fails. kDataLoss where the index ends before.
-  // Reads each entry once, in the order of the index where keys are its own; with a map each is a
-  // look-up.
+  // Calls fn for the tensors [first, end) in order, until fn fails. kDataLoss: the index has fewer
+  // tensors. Without a key map it scans the index once; with a key map it looks up each tensor.
   Status ForEachEntry(
       std::uint32_t first, std::uint32_t end,
       const std::function<Status(std::uint32_t number, const TensorEntry& entry)>& fn) const;
 };
 
-// `renames` null: the checkpoint's own keys, nothing kept in memory. Otherwise new names are kept,
-// sorted. `index` must outlive it.
-// O(1) then; with a map O(n log n) for sorting, and a walk over the index for the sums.
+// `renames`: null if keys are shown as stored; this takes O(1) time and keeps nothing in memory.
+// With `renames` the new names are sorted and kept in memory, in O(n log n) time, and the whole
+// index is read for bytes() and chunks(). `index` must outlive the result.
 Result<std::unique_ptr<const ShownTensors>> MakeShownTensors(const CheckpointIndex& index,
                                                              const KeyRenames* renames);
 
-// Layers of stacked tensors as files of their own: opened by name, never listed, so that programs
-// that copy trees see each byte once.
+// Layers of stacked tensors as separate files, opened by name but not listed, so that programs that
+// copy trees read each byte once.
 //
-// Models with stacked layers have one tensor of shape [layers, ...] where other programs look for a
-// tensor a layer. The checkpoint says how layers are called ("$layers.KEY": "layers.{}.w"). A layer
-// is a range of the stack's row-major bytes, since the first axis is the outermost, so its file is
-// one kTensor segment.
+// Models with stacked layers have one tensor of shape [layers, ...] where other programs expect a
+// tensor for each layer. The checkpoint records the names of the layers ("$layers.KEY":
+// "layers.{}.w"). The first axis is the outermost, so a layer is one range of the stack's row-major
+// bytes and its file one kTensor segment.
 class LayerFiles {
  public:
-  // More names than this are not made: their stacks are read whole.
-  // A pattern and a first axis of 2^40 would otherwise fill the memory of whoever opens the
-  // checkpoint.
+  // Largest number of names; a stack that would exceed it has no layer files. A pattern for a first
+  // axis of 2^40 would otherwise exhaust the memory of the opening process.
   static constexpr std::uint64_t kMaxNames = 1u << 18;
-  // `renames`: null, or the map in force, which renames patterns too. Patterns of stacks that are
-  // not there, or are no stacks, are passed over: they are no damage to what is there.
+  // `renames`: null, or the active map, which renames patterns too. Patterns of tensors that are
+  // missing, or cannot be stacks (scalars), are ignored, because the stored data are not affected.
   static Result<std::unique_ptr<const LayerFiles>> Make(const CheckpointIndex& index,
                                                         const KeyRenames* renames);
   LayerFiles(const LayerFiles&) = delete;
   LayerFiles& operator=(const LayerFiles&) = delete;
 
-  // A stacked tensor that names its layers.
+  // A stacked tensor with names for its layers.
   struct Stack {
     std::uint32_t ordinal = 0;
-    std::string key;      // As it is shown.
+    std::string key;      // Shown key.
     std::string pattern;  // "layers.{}.w"
   };
   const std::vector<Stack>& stacks() const { return stacks_; }
   const KeyTree& tree() const { return tree_; }
-  // `index` is the one that Make was called with. mtime and ordinal are the stack's; there is no
-  // digest, because that is known of whole tensors only.
+  // The layer with this number. `index`: the argument of Make. mtime and ordinal are those of the
+  // stack. Layers have no digest, since only whole tensors have digests.
   Result<ShownTensor> At(const CheckpointIndex& index, std::uint32_t number) const;
 
  private:
-  // Of one layer; its stack's key is said once.
-  // Sorted by key. The keys themselves move on into keys_, so `key` is empty once this is made.
+  // The name of one layer. When names are sorted, their keys are moved to keys_, and `key` is then
+  // empty.
   struct Name {
     std::string key;
-    std::uint32_t stack = 0;  // Position in stacks_.
+    std::uint32_t stack = 0;  // Index in stacks_.
     std::int64_t layer = 0;
   };
   LayerFiles(std::vector<std::string> keys, std::vector<Name> names, std::vector<Stack> stacks)
@@ -116,7 +114,7 @@ class LayerFiles {
 
   ListedKeys keys_;
   KeyTree tree_;
-  std::vector<Name> names_;  // By number; their keys are in keys_.
+  std::vector<Name> names_;  // By number of the layer; the keys are in keys_.
   std::vector<Stack> stacks_;
 };
 

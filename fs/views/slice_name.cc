@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of slices, "w[0:16,:]", taken apart.
+// Parses names of slices: "w[0:16,:]".
 #include "fs/views/slice_name.h"
 
 namespace tensormount::fs {
@@ -11,8 +11,8 @@ std::optional<SliceName> ParseSliceName(std::string_view name) {
     name.remove_suffix(kNpy.size());
     parsed.npy = true;
   }
-  // The last bracket opens it: a key that has brackets inside keeps them ("a[0]b[1:2]" is a slice
-  // of "a[0]b").
+  // The last bracket opens the slice, so keys may contain brackets ("a[0]b[1:2]" is a slice of
+  // "a[0]b").
   if (name.ends_with(']')) {
     const std::size_t open = name.rfind('[');
     if (open == std::string_view::npos) return std::nullopt;
@@ -20,7 +20,7 @@ std::optional<SliceName> ParseSliceName(std::string_view name) {
     parsed.slice = name.substr(open + 1, name.size() - open - 2);
     return parsed;
   }
-  // Every other '@' is escaped in names of keys.
+  // An '@' of a key is escaped, so the only '@' begins the slice.
   const std::size_t at = name.find('@');
   if (at == std::string_view::npos) return std::nullopt;
   parsed.stem = name.substr(0, at);

@@ -10,23 +10,24 @@
 
 namespace tensormount::fs {
 
-// The last name of a path below slices/: KEY[0:4,8], KEY@0:4,8, and both with ".npy" behind.
-// The views point into the name.
+// The parts of a file name below slices/: KEY[0:4,8] or KEY@0:4,8, maybe with ".npy". They are
+// views into the name.
 struct SliceName {
-  // The name that the key's file has below tensors/ (key_path.h), still escaped. Empty in a folder
-  // "%+NAME", which stands for the key that NAME alone would name: "%+NAME/[0:4]" is "NAME[0:4]",
-  // for names that would pass 255 bytes.
+  // Name of the key's file below tensors/ (key_path.h), still escaped. It may be empty in a
+  // directory "%+NAME", which stands for the key NAME: "%+NAME/[0:4]" means "NAME[0:4]", a name
+  // that would exceed 255 bytes.
   std::string_view stem;
-  std::string_view slice;  // Between the brackets or behind the '@': for ParseSlice. May be empty.
+  // The text between the brackets or after the '@', which ParseSlice reads. It may be empty.
+  std::string_view slice;
   bool npy = false;
 };
 
-// Nothing where the name has no slice. The stem and the slice are not looked at: escaped names of
-// keys have neither '@' nor a bracket or ".npy" at their end, so there is one way to read a name.
+// Splits a name; nullopt if it has no slice. Does not check the stem and the slice: escaped names
+// of keys contain no '@' and do not end in a bracket or ".npy", so a name is unambiguous.
 std::optional<SliceName> ParseSliceName(std::string_view name);
 
-// The one spelling that stands for all of a box: "[0:4,8:9]"; "[]" of a scalar. ParseSlice gives
-// the box again.
+// The canonical text of a box, such as "[0:4,8:9]", or "[]" for a scalar. ParseSlice reads the text
+// between the brackets.
 std::string SliceText(const Box& box);
 
 }  // namespace tensormount::fs

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// slices/: any box of any tensor as a file that exists when it is looked up. Nothing is listed,
-// because there is no end of it. Nodes of boxes are remembered while the kernel knows them.
+// slices/: any box of any tensor as a file, created at lookup. Nothing is listed, because the
+// number of boxes is unlimited. Nodes of boxes are kept while the kernel knows them.
 #include "fs/views/slices_view.h"
 
 #include <algorithm>
@@ -16,9 +16,8 @@
 namespace tensormount::fs {
 namespace {
 
-// SliceText; for .npy with integers where axes are dropped, so that the header can be made from it.
-// w[0,:] and w[0:1,:] have the same bytes but .npy headers of other shapes: two files. As plain
-// files they are one.
+// The slice in canonical form. Plain files of w[0,:] and w[0:1,:] are the same, so their text is
+// SliceText. Their .npy headers have different shapes, so for .npy a dropped axis is an integer.
 std::string CanonicalText(const Slice& slice, bool npy) {
   if (!npy) return SliceText(slice.box);
   std::string text = "[";
@@ -26,7 +25,8 @@ std::string CanonicalText(const Slice& slice, bool npy) {
   for (int a = 0; a < slice.box.rank(); ++a) {
     if (a > 0) text += ',';
     text += std::to_string(slice.box.begin(a));
-    // Which of several axes of one element were dropped makes no difference to the file.
+    // If several axes have one element, it makes no difference to the file which of them is
+    // dropped.
     if (kept < slice.kept.rank() && slice.kept[kept] == slice.box.extent(a)) {
       text += ':' + std::to_string(slice.box.end(a));
       ++kept;
@@ -35,7 +35,7 @@ std::string CanonicalText(const Slice& slice, bool npy) {
   return text + ']';
 }
 
-// A box of one layer as a box of the stack.
+// Converts a box of one layer to a box of the stack.
 Result<Box> InStack(const Box& box, std::int64_t layer) {
   Dims begin{layer};
   Dims extent{1};
@@ -57,8 +57,8 @@ ViewNode SlicesView::NodeOf(std::uint64_t number, const SliceItem& item) {
 }
 
 Result<std::shared_ptr<const SliceItem>> SlicesView::Find(std::uint64_t number) const {
-  // The root is not in the maps: the kernel never looks it up below this view, and it cannot be
-  // forgotten.
+  // The root is not among the items: the kernel never looks it up in this view, and cannot forget
+  // it.
   if (number == kRoot) {
     auto root = std::make_shared<SliceItem>();
     root->mtime = shown_.opened.index().info().json_mtime;
@@ -82,18 +82,17 @@ ViewChild SlicesView::Remember(std::string_view name, SliceItem item) const {
 Result<std::shared_ptr<const SliceItem>> SliceItems::Find(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   const auto found = items_.find(number);
-  if (found == items_.end()) return Status(Code::kStale, "the slice was forgotten");
+  if (found == items_.end())
+    return Status(Code::kStale, "the slice is no longer cached; look it up again");
   return found->second.item;
 }
 
 std::uint64_t SliceItems::Remember(const std::shared_ptr<const SliceItem>& item) {
-  // Never used again in this process: of two checkpoints, or of one that is removed and saved
-  // again, the kernel may know items of the one before.
-  // 2^40 of them: a million look-ups a second would take 12 days to use them up.
+  // Item numbers are never reused in this process, because the kernel may still know items of an
+  // earlier checkpoint. 2^40 numbers last 12 days at a million lookups a second.
   static std::atomic<std::uint64_t> next_item{View::kRoot + 1};
   const std::lock_guard lock(mutex_);
-  // The key is a view of the path within the item that is stored below: both go together, in
-  // Forget.
+  // The key in numbers_ refers to the path in the stored item; Forget removes both together.
   const auto [at, added] = numbers_.try_emplace(item->path, 0);
   if (added) at->second = next_item.fetch_add(1);
   Remembered& remembered = items_[at->second];
@@ -103,12 +102,12 @@ std::uint64_t SliceItems::Remember(const std::shared_ptr<const SliceItem>& item)
 }
 
 void SliceItems::Forget(std::uint64_t number, std::uint64_t references) {
-  // Declared before the lock, so destroyed after it is released.
+  // Declared before the lock, so that the item is destroyed after the lock is released.
   std::shared_ptr<const SliceItem> dropped;
   const std::lock_guard lock(mutex_);
   const auto found = items_.find(number);
   if (found == items_.end()) return;
-  // More than there are would be a bug of the kernel's or ours, and no reason to end the mount.
+  // More references than counted would be a bug, but no reason to end the mount.
   found->second.references -= std::min(references, found->second.references);
   if (found->second.references > 0) return;
   dropped = std::move(found->second.item);
@@ -127,8 +126,8 @@ Result<KeyNumber> SlicesView::FindKey(const SliceItem& folder, std::string_view 
     if (!in) continue;
     const KeyTree& tree = shown_.TreeOf({.hidden = layer});
     Result<TreeChild> child = tree.Lookup(*in, name);
-    // A slice is never of a folder, so the mark that tells both apart may be left out.
-    // With keys a and a/b, "a[0]" can only mean the tensor.
+    // Slices are never directories, so the suffix that distinguishes a file from a directory may be
+    // omitted: with keys a and a/b, "a[0]" can only mean the tensor.
     if (child.ok() && child.value().is_folder) {
       child = tree.Lookup(*in, std::string(name) + "%=");
     }
@@ -136,12 +135,12 @@ Result<KeyNumber> SlicesView::FindKey(const SliceItem& folder, std::string_view 
     TENSORMOUNT_RETURN_IF_ERROR(child.status());
     if (!child.value().is_folder) return KeyNumber{layer, child.value().ordinal};
   }
-  return NoSuch(name);
+  return NoSuchNameError(name);
 }
 
 Result<SliceItem> SlicesView::FolderItem(const SliceItem& in, std::string_view name) const {
   SliceItem item;
-  // Both trees may have it, and the tensors' own time is the one that stays.
+  // Both trees may have the directory. The tree of tensors comes last, so that its time counts.
   for (const bool layer : {true, false}) {
     const std::optional<TreeFolder>& at = layer ? in.layers : in.tensors;
     if (!at) continue;
@@ -156,8 +155,8 @@ Result<SliceItem> SlicesView::FolderItem(const SliceItem& in, std::string_view n
                                  shown_.TensorAt({layer, child.value().ordinal}));
     item.mtime = first.shown.mtime;
   }
-  // Both meanings may hold at once: the folder of an overlong key, and the one that makes room for
-  // a slice.
+  // A directory "%+NAME" may have two meanings at once: it contains overlong keys, and slices of
+  // the key NAME.
   if (name.starts_with("%+")) {
     Result<KeyNumber> key = FindKey(in, name.substr(2));
     if (key.ok()) {
@@ -168,7 +167,7 @@ Result<SliceItem> SlicesView::FolderItem(const SliceItem& in, std::string_view n
       return key.status();
     }
   }
-  if (!item.tensors && !item.layers && !item.key) return NoSuch(name);
+  if (!item.tensors && !item.layers && !item.key) return NoSuchNameError(name);
   item.path = in.path.empty() ? std::string(name) : in.path + '/' + std::string(name);
   item.folder = true;
   return item;
@@ -185,20 +184,20 @@ Result<SliceItem> SlicesView::FileItem(const KeyNumber& key, const SliceName& na
   item.key = key;
   item.npy = name.npy;
   item.mtime = tensor.shown.mtime;
-  // kInvalidArgument where the box does not begin and end on bytes; this is not "no such file",
-  // since the user can mend it.
+  // kInvalidArgument if the box does not begin and end on whole bytes. Not kNotFound, because the
+  // user can correct it.
   const Result<std::uint64_t> bytes =
       RegionBytes(meta.dtype(), meta.shape(), Region(slice.value().box));
   if (!bytes.ok()) return bytes.status().WithContext("tensor " + meta.key());
   item.size = bytes.value();
   if (name.npy) {
     const Result<std::string> header = MakeNpyHeader(meta.dtype(), slice.value().kept);
-    if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
+    if (!header.ok()) return Status(Code::kNotFound, ".npy does not support this dtype");
     item.size += header.value().size();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(item.path, shown_.TreeOf(key).PathOf(key.number, 0));
   const std::string text = CanonicalText(slice.value(), name.npy);
-  // Behind the bracket; two brackets belong to the text.
+  // The slice begins after the bracket. `text` has both brackets.
   item.slice_begin = static_cast<std::uint32_t>(item.path.size() + 1);
   item.slice_size = static_cast<std::uint32_t>(text.size() - 2);
   item.path += text;
@@ -225,7 +224,7 @@ Result<ViewChild> SlicesView::Lookup(std::uint64_t folder, std::string_view name
   } else if (in->key) {
     key = *in->key;
   } else {
-    return NoSuch(name);
+    return NoSuchNameError(name);
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(SliceItem item, FileItem(key, *slice));
   return Remember(name, std::move(item));

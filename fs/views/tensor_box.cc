@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A box of a tensor as segments of a file: the run that it is, or a strided box.
+// A box of a tensor as segments of a file: one run, or a strided box.
 #include "fs/views/tensor_box.h"
 
 #include "shard/tensor_meta.h"
@@ -7,8 +7,9 @@
 namespace tensormount::fs {
 namespace {
 
-// One element on each of the first axes, any number on one, all on the rest.
-// [3, 0:4, :] of [8, 16, 64] is a run, [3:5, 0:4, :] is two.
+// Whether the box is one run of row-major bytes: one index on each of the first axes, any range on
+// the next axis, and all of the others. [3, 0:4, :] of [8, 16, 64] is one run, [3:5, 0:4, :] is
+// two.
 bool IsRun(const Box& box, const Dims& shape) {
   int axis = 0;
   while (axis < box.rank() && box.extent(axis) == 1) ++axis;
@@ -30,12 +31,12 @@ Status AddTensorBox(FileSegments& segments, const TensorEntry& tensor, const Box
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bytes,
                                RegionBytes(meta.dtype(), shape, Region(box)));
-  // The position of the box's first element in row-major order.
-  std::uint64_t first = 0;  // Below the tensor's number of elements.
+  // Position of the box's first element in row-major order, below the tensor's number of elements.
+  std::uint64_t first = 0;
   for (int a = 0; a < box.rank(); ++a) {
     first = first * static_cast<std::uint64_t>(shape[a]) + static_cast<std::uint64_t>(box.begin(a));
   }
-  // RegionBytes above has checked that the box begins on a byte.
+  // RegionBytes above has checked that the box begins on a whole byte.
   segments.AddTensor(tensor, first * meta.bits() / 8, bytes);
   return {};
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Declared in checkpoint_views.h: tensors/, npy/ and extents/. In one file because each is a few
-// lines over TensorFilesView.
+// tensors/, npy/ and extents/, declared in checkpoint_views.h; each is a few lines over
+// TensorFilesView.
 #include "fs/views/checkpoint_text.h"
 #include "fs/views/checkpoint_views.h"
 #include "fs/views/keyed_view.h"
@@ -9,8 +9,8 @@
 namespace tensormount::fs {
 namespace {
 
-// A file is the tensor's row-major bytes and nothing else. It may be a whole stored file, and is
-// then read by the kernel.
+// tensors/: a file has the tensor's row-major bytes. If these are all bytes of a stored file, the
+// kernel can read that file itself (passthrough).
 class TensorsView : public TensorFilesView {
  public:
   explicit TensorsView(const ShownCheckpoint& shown)
@@ -28,9 +28,9 @@ class TensorsView : public TensorFilesView {
   }
 };
 
-// A file is what numpy.save would write of the tensor; layers of stacked tensors have one too.
-// NumPy has no types under a byte: listings leave such a tensor out, look-ups say that it is not
-// there. docs/architecture.md has this class as it stands here.
+// npy/: a file as numpy.save writes it for the tensor; layers of stacked tensors have files too.
+// NumPy has no types under a byte: such a tensor is not listed, and a lookup returns kNotFound.
+// docs/architecture.md contains a copy of this class.
 class NpyView : public TensorFilesView {
  public:
   explicit NpyView(const ShownCheckpoint& shown)
@@ -40,7 +40,7 @@ class NpyView : public TensorFilesView {
   Result<FileSegments> SegmentsOf(const ShownTensor& tensor) const override {
     const TensorMeta& meta = tensor.shown.meta;
     Result<std::string> header = MakeNpyHeader(meta.dtype(), meta.shape());
-    if (!header.ok()) return Status(Code::kNotFound, "no .npy of this type");
+    if (!header.ok()) return Status(Code::kNotFound, ".npy does not support this dtype");
     FileSegments segments;
     segments.AddLiteral(std::move(header).value());
     segments.AddTensor(tensor.source, tensor.skip, meta.bytes());
@@ -48,7 +48,7 @@ class NpyView : public TensorFilesView {
   }
 };
 
-// Listed by name only for tensors as they are stored: a layer has no chunks of its own.
+// extents/: only tensors have files here, since a layer has no chunks of its own.
 class ExtentsView : public TensorFilesView {
  public:
   explicit ExtentsView(const ShownCheckpoint& shown)
@@ -61,7 +61,8 @@ class ExtentsView : public TensorFilesView {
     segments.AddText(std::move(text));
     return segments;
   }
-  // Where the bytes are changes with every checkpoint.
+  // The time is that of the checkpoint, because the location of the bytes may differ in every
+  // checkpoint.
   std::int64_t MtimeOfFile(const TensorEntry&) const override {
     return shown().opened.index().info().json_mtime;
   }

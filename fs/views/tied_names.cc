@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of tied tensors, for the views and exports that hold a tensor under more names than one.
+// TiedNames: names of tied tensors, for views and exports that store a tensor under several names.
 #include "fs/views/tied_names.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace tensormount::fs {
 namespace {
 
-// The number of the tensor that is shown under `key`.
+// The number of the tensor that is shown under `key`; nullopt if no tensor is.
 Result<std::optional<std::uint32_t>> NumberOf(const ShownTensors& tensors, const std::string& key) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, tensors.LowerBound(key));
   if (number >= tensors.count()) return std::optional<std::uint32_t>();
@@ -33,7 +33,7 @@ Result<TiedNames> TiedNames::Make(const ShownCheckpoint& shown) {
     return shown.map == nullptr ? name : shown.map->Apply(name);
   };
   std::set<std::string, std::less<>> taken;
-  for (const auto& [stored, others] : paths.Tied()) {
+  for (const auto& [stored, others] : paths.TiedPaths()) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto number, NumberOf(shown.tensors, shown_name(stored)));
     if (!number) continue;
     for (const std::string& other : others) {
@@ -49,7 +49,7 @@ Result<TiedNames> TiedNames::Make(const ShownCheckpoint& shown) {
 }
 
 bool IsOutputEmbedding(std::string_view name) {
-  // Of _tied_weights_keys in transformers: those that are tied to the input embedding.
+  // The names in _tied_weights_keys of transformers that are tied to the input embedding.
   static constexpr std::string_view kNames[] = {
       "lm_head.weight",   "lm_head.decoder.weight", "cls.predictions.decoder.weight",
       "embed_out.weight", "proj_out.weight",        "output_projection.weight"};

@@ -14,27 +14,27 @@
 
 namespace tensormount::fs {
 
-// The further names of tied tensors. The Python package stores a tensor that a state dict has in
-// several places once, under the first of its names in the order of text; its structure
-// (index/read/saved_paths.h) has the others. A map of keys renames them as it renames keys.
-// Immutable.
+// The additional names of tied tensors. The Python package stores a tensor that a state dict
+// contains several times once, under the first of its names in text order; the recorded structure
+// (index/read/saved_paths.h) has the others. A key map renames them like keys. Immutable.
 class TiedNames {
  public:
   TiedNames() = default;
-  // Reads the common values: as long as the structures of the checkpoint are. A name that another
-  // tensor has, or that no key may have, is left out.
+  // Reads the common values, which contain the recorded structures. Omits names that another tensor
+  // has, and invalid keys.
   static Result<TiedNames> Make(const ShownCheckpoint& shown);
 
   bool empty() const { return names_.empty(); }
-  // By the number of the tensor in ShownCheckpoint::tensors; without its own key.
+  // The additional names of each tensor, by its number in ShownCheckpoint::tensors. The tensor's
+  // own key is not among them.
   const std::map<std::uint32_t, std::vector<std::string>>& all() const { return names_; }
 
  private:
   std::map<std::uint32_t, std::vector<std::string>> names_;
 };
 
-// Whether a model of transformers that ties its output layer to its input embedding leaves this
-// name out of its files: "lm_head.weight", "model.lm_head.weight".
+// Whether transformers omits this name from the files of a model that ties its output layer to its
+// input embedding: "lm_head.weight", "model.lm_head.weight".
 bool IsOutputEmbedding(std::string_view name);
 
 }  // namespace tensormount::fs

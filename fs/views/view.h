@@ -14,15 +14,15 @@
 
 namespace tensormount::fs {
 
-// What a node of a view is.
+// Attributes of a node of a view.
 struct ViewNode {
-  std::uint64_t item =
-      0;  // Below kMaxItems; the view's own number for it, the same while it lives.
+  // Item number, below kMaxItems. The view does not change the number of a node.
+  std::uint64_t item = 0;
   bool folder = false;
-  std::uint64_t size = 0;  // Of a file.
+  std::uint64_t size = 0;  // Number of bytes, for a file.
   std::int64_t mtime = 0;
-  // What it is called within the view, for its inode number: the same in every mount, another for
-  // every other node of the same kind (file or folder) of this view.
+  // Unique name among the nodes of the same kind (file or directory) of this view, the same in
+  // every mount; input of the inode number.
   std::string identity;
 };
 
@@ -31,40 +31,41 @@ struct ViewChild {
   ViewNode node;
 };
 
-// One name in a checkpoint's folder and what is below it: tensors/, zarr/, model.safetensors.
-// Computed from the index; knows nothing of slots, inodes, owners or the kernel. Thread-safe.
+// One name in a checkpoint's directory and everything below it: tensors/, zarr/, model.safetensors.
+// Computed from the index; independent of slots, inodes, owners and the kernel. Thread-safe.
 //
-// To add one: derive from FileView (a single file), TensorFilesView (a file for each tensor),
-// KeyedView (a file for each of other keys) or, with a tree of its own, from View itself; then a
-// line in CheckpointView::MakeViews. Calls may come for items that were never handed out (the
-// kernel keeps node ids, and people guess), so every item is checked.
+// To add a view, derive from FileView (a single file), TensorFilesView (a file for each tensor),
+// KeyedView (a file for each of other keys) or, with its own tree, from View; then add a line in
+// CheckpointView::MakeViews. Calls may use items that were never handed out (the kernel keeps node
+// ids), so every item is checked.
 class View {
  public:
-  // The item of the view's own folder, or of its only file.
+  // The item of the view's directory, or of its only file.
   static constexpr std::uint64_t kRoot = 1;
   static constexpr std::uint64_t kMaxItems = std::uint64_t{1} << 40;
 
   virtual ~View() = default;
 
-  // "npy". Its number in the list of views is part of node ids, not the name.
+  // Name in the checkpoint's directory, such as "npy". Node ids contain the view's number in the
+  // list of views, not the name.
   virtual std::string_view name() const = 0;
-  // Whether it is listed without --views: tensors/, objects/ and the two .json files only, so that
-  // programs that copy trees meet each byte once.
+  // Whether the view is listed without --views: only tensors/, objects/ and the two .json files, so
+  // that programs that copy trees read each byte once.
   virtual bool listed_by_default() const { return false; }
 
-  // All below take items; kStale for those that are out of range. kRoot may be kNotFound: then the
-  // checkpoint has no such view.
+  // The functions below return kStale for unknown items. Stat(kRoot) returns kNotFound if the
+  // checkpoint does not have this view.
   virtual Result<ViewNode> Stat(std::uint64_t item) const = 0;
-  // kNotFound where there is no such name; ENOTDIR below a file.
+  // The child of a directory. kNotFound: no child has the name; ENOTDIR: `folder` is a file.
   virtual Result<ViewChild> Lookup(std::uint64_t folder, std::string_view name) const = 0;
-  // Children from `cookie` on (0: all) without "." and "..", until fn returns false (that one was
-  // not taken). `next` is the cookie of what follows, never 0.
+  // Lists children from `cookie` on (0: all), without "." and "..", until fn returns false, which
+  // means that it did not take the child. `next` is the cookie of the following child, never 0.
   using Visit = std::function<bool(const ViewChild& child, std::uint64_t next)>;
   virtual Status List(std::uint64_t folder, std::uint64_t cookie, const Visit& fn) const = 0;
   virtual Result<FileSegments> Open(std::uint64_t file) const = 0;
-  // Below the checkpoint, for messages: "npy/layers/0/w.npy".
+  // Path below the checkpoint, for messages: "npy/layers/0/w.npy".
   virtual std::string PathOf(std::uint64_t item) const = 0;
-  // Values of user.tensormount.NAME by NAME.
+  // Values of the extended attributes user.tensormount.NAME, by NAME.
   virtual Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const {
     (void)item;
     return std::map<std::string, std::string>();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads of FileSegments: each segment by its kind, from a mapping where all of a request's bytes
-// are in memory.
+// Reads of FileSegments: each segment by its kind, or from a mapping if all bytes of a request are
+// in memory.
 #include "fs/views/virtual_file.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace tensormount::fs {
 
 using Segment = FileSegments::Segment;
 
-// One literal; view_ stays null, and with it everything that needs a checkpoint is refused.
+// The file is one literal. view_ stays null, so everything that needs a checkpoint is refused.
 std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::string text) {
   std::shared_ptr<VirtualFile> file(new VirtualFile);
   file->label_ = std::move(label);
@@ -25,10 +25,10 @@ std::shared_ptr<const VirtualFile> VirtualFile::OfText(std::string label, std::s
 
 Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const {
   const std::vector<Segment>& segments = segments_.segments();
-  // O(log segments) for the first one; the others follow.
+  // Finds the first segment in O(log segments); the others follow it.
   auto segment = std::upper_bound(segments.begin(), segments.end(), offset,
                                   [](std::uint64_t at, const Segment& s) { return at < s.begin; });
-  --segment;  // The first one begins at 0.
+  --segment;  // Valid, because the first segment begins at 0.
   for (std::size_t done = 0; done < size; ++segment) {
     const std::uint64_t at = offset + done - segment->begin;
     const std::size_t n =
@@ -39,8 +39,8 @@ Status VirtualFile::ForEachSegment(std::uint64_t offset, std::size_t size, const
   return {};
 }
 
-// A read may span many segments (small tensors side by side), each with its own verification; the
-// first failure fails the read, as on a disk.
+// A read may span many segments (adjacent small tensors), each with its own verification; the first
+// failure fails the read, as on a disk.
 Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size_t size,
                                       ReadStats* stats) const {
   if (offset >= this->size() || size == 0) return std::size_t{0};
@@ -53,7 +53,7 @@ Result<std::size_t> VirtualFile::Read(std::uint64_t offset, void* out, std::size
   return size;
 }
 
-// A look-up in the index for files of many tensors; the ordinal was put there by the view.
+// In a file of many tensors, looks the tensor up in the index by the ordinal of the segment.
 Result<TensorEntry> VirtualFile::TensorOf(const Segment& segment) const {
   if (segments_.tensor()) return *segments_.tensor();
   return view_->opened().index().At(segment.ordinal);
@@ -79,7 +79,7 @@ Status VirtualFile::ReadSegment(const Segment& segment, std::uint64_t at, char* 
     case Segment::Kind::kObject:
       return view_->data().ReadObject(segment.ordinal, at, out, size);
   }
-  return Status(Code::kInternal, "unknown kind of segment");
+  return Status(Code::kInternal, "internal error: a file segment of unknown kind");
 }
 
 std::vector<OpenedCheckpoint::MappedRange> VirtualFile::Map(std::uint64_t offset,
@@ -91,14 +91,15 @@ std::vector<OpenedCheckpoint::MappedRange> VirtualFile::Map(std::uint64_t offset
       offset, size, [&](const Segment& segment, std::uint64_t at, std::size_t, std::size_t n) {
         return MapSegment(segment, at, n, ranges)
                    ? Status()
-                   : Status(Code::kUnavailable, "these bytes must be read");
+                   : Status(Code::kUnavailable, "these bytes cannot be mapped");
       });
-  // What was collected before the failure holds mappings, which go with it.
+  // Releases the mappings of ranges that were collected before the failure.
   if (!mapped.ok()) ranges.clear();
   return ranges;
 }
 
-// Generated text and objects are read: their ranges are small, or verified as a whole.
+// Generated text and objects are read and never mapped: texts are small, and objects are verified
+// as a whole.
 bool VirtualFile::MapSegment(const Segment& segment, std::uint64_t at, std::size_t size,
                              std::vector<OpenedCheckpoint::MappedRange>& out) const {
   if (out.size() >= OpenedCheckpoint::kMaxMapped) return false;
@@ -137,14 +138,14 @@ Result<VirtualFile::Backing> VirtualFile::OpenBacking() const {
 }
 
 FileStamp VirtualFile::StampOf(const Backing& backing, const FileInfo& info) const {
-  return view_->opened().IsForeignFile(backing.number) ? FileStamp::Of(info)
-                                                       : FileStamp::OfOurs(info);
+  return view_->opened().IsForeignFile(backing.number) ? FileStamp::OfForeignFile(info)
+                                                       : FileStamp::OfStoreFile(info);
 }
 
-// Text has none, and files without a view (control files) are no files of storage.
+// Text has no backing file, and files without a view (control files) are not stored.
 Result<std::uint32_t> VirtualFile::BackingFile() const {
   if (view_ && segments_.reads_data()) return view_->BackingFileOf(node_, segments_);
-  return Status(Code::kNotFound, label_ + ": no one file holds it and nothing else");
+  return Status(Code::kNotFound, label_ + ": no single file contains exactly these bytes");
 }
 
 Result<bool> VirtualFile::HasHashes() const {
@@ -170,8 +171,8 @@ Result<VirtualFile::Proof> VirtualFile::ProofOf(const Backing& backing) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
   Proof proof{.stamp = StampOf(backing, info)};
   TENSORMOUNT_ASSIGN_OR_RETURN(proof.hashed, HasHashes());
-  proof.whole = proven.Hold(backing.number, proof.stamp, {0, size()});
-  proof.left = size() - std::min(size(), proven.Bytes(backing.number, proof.stamp));
+  proof.whole = proven.AreProven(backing.number, proof.stamp, {0, size()});
+  proof.unverified_bytes = size() - std::min(size(), proven.Bytes(backing.number, proof.stamp));
   return proof;
 }
 
@@ -192,70 +193,71 @@ Status VirtualFile::ProveSegment(const Backing& backing, const FileStamp& stamp,
     case Segment::Kind::kBox:
       break;
   }
-  // What the file must hold here.
-  // Bytes that no hash of the index covers: made by the view, so made again and compared.
+  // The view makes the bytes of this segment, so the index has no hash of them. They are made again
+  // and compared with the bytes of the file.
   TENSORMOUNT_RETURN_IF_ERROR(ReadSegment(segment, at, out, size, nullptr));
   std::vector<char> found(size);
   const std::uint64_t begin = segment.begin + at;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::size_t n,
                                backing.file->ReadAt(begin, found.data(), size));
-  // Not kDataLoss: no tensor is damaged, only this file is not the view's any more.
+  // Not kDataLoss: no tensor is damaged; the file only differs from what the view shows.
   if (n != size || std::memcmp(found.data(), out, size) != 0) {
-    return Status(Code::kUnavailable, label_ + ": its file begins otherwise now");
+    return Status(Code::kUnavailable, label_ + ": its data file changed since it was opened");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
   const FileStamp now = StampOf(backing, info);
-  if (now.SameBytes(stamp)) opened.proven().Add(backing.number, now, {begin, begin + size});
+  if (now.IsUnwrittenSince(stamp)) opened.proven().Add(backing.number, now, {begin, begin + size});
   return Status();
 }
 
 Status VirtualFile::Prove(const Backing& backing, const Proceed& proceed) const {
-  // As much as is asked for at once: `proceed` is asked after each, so a cancelled proof ends
-  // within some milliseconds of I/O.
+  // Bytes verified between two calls of `proceed`; small, so that a cancelled verification ends
+  // within some milliseconds.
   constexpr std::uint64_t kStep = std::uint64_t{1} << 20;
   const ProvenRanges& proven = view_->opened().proven();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, backing.file->Stat());
   FileStamp stamp = StampOf(backing, info);
-  if (proven.Hold(backing.number, stamp, {0, size()})) return Status();
+  if (proven.AreProven(backing.number, stamp, {0, size()})) return Status();
   const auto go_on = [&](std::uint64_t done) {
     if (!proceed || proceed(done)) return Status();
     return Status(Code::kCancelled, label_ + ": its verification was cancelled");
   };
-  // A file that was written a moment ago may be written again within the same tick of its
-  // timestamps, unseen. So its stamp counts only after kSettles.
+  // A file that was just written may be written again within the same timestamp tick, unnoticed. So
+  // its stamp is valid only after kSettleTime.
   const auto settle = [&](std::uint64_t done) -> Status {
-    const Deadline settles = Deadline::After(FileStamp::kSettles);
-    while (!stamp.Settled()) {
+    const Deadline settles = Deadline::After(FileStamp::kSettleTime);
+    while (!stamp.IsSettled()) {
       TENSORMOUNT_RETURN_IF_ERROR(go_on(done));
       if (settles.Passed()) {
-        return Status(Code::kUnavailable, label_ + ": its file goes on changing");
+        return Status(Code::kUnavailable, label_ + ": its data file keeps changing");
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     return Status();
   };
   TENSORMOUNT_RETURN_IF_ERROR(settle(0));
-  // Another file may have this name since it was opened for reads.
-  view_->opened().LetGo(backing.number);
+  // Reads then open the file anew: another file may have got its name since.
+  view_->opened().EvictFile(backing.number);
   std::vector<char> scratch(static_cast<std::size_t>(std::min(size(), kStep)));
   for (std::uint64_t at = 0; at < size();) {
     TENSORMOUNT_RETURN_IF_ERROR(go_on(at));
     const auto n = static_cast<std::size_t>(std::min(kStep, size() - at));
-    if (!proven.Hold(backing.number, stamp, {at, at + n})) {
+    if (!proven.AreProven(backing.number, stamp, {at, at + n})) {
       TENSORMOUNT_RETURN_IF_ERROR(ForEachSegment(
           at, n,
           [&](const Segment& segment, std::uint64_t within, std::size_t done, std::size_t bytes) {
             return ProveSegment(backing, stamp, segment, within, scratch.data() + done, bytes);
           }));
-      // What was read was this file, and it is as it was.
-      if (!proven.Hold(backing.number, stamp, {at, at + n})) {
+      // Bytes that are still not proven have no hashes, or the file changed while they were read.
+      if (!proven.AreProven(backing.number, stamp, {at, at + n})) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo after, backing.file->Stat());
         const FileStamp now = StampOf(backing, after);
-        if (!now.SameBytes(stamp) || now == stamp) {
-          return Status(Code::kUnavailable, label_ + ": its file changed while it was verified");
+        if (!now.IsUnwrittenSince(stamp) || now == stamp) {
+          return Status(Code::kUnavailable,
+                        label_ + ": its data file changed while it was verified");
         }
-        // A save linked it a moment ago, and what is read until its time has settled is not
-        // remembered: these bytes again, then.
+        // A save linked the file a moment ago. Bytes read before its time has settled are not
+        // remembered, so read them again.
         stamp = now;
         TENSORMOUNT_RETURN_IF_ERROR(settle(at));
         continue;

@@ -10,8 +10,8 @@
 
 #include "tensormount/status.h"
 
-#include "fs/node.h"
 #include "fs/formats/file_segments.h"
+#include "fs/node.h"
 #include "index/read/checkpoint.h"
 #include "index/read/proven_ranges.h"
 
@@ -19,88 +19,85 @@ namespace tensormount::fs {
 
 class CheckpointView;
 
-// An open file of a mount: the segments that a view gave, read as the mount verifies. Keeps its
-// checkpoint open, so that it can be read to the end whatever happens to the checkpoint's name.
+// An open file of a mount: the view's segments, read with the mount's verification. Keeps its
+// checkpoint open, so it can be read to the end even if the checkpoint is removed or renamed.
 // Immutable, thread-safe.
-// What the mount and exports read; it knows no FUSE. Every descriptor of the mount has one, and
-// many threads may read it at once.
+// Used by the mount, for each open file and by many threads, and by exports; independent of FUSE.
 class VirtualFile {
  public:
-  // Of text that no checkpoint stands behind (.tensormount/).
-  // It may say something else at the next open, so it is not immutable().
+  // A file with this text, for files in .tensormount/, which belong to no checkpoint. It is not
+  // immutable(), because the next open may have another text.
   static std::shared_ptr<const VirtualFile> OfText(std::string label, std::string text);
 
   std::uint64_t size() const { return segments_.size(); }
-  // Names the file in errors.
+  // Name of the file in errors.
   const std::string& label() const { return label_; }
-  // Whether reads go to data files, and so may block for as long as these do.
+  // Whether reads access data files, and so may block as long as storage does.
   bool reads_data() const { return segments_.reads_data(); }
   // Whether the bytes behind this open never change and may be cached.
   bool immutable() const { return view_ != nullptr; }
 
-  // Up to `size` bytes from `offset`; fewer only at the end of the file.
-  // Errors: kDataLoss where the bytes are damaged (EIO for programs), kStale where the file of
-  // another program is not what it was. `stats` may be null.
+  // Reads up to `size` bytes from `offset`, fewer only at the end of the file. kDataLoss: the bytes
+  // are damaged (EIO for programs); kStale: a file of another program has changed. `stats` may be
+  // null.
   Result<std::size_t> Read(std::uint64_t offset, void* out, std::size_t size,
                            ReadStats* stats) const;
-  // The same bytes where they are stored, in order, for a system call to take (at most
-  // OpenedCheckpoint::kMaxMapped ranges); empty where they must be read (generated text, objects,
-  // short runs, zeros, what is not in memory now, mounts that verify).
-  // All or nothing: a reply is either spliced or copied. Each range holds what it points into, so
-  // it stays mapped until the reply was sent.
+  // Bytes [offset, offset + size) as mapped memory, in at most OpenedCheckpoint::kMaxMapped ranges,
+  // in order, for a system call. Empty if the bytes must be read instead (generated text, objects,
+  // short runs, zeros, pages not in memory, unverified bytes). Never only a part of the bytes,
+  // because a reply is either spliced or copied. The ranges keep their memory mapped.
   std::vector<OpenedCheckpoint::MappedRange> Map(std::uint64_t offset, std::size_t size) const;
 
-  // Path of the one file of storage that is byte for byte this file from offset 0, and nothing
-  // more: what kernel passthrough wants. kNotFound where there is none. May read its header.
+  // Path of the stored file that is byte for byte this file, and nothing more, as passthrough
+  // requires. kNotFound: no stored file is. May read the stored file's header.
   Result<std::string> BackingPath() const;
-  // That file, opened as OpenedCheckpoint::OpenFile does.
-  // The file and its state at that time, for the kernel and for proofs. Keep it open as long as the
-  // kernel reads through it.
+  // The opened backing file and its state at that time, for the kernel and for proofs. Keep it open
+  // as long as the kernel reads through it.
   struct Backing {
-    std::uint32_t number = 0;  // Of the checkpoint's data files.
+    std::uint32_t number = 0;  // Number of the file among the checkpoint's data files.
     std::unique_ptr<File> file;
     FileInfo info;
   };
   Result<Backing> OpenBacking() const;
-  // The state that it is in by `info`, which is of that file.
+  // The stamp of the backing file when Stat returned `info`.
   FileStamp StampOf(const Backing& backing, const FileInfo& info) const;
 
-  // What is known of the backing file's bytes, as it is now.
-  // Before the kernel may read a file by itself, all of its bytes must have been found good once:
-  // afterwards nobody is asked any more.
+  // The verification state of the backing file's current bytes. The kernel may read a file itself
+  // only after all of its bytes were verified once, because later reads are not checked.
   struct Proof {
-    bool hashed = false;     // There are hashes to compare them with.
-    bool whole = false;      // Every byte was found good since the file last changed.
-    std::uint64_t left = 0;  // How many bytes were not, about.
+    bool hashed = false;                 // The index has hashes of its bytes.
+    bool whole = false;                  // All bytes were verified since the file last changed.
+    std::uint64_t unverified_bytes = 0;  // Approximate number of unverified bytes.
     FileStamp stamp;
   };
   Result<Proof> ProofOf(const Backing& backing) const;
-  // Compares every byte that is not known to be good with its hash, in steps, between which
-  // `proceed` is asked (empty: yes) and told how many bytes are done; where it says no: kCancelled.
-  // kDataLoss names what is damaged. kUnavailable: the file changes meanwhile, or has no hashes.
-  // Runs for minutes on large files, on a thread of its own. What it finds good is remembered as it
-  // goes, so one that was cancelled or repeated begins where it stopped.
+  // Compares every unverified byte with its hash. Between steps it calls `proceed`, if there is
+  // one, with the number of bytes done. kCancelled: `proceed` returned false. kDataLoss: bytes are
+  // damaged. kUnavailable: the file changes meanwhile, or its bytes have no hashes.
+  // Takes minutes for large files, so run it on a separate thread. Verified bytes are remembered,
+  // so a repeated call continues after a cancelled one.
   using Proceed = std::function<bool(std::uint64_t done)>;
   Status Prove(const Backing& backing, const Proceed& proceed) const;
 
  private:
   friend class CheckpointView;
   VirtualFile() = default;
-  // The segments that bytes [offset, offset + size) are in: until fn(segment, at, done, n) does not
-  // return ok. `at` is in the segment, `done` in the range.
+  // Calls fn for the segments that contain bytes [offset, offset + size), until it fails. fn gets a
+  // segment, the offset `at` in the segment, the offset `done` in the range, and the number `n` of
+  // bytes.
   using Visit = std::function<Status(const FileSegments::Segment& segment, std::uint64_t at,
                                      std::size_t done, std::size_t n)>;
   Status ForEachSegment(std::uint64_t offset, std::size_t size, const Visit& fn) const;
   Status ReadSegment(const FileSegments::Segment& segment, std::uint64_t at, char* out,
                      std::size_t size, ReadStats* stats) const;
-  // Bytes [at, at + size) of a segment of the backing file, into `out`, compared once.
-  // Literal bytes are compared with those that the view would serve; tensors and objects are read
-  // with kOnce, which compares their leaves and remembers them.
+  // Reads bytes [at, at + size) of a segment of the backing file into `out` and verifies them.
+  // Literal bytes are compared with those that the view serves; tensors and objects are read with
+  // kOnce, which compares their leaves and remembers them.
   Status ProveSegment(const Backing& backing, const FileStamp& stamp,
                       const FileSegments::Segment& segment, std::uint64_t at, char* out,
                       std::size_t size) const;
-  // Told by the first stored chunk: an adoption hashes all data or, with --quick, none. What has no
-  // hashes can never be proven.
+  // Whether the file's bytes have hashes. Looks at the first chunk or object only, because an
+  // adoption hashes all data or, with --quick, none.
   Result<bool> HasHashes() const;
   bool MapSegment(const FileSegments::Segment& segment, std::uint64_t at, std::size_t size,
                   std::vector<OpenedCheckpoint::MappedRange>& out) const;
@@ -108,7 +105,7 @@ class VirtualFile {
   // The tensor of a kTensor segment.
   Result<TensorEntry> TensorOf(const FileSegments::Segment& segment) const;
 
-  std::shared_ptr<const CheckpointView> view_;  // Null: literal only.
+  std::shared_ptr<const CheckpointView> view_;  // Null for a file made by OfText.
   Node node_;
   std::string label_;
   FileSegments segments_;

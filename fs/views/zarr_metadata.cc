@@ -18,12 +18,12 @@ namespace {
 
 constexpr std::string_view kGroup = R"({"zarr_format": 3, "node_type": "group", "attributes": {}})";
 
-// The fields are those that the core specification of version 3 demands. Chunk keys "c.0.1"
-// (separator ".") keep all chunks in one folder. "bytes" with "endian" is the only codec: chunks
-// are the stored bytes.
+// zarr.json of an array, with the fields required by the core specification of version 3. Chunk
+// keys "c.0.1" (separator ".") keep all chunks in one directory. "bytes" with "endian" is the only
+// codec: chunks are the stored bytes.
 std::string ArrayText(const TensorMeta& meta, const ZarrGrid& grid) {
   const std::string_view type = ZarrType(meta.dtype());
-  // Written as the specification writes values of the array's type.
+  // The fill value, in the specification's notation for values of the array's type.
   std::string_view fill = "0";
   if (type == "bool") fill = "false";
   if (type.starts_with("float")) fill = "0.0";
@@ -38,21 +38,22 @@ std::string ArrayText(const TensorMeta& meta, const ZarrGrid& grid) {
       InfoOf(meta.dtype()).name);
 }
 
-// One tensor of a scan, with its neighbours.
-// The key before tells which folders begin here, the key after whether a folder has this name too.
+// One tensor of a scan, with facts from its neighbours: the key before it tells which directories
+// begin with this tensor, and the key after it whether a directory has the tensor's name.
 struct Scanned {
   std::uint32_t number = 0;
   std::string key;
-  std::string key_before;  // Empty: none.
+  std::string key_before;  // Empty for the first tensor.
   bool also_folder = false;
   TensorEntry entry;
 };
 
-// Tensors [first, first + count), until fn returns an error.
+// Calls fn for tensors [first, first + count) until fn fails.
 Status ScanTensors(const ShownTensors& tensors, const KeyTree& tree, std::uint32_t first,
                    std::uint32_t count, const std::function<Status(const Scanned&)>& fn) {
-  // Begins one tensor before `first`, for its key; that one is not reported.
-  std::optional<Scanned> held;  // Waits for the key after it.
+  // The tensor that is reported when the key after it is known. The scan begins one tensor before
+  // `first`, only for that tensor's key.
+  std::optional<Scanned> held;
   Status failed;
   const auto emit = [&](const std::string* next) -> Status {
     if (!held || held->number < first) return {};
@@ -86,9 +87,9 @@ Status ScanTensors(const ShownTensors& tensors, const KeyTree& tree, std::uint32
   return emit(nullptr);
 }
 
-// Paths of the folders whose first key this is.
-// Each folder has to be told exactly once, and before its members: at its first key. Compared with
-// the names of the key before; where "%+" folders are involved, by a look-up.
+// Paths of the directories whose first tensor this is: each directory is reported once, before its
+// members. Directories are new if the key before has other names; for "%+" directories a lookup
+// decides.
 Result<std::vector<std::string>> NewFolders(const KeyTree& tree, const Scanned& tensor) {
   std::vector<std::string> paths;
   const std::vector<PathPart> parts = PathParts(tensor.key, false);
@@ -104,7 +105,7 @@ Result<std::vector<std::string>> NewFolders(const KeyTree& tree, const Scanned& 
     path += (d > 0 ? "/" : "") + parts[d].name;
     bool first = !same;
     if (continued && first) {
-      // Keys of a "%+" folder do not stand side by side.
+      // Keys of a "%+" directory are not adjacent, so its first key is looked up.
       TreeFolder at;
       for (std::size_t i = 0; i <= d; ++i) {
         TENSORMOUNT_ASSIGN_OR_RETURN(const TreeChild child, tree.Lookup(at, parts[i].name));
@@ -173,9 +174,8 @@ std::string ZarrArrayJson(const TensorMeta& meta, const ZarrGrid& grid) {
 
 Result<std::shared_ptr<const GeneratedText>> ZarrRootJson(const ShownTensors& tensors,
                                                           const KeyTree& tree, ZarrGrids grids) {
-  // The first tensor that has something to say begins without a comma.
-  // Found in a scan of its own, because blocks are rendered out of order: the comma before an entry
-  // may depend on nothing but the entry.
+  // The first tensor with an entry, before which there is no comma. A scan of its own finds it,
+  // because blocks are rendered in any order.
   std::optional<std::uint32_t> first_said;
   std::string left_out;
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -196,8 +196,7 @@ Result<std::shared_ptr<const GeneratedText>> ZarrRootJson(const ShownTensors& te
       R"({{"zarr_format": 3, "node_type": "group", "attributes": {{"tensormount_left_out": [{}]}}, )"
       R"("consolidated_metadata": {{"kind": "inline", "must_understand": false, "metadata": {{)",
       left_out);
-  // Everything that an entry depends on is asked for again at each rendering: the grids are cached
-  // by the view, the rest are look-ups.
+  // Everything, also the grids, is made again at each rendering.
   auto render = [&tensors, &tree, first_said, grids = std::move(grids)](
                     std::uint32_t first, std::uint32_t count, std::string& out) {
     return ScanTensors(tensors, tree, first, count, [&](const Scanned& tensor) -> Status {

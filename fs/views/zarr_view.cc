@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // zarr/: Zarr version 3 with groups from the slashes of keys. Chunks at the upper edges are padded
-// with zeros, as the format asks.
+// with zeros, as the format requires.
 #include "fs/views/zarr_view.h"
 
 #include <bit>
@@ -16,10 +16,11 @@ namespace tensormount::fs {
 namespace {
 
 constexpr std::uint64_t kRootJson = 2;
-constexpr int kItemBits = 39;  // Besides the bit that tells folders of keys.
+// Number of bits of an item, without the bit that marks directories of keys.
+constexpr int kItemBits = 39;
 constexpr std::uint64_t kGroupBit = std::uint64_t{1} << kItemBits;
 static_assert(kGroupBit * 2 == View::kMaxItems);
-// In grids, each of the weight 1: a few hundred bytes.
+// Largest number of cached grids, which have a few hundred bytes each.
 constexpr std::size_t kCachedGrids = 256;
 
 std::string Join(const std::string& folder, std::string_view name) {
@@ -37,7 +38,7 @@ std::uint64_t ZarrView::ItemOf(const ZarrItem& zarr) const {
   using Kind = ZarrItem::Kind;
   if (zarr.group()) {
     const bool json = zarr.kind == Kind::kGroupJson;
-    // The root's two items are fixed; a folder at depth 0 would else collide with the first key's.
+    // zarr/ and zarr/zarr.json have fixed items.
     if (zarr.depth == 0) return json ? kRootJson : kRoot;
     return kGroupBit | (std::uint64_t{zarr.number} << shift_) | (std::uint64_t{zarr.depth} << 1) |
            (json ? 1 : 0);
@@ -49,13 +50,14 @@ std::uint64_t ZarrView::ItemOf(const ZarrItem& zarr) const {
 
 Result<ZarrView::ZarrItem> ZarrView::ZarrItemOf(std::uint64_t item) const {
   using Kind = ZarrItem::Kind;
-  // A hundred times what fits any mount; there is no such view then.
-  if (shift_ < kFolderDepthBits + 1) return NoSuch(name());
+  // With 67 million tensors (2^26) too few bits are left for the depth of directories, and the view
+  // does not exist.
+  if (shift_ < kFolderDepthBits + 1) return NoSuchNameError(name());
   if (item == kRoot) return ZarrItem{.kind = Kind::kGroup};
   if (item == kRootJson) return ZarrItem{.kind = Kind::kGroupJson};
-  if (item >= View::kMaxItems) return StaleNode("zarr/");
-  // The upper field is the tensor (or the first key of the folder), the lower one what of it is
-  // meant.
+  if (item >= View::kMaxItems) return StaleNodeError("zarr/");
+  // The upper field is the tensor's number + 1, or the first key of a directory; the lower field is
+  // the file of that array or directory.
   const std::uint64_t high = (item & (kGroupBit - 1)) >> shift_;
   const std::uint64_t low = item & ((std::uint64_t{1} << shift_) - 1);
   const std::uint32_t count = shown_.tensors.count();
@@ -64,10 +66,10 @@ Result<ZarrView::ZarrItem> ZarrView::ZarrItemOf(std::uint64_t item) const {
                         .number = static_cast<std::uint32_t>(high),
                         .depth = static_cast<std::uint32_t>(low >> 1)};
     if (high >= count || zarr.depth == 0 || (low >> 1) >= (1u << kFolderDepthBits))
-      return StaleNode("zarr/");
+      return StaleNodeError("zarr/");
     return zarr;
   }
-  if (high == 0 || high > count) return StaleNode("zarr/");
+  if (high == 0 || high > count) return StaleNodeError("zarr/");
   ZarrItem zarr{.kind = Kind::kArray, .number = static_cast<std::uint32_t>(high - 1)};
   if (low == 1) zarr.kind = Kind::kArrayJson;
   if (low > 1) {
@@ -77,23 +79,23 @@ Result<ZarrView::ZarrItem> ZarrView::ZarrItemOf(std::uint64_t item) const {
   return zarr;
 }
 
-Result<ZarrView::Known> ZarrView::Know(const ZarrItem& zarr) const {
-  Known known{.item = zarr, .tensor = std::nullopt, .grid = nullptr};
+Result<ZarrView::ResolvedItem> ZarrView::Resolve(const ZarrItem& zarr) const {
+  ResolvedItem known{.item = zarr, .tensor = std::nullopt, .grid = nullptr};
   if (zarr.group() && shown_.tensors.count() == 0) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.tensor, shown_.tensors.EntryAt(zarr.number));
   if (zarr.group()) return known;
-  // Look-ups turn this into "no such name".
-  if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNode("zarr/");
+  // Lookup turns this error into "no such name".
+  if (ZarrType(known.tensor->meta.dtype()).empty()) return StaleNodeError("zarr/");
   if (zarr.folder()) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(known.grid, GridOf(zarr.number, *known.tensor));
   if (zarr.kind == ZarrItem::Kind::kChunk && zarr.chunk >= known.grid->chunks())
-    return StaleNode("zarr/");
+    return StaleNodeError("zarr/");
   return known;
 }
 
 Result<std::shared_ptr<const ZarrGrid>> ZarrView::GridOf(std::uint32_t number,
                                                          const TensorEntry& tensor) const {
-  // Two threads may both make it; the first one's is kept.
+  // Two threads may both make the grid; the cache keeps the first.
   if (auto cached = grids_.Get(number)) return cached;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrGrid grid,
                                ZarrGrid::Make(shown_.opened.index(), tensor, max_chunks()));
@@ -122,14 +124,13 @@ Result<std::string> ZarrView::FolderPath(const ZarrItem& zarr) const {
   return ZarrPath(std::move(path));
 }
 
-// The identity of a node is its path below zarr/, so inode numbers stay when grids get other
-// numbers of chunks.
-Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_path) const {
+// A node's identity is its path below zarr/, so inode numbers stay when grids get other numbers of
+// chunks.
+Result<ViewNode> ZarrView::NodeOf(const ResolvedItem& known, const std::string& folder_path) const {
   using Kind = ZarrItem::Kind;
   const ZarrItem& zarr = known.item;
-  // Where chunks begin and end may change with every checkpoint.
-  // A chunk's bytes are the tensor's, and so is its time. Its metadata follow how the tensor is
-  // stored now.
+  // A chunk has the tensor's time. A zarr.json has the checkpoint's time, because it depends on how
+  // tensors are stored, which may change with every checkpoint.
   const std::int64_t json_mtime = shown_.opened.index().info().json_mtime;
   ViewNode node{.item = ItemOf(zarr),
                 .folder = zarr.folder(),
@@ -155,19 +156,19 @@ Result<ViewNode> ZarrView::NodeOf(const Known& known, const std::string& folder_
       return node;
     case Kind::kChunk:
       node.size = known.tensor->meta.bits() / 8;
-      // All chunks have one size, those at the upper edges too: they are padded.
+      // All chunks have the same size, since chunks at the upper edges are padded.
       for (const std::int64_t extent : known.grid->chunk()) {
-        node.size *= static_cast<std::uint64_t>(extent);  // Not above the tensor's size.
+        node.size *= static_cast<std::uint64_t>(extent);  // At most the tensor's size.
       }
       node.identity = Join(folder_path, known.grid->NameOf(zarr.chunk));
       return node;
   }
-  return StaleNode("zarr/");
+  return StaleNodeError("zarr/");
 }
 
 Result<ViewNode> ZarrView::Stat(std::uint64_t item) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(item));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ResolvedItem known, Resolve(zarr));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(zarr));
   return NodeOf(known, path);
 }
@@ -184,11 +185,11 @@ Result<ViewChild> ZarrView::Lookup(std::uint64_t folder, std::string_view name) 
     TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry tensor, shown_.tensors.EntryAt(in.number));
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto grid, GridOf(in.number, tensor));
     const std::optional<std::uint64_t> chunk = grid->NumberOf(name);
-    if (!chunk) return NoSuch(name);
+    if (!chunk) return NoSuchNameError(name);
     zarr.chunk = *chunk;
   } else {
-    // A key whose last name is zarr.json is an array at zarr%2Ejson: the plain name is the
-    // metadata's.
+    // A key whose last name is zarr.json is an array at zarr%2Ejson: the plain name is that of the
+    // metadata file.
     const TreeFolder at{.first = in.number, .depth = in.depth};
     Result<TreeChild> child = shown_.tensor_tree.Lookup(at, name);
     if (child.status().code() == Code::kNotFound && name == ZarrPath(std::string(kZarrJson))) {
@@ -199,11 +200,10 @@ Result<ViewChild> ZarrView::Lookup(std::uint64_t folder, std::string_view name) 
             .number = child.value().ordinal,
             .depth = child.value().depth};
   }
-  // Reads the tensor's record, and for files of arrays the grid.
-  Result<Known> known = Know(zarr);
-  // Of a type that is no array.
-  // The tree has the key, the view has not.
-  if (known.status().code() == Code::kStale && zarr.kind == Kind::kArray) return NoSuch(name);
+  Result<ResolvedItem> known = Resolve(zarr);
+  // The tree has the key, but zarr/ has no array of this dtype.
+  if (known.status().code() == Code::kStale && zarr.kind == Kind::kArray)
+    return NoSuchNameError(name);
   TENSORMOUNT_RETURN_IF_ERROR(known.status());
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(zarr));
   TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, NodeOf(known.value(), path));
@@ -216,31 +216,30 @@ Status ZarrView::List(std::uint64_t folder, std::uint64_t cookie, const Visit& f
   return zarr.group() ? ListGroup(zarr, cookie, fn) : ListArray(zarr, cookie, fn);
 }
 
-// Cookies: 1 is behind zarr.json, n + 1 what the tree calls n.
+// Cookies: 1 follows zarr.json, n + 1 is the tree's cookie n.
 Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const {
   using Kind = ZarrItem::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(group));
-  // zarr.json of the folder itself.
   if (cookie == 0) {
     ZarrItem json = group;
     json.kind = Kind::kGroupJson;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(json));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const ResolvedItem known, Resolve(json));
     TENSORMOUNT_ASSIGN_OR_RETURN(ViewNode node, NodeOf(known, path));
     if (!fn({std::string(kZarrJson), std::move(node)}, 1)) return {};
   }
   if (shown_.tensors.count() == 0) return {};
   Status failed;
   const auto visit = [&](TreeChild& child, std::uint64_t next) {
-    Known known{.item = {.kind = child.is_folder ? Kind::kGroup : Kind::kArray,
-                         .number = child.ordinal,
-                         .depth = child.depth},
-                .tensor = std::move(child.entry),
-                .grid = nullptr};
+    ResolvedItem known{.item = {.kind = child.is_folder ? Kind::kGroup : Kind::kArray,
+                                .number = child.ordinal,
+                                .depth = child.depth},
+                       .tensor = std::move(child.entry),
+                       .grid = nullptr};
     if (!known.tensor) {
       Result<TensorEntry> tensor = shown_.tensors.EntryAt(child.ordinal);
       failed = tensor.status();
       if (!failed.ok()) return false;
-      // Folders report the time of their first key.
+      // Directories have the time of their first key.
       known.tensor = std::move(tensor).value();
     }
     if (!child.is_folder) {
@@ -256,14 +255,14 @@ Status ZarrView::ListGroup(const ZarrItem& group, std::uint64_t cookie, const Vi
   return failed;
 }
 
-// Cookies: 1 is behind zarr.json, n + 2 behind chunk n.
+// Cookies: 1 follows zarr.json, n + 2 follows chunk n.
 Status ZarrView::ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const {
   using Kind = ZarrItem::Kind;
   ZarrItem zarr = array;
   zarr.kind = Kind::kArrayJson;
-  TENSORMOUNT_ASSIGN_OR_RETURN(Known known, Know(zarr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(ResolvedItem known, Resolve(zarr));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, FolderPath(array));
-  // O(1) a chunk: its name and box follow from its number.
+  // O(1) for each chunk: its name and box follow from its number.
   for (std::uint64_t at = cookie; at <= known.grid->chunks(); ++at) {
     if (at > 0) {
       known.item.kind = Kind::kChunk;
@@ -279,7 +278,7 @@ Status ZarrView::ListArray(const ZarrItem& array, std::uint64_t cookie, const Vi
 Result<FileSegments> ZarrView::Open(std::uint64_t file) const {
   using Kind = ZarrItem::Kind;
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(file));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ResolvedItem known, Resolve(zarr));
   if (zarr.folder()) return Status::FromErrno(EISDIR, "open", PathOf(file));
   FileSegments segments;
   if (zarr.kind == Kind::kChunk) {
@@ -305,7 +304,7 @@ std::string ZarrView::PathOf(std::uint64_t item) const {
 
 Result<std::map<std::string, std::string>> ZarrView::Attributes(std::uint64_t item) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZarrItem zarr, ZarrItemOf(item));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const Known known, Know(zarr));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ResolvedItem known, Resolve(zarr));
   std::map<std::string, std::string> all;
   if (zarr.group()) return all;
   const TensorMeta& meta = known.tensor->meta;

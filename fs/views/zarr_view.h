@@ -10,30 +10,29 @@
 #include <string>
 #include <string_view>
 
+#include "fs/formats/zarr_grid.h"
 #include "fs/views/shown_checkpoint.h"
 #include "fs/views/view.h"
-#include "fs/formats/zarr_grid.h"
 #include "index/records/lru_cache.h"
 
 namespace tensormount::fs {
 
-// zarr/: the tensors as a Zarr v3 hierarchy (docs/semantics.md, "Zarr"). A group for every folder
-// of keys, an array for every tensor whose elements are whole bytes: ZARR/KEY/zarr.json and its
-// chunks c.0.1. Nothing is kept per tensor but a few grids and, once zarr/zarr.json was looked at,
-// where each 256th tensor begins in it.
+// zarr/: the tensors as a Zarr v3 hierarchy (docs/mounting.md, "Zarr"). A group for every directory
+// of keys, an array for every tensor whose elements are whole bytes: zarr/KEY/zarr.json and its
+// chunks c.0.1. Memory: a few grids and, once zarr/zarr.json was accessed, the position of each
+// 256th tensor in it.
 //
-// Items, below the 40 bits that there are: 1 zarr/, 2 zarr/zarr.json;
+// Items, in 40 bits: 1 zarr/, 2 zarr/zarr.json;
 //   0 | number of the tensor + 1 | 0 array, 1 its zarr.json, 2 + n chunk n
-//   1 | first key of the folder | depth | 0 group, 1 its zarr.json
+//   1 | first key of the directory | depth | 0 group, 1 its zarr.json
 // with as many bits for tensors as their count needs.
 //
-// Numbers by arithmetic, so that an array of a million chunks costs nothing until chunks are
-// opened. Grids are kept in a small cache: a reader asks for all chunks of one array, then for
-// those of the next.
-// zarr/zarr.json is made when somebody first looks at it: it reads the extents of every tensor.
+// Items are computed, so an array of a million chunks costs nothing until chunks are opened. Grids
+// are in a small cache, because a reader opens all chunks of one array, then those of the next.
+// zarr/zarr.json is made at the first access, which reads the extents of every tensor.
 class ZarrView : public View {
  public:
-  // `shown` must outlive this.
+  // `shown` must outlive this object.
   explicit ZarrView(const ShownCheckpoint& shown);
 
   std::string_view name() const override { return "zarr"; }
@@ -45,50 +44,50 @@ class ZarrView : public View {
   Result<std::map<std::string, std::string>> Attributes(std::uint64_t item) const override;
 
  private:
-  // What an item is.
+  // A decoded item.
   struct ZarrItem {
     enum class Kind : std::uint8_t { kGroup, kGroupJson, kArray, kArrayJson, kChunk } kind;
-    std::uint32_t number = 0;  // Of the tensor, or of the folder's first key.
-    std::uint32_t depth = 0;   // Of the folder; 0: zarr/ itself.
+    std::uint32_t number = 0;  // The tensor, or the directory's first key.
+    std::uint32_t depth = 0;   // Depth of the directory; 0: zarr/ itself.
     std::uint64_t chunk = 0;
 
     bool folder() const { return kind == Kind::kGroup || kind == Kind::kArray; }
     bool group() const { return kind == Kind::kGroup || kind == Kind::kGroupJson; }
   };
 
-  // With what says how large it is.
-  // An item and the records that its node and its file are made of, read once a request.
-  struct Known {
+  // An item and the records that its node and its file are made of, read once for each request.
+  struct ResolvedItem {
     ZarrItem item;
-    std::optional<TensorEntry> tensor;     // Of an array, or the first one of a folder.
-    std::shared_ptr<const ZarrGrid> grid;  // Of files of an array.
+    std::optional<TensorEntry> tensor;     // The array's tensor, or the first one of a directory.
+    std::shared_ptr<const ZarrGrid> grid;  // Set for the files of an array.
   };
 
-  // The two are inverse for items that exist; ZarrItemOf checks the ranges of numbers, Know that
-  // there is such a chunk or type.
+  // The item number; ZarrItemOf is the inverse. ZarrItemOf checks that tensor or directory exist,
+  // and Resolve that the array and the chunk do.
   std::uint64_t ItemOf(const ZarrItem& item) const;
-  // kStale for numbers that ItemOf does not make.
+  // Decodes an item number. kStale for numbers that ItemOf does not make.
   Result<ZarrItem> ZarrItemOf(std::uint64_t item) const;
-  Result<Known> Know(const ZarrItem& item) const;
+  Result<ResolvedItem> Resolve(const ZarrItem& item) const;
   Result<std::shared_ptr<const ZarrGrid>> GridOf(std::uint32_t number,
                                                  const TensorEntry& tensor) const;
   Result<std::shared_ptr<const GeneratedText>> RootJson() const;
-  // Below zarr/, of the folder that the item is or is in.
-  // "layers/0/w" of an array and of all files in it.
+  // Path below zarr/ of the directory that the item is or is in: "layers/0/w" for an array and all
+  // files in it.
   Result<std::string> FolderPath(const ZarrItem& item) const;
-  // `folder_path` is what FolderPath gives.
-  Result<ViewNode> NodeOf(const Known& known, const std::string& folder_path) const;
-  // Listings report zarr.json first, then what is in the folder, in the order of keys or chunks.
+  // `folder_path`: result of FolderPath.
+  Result<ViewNode> NodeOf(const ResolvedItem& known, const std::string& folder_path) const;
+  // Listings report zarr.json first, then the content in the order of keys or chunks.
   Status ListGroup(const ZarrItem& group, std::uint64_t cookie, const Visit& fn) const;
   Status ListArray(const ZarrItem& array, std::uint64_t cookie, const Visit& fn) const;
-  // As many as fit the bits below a tensor's number; grids with more are made coarser.
+  // Largest number of chunks for which the bits below a tensor's number suffice; a grid that would
+  // have more chunks is made coarser.
   std::uint64_t max_chunks() const { return (std::uint64_t{1} << shift_) - 2; }
 
   const ShownCheckpoint& shown_;
-  int shift_ = 0;  // Bits below a tensor's number; of a folder's depth there is one less.
+  // Number of bits below a tensor's number in an item. A directory's depth has one bit less.
+  int shift_ = 0;
   mutable LruCache<std::uint32_t, const ZarrGrid> grids_;
-  // Guards root_json_, and is held while that is made, so that readers who come at once wait for
-  // one of them.
+  // Guards root_json_. It is held while that text is made, so that concurrent readers make it once.
   mutable std::mutex mutex_;
   mutable std::shared_ptr<const GeneratedText> root_json_;
 };

@@ -9,17 +9,17 @@
 #include "gpu/kernels/strided.h"
 
 // The contribution of a region to the digest of its tensor (shard/strided_digest.h), piece by
-// piece: the CRC-64/NVME of a piece that is one run of the tensor's row-major bytes, moved up by
-// the bytes of the tensor behind it. Contributions add up by exclusive or, in any order, so each
-// thread has some pieces and the sums meet in one word.
+// piece: the CRC-64/NVME of a piece that is one run of the tensor's row-major bytes, shifted by the
+// number of tensor bytes after it. Contributions are combined by exclusive or in any order, so each
+// thread processes some pieces and all add to one word.
 
 namespace tensormount::kernels {
 
-// Bytes that one thread hashes at once: long enough that moving the CRC up costs little beside it.
+// Bytes that one thread hashes at once: long enough to make the final shift cheap in comparison.
 inline constexpr std::uint64_t kCrcPieceBytes = 1024;
 
-// What a device needs in memory. ByteTables: kTables of base/crc64_math.h, for eight bytes at a
-// time, which is looked up for every byte. `powers[d][n]`: moves a CRC up by n * 256^d bytes.
+// Tables in device memory. ByteTables: kTables of base/crc64_math.h, for eight bytes at a time,
+// used for every byte. `powers[d][n]` shifts a CRC by n * 256^d bytes.
 struct ByteTables {
   std::uint64_t of[8][256];
 };
@@ -30,9 +30,9 @@ struct CrcTables {
 inline void FillCrcTables(CrcTables& tables) {
   for (std::size_t k = 0; k < 8; ++k) {
     for (std::size_t b = 0; b < 256; ++b) tables.bytes.of[k][b] = crc64::kTables[k][b];
-    // Powers of 256^k: the first is that of one, the others products with it.
+    // powers[k][n] shifts by n * 256^k bytes: powers[k][1] is known, the others are products.
     const std::uint64_t one = crc64::kBytePowers[8 * k];
-    tables.powers[k][0] = 0;  // Nobody asks for it.
+    tables.powers[k][0] = 0;  // Unused.
     tables.powers[k][1] = one;
     for (std::size_t n = 2; n < 256; ++n) {
       tables.powers[k][n] = crc64::MultiplyPortable(tables.powers[k][n - 1], one);
@@ -76,8 +76,8 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t CrcOf(const ByteTables& tables,
   return ~state;
 }
 
-// What piece `number` contributes. `s` goes from memory at `from` to places in the tensor's
-// row-major bytes, of which there are `tensor_bytes`.
+// The contribution of piece `number`. `s` maps memory at `from` to positions in the tensor's
+// row-major bytes, `tensor_bytes` in all.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE std::uint64_t CrcOfPiece(const ByteTables& bytes, const CrcTables& tables,
                                                  const Strided& s, std::uint64_t number,

@@ -11,28 +11,27 @@
 #include "gpu/kernels/tiles.h"
 #include "gpu/kernels/xxh3.h"
 
-// The kernels: what each is handed, by value, and what one thread (or warp) of it does. kernels.cu
-// makes them of these, the tests run them on the host.
+// The kernels: the parameters of each, passed by value, and the work of one thread (or warp).
+// kernels.cu makes kernels of them, and tests run them on the host.
 
 namespace tensormount::kernels {
 
-// How many copies, or regions of digests, go into one launch: what makes many small tensors cheap.
-// What they need is handed over with the launch.
+// Number of copies, or regions of digests, per launch. Batching makes many small tensors cheap; the
+// parameters travel with the launch.
 inline constexpr int kBatch = 32;
-// As much as a launch takes from compute capability 7.0 and CUDA 12.1 on.
+// Largest size of launch parameters from compute capability 7.0 and CUDA 12.1 on.
 // Source: CUDA C++ Programming Guide, kernel parameters.
 inline constexpr std::size_t kMostParameters = 32'764;
-// Threads of a block.
 inline constexpr unsigned kBlockThreads = 256;
-// A warp: a few leaves are spread over all of a device, and what is the same for all threads of a
-// block is so for all lanes, as a compiler sees it.
+// One warp per block: then even a few leaves are spread over the whole device, and the compiler
+// knows that values that are uniform in the block are uniform in the warp.
 inline constexpr unsigned kHashThreads = kLanes;
 
-// Of `count` members, `begin` of which rise, the one that has `number`.
+// Binary search: the member that contains `number`; `begin` is ascending.
 template <typename Number>
 TENSORMOUNT_HOST_DEVICE int MemberAt(const Number* begin, int count, Number number) {
   int low = 0;
-  int high = count;  // It is in [low, high).
+  int high = count;  // The result is in [low, high).
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (number < begin[middle] ? high : low) = middle;
@@ -40,16 +39,16 @@ TENSORMOUNT_HOST_DEVICE int MemberAt(const Number* begin, int count, Number numb
   return low;
 }
 
-// Runs the threads of one launch over pieces of several copies, one after the other.
+// Pieces of several copies, numbered one copy after the other, for the threads of one launch.
 struct Batch {
   int count = 0;
-  std::uint64_t begin[kBatch + 1] = {};  // Of each one's pieces, and behind the last.
+  std::uint64_t begin[kBatch + 1] = {};  // First piece of each copy, and the end.
   Strided strided[kBatch];
-  std::uint64_t first[kBatch] = {};  // The piece of each that is its first here.
+  std::uint64_t first[kBatch] = {};  // Each copy's number of its first piece in this batch.
   const std::uint8_t* from[kBatch] = {};
   std::uint64_t pieces() const { return begin[count]; }
 };
-// Strided copies, in pieces of WordOf bytes.
+// Strided copies in pieces of WordOf bytes, a thread per piece.
 struct CopyJob {
   Batch batch;
   std::uint8_t* to[kBatch] = {};
@@ -69,10 +68,10 @@ TENSORMOUNT_HOST_DEVICE inline void CopyThread(const CopyJob& job, std::uint64_t
   }
 }
 
-// Copies of words by tiles, a block of threads each.
+// Transposing copies of words by tiles, a block of threads per tile.
 struct TileJob {
   int count = 0;
-  std::uint64_t begin[kBatch + 1] = {};  // Of each one's tiles, and behind the last.
+  std::uint64_t begin[kBatch + 1] = {};  // First tile of each copy, and the end.
   Tiled tiled[kBatch];
   const std::uint8_t* from[kBatch] = {};
   std::uint8_t* to[kBatch] = {};
@@ -88,12 +87,11 @@ TENSORMOUNT_HOST_DEVICE void TileBlock(const TileJob& job, const Block& block, T
   }
 }
 
-// Copies of bytes that lie side by side, of which there may be many: in parts of kRunPart, a warp
-// each.
+// Contiguous copies in parts of kRunPart bytes, a warp per part.
 inline constexpr int kRunBatch = 1024;
 struct RunJob {
   int count = 0;
-  std::uint32_t begin[kRunBatch + 1] = {};  // Of each one's parts, and behind the last.
+  std::uint32_t begin[kRunBatch + 1] = {};  // First part of each copy, and the end.
   const std::uint8_t* from[kRunBatch] = {};
   std::uint8_t* to[kRunBatch] = {};
   std::uint64_t bytes[kRunBatch] = {};
@@ -112,15 +110,15 @@ TENSORMOUNT_HOST_DEVICE void RunWarp(const RunJob& job, const Warp& warp, std::u
       CopyRun(job.from[m] + at, job.to[m] + at, bytes, static_cast<unsigned>(lane));
       return 0;
     });
-    if (all - number <= warps) break;  // Before the sum passes what it can hold.
+    if (all - number <= warps) break;  // Before the sum overflows.
   }
 }
 
-// Hashes of the leaves of packed bytes, of one piece of memory after the other, a warp each.
+// Hashes of the leaves of several packed pieces of memory, a warp per leaf.
 inline constexpr int kHashBatch = 128;
 struct HashJob {
   int count = 0;
-  std::uint64_t begin[kHashBatch + 1] = {};  // Of each one's leaves, and behind the last.
+  std::uint64_t begin[kHashBatch + 1] = {};  // First leaf of each piece, and the end.
   const std::uint8_t* data[kHashBatch] = {};
   std::uint64_t bytes[kHashBatch] = {};
   std::uint64_t leaf_bytes = 0;
@@ -143,14 +141,14 @@ TENSORMOUNT_HOST_DEVICE void HashWarp(const HashJob& job, const Warp& warp, std:
   }
 }
 
-// Contributions to digests, in pieces of kCrcPieceBytes: each is added to its region's sum.
+// Contributions to digests in pieces of kCrcPieceBytes; each is added to its region's sum.
 struct CrcJob {
   Batch batch;
   std::uint64_t tensor_bytes[kBatch] = {};
   std::uint64_t* sum[kBatch] = {};
 };
-// `bytes`: tables.bytes, or a nearer copy of it. `add(sum, value)`: by exclusive or, which other
-// threads may do to the same sum meanwhile.
+// `bytes`: tables.bytes, or a copy in shared memory. `add(sum, value)` must be an atomic exclusive
+// or, because other threads may add to the same sum.
 template <typename Add>
 TENSORMOUNT_HOST_DEVICE void CrcThread(const CrcJob& job, const ByteTables& bytes,
                                        const CrcTables& tables, std::uint64_t thread,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels (jobs.h), as the device finds them by name. Compiled alone, into an image that
-// libtensormount_cuda carries.
+// The kernels (jobs.h) under the names by which the host loads them. Compiled separately, into an
+// image that libtensormount_cuda contains.
 #include "gpu/kernels/jobs.h"
 
 using tensormount::kernels::ByteTables;
@@ -24,7 +24,7 @@ __device__ std::uint64_t ThisThread() {
 }
 __device__ std::uint64_t AllThreads() { return std::uint64_t{gridDim.x} * blockDim.x; }
 
-// Of one warp each, that a multiprocessor takes at a time; at least.
+// Number of one-warp blocks that a multiprocessor can have resident; a lower bound.
 // Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 #if defined(__CUDA_ARCH__) && \
     (__CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100))
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kBlockThreads, 6)
   TileBlock(job, DeviceBlock<kBlockThreads>(), memory, blockIdx.x, gridDim.x);
 }
 
-// As many at a time as a multiprocessor takes.
+// Occupancy: as many resident blocks as a multiprocessor allows.
 __global__ void __launch_bounds__(kHashThreads, kMostBlocks)
     tensormount_hash(const __grid_constant__ HashJob job) {
   HashWarp(job, DeviceWarp(), blockIdx.x, gridDim.x);
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kHashThreads, kMostBlocks)
 
 __global__ void __launch_bounds__(kBlockThreads)
     tensormount_crc(const __grid_constant__ CrcJob job) {
-  // Lookups of a warp are all over the table: in shared memory they meet in banks, not in lines.
+  // A warp looks up scattered entries of the table: in shared memory they use different banks
+  // instead of many cache lines.
   __shared__ ByteTables bytes;
   constexpr int kWords = sizeof(ByteTables) / sizeof(std::uint64_t);
   for (int i = threadIdx.x; i < kWords; i += kBlockThreads) {

@@ -7,15 +7,15 @@
 #include <cstdint>
 #include <cstring>
 
-// What a kernel is written against, so that the same template runs on a device and, lane by lane,
-// on the host: there it is compared with the host's own hashes and copies under the sanitizers, on
-// machines without a device.
+// Abstraction of warps and blocks for kernels, so that the same templates run on a device and, lane
+// by lane, on the host. There tests compare them with the host's own hashes and copies under the
+// sanitizers, without a device.
 
 #if defined(__CUDACC__)
 #define TENSORMOUNT_HOST_DEVICE __host__ __device__
 #define TENSORMOUNT_UNROLL _Pragma("unroll")
-// Loops and functions of which one copy is enough: what is unrolled and inlined without need is
-// most of the bytes of an image, of which there is one for each kind of device.
+// Prevent unrolling and inlining where they do not help: they would dominate the size of the image,
+// of which there is one per kind of device.
 #define TENSORMOUNT_ROLLED _Pragma("unroll 1")
 #define TENSORMOUNT_OUT_OF_LINE __noinline__
 #else
@@ -29,15 +29,15 @@ namespace tensormount::kernels {
 
 inline constexpr int kLanes = 32;
 
-// The widest word: what a device loads in one instruction.
+// The widest word that a device loads in one instruction.
 struct alignas(16) Word16 {
   std::uint64_t low;
   std::uint64_t high;
 };
 
-// Thirty-two lanes in step. `Of<T>` is a value that each lane has of its own. A kernel says in Map
-// what one lane does, and uses what Map gave only through Get and Exchange: on a device each thread
-// is a lane and `Of<T>` is its T.
+// A warp: 32 lanes in lockstep. `Of<T>` is a value per lane. Kernels compute per lane in Map, and
+// use the results only through Get and Exchange: on a device each thread is a lane, and `Of<T>` is
+// its T.
 struct HostWarp {
   template <typename T>
   using Of = std::array<T, kLanes>;
@@ -52,7 +52,7 @@ struct HostWarp {
   static T Get(const std::array<T, kLanes>& value, int lane) {
     return value[static_cast<std::size_t>(lane)];
   }
-  // What the lane whose number differs in these bits has.
+  // The value of the lane whose number differs in these bits (shuffle xor).
   template <typename T>
   static std::array<T, kLanes> Exchange(const std::array<T, kLanes>& value, int bits) {
     std::array<T, kLanes> out{};
@@ -63,8 +63,8 @@ struct HostWarp {
   }
 };
 
-// The threads of a block, which have memory in common. A kernel says in Each what one of them does;
-// all have done it before any goes on.
+// A block: threads with shared memory. Kernels do the work of one thread in Each, which ends with a
+// barrier.
 template <unsigned kCount>
 struct HostBlock {
   static constexpr unsigned kThreads = kCount;
@@ -104,8 +104,8 @@ struct DeviceBlock {
 };
 #endif
 
-// Little-endian, from anywhere. A device reads aligned words only: of those that hold some of the
-// bytes, none of which leaves the allocation that these are in.
+// Unaligned little-endian load. A device reads the aligned words that contain the bytes; this is
+// safe because allocations consist of whole words.
 TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
 #if defined(__CUDA_ARCH__)
   const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -119,11 +119,11 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Load64(const std::uint8_t* data) {
   return value;
 #endif
 }
-// Two words side by side.
+// Unaligned load of two words.
 TENSORMOUNT_HOST_DEVICE inline Word16 LoadAny(const std::uint8_t* data) {
   return {Load64(data), Load64(data + 8)};
 }
-// From an aligned address, of what is read once: it need not stay in caches.
+// Aligned load of data that are read once (streaming cache hint).
 TENSORMOUNT_HOST_DEVICE inline Word16 LoadOnce(const std::uint8_t* data) {
 #if defined(__CUDA_ARCH__)
   const ulonglong2 words = __ldcs(reinterpret_cast<const ulonglong2*>(data));

@@ -6,14 +6,15 @@
 
 #include "gpu/kernels/lanes.h"
 
-// Bytes that lie side by side on both sides, anywhere: small tensors, of which there are many.
+// Copies that are contiguous on both sides, at any alignment: small tensors, of which there are
+// many.
 
 namespace tensormount::kernels {
 
-// Bytes that a warp copies at once.
+// Bytes that one warp copies.
 inline constexpr std::uint64_t kRunPart = 4096;
 
-// `words` of them, each lane some.
+// Copies every kLanes-th of `words` words, from word `lane` on.
 template <typename Word>
 TENSORMOUNT_HOST_DEVICE void CopyWords(const std::uint8_t* from, std::uint8_t* to, unsigned words,
                                        unsigned lane) {
@@ -23,7 +24,7 @@ TENSORMOUNT_HOST_DEVICE void CopyWords(const std::uint8_t* from, std::uint8_t* t
   TENSORMOUNT_ROLLED
   for (unsigned n = lane; n < words; n += kAtOnce * kLanes) {
     Word some[kAtOnce];
-    // All before any of them is waited for.
+    // Issue all loads before the first use, so that they overlap.
     TENSORMOUNT_UNROLL
     for (unsigned k = 0; k < kAtOnce; ++k) {
       if (n + k * kLanes < words) some[k] = source[n + k * kLanes];
@@ -35,8 +36,8 @@ TENSORMOUNT_HOST_DEVICE void CopyWords(const std::uint8_t* from, std::uint8_t* t
   }
 }
 
-// What a lane does of a copy of at most kRunPart bytes: words as wide as both sides have them at
-// the same time, and single bytes before the first and behind the last one.
+// A lane's share of a copy of at most kRunPart bytes: words of the largest size that is aligned on
+// both sides, and single bytes before the first and after the last.
 TENSORMOUNT_HOST_DEVICE inline void CopyRun(const std::uint8_t* from, std::uint8_t* to,
                                             unsigned bytes, unsigned lane) {
   const std::uintptr_t apart =

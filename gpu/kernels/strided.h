@@ -7,18 +7,18 @@
 #include "gpu/kernels/lanes.h"
 #include "shard/copy_plan.h"
 
-// A strided copy (shard/copy_plan.h) as many pieces of one size, each found from its number alone:
-// what a thread of a kernel needs to know. A value that is handed to a kernel as it is.
+// A strided copy (shard/copy_plan.h) as numbered pieces of equal size, each computable from its
+// number alone, for threads of a kernel. Passed to a kernel by value.
 
 namespace tensormount::kernels {
 
 struct Strided {
-  std::int64_t from = 0;  // Of the first run.
+  std::int64_t from = 0;  // Offset of the first run.
   std::int64_t to = 0;
   std::uint64_t run = 0;    // Bytes of a run.
   std::uint64_t piece = 0;  // Bytes of a piece; the last one of a run may be shorter.
   std::uint64_t run_pieces = 0;
-  std::uint64_t pieces = 0;  // In all.
+  std::uint64_t pieces = 0;  // Pieces of all runs.
   int axes = 0;              // The outermost first.
   std::uint64_t count[kMaxAxes] = {};
   std::int64_t from_step[kMaxAxes] = {};
@@ -31,7 +31,7 @@ struct RunPart {
   std::uint64_t bytes = 0;
 };
 
-// Pieces of at most `piece` bytes.
+// Cuts a copy into pieces of at most `piece` bytes.
 inline Strided CutIntoPieces(const StridedCopy& plan, std::uint64_t piece) {
   Strided s;
   if (plan.run == 0) return s;
@@ -50,8 +50,8 @@ inline Strided CutIntoPieces(const StridedCopy& plan, std::uint64_t piece) {
   return s;
 }
 
-// `Index` is 32 bits wide where `pieces` is below 2^32, since divisions of 64 bits take a device
-// several times as long.
+// Piece `number` of a copy. `Index` is 32 bits wide if `pieces` is below 2^32, because 64-bit
+// divisions take a device several times as long.
 template <typename Index>
 TENSORMOUNT_HOST_DEVICE RunPart PieceAt(const Strided& s, std::uint64_t number) {
   auto rest = static_cast<Index>(number);
@@ -73,8 +73,8 @@ TENSORMOUNT_HOST_DEVICE RunPart PieceAt(const Strided& s, std::uint64_t number) 
   return p;
 }
 
-// The largest word, 16 bytes at most, in which a copy can be made: runs, steps and places are
-// multiples of it. So elements of 1 to 16 bytes move whole, and rows by 16 bytes.
+// The largest word size, at most 16 bytes, that divides runs, steps and addresses, so that elements
+// of 1 to 16 bytes move whole, and rows by 16 bytes.
 inline std::uint64_t WordOf(const StridedCopy& plan, const void* from, const void* to) {
   std::uint64_t all = plan.run | reinterpret_cast<std::uintptr_t>(from) |
                       reinterpret_cast<std::uintptr_t>(to) |

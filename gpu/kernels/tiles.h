@@ -10,10 +10,9 @@
 #include "gpu/kernels/strided.h"
 #include "shard/copy_plan.h"
 
-// A copy of single words whose neighbours in the source are not neighbours in the destination: a
-// transpose, of any rank. Word by word one side of it would be read or written at a fraction of the
-// memory's speed. So a block of threads reads a tile along the one axis into its own memory, and
-// writes it along the other.
+// A transpose of any number of axes: words that are adjacent in the source are not adjacent in the
+// destination. A word-by-word copy would use a fraction of the memory bandwidth on one side. So a
+// block reads a tile along one axis into shared memory, and writes it along the other.
 
 namespace tensormount::kernels {
 
@@ -21,26 +20,28 @@ struct Tiled {
   struct Axis {
     std::uint32_t count = 1;
     std::uint32_t tiles = 1;
-    std::int64_t from = 0;  // Steps.
+    // Steps in the source and in the destination, in bytes.
+    std::int64_t from = 0;
     std::int64_t to = 0;
   };
-  std::int64_t from = 0;  // Of the first word.
+  std::int64_t from = 0;  // Offset of the first word.
   std::int64_t to = 0;
-  int word = 0;            // Bytes.
-  bool wide_from = false;  // Whether words side by side can be read together, or written.
+  int word = 0;  // Size of a word in bytes.
+  // Whether adjacent words can be read together, and whether they can be written together.
+  bool wide_from = false;
   bool wide_to = false;
-  Axis read;                // The fastest one of the source.
-  Axis written;             // That of the destination.
-  std::uint32_t tiles = 0;  // In all; 0: this is no copy for tiles.
-  int axes = 0;             // All others, the outermost first.
+  Axis read;                // The fastest axis of the source.
+  Axis written;             // The fastest axis of the destination.
+  std::uint32_t tiles = 0;  // Number of tiles; 0: not suitable for tiles.
+  int axes = 0;             // Number of all other axes, the outermost first.
   std::uint32_t count[kMaxAxes - 2] = {};
   std::int64_t from_step[kMaxAxes - 2] = {};
   std::int64_t to_step[kMaxAxes - 2] = {};
 };
 
-// A tile has 32 units in each direction, of as many words as four bytes have, or eight: then what a
-// warp reads or writes at a time is lines of memory, and there is enough of it for each thread. In
-// the block's memory rows are one unit longer, so that columns are in different banks of it.
+// A tile is 32 by 32 units of 4 or 8 bytes of words: then a warp reads or writes whole cache lines,
+// and each thread has enough work. Rows in shared memory are one unit longer, so that columns fall
+// into different banks.
 inline constexpr unsigned kUnits = 32;
 inline constexpr unsigned kPitch = kUnits + 1;
 TENSORMOUNT_HOST_DEVICE constexpr unsigned BytesOfUnit(unsigned word) { return word < 4 ? 4 : 8; }
@@ -48,19 +49,19 @@ TENSORMOUNT_HOST_DEVICE constexpr unsigned WordsOfUnit(unsigned word) {
   return BytesOfUnit(word) / word;
 }
 struct alignas(16) TileMemory {
-  // What words of one byte need, and those of four.
+  // Enough for words of one byte and of four.
   std::uint8_t bytes[4 * kUnits * kPitch * 4];
 };
-// Tiles that follow each other go so many along the source, then on along the destination: both are
-// then near to what other blocks read and write meanwhile.
+// Consecutive tiles form strips of kStrip along the source, then proceed along the destination, so
+// that concurrent blocks access nearby memory on both sides.
 inline constexpr std::uint32_t kStrip = 32;
 
-// Below this an axis leaves most of a tile empty.
+// With a shorter side most of a tile would be empty.
 inline constexpr std::int64_t kLeastSide = 8;
-// Words further apart share no line with their neighbours, whatever reads them.
+// Words further apart never share a cache line.
 inline constexpr std::int64_t kNear = 32;
 
-// With no tiles where it would not pay.
+// Cuts a copy into tiles. Returns `tiles` = 0 if tiles are not worthwhile.
 inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void* to) {
   Tiled t;
   if (plan.axes < 2 || plan.run > 8 || WordOf(plan, from, to) != plan.run) return t;
@@ -105,7 +106,7 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
   }
   t.read = taken(read);
   t.written = taken(written);
-  // Where the source does not move along the destination's axis, all that is read is near anyway.
+  // If the source does not move along the destination's axis, all reads are nearby anyway.
   if (t.read.count < kLeastSide || t.written.count < kLeastSide || t.written.from == 0 ||
       std::abs(t.read.from) >= kNear || std::abs(t.written.to) >= kNear) {
     return t;
@@ -120,9 +121,9 @@ inline Tiled CutIntoTiles(const StridedCopy& plan, const void* from, const void*
   return t;
 }
 
-// Makes columns of rows: of P units of P words.
+// Transposes a square of P units of P words in registers.
 template <typename Word, typename Unit>
-TENSORMOUNT_HOST_DEVICE inline void Turn(Unit (&unit)[sizeof(Unit) / sizeof(Word)]) {
+TENSORMOUNT_HOST_DEVICE inline void TransposeUnits(Unit (&unit)[sizeof(Unit) / sizeof(Word)]) {
   constexpr unsigned kBits = 8 * sizeof(Word);
   constexpr unsigned kWords = sizeof(Unit) / sizeof(Word);
   constexpr Unit kMask = (Unit{1} << kBits) - 1;
@@ -138,7 +139,7 @@ TENSORMOUNT_HOST_DEVICE inline void Turn(Unit (&unit)[sizeof(Unit) / sizeof(Word
   for (unsigned k = 0; k < kWords; ++k) unit[k] = turned[k];
 }
 
-// One tile, by the threads of a block.
+// Moves one tile with the threads of a block.
 template <typename Word, typename Block>
 class TileMove {
  public:
@@ -187,14 +188,14 @@ class TileMove {
 
  private:
   using Unit = std::conditional_t<BytesOfUnit(sizeof(Word)) == 8, std::uint64_t, std::uint32_t>;
-  static constexpr unsigned kWords = WordsOfUnit(sizeof(Word));  // Of a unit.
-  static constexpr std::uint32_t kSide = kUnits * kWords;        // In words.
-  static constexpr unsigned kRows = Block::kThreads / kUnits;    // Of units, at a time.
+  static constexpr unsigned kWords = WordsOfUnit(sizeof(Word));  // Words of a unit.
+  static constexpr std::uint32_t kSide = kUnits * kWords;        // Side of a tile in words.
+  static constexpr unsigned kRows = Block::kThreads / kUnits;    // Rows of units per pass.
   static constexpr unsigned kTimes = kUnits / kRows;
 
-  // `words` of a unit, or less than none.
-  TENSORMOUNT_HOST_DEVICE static Unit Partly(const std::uint8_t* at, std::int64_t step,
-                                             std::int64_t words) {
+  // Loads `words` words of a unit; none if negative.
+  TENSORMOUNT_HOST_DEVICE static Unit LoadPartial(const std::uint8_t* at, std::int64_t step,
+                                                  std::int64_t words) {
     Unit unit = 0;
     TENSORMOUNT_UNROLL
     for (unsigned k = 0; k < kWords; ++k) {
@@ -205,8 +206,8 @@ class TileMove {
     return unit;
   }
 
-  TENSORMOUNT_HOST_DEVICE static void Partly(std::uint8_t* at, std::int64_t step,
-                                             std::int64_t words, Unit unit) {
+  TENSORMOUNT_HOST_DEVICE static void StorePartial(std::uint8_t* at, std::int64_t step,
+                                                   std::int64_t words, Unit unit) {
     TENSORMOUNT_UNROLL
     for (unsigned k = 0; k < kWords; ++k) {
       if (k < words) {
@@ -215,12 +216,12 @@ class TileMove {
     }
   }
 
-  // A thread reads squares of words and leaves their columns in memory, as units of rows of what is
-  // written: word k of its units becomes a row of group k. Steps from one place to the next are
-  // added up: products of 64 bits take a device longer than all else here.
+  // Each thread reads a square of words, and stores its columns in shared memory as units of the
+  // rows to write: word k of its units becomes a row of group k. Addresses are advanced by
+  // additions, because 64-bit products would take longer than everything else here.
   template <bool kWhole, bool kWide>
   TENSORMOUNT_HOST_DEVICE void Read(unsigned thread) const {
-    // Of a whole tile all is read before any of it is waited for.
+    // A whole tile: issue all loads before the first use.
     constexpr unsigned kAtOnce = kWhole ? kTimes : kWords == 2 ? 2 : 1;
     const unsigned i = thread % kUnits;
     unsigned row = thread / kUnits;
@@ -239,17 +240,17 @@ class TileMove {
           if constexpr (kWide) {
             units[n][k] = *reinterpret_cast<const Unit*>(at);
           } else if constexpr (kWhole) {
-            units[n][k] = Partly(at, t_.read.from, kWords);
+            units[n][k] = LoadPartial(at, t_.read.from, kWords);
           } else {
             units[n][k] = (row + n * kRows) * kWords + k < written_
-                              ? Partly(at, t_.read.from, std::int64_t{read_} - i * kWords)
+                              ? LoadPartial(at, t_.read.from, std::int64_t{read_} - i * kWords)
                               : 0;
           }
         }
       }
       TENSORMOUNT_UNROLL
       for (unsigned n = 0; n < kAtOnce; ++n) {
-        if constexpr (kWords > 1) Turn<Word, Unit>(units[n]);
+        if constexpr (kWords > 1) TransposeUnits<Word, Unit>(units[n]);
         TENSORMOUNT_UNROLL
         for (unsigned k = 0; k < kWords; ++k) to[k * kUnits * kPitch + n * kRows] = units[n][k];
       }
@@ -278,9 +279,9 @@ class TileMove {
           if constexpr (kWide) {
             *reinterpret_cast<Unit*>(at) = unit;
           } else if constexpr (kWhole) {
-            Partly(at, t_.written.to, kWords, unit);
+            StorePartial(at, t_.written.to, kWords, unit);
           } else if ((row + n * kRows) * kWords + k < read_) {
-            Partly(at, t_.written.to, std::int64_t{written_} - i * kWords, unit);
+            StorePartial(at, t_.written.to, std::int64_t{written_} - i * kWords, unit);
           }
         }
       }
@@ -292,13 +293,14 @@ class TileMove {
   const Tiled& t_;
   const Block& block_;
   Unit* const memory_;
-  std::uint32_t read_ = 0;  // Words of the tile, along each axis.
+  // Words of the tile along the read axis and along the written axis.
+  std::uint32_t read_ = 0;
   std::uint32_t written_ = 0;
   const std::uint8_t* from_ = nullptr;
   std::uint8_t* to_ = nullptr;
 };
 
-// Tile `number` of a copy.
+// Moves tile `number` of a copy.
 template <typename Block>
 TENSORMOUNT_HOST_DEVICE void MoveTile(const Tiled& t, std::uint32_t number,
                                       const std::uint8_t* from, std::uint8_t* to,

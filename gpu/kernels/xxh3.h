@@ -6,17 +6,17 @@
 
 #include "gpu/kernels/lanes.h"
 
-// XXH3-128 with seed 0 (base/hash.h) of one leaf by one warp, bit for bit.
+// XXH3-128 with seed 0 (base/hash.h) of one leaf by one warp, with bit-identical results.
 //
-// Of an input over 240 bytes, XXH3 has eight sums of 64 bits. A stripe of 64 bytes adds to each of
-// them, in no particular order, and after a block of sixteen stripes all are scrambled, which is in
-// order. So a warp takes eight stripes at a time, four lanes each, and adds up between scrambles;
-// the blocks that come next are read meanwhile. Source: the specification of XXH3
+// For inputs over 240 bytes XXH3 has eight 64-bit accumulators. Stripes of 64 bytes are added to
+// them in any order; after each block of sixteen stripes they are scrambled, which is sequential.
+// So a warp processes eight stripes at a time, four lanes each, combines the lanes before a
+// scramble, and prefetches the next blocks meanwhile. Source: the specification of XXH3
 // (github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
 
 namespace tensormount::kernels {
 
-// As base/hash.h has it; that header is not for device code.
+// Same layout as Hash128 of base/hash.h, which is not for device code.
 struct Hash {
   std::uint64_t low = 0;
   std::uint64_t high = 0;
@@ -55,7 +55,7 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Secret64(int offset) {
   return shift == 0 ? low : (low >> shift) | (SecretWord(offset / 8 + 1) << (64 - shift));
 }
 TENSORMOUNT_HOST_DEVICE inline std::uint32_t Secret32(int offset) {
-  // The last four bytes are no one's first.
+  // Never called for the last four bytes, where Secret64 would read past the secret.
   return static_cast<std::uint32_t>(Secret64(offset));
 }
 
@@ -81,7 +81,8 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t Avalanche(std::uint64_t h) {
   h *= 0x165667919E3779F9;
   return h ^ (h >> 32);
 }
-TENSORMOUNT_HOST_DEVICE inline std::uint64_t Avalanche64(std::uint64_t h) {  // That of XXH64.
+// The final mixing of XXH64.
+TENSORMOUNT_HOST_DEVICE inline std::uint64_t Avalanche64(std::uint64_t h) {
   h ^= h >> 33;
   h *= kPrime64_2;
   h ^= h >> 29;
@@ -176,15 +177,15 @@ TENSORMOUNT_HOST_DEVICE inline std::uint64_t FirstSum(int i) {
   return kFirst[i];
 }
 
-// A lane has two words of a stripe, side by side: those of sums 2q and 2q + 1, of which each goes
-// into the other one's sum as it is. So four lanes have a stripe, and a step is eight of them. Of
-// what has been added up, lanes 0 to 3 have sums 0, 2, 4, 6 and lanes 4 to 7 sums 1, 3, 5, 7;
-// further ones the same.
+// The accumulation for long inputs. A lane holds two adjacent words of a stripe: those of
+// accumulators 2q and 2q + 1, each of which is also added unmodified to the other accumulator. So
+// four lanes hold a stripe, and a step is eight stripes. After combining, lanes 0 to 3 have
+// accumulators 0, 2, 4, 6, lanes 4 to 7 have 1, 3, 5, 7, and the other lanes repeat these.
 template <typename Warp>
 class LongHash {
  public:
-  // Blocks that are on their way from memory while one is added up: what keeps enough of a device's
-  // memory busy, in registers. So many go together, and divide those of a leaf of 64 KiB.
+  // Blocks prefetched into registers while one is added: enough loads in flight to keep the memory
+  // busy. It divides the 63 scrambled blocks of a leaf of 64 KiB.
   static constexpr unsigned kAhead = 3;
 
   TENSORMOUNT_HOST_DEVICE explicit LongHash(const Warp& warp)
@@ -196,7 +197,7 @@ class LongHash {
     }
   }
 
-  // kAhead whole blocks so many times, from an address that words of sixteen bytes have.
+  // Adds `times` groups of kAhead whole blocks from a 16-byte-aligned address.
   TENSORMOUNT_HOST_DEVICE void AddAligned(const std::uint8_t* data, unsigned times) {
     if (times == 0) return;
     Addresses at = warp_.Map([&](int lane) { return data + lane * 16; });
@@ -211,7 +212,8 @@ class LongHash {
     AddGroup<false>(ahead, at);
   }
 
-  // The rest, from anywhere: `blocks` whole ones, `stripes` of one more, and the last one of all.
+  // Adds the rest, at any alignment: `blocks` whole blocks, `stripes` stripes of one more, and the
+  // last stripe.
   TENSORMOUNT_HOST_DEVICE void AddRest(const std::uint8_t* data, unsigned blocks, int stripes,
                                        const std::uint8_t* last) {
     Block block;
@@ -254,7 +256,7 @@ class LongHash {
     Sum odd;
   };
 
-  // Which of the eight sums a lane has when all have been added up.
+  // The accumulator that a lane has after combining.
   TENSORMOUNT_HOST_DEVICE static int SumOf(int lane) {
     return lane % kStripeLanes * 2 + lane / kStripeLanes % 2;
   }
@@ -262,22 +264,23 @@ class LongHash {
   TENSORMOUNT_HOST_DEVICE Sum KeyOf(Fn offset) const {
     return warp_.Map([&](int lane) { return Secret64(offset(lane)); });
   }
-  // Of a step whose first stripe has the secret from `offset` on, each further one `next` bytes
-  // behind.
+  // The secret for a step whose first stripe uses `offset`, and each further stripe `next` bytes
+  // more.
   TENSORMOUNT_HOST_DEVICE Words KeysOf(int offset, int next) const {
     return warp_.Map([&](int lane) {
       const int at = offset + lane / kStripeLanes * next + lane % kStripeLanes * 16;
       return Word16{Secret64(at), Secret64(at + 8)};
     });
   }
-  // Of the first stripes of a step; of others nothing, which adds nothing where words are so, too.
+  // Keeps the words of the first `stripes` stripes and zeros the other words; zero keys and words
+  // add nothing.
   TENSORMOUNT_HOST_DEVICE Words Begin(const Words& words, int stripes) const {
     return warp_.Map([&](int lane) {
       return lane / kStripeLanes < stripes ? Warp::Get(words, lane) : Word16{0, 0};
     });
   }
 
-  // The block that is so many behind.
+  // Loads the block that is `behind` blocks after `at`.
   TENSORMOUNT_HOST_DEVICE void LoadWhole(const Addresses& at, unsigned behind, Block& block) const {
     TENSORMOUNT_UNROLL
     for (unsigned step = 0; step < kBlockSteps; ++step) {
@@ -286,7 +289,7 @@ class LongHash {
       });
     }
   }
-  // No stripe but the first ones is read.
+  // Loads the first `stripes` stripes of a block, and zeros for the others.
   TENSORMOUNT_HOST_DEVICE void Load(const std::uint8_t* data, int stripes, Block& block) const {
     TENSORMOUNT_UNROLL
     for (int step = 0; step < kBlockSteps; ++step) {
@@ -298,9 +301,8 @@ class LongHash {
     }
   }
 
-  // The blocks that have been read. Into the registers of each the one from `next` on is read that
-  // takes its place, without conditions: a device would move what it had read on a condition, and
-  // wait for that.
+  // Adds the prefetched blocks, and loads the blocks from `next` on into the same registers.
+  // Without conditional loads, because a device would copy their results, and wait for them.
   template <bool kMore>
   TENSORMOUNT_HOST_DEVICE void AddGroup(Block (&ahead)[kAhead], const Addresses& next) {
     TENSORMOUNT_UNROLL
@@ -334,8 +336,8 @@ class LongHash {
     return sums;
   }
 
-  // What all lanes have found, into the sums. Of two lanes in the first exchange one goes on with
-  // the even sum and one with the odd one.
+  // Adds the results of all lanes to sums_. In the first exchange one lane of a pair continues with
+  // the even accumulator, the other with the odd one.
   TENSORMOUNT_HOST_DEVICE void TakeIn(const Sums& sums) {
     const auto is_odd = [](int lane) { return SumOf(lane) % 2 != 0; };
     const Sum given =
@@ -367,7 +369,7 @@ class LongHash {
                                                                               std::uint64_t start) {
     const Sum keyed = warp.Map(
         [&](int lane) { return Warp::Get(sums, lane) ^ Secret64(secret + SumOf(lane) * 8); });
-    // Both lanes of a pair have its product.
+    // Both lanes of a pair compute the product of the pair.
     const Sum other = Warp::Exchange(keyed, kStripeLanes);
     Sum folded = warp.Map(
         [&](int lane) { return FoldedProduct(Warp::Get(keyed, lane), Warp::Get(other, lane)); });
@@ -380,21 +382,21 @@ class LongHash {
 
   const Warp& warp_;
   Sum sums_;
-  // What of the secret a lane needs, looked up once: in registers of a device.
+  // The parts of the secret that a lane needs, kept in registers.
   Sum scramble_key_;
   Block keys_;
 };
 
 }  // namespace xxh3
 
-// The same in all lanes.
+// Returns the same hash in all lanes.
 template <typename Warp>
 TENSORMOUNT_HOST_DEVICE Hash HashOfLeaf(const Warp& warp, const std::uint8_t* data,
                                         std::uint64_t size) {
   if (size <= 16) return xxh3::UpTo16(data, size);
   if (size <= 240) return xxh3::UpTo240(data, size);
   xxh3::LongHash<Warp> hash(warp);
-  // All blocks but the last one, which has fewer stripes or as many, are scrambled.
+  // All blocks are scrambled, except the last one, which may be whole or shorter.
   auto blocks = static_cast<unsigned>((size - 1) / xxh3::kBlockBytes);
   const auto rest = static_cast<int>((size - 1 - blocks * xxh3::kBlockBytes) / xxh3::kStripeBytes);
   const std::uint8_t* at = data;

@@ -16,29 +16,28 @@
 
 namespace tensormount {
 
-// One load that goes on in the background. Thread-safe. A process that is forked has none of it:
-// what it inherited answers kUnsupported.
+// One load in the background. Thread-safe. In a forked child inherited handles return kUnsupported.
 class TENSORMOUNT_EXPORT LoadHandle {
  public:
-  // Cancels the load and waits for its end, since it writes to the caller's memory.
+  // Cancels the load and waits until it has ended, because the load writes to the caller's memory.
   ~LoadHandle();
   LoadHandle(LoadHandle&&) noexcept;
   LoadHandle& operator=(LoadHandle&&) noexcept;
 
-  // Until the verdict, which is that of Load. Bounded by the load's own time-outs.
+  // Waits until the load has ended, within the load's own timeouts, and returns the result of Load.
   Result<LoadReport> Wait();
-  // Nothing: it is not there after `most`.
+  // Like Wait, with a limit: nullopt if `most` passes before the load has ended.
   std::optional<Result<LoadReport>> WaitFor(std::chrono::milliseconds most);
-  // For event loops: an eventfd(2) that is readable once the verdict is there, and stays so. It
-  // belongs to the handle: not to be read or closed.
+  // An eventfd(2) for event loops, readable from the moment that the load has ended. The handle
+  // owns it: do not read or close it.
   Result<int> EventFd();
-  // Read from storage by this rank so far. Never waits.
+  // Bytes that this rank has read from storage so far. Never blocks.
   std::uint64_t bytes_read() const;
-  // Asks for the end of the load, which fails with kCancelled on all ranks if the request is in
-  // time. Does not wait: the buffers are the load's until the verdict.
+  // Requests cancellation and returns at once. If the request is in time, the load fails with
+  // kCancelled on all ranks. The buffers must stay valid until the load has ended.
   void Cancel();
 
-  struct Rep;  // Of the library alone.
+  struct Rep;  // Internal.
 
  private:
   friend Result<LoadHandle> AsyncLoad(const StateDict&, std::string_view, Communicator&,
@@ -47,14 +46,12 @@ class TENSORMOUNT_EXPORT LoadHandle {
   std::shared_ptr<Rep> rep_;
 };
 
-// Load of tensormount/load.h on a thread of its own. Collective: every rank calls it, in the same
-// order as other calls. `request` may go when this returns, its buffers and `comm` must stay until
-// the verdict. Until then `comm` is the load's: other jobs need channels of it (MakeChannel), but
-// loads in the background, which run one after the other, in the order of the calls. Where
-// options.events is set it is called on that thread. The end of the process cancels what is under
-// way.
-// A failure that only this rank sees is told to the others, and is the verdict on all of them: it
-// is in the handle.
+// Runs Load (tensormount/load.h) on a thread of its own, which also calls options.events.
+// Collective: every rank calls AsyncLoad, in the same order as other calls. `request` may be
+// destroyed after the return; its buffers and `comm` must stay until the load has ended. Until then
+// `comm` serves only background loads, which run one after the other in the order of the calls;
+// other jobs need a channel of `comm` (MakeChannel). When the process exits, running loads are
+// cancelled. An error on one rank fails the load on all ranks, and the handle returns that error.
 TENSORMOUNT_EXPORT Result<LoadHandle> AsyncLoad(const StateDict& request, std::string_view path,
                                                 Communicator& comm,
                                                 const LoadOptions& options = {});

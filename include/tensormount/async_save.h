@@ -17,83 +17,85 @@
 namespace tensormount {
 
 struct AsyncOptions {
-  // Memory for copies of the caller's shards, on this rank, of all saves that are under way
-  // (objects and common values are copied besides, and not counted). A save that finds it taken
-  // waits for an earlier one to give its part back (back-pressure, counted in
-  // SaveProgress::stalled); one that would never fit alone is kResourceExhausted. It is kept, and
-  // its pages stay touched, between saves. 0: no bound.
+  // Limit of this rank's host memory for copies of shards, for all saves in progress together
+  // (copies of objects and common values are not counted). A save that does not fit waits until an
+  // earlier save releases memory (SaveProgress::stalled); a save that can never fit fails with
+  // kResourceExhausted. Between saves the memory is kept and stays resident. 0: no limit.
   std::uint64_t staging_bytes = 0;
-  // False: AsyncSave returns when the bytes are staged. True: it returns at once, and the caller
-  // must leave its buffers alone until WaitStaged.
+  // False: AsyncSaver::Save returns when the data are staged (copied). True: it returns at once,
+  // and the caller must leave its buffers unchanged until SaveHandle::WaitStaged has returned.
   bool stage_in_background = false;
-  // Memory of each device for copies of the shards that are on it, of all saves that are under way.
-  // Where it suffices, and the device has so much, the bytes are staged by a copy within the
-  // device, and cross to the host while the save writes; otherwise, as without it, they are staged
-  // in host memory. It is kept between saves. 0: none.
+  // Limit of memory on each device for copies of that device's shards, for all saves in progress
+  // together. If the shards fit and the device has that much memory, they are staged by a copy
+  // within the device, and move to the host while the save writes; otherwise they are staged in
+  // host memory. The device memory is kept between saves. 0: no device memory is used.
   std::uint64_t device_staging_bytes = 0;
-  // What happens where a handle is dropped before its save has ended. kCancel waits until the bytes
-  // are staged, or where they are not copied for the verdict: the caller's memory may go then.
+  // What the destructor of a SaveHandle does while its save is in progress: wait for the result, or
+  // cancel the save. kCancel still waits until the data are staged (after SaveInPlace: until the
+  // save has ended), because the caller may free its buffers afterwards.
   enum class OnDrop { kWait, kCancel } on_drop = OnDrop::kWait;
 };
 
-// How far a save is. Read without waiting; the numbers are of this rank.
+// Progress of a save; all numbers are of this rank.
 struct SaveProgress {
   enum class State { kStaging, kSaving, kCommitted, kFailed, kCancelled };
   State state = State::kStaging;
-  std::uint64_t bytes_total = 0;  // Of this rank's shards and objects.
+  std::uint64_t bytes_total = 0;  // Size of this rank's shards and objects.
   std::uint64_t bytes_staged = 0;
   std::uint64_t bytes_written = 0;
-  std::chrono::nanoseconds stalled{0};  // Waiting for staging memory.
+  std::chrono::nanoseconds stalled{0};  // Time spent waiting for staging memory.
 };
 
 class AsyncSaver;
 
-// One save that goes on in the background. The memory of the state dict may go as soon as the
-// bytes are staged. Thread-safe.
+// One save in the background. The memory of the state dict may be freed as soon as the data are
+// staged. Thread-safe.
 class TENSORMOUNT_EXPORT SaveHandle {
  public:
-  // Dropping it waits for or cancels the save (AsyncOptions::on_drop).
+  // Waits for the save or cancels it (AsyncOptions::on_drop).
   ~SaveHandle();
   SaveHandle(SaveHandle&&) noexcept;
   SaveHandle& operator=(SaveHandle&&) noexcept;
 
-  // Until the caller may overwrite its buffers. Fails with what made the save fail before that.
+  // Waits until the data are staged, so that the caller may overwrite its buffers. Returns the
+  // error of the save if it failed before.
   Status WaitStaged();
-  // Until the verdict, which is that of Save. Bounded by the save's own time-outs.
+  // Waits until the save has ended, within the save's own timeouts, and returns the result of Save.
   Result<SaveReport> WaitCommitted();
-  // The same for a time: for threads that have other things to look after. WaitStagedFor: false
-  // where it is not so far after `most`. WaitCommittedFor: nothing then.
+  // Like WaitStaged and WaitCommitted, with a limit: if `most` passes first, WaitStagedFor returns
+  // false and WaitCommittedFor nullopt.
   Result<bool> WaitStagedFor(std::chrono::milliseconds most);
   std::optional<Result<SaveReport>> WaitCommittedFor(std::chrono::milliseconds most);
-  // For event loops: an eventfd(2) that is readable once the bytes are staged, or the verdict is
-  // there, and stays so. It belongs to the handle: not to be read or closed.
+  // Eventfds (eventfd(2)) for event loops. StagedFd is readable from the moment that the data are
+  // staged, CommittedFd from the moment that the save has ended. The handle owns both: do not read
+  // or close them.
   Result<int> StagedFd();
   Result<int> CommittedFd();
-  // Local, never collective, never waits.
+  // The progress of this rank. Never blocks.
   SaveProgress progress() const;
-  // Asks for the end of the save. The ranks vote: it is cancelled on all of them (kCancelled, names
-  // who asked) if the request is in time, and commits on all of them otherwise. Does not wait.
+  // Requests cancellation and returns at once. The ranks vote: if the request is in time, the save
+  // fails on all ranks with kCancelled and the rank that asked; if the request is too late, the
+  // save commits on all ranks.
   void Cancel();
 
-  struct Rep;  // Of the library alone.
+  struct Rep;  // Internal.
 
  private:
   friend class AsyncSaver;
   friend Result<SaveHandle> AsyncSave(const StateDict&, std::string_view, Communicator&,
                                       const SaveOptions&);
   explicit SaveHandle(std::shared_ptr<Rep> rep);
-  std::shared_ptr<AsyncSaver> saver_;  // Of AsyncSave; goes after what it works on.
+  std::shared_ptr<AsyncSaver> saver_;  // Set by AsyncSave; destroyed after the save that uses it.
   std::shared_ptr<Rep> rep_;
 };
 
-// Saves in the background over channels of a communicator, with staging memory that is used again.
-// Make one a job and keep it. What it does on the caller's thread is local: nothing there waits for
-// another rank, but for the third save: two may be under way at a time, and a third waits for the
-// first (with AsyncOptions::stage_in_background it is queued instead, whatever their number).
-// Generations are in the order of the calls, so that `latest` never moves back, whichever commits
-// first; of several saves that replace one name the last one stays. Every rank calls Save in the
-// same order, from one thread at a time. A process that is forked has none of it: its exit waits
-// for nothing, and savers and handles that it inherited answer kUnsupported.
+// Saves in the background over channels of a communicator, with staging memory that is reused. Make
+// one saver per job and keep it. Save waits for no other rank, except that while two saves are in
+// progress a third call waits for the first of them to end (with AsyncOptions::stage_in_background
+// the third save is queued instead). Generations follow the order of the calls: `latest` never
+// moves back, and of several saves that replace one name the last one stays. Every rank calls Save
+// in the same order, from one thread at a time. After fork(), inherited savers and handles return
+// kUnsupported in the child, and the child's exit waits for no save.
 //
 // Example:
 //
@@ -103,36 +105,36 @@ class TENSORMOUNT_EXPORT SaveHandle {
 //   auto verdict = handle.value().WaitCommitted();
 class TENSORMOUNT_EXPORT AsyncSaver {
  public:
-  // `comm` must outlive it, and its ranks must make their savers in the same order: each takes two
-  // channels of the communicator, of 1 to 4, in turns (MakeChannel's 7 stays free), whatever the
-  // order in which savers are destroyed. kResourceExhausted while the one that was made two before
-  // still exists; kInvalidArgument where `comm` is a channel itself.
+  // `comm` must outlive the saver, and the ranks of `comm` must make their savers in the same
+  // order. Each saver takes two of the channels 1 to 4, in turn (MakeChannel; channel 7 stays
+  // free). kResourceExhausted: the saver made two calls before, which has the same channels, still
+  // exists. kInvalidArgument: `comm` is a channel itself.
   static Result<std::unique_ptr<AsyncSaver>> Make(Communicator& comm,
                                                   const AsyncOptions& options = {});
-  // The communicator's own, on channels 5 and 6, besides those: made by whoever asks first, the
-  // same as long as anybody keeps it, with the default options. Ranks may let go of it at different
-  // times. Otherwise as Make.
+  // The default saver of a communicator, on channels 5 and 6, with default options. The first
+  // caller creates it, and it exists as long as anyone keeps it. Ranks may release it at different
+  // times. The requirements are those of Make.
   static Result<std::shared_ptr<AsyncSaver>> Of(Communicator& comm);
-  // Waits for what is under way. So does the end of the process, for savers that still exist then.
+  // Waits for the saves in progress. The exit of the process also waits for the saves of savers
+  // that still exist.
   ~AsyncSaver();
 
-  // As tensormount::Save, but returns when the bytes are staged (or at once:
-  // AsyncOptions::stage_in_background; then `state`'s buffers must stay until WaitStaged, and with
-  // them a `state` that owns them: StateDict::AllocateData). `state`
-  // itself may be changed or destroyed when this returns. A failure that only this rank sees is
-  // told to the others, and is the verdict on all of them: it is in the handle.
-  // Where options.events and callbacks are set they are called on a thread of the saver, where they
-  // must not wait for saves of it; what options.layout and options.progress name must be of this
-  // save alone and stay until the verdict.
+  // Like tensormount::Save, but returns when the data are staged. `state` may be changed or
+  // destroyed after the return. With AsyncOptions::stage_in_background the call returns at once,
+  // and the buffers, and a `state` that owns them (StateDict::AllocateData), must stay until
+  // WaitStaged has returned. An error on one rank fails the save on all ranks; the handle returns
+  // it. options.events and the callbacks run on a thread of the saver and must not wait for its
+  // saves. The targets of options.layout and options.progress must belong to this save only and
+  // stay until it has ended.
   Result<SaveHandle> Save(const StateDict& state, std::string_view path,
                           const SaveOptions& options = {});
-  // The same without a copy: for callers who wait for the verdict, but not blindly. `state`'s
-  // buffers are written from, and must stay as they are until the verdict; so WaitStaged waits for
-  // it. Never waits for an earlier save, which it is queued behind.
+  // Like Save, but without a copy, for callers that wait for the result anyway. The buffers must
+  // stay unchanged until the save has ended; WaitStaged waits for that. The save is queued behind
+  // earlier saves, and the call does not wait for them.
   Result<SaveHandle> SaveInPlace(const StateDict& state, std::string_view path,
                                  const SaveOptions& options = {});
 
-  struct Rep;  // Of the library alone.
+  struct Rep;  // Internal.
 
  private:
   explicit AsyncSaver(std::unique_ptr<Rep> rep);
@@ -142,8 +144,9 @@ class TENSORMOUNT_EXPORT AsyncSaver {
   std::unique_ptr<Rep> rep_;
 };
 
-// With AsyncSaver::Of, which the handle keeps: for one save now and then. Staging memory is used
-// again only as long as somebody keeps it; programs that save often keep an AsyncSaver.
+// Saves in the background with the communicator's default saver (AsyncSaver::Of), for occasional
+// saves. The handle keeps that saver, and its staging memory is reused only while a handle or the
+// caller keeps it. Programs that save often keep an AsyncSaver.
 TENSORMOUNT_EXPORT Result<SaveHandle> AsyncSave(const StateDict& state, std::string_view path,
                                                 Communicator& comm,
                                                 const SaveOptions& options = {});

@@ -4,24 +4,25 @@
 
 // The C interface of tensormount, for C99 and for other languages: open, list, read, save, load.
 //
-// Stable: functions are only ever added, numbers of enumerators never change, structures only grow
-// at their end. Every structure begins with `struct_size`, which the caller sets to sizeof the
-// structure that it was compiled with; members beyond are taken as zero, and zero always means
-// "nothing special". A larger structure than the library knows is accepted where what is beyond is
-// zero, and is TM_UNSUPPORTED otherwise; a size that no structure has is TM_INVALID_ARGUMENT.
+// Stable: functions are only added, enumerator values never change, structures only grow at their
+// end. Every structure begins with `struct_size`, which the caller sets to sizeof the structure;
+// members past that size count as zero, and zero always means the default. A structure larger than
+// the library's is accepted if the extra bytes are zero, and is TM_UNSUPPORTED otherwise; a size
+// that no version of the structure had is TM_INVALID_ARGUMENT.
 //
-// Every function that can fail returns a tm_status; tm_last_error() then says why, for people.
-// Results come through pointers, which are not touched on failure (but for buffers that are being
-// filled). What a function hands out as `T** out` is the caller's and freed with the function that
-// is named there; every free function takes NULL. Texts are UTF-8 and end with a NUL. Pointers may
-// not be NULL where not said otherwise.
+// Every function that can fail returns a tm_status; tm_last_error() then gives the message. Results
+// are returned through pointers, which are not written on failure (except buffers that are being
+// filled). An object returned as `T** out` belongs to the caller, who frees it with the function
+// named in the comment; every free function accepts NULL. Strings are UTF-8 and NUL-terminated.
+// Pointers must not be NULL unless the comment allows it.
 //
-// A process that is forked has the handles of its parent, but neither its threads nor its place
-// among the ranks: checkpoints, communicators, savers and jobs answer TM_UNSUPPORTED there and name
-// themselves, and freeing them does nothing. It opens and makes its own.
+// After fork(), the child has the handles of its parent, but neither its threads nor its place
+// among the ranks. Checkpoints, communicators, savers and jobs made before the fork return
+// TM_UNSUPPORTED there, with a message that names the object, and freeing them does nothing. The
+// child opens and makes its own.
 //
-// Threads: a checkpoint may be used by several threads at a time, everything else by one at a time.
-// A communicator may be used by several threads where they use different channels of it
+// Threads: several threads may use one checkpoint at the same time; every other object is for one
+// thread at a time. Several threads may use one communicator through different channels of it
 // (tm_communicator_channel).
 //
 // Example, without ranks (examples/c_read.c is a whole program):
@@ -61,75 +62,78 @@ enum {
   TM_READ_ONLY = 5,
   TM_RESOURCE_EXHAUSTED = 6,  // Disk, memory or quota.
   TM_DATA_LOSS = 7,           // Stored bytes are missing, short or fail their checksum.
-  TM_UNAVAILABLE = 8,         // A peer or file system may come back.
-  TM_DEADLINE_EXCEEDED = 9,   // Somebody, who is named, did not answer in time.
+  TM_UNAVAILABLE = 8,         // A peer, device or file system failed and may come back.
+  TM_DEADLINE_EXCEEDED = 9,   // A peer did not answer in time; the message names it.
   TM_BUSY = 10,
-  TM_STALE = 11,        // The checkpoint or staging is gone.
-  TM_UNKNOWN = 12,      // The store did not say whether a commit happened.
+  TM_STALE = 11,        // The checkpoint or staging directory no longer exists.
+  TM_UNKNOWN = 12,      // Cannot tell whether the commit happened.
   TM_UNSUPPORTED = 13,  // Not built in, or a newer format or structure.
   TM_CANCELLED = 14,
   TM_INTERNAL = 15  // A bug in tensormount.
 };
 
-// "NOT_FOUND" and so on; "UNKNOWN_STATUS" for other numbers.
+// Name of a status: "NOT_FOUND"; "UNKNOWN_STATUS" for other numbers.
 TM_EXPORT const char* tm_status_name(tm_status status);
-// Of the last call on this thread that failed; "" where none did. Stays until the next one fails.
+// Message of the last failed call on this thread; "" if none failed. Valid until the next failure.
 TM_EXPORT const char* tm_last_error(void);
-// The errno of the system call that failed there, or that which stands for its status.
+// The errno of the last failed call on this thread: that of the failed system call, or the errno
+// that stands for the status.
 TM_EXPORT int tm_last_errno(void);
-// All of it as fields, for programs: a JSON object with "code" ("NOT_FOUND"), "status" (its
-// number), "errno", "message", and, each where it is known, "rank" (that failed or did not come),
-// "key" (of a tensor, an object or a common value), "box" ({"begin": [], "extent": []}, of the
-// tensor "key"), "file" (of a checkpoint, or a path), "cause" (the likely one, in words),
-// "memory_in_use" (true: a device may still read or write memory of the call that failed, so that
-// it must not be used again as long as the process lives) and "device" ("cuda:0 (...)": that
-// failed; with "UNAVAILABLE" the rank is there, and its device is not). Fields are only ever added.
-// Freed with tm_free. TM_NOT_FOUND where no call failed. Leaves the last error as it is.
+// The last failure as a JSON object, for programs: "code" ("NOT_FOUND"), "status" (its number),
+// "errno" and "message"; and, if known, "rank" (the rank that failed or did not come), "key" (of a
+// tensor, an object or a common value), "box" ({"begin": [], "extent": []}, in the tensor "key"),
+// "file" (of a checkpoint, or a path), "cause" (the likely cause, as text), "memory_in_use" (true:
+// a device may still access memory of the call that failed, so the process must never reuse that
+// memory) and "device" ("cuda:0 (...)", the device that failed; with "UNAVAILABLE" the rank is
+// alive and its device is lost). Later versions may add fields. Freed with tm_free. TM_NOT_FOUND if
+// no call failed. Does not change the last error.
 TM_EXPORT tm_status tm_last_error_json(char** json);
-// Sets both, for libraries that add to this one, and returns `status`. `error_number` 0: that which
-// stands for the status. The fields that it had are gone.
+// Sets the last error and errno, for libraries built on this one, and returns `status`.
+// `error_number` 0: the errno that stands for the status. Clears the other fields.
 TM_EXPORT tm_status tm_set_last_error(tm_status status, int error_number, const char* message);
 
-// "0.1.0".
+// The version of the library: "0.1.0".
 TM_EXPORT const char* tm_version(void);
 
 // ---- Logging -------------------------------------------------------------------------------
 
-// What no caller can be told is logged, to standard error unless there is a sink. Of the whole
-// process.
+// The library logs only events that no return value can report, to standard error unless a sink is
+// set. Level and sink are process-wide.
 typedef int32_t tm_log_level;
 enum { TM_LOG_DEBUG = 0, TM_LOG_INFO = 1, TM_LOG_WARNING = 2, TM_LOG_ERROR = 3 };
-// What is lower is dropped; TM_LOG_WARNING at start.
+// Drops log lines below `level`. The level at the start is TM_LOG_WARNING.
 TM_EXPORT tm_status tm_set_log_level(tm_log_level level);
-// `line` ends with a NUL and has no line end; names in it come from outside, so it may hold control
-// characters. Called on any thread, by one at a time; must not wait for calls of the library.
+// `line` is NUL-terminated and has no line end. It may contain control characters, because names in
+// it come from outside. Called on any thread, one call at a time; must not wait for calls of the
+// library.
 typedef void (*tm_log_sink)(void* context, tm_log_level level, const char* line);
-// NULL restores standard error. When it returns, the former sink is not running and is not called
-// again. Not from a sink.
+// Sets the function that receives log lines; NULL restores standard error. After the return the
+// former sink is not running and is not called again. Must not be called from a sink.
 TM_EXPORT tm_status tm_set_log_sink(tm_log_sink sink, void* context);
 
-// Allows the library to read files where they are mapped, the fastest way to short runs: SIGBUS
-// that a page raises in a function of the library becomes the error of that function, and any other
-// goes to the handler that was there before. Once a process, after it has set handlers of its own;
-// see tensormount/mapping_guard.h. TM_UNSUPPORTED where the system refused.
+// Allows the library to read files through mmap, the fastest way to read short runs. A SIGBUS that
+// a page raises inside a library function becomes that function's error; every other SIGBUS goes to
+// the previous handler. Call it once per process, after the program has set its own handlers; see
+// tensormount/mapping_guard.h. TM_UNSUPPORTED if the system refuses.
 TM_EXPORT tm_status tm_enable_mapping_guard(void);
 
 // ---- Memory that is handed out -------------------------------------------------------------
 
-// Frees texts and bytes: what came through char** or void**.
+// Frees memory returned through char** or void**.
 TM_EXPORT void tm_free(void* memory);
 
-// A list of texts, freed with tm_list_free.
+// A list of strings, freed with tm_list_free.
 typedef struct tm_list tm_list;
 TM_EXPORT size_t tm_list_size(const tm_list* list);
-// NULL where there is none of that number. `length` (may be NULL): without the NUL.
+// String `index`; NULL if `index` is out of range. `length` (may be NULL) receives its length
+// without the NUL.
 TM_EXPORT const char* tm_list_get(const tm_list* list, size_t index, size_t* length);
 TM_EXPORT void tm_list_free(tm_list* list);
 
 // ---- Element types, regions, buffers -------------------------------------------------------
 
 enum {
-  TM_MAX_RANK = 16  // Axes of a tensor.
+  TM_MAX_RANK = 16  // Largest number of axes of a tensor.
 };
 
 // Element types; the numbers are those on disk.
@@ -158,18 +162,19 @@ enum {
   TM_C64 = 22,
   TM_C128 = 23
 };
-// "bf16"; NULL for other numbers.
+// Name of an element type, such as "bf16"; NULL for unknown numbers.
 TM_EXPORT const char* tm_dtype_name(uint32_t dtype);
-// Bits of one element; 0 for other numbers.
+// Bits of one element; 0 for unknown numbers.
 TM_EXPORT uint32_t tm_dtype_bits(uint32_t dtype);
-// By our name, or that of safetensors ("BF16"), torch or NumPy. TM_UNSUPPORTED.
+// Accepts the names of tensormount ("bf16"), safetensors ("BF16"), torch and NumPy. TM_UNSUPPORTED
+// for other names.
 TM_EXPORT tm_status tm_dtype_from_name(const char* name, uint32_t* dtype);
 
-// Cells of a tensor: a box, or elements [flat_first, flat_first + flat_count) of the row-major
-// order of that box. Where a pointer to one may be NULL, that means the whole tensor.
+// Elements of a tensor: a box, or elements [flat_first, flat_first + flat_count) of the row-major
+// order of that box. A NULL region means the whole tensor, where NULL is allowed.
 typedef struct tm_region {
   uint32_t struct_size;
-  int32_t rank;           // Axes.
+  int32_t rank;           // Number of axes.
   const int64_t* begin;   // NULL: zeros.
   const int64_t* extent;  // NULL only where rank is 0.
   int32_t is_flat;        // 1: the flat range; 0: the box.
@@ -179,11 +184,13 @@ typedef struct tm_region {
 } tm_region;
 
 enum { TM_DEVICE_HOST = 0, TM_DEVICE_CUDA = 1 };
-// How memory is reached; pageable on a device means that it was not said, and is the device's.
+// Kind of memory. On a device TM_MEMORY_PAGEABLE means "not specified" and counts as
+// TM_MEMORY_DEVICE.
 enum { TM_MEMORY_PAGEABLE = 0, TM_MEMORY_PINNED = 1, TM_MEMORY_MANAGED = 2, TM_MEMORY_DEVICE = 3 };
-// Whether the contents are there, or once a stream has come so far.
+// The stream whose work, as submitted so far, must finish before the contents are valid.
+// TM_STREAM_NONE: the contents are valid now.
 enum {
-  TM_STREAM_NONE = 0,  // With `stream` set, as programs of older headers have it: a handle.
+  TM_STREAM_NONE = 0,  // A non-NULL `stream` then counts as a handle, as in older headers.
   TM_STREAM_LEGACY_DEFAULT = 1,
   TM_STREAM_PER_THREAD_DEFAULT = 2,
   TM_STREAM_HANDLE = 3
@@ -198,212 +205,230 @@ typedef struct tm_buffer {
   void* data;
   const int64_t* shape;    // In elements; one number an axis.
   const int64_t* strides;  // In elements, may be negative; NULL: packed, row-major.
-  int32_t rank;            // Axes. A flat range has one.
+  int32_t rank;            // Number of axes; 1 for a flat range.
   int32_t reserved;
-  void* stream;  // A cudaStream_t that orders the contents, with TM_STREAM_HANDLE; else NULL.
+  void* stream;  // A cudaStream_t, with TM_STREAM_HANDLE; else NULL.
   int32_t memory_kind;
   int32_t stream_kind;
-  uint8_t device_uuid[16];  // Which device, whatever its ordinal is; zeros: not said.
+  uint8_t device_uuid[16];  // Identifies the device whatever its ordinal; zeros: not specified.
 } tm_buffer;
 
 // ---- Reading without ranks -----------------------------------------------------------------
 
-// A handle that holds the checkpoint open, so that it can be read to the end although it is removed
-// or replaced meanwhile.
+// An open checkpoint. It stays readable even if the checkpoint is removed or replaced meanwhile.
 typedef struct tm_checkpoint tm_checkpoint;
 
-// `path`: a checkpoint ("STORE/step-1000"), "STORE/latest" or "STORE", which is its latest, or what
-// another program saved (docs/formats-adopted.md). Freed with tm_checkpoint_close. TM_NOT_FOUND,
-// TM_DATA_LOSS, TM_UNSUPPORTED (written in a newer format).
+// Opens a checkpoint for reading. `path`: a checkpoint ("STORE/step-1000"), "STORE/latest" or
+// "STORE" (its latest checkpoint), or a checkpoint in a foreign format (docs/formats-adopted.md).
+// Freed with tm_checkpoint_close. TM_NOT_FOUND, TM_DATA_LOSS, TM_UNSUPPORTED (written in a newer
+// format).
 TM_EXPORT tm_status tm_checkpoint_open(const char* path, tm_checkpoint** out);
 typedef struct tm_open_options {
   uint32_t struct_size;
   int32_t reserved;
-  // Folders below which data of adopted checkpoints may lie, and which links of checkpoints in
-  // foreign formats may lead into.
+  // Trusted directories: data of adopted checkpoints may lie below them, and links of foreign
+  // checkpoints may lead into them.
   const char* const* roots;
   size_t root_count;
-  // Of a folder in a foreign format that holds several sets of weights: the file or index to read.
-  // May be NULL.
+  // The file or index to read in a foreign directory that holds several sets of weights. May be
+  // NULL.
   const char* file;
 } tm_open_options;
-// The same with options, which may be NULL.
+// Like tm_checkpoint_open, with options. `options` may be NULL.
 TM_EXPORT tm_status tm_checkpoint_open_with(const char* path, const tm_open_options* options,
                                             tm_checkpoint** out);
 TM_EXPORT void tm_checkpoint_close(tm_checkpoint* checkpoint);
 
-// Where it was found, without links and "latest"; and the 32 hex digits that no other checkpoint
-// has, "" for formats of other programs. These live as long as the checkpoint.
+// The resolved path, with links and "latest" followed; and the UUID (32 hex digits), "" for foreign
+// formats. Both are valid until the checkpoint is closed.
 TM_EXPORT const char* tm_checkpoint_path(const tm_checkpoint* checkpoint);
 TM_EXPORT const char* tm_checkpoint_uuid(const tm_checkpoint* checkpoint);
 
-// Keys of tensors, of objects, and what was out of order but could be mended.
+// Lists of the keys of tensors, of the keys of objects, and of problems that did not prevent
+// opening. Freed with tm_list_free.
 TM_EXPORT tm_status tm_checkpoint_keys(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_objects(const tm_checkpoint* checkpoint, tm_list** out);
 TM_EXPORT tm_status tm_checkpoint_warnings(const tm_checkpoint* checkpoint, tm_list** out);
 
-// Filled by tm_checkpoint_tensor. Only the first `rank` numbers of `shape` mean anything.
+// A tensor's properties. Only the first `rank` numbers of `shape` are valid.
 typedef struct tm_tensor_info {
   uint32_t struct_size;  // Set before the call.
   uint32_t dtype;
   int32_t rank;
-  int32_t has_digest;  // 0 for files that other programs wrote.
+  int32_t has_digest;  // 1: `digest` is valid. 0 for foreign formats.
   uint64_t bytes;
   uint64_t digest;  // CRC-64/NVME of the row-major bytes.
   int64_t shape[TM_MAX_RANK];
 } tm_tensor_info;
-// TM_NOT_FOUND.
+// The properties of tensor `key`. TM_NOT_FOUND: no such tensor.
 TM_EXPORT tm_status tm_checkpoint_tensor(const tm_checkpoint* checkpoint, const char* key,
                                          tm_tensor_info* info);
 
-// Fills `out` with a region of a tensor (NULL: all of it), whatever the cuts it was saved with;
-// `out` may be strided. Every byte is checked where the checkpoint has checksums.
+// Reads a region of a tensor (NULL: all of it) into `out`, whatever sharding it was saved with;
+// `out` may be strided. Every byte is checked if the checkpoint has checksums.
 //   TM_NOT_FOUND         no such tensor
 //   TM_INVALID_ARGUMENT  region, dtype or shape do not fit
 //   TM_DATA_LOSS         stored bytes are missing or damaged; what `out` holds is undefined
-// Reads of 8 MiB and more, and of thousands of short runs, are shared between as many threads as
-// there are cores, at most 8; none is left when the call returns.
+// Reads of at least 8 MiB, or of thousands of short runs, use one thread per core, at most 8. These
+// threads have ended when the call returns.
 TM_EXPORT tm_status tm_checkpoint_read(const tm_checkpoint* checkpoint, const char* key,
                                        const tm_region* region, const tm_buffer* out);
-// Bytes [offset, offset + size) of the row-major byte string of a tensor.
+// Reads bytes [offset, offset + size) of the row-major byte string of a tensor.
 // Elements are little-endian. A range that reaches past the end is TM_INVALID_ARGUMENT.
 TM_EXPORT tm_status tm_checkpoint_read_bytes(const tm_checkpoint* checkpoint, const char* key,
                                              uint64_t offset, void* out, size_t size);
 
-// The same bytes where they are stored, without a copy, if they are one run of one file. They are
-// not compared with hashes. They stay, and the checkpoint stays open, until tm_mapping_free; a file
-// that somebody cuts short meanwhile raises SIGBUS where they are touched. TM_UNSUPPORTED: they are
-// not one run, or cannot be mapped: read them. An empty range has data NULL.
+// Maps bytes [offset, offset + size) of a tensor without a copy; they must be one contiguous run of
+// one file. The bytes are not verified. They stay valid, and the checkpoint stays open, until
+// tm_mapping_free; if another program truncates the file meanwhile, accessing them raises SIGBUS.
+// TM_UNSUPPORTED: the bytes are not one run, or cannot be mapped; read them instead. For an empty
+// range tm_mapping_data returns NULL.
 typedef struct tm_mapping tm_mapping;
 TM_EXPORT tm_status tm_checkpoint_map(const tm_checkpoint* checkpoint, const char* key,
                                       uint64_t offset, uint64_t size, tm_mapping** out);
 TM_EXPORT const void* tm_mapping_data(const tm_mapping* mapping);
 TM_EXPORT void tm_mapping_free(tm_mapping* mapping);
 
-// Where the chunks of a tensor are: their boxes, files, offsets, lengths and hashes, and who wrote
-// them, as JSON with the fields of `tensormount layout --json` (docs/cli.md). Freed with tm_free.
+// The chunks of a tensor as JSON: boxes, files, offsets, lengths, hashes and the ranks that wrote
+// them, with the fields of `tensormount layout --json` (docs/cli.md). Freed with tm_free.
 TM_EXPORT tm_status tm_checkpoint_layout(const tm_checkpoint* checkpoint, const char* key,
                                          char** json);
-// The same as a picture: a whole SVG file, without scripts and references. Freed with tm_free.
+// The chunks of a tensor as a diagram: a complete SVG file without scripts or references. Freed
+// with tm_free.
 TM_EXPORT tm_status tm_checkpoint_picture(const tm_checkpoint* checkpoint, const char* key,
                                           char** svg);
 
-// The grid that an object was saved on: *rank (0: it is one piece) and that many numbers in `grid`,
-// which has room for TM_MAX_RANK. TM_NOT_FOUND.
+// The grid that an object was saved on. Writes the grid's extents to `grid`, which has room for
+// TM_MAX_RANK, and their number to *rank: 0 for an object without a grid. TM_NOT_FOUND: no such
+// object.
 TM_EXPORT tm_status tm_checkpoint_object_grid(const tm_checkpoint* checkpoint, const char* key,
                                               int64_t* grid, int32_t* rank);
-// An object, or its part `index` (of `rank` numbers; 0 for objects without a grid). Freed with
-// tm_free. TM_NOT_FOUND.
+// The bytes of an object, or of its part `index` (`rank` numbers; 0 for objects without a grid).
+// Freed with tm_free. TM_NOT_FOUND: no such object, or no such part.
 TM_EXPORT tm_status tm_checkpoint_object(const tm_checkpoint* checkpoint, const char* key,
                                          const int64_t* index, int32_t rank, void** data,
                                          size_t* size);
 
-// The common state as JSON (the form of common.json, docs/format.md): the value `name`, or, where
-// `name` is NULL, all of it as one object. Freed with tm_free; `size` may be NULL. TM_NOT_FOUND.
+// The common value `name` as JSON (the form of common.json, docs/format.md); `name` NULL: all
+// common values as one object. Freed with tm_free; `size` may be NULL. TM_NOT_FOUND: no such value.
 TM_EXPORT tm_status tm_checkpoint_common(const tm_checkpoint* checkpoint, const char* name,
                                          char** json, size_t* size);
-// Likewise what rank `rank` of the save set for itself.
+// Like tm_checkpoint_common, for the values that rank `rank` of the save set for itself.
 TM_EXPORT tm_status tm_checkpoint_rank_common(const tm_checkpoint* checkpoint, int32_t rank,
                                               const char* name, char** json, size_t* size);
-// What the application says about the checkpoint as a whole: an object, empty where it says
-// nothing.
+// Metadata that the application stored about the whole checkpoint, as a JSON object; empty if none
+// was set. Freed with tm_free; `size` may be NULL.
 TM_EXPORT tm_status tm_checkpoint_metadata(const tm_checkpoint* checkpoint, char** json,
                                            size_t* size);
 
 // ---- Communicators -------------------------------------------------------------------------
 
-// How the ranks of a job reach each other. Everything collective below must be called by all ranks
-// of the communicator, in the same order; a rank that does not come is named after a time-out, and
-// the others go on with a failure. An argument that one rank cannot do anything with, other than
-// the communicator itself, is told to the others, and fails the call on all of them.
+// How the ranks of a job reach each other. Every rank of the communicator must make the same
+// collective calls in the same order. A rank that does not come is reported after a timeout, and
+// the call fails on the other ranks. An invalid argument on one rank, except the communicator
+// itself, fails the call on all ranks.
 typedef struct tm_communicator tm_communicator;
 TM_EXPORT void tm_communicator_free(tm_communicator* communicator);
 TM_EXPORT int32_t tm_communicator_rank(const tm_communicator* communicator);
 TM_EXPORT int32_t tm_communicator_size(const tm_communicator* communicator);
 
-// A group of one.
+// A communicator with one rank, this process.
 TM_EXPORT tm_status tm_communicator_self(tm_communicator** out);
 
-// A host's own process group in three functions. The host guarantees:
-//   Order    Messages from one rank to another meet the receives for them in the order in which
-//            both were started. A receive always has exactly the size of the message that it meets.
-//   Tag      Between these ranks nothing else uses that tag while the communicator lives.
+// Wraps the host program's own process group. The host guarantees:
+//   Order    Messages from one rank to another match the receives for them in the order in which
+//            both were started. A receive always has exactly the size of its message.
+//   Tag      Nothing else uses `tag` between these ranks while the communicator lives.
 //   Sizes    1 byte to TM_MAX_CALLBACK_MESSAGE. A message to the rank itself never occurs.
-//   Requests At most one receive and 9 sends for each other rank are under way at a time. A send
-//            may wait for its receive as long as it likes.
-//   Progress `send` and `receive` only start, `test` only looks: nothing waits for another rank.
-//   Memory   `data` stays as it is until `test` said that its request is done or failed, or
-//            `cancel` returned. It is never the caller's own memory.
+//   Requests At most one receive and 9 sends per other rank are in progress at a time. A send may
+//            block on its receive for any length of time.
+//   Progress `send` and `receive` only start a request, `test` only checks it: none of them waits
+//            for another rank.
+//   Memory   `data` stays valid until `test` reports its request done or failed, or `cancel`
+//            returns. It belongs to the communicator, never to the caller.
 //   Threads  Calls come from several threads (the caller's, and one that sends heartbeats while a
-//            save or load is under way), but never two at a time; they must not call the
+//            save or load is in progress), but never two at a time. The callbacks must not call the
 //            communicator.
-//   Failure  A request that failed says that the peer is gone: there is no second try.
+//   Failure  A failed request means that the peer is gone; it is not retried.
 enum { TM_MAX_CALLBACK_MESSAGE = 1 << 20 };
 typedef struct tm_callbacks {
   uint32_t struct_size;
-  uint32_t tag;   // Of all messages.
-  void* context;  // Handed to each call.
-  // Start; 0, with the host's number of the request in *request, or another number: cannot be.
+  uint32_t tag;   // Tag of all messages.
+  void* context;  // Passed to each call.
+  // Start a request. Return 0 and store the host's number of the request in *request, or return
+  // another number on failure.
   int (*send)(void* context, int32_t to, uint32_t tag, const void* data, uint64_t size,
               uint64_t* request);
   int (*receive)(void* context, int32_t from, uint32_t tag, void* data, uint64_t size,
                  uint64_t* request);
-  // 0: under way. 1: done. Negative: failed. After the last two the request is not named again.
+  // Returns 0 while the request is in progress, 1 when it is done, a negative number if it failed.
+  // After 1 or a failure the request is not used again.
   int (*test)(void* context, uint64_t request);
-  // May be NULL. Ends a request, whose memory is not touched afterwards. Only called when the
-  // communicator is freed and the other side did not come; without it that memory is never freed.
+  // May be NULL. Ends a request, whose `data` must not be accessed afterwards. Called only for
+  // requests that are in progress when the communicator is freed; if `cancel` is NULL, their memory
+  // leaks.
   void (*cancel)(void* context, uint64_t request);
-  // Ranks take leave of each other when they free their communicators: how long the first waits
-  // for the last, in milliseconds. 0: 5,000. The callbacks must work until then.
+  // How long, in milliseconds, freeing the communicator waits until the other ranks free theirs. 0:
+  // 5,000. The callbacks must work until then.
   int64_t leave_wait_ms;
 } tm_callbacks;
-// Nothing is sent before it is used. `callbacks` itself is copied. Free it before what it uses.
+// Makes a communicator from callbacks. Sends nothing before the first use. `callbacks` is copied.
+// Free the communicator before the objects that the callbacks use.
 TM_EXPORT tm_status tm_communicator_from_callbacks(const tm_callbacks* callbacks, int32_t rank,
                                                    int32_t size, tm_communicator** out);
 
-// The same group once more, for work that goes on beside that of `parent`: channel 1 to 7. Every
-// rank makes the same; `parent` must outlive it.
+// Makes channel `channel` (1 to 7): a communicator of the same ranks, for work that runs
+// concurrently with the work of `parent`. Every rank makes the same channels; `parent` must outlive
+// them.
 TM_EXPORT tm_status tm_communicator_channel(tm_communicator* parent, uint32_t channel,
                                             tm_communicator** out);
-// Some ranks of `parent` as a group of their own, made by these alone; rank i is ranks[i] of it.
-// Groups that share ranks need different channels (1 to 7). `parent` must outlive it.
+// Makes a communicator of some ranks of `parent`, in which rank i is ranks[i] of `parent`. Only
+// these ranks call this function. Subgroups that share ranks need different channels (1 to 7).
+// `parent` must outlive the subgroup.
 TM_EXPORT tm_status tm_communicator_subgroup(tm_communicator* parent, const int32_t* ranks,
                                              size_t count, uint32_t channel, tm_communicator** out);
 
-// A group of ranks that reach each other over TCP, and by Unix sockets within a machine; see
-// docs/tcp.md. Each rank listens, the host program carries the addresses to all of them by whatever
-// it has (torch's store, a file), and each connects. Neither waits for another rank.
+// A group of ranks that communicate over TCP, and over Unix sockets within a machine; see
+// docs/tcp.md. Each rank listens, the host program distributes the addresses (through torch's
+// key-value store or a file), and each rank connects. Neither tm_tcp_listen nor tm_tcp_connect
+// waits for another rank.
 typedef struct tm_tcp tm_tcp;
 enum { TM_TCP_TOKEN_BYTES = 32 };
 typedef struct tm_tcp_options {
   uint32_t struct_size;
-  uint32_t no_unix_sockets;    // Not 0: by TCP within a machine, too.
-  const char* interface_name;  // NULL: what GLOO_SOCKET_IFNAME names, or all that are up.
-  const char* address;         // Of this machine, in numbers, instead. NULL: by interface.
-  uint32_t first_port;         // 0 and 0: any.
+  uint32_t no_unix_sockets;    // 1: TCP also between ranks of one machine.
+  const char* interface_name;  // NULL: GLOO_SOCKET_IFNAME, or else all interfaces that are up.
+  // A numeric address of this machine, instead of an interface; may be NULL.
+  const char* address;
+  uint32_t first_port;  // Port range to listen on; 0 and 0: any port.
   uint32_t last_port;
-  int64_t connect_timeout_ms;  // 0: 30,000. How long a peer that is out of reach is tried again.
-  int64_t keep_alive_ms;       // 0: 30,000; negative: never. See TcpOptions.
-  int64_t leave_wait_ms;       // 0: 5,000. How long freeing it waits for what was sent.
+  int64_t connect_timeout_ms;  // How long connecting to an unreachable peer is retried. 0: 30,000.
+  // A machine that stops answering counts as dead after about twice this time. 0: 30,000; negative:
+  // never.
+  int64_t keep_alive_ms;
+  int64_t leave_wait_ms;  // How long freeing waits for sent data to be delivered. 0: 5,000.
 } tm_tcp_options;
-// `options` may be NULL. TM_NOT_FOUND: no such interface.
+// Opens the sockets on which this rank listens. `options` may be NULL. TM_NOT_FOUND: no such
+// interface.
 TM_EXPORT tm_status tm_tcp_listen(const tm_tcp_options* options, tm_tcp** out);
-// Where this rank can be reached: printable ASCII without blanks, 512 characters at most. Valid
-// until tm_tcp_free. No secret. NULL for NULL.
+// The address of this rank: printable ASCII without blanks, at most 512 characters. Not secret.
+// Valid until tm_tcp_free. NULL for NULL.
 TM_EXPORT const char* tm_tcp_address(const tm_tcp* tcp);
-// A random token: rank 0 makes it, the host program tells it to the others and nobody else. Who has
-// it can join the group. `size` must be TM_TCP_TOKEN_BYTES.
+// Makes a random token. Rank 0 makes one and the host program sends it to the other ranks only:
+// every process that has the token can join the group. `size` must be TM_TCP_TOKEN_BYTES.
 TM_EXPORT tm_status tm_tcp_token(uint8_t* token, size_t size);
-// Once for each tm_tcp, which may be freed afterwards. `addresses`: of all `size` ranks in their
-// order, the same on all of them. TM_INVALID_ARGUMENT names the rank whose address cannot be.
+// Makes this rank's communicator. Call it once per tm_tcp, which may be freed afterwards.
+// `addresses`: the addresses of all `size` ranks in rank order, equal on all ranks.
+// TM_INVALID_ARGUMENT names the rank whose address is invalid.
 TM_EXPORT tm_status tm_tcp_connect(tm_tcp* tcp, const char* const* addresses, int32_t rank,
                                    int32_t size, const uint8_t* token, size_t token_size,
                                    tm_communicator** out);
 TM_EXPORT void tm_tcp_free(tm_tcp* tcp);
 
-// The processes of an MPI job, in libtensormount_mpi. Initialises MPI where the program has not;
-// tm_mpi_free finalises it then, unless tm_mpi_abandon was called (after a failure: finalising
-// would wait for ranks that are gone). TM_UNSUPPORTED without MPI. Free communicators before it.
+// The processes of an MPI job, in libtensormount_mpi. tm_mpi_init initialises MPI if the program
+// has not; in this case tm_mpi_free finalises MPI, unless tm_mpi_abandon was called (after a
+// failure, finalising would wait for dead ranks). TM_UNSUPPORTED without MPI. Free communicators
+// before tm_mpi.
 typedef struct tm_mpi tm_mpi;
 TM_EXPORT tm_status tm_mpi_init(tm_mpi** out);
 TM_EXPORT tm_status tm_mpi_world(tm_mpi* mpi, tm_communicator** out);
@@ -412,91 +437,96 @@ TM_EXPORT void tm_mpi_free(tm_mpi* mpi);
 
 // ---- One rank's part of a checkpoint -------------------------------------------------------
 
-// For saving what the rank holds, for loading what it wants.
+// The tensors, objects and values that this rank saves, or wants to load.
 typedef struct tm_state tm_state;
 TM_EXPORT tm_status tm_state_new(tm_state** out);
 TM_EXPORT void tm_state_free(tm_state* state);
 
-// Whether one of several holders of the same cells is the one that counts.
+// Label of a shard that several ranks hold: exactly one of the labelled replicas must be the main
+// one.
 enum { TM_REPLICA_UNLABELLED = 0, TM_REPLICA_MAIN = 1, TM_REPLICA_COPY = 2 };
 
-// A part of a global tensor that this rank holds or wants. Both structures that it points to are
-// read during the call only; the memory that `data` describes is used later.
+// A part of a global tensor that this rank holds or wants. The structures it points to are read
+// during the call only; the memory that `data` describes is used until the save or load has ended.
 typedef struct tm_shard {
   uint32_t struct_size;
   int32_t replica;
   const int64_t* global_shape;
-  int32_t global_rank;      // Axes of the whole tensor.
-  int32_t metadata_only;    // 1: `data` has no memory; for tm_validate.
-  const tm_region* region;  // NULL: all of it.
-  const tm_buffer* data;    // Its memory stays the caller's until the save or load has ended.
+  int32_t global_rank;      // Number of axes of the whole tensor.
+  int32_t metadata_only;    // 1: `data` has no memory, for tm_validate.
+  const tm_region* region;  // NULL: the whole tensor.
+  // The memory of the region. It belongs to the caller, and must stay valid until the save or load
+  // has ended.
+  const tm_buffer* data;
 } tm_shard;
-// Several shards of one key may be added. What is wrong with one is said here and fails the save
-// or load on all ranks, too.
+// Adds a shard. Several shards of one key may be added. An argument error is returned here and also
+// fails the later save or load on all ranks.
 TM_EXPORT tm_status tm_state_add_tensor(tm_state* state, const char* key, const tm_shard* shard);
 
-// Many shards at once, for callers to whom each call is dear (from Python one by one 9 us a
-// tensor). `keys`: `count` texts, each with a NUL behind it, `keys_size` bytes in all. `words`:
-// `word_count` numbers, for each shard in turn
-//   dtype, flags, replica, axes of the whole tensor, address of the data
-//   shape of the whole tensor, begin of the box, extent of the box: a number an axis each
+// Adds many shards in one call, for callers with a high cost per call (9 us per tensor from
+// Python). `keys`: `count` NUL-terminated strings, `keys_size` bytes in all. `words`: `word_count`
+// numbers, for each shard in turn
+//   dtype, flags, replica, axes of the global tensor, address of the data
+//   shape of the global tensor, begin of the box, extent of the box: one number per axis each
 //   flat_first, flat_count                with TM_WORDS_FLAT: that range of the box
-//   strides of the data                   with TM_WORDS_STRIDED: a number an axis of the box, in
-//                                         elements; one where it is flat
+//   strides of the data, in elements      with TM_WORDS_STRIDED: one number per axis of the box,
+//                                         or one for a flat range
 //   device_kind, device_ordinal, device_uuid (two numbers, its bytes in order), memory_kind,
 //   stream_kind, stream                   with TM_WORDS_MEMORY: as in tm_buffer
-// The data have the shape of the region, as in tm_shard. Nothing is kept of the arrays.
+// The data have the shape of the region, as in tm_shard. The arrays are not used after the call.
 enum {
   TM_WORDS_STRIDED = 1,
   TM_WORDS_FLAT = 2,
-  TM_WORDS_METADATA_ONLY = 4,  // No memory; the address counts for nothing.
+  TM_WORDS_METADATA_ONLY = 4,  // No memory; the address is ignored.
   TM_WORDS_MEMORY = 8
 };
 TM_EXPORT tm_status tm_state_add_tensors(tm_state* state, const char* keys, size_t keys_size,
                                          const int64_t* words, size_t word_count, size_t count);
 
-// The same read and checked once, for states that are made again and again: what changes from save
-// to save is where the data are. Immutable; may be used by several threads.
+// Words (tm_state_add_tensors) that are parsed and checked once, for states that are rebuilt for
+// every save with other data addresses. Immutable; several threads may use it.
 typedef struct tm_layout tm_layout;
 TM_EXPORT tm_status tm_layout_new(const char* keys, size_t keys_size, const int64_t* words,
                                   size_t word_count, size_t count, tm_layout** out);
 TM_EXPORT void tm_layout_free(tm_layout* layout);
-// Adds all of its shards. `addresses`: of the data of each, `count` of them as many as shards;
-// NULL: those of the words.
+// Adds all shards of the layout. `addresses`: one data address per shard, `count` of them; NULL:
+// the addresses in the words.
 TM_EXPORT tm_status tm_state_add_layout(tm_state* state, const tm_layout* layout,
                                         void* const* addresses, size_t count);
 
-// Bytes, copied. One object that is the same on all ranks that add it, or part `index` of a `grid`
-// of objects (of `rank` numbers; 0: no grid).
+// Adds an object, whose bytes are copied. Without a grid (`rank` 0) the object must be equal on all
+// ranks that add it. With a grid these are the bytes of part `index` of `grid`, `rank` numbers
+// each.
 TM_EXPORT tm_status tm_state_add_object(tm_state* state, const char* key, const void* data,
                                         size_t size, const int64_t* index, const int64_t* grid,
                                         int32_t rank);
-// For loading: asks for it; the report has it. `grid` NULL: whatever it was saved on.
+// For loading: requests an object, which the load report then returns. `grid` NULL: any grid.
 TM_EXPORT tm_status tm_state_want_object(tm_state* state, const char* key, const int64_t* index,
                                          const int64_t* grid, int32_t rank);
 
-// Values as JSON (the form of common.json): of all ranks; of this one; what the application says
-// about the checkpoint as a whole (an object); not stored, but given back by the report.
+// Set values as JSON (the form of common.json). common: equal on all ranks. rank_common: for this
+// rank. metadata: an object about the whole checkpoint. local: not stored; the load report returns
+// it.
 TM_EXPORT tm_status tm_state_set_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_rank_common(tm_state* state, const char* name, const char* json);
 TM_EXPORT tm_status tm_state_set_metadata(tm_state* state, const char* json);
 TM_EXPORT tm_status tm_state_set_local(tm_state* state, const char* name, const char* json);
 
-// Tensor `key` can be read layer by layer, too: `pattern` has one "{}" for the number.
+// Makes tensor `key` also readable layer by layer: `pattern` has one "{}" for the layer number.
 TM_EXPORT tm_status tm_state_name_layers(tm_state* state, const char* key, const char* pattern);
 
-// What the caller itself found wrong: fails the save or load on all ranks, instead of leaving them
-// waiting for one that gave up. Returns TM_OK where that was noted.
+// Reports an error that the caller found: the save or load then fails on all ranks, instead of
+// waiting for this rank. Returns TM_OK if the error was recorded.
 TM_EXPORT tm_status tm_state_fail(tm_state* state, tm_status status, const char* message);
-// The same with the fields of the failure, which all ranks then get ("key", "device", ...), in the
-// form of tm_last_error_json: "status" and "message" must be there, "code" does not count, and
-// what this version does not know is ignored.
+// Like tm_state_fail, with the fields of the failure ("key", "device", ...) in the form of
+// tm_last_error_json, which all ranks then get. "status" and "message" are required; "code" and
+// unknown fields are ignored.
 TM_EXPORT tm_status tm_state_fail_json(tm_state* state, const char* json);
 
 // ---- Events, waiting -----------------------------------------------------------------------
 
 enum { TM_EVENT_START = 0, TM_EVENT_END = 1, TM_EVENT_ERROR = 2 };
-// One step of a save or load on this rank: each phase has a start, and then an end or an error.
+// One step of a save or load on this rank. Each phase has a start event, then an end or an error.
 typedef struct tm_event {
   uint32_t struct_size;  // Set by the library.
   int32_t kind;
@@ -504,12 +534,12 @@ typedef struct tm_event {
   const char* path;   // "STORE/NAME"
   const char* phase;  // "validate", "plan", "write", ...
   int32_t rank;
-  tm_status status;  // With TM_EVENT_ERROR.
+  tm_status status;  // The error, with TM_EVENT_ERROR.
   const char* message;
-  uint64_t bytes;  // Moved by this rank in the phase, with TM_EVENT_END.
-  double seconds;  // That the phase took, with TM_EVENT_END and TM_EVENT_ERROR.
+  uint64_t bytes;  // Bytes that this rank moved in the phase; with TM_EVENT_END.
+  double seconds;  // Duration of the phase; with TM_EVENT_END and TM_EVENT_ERROR.
 } tm_event;
-// Called on the thread that works. Must return soon. What `event` points to is gone afterwards.
+// Called on the thread that does the work; must return soon. `event` is valid during the call only.
 typedef void (*tm_event_hook)(void* context, const tm_event* event);
 
 // ---- Saving --------------------------------------------------------------------------------
@@ -520,16 +550,17 @@ enum {
   TM_PLACE_RANK_SHARD = 2,
   TM_PLACE_SAFETENSORS = 3
 };
-enum { TM_REPLICAS_ROTATING = 0, TM_REPLICAS_FULL = 1, TM_REPLICAS_OFF = 2 };
+enum { TM_REPLICAS_ROTATING = 0, TM_REPLICAS_FULL = 1, TM_REPLICAS_OFF = 2, TM_REPLICAS_WARN = 3 };
 enum { TM_SAVE_PARALLEL = 0, TM_SAVE_MAIN = 1 };
 enum { TM_COMMON_ERROR = 0, TM_COMMON_WARN = 1, TM_COMMON_OFF = 2 };
 
 typedef struct tm_save_report tm_save_report;
-// `report` is gone when the hook returns.
+// Hooks of a save. `report` is valid during the call only.
 typedef tm_status (*tm_before_publish_hook)(void* context, const tm_save_report* report);
 typedef void (*tm_on_commit_hook)(void* context, const tm_save_report* report);
 
-// The same on every rank, but for the hooks. See tensormount/save.h.
+// Options of a save, described in tensormount/save.h. All except the hooks must be equal on every
+// rank.
 typedef struct tm_save_options {
   uint32_t struct_size;
   int32_t placement;
@@ -537,146 +568,158 @@ typedef struct tm_save_options {
   int32_t replace;  // 1: an existing checkpoint is replaced at commit.
   int32_t strategy;
   int32_t common_check;
-  int32_t skip_validation;  // 1: ranks do not prove beforehand that they cover every tensor.
+  int32_t skip_validation;  // 1: ranks do not check beforehand that they cover every tensor.
   int32_t no_plan_reuse;
-  const char* const* common_exempt;  // Globs.
+  const char* const* common_exempt;  // Globs of common values that may differ.
   size_t common_exempt_count;
   const char* producer;    // NULL: "tensormount <version>".
   int64_t liveness_ms;     // 0: 30,000. See Timeouts in tensormount/communicator.h.
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
-  int64_t total_ms;     // The whole call; 0: no limit.
-  int32_t page_hashes;  // 1: hashes of 4 KiB as well, for reads of few rows (tensormount/save.h).
+  int64_t total_ms;     // Limit for the whole call; 0: none.
+  int32_t page_hashes;  // 1: also hash every 4 KiB, for reads of a few rows (tensormount/save.h).
   int32_t reserved;
-  // Called on the thread that saves, once what this rank wrote is durable and nothing is published
-  // yet, with the report so far. What it returns other than TM_OK fails the save on all ranks, with
-  // the message that it set by tm_set_last_error. It may take its time: heartbeats go on. May be
-  // NULL, as the next.
+  // Called on the saving thread when the data of this rank are durable and nothing is published
+  // yet, with the report so far. A status other than TM_OK fails the save on all ranks, with the
+  // message from tm_set_last_error. It may take long, because heartbeats continue. May be NULL,
+  // like on_commit.
   tm_before_publish_hook before_publish;
   void* before_publish_context;
-  // After the commit, before the verdict is given.
+  // Called after the commit, before tm_save returns.
   tm_on_commit_hook on_commit;
   void* on_commit_context;
-  // Steps over time (tensormount/save.h). The base is a checkpoint of the same store.
-  int32_t no_reuse;    // 1: everything is written, whatever the base holds.
-  int32_t full_every;  // Of so many saves in a row one writes everything; 0: 50, < 0: none does.
-  const char* reuse_from;  // Name of the base; NULL: the latest.
-  const char* inherit;     // Name of the base of which all is taken that no rank has; NULL: none.
-  // Rules, as of tm_store_prune, by which rank 0 removes checkpoints after the commit; NULL: none.
+  // Reuse of earlier checkpoints (tensormount/save.h). The base is a checkpoint of the same store.
+  int32_t no_reuse;    // 1: write everything, even what the base holds.
+  int32_t full_every;  // Every n-th save in a row writes everything; 0: every 50th; negative: none.
+  const char* reuse_from;  // Name of the base; NULL: the latest checkpoint.
+  // Name of the base from which tensors, objects and values that no rank has are taken; NULL: none.
+  const char* inherit;
+  // Retention rules as in tm_store_prune. Rank 0 applies them after the commit; NULL: none.
   const char* retention;
-  int32_t ephemeral;  // 1: it goes when the next one is committed.
+  int32_t ephemeral;  // 1: temporary; the next committed save removes it.
   int32_t reserved2;
 } tm_save_options;
 
 TM_EXPORT void tm_save_report_free(tm_save_report* report);
 
-// Collective: every rank calls it with its part and the same path "STORE/NAME" and options, and
-// every rank gets the same verdict. `options` and `report` may be NULL.
+// Collective: every rank passes its part and the same path "STORE/NAME" and options, and every rank
+// gets the same result. `options` and `report` may be NULL.
 //   TM_OK                  committed and durable
-//   TM_INVALID_ARGUMENT    the shards do not cover a tensor exactly, or ranks differ
-//   TM_ALREADY_EXISTS      that name is taken
+//   TM_INVALID_ARGUMENT    the shards do not cover a tensor exactly, or dtype, shape or options
+//                          differ between ranks
+//   TM_ALREADY_EXISTS      the name is taken
 //   TM_DATA_LOSS           replicas differ
 //   TM_RESOURCE_EXHAUSTED  disk full, on some rank
-//   TM_DEADLINE_EXCEEDED, TM_UNAVAILABLE  a rank died or did not come, and is named
-//   TM_UNKNOWN             committed or not could not be found out
+//   TM_DEADLINE_EXCEEDED, TM_UNAVAILABLE  a rank died or did not come; the message names it
+//   TM_UNKNOWN             cannot tell whether the save was committed
 TM_EXPORT tm_status tm_save(const tm_state* state, const char* path, tm_communicator* communicator,
                             const tm_save_options* options, tm_save_report** report);
 
-// What the report says in numbers; times are in seconds. On a failed save there is no report.
+// The whole report as one line of JSON, freed with tm_free: "path", "uuid", "base", "note", the
+// members of tm_save_numbers ("plan_reused" as a boolean), "files", "warnings", "pruned" and
+// "not_pruned". Later versions may add members, which get no accessor below. Bytes that are not
+// UTF-8 are replaced. A failed save has no report.
+TM_EXPORT tm_status tm_save_report_json(const tm_save_report* report, char** json);
+
+// The numbers of a report; times are in seconds.
 typedef struct tm_save_numbers {
   uint32_t struct_size;  // Set before the call.
   int32_t plan_reused;
   uint64_t generation;
   uint64_t tensors;
-  uint64_t bytes;               // Of all tensors.
+  uint64_t bytes;               // Size of all tensors.
   uint64_t bytes_written;       // By all ranks.
-  uint64_t bytes_written_here;  // By this one.
+  uint64_t bytes_written_here;  // By this rank.
   uint64_t replica_bytes;
   uint64_t replica_bytes_compared;
-  double validate_seconds;  // Of this rank, as all below.
+  double validate_seconds;  // All times below are of this rank.
   double plan_seconds;
   double write_seconds;
   double compare_seconds;
   double publish_seconds;
-  // What was not written, because the base holds it. Of all ranks.
+  // Data that were not written because the base holds them. Counts are of all ranks.
   double reuse_seconds;  // Of this rank.
   uint64_t reused_tensors;
   uint64_t reused_objects;
-  uint64_t reused_bytes;                // As they are stored. Of these,
-  uint64_t reused_bytes_by_leaf;        // proved to be the same by hashes,
-  uint64_t reused_bytes_by_comparison;  // or by comparison; the rest was inherited.
+  uint64_t reused_bytes;                // Stored size of the reused data.
+  uint64_t reused_bytes_by_leaf;        // Part of reused_bytes proved equal by hashes.
+  uint64_t reused_bytes_by_comparison;  // Part of reused_bytes proved equal by comparison.
   uint64_t files_linked;
   uint64_t bytes_linked;
-  uint64_t files_copied;  // Where links were refused.
+  uint64_t files_copied;  // Copied because a link was refused.
   uint64_t bytes_copied;
 } tm_save_numbers;
 TM_EXPORT tm_status tm_save_report_numbers(const tm_save_report* report, tm_save_numbers* out);
-// These live as long as the report.
+// Both strings are valid as long as the report.
 TM_EXPORT const char* tm_save_report_path(const tm_save_report* report);
 TM_EXPORT const char* tm_save_report_uuid(const tm_save_report* report);
-// Name of the base, and why nothing of it was taken or links were refused; empty where there is
-// none, or nothing to say.
+// The name of the base; and a note why nothing was reused or why links were refused. Both are "" if
+// not applicable.
 TM_EXPORT const char* tm_save_report_base(const tm_save_report* report);
 TM_EXPORT const char* tm_save_report_note(const tm_save_report* report);
-// Files that this rank wrote, or parts of ("data/..."), and warnings.
+// Data files that this rank wrote, wholly or in part ("data/..."); and warnings.
 TM_EXPORT tm_status tm_save_report_files(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_warnings(const tm_save_report* report, tm_list** out);
-// Of rank 0 alone: checkpoints that were removed by rule, and why others could not be.
+// Rank 0 only: checkpoints removed by the retention rules; and those that could not be removed,
+// with the reason.
 TM_EXPORT tm_status tm_save_report_pruned(const tm_save_report* report, tm_list** out);
 TM_EXPORT tm_status tm_save_report_not_pruned(const tm_save_report* report, tm_list** out);
 
-// A save in the background, with a saver that belongs to the communicator (its memory is used again
-// by the next): returns when the bytes are staged (copied), without waiting for other ranks, while
-// fewer than two others are under way. `state` may go then. Freeing the job waits for the save, and
-// so does freeing the communicator; the verdict stays with the job. What the hook's context points
-// to must stay until the verdict.
+// Saves in the background with the communicator's own saver, whose staging memory is reused.
+// Returns when the data are staged (copied), without waiting for other ranks unless two saves are
+// in progress. After the return `state` may be freed. Freeing the job or the communicator waits for
+// the save; the job keeps its result. The contexts of the hooks must stay valid until the save has
+// ended.
 typedef struct tm_save_job tm_save_job;
 TM_EXPORT tm_status tm_save_async(const tm_state* state, const char* path,
                                   tm_communicator* communicator, const tm_save_options* options,
                                   tm_save_job** out);
-// The same without a copy: for callers who wait for the verdict, but not blindly. The memory that
-// `state` describes is written from, and must stay as it is until the verdict.
+// Like tm_save_async, but without a copy, for callers that wait for the result anyway. The buffers
+// that `state` describes must stay unchanged until the save has ended.
 TM_EXPORT tm_status tm_save_in_place(const tm_state* state, const char* path,
                                      tm_communicator* communicator, const tm_save_options* options,
                                      tm_save_job** out);
 
-// A saver with memory and ways of its own; see AsyncOptions in tensormount/async_save.h.
+// A saver with its own staging memory and channels; see AsyncOptions in tensormount/async_save.h.
 typedef struct tm_saver tm_saver;
 typedef struct tm_saver_options {
   uint32_t struct_size;
-  int32_t stage_in_background;  // 1: tm_saver_save returns at once; wait for "staged".
-  uint64_t staging_bytes;       // For copies, on this rank, of all saves under way; 0: no bound.
-  int32_t cancel_on_free;       // 1: freeing a job cancels it, and waits for "staged" alone.
+  int32_t stage_in_background;  // 1: tm_saver_save returns before the data are staged.
+  // Host memory for copies on this rank, for all saves in progress; 0: no limit.
+  uint64_t staging_bytes;
+  int32_t cancel_on_free;  // 1: freeing a job cancels its save and waits only for staging.
   int32_t reserved;
-  // For copies within each device, which are staged sooner; 0: none, they go to the host.
+  // Memory on each device for copies, which is faster than staging on the host; 0: none.
   uint64_t device_staging_bytes;
 } tm_saver_options;
-// Every rank makes the same ones, in the same order; a communicator has at most two at a time
-// besides its own. `communicator` must outlive it. `options` may be NULL.
+// Makes a saver. Every rank makes the same savers in the same order. A communicator has at most two
+// at a time, besides its own saver, and must outlive them. `options` may be NULL.
 TM_EXPORT tm_status tm_saver_new(tm_communicator* communicator, const tm_saver_options* options,
                                  tm_saver** out);
-// Waits for the saves under way; their verdicts stay with the jobs.
+// Waits for the saves in progress; the jobs keep their results.
 TM_EXPORT void tm_saver_free(tm_saver* saver);
-// As tm_save_async.
+// Like tm_save_async, with this saver.
 TM_EXPORT tm_status tm_saver_save(tm_saver* saver, const tm_state* state, const char* path,
                                   const tm_save_options* options, tm_save_job** out);
 
-// Until the verdict, that of tm_save. `report` may be NULL. May be called again.
+// Waits for the result of the save and returns it. `report` may be NULL. May be called again.
 TM_EXPORT tm_status tm_save_job_wait(tm_save_job* job, tm_save_report** report);
-// The same for a time, for hosts that must look after signals meanwhile: *done is 1 where the
-// verdict, which is the status then, was there within `timeout_ms`, and 0 otherwise, with TM_OK.
-// Less than 0: no limit.
+// Like tm_save_job_wait, with a limit, for hosts that must handle signals meanwhile. If the save
+// ends within `timeout_ms`, *done is 1 and the save's result is returned; otherwise *done is 0 and
+// TM_OK is returned. A negative `timeout_ms` is no limit.
 TM_EXPORT tm_status tm_save_job_wait_for(tm_save_job* job, int64_t timeout_ms, int32_t* done,
                                          tm_save_report** report);
-// Likewise until the caller may overwrite its buffers, or what made the save fail before that.
+// Like tm_save_job_wait_for, but waits only until the caller may overwrite its buffers. Returns the
+// error if the save failed before.
 TM_EXPORT tm_status tm_save_job_wait_staged(tm_save_job* job, int64_t timeout_ms, int32_t* done);
-// For event loops: an eventfd(2) that is readable once that is so, and stays it. It belongs to the
-// job: not to be read or closed.
+// Eventfds (eventfd(2)) for event loops. tm_save_job_fd is readable from the moment that the save
+// has ended, tm_save_job_staged_fd from the moment that the data are staged. The job owns both: do
+// not read or close them.
 TM_EXPORT tm_status tm_save_job_fd(tm_save_job* job, int* fd);
 TM_EXPORT tm_status tm_save_job_staged_fd(tm_save_job* job, int* fd);
-// Asks for its end; the ranks vote, and who has waited for others for some seconds gives up. Does
-// not wait.
+// Requests cancellation and returns at once. The ranks vote whether the save is cancelled or
+// committed; a rank that has waited for others for some seconds gives up.
 TM_EXPORT void tm_save_job_cancel(tm_save_job* job);
 
 enum {
@@ -689,19 +732,19 @@ enum {
 typedef struct tm_job_progress {
   uint32_t struct_size;  // Set before the call.
   int32_t state;
-  uint64_t bytes_total;  // Of this rank.
+  uint64_t bytes_total;  // Size of this rank's shards and objects.
   uint64_t bytes_staged;
   uint64_t bytes_written;
   double stalled_seconds;
 } tm_job_progress;
-// Local; never waits.
+// The progress of this rank. Never blocks.
 TM_EXPORT tm_status tm_save_job_progress(const tm_save_job* job, tm_job_progress* out);
 TM_EXPORT void tm_save_job_free(tm_save_job* job);
 
 // ---- Loading -------------------------------------------------------------------------------
 
-// What to do about keys on one side only. TM_STRICT_DEFAULT: raise for not_stored, log for
-// not_requested.
+// Handling of keys that are requested but not stored, or stored but not requested.
+// TM_STRICT_DEFAULT: raise for not_stored, log for not_requested.
 enum {
   TM_STRICT_DEFAULT = 0,
   TM_STRICT_RAISE = 1,
@@ -713,51 +756,56 @@ enum { TM_GROW_ERROR = 0, TM_GROW_ZERO = 1, TM_GROW_KEEP = 2 };
 enum { TM_GRID_ERROR = 0, TM_GRID_BY_INDEX = 1, TM_GRID_FIRST = 2, TM_GRID_SKIP = 3 };
 enum { TM_VERIFY_AUTO = 0, TM_VERIFY_OFF = 1, TM_VERIFY_LEAVES = 2 };
 enum { TM_LOAD_AUTO = 0, TM_LOAD_DIRECT = 1, TM_LOAD_EXCHANGE = 2 };
-// tm_load_options.exchange_via
+// How exchanged bytes travel (tm_load_options.exchange_via).
 enum { TM_VIA_AUTO = 0, TM_VIA_HOST = 1, TM_VIA_DEVICES = 2 };
 
-// What a load does where the stored tensor or object differs from the one asked for.
+// Handling of a stored tensor or object that differs from the requested one.
 typedef struct tm_load_rule {
   uint32_t struct_size;
-  int32_t allow_shrink;   // 1: extents asked for may be smaller; the tail is left out.
-  const char* keys;       // A glob; '*' crosses '/'. The first rule that matches a key holds.
-  int32_t grow;           // Extents asked for are larger.
+  // 1: requested extents may be smaller than the stored ones; the tail is not loaded.
+  int32_t allow_shrink;
+  // A glob; '*' also matches '/'. The first rule that matches a key is used.
+  const char* keys;
+  int32_t grow;           // TM_GROW_*: if requested extents exceed the stored ones.
   int32_t convert_dtype;  // 1: elements are converted.
-  int32_t grid;           // An object that is stored on another grid.
+  int32_t grid;           // TM_GRID_*: if an object is stored on another grid.
   int32_t reserved;
 } tm_load_rule;
 
-// The same on every rank, but for the hook and exchange_group. See tensormount/load.h.
+// Options of a load, described in tensormount/load.h. All except the hook and exchange_group must
+// be equal on every rank.
 typedef struct tm_load_options {
   uint32_t struct_size;
-  int32_t not_stored;     // Asked for, absent.
-  int32_t not_requested;  // Stored, asked for by nobody.
-  int32_t validate;       // 1: requests must cover every tensor exactly, as on a save.
+  int32_t not_stored;     // Keys requested but absent.
+  int32_t not_requested;  // Keys stored but requested by no rank.
+  int32_t validate;       // 1: requests must cover every tensor exactly, as for a save.
   int32_t verify;
   int32_t path;
-  int32_t exchange_group;  // Ranks with equal numbers exchange.
+  int32_t exchange_group;  // Ranks with equal numbers exchange data.
   int32_t no_plan_reuse;
-  const char* const* strict_exempt;  // Globs of keys that neither set contains.
+  // Globs of keys that are never reported as not_stored or not_requested.
+  const char* const* strict_exempt;
   size_t strict_exempt_count;
-  const tm_load_rule* rules;  // All of rules[0].struct_size bytes.
+  const tm_load_rule* rules;  // Each has rules[0].struct_size bytes.
   size_t rule_count;
   int64_t liveness_ms;     // 0: 30,000.
   int64_t arrival_ms;      // 0: 1,800,000.
   tm_event_hook on_event;  // May be NULL.
   void* on_event_context;
-  int64_t total_ms;  // The whole call; 0: no limit.
-  int32_t threads;   // Of this rank, that read. 0: as many as have a core each, at most 12.
+  int64_t total_ms;  // Limit for the whole call; 0: none.
+  // Reading threads of this rank. 0: one per core available to this rank, at most 12.
+  int32_t threads;
   int32_t exchange_via;
-  const char* const* roots;  // As those of tm_open_options.
+  const char* const* roots;  // Trusted directories, as in tm_open_options.
   size_t root_count;
 } tm_load_options;
 
-// What a load found out besides the bytes, which are in the caller's buffers.
+// The results of a load besides the data in the caller's buffers.
 typedef struct tm_load_report tm_load_report;
 TM_EXPORT void tm_load_report_free(tm_load_report* report);
 
-// Collective: fills the buffers of `request` in place, whatever the sharding that the checkpoint
-// was saved with. Every rank gets the same verdict. `options` and `report` may be NULL.
+// Collective: fills the buffers of `request` in place, whatever sharding the checkpoint was saved
+// with. Every rank gets the same result. `options` and `report` may be NULL.
 //   TM_NOT_FOUND         no such checkpoint, or keys that are not stored
 //   TM_INVALID_ARGUMENT  shape, dtype or grid differ and no rule allows it
 //   TM_DATA_LOSS         stored bytes are missing or damaged
@@ -765,33 +813,42 @@ TM_EXPORT tm_status tm_load(const tm_state* request, const char* path,
                             tm_communicator* communicator, const tm_load_options* options,
                             tm_load_report** report);
 
-// A load in the background, on a thread of the library: returns at once, also where what was asked
-// cannot be done, which is the verdict then. `request` may go, but the buffers that it describes
-// are the load's until the verdict, and so is `communicator`, but for its channels and for further
-// loads in the background, which run one after the other.
+// Loads in the background, on a thread of the library, and returns at once; an invalid request is
+// reported as the result of the job. After the return `request` may be freed. Until the load has
+// ended its buffers must stay, and `communicator` serves only background loads, which run one after
+// the other; other calls need a channel of `communicator`.
 typedef struct tm_load_job tm_load_job;
 TM_EXPORT tm_status tm_load_async(const tm_state* request, const char* path,
                                   tm_communicator* communicator, const tm_load_options* options,
                                   tm_load_job** out);
-// As tm_save_job_wait_for, with the verdict of tm_load.
+// Like tm_save_job_wait_for, for a load.
 TM_EXPORT tm_status tm_load_job_wait(tm_load_job* job, int64_t timeout_ms, int32_t* done,
                                      tm_load_report** report);
+// An eventfd(2) for event loops, readable from the moment that the load has ended. The job owns it:
+// do not read or close it.
 TM_EXPORT tm_status tm_load_job_fd(tm_load_job* job, int* fd);
-// From storage, by this rank so far. Never waits.
+// Bytes that this rank has read from storage so far. Never blocks.
 TM_EXPORT uint64_t tm_load_job_bytes_read(const tm_load_job* job);
-// Asks for its end, as tm_save_job_cancel.
+// Requests cancellation, like tm_save_job_cancel.
 TM_EXPORT void tm_load_job_cancel(tm_load_job* job);
-// Cancels it and waits until nothing writes to the buffers any more.
+// Cancels the load and waits until nothing writes to the buffers any more.
 TM_EXPORT void tm_load_job_free(tm_load_job* job);
 
-// As those of saves.
+// The whole report as one line of JSON, like tm_save_report_json: "uuid", "numbers" (the members of
+// tm_load_numbers), the lists "not_stored", "not_requested", "skipped" and "converted", and
+// "uncovered", a list of {"key", "begin", "extent", "zeroed"}. Objects and common values, which may
+// be large, are only in the functions below.
+TM_EXPORT tm_status tm_load_report_json(const tm_load_report* report, char** json);
+
+// The numbers of a load report, all of this rank; times are in seconds.
 typedef struct tm_load_numbers {
   uint32_t struct_size;  // Set before the call.
   int32_t plan_reused;
-  uint64_t bytes_wanted;  // Of this rank, as all below.
+  uint64_t bytes_wanted;
   uint64_t bytes_read;
   uint64_t bytes_received;  // From other ranks.
-  uint64_t bytes_by_leaf;   // Verified how; the three add up to bytes_wanted.
+  // Bytes by kind of verification: leaf hashes, digests, none. The three add up to bytes_wanted.
+  uint64_t bytes_by_leaf;
   uint64_t bytes_by_digest;
   uint64_t bytes_unverified;
   uint64_t messages_sent;
@@ -799,36 +856,38 @@ typedef struct tm_load_numbers {
   double plan_seconds;
   double read_seconds;
   double proof_seconds;
-  uint64_t bytes_between_devices;  // Of bytes_received.
+  uint64_t bytes_between_devices;  // Part of bytes_received.
 } tm_load_numbers;
 TM_EXPORT tm_status tm_load_report_numbers(const tm_load_report* report, tm_load_numbers* out);
 
-// Of the checkpoint that was loaded; "" for formats of other programs. Lives as long as the report.
+// The loaded checkpoint's UUID; "" for foreign formats. Valid as long as the report.
 TM_EXPORT const char* tm_load_report_uuid(const tm_load_report* report);
 
-// With TM_STRICT_RETURN: keys asked for and absent; stored and asked for by nobody. Keys of this
-// rank of which nothing was loaded. Tensors whose elements were converted.
+// Lists of a load report. not_stored, not_requested (filled with TM_STRICT_RETURN): keys requested
+// but absent, and keys stored but requested by no rank. skipped: keys of this rank of which nothing
+// was loaded. converted: tensors whose elements were converted.
 TM_EXPORT tm_status tm_load_report_not_stored(const tm_load_report* report, tm_list** out);
 TM_EXPORT tm_status tm_load_report_not_requested(const tm_load_report* report, tm_list** out);
 TM_EXPORT tm_status tm_load_report_skipped(const tm_load_report* report, tm_list** out);
 TM_EXPORT tm_status tm_load_report_converted(const tm_load_report* report, tm_list** out);
 
-// Cells that the stored tensor does not have (tm_load_rule.grow).
+// Requested elements outside the stored tensor (tm_load_rule.grow).
 typedef struct tm_uncovered {
   uint32_t struct_size;  // Set before the call.
-  int32_t rank;          // Axes.
-  const char* key;       // Lives as long as the report.
-  int32_t zeroed;        // 0: the caller's values were kept.
+  int32_t rank;          // Number of axes.
+  const char* key;       // Valid as long as the report.
+  int32_t zeroed;        // 1: set to zero; 0: the caller's values were kept.
   int32_t reserved;
   int64_t begin[TM_MAX_RANK];
   int64_t extent[TM_MAX_RANK];
 } tm_uncovered;
 TM_EXPORT size_t tm_load_report_uncovered_count(const tm_load_report* report);
-// TM_NOT_FOUND where there is none of that number.
+// Uncovered region number `index`. TM_NOT_FOUND if `index` is out of range.
 TM_EXPORT tm_status tm_load_report_uncovered(const tm_load_report* report, size_t index,
                                              tm_uncovered* out);
 
-// As the functions of tm_checkpoint of these names. TM_NOT_FOUND: not asked for, or not stored.
+// Like tm_checkpoint_object, tm_checkpoint_common, tm_checkpoint_rank_common and
+// tm_checkpoint_metadata. TM_NOT_FOUND: the value was not requested, or is not stored.
 TM_EXPORT tm_status tm_load_report_object(const tm_load_report* report, const char* key,
                                           const int64_t* index, int32_t rank, void** data,
                                           size_t* size);
@@ -838,52 +897,51 @@ TM_EXPORT tm_status tm_load_report_rank_common(const tm_load_report* report, int
                                                const char* name, char** json, size_t* size);
 TM_EXPORT tm_status tm_load_report_metadata(const tm_load_report* report, char** json,
                                             size_t* size);
-// What the request had (tm_state_set_local).
+// The request's local value `name` (tm_state_set_local).
 TM_EXPORT tm_status tm_load_report_local(const tm_load_report* report, const char* name,
                                          char** json, size_t* size);
 
 // ---- Calls that take long -------------------------------------------------------------------
 
-// By it another thread ends a call that takes long, and sees how far it is. One for one call at a
-// time, which it must outlive; these functions may be called from any thread.
+// Lets another thread cancel a long call and read its progress. A task serves one call at a time
+// and must outlive it; these functions may be called from any thread.
 typedef struct tm_task tm_task;
 TM_EXPORT tm_status tm_task_new(tm_task** out);
-// The call ends with TM_CANCELLED at its next block, where it has not ended by itself before.
+// Makes the task's call end with TM_CANCELLED at its next block, unless it ends by itself before.
 TM_EXPORT void tm_task_cancel(tm_task* task);
-// Bytes done, and in all; 0 while that is not known. Either may be NULL.
+// Bytes done so far, and bytes in all; 0 while unknown. Either pointer may be NULL.
 TM_EXPORT void tm_task_progress(const tm_task* task, uint64_t* done, uint64_t* total);
 TM_EXPORT void tm_task_free(tm_task* task);
 
 // ---- Checking a layout ---------------------------------------------------------------------
 
-// As ValidateOptions in tensormount/validate.h.
+// Options of a check, described by ValidateOptions in tensormount/validate.h.
 typedef struct tm_validate_options {
   uint32_t struct_size;
-  uint32_t limit;       // Findings that are listed; 0: 100.
+  uint32_t limit;       // Findings listed at most; 0: 100.
   int64_t liveness_ms;  // 0: 30,000.
   int64_t arrival_ms;   // 0: 1,800,000.
-  int64_t total_ms;     // The whole call; 0: no limit.
-  tm_task* task;        // May be NULL. A rank that was cancelled waits three seconds for others.
+  int64_t total_ms;     // Limit for the whole call; 0: none.
+  tm_task* task;        // May be NULL. A cancelled rank waits three seconds for the others.
 } tm_validate_options;
-// Collective: whether what the ranks hold together is a checkpoint. Reads no data. The status is
-// about the call; *sound (1 or 0) and the report, as JSON, about the layout, the same on every
-// rank. `options` may be NULL, and so may `json`, which is freed with tm_free.
+// Collective: checks whether the ranks' parts together form a complete checkpoint. Reads no data.
+// The status reports whether the check ran; *sound (1 or 0) and the JSON report are its result,
+// equal on every rank. `options` and `json` may be NULL; *json is freed with tm_free.
 TM_EXPORT tm_status tm_validate(const tm_state* state, tm_communicator* communicator,
                                 const tm_validate_options* options, int32_t* sound, char** json);
-// Collective: the layout of the whole job as a spec (docs/spec.md), which `tensormount check`
-// judges as tm_validate does, without the job. Reads no data. *json, freed with tm_free, is the
-// text at rank 0 and "" elsewhere. `options` may be NULL; its limit is not looked at.
+// Collective: writes the layout of the whole job as a spec (docs/spec.md), which `tensormount
+// check` validates without the job. Reads no data. *json, freed with tm_free, is the spec on rank 0
+// and "" elsewhere. `options` may be NULL; its limit is ignored.
 TM_EXPORT tm_status tm_dump_spec(const tm_state* state, tm_communicator* communicator,
                                  const tm_validate_options* options, char** json);
 
 // ---- The command -----------------------------------------------------------------------------
 
-// The command `tensormount`: parses, runs one subcommand, returns the exit status (docs/cli.md).
-// For a program that is nothing but it: sets how the process allocates, handles SIGBUS, and may
-// fork, block signals and write to the standard streams; so it is called once, from main, before
-// there are threads. In the library of the Python wheel, whose command is a program of one line.
-// The library of the Debian packages refuses in words, with exit status 2: its command needs no
-// library, which starts faster.
+// Runs the command `tensormount` and returns its exit status (docs/cli.md). Call it once, from
+// main, before there are threads: it configures the allocator, handles SIGBUS, and may fork, block
+// signals and write to the standard streams. Only the library in the Python wheel has the command;
+// the library of the Debian packages prints an error and returns 2, because its command is a
+// separate program.
 TM_EXPORT int tm_main(int argc, char** argv);
 
 #ifdef __cplusplus

@@ -20,7 +20,7 @@
 
 namespace tensormount {
 
-// Bytes of a tensor where they are stored. Lives by `keep`, which also keeps the checkpoint open.
+// Mapped bytes of a tensor. Valid as long as `keep` exists, which also keeps the checkpoint open.
 struct MappedBytes {
   const std::byte* data = nullptr;
   std::size_t size = 0;
@@ -34,24 +34,24 @@ class TENSORMOUNT_EXPORT Tensor {
   DType dtype() const;
   const Dims& shape() const;
   std::uint64_t bytes() const;
-  // CRC-64/NVME of the row-major bytes; nothing for files that other programs wrote.
+  // CRC-64/NVME of the row-major bytes; nullopt for foreign formats.
   std::optional<std::uint64_t> digest() const;
 
-  // Fills `out` with a box (or flat range) of the tensor, whatever the cuts it was saved with.
+  // Reads a box (or flat range) of the tensor into `out`, whatever sharding it was saved with.
   // `out` may be strided; its dtype must be the tensor's and its shape the region's extents.
-  //   kInvalidArgument  region, dtype or shape do not fit
+  //   kInvalidArgument  region, dtype or shape do not match
   //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte
-  // On failure the contents of `out` are undefined. Every byte is checked before it is returned,
-  // where the checkpoint has checksums.
+  // On failure the contents of `out` are undefined. Every byte is verified before the return, if
+  // the checkpoint has checksums.
   Status Read(const Region& region, const BufferView& out) const;
-  // Bytes [offset, offset + size) of the row-major byte string. Same errors.
+  // Reads bytes [offset, offset + size) of the row-major byte string. Errors as for Read.
   Status ReadBytes(std::uint64_t offset, void* out, std::size_t size) const;
 
-  // The same bytes without a copy, where they are one run of one file. They are not compared with
-  // the checkpoint's hashes. A file that somebody cuts short while it is mapped raises SIGBUS where
-  // a program touches the bytes; one that another program rewrites in place changes under it.
+  // Maps bytes [offset, offset + size) without a copy; they must be one run of one file. The bytes
+  // are not verified. If another program truncates the file, accessing the bytes raises SIGBUS; if
+  // it rewrites the file in place, the bytes change.
   //   kInvalidArgument  the range reaches past the end
-  //   kUnsupported      they are not one run of one file, or it cannot be mapped: read them
+  //   kUnsupported      the bytes are not one run of one file, or not mappable: use ReadBytes
   Result<MappedBytes> Map(std::uint64_t offset, std::size_t size) const;
 
  private:
@@ -61,22 +61,21 @@ class TENSORMOUNT_EXPORT Tensor {
   std::shared_ptr<const Impl> impl_;
 };
 
-// How a checkpoint is opened.
 struct OpenOptions {
-  // Folders that may be trusted: below them data of adopted checkpoints may lie, whoever published
-  // these, and links of checkpoints in foreign formats may lead to other places in them.
+  // Trusted directories: data of adopted checkpoints may lie below them, no matter who adopted the
+  // checkpoints, and links of foreign checkpoints may lead into them.
   std::vector<std::string> roots = {};
-  // Of a folder in a foreign format that holds several sets of weights: the file or index to read.
-  // The same as `path`/file. Empty: the format decides.
+  // The file or index to read in a foreign directory that holds several sets of weights; the same
+  // as opening `path`/file. Empty: the format decides.
   std::string file = {};
-  // A read of a tensor is shared between threads, one for each 4 MiB of it, or 1,024 short runs, at
-  // most so many; the caller's is one of them, and none is left when the read returns. 0: as many
-  // as cores, at most 8. 1: the caller's alone.
+  // Largest number of threads for one read of a tensor, the caller's included. A read uses one for
+  // each 4 MiB, or for each 1,024 short runs; these threads have ended when the read returns. 0:
+  // one per core, at most 8. 1: only the caller's thread.
   int threads = 0;
 };
 
-// A published checkpoint, or one in a foreign format, opened for reading without any ranks. A
-// cheap handle; thread-safe. Runs no code from the checkpoint and writes nothing.
+// A published checkpoint, or a checkpoint in a foreign format, opened for reading without ranks. A
+// cheap handle; thread-safe. Reading executes no code from the checkpoint and writes nothing.
 //
 // Example:
 //
@@ -87,44 +86,45 @@ struct OpenOptions {
 //       Box::Make({0, 0}, {2, 4096}).value(), BufferView::Host(DType::kF32, rows.data(), {2,
 //       4096}));
 //
-// It stays the checkpoint that was opened, also where another is saved under its name or it is
-// removed meanwhile.
+// A Checkpoint keeps reading the checkpoint that was opened, even if that is removed or replaced
+// meanwhile.
 class TENSORMOUNT_EXPORT Checkpoint {
  public:
-  // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a folder or file in a format of
-  // docs/formats-adopted.md. Of a store, or of a training directory in a foreign format, the
-  // latest: warnings() names it.
-  //   kNotFound          nothing there
-  //   kDataLoss          what describes it is damaged beyond repair
-  //   kUnsupported       written in a newer format, or in one that is not read
-  //   kPermissionDenied  it leads to places outside of it that no root covers
+  // `path`: a checkpoint ("STORE/step-1000"), "STORE/latest", or a directory or file in a format of
+  // docs/formats-adopted.md. For a store, or a training directory in a foreign format, opens the
+  // latest checkpoint, which warnings() names.
+  //   kNotFound          no such checkpoint
+  //   kDataLoss          the checkpoint's metadata are damaged beyond repair
+  //   kUnsupported       written in a newer format, or in an unknown one
+  //   kPermissionDenied  the checkpoint refers to files outside its directory that no root covers
   static Result<Checkpoint> Open(const std::string& path);
   static Result<Checkpoint> Open(const std::string& path, const OpenOptions& options);
 
   const std::string& path() const;
-  // 32 hex digits that no other checkpoint has, not even one that is saved under its name later;
-  // empty for formats of other programs.
+  // 32 hex digits, unique for each saved checkpoint, even under the same name; empty for foreign
+  // formats.
   std::string uuid() const;
-  // What was out of order but could be mended.
+  // Problems that did not prevent opening.
   std::vector<std::string> warnings() const;
 
-  // In byte order.
+  // Keys of tensors, in byte order.
   Result<std::vector<std::string>> keys() const;
-  Result<Tensor> tensor(std::string_view key) const;  // kNotFound
+  Result<Tensor> tensor(std::string_view key) const;  // kNotFound: no such tensor.
 
   // Keys of objects, in byte order.
   Result<std::vector<std::string>> objects() const;
-  // The grid that an object was saved on; no axes where it is one piece. kNotFound.
+  // The grid that an object was saved on; no axes if it has no grid. kNotFound: no such object.
   Result<Dims> object_grid(std::string_view key) const;
-  // The bytes of an object, or of one part of it on its grid. kNotFound.
+  // The bytes of an object, or of one part of it on its grid. kNotFound: no such object or part.
   Result<std::string> object(std::string_view key, const Dims& index = {}) const;
 
   Result<std::map<std::string, CommonValue>> common() const;
-  Result<CommonValue> common(std::string_view name) const;  // kNotFound
-  // What each rank of the save set for itself; ranks that set nothing are not in the map.
+  Result<CommonValue> common(std::string_view name) const;  // kNotFound: no such value.
+  // Values that each rank of the save set for itself; ranks without any are not in the map.
   Result<std::map<int, std::map<std::string, CommonValue>>> rank_common() const;
-  Result<CommonValue> rank_common(int rank, std::string_view name) const;  // kNotFound
-  // What the application says about the checkpoint as a whole; empty where it says nothing.
+  // A value that rank `rank` of the save set for itself. kNotFound: no such value.
+  Result<CommonValue> rank_common(int rank, std::string_view name) const;
+  // Metadata of the application about the whole checkpoint; empty if none were set.
   Result<CommonDict> content_metadata() const;
 
  private:

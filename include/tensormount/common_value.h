@@ -18,10 +18,10 @@
 
 namespace tensormount {
 
-// A value of the common state: a typed tree, the same on every rank, stored once, shown in
-// common.json. What a checkpoint has besides tensors: iteration, learning rate, arguments, the
-// hyperparameters of an optimizer. Nothing is lost on the way: 64-bit integers, every float bit
-// (NaNs, infinities, minus zero), lists and tuples apart, integer and string keys apart, bytes.
+// A value of the common state: a typed tree that is equal on every rank, stored once, and shown in
+// common.json. For everything besides tensors: iteration, learning rate, arguments, optimizer
+// hyperparameters. Values are stored without loss: 64-bit integers, every float bit (NaNs,
+// infinities, minus zero), bytes; lists and tuples, and integer and string keys, stay distinct.
 //
 // Example:
 //
@@ -31,8 +31,8 @@ namespace tensormount {
 //   state.SetCommon("args", args);                               // Saved with the checkpoint.
 //   const auto lr = checkpoint.common("args").value().At("lr");  // 0.1
 //
-// A value: copies are deep. Limits are those of docs/format.md (64 MiB, 64 containers in each
-// other); they are checked where a value is set or decoded, not while a tree is built.
+// A value type with deep copies. The limits of docs/format.md (64 MiB, 64 levels of containers) are
+// checked when a value is set or decoded, not while a tree is built.
 class CommonValue;
 TENSORMOUNT_EXPORT bool operator==(const CommonValue& a, const CommonValue& b);
 
@@ -40,7 +40,7 @@ TENSORMOUNT_EXPORT bool operator==(const CommonValue& a, const CommonValue& b);
 struct CommonNone {
   friend bool operator==(CommonNone, CommonNone) { return true; }
 };
-// Any bytes; a std::string is text, which need not be UTF-8.
+// Arbitrary bytes. A std::string is text, which need not be UTF-8.
 struct CommonBytes {
   std::string data;
   friend bool operator==(const CommonBytes&, const CommonBytes&) = default;
@@ -53,20 +53,19 @@ struct TENSORMOUNT_EXPORT CommonTuple {
 };
 // Integers sort before strings: 1 and "1" are two keys.
 using CommonKey = std::variant<std::int64_t, std::string>;
-// The order in which keys were put in is not kept.
+// A dict, which does not keep the insertion order of its keys.
 struct TENSORMOUNT_EXPORT CommonDict {
   std::map<CommonKey, CommonValue> items;
-  // Null where there is none.
+  // The value of a key; null if the key is missing.
   const CommonValue* Find(const CommonKey& key) const;
 };
 
-// Deeper trees are refused everywhere (encoding, decoding, JSON), so that no input can exhaust a
-// stack.
+// Deeper trees are refused (encoding, decoding, JSON), so that no input can exhaust the stack.
 inline constexpr int kMaxCommonDepth = 64;
 
 class TENSORMOUNT_EXPORT CommonValue {
  public:
-  // On disk and on the wire (docs/format.md): never renumber.
+  // The numbers are stored on disk and sent (docs/format.md): never renumber.
   enum class Kind : std::uint8_t {
     kBool = 0,
     kInt = 1,
@@ -77,11 +76,11 @@ class TENSORMOUNT_EXPORT CommonValue {
     kList = 6,
     kTuple = 7,
     kDict = 8,
-    kUnsigned = 9,  // Over 2^63 - 1; smaller ones are kInt.
+    kUnsigned = 9,  // Integers above 2^63 - 1; smaller ones are kInt.
   };
 
-  // Conversions are implicit so that trees can be written down as literals. Integers of every width
-  // become int; only those over 2^63 - 1 unsigned. `float` becomes double, without loss.
+  // Conversions are implicit so that trees can be written as literals. Integers of every width
+  // become int, or unsigned above 2^63 - 1. `float` becomes double, without loss.
   CommonValue() = default;    // None.
   CommonValue(CommonNone) {}  // NOLINT(google-explicit-constructor): as all below.
   template <std::integral T>
@@ -108,12 +107,11 @@ class TENSORMOUNT_EXPORT CommonValue {
   CommonValue(CommonDict value) : value_(std::move(value)) {}          // NOLINT
 
   Kind kind() const;
-  // "int", "tuple", ...: for messages.
+  // Name of the kind, for messages: "int", "tuple", ...
   std::string_view kind_name() const;
 
-  // The value where it is of that type, null otherwise.
-  // The types are those of the variant below: bool, std::int64_t, std::uint64_t, double,
-  // std::string, CommonNone and the containers. The pointer is into this value.
+  // The value if it has type T, otherwise null. T is a type of the variant below. The pointer is
+  // into this value.
   template <typename T>
   const T* get_if() const {
     return std::get_if<T>(&value_);
@@ -123,12 +121,12 @@ class TENSORMOUNT_EXPORT CommonValue {
     return std::get_if<T>(&value_);
   }
 
-  // By path: "param_groups[0].lr", "{3}" for the integer key 3, "(1)" for a tuple's element; a
-  // string key that is no plain word is quoted as in JSON: `."a.b"`. kNotFound names the first
-  // part that is not there. The empty path is the value itself.
+  // The value at a path: "param_groups[0].lr"; "{3}" is the integer key 3, "(1)" a tuple's element;
+  // a string key that is not a plain word is quoted as in JSON: `."a.b"`. kNotFound names the first
+  // missing part. The empty path is the value itself.
   Result<CommonValue> At(std::string_view path) const;
 
-  // Floats by their bits: a NaN equals itself, 0.0 and -0.0 differ, 1 and 1.0 differ.
+  // Compares floats by their bits: a NaN equals itself, 0.0 and -0.0 differ, 1 and 1.0 differ.
   friend bool operator==(const CommonValue& a, const CommonValue& b);
 
  private:
@@ -137,23 +135,24 @@ class TENSORMOUNT_EXPORT CommonValue {
       value_;
 };
 
-// Where two trees differ first, in the order of keys, and how, as people would say it:
+// The first difference of two trees, in the order of keys, as readable text:
 //   "optimizer.param_groups[0].lr: 0.001 and 0.01", "args.seed: int 1 and string \"1\"",
 //   "flags: has 2 items and 3", "args.fp8: only in the second".
-// nullopt where they are equal. Long values are cut.
+// nullopt if they are equal. Long values are shortened.
 struct CommonMismatch {
   std::string path;
-  std::string what;  // Without the path.
+  std::string what;  // The difference, without the path.
 };
 using CommonDifference [[deprecated("CommonMismatch")]] = CommonMismatch;  // Until 0.2.
 TENSORMOUNT_EXPORT std::optional<CommonMismatch> FirstDifference(const CommonValue& a,
                                                                  const CommonValue& b);
 
-// The text of common.json and back, without loss (docs/format.md, "common.json"): what JSON has is
-// written plainly, everything else as an object with one key that begins with '$'. A dict that has
-// such a key itself is written as {"$dict": [[key, value], ...]}.
+// Converts to and from the text of common.json, without loss (docs/format.md, "common.json"). Types
+// that JSON has are written plainly; others become an object with one key that begins with '$'. A
+// dict that has such a key itself is written as {"$dict": [[key, value], ...]}.
 TENSORMOUNT_EXPORT std::string CommonToJson(const CommonValue& value);
-// kInvalidArgument says where the text breaks a rule.
+// Converts text in the form of common.json to a value. The message of kInvalidArgument gives the
+// position of the error.
 TENSORMOUNT_EXPORT Result<CommonValue> CommonFromJson(std::string_view text);
 
 }  // namespace tensormount

@@ -15,116 +15,118 @@
 
 namespace tensormount {
 
-// How long ranks wait for each other. A call that gives up names the rank it waited for. More than
-// a year is no limit; less than a millisecond is one.
+// How long ranks wait for each other. A call that gives up names the rank it waited for. Values
+// above a year mean "no limit"; values below 1 ms are raised to 1 ms.
 struct Timeouts {
-  // A rank of which nothing was heard (its heartbeat, which runs beside the caller's thread, or a
-  // message) for this long is taken for dead. Counts from when it was heard of in this call, or
-  // where an earlier call lost it; a rank that died between two calls is given up after `arrival`,
-  // because one that lives is as silent until it comes (but where BeatsAlways, as on MPI).
+  // A rank that was silent for this long (no heartbeat, which a background thread sends, and no
+  // message) counts as dead. The time starts when the rank was first heard of in this call, or when
+  // an earlier call lost it. A rank that died between two calls is given up only after `arrival`,
+  // because a live rank that has not joined the call yet is equally silent (except with
+  // Communicator::BeatsAlways, as on MPI).
   std::chrono::milliseconds liveness{30'000};
-  // A rank that lives but has not come to the same step after this long (it may be evaluating). A
-  // save has about ten of them.
+  // Limit for a live rank that has not reached the same step (it may be evaluating). A save has
+  // about ten such steps.
   std::chrono::milliseconds arrival{1'800'000};
-  // The whole call, on this rank, from when it began: what it waits for then is given up, and
-  // named. What a rank does itself meanwhile (writing) is not cut short. 0: no limit.
+  // Limit for the whole call on this rank. The wait in progress at that time fails and names its
+  // ranks; the rank's own work (writing) is not interrupted. 0: no limit.
   std::chrono::milliseconds total{0};
 };
 
-// A fixed group of ranks that pass messages: the part that differs between threads, processes,
-// MPI and NCCL. Collective operations are written once on top (collective/collective.h).
+// A fixed group of ranks that exchange messages; implemented for threads, processes, MPI and
+// callbacks. Collective operations are written once on top (collective/collective.h).
 //
-// Nonblocking: Send and Receive return at once, Test says whether the memory is free again or
-// filled. Between one pair of ranks, messages of one tag arrive in order. Thread-safe: a heartbeat
-// thread calls Progress() while the owner's thread waits. No call of this interface blocks.
+// Nonblocking: Send and Receive return at once, and Test reports completion. Between one pair of
+// ranks, messages of one tag arrive in order. Thread-safe: a heartbeat thread calls Progress()
+// while another thread waits for a request. No call of this interface blocks, except WaitForChange.
 class TENSORMOUNT_EXPORT Communicator {
  public:
   using Request = std::uint64_t;
 
-  // Tags are at most this: what every MPI has. Collective uses the upper half.
+  // Largest tag, which every MPI supports. Collective operations use the upper half of the tags.
   static constexpr std::uint32_t kMaxTag = 32767;
 
   virtual ~Communicator() = default;
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // "threads", "sockets", "mpi": for reports.
+  // Kind of transport, for reports: "threads", "sockets", "mpi".
   virtual std::string kind() const = 0;
 
-  // `view` must be packed and stay valid until Test says done or Cancel returned. Any size, over
-  // 2 GiB too. kUnsupported for device memory that this kind cannot reach, kInvalidArgument for a
-  // rank outside [0, size), a tag over kMaxTag or a view that is not packed. A peer that is gone is
-  // reported by Test. Small messages are taken over at once (Test says done before the peer
-  // receives), and reach a peer that asks later even if the sender has left meanwhile; large ones
-  // may wait for the receiver.
+  // Starts to send `view`, which must be packed and stay valid until Test reports completion or
+  // Cancel returns. Any size, over 2 GiB too. kUnsupported for device memory that this
+  // implementation cannot access, kInvalidArgument for a rank outside [0, size), a tag over kMaxTag
+  // or a view that is not packed. Test reports a dead peer. Small messages are buffered (Test
+  // reports completion before the peer receives), and are delivered even if the sender has left;
+  // large ones may wait for the receiver.
   virtual Result<Request> Send(int to, std::uint32_t tag, const BufferView& view) = 0;
-  // The sender's size must be equal: kDataLoss from Test where it is not (the message is consumed,
-  // and the next receive gets the next one).
+  // Starts to receive into `view`, which must have the size of the message; otherwise Test returns
+  // kDataLoss, the message is consumed, and the next receive gets the next message.
   virtual Result<Request> Receive(int from, std::uint32_t tag, const BufferView& view) = 0;
-  // True once done; then, and after a failure, the request is forgotten. kUnavailable naming the
-  // rank where the peer is known to be gone (socket closed).
+  // True if the request is complete; then, and after a failure, the request is forgotten.
+  // kUnavailable names the rank if the peer is known to be dead (socket closed).
   virtual Result<bool> Test(Request request) = 0;
-  // Forgets a request; its memory may be reused when this returns. The message of a cancelled
-  // receive stays for the next receive of that tag, or is dropped whole. That of a cancelled send
-  // comes whole or not at all; a receive that had met it ends with kCancelled or kDataLoss. Those
-  // behind it keep their order. What a failed job leaves in a communicator is told from what
-  // the next ones say by their number and checksum (Job): the communicator stays good.
+  // Forgets a request; its memory may be reused when Cancel returns. The message of a cancelled
+  // receive goes to the next receive of that tag, or is dropped completely. The message of a
+  // cancelled send arrives completely or not at all; a receive that had matched it ends with
+  // kCancelled or kDataLoss. Later messages keep their order. A communicator stays usable after a
+  // failed job, because leftover messages are recognised by their job number and checksum (Job).
   virtual void Cancel(Request request) = 0;
 
-  // Moves messages and heartbeats. Cheap where there is nothing to do.
+  // Moves messages and heartbeats. Cheap if there is nothing to do.
   virtual Status Progress() = 0;
-  // Time since `rank` was last heard of (its Progress ran, or a message of it came). Kept up
-  // between rank 0 and every other; between others it may only count messages.
+  // Time since `rank` was last heard of (its Progress ran, or a message from it arrived). Always
+  // maintained between rank 0 and every other rank; between others it may count messages only.
   virtual std::chrono::nanoseconds SilentFor(int rank) const = 0;
-  // Asks that SilentFor be kept up between this rank and `rank` too, until it is called as often
-  // with false. Both ranks ask. The default is for kinds that keep it up between all pairs.
+  // With `wanted` true: requests heartbeats between this rank and `rank`, too, until the call with
+  // false is made as often. Both ranks must request them. Does nothing by default, for
+  // implementations with heartbeats between all pairs.
   virtual void KeepUp(int /*rank*/, bool /*wanted*/) {}
-  // Whether SilentFor counts between the calls of this library too, because ranks beat from when
-  // the communicator is made until it goes, and all make it together.
+  // Whether heartbeats run from the creation of the communicator to its end, so that SilentFor is
+  // valid between library calls, too. If so, all ranks create the communicator together.
   virtual bool BeatsAlways() const { return false; }
 
-  // For callers that tested what they wait for and found nothing: Changes() before they test,
-  // WaitForChange with what it said after. Changes counts each time something was done for a
-  // request of this rank, by others or by its own calls; a kind may not count at all.
-  // WaitForChange returns once there was one, after `most` at the latest, and perhaps earlier. The
-  // default is for kinds that do not hear what others do (HearsChanges): it sleeps for `most`.
+  // Waiting for completion without constant tests: call Changes() before the tests and, if they
+  // find nothing complete, WaitForChange with that number. Changes counts completed actions on this
+  // rank's requests, by any rank; an implementation may count nothing. WaitForChange returns after
+  // a change, after `most` at the latest, and perhaps earlier. By default HearsChanges is false
+  // (remote actions are not noticed), and WaitForChange sleeps for `most`.
   virtual std::uint64_t Changes() const { return 0; }
   virtual bool HearsChanges() const { return false; }
   virtual void WaitForChange(std::uint64_t seen, std::chrono::nanoseconds most);
 
-  // Names one collective job among all of its ranks, for ever: every message of a job carries it,
-  // so that one left over from a failed job, or of other ranks on the same channel, is never taken
-  // for one of the next.
+  // Identifies one collective job, uniquely for all time. Every message of a job carries it, so
+  // that a leftover message of a failed job, or of other ranks on the same channel, is never taken
+  // for a message of a later job.
   struct Job {
-    std::uint64_t number = 0;  // From 0, one more each time, in each group and channel for itself.
+    std::uint64_t number = 0;  // Counts from 0 in each group and channel.
     std::uint64_t group = 0;   // A hash of the channel and of the ranks.
     friend bool operator==(const Job&, const Job&) = default;
   };
-  // The next job of this rank. Every rank begins the same jobs in the same order, on each channel
-  // and in each subgroup for itself.
+  // The next job of this rank. Every rank begins the same jobs in the same order, separately in
+  // each channel and subgroup.
   Job BeginJob();
-  // Which of the kChannels * kChannels channels of its root it is: that of its subgroup times
-  // kChannels, plus that of MakeChannel.
+  // Number of this communicator among the kChannels * kChannels channels of its root: the
+  // subgroup's channel times kChannels, plus the channel of MakeChannel.
   std::uint32_t channel() const { return channel_; }
 
-  // What the library keeps for this group from one call to the next (plans of earlier saves): the
-  // object of that name, made by `make` where there is none yet. A channel that is made anew finds
-  // what was kept for it before.
+  // An object that the library keeps for this group between calls (plans of earlier saves): the
+  // object `name`, created by `make` if it does not exist. A re-created channel finds the objects
+  // of its predecessor.
   std::shared_ptr<void> Kept(const std::string& name,
                              const std::function<std::shared_ptr<void>()>& make);
-  // The same, of these ranks whatever the channel: what is kept is used by jobs that run beside
-  // each other, so it must be thread-safe.
+  // Like Kept, but one object for all channels of these ranks. Concurrent jobs use it, so it must
+  // be thread-safe.
   std::shared_ptr<void> KeptByRanks(const std::string& name,
                                     const std::function<std::shared_ptr<void>()>& make);
 
-  // How many jobs can be under way at a time, each on a channel of its own.
+  // Limit of concurrent jobs, each on its own channel.
   static constexpr std::uint32_t kChannels = 8;
 
  protected:
-  // `parent`: of which this is a channel (`group` is empty), or a subgroup of the ranks that
-  // `group` names. They share what outlives each of them: the numbers of jobs (a channel that is
-  // made anew must not count from zero again: messages of its first life may still be under way)
-  // and what is kept.
+  // `parent`: the communicator of which this is a channel (`group` is empty), or a subgroup with
+  // the ranks in `group`. They share state that outlives each of them: kept objects, and job
+  // numbers (a re-created channel must not count from zero again, because messages of its
+  // predecessor may still be in flight).
   explicit Communicator(std::uint32_t channel = 0, const Communicator* parent = nullptr,
                         std::string group = {});
 
@@ -135,21 +137,21 @@ class TENSORMOUNT_EXPORT Communicator {
   const std::shared_ptr<Root> root_;
 };
 
-// The same group once more, for collective jobs that run beside those of `parent` and of other
-// channels (an asynchronous save beside the training): messages of one job are never taken for
-// those of another. (Tags of the lower half, which collective jobs do not use, are handed on as
-// they are.) Nothing is sent; every rank makes the same channels. `parent` must outlive it; what is
-// outstanding when it is destroyed is cancelled.
-// kInvalidArgument: channel is not in [1, kChannels), or `parent` is a channel itself.
+// A channel: the same group, for collective jobs that run concurrently with those of `parent` and
+// of other channels (an asynchronous save during training). Jobs of different channels never mix up
+// messages. (Tags of the lower half, which collective jobs do not use, are passed through
+// unchanged.) Sends nothing; every rank makes the same channels. `parent` must outlive the channel,
+// whose destruction cancels outstanding requests. kInvalidArgument: channel is not in [1,
+// kChannels), or `parent` is a channel itself.
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeChannel(Communicator& parent,
                                                                      std::uint32_t channel);
 
-// Some ranks of `parent` as a group of their own, rank i being ranks[i] of it. Made by these ranks
-// alone, all with the same list; nothing is sent. Groups that share ranks need different channels;
-// each can have channels of its own (MakeChannel), and subgroups. `parent` must outlive it; what is
-// outstanding when it is destroyed is cancelled.
-// kInvalidArgument: a rank twice or out of range, this rank not among them, channel not in
-// [1, kChannels) or that of the subgroup which `parent` is.
+// A subgroup: some ranks of `parent`, rank i being ranks[i]. Only these ranks call it, all with the
+// same list; nothing is sent. Subgroups that share ranks need different channels. A subgroup can
+// have channels (MakeChannel) and subgroups of its own. `parent` must outlive the subgroup, whose
+// destruction cancels outstanding requests. kInvalidArgument: a rank twice or out of range, this
+// rank not in the list, channel not in [1, kChannels) or equal to the channel of the subgroup
+// `parent`.
 TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicator& parent,
                                                                       const std::vector<int>& ranks,
                                                                       std::uint32_t channel);
@@ -158,11 +160,11 @@ TENSORMOUNT_EXPORT Result<std::unique_ptr<Communicator>> MakeSubgroup(Communicat
 // Returns the first failure by rank. An exception in a body becomes kInternal.
 TENSORMOUNT_EXPORT Status RunOnThreads(int ranks, const std::function<Status(Communicator&)>& body);
 
-// The communicators that RunOnThreads hands out, for those who have threads of their own. The
-// group lives as long as any of its members.
+// The communicators that RunOnThreads uses, for callers with their own threads. The group lives as
+// long as any of its members.
 TENSORMOUNT_EXPORT std::vector<std::unique_ptr<Communicator>> MakeThreadGroup(int ranks);
 
-// A group of one.
+// A communicator with one rank, this process.
 TENSORMOUNT_EXPORT std::unique_ptr<Communicator> MakeSelfCommunicator();
 
 }  // namespace tensormount

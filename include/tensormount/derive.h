@@ -15,15 +15,15 @@
 namespace tensormount {
 
 struct DeriveOptions {
-  // Globs over keys of tensors and objects as the old checkpoint has them; '*' stands for any
-  // bytes, slashes too. Where `keep` is not empty only what matches one of it is kept; what matches
-  // one of `drop` is not. Each must match something.
+  // Globs over the old checkpoint's keys of tensors and objects; '*' matches any bytes, also '/'. A
+  // key is kept if `keep` is empty or one of its globs matches, and no glob of `drop` matches. Each
+  // glob must match something.
   std::vector<std::string> keep = {};
   std::vector<std::string> drop = {};
-  // New keys for what is left.
+  // Renames the remaining keys.
   KeyMap rename = {};
-  // Each rule of `rename` must match something, too: for rules that somebody typed. A file of rules
-  // may speak of more than one checkpoint has.
+  // Whether each rule of `rename` must match a key. Useful for rules typed by hand; a file of rules
+  // may be shared by checkpoints with different keys.
   bool renames_must_match = false;
   IfExists if_exists = IfExists::kFail;
 };
@@ -33,26 +33,26 @@ struct DeriveReport {
   std::string uuid;
   std::uint64_t generation = 0;
   std::uint64_t tensors = 0;
-  std::uint64_t objects = 0;  // Parts.
-  std::uint64_t dropped = 0;  // Tensors and object parts of the old one that are not here.
+  std::uint64_t objects = 0;  // Number of object parts.
+  std::uint64_t dropped = 0;  // Tensors and object parts of the old checkpoint that were left out.
   std::uint64_t files_linked = 0;
   std::uint64_t bytes_linked = 0;
-  // Where links were refused, and live parts of files of which less than half is kept.
+  // Files copied because links were refused, or because less than half of the file is kept.
   std::uint64_t files_copied = 0;
   std::uint64_t bytes_copied = 0;
-  std::string refused;  // Why a link was; empty: none.
+  std::string refused;  // Why a link was refused; empty: none.
 };
 
-// A new checkpoint of a store out of an old one of the same store, by hard links: tensors and
-// objects are dropped or get other keys, no data are read but what is copied out of files that are
-// mostly dropped, and that is compared with its hashes. Common values are those of the old one. It
-// is a checkpoint like any other, with a generation of its own: the latest, until another is saved.
-// Its parent is the old one. `path`: "STORE/NEW"; `from`: a name in that store.
+// Makes a new checkpoint from an old one of the same store, by hard links: tensors and objects are
+// dropped or renamed. Only data in files that are mostly dropped are read, verified and copied.
+// Common values are those of the old checkpoint, which becomes the parent of the new one. The new
+// checkpoint has its own generation, so it is the latest until another checkpoint is saved. `path`:
+// "STORE/NEW"; `from`: a name in that store.
 //   kNotFound         no such checkpoint, or a glob or rename that matches nothing (named)
-//   kInvalidArgument  two keys become one, a key that cannot be, or one that is the name of a layer
-//   kAlreadyExists    that name is taken
-//   kDataLoss         the old one is damaged in what is needed
-// Nothing is visible before it is whole and durable; a failure leaves nothing.
+//   kInvalidArgument  two keys become equal, a key is invalid, or is the name of a layer
+//   kAlreadyExists    the name is taken
+//   kDataLoss         needed data of the old checkpoint are damaged
+// Nothing is visible before it is complete and durable; a failure leaves nothing behind.
 TENSORMOUNT_EXPORT Result<DeriveReport> Derive(std::string_view path, std::string_view from,
                                                const DeriveOptions& options = {});
 

@@ -11,9 +11,9 @@
 
 namespace tensormount {
 
-// Element types. The numbers are on disk (docs/format.md): never reuse or renumber.
-// Bytes are stored as they are in memory on little-endian machines. Types under a byte are packed
-// without gaps, so a tensor of them must have a whole number of bytes in all.
+// Element types. The numbers are stored on disk (docs/format.md): never reuse or renumber. Elements
+// are stored in little-endian order. Types below one byte are packed without gaps, so such a tensor
+// must have a whole number of bytes.
 enum class DType : std::uint8_t {
   kBool = 1,
   kI8 = 2,
@@ -40,26 +40,28 @@ enum class DType : std::uint8_t {
   kC128 = 23,  // Two f64.
 };
 
-// One row of the table that names an element type everywhere. Empty = that system has no such
-// type. `numpy` is a NumPy name or, where `numpy_is_ml_dtypes`, one of the package ml_dtypes.
+// The names of an element type in all systems. Empty: that system has no such type. `numpy` is a
+// NumPy name, or with `numpy_is_ml_dtypes` a name of the package ml_dtypes.
 struct DTypeInfo {
   DType dtype;
-  std::string_view name;         // Ours, as in schema.json and `ls -l`: "bf16".
-  std::uint32_t bits;            // Of one element.
+  std::string_view name;         // tensormount's name, as in schema.json and `ls -l`: "bf16".
+  std::uint32_t bits;            // Bits of one element.
   std::string_view safetensors;  // "BF16"
   std::string_view torch;        // "torch.bfloat16"
   std::string_view numpy;        // "bfloat16"
   bool numpy_is_ml_dtypes;
-  std::string_view npy_descr;  // What a .npy header says: "<f4", "<V2" for ml_dtypes' kinds.
+  std::string_view npy_descr;  // In .npy headers: "<f4", or "<V2" for types of ml_dtypes.
 };
 
-// The table, by rising number. It is constant and lives as long as the program.
+// All element types, sorted by number; static.
 TENSORMOUNT_EXPORT std::span<const DTypeInfo> AllDTypes();
-// `dtype` must be one of the enumerators; numbers from outside go through DTypeFromNumber.
+// The properties of `dtype`, which must be an enumerator; for external numbers use DTypeFromNumber.
 TENSORMOUNT_EXPORT const DTypeInfo& InfoOf(DType dtype);
-// kUnsupported for a number that this version does not know: a newer one may.
+// The element type of a number from outside. kUnsupported for a number that this version does not
+// know (a newer version may).
 TENSORMOUNT_EXPORT Result<DType> DTypeFromNumber(std::uint8_t number);
-// By our name, or any of the other systems' names. kUnsupported names what was not known.
+// Accepts tensormount's name and the other systems' names. The message of kUnsupported has the
+// unknown name.
 TENSORMOUNT_EXPORT Result<DType> DTypeFromName(std::string_view name);
 
 }  // namespace tensormount

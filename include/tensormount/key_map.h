@@ -13,40 +13,40 @@
 
 namespace tensormount {
 
-// Rules that give keys other names: `--map RULES.json` of import, load, export and mount, and for
-// programs. A list; the first rule that matches a key holds, other keys stay as they are.
+// Rules that rename keys, for `--map RULES.json` of import, load, export and mount, and for
+// programs. The first rule in the list that matches a key is applied; other keys stay unchanged.
 //
-//   [{"key": "lm_head.weight", "to": "output.weight"},      this key
-//    {"prefix": "model.", "to": "decoder."},                keys that begin so
+//   [{"key": "lm_head.weight", "to": "output.weight"},      exactly this key
+//    {"prefix": "model.", "to": "decoder."},                keys that begin with "model."
 //    {"match": "layers.*.attn.*", "to": "blocks.*.self_attention.*"},  the n-th * of "to" is what
 //                                                           the n-th * of "match" stood for
-//    {"drop": "optimizer.*"}]                               left out
-// Rules are tried in the order of the list and only one is applied, so the special goes before the
-// general. '*' stands for any bytes, dots and slashes too, and takes as few as it can. A value;
-// immutable once made, so it may be shared by threads.
+//    {"drop": "optimizer.*"}]                               matching keys are left out
+// Only one rule is applied per key, so special rules go before general ones. '*' matches any bytes,
+// also dots and slashes, and as few bytes as possible. A value type; immutable, so threads may
+// share it.
 class TENSORMOUNT_EXPORT KeyMap {
  public:
   struct Rule {
     enum class Kind { kKey, kPrefix, kMatch, kDrop } kind = Kind::kKey;
     std::string from;
-    std::string to;  // Not of kDrop.
+    std::string to;  // Unused for kDrop.
   };
 
-  KeyMap() = default;  // Changes nothing.
-  // kInvalidArgument names the rule that is not one: numbers of '*' that differ, an empty key,
-  // unknown fields.
+  KeyMap() = default;  // Renames nothing.
+  // Makes a KeyMap from JSON or from a list of rules. kInvalidArgument names the invalid rule:
+  // different numbers of '*', an empty key, unknown fields.
   static Result<KeyMap> FromJson(std::string_view json);
   static Result<KeyMap> Make(std::vector<Rule> rules);
 
   bool empty() const { return rules_.empty(); }
   const std::vector<Rule>& rules() const { return rules_; }
-  // Whether a rule says something of a key, also that it stays.
+  // Whether a rule applies to a key, even if the rule leaves the key unchanged.
   static bool Matches(const Rule& rule, std::string_view key);
-  // The new name; empty where the key is dropped.
+  // The new name; empty if the key is dropped.
   std::string Apply(std::string_view key) const;
 
-  // All keys of a checkpoint at once: for each, its new name (empty: dropped).
-  // kInvalidArgument where two keys get the same name (names both), or a name that no key may have.
+  // Renames all keys of a checkpoint; dropped keys become empty. kInvalidArgument if two keys get
+  // the same name (names both), or a name is not a valid key.
   Result<std::vector<std::string>> ApplyToAll(std::span<const std::string> keys) const;
 
  private:

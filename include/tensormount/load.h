@@ -21,127 +21,131 @@
 
 namespace tensormount {
 
-// What to do about keys on one side only. Objects count as keys.
-// kRaise: the load fails on all ranks. kLog: a warning. kReturn: LoadReport lists them. kIgnore:
-// nothing.
+// Handling of keys of tensors and objects that are requested but not stored, or stored but not
+// requested. kRaise: the load fails on all ranks. kLog: a warning is logged. kReturn: LoadReport
+// lists the keys. kIgnore: nothing is done.
 enum class Strict { kRaise, kLog, kReturn, kIgnore };
 
-// The two sets and what is done about each: asked for and absent; stored and asked for by nobody
-// (in the whole group of ranks).
+// not_stored: keys requested but absent. not_requested: keys stored but requested by no rank of the
+// group.
 struct StrictPolicy {
   Strict not_stored = Strict::kRaise;
   Strict not_requested = Strict::kLog;
 };
-// Megatron-Core's eight names: "assume_ok_unexpected", "log_unexpected", "log_all",
+// Accepts Megatron-Core's eight names: "assume_ok_unexpected", "log_unexpected", "log_all",
 // "raise_unexpected", "raise_all", "return_unexpected", "return_all", "ignore_all", in any case.
-// (Its "unexpected" keys are our not_stored, its "missing" ones our not_requested.)
-// kInvalidArgument lists them.
+// (Megatron's "unexpected" keys are our not_stored, its "missing" keys our not_requested.) The
+// message of kInvalidArgument lists the names.
 TENSORMOUNT_EXPORT Result<StrictPolicy> StrictFromMegatron(std::string_view name);
 
-// Proof that what arrived in the buffers is what was saved. Leaves are checksums of 64 KiB of a
-// stored range; the digest is one CRC of a whole tensor.
+// How loaded bytes are verified. A leaf hash covers 64 KiB of a stored range; a digest is one CRC
+// of a whole tensor.
 enum class LoadVerify {
   kOff,
-  kAuto,    // Leaves where whole leaves are read; digest proof of the whole load otherwise.
-  kLeaves,  // Every byte by leaf; reads are widened to whole leaves.
+  kAuto,    // Leaf hashes for whole leaves; digests of tensors for the rest.
+  kLeaves,  // Every byte by leaf hash; reads are widened to whole leaves.
 };
 
-// kDirect: every rank reads what it needs. kExchange: each byte is read from storage once in a
-// group of ranks, in long runs, and passed on with bounded buffers (column loads of row-major
-// files; replicated loads from slow storage). kAuto exchanges where runs are short and the ranks
-// run on several machines, so that they share no page cache.
+// kDirect: every rank reads what it needs. kExchange: a group of ranks reads each byte once, in
+// long runs, and sends it to the ranks that need it, with bounded buffers (column loads of
+// row-major files; replicated loads from slow storage). kAuto exchanges if runs are short and the
+// ranks run on several machines, which share no page cache.
 enum class LoadPath { kAuto, kDirect, kExchange };
 
-// How bytes that ranks pass on go. kDevices: from device to device (NCCL), where every tensor that
-// a rank asks for is in memory of one device, of its own. So go tensors that a digest proves, and
-// with LoadVerify::kOff all; others go through the host. kUnsupported, kUnavailable or
-// kDeadlineExceeded say why it cannot be. kAuto: so go tensors that a digest proves, where it can
-// be and they have more than 2 GiB; else all go through the host. With AsyncLoad kAuto is kHost,
-// because NCCL beside the program's own NCCL may deadlock; kDevices stays what it is
-// (docs/bulk.md).
+// How exchanged bytes travel. kDevices: from device to device (NCCL), for tensors that a digest
+// verifies, and with LoadVerify::kOff for all tensors; other tensors go through the host. Every
+// requested tensor of a rank must then be in memory of one device that only this rank uses;
+// otherwise the load fails with kUnsupported, kUnavailable or kDeadlineExceeded. kAuto: devices for
+// tensors that a digest verifies, if possible and if they exceed 2 GiB; otherwise the host. With
+// AsyncLoad kAuto means kHost, because NCCL concurrent with the program's own NCCL may deadlock;
+// kDevices is unchanged (docs/bulk.md).
 enum class ExchangeVia { kAuto, kHost, kDevices };
 
-// What a load does where the stored tensor or object differs from the one that is asked for.
-// Whoever asks for nothing special gets an error.
+// Handling of a stored tensor or object that differs from the requested one. By default each
+// difference is an error.
 struct LoadRule {
-  // Extents asked for are smaller than the stored ones: the tail is left out.
+  // Whether requested extents may be smaller than the stored ones; the tail is then not loaded.
   bool allow_shrink = false;
-  // Extents asked for are larger: cells past the stored ones are set to zero, or keep what the
-  // caller put there. Both are reported (LoadReport::uncovered).
+  // What happens if requested extents exceed the stored ones. kError: the load fails. kZero, kKeep:
+  // cells past the stored ones are set to zero, or keep the caller's values, and are reported
+  // (LoadReport::uncovered).
   enum class Grow : std::uint8_t { kError, kZero, kKeep } grow = Grow::kError;
-  // Elements are converted: between floats with rounding to nearest even, between integers and
-  // bools where the value fits (kInvalidArgument names the first that does not), from integers to
-  // floats. Otherwise a different dtype is an error.
+  // Whether elements are converted: between floats with rounding to nearest even, between integers
+  // and bools if the value fits (kInvalidArgument names the first value that does not), and from
+  // integers to floats. If false, a different dtype is an error.
   bool convert_dtype = false;
-  // An object that is stored on another grid: the part of the same index, the first part, or none.
+  // What happens if an object is stored on another grid: the load fails, or uses the part of the
+  // same index, the first part, or no part.
   enum class Grid : std::uint8_t { kError, kByIndex, kFirst, kSkip } grid = Grid::kError;
 };
-// Rules for the keys that a glob matches.
+// A rule for the keys that match a glob.
 struct KeyRule {
   std::string keys;  // A glob; '*' crosses '/'.
   LoadRule rule;
 };
 
-// The same on every rank, but for exchange_group and what stands below "Of this rank alone".
+// Options of a load. All must be equal on every rank, except exchange_group and the options below
+// "Of this rank alone".
 struct LoadOptions {
-  Strict not_stored = Strict::kRaise;   // Asked for, absent.
-  Strict not_requested = Strict::kLog;  // Stored, asked for by nobody.
-  // Globs of keys that neither set contains.
+  Strict not_stored = Strict::kRaise;   // Keys requested but absent.
+  Strict not_requested = Strict::kLog;  // Keys stored but requested by no rank.
+  // Globs of keys that are never reported as not_stored or not_requested.
   std::vector<std::string> strict_exempt = {};
-  // The first that matches a key holds.
+  // The first rule that matches a key is used.
   std::vector<KeyRule> rules = {};
-  // Also proves, like a save, that what the ranks ask for covers every tensor exactly once but for
-  // replicas (Megatron's access validation). Off: any requests are legal.
+  // Whether the load also checks, like a save, that the requests cover every tensor exactly once
+  // except for replicas (Megatron's access validation). If false, any requests are valid.
   bool validate = false;
   LoadVerify verify = LoadVerify::kAuto;
   LoadPath path = LoadPath::kAuto;
   ExchangeVia exchange_via = ExchangeVia::kAuto;
-  // Ranks with equal numbers form a group that exchanges; others read for themselves. May differ
-  // between ranks, as the only option.
+  // Ranks with equal numbers form a group that exchanges data. May differ between ranks.
   int exchange_group = 0;
-  // Plans of earlier loads of the same checkpoint with the same requests are used again.
+  // Whether plans of earlier loads of the same checkpoint with the same requests are used again.
   bool reuse_plan = true;
   Timeouts timeouts = {};
 
-  // OpenOptions::roots: folders below which data of adopted and foreign checkpoints may lie.
+  // OpenOptions::roots: directories below which data of adopted and foreign checkpoints may lie.
   std::vector<std::string> roots = {};
 
   // ---- Of this rank alone ----
   EventHook events = {};
-  // That read what this rank reads for itself. 0: as many as have a core each, with the other ranks
-  // of this machine, at most 12.
+  // Reading threads of this rank. 0: one per core, divided by the ranks of this machine, at most
+  // 12.
   int threads = 0;
-  // Where not null, counts bytes as this rank has read them: for progress displays.
+  // If not null, counts the bytes that this rank has read, for progress displays.
   std::atomic<std::uint64_t>* progress = nullptr;
 };
 
-// Asks for an entry of the report in words. Owned by the report.
+// The results of a load, other than the data in the caller's buffers. All counts are of this rank.
 class TENSORMOUNT_EXPORT LoadReport {
  public:
   std::string uuid;
-  std::uint64_t bytes_wanted = 0;  // Of this rank.
+  std::uint64_t bytes_wanted = 0;
   std::uint64_t bytes_read = 0;
-  std::uint64_t bytes_received = 0;         // From other ranks.
-  std::uint64_t bytes_between_devices = 0;  // Of them: that came without the host.
-  // Verified how; the three add up to bytes_wanted. What another rank read was compared with its
-  // leaves by that rank, and with that rank's checksum by this one.
+  std::uint64_t bytes_received = 0;  // Bytes received from other ranks.
+  // Part of bytes_received that did not pass through the host.
+  std::uint64_t bytes_between_devices = 0;
+  // Bytes by kind of verification: leaf hashes, digests, none. The three add up to bytes_wanted.
+  // Received bytes were compared with their leaf hashes by the rank that read them, and with that
+  // rank's checksum by this rank.
   std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_digest = 0;
   std::uint64_t bytes_unverified = 0;
-  std::uint64_t messages_sent = 0;      // Pieces of the exchange, by this rank.
-  std::uint64_t peak_buffer_bytes = 0;  // Of memory besides the caller's, on this rank.
+  std::uint64_t messages_sent = 0;      // Messages of the exchange that this rank sent.
+  std::uint64_t peak_buffer_bytes = 0;  // Largest memory used besides the caller's buffers.
   bool plan_reused = false;
-  // With Strict::kReturn; the same on every rank.
+  // Keys listed because of Strict::kReturn; the same on every rank.
   std::vector<std::string> not_stored;
   std::vector<std::string> not_requested;
   // Keys of this rank's request of which nothing was loaded: not stored, or an object on another
-  // grid with LoadRule::Grid::kSkip. Their buffers are as they were.
+  // grid with LoadRule::Grid::kSkip. Their buffers are unchanged.
   std::vector<std::string> skipped;
-  // Cells of this rank's request that the stored tensor does not have (LoadRule::grow).
+  // Requested cells of this rank outside the stored tensor (LoadRule::grow).
   struct Uncovered {
     std::string key;
     Box box;
-    bool zeroed = false;  // Otherwise the caller's values were kept.
+    bool zeroed = false;  // False: the caller's values were kept.
   };
   std::vector<Uncovered> uncovered;
   // Tensors whose elements were converted.
@@ -150,12 +154,12 @@ class TENSORMOUNT_EXPORT LoadReport {
   double read_seconds = 0;
   double proof_seconds = 0;
 
-  // kNotFound where it was not asked for or not stored.
+  // The bytes of an object. kNotFound if it was not requested or not stored.
   Result<std::string> object(std::string_view key, const Dims& index = {}) const;
   Result<CommonValue> common(std::string_view name) const;
-  // What rank `rank` of the save set for itself.
+  // The value that rank `rank` of the save set for itself.
   Result<CommonValue> rank_common(int rank, std::string_view name) const;
-  // What the request had (StateDict::SetLocal).
+  // The request's local value (StateDict::SetLocal).
   Result<CommonValue> local(std::string_view name) const;
 
   std::map<std::string, CommonValue> common_values;
@@ -166,18 +170,17 @@ class TENSORMOUNT_EXPORT LoadReport {
 };
 
 // Collective: fills the buffers of `request` in place from a checkpoint ("STORE/NAME", or a
-// .safetensors file), whatever the sharding it was saved with. Overlapping and repeated requests
-// are legal. Every rank returns the same verdict. Nothing of an entry is written before it is known
-// that the request is legal as a whole; once bytes are being read, a failure may leave buffers
-// partly filled.
+// .safetensors file), whatever sharding it was saved with. Overlapping and repeated requests are
+// valid. Every rank returns the same result. No buffer is written before the whole request is
+// validated; a failure while bytes are read may leave buffers partly filled.
 //   kNotFound         no such checkpoint, or keys that are not stored (not_stored = kRaise)
-//   kInvalidArgument  shape, dtype or grid differ from what is stored and no rule allows it; a
-//                     region outside the tensor; requests that do not cover (validate); a buffer
-//                     whose cells share memory (an expanded tensor)
+//   kInvalidArgument  shape, dtype or grid differ from the stored ones and no rule allows it; a
+//                     region outside the tensor; with `validate`, requests that do not cover every
+//                     tensor; a buffer whose cells share memory (an expanded tensor)
 //   kDataLoss         stored bytes are missing or damaged: names tensor, box, file and byte; also
-//                     where bytes changed on the way to the buffer
+//                     if bytes changed on the way to the buffer
 //
-// Example, two ranks that want the halves of a tensor that was saved by any number of ranks:
+// Example: two ranks load the halves of a tensor that any number of ranks saved:
 //
 //   StateDict want;
 //   want.AddTensor("w", {.global_shape = {8, 4},

@@ -9,23 +9,24 @@
 
 namespace tensormount {
 
-// The library logs only what no caller can be told: what a thread in the background met, what a
-// load was asked to log, leftovers that could not be removed. Failures are returned.
+// The library logs only events that no return value can report: errors of background threads,
+// messages that a load was asked to log, leftovers that could not be removed.
 
-// Ordered: SetLogLevel drops what is lower.
+// The levels of log lines, lowest first. SetLogLevel drops lines below a level.
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// "WARNING". Ends with a NUL, which its size does not count.
+// The name of a level, such as "WARNING". NUL-terminated; the NUL is not part of its size.
 TENSORMOUNT_EXPORT std::string_view LogLevelName(LogLevel level);
 
-// Of the whole process; kWarning at start. Thread-safe.
+// Drops log lines below `level`, in the whole process; kWarning at the start. Thread-safe.
 TENSORMOUNT_EXPORT void SetLogLevel(LogLevel level);
 
-// Where lines go instead of to standard error; an empty function restores that. `sink` is called on
-// any thread, by one at a time, with a line without its end, which may hold control characters:
-// names in it come from outside. It must not wait for calls of the library; what it logs itself,
-// and what it throws, goes to standard error. When this returns, the former sink is not running and
-// is not called again. Thread-safe; not from a sink.
+// Sends lines to `sink` instead of standard error; an empty function restores standard error.
+// `sink` is called on any thread, one call at a time, with a line without line end, which may
+// contain control characters because names in it come from outside. It must not wait for calls of
+// the library; lines that it logs itself, and its exceptions, go to standard error. After the
+// return the former sink is not running and is not called again. Thread-safe; must not be called
+// from a sink.
 TENSORMOUNT_EXPORT void SetLogSink(std::function<void(LogLevel, std::string_view line)> sink);
 
 }  // namespace tensormount

@@ -6,19 +6,17 @@
 
 namespace tensormount {
 
-// The fastest way to short runs of stored bytes is to read them where the file is mapped. A mapped
-// file that is cut short, or a block that the disk does not give, raises SIGBUS, and signals are
-// the program's: so until it allows the library to handle that one, the library first makes sure of
-// each page by system calls, or copies bytes with pread, which is slower (docs/performance.md) and
-// never raises it.
+// The fastest way to read short runs is through mmap. If another program truncates a mapped file,
+// or the disk cannot read a block, accessing the page raises SIGBUS, whose handling belongs to the
+// program. Without the program's permission the library checks each page by system calls before, or
+// uses pread, which is slower (docs/performance.md) and never raises SIGBUS.
 //
-// From now on, in all threads, SIGBUS that a page of a checkpoint raises in a function of the
-// library becomes the error of that function; any other SIGBUS goes to the handler that was there
-// before, as if ours were not. Once a process, at its start, after it has set its own handlers
-// (Python: after faulthandler.enable()). A handler that is set later takes ours away, and the
-// library reads as before. When the library is unloaded the former handler is put back, where ours
-// is still the one in use. Thread-safe, and once is enough; false where the system refused, or ours
-// was taken away.
+// From this call on, in all threads, a SIGBUS that a page of a checkpoint raises in a library
+// function becomes that function's error; every other SIGBUS goes to the previous handler. Call it
+// once per process, at its start, after the program has set its own handlers (Python: after
+// faulthandler.enable()). A handler set later replaces ours, and the library reads as before.
+// Unloading the library restores the previous handler if ours is still installed. Thread-safe.
+// Returns false if the system refused, or if our handler was replaced.
 TENSORMOUNT_EXPORT bool EnableMappingGuard();
 
 }  // namespace tensormount

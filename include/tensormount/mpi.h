@@ -11,20 +11,22 @@ namespace tensormount {
 // Whether this build has an MPI communicator.
 TENSORMOUNT_EXPORT bool MpiIsBuilt();
 
-// Whether this process was started by an MPI launcher (looked up in its environment; MPI need not
-// be built in). A build without MPI refuses to run so, instead of running N times alone.
+// Whether an MPI launcher started this process (from its environment; works without MPI). Under a
+// launcher a build without MPI refuses to run, instead of running N times alone.
 TENSORMOUNT_EXPORT bool UnderMpiLauncher();
 
-// Initialises MPI with MPI_THREAD_MULTIPLE where the program has not done so, and finalises it in
-// that case when destroyed. After a failed collective use, Abandon() skips MPI_Finalize, which
-// would wait for ranks that are gone.
+// Init initialises MPI with MPI_THREAD_MULTIPLE if the program has not; in this case the destructor
+// finalises MPI. After a failed collective call, Abandon() skips MPI_Finalize, which would wait for
+// dead ranks.
 class TENSORMOUNT_EXPORT MpiSession {
  public:
-  // kUnsupported without MPI or where MPI gives less than MPI_THREAD_MULTIPLE.
+  // Makes the session of this process. kUnsupported without MPI, or if MPI provides less than
+  // MPI_THREAD_MULTIPLE.
   static Result<std::unique_ptr<MpiSession>> Init();
   virtual ~MpiSession() = default;
   virtual void Abandon() = 0;
-  // On a duplicate of MPI_COMM_WORLD, made here: collective over all processes.
+  // The communicator of all processes, over a duplicate of MPI_COMM_WORLD. Collective over all
+  // processes.
   virtual Result<std::unique_ptr<Communicator>> World() = 0;
 };
 

@@ -11,33 +11,33 @@
 #include "tensormount/status.h"
 #include "tensormount/visibility.h"
 
-// Which checkpoints of a store stay (docs/semantics.md, "Steps over time: keeping and removing").
-// For trainers that have no shell; `tensormount prune`, `pin` and `unpin` are the same.
+// Retention: which checkpoints of a store are kept (docs/steps.md, "Retention rules"). For programs
+// without a shell; the commands `tensormount prune`, `pin` and `unpin` do the same.
 //
 //   SaveOptions options;
 //   options.retention = RetentionRules::Parse("last=3,every=1000,best=eval.loss:min:2").value();
 //
-// All functions work on the store alone: no ranks, no communicator. One process calls them; several
-// at once, on several hosts, do no harm. Thread-safe. They take as long as storage does.
+// The functions need no ranks and no communicator: one process calls them, and concurrent calls, on
+// several hosts too, are safe. Thread-safe. They block on storage.
 
 namespace tensormount {
 
-// A checkpoint stays where any rule keeps it. Without rules all stay. Whatever the rules are, these
-// stay: the checkpoint of the highest generation, what is pinned, what a save under way shares
-// files with, what is open (its bytes, until it is closed), and what cannot be read.
+// A checkpoint is kept if any rule keeps it, or if there are no rules. Always kept: the checkpoint
+// of the highest generation, pinned checkpoints, those that share files with a save in progress,
+// open ones (their data, until they are closed), and those that cannot be read.
 struct TENSORMOUNT_EXPORT RetentionRules {
-  // The rules are those of the store (SetRetentionPolicy), and there must be none below.
+  // Use the rules stored in the store (SetRetentionPolicy); no rules may be set below.
   bool of_store = false;
 
-  // The run that they are for: names of its checkpoints, as a shell matches them ("runA-*"). All
-  // others stay and count for nothing. Empty: every name.
+  // The run to which the rules apply: a shell pattern for names of checkpoints ("runA-*"). Other
+  // checkpoints are kept and not counted. Empty: every name.
   std::string match = {};
 
-  std::uint64_t keep_last = 0;  // The N highest generations; 0: no such rule.
+  std::uint64_t keep_last = 0;  // Keep the N highest generations; 0: no such rule.
 
   struct Every {
     enum class Unit {
-      kSteps,        // Whose step, the last decimal number in its name, is a multiple of `count`.
+      kSteps,        // The step (the last decimal number in the name) is a multiple of `count`.
       kGenerations,  // The newest of each `count` generations.
       kHours,        // The newest of each `count` hours.
     };
@@ -47,9 +47,9 @@ struct TENSORMOUNT_EXPORT RetentionRules {
   };
   std::vector<Every> keep_every = {};
 
-  // The `count` best by a number of the common state: "eval.loss" is the value of that name, or
-  // "loss" in the dict "eval", and so on (CommonValue::At). One that has no such number (none, NaN,
-  // a text), and one that is as good as the last of the best, stays and is named.
+  // Keep the `count` best by a number of the common state: "eval.loss" is the value of that name,
+  // or "loss" in the dict "eval", and so on (CommonValue::At). Checkpoints without such a number
+  // (missing, NaN, a string), and those that tie with the last of the best, are kept and reported.
   struct Best {
     std::string metric;
     bool highest = false;     // False: the lowest are the best.
@@ -68,12 +68,12 @@ struct TENSORMOUNT_EXPORT RetentionRules {
     rules.of_store = true;
     return rules;
   }
-  // "policy" (those of the store), or rules with commas between them: "last=3", "every=1000"
-  // (steps), "every=5-generations", "every=6h", "best=eval.loss:min:2", "match=runA-*". A backslash
-  // takes what follows it for what it is, in names of metrics and patterns. "" is no rule.
-  // kInvalidArgument says which rule is none.
+  // "policy" (the rules of the store), or rules separated by commas: "last=3", "every=1000"
+  // (steps), "every=5-generations", "every=6h", "best=eval.loss:min:2", "match=runA-*". In names of
+  // metrics and patterns a backslash escapes the next character. "" is no rule. kInvalidArgument
+  // names the invalid rule.
   static Result<RetentionRules> Parse(std::string_view text);
-  // What Parse makes the same rules of.
+  // Text that Parse converts back to equal rules.
   std::string ToText() const;
 };
 
@@ -81,26 +81,29 @@ struct TENSORMOUNT_EXPORT RetentionRules {
 
 struct PinOptions {
   std::string reason = {};   // For people; up to 4,096 bytes.
-  std::int64_t expires = 0;  // Seconds since 1970, by the clock of whoever prunes; 0: never.
+  std::int64_t expires = 0;  // Seconds since 1970, by the pruning host's clock; 0: never.
 };
 struct PinnedCheckpoint {
-  std::string uuid;  // 32 hex digits. A pin holds a checkpoint, whatever its name is.
-  std::string name;  // That it had when it was pinned.
+  std::string uuid;  // 32 hex digits. The pin protects this uuid under any name.
+  std::string name;  // Name of the checkpoint when it was pinned.
   std::string reason;
   std::string by;            // "user 1000 on node7".
   std::int64_t created = 0;  // Seconds since 1970.
   std::int64_t expires = 0;
   bool expired = false;
-  // Not empty: why the pin cannot be read. It holds all the same, for ever.
+  // Why the pin cannot be read; empty if it can. An unreadable pin protects the checkpoint forever.
   std::string problem = {};
+  bool unread = false;  // The problem is that the disk did not give the file, which may be intact.
 };
-// Keeps "STORE/NAME" from rules, and from removal without force, durably. Again: with another
-// reason and expiry. kNotFound; kDataLoss where its uuid cannot be read.
+// Pins "STORE/NAME", durably: protects the checkpoint from rules and from removal without force. A
+// second call replaces reason and expiry. kNotFound: no such checkpoint. kDataLoss: its uuid cannot
+// be read.
 TENSORMOUNT_EXPORT Result<PinnedCheckpoint> PinCheckpoint(const std::string& path,
                                                           const PinOptions& options = {});
-// kNotFound: no such checkpoint, or it is not pinned.
+// Removes the pin of "STORE/NAME". kNotFound: no such checkpoint, or it is not pinned.
 TENSORMOUNT_EXPORT Status UnpinCheckpoint(const std::string& path);
-// By uuid. Pins of checkpoints that are gone are listed until gc takes them away.
+// All pins of a store, sorted by uuid. Pins of removed checkpoints are listed until gc deletes
+// them.
 TENSORMOUNT_EXPORT Result<std::vector<PinnedCheckpoint>> ListPins(const std::string& store);
 
 // ---- Pruning ----
@@ -108,52 +111,53 @@ TENSORMOUNT_EXPORT Result<std::vector<PinnedCheckpoint>> ListPins(const std::str
 struct PruneOptions {
   RetentionRules rules = RetentionRules::OfStore();
   bool dry_run = false;
-  // Seconds to wait for another one who prunes this store; then kBusy.
+  // How long to wait for another process that prunes this store; then kBusy.
   double wait_seconds = 10;
-  // Folders where data of adopted checkpoints may lie, whoever adopted them.
+  // Directories where data of adopted checkpoints may lie, whoever adopted them.
   std::vector<std::string> roots = {};
 };
 struct TENSORMOUNT_EXPORT PruneReport {
-  // One a checkpoint, the highest generation first; then those that cannot be read.
+  // What is done with one checkpoint, and why. The list has the highest generation first, and
+  // checkpoints that cannot be read last.
   struct Decision {
     std::string checkpoint;
-    std::string uuid;  // Zeros where it could not be read.
+    std::string uuid;  // Zeros if it could not be read.
     std::uint64_t generation = 0;
     bool kept = true;
-    std::string reason;    // Why it stays or goes, in words.
-    bool unread = false;   // It could not be read: it stays, and may be the newest.
-    bool removed = false;  // It is gone; never in a dry run.
-    Status failed;         // Why it is still there, or (kUnknown) may come back.
+    std::string reason;    // Why it is kept or removed, as text.
+    bool unread = false;   // The checkpoint could not be read, so it is kept.
+    bool removed = false;  // Never true in a dry run.
+    Status failed;         // Why the removal failed; kUnknown: the checkpoint may reappear.
   };
   std::vector<Decision> decisions;
-  std::string rules;  // As text, those that were used; empty: none.
+  std::string rules;  // The rules used, as text; empty: none.
   bool dry_run = false;
-  // What rules ask for and no checkpoint has: "best=loss:min:1: ...".
+  // Rules that match no checkpoint: "best=loss:min:1: ...".
   std::vector<std::string> notes;
-  // Of what was removed: freed at once, or waiting in .trash, and why each waits ("step-1: still
-  // read").
+  // Space of removed checkpoints that was freed at once, space that waits in .trash, and why each
+  // of those checkpoints waits ("step-1: still read").
   std::uint64_t bytes_freed = 0;
   std::uint64_t bytes_waiting = 0;
   std::vector<std::string> waiting;
   std::uint64_t removed() const;
-  // "step-7: ..." of each removal that failed.
+  // One line per failed removal: "step-7: ...".
   std::vector<std::string> failures() const;
 };
-// Removes what the rules do not keep, and frees its space. Readers who have it open read on: its
-// space waits for them, and for gc. A removal that fails is in the report, and the next one is
-// tried. These remove nothing:
-//   kDataLoss, ...     the newest checkpoint does not pass a quick verification, or could not be
-//                      looked at, and is named; policy.json is damaged
-//   kUnsupported       policy.json is of a newer program
-//   kBusy              somebody else prunes
+// Removes the checkpoints that the rules do not keep, and frees their space. Readers that have a
+// removed checkpoint open can read on; gc frees its space after they close it. A failed removal is
+// reported, and the next removal is tried. With these errors nothing is removed:
+//   kDataLoss, ...     the newest checkpoint (named) does not pass a quick verification, or cannot
+//                      be read; or policy.json is damaged
+//   kUnsupported       policy.json was written by a newer version
+//   kBusy              another process prunes
 //   kNotFound          no store
 TENSORMOUNT_EXPORT Result<PruneReport> PruneCheckpoints(const std::string& store,
                                                         const PruneOptions& options = {});
 
-// The store's own rules, for all who prune it: policy.json. nullopt: it has none.
+// The rules stored in the store (policy.json); nullopt: none.
 TENSORMOUNT_EXPORT Result<std::optional<RetentionRules>> RetentionPolicy(const std::string& store);
-// Durably; nullopt: none any more. kInvalidArgument for RetentionRules::OfStore(), and for no
-// rules; kUnsupported where those that are there are of a newer program.
+// Stores rules durably; nullopt removes them. kInvalidArgument for RetentionRules::OfStore() and
+// for empty rules; kUnsupported if the existing policy was written by a newer version.
 TENSORMOUNT_EXPORT Status SetRetentionPolicy(const std::string& store,
                                              const std::optional<RetentionRules>& rules);
 

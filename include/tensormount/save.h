@@ -21,158 +21,166 @@
 
 namespace tensormount {
 
-// Where tensors go (docs/format.md, "Data files"): kAuto decides by size and by how long the runs
-// of the shards are.
+// Which files the tensors are stored in (docs/format.md, "Data files"): kAuto decides by size and
+// by the lengths of the shards' runs.
 enum class PlacementRule { kAuto, kTensorFile, kRankShard, kSafetensors };
 
-// How contents of replicas are compared. kRotating: each holder hashes its own share of the region
-// and a neighbour's, everything over as many saves as there are holders.
-enum class ReplicaCheck { kRotating, kFull, kOff };
+// How replicas are compared. kRotating: each rank that holds a region hashes its own share of the
+// region and a neighbour's, so that everything is compared after as many saves as ranks hold it.
+// kFull: everything is compared. A difference is kDataLoss, except with kWarn, which compares like
+// kRotating, stores the main replica or the lowest rank's (SaveStrategy::kMain), and adds the
+// difference to the report's warnings; likewise for objects that differ between ranks.
+enum class ReplicaCheck { kRotating, kFull, kOff, kWarn };
 
-// Who writes cells that several ranks hold. kParallel: all holders, each its part, so that all
-// ranks write about the same number of bytes. kMain: the main replica alone, where replicas are
-// labelled; the lowest rank otherwise.
+// Which ranks write cells that several ranks hold. kParallel: each of these ranks writes a part, so
+// that all ranks write about the same number of bytes. kMain: the main replica if replicas are
+// labelled, otherwise the lowest rank.
 enum class SaveStrategy { kParallel, kMain };
 
-// What a common value that differs between ranks means. With kOff and kWarn the lowest rank's
-// value is stored.
+// Handling of common values that differ between ranks. With kOff and kWarn the lowest rank's value
+// is stored.
 enum class CommonCheck { kOff, kWarn, kError };
 
-// Whether a save links what an earlier checkpoint of its store holds already, instead of writing it
-// again. kAuto: what is equal byte for byte, proved by hashes of 64 KiB or by comparison.
+// Whether a save links data files of an earlier checkpoint of its store instead of writing equal
+// data again. kAuto: data that are equal byte for byte, proved by hashes of 64 KiB or by
+// comparison.
 enum class Reuse { kAuto, kOff };
 
 struct SaveReport;
 
-// Options above "Of this rank alone" must be equal on all ranks: they are compared before anything
-// is written, and a difference is kInvalidArgument on every rank.
+// Options above "Of this rank alone" must be equal on all ranks: a difference is kInvalidArgument
+// on every rank, before anything is written.
 struct SaveOptions {
   PlacementRule placement = PlacementRule::kAuto;
   ReplicaCheck replicas = ReplicaCheck::kRotating;
   IfExists if_exists = IfExists::kFail;
   SaveStrategy strategy = SaveStrategy::kParallel;
-  // Whether the ranks prove, before anything is written, that they cover every tensor exactly. Off
-  // saves that time; what is incomplete is then refused at publish, with less to say about who.
+  // Whether the ranks check, before anything is written, that they cover every tensor exactly.
+  // Without this check publishing still refuses an incomplete checkpoint, but with a less specific
+  // error.
   bool validate = true;
   CommonCheck common = CommonCheck::kError;
-  // Common values that may differ: globs of their paths, "args.rank", "rng*".
+  // Globs of paths of common values that may differ: "args.rank", "rng*".
   std::vector<std::string> common_exempt = {};
-  // Plans of earlier saves over the same communicator are used again where no rank's layout
-  // changed (one exchange of 64 bytes a rank).
+  // Reuse plans of earlier saves over the same communicator if no rank's layout changed (costs one
+  // exchange of 64 bytes per rank).
   bool reuse_plan = true;
-  // Hashes of 4 KiB beside those of 64 KiB, for chunks over 64 KiB of tensors of two axes and more
-  // (docs/format.md, "Page hashes"): reads of a few rows or columns are then proved by the pages
-  // that they touch, where whole leaves of 64 KiB are read otherwise. They take 0.42 % of the data
-  // in the manifests. Checkpoints that are made through a mount or adopted have none.
+  // Also store hashes of 4 KiB, for chunks over 64 KiB of tensors with two axes or more
+  // (docs/format.md, "Page hashes"): reads of a few rows or columns then read and verify 4 KiB
+  // pages instead of whole leaves of 64 KiB. Page hashes add 0.42 % of the data size to the
+  // manifests. Adopted checkpoints, and those made through a mount, have no page hashes.
   bool page_hashes = false;
-  // ---- Steps over time (docs/semantics.md, "Steps over time") ----
-  // Data files of which the base holds what this save needs become hard links; only what changed is
-  // written. Off for saves without `validate`, which nobody has proved to be whole.
+  // ---- Steps over time (docs/steps.md, "Reuse") ----
+  // Hard-link data files of the base whose contents this save needs; only changed data are written.
+  // Saves without `validate` reuse nothing, because nobody has proved that they are complete.
   Reuse reuse = Reuse::kAuto;
-  // Name of the checkpoint of the same store that is the base; empty: the latest.
+  // Name of the base, a checkpoint of the same store; empty: the latest.
   std::string reuse_from = {};
-  // Of so many saves in a row one writes everything anew, so that no sector of a disk holds more
-  // steps than that. 0: none does.
+  // Every n-th save in a row writes everything, so that a bad disk sector affects at most n steps.
+  // 0: never.
   std::uint32_t full_every = 50;
   // Name of a checkpoint of the same store: tensors, objects and common values that no rank has are
-  // taken from it, by hard links, so that the new one is whole. It is the base of `reuse` too, and
-  // may be an adopted one: then the new one needs the same foreign files. Empty: none.
+  // taken from it by hard links, so that the new checkpoint is complete. That checkpoint is also
+  // the base of `reuse`. If it is adopted, the new checkpoint depends on the same foreign files.
+  // Empty: none.
   std::string inherit = {};
 
-  // After the commit rank 0 removes what these rules do not keep (tensormount/retention.h);
-  // RetentionRules::OfStore(): the store's own. nullopt: nothing. What was removed, and what could
-  // not be, is in rank 0's report, and fails no save.
+  // After the commit rank 0 removes checkpoints that these rules do not keep
+  // (tensormount/retention.h); RetentionRules::OfStore(): the rules stored in the store; nullopt:
+  // none. Rank 0's report lists removals and failures; a failure does not fail the save.
   std::optional<RetentionRules> retention = std::nullopt;
-  // The checkpoint goes once a later one is committed by such a save, an import or a prune,
-  // whatever the rules say, unless it is pinned by then. Rules do not count it.
+  // Temporary: once a later checkpoint is committed, the save or import that commits it, or the
+  // next prune, removes this one, whatever the rules, unless it is pinned. Rules do not count it.
   bool ephemeral = false;
   std::string producer = {};  // Shown in checkpoint.json; empty: "tensormount <version>".
   Timeouts timeouts = {};
 
   // ---- Of this rank alone ----
-  // Called on the thread that saves, at the start and end of every phase (event.h).
+  // Called on the saving thread, at the start and end of every phase (event.h).
   EventHook events = {};
-  // Once what this rank wrote is durable, replicas are compared and nothing is published yet, with
-  // the report so far. What is not ok, or thrown, fails the save on all ranks. May take its time:
-  // heartbeats go on. Must not use the communicator.
+  // Called when this rank's data are durable and replicas are compared, before anything is
+  // published, with the report so far. An error or exception fails the save on all ranks. May take
+  // long, because heartbeats continue. Must not use the communicator.
   std::function<Status(const SaveReport&)> before_publish = {};
-  // After the commit, before Save returns. `on_commit` on every rank, `on_commit_once` on rank 0.
-  // What they throw is logged: the checkpoint exists.
+  // Called after the commit, before Save returns: `on_commit` on every rank, `on_commit_once` on
+  // rank 0. Exceptions are logged, because the checkpoint exists.
   std::function<void(const SaveReport&)> on_commit = {};
   std::function<void(const SaveReport&)> on_commit_once = {};
-  // Where not null: why a layout was refused, in full, and otherwise what was found sound.
+  // If not null, receives the full result of the layout check.
   LayoutReport* layout = nullptr;
-  // Where not null, counts bytes as this rank has written them, or found them in the base: for
-  // progress displays.
+  // If not null, counts the bytes that this rank has written, or found in the base, for progress
+  // displays.
   std::atomic<std::uint64_t>* progress = nullptr;
 };
 
-// What a save did not write, because an earlier checkpoint holds it. Of all ranks.
+// Data that a save did not write because the base holds them; counts of all ranks.
 struct ReuseReport {
-  std::string base;  // Name of that checkpoint; empty: nothing was looked for.
-  std::string note;  // Why nothing was taken, or links were refused; empty: nothing to say.
-  std::uint64_t tensors = 0;  // Taken as they are; inherited ones too.
-  std::uint64_t objects = 0;  // Parts of objects, likewise.
-  std::uint64_t bytes = 0;    // Of them, as they are stored.
-  // Of these bytes, how they were proved to be the same: by hashes of leaves, by comparison with
-  // what is stored. The rest was inherited.
+  std::string base;           // Name of the base; empty: no reuse was attempted.
+  std::string note;           // Why nothing was reused, or links were refused; may be empty.
+  std::uint64_t tensors = 0;  // Reused tensors, inherited ones included.
+  std::uint64_t objects = 0;  // Reused parts of objects, inherited ones included.
+  std::uint64_t bytes = 0;    // Stored size of the reused data.
+  // Part of `bytes` proved equal by hashes of leaves, and by comparison with the stored data. The
+  // rest was inherited.
   std::uint64_t bytes_by_leaf = 0;
   std::uint64_t bytes_by_comparison = 0;
   std::uint64_t files_linked = 0;
-  std::uint64_t bytes_linked = 0;  // Lengths of these files.
-  // Where links were refused; and, in bytes alone, out of files of which less than half is live.
+  std::uint64_t bytes_linked = 0;  // Lengths of the linked files.
+  // Files copied because a link was refused; bytes_copied also counts live data copied out of files
+  // of which less than half is live.
   std::uint64_t files_copied = 0;
   std::uint64_t bytes_copied = 0;
 };
 
-// The same on every rank, but for what says that it is of this one.
+// Equal on every rank, except the members that are documented as this rank's.
 struct SaveReport {
   std::string path;  // STORE/NAME
   std::string uuid;
   std::uint64_t generation = 0;
   std::uint64_t tensors = 0;
-  std::uint64_t bytes = 0;          // Of all tensors.
+  std::uint64_t bytes = 0;          // Size of all tensors.
   std::uint64_t bytes_written = 0;  // By all ranks, headers included.
   std::uint64_t bytes_written_here = 0;
-  std::uint64_t replica_bytes = 0;           // Cells held more than once, counted per extra holder.
-  std::uint64_t replica_bytes_compared = 0;  // Of these, in this save.
+  std::uint64_t replica_bytes = 0;           // Bytes that several ranks hold, per extra rank.
+  std::uint64_t replica_bytes_compared = 0;  // Part of replica_bytes that this save compared.
   bool plan_reused = false;
   ReuseReport reused;
   struct File {
     std::string name;         // "data/...", below the checkpoint.
     std::uint64_t bytes = 0;  // Written by this rank.
   };
-  std::vector<File> files;            // That this rank wrote, or parts of.
-  std::vector<std::string> warnings;  // Common values that differ (CommonCheck::kWarn).
-  // Of rank 0 alone, once it is committed: names of checkpoints that were removed by rule, and what
-  // could not be, with the reason ("step-7: PERMISSION_DENIED: ..."); also those that cannot be
-  // read.
+  std::vector<File> files;  // Files that this rank wrote, wholly or in part.
+  // Common values that differ (CommonCheck::kWarn); replicas and objects that differ
+  // (ReplicaCheck::kWarn).
+  std::vector<std::string> warnings;
+  // Rank 0 only, after the commit: checkpoints removed by the retention rules; and those that could
+  // not be removed or read, with the reason ("step-7: PERMISSION_DENIED: ...").
   std::vector<std::string> pruned;
   std::vector<std::string> not_pruned;
-  // Seconds of this rank.
+  // Times of this rank, in seconds.
   double validate_seconds = 0;
   double plan_seconds = 0;
   double reuse_seconds = 0;    // Comparing with the base, linking.
   double write_seconds = 0;    // Writing, hashing, syncing.
-  double compare_seconds = 0;  // Replicas.
+  double compare_seconds = 0;  // Comparing replicas.
   double publish_seconds = 0;  // Waiting for the verdict included.
 };
 
-// Collective: every rank of `comm` calls it with its part and the same path "STORE/NAME" and
-// options, and every rank returns the same verdict. The store is made on first write.
+// Collective: every rank of `comm` passes its part and the same path "STORE/NAME" and options, and
+// every rank returns the same result. The store is created on the first write.
 //
 //   ok                 committed and durable
 //   kInvalidArgument   the shards do not cover a tensor exactly (names tensor, ranks and the exact
-//                      missing or doubled box), dtype or shape differ between ranks, or options do
-//   kAlreadyExists     that name is taken
+//                      missing or doubled box), or dtype, shape or options differ between ranks
+//   kAlreadyExists     the name is taken
 //   kDataLoss          replicas differ (names key, ranks, box)
 //   kResourceExhausted disk full, on some rank; nothing is left behind
-//   kDeadlineExceeded, kUnavailable   a rank died or did not come, and is named; not committed
-//   kUnknown           committed or not could not be found out
-// A rank that cannot reach the others any more asks the store: "committed" where the rename had
-// happened (then ok), otherwise it sees to it that the save can never be published.
-// Until the rename that publishes it, nothing of the checkpoint is visible under its name, and a
-// failure leaves what is published as it was. Once it returns ok, a power cut cannot undo it.
+//   kDeadlineExceeded, kUnavailable   a rank died or did not come (named); not committed
+//   kUnknown           cannot tell whether the save was committed
+// A rank that loses contact with the others checks the store: if the publishing rename happened, it
+// returns ok; otherwise it makes sure that the save can never be published. Before that rename
+// nothing of the checkpoint is visible under its name, and a failure leaves the published
+// checkpoints unchanged. After ok a power cut cannot undo the save.
 TENSORMOUNT_EXPORT Result<SaveReport> Save(const StateDict& state, std::string_view path,
                                            Communicator& comm, const SaveOptions& options = {});
 

@@ -17,8 +17,8 @@
 
 namespace tensormount {
 
-// Why an operation failed, in the caller's terms. Each code has one errno,
-// so that the mount and the library report the same thing.
+// Why an operation failed. Each code has one errno, so that the mount and the library report the
+// same error.
 enum class Code {
   kOk = 0,
   kInvalidArgument,    // EINVAL: the caller passed something that can never work
@@ -28,44 +28,43 @@ enum class Code {
   kReadOnly,           // EROFS: writing below a committed checkpoint
   kResourceExhausted,  // ENOSPC: disk, memory, device memory or quota
   kDataLoss,           // EIO: stored bytes are missing, short or fail their checksum
-  kUnavailable,        // EAGAIN: a peer, device or file system may come back
-  kDeadlineExceeded,   // ETIMEDOUT: somebody, who is named, did not answer in time
-  kBusy,               // EBUSY: open writers
-  kStale,              // ESTALE: the checkpoint or staging is gone
-  kUnknown,            // EIO: the store did not say whether a commit happened
+  kUnavailable,        // EAGAIN: a peer, device or file system failed and may come back
+  kDeadlineExceeded,   // ETIMEDOUT: a peer (named in the message) did not answer in time
+  kBusy,               // EBUSY: the object is in use, or is being changed
+  kStale,              // ESTALE: the checkpoint or staging directory no longer exists
+  kUnknown,            // EIO: not known whether a commit happened
   kUnsupported,        // EOPNOTSUPP: not built in, or a newer format version
   kCancelled,          // EINTR
   kInternal,           // EIO: a bug in tensormount
 };
 
-// "DATA_LOSS" for kDataLoss, and so on: the word that error lines begin with.
+// The name of a code, "DATA_LOSS" for kDataLoss; error lines begin with it.
 TENSORMOUNT_EXPORT std::string_view CodeName(Code code);
 
-// What a failure is about, for programs: what its message says in words. Each may be missing, and
-// is where nothing knew it or it is about nothing of that kind.
+// The facts of a failure for programs; the message has them as text. A field is unset if it is
+// unknown or does not apply.
 struct ErrorFields {
-  int rank = -1;           // That failed or did not come, the first of several; -1: not known.
-  std::string key = {};    // Of a tensor, an object or a common value.
-  std::string file = {};   // Of a checkpoint, below its folder ("data/..."), or a path.
-  std::string cause = {};  // What most likely happened, in words.
-  // The cells of the tensor `key` that are concerned, a number an axis each. Both are empty where
-  // that is not known, and for a tensor without axes.
+  int rank = -1;           // The first rank that failed or did not come; -1: unknown.
+  std::string key = {};    // Key of a tensor, an object or a common value.
+  std::string file = {};   // Below the checkpoint's directory ("data/..."), or a path.
+  std::string cause = {};  // The likely cause, as text.
+  // The affected cells of the tensor `key`, one number per axis. Both are empty if unknown, and for
+  // a tensor without axes.
   std::vector<std::int64_t> box_begin = {};
   std::vector<std::int64_t> box_extent = {};
-  // A device may still read or write memory of the call that failed, and the caller's streams do
-  // not wait for it: that memory must not be given to anything else as long as the process lives.
+  // A device may still access memory of the call that failed, and the caller's streams do not wait
+  // for it: the process must never reuse that memory.
   bool memory_in_use = false;
-  // The device that failed, and whose driver: "cuda:0", with its model where that is known. With
-  // kUnavailable: the device is gone, not a rank; `rank` says whose it is.
+  // The device that failed, or whose driver did: "cuda:0", with its model if known. With
+  // kUnavailable: the device is lost, not the rank; `rank` is its rank.
   std::string device = {};
 
   friend bool operator==(const ErrorFields&, const ErrorFields&) = default;
 };
 
-// The outcome of an operation that yields no value. Success allocates nothing
-// and copies share the message. Thread-compatible.
-// An error is looked at by its code, never by its text: codes are stable, messages are for people
-// and may change. Example:
+// The result of an operation without a value. Success allocates nothing, and copies share the
+// message. Thread-compatible. Test the code, never the text: codes are stable, messages may change.
+// For instance:
 //
 //   Status s = ...;
 //   if (s.code() == Code::kNotFound) return MakeNew();
@@ -75,38 +74,39 @@ class TENSORMOUNT_EXPORT [[nodiscard]] Status {
   Status() = default;  // Ok.
   Status(Code code, std::string message);
 
-  // For a failed system call: picks the code from `err`, keeps `err` itself and
-  // says what was being done to which object ("read data/w.bin: No space left on device").
+  // For a failed system call: derives the code from `err`, keeps `err`, and makes a message from
+  // the action and its object ("read data/w.bin: No space left on device").
   static Status FromErrno(int err, std::string_view action, std::string_view object);
 
-  // A failure that came over a wire: code, errno (0 = the code's own) and message as they were.
+  // A failure received from another process. Code, errno (0: the code's own errno) and message are
+  // unchanged.
   static Status FromParts(Code code, int err, std::string message);
 
   bool ok() const { return rep_ == nullptr; }
   Code code() const;
   const std::string& message() const;
 
-  // The errno to hand to the kernel: the original one where there was one.
+  // The errno to return to the kernel: that of the failed system call, or the code's own errno.
   int ToErrno() const;
 
-  // All of them missing when ok.
+  // The fields of the failure; all are unset when ok.
   const ErrorFields& fields() const;
 
   // "DATA_LOSS: ..." for logs and test failures; "OK" when ok.
   std::string ToString() const;
 
-  // The same failure seen one level up: "<context>: <message>". No-op when ok.
+  // The same failure with the message "<context>: <message>". No-op when ok.
   Status WithContext(std::string_view context) const;
-  // The same failure in other words. No-op when ok.
+  // The same failure with another message. No-op when ok.
   Status WithMessage(std::string message) const;
-  // With the fields that are missing taken from `more`: what was known first, where it failed, is
-  // the most exact. A box goes with its key: that of another one is not taken. No-op when ok.
+  // Takes unset fields from `more`: fields set earlier, closer to the failure, are more exact and
+  // stay. A box is taken only together with its key. No-op when ok.
   Status With(const ErrorFields& more) const;
 
  private:
   struct Rep {
     Code code;
-    int err;  // 0 where no system call was involved.
+    int err;  // 0 if no system call failed.
     std::string message;
     ErrorFields fields = {};
   };
@@ -128,7 +128,7 @@ class TENSORMOUNT_EXPORT [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  // Implicit, so that a function can return either. `status` must not be ok.
+  // Implicit, so that a function can return a value or a status. `status` must not be ok.
   Result(T value) : holds_(kValue) {  // NOLINT
     ::new (&value_) std::remove_const_t<T>(std::move(value));
   }
@@ -159,8 +159,8 @@ class [[nodiscard]] Result {
     return ok() ? Status() : status_;
   }
 
-  // Require ok(); reading the value of a failed result is a bug and throws.
-  // Of a named result this is a reference into it; std::move(result).value() takes the value out.
+  // These functions require ok(); otherwise they throw. On a named result value() returns a
+  // reference; std::move(result).value() moves the value out.
   T& value() & {
     RequireValue();
     return value_;
@@ -175,14 +175,13 @@ class [[nodiscard]] Result {
   }
 
  private:
-  // The layout is that of std::variant<T, Status>, which programs compiled against earlier headers
-  // have here. The type itself is not used: its templates took up to a fifth of the time to compile
-  // a file.
+  // The memory layout is that of std::variant<T, Status>, which earlier headers used (ABI). The
+  // type itself is not used because its templates took up to a fifth of a file's compile time.
   enum Holds : unsigned char { kValue, kStatus, kNothing };
 
   template <typename Other>
   void Take(Other&& other) {
-    holds_ = kNothing;  // Stays so where the value's constructor throws.
+    holds_ = kNothing;  // Remains if the value's constructor throws.
     if (other.holds_ == kValue) {
       ::new (&value_) std::remove_const_t<T>(std::forward<Other>(other).value_);
     } else if (other.holds_ == kStatus) {
@@ -211,7 +210,7 @@ class [[nodiscard]] Result {
 
 }  // namespace tensormount
 
-// Leaves the enclosing function with the failure, if there is one.
+// Returns the failure from the enclosing function, if there is one.
 #define TENSORMOUNT_RETURN_IF_ERROR(expr)                                                \
   do {                                                                                   \
     if (::tensormount::Status tensormount_status_ = (expr); !tensormount_status_.ok()) { \
@@ -219,7 +218,9 @@ class [[nodiscard]] Result {
     }                                                                                    \
   } while (false)
 
-// TENSORMOUNT_ASSIGN_OR_RETURN(auto reader, ShardReader::Open(path));
+// Declares a variable with the value of a Result, or returns the failure from the enclosing
+// function:
+//   TENSORMOUNT_ASSIGN_OR_RETURN(auto reader, ShardReader::Open(path));
 #define TENSORMOUNT_ASSIGN_OR_RETURN(decl, expr) \
   TENSORMOUNT_ASSIGN_OR_RETURN_(TENSORMOUNT_CONCAT_(tensormount_result_, __COUNTER__), decl, expr)
 #define TENSORMOUNT_ASSIGN_OR_RETURN_(tmp, decl, expr) \

@@ -11,56 +11,57 @@
 
 namespace tensormount {
 
-// What happens to a save where STORE/NAME exists. kReplace: an exchange at commit; a save that
-// fails leaves the old checkpoint as it was.
-// kFail: the save is refused with kAlreadyExists on every rank.
+// Behaviour of a save if STORE/NAME exists. kFail: kAlreadyExists on every rank. kReplace: the
+// commit exchanges the two, and a failed save leaves the old checkpoint unchanged.
 enum class IfExists { kFail, kReplace };
 
-// What an operator does with a store, for programs without a shell. Thread-safe; the rules that
-// keep and remove checkpoints are in tensormount/retention.h.
+// Store administration for programs without a shell. Thread-safe. Retention rules are in
+// tensormount/retention.h.
 
 struct StoredCheckpoint {
   std::string name;
-  std::string uuid;  // 32 hex digits; zeros where it could not be read.
+  std::string uuid;  // 32 hex digits; zeros if it could not be read.
   std::uint64_t generation = 0;
-  bool latest = false;  // False for all where nobody can tell.
+  bool latest = false;  // False for all checkpoints if the latest cannot be determined.
   bool pinned = false;
-  Status pins_read;  // Not ok: whether it is pinned cannot be told (another user's pins).
-  Status problem;    // Not ok: the folder is there, but cannot be read as a checkpoint.
-  // Where there is no problem. Bytes are lengths of files.
+  Status pins_read;  // Not ok: `pinned` is unknown (another user's pins).
+  Status problem;    // Not ok: the directory exists, but cannot be read as a checkpoint.
+  // The members below are valid if `problem` is ok. Bytes are lengths of files.
   std::int64_t created = 0;        // Seconds since 1970.
-  std::uint64_t file_bytes = 0;    // Of its data files.
-  std::uint64_t stored_bytes = 0;  // Of all of its files.
-  std::uint64_t own_bytes = 0;     // Of them, what removing it frees; others have the rest, too.
+  std::uint64_t file_bytes = 0;    // Data files.
+  std::uint64_t stored_bytes = 0;  // All files.
+  std::uint64_t own_bytes = 0;     // Bytes that removing it frees; the rest is shared.
 };
-// By name. Reads each commit record once, and opens no checkpoint. kNotFound: no store.
+// Sorted by name. Reads each commit record once, and opens no checkpoint. kNotFound: no store.
 TENSORMOUNT_EXPORT Result<std::vector<StoredCheckpoint>> ListCheckpoints(const std::string& store);
 
 struct RemoveOptions {
-  bool force = false;  // Also where it is pinned.
+  bool force = false;  // Removes a pinned checkpoint, too.
 };
-// Removes "STORE/NAME", durably: who has it open reads on, and CollectGarbage frees its space.
+// Removes "STORE/NAME", durably. Readers that have it open can read on; CollectGarbage frees its
+// space.
 //   kNotFound          no such checkpoint
 //   kPermissionDenied  it is pinned
-//   kInvalidArgument   the folder has nothing of a checkpoint
-//   kUnknown           it is gone from its name, but a power cut may bring it back; or it was
-//                      pinned at that moment and could not be moved back, durably or at all
+//   kInvalidArgument   the directory is not a checkpoint
+//   kUnknown           it is removed, but a power cut may bring it back; or it was pinned while it
+//                      was being removed, and moving it back failed or is not durable
 TENSORMOUNT_EXPORT Status RemoveCheckpoint(const std::string& path,
                                            const RemoveOptions& options = {});
 
 struct GarbageOptions {
   bool dry_run = false;
-  // Since it was removed; less than 0: 60, and nothing where the filesystem has no file locks.
+  // Minimum age since removal; negative: 60, and nothing is deleted if the filesystem has no file
+  // locks.
   std::int64_t grace_seconds = -1;
-  std::int64_t staging_age_seconds = 86400;  // Stagings untouched for so long were abandoned.
+  std::int64_t staging_age_seconds = 86400;  // Staging untouched this long is abandoned.
 };
 struct GarbageReport {
-  std::vector<std::string> removed;  // Paths below the store, also in a dry run.
-  std::vector<std::string> kept;     // With the reason.
-  std::vector<std::string> failed;   // With the error.
+  std::vector<std::string> removed;  // Relative to the store; filled in a dry run, too.
+  std::vector<std::string> kept;     // Each with the reason.
+  std::vector<std::string> failed;   // Each with the error.
   std::uint64_t bytes_freed = 0;
 };
-// Deletes what was removed and is read by nobody, and what crashed saves left.
+// Deletes removed checkpoints that no reader has open, and files left by crashed saves.
 TENSORMOUNT_EXPORT Result<GarbageReport> CollectGarbage(const std::string& store,
                                                         const GarbageOptions& options = {});
 

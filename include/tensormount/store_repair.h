@@ -13,30 +13,30 @@
 namespace tensormount {
 
 struct RepairOptions {
-  // Reads and compares everything, and changes nothing.
+  // Whether to only read and compare everything, and change nothing.
   bool dry_run = false;
-  // Folders in which data of adopted checkpoints and links of foreign ones may lie, of `from`.
+  // For `from`: trusted directories for data of adopted checkpoints and links of foreign ones.
   std::vector<std::string> roots = {};
-  // Told now and then how many bytes of data files are compared, and of how many; on the caller's
-  // thread. What it returns other than ok ends the repair, which fails with it (kCancelled, say);
-  // files that were repaired before stay so. May be empty.
+  // Progress callback with the bytes of data files compared so far and in all, on the caller's
+  // thread. A result other than ok ends the repair with that error (for example kCancelled); files
+  // repaired before stay repaired. May be empty.
   std::function<Status(std::uint64_t done, std::uint64_t total)> watch = {};
 };
 
 // A damaged file of the checkpoint.
 struct RepairedFile {
-  std::string file;    // Below the checkpoint: "COMMIT", "manifest/r0.tmm", "data/...".
-  std::string damage;  // "the file is missing", "checksums differ in 2 of 40 stored ranges".
+  std::string file;    // Relative to the checkpoint: "COMMIT", "manifest/r0.tmm", "data/...".
+  std::string damage;  // "the file is missing", "checksum mismatch in 2 of 40 stored ranges".
   std::uint64_t bytes_damaged = 0;
-  std::uint64_t bytes_repaired = 0;  // Of these; in a dry run those that could be.
-  bool whole = false;                // It is now, or would be.
-  // Other checkpoints of the store that had the same file (a hard link) and have the new one now.
+  std::uint64_t bytes_repaired = 0;  // Part of bytes_damaged; in a dry run the repairable part.
+  bool whole = false;                // The file is whole now; in a dry run, would be.
+  // Other checkpoints of the store that shared the file (a hard link) and now share the new one.
   std::vector<std::string> shared_with = {};
 };
 
-// What is damaged still.
+// Damage that was not repaired.
 struct RepairLeft {
-  std::string file;    // As in RepairedFile.
+  std::string file;    // Relative to the checkpoint, as RepairedFile::file.
   std::string object;  // "tensor w [0:16, :]", "object rng", or the file.
   std::uint64_t offset = 0;
   std::string reason;
@@ -45,37 +45,36 @@ struct RepairLeft {
 struct RepairReport {
   std::string path;  // STORE/NAME
   std::string uuid;
-  std::string from;  // As it was opened.
+  std::string from;  // Resolved path.
   bool dry_run = false;
   std::uint64_t bytes_checked = 0;
-  std::vector<RepairedFile> files = {};  // None: nothing was damaged.
-  std::vector<RepairLeft> left = {};     // None: the checkpoint is whole, or would be.
+  std::vector<RepairedFile> files = {};  // Empty: nothing was damaged.
+  std::vector<RepairLeft> left = {};     // Empty: the checkpoint is whole; in a dry run, would be.
 };
 
-// Makes damaged, short and missing files of a checkpoint whole again. `path`: "STORE/NAME". `from`:
-// another checkpoint that holds the same tensors: a copy, a checkpoint of ours that was cut
-// otherwise, or one of another program; of a STORE that of the same name.
+// Repairs damaged, short and missing files of a checkpoint. `path`: "STORE/NAME". `from`: another
+// checkpoint with the same tensors: a copy, one with other sharding, or one of another program; for
+// a STORE, its checkpoint of the same name.
 //
-// Stored bytes are compared with their recorded hashes, 64 KiB at a time. What differs is read from
-// `from` (the same file where that lists it alike, else the same cells of the tensor of that key,
-// type and shape, or the object of that key), and taken only where its hash is the recorded one. So
-// a wrong `from` repairs nothing and harms nothing. Manifests, index and COMMIT are taken byte for
-// byte, of a copy of the same checkpoint; of a COMMIT of which one copy is good that is enough.
+// Stored bytes are compared with their recorded hashes, 64 KiB at a time. Differing ranges are read
+// from `from` (the same file if `from` records it identically, otherwise the same cells of the
+// tensor of that key, type and shape, or the object of that key), and used only if they match the
+// recorded hash. So a wrong `from` repairs nothing and harms nothing. Manifests, index and COMMIT
+// are taken byte for byte from a copy of the same checkpoint; a COMMIT in which one of the two
+// copies of the record is intact is repaired from that copy.
 //
-// Nothing is written in place: a new file is built in the store's .staging/, synced, and gets the
-// name of the damaged one in one step, with the same name in every checkpoint that shares it. After
-// a crash each name has the old file or the new one, and the next repair goes on. Readers that have
-// the old file open go on with it. One repair at a time in a store; savers, readers, rm and gc may
-// be at work meanwhile.
+// Nothing is written in place: a new file is built in the store's .staging/, synced, and renamed
+// over the damaged one in every checkpoint that shares it. After a crash each name has the old file
+// or the new one, and the next repair continues. Readers that have the old file open keep it. Only
+// one repair at a time in a store; saves, reads, rm and gc may run concurrently.
 //
-// What `from` does not give is in `left`, and the rest is repaired. Fails where nothing can be
-// said:
+// Ranges that `from` does not provide are in `left`, and the rest is repaired. Errors:
 //   kNotFound          no such checkpoint, or `from`
 //   kInvalidArgument   `from` is the checkpoint itself
-//   kDataLoss          COMMIT is lost, and `from` is no copy of this checkpoint
+//   kDataLoss          COMMIT is lost, and `from` is not a copy of this checkpoint
 //   kUnsupported       an adopted checkpoint, whose data are files of another program
-//   kBusy              another repair is under way in this store
-//   kResourceExhausted no room for the new file
+//   kBusy              another repair is in progress in this store
+//   kResourceExhausted no space for the new file
 //
 //   const auto repaired = RepairCheckpoint("STORE/step-1000", "/backup/STORE/step-1000");
 //   if (!repaired.ok()) return repaired.status();

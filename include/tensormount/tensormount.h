@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of the C++ library but mpi.h, which needs MPI: #include <tensormount/tensormount.h>
-// Where to begin: save.h and load.h for programs with ranks, checkpoint.h for one that only reads,
-// c.h for other languages. state_dict.h says what a rank hands over, box.h and buffer.h how it says
-// which cells and which memory.
+// All headers of the C++ library except mpi.h, which needs MPI.
+// Start with save.h and load.h (programs with ranks), checkpoint.h (reading only) or c.h (other
+// languages). state_dict.h describes what a rank passes in, box.h and buffer.h how it describes
+// cells and memory.
 #ifndef TENSORMOUNT_TENSORMOUNT_H_
 #define TENSORMOUNT_TENSORMOUNT_H_
 
@@ -21,7 +21,6 @@
 #include "tensormount/load.h"
 #include "tensormount/log.h"
 #include "tensormount/mapping_guard.h"
-#include "tensormount/optimizer.h"
 #include "tensormount/retention.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"
@@ -31,7 +30,6 @@
 #include "tensormount/store_copy.h"
 #include "tensormount/store_repair.h"
 #include "tensormount/tcp_group.h"
-#include "tensormount/tree.h"
 #include "tensormount/validate.h"
 #include "tensormount/visibility.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Documents: values of a parsed pickle and the checked reads of them (pickle.h). Values lie in an
-// arena that the Document owns, beside the bytes of the stream, and may be shared.
+// Document and Value of pickle.h: a parsed pickle, and checked access to its values. The values are
+// in an arena that the Document owns, beside the bytes of the stream.
 #include "index/archives/pickle.h"
 
 #include <bit>
@@ -13,8 +13,8 @@
 namespace tensormount::pickle {
 namespace {
 
-// A torch.Size of integers is not an object in memory but a form of Value (pickle_record.h), so its
-// callee is made up when somebody asks.
+// The callee of a torch.Size of integers. Such an object is a form of Value without an object
+// record (pickle_record.h).
 const ClassRow& SizeRow() {
   static const ClassRow* const row = FindClassRow("torch", "Size", nullptr);
   return *row;
@@ -25,7 +25,7 @@ Value IntsItem(const Value& v, std::size_t i) {
                       static_cast<std::uint64_t>(Access::PointerTo<const std::int64_t>(v)[i]));
 }
 
-// The pairs of a kDict, or of a kObject; null: none.
+// The pairs of a kDict or kObject; null if it has none.
 const Container* PairsOf(const Value& v) {
   if (v.kind() == Kind::kDict) return Access::PointerTo<const Container>(v);
   if (v.kind() != Kind::kObject || Access::FormOf(v) != Form::kPlain) return nullptr;
@@ -33,9 +33,9 @@ const Container* PairsOf(const Value& v) {
   return extra == nullptr ? nullptr : &extra->pairs;
 }
 
-// Linear in small dicts, from the end, since an unindexed dict may hold a key twice while it is
-// built and the last value counts. Large finished dicts have an index. Keys longer than kMaxKey are
-// found by the linear search only.
+// Finds a text key. A finished large dict has an index of the keys up to kMaxKey. In all other
+// cases the pairs are searched from the end, because the same key may occur twice, and the last
+// value counts.
 std::optional<Value> FindIn(const Container& c, std::string_view key) {
   const std::size_t pairs = c.count / 2;
   if (c.capacity == Container::kIndexed && key.size() <= KeyIndex::kMaxKey) {
@@ -57,9 +57,8 @@ std::optional<Value> FindIn(const Container& c, std::string_view key) {
 
 }  // namespace
 
-// Seeded anew in every process, so that no stream can choose keys that collide.
-// Reads of eight bytes, each mixed by a 64 by 64 multiplication whose halves are folded: a few
-// cycles a word, and good enough with a seed that nobody knows.
+// The seed is random in every process, so that no stream can choose keys that collide. The hash
+// multiplies each word of eight bytes 64 by 64 bits and folds the halves, which takes a few cycles.
 std::uint64_t HashKey(std::string_view key) {
   static const std::uint64_t seed = [] {
     std::random_device device;
@@ -84,9 +83,9 @@ std::uint64_t HashKey(std::string_view key) {
 
 namespace {
 
-// The integer that a key equals, if it does.
-// Converting to an integer and back shows whether a float is a whole number. The range is checked
-// first: the conversion of a float that does not fit is undefined.
+// The integer that a key equals in Python, or nullopt. A float is a whole number if it survives the
+// conversion to an integer and back. The range is checked first, because a conversion out of range
+// is undefined.
 std::optional<std::int64_t> KeyInteger(const Value& key) {
   switch (key.kind()) {
     case Kind::kBool:
@@ -109,8 +108,7 @@ std::optional<std::int64_t> KeyInteger(const Value& key) {
 
 }  // namespace
 
-// Long texts never equal here: comparing 2 KiB a pair is bounded, comparing megabytes for each of a
-// million keys is not.
+// Texts over kMaxKey are never the same, so that the cost of comparing a million keys is bounded.
 bool SameKey(const Value& a, const Value& b) {
   if (a.kind() == Kind::kString || b.kind() == Kind::kString) {
     return a.kind() == b.kind() && a.text().size() <= KeyIndex::kMaxKey && a.text() == b.text();
@@ -131,7 +129,7 @@ bool KeyHash(const Value& key, std::uint64_t& hash) {
   return true;
 }
 
-// Names come from the stream and end up on terminals and in logs.
+// The text comes from the stream and is shown on terminals and in logs, so it is made printable.
 std::string ShownName(std::string_view text) {
   constexpr std::size_t kMax = 120;
   std::string out;
@@ -147,7 +145,7 @@ std::string ShownName(std::string_view text) {
     }
   }
   if (text.size() > kMax) {
-    // Not in the middle of a character.
+    // The cut must not be within a UTF-8 character.
     while (!out.empty() && (static_cast<unsigned char>(out.back()) & 0xc0) == 0x80) out.pop_back();
     if (!out.empty() && static_cast<unsigned char>(out.back()) >= 0xc0) out.pop_back();
     out += "...";
@@ -159,9 +157,9 @@ Arena::~Arena() {
   for (void* block : blocks_) std::free(block);
 }
 
-// Blocks grow from 16 KiB to 2 MiB, so that the small pickle of one item takes little and a large
-// one few blocks. Something large gets a block of its own, and the current block stays in use.
-// Every block is charged before it is taken, whole: used() is what the process really gave.
+// Blocks grow from 16 KiB to 2 MiB, so that a small pickle takes little memory and a large one few
+// blocks. A large request gets a block of its own, and the current block stays in use. The whole
+// block is counted before it is allocated, so used() is the memory taken from the system.
 void* Arena::TakeSlow(std::size_t bytes) {
   constexpr std::size_t kFirst = std::size_t{16} << 10;
   constexpr std::size_t kMost = std::size_t{2} << 20;
@@ -169,7 +167,7 @@ void* Arena::TakeSlow(std::size_t bytes) {
   const std::size_t grown =
       kFirst << std::min<std::size_t>(blocks_.size(), std::bit_width(kMost / kFirst) - 1);
   std::size_t size = large ? bytes : std::max(grown, bytes);
-  // Near the limit what is asked for, and no more.
+  // Near the limit the block has only the requested size.
   if (size > limit_ - used_) size = bytes;
   if (!Charge(size)) return nullptr;
   void* block = std::malloc(size);
@@ -220,7 +218,8 @@ KnownClass Value::known() const {
   return Access::PointerTo<const ClassRow>(*this)->known;
 }
 
-// A tuple of form kOneInts is ((1, 2),), one item, though its length is that of the inner one.
+// A tuple of form kOneInts is ((1, 2),): it has one item, and its length field is the length of the
+// inner tuple.
 std::size_t Value::size() const {
   switch (kind()) {
     case Kind::kTuple:
@@ -269,7 +268,7 @@ Value Value::callee() const {
   return Access::At(Kind::kGlobal, Access::PointerTo<const PickledObject>(*this)->callee);
 }
 
-// An object without arguments keeps no extra record: it shows an empty tuple.
+// An object without an ObjectExtra has an empty tuple of arguments.
 Value Value::args() const {
   if (kind() == Kind::kPersistent) return *Access::PointerTo<const Value>(*this);
   assert(kind() == Kind::kObject);
@@ -286,7 +285,8 @@ Value Value::state() const {
   return Access::PointerTo<const PickledObject>(*this)->state;
 }
 
-// BUILD with None is kept as a None of length 1, which is not the same value as the default one.
+// BUILD with None stores a None of length 1 as the state, which is not the same as the default
+// None.
 bool Value::built() const { return !state().SameAs(Value()); }
 
 bool Value::Is(KnownClass of) const {
@@ -295,15 +295,14 @@ bool Value::Is(KnownClass of) const {
   return Access::PointerTo<const PickledObject>(*this)->callee->known == of;
 }
 
-// Slots come first: where both have a name, Python sets the attributes of the dict, then those of
-// the slots.
+// Slots are searched first, because Python sets the attributes of the dict and then those of the
+// slots.
 std::optional<Value> Value::Find(std::string_view key) const {
   if (kind() == Kind::kDict) return FindIn(*Access::PointerTo<const Container>(*this), key);
   assert(kind() == Kind::kObject);
   const Value attributes = state();
   if (attributes.kind() == Kind::kDict) return attributes.Find(key);
   if (attributes.kind() != Kind::kTuple || attributes.size() != 2) return std::nullopt;
-  // (dict, slots): a name is in one of them.
   for (const std::size_t i : {std::size_t{1}, std::size_t{0}}) {
     const Value part = attributes.item(i);
     if (part.kind() != Kind::kDict) continue;

@@ -13,18 +13,19 @@
 
 #include "index/archives/pickle_classes.h"
 
-// Python pickles, read as data (the opcodes are those of CPython's Lib/pickletools.py). Nothing is
-// imported, called or constructed: what a stream says to build becomes records of what it said.
-// Time and memory are linear in the size of the stream, whatever is in it.
+// A reader of Python pickles; the opcodes are those of CPython's Lib/pickletools.py. Nothing is
+// imported, called or constructed: the reader makes a record of each object that the stream tells
+// Python to build. Time and memory are linear in the size of the stream, also for hostile streams.
 
 namespace tensormount::pickle {
 
-// Two kinds for integers, since almost all fit 64 bits and the rest is text to everybody.
+// Kind of a value. Integers have two kinds, because almost all fit in 64 bits and the others are
+// needed only as bytes.
 enum class Kind : std::uint8_t {
   kNone = 0,
   kBool,
-  kInt,   // Fits 64 bits.
-  kLong,  // Does not: text() is two's complement, little-endian.
+  kInt,   // Fits in 64 bits.
+  kLong,  // Does not fit in 64 bits: text() is two's complement, little-endian.
   kFloat,
   kString,  // UTF-8, checked.
   kBytes,
@@ -33,15 +34,15 @@ enum class Kind : std::uint8_t {
   kSet,
   kDict,
   kGlobal,      // A name "module.name".
-  kObject,      // What the stream wants made by calling callee() with args(): never done.
-  kPersistent,  // BINPERSID; args() is its id.
+  kObject,      // A call of callee() with args() in the stream; recorded, never called.
+  kPersistent,  // A BINPERSID; args() is the persistent id.
 };
 
-// A position in a Document, cheap to copy; valid as long as the document. Reads below answer for
-// the kinds that they name only (asserted); look at kind() first. Values may be shared and may form
-// cycles: whoever walks them counts depth.
-// 16 bytes and no destructor: records of a pickle are in the arena of its document, and nothing is
-// counted or freed one by one.
+// A reference to a value of a Document, cheap to copy and valid as long as the document. Each
+// accessor works only for the kinds that its comment names (asserted), so look at kind() first.
+// Several values may refer to one record, also in cycles, so a recursive walk must limit its depth.
+//
+// Takes 16 bytes and has no destructor: the records are in the arena of the document.
 class Value {
  public:
   Value() = default;  // None.
@@ -50,64 +51,73 @@ class Value {
   bool boolean() const;
   std::int64_t integer() const;
   double real() const;
-  // kString, kBytes, kLong.
-  // Valid as long as the document.
+  // The bytes of a kString, kBytes or kLong. Valid as long as the document.
   std::string_view text() const;
-  // kGlobal.
+  // The two parts of the name of a kGlobal, "module.name".
   std::string_view module() const;
   std::string_view name() const;
-  KnownClass known() const;  // KnownClass::kUnknown only where the parse was told to let them be.
+  // Meaning of the name of a kGlobal. kUnknown only if the options accept unknown names.
+  KnownClass known() const;
 
-  // Items of kTuple, kList, kSet; pairs of kDict; also those that a kObject (OrderedDict) was made
-  // from, that were put into it by SETITEMS, and appended by APPENDS. Of equal keys, as in Python,
-  // there is one pair: at the position of the first with the value of the last. Keys over 2,048
-  // bytes are not compared.
+  // Number of items of a kTuple, kList or kSet, of pairs of a kDict, or of pairs of a kObject. The
+  // pairs of a kObject are those that it was made from (OrderedDict) or that SETITEMS added, and
+  // the items that APPENDS added. As in Python, equal keys give one pair, with the position of the
+  // first key and the value of the last. Keys over 2,048 bytes are not compared.
   std::size_t size() const;
-  Value item(std::size_t i) const;  // Of kDict and of pairs in a kObject: the value.
-  Value key(std::size_t i) const;   // kDict, kObject: None for what was appended.
+  // Item i. For a kDict, and for pairs of a kObject: the value of pair i.
+  Value item(std::size_t i) const;
+  // The key of pair i of a kDict or kObject. None for an item that APPENDS added.
+  Value key(std::size_t i) const;
 
-  // kObject. `state`: what BUILD set; None where there was no BUILD.
+  // The function or class that a kObject calls. A kGlobal.
   Value callee() const;  // A kGlobal.
-  Value args() const;    // A kTuple; of kPersistent anything.
+  // The arguments of a kObject, a kTuple. For a kPersistent: the persistent id, a value of any
+  // kind.
+  Value args() const;
+  // The argument of BUILD for a kObject, or None without a BUILD.
   Value state() const;
-  bool built() const;  // Whether there was a BUILD, of None too.
-  // Whether it is a kObject made by that class or function.
+  // Whether a kObject has a BUILD, even a BUILD with None.
+  bool built() const;
+  // Whether this is a kObject made by the class or function `of`.
   bool Is(KnownClass of) const;
 
-  // The value under a string key: of a kDict, or of the dict that is a kObject's state (its
-  // attributes; of a pair (dict, slots) either). nullopt: none.
+  // The value under a string key of a kDict, or under the name of an attribute of a kObject.
+  // Attributes are in the state of the object, which is a dict or a pair of dict and slots. nullopt
+  // if there is no such key.
   std::optional<Value> Find(std::string_view key) const;
 
-  // Tells records of the document apart that a stream may change after it made them: lists, sets,
-  // dicts and objects.
+  // Identifies the record of a list, set, dict or object in the document. Only these kinds of
+  // records may be changed by the stream after it made them.
   std::uint64_t record() const { return bits_; }
-  // The same record in the document (not equality).
-  // True of two references to one record; of two equal texts only where the stream memoized them.
+  // Whether both values refer to the same record. That is not equality: two equal texts are the
+  // same record only if the stream memoized the text.
   bool SameAs(const Value& other) const { return rep_ == other.rep_ && bits_ == other.bits_; }
 
  private:
   friend struct Access;
-  // kind, form and length; the scalar itself or a pointer into the document (pickle_record.h).
+  // First word: kind, form and length. Second word: the scalar itself, or a pointer to the text or
+  // record (pickle_record.h).
   std::uint64_t rep_ = 0;
   std::uint64_t bits_ = 0;
 };
 
-// A parsed stream. Movable; keeps the bytes that it was made from.
-// Immutable once parsed, so any number of threads may read it.
+// A parsed stream and the bytes that it was parsed from. Movable. Immutable, so any number of
+// threads may read it.
 class Document {
  public:
   Document(Document&&) noexcept;
   Document& operator=(Document&&) noexcept;
   ~Document();
 
-  // What STOP left on the stack.
+  // The value that is on the stack at STOP.
   Value root() const;
-  // Every kPersistent in the order of the stream, also those that nothing refers to.
+  // All kPersistent values in the order of the stream, including those that no other value refers
+  // to.
   std::size_t persistent_count() const;
   Value persistent(std::size_t i) const;
-  // Bytes of the stream, STOP included: what follows is not the pickle's.
+  // Size of the pickle including STOP. Bytes after STOP do not belong to the pickle.
   std::size_t bytes() const;
-  // What it takes: arena and stream.
+  // Bytes of memory that the arena and the stream take.
   std::size_t memory() const;
 
  private:
@@ -119,39 +129,46 @@ class Document {
 };
 
 enum class Unknown {
-  kRefuse,  // A name that is not in pickle_classes.h ends the parse.
-  kInert,   // It stays a name. For listings, which show what a stream would have asked for.
-  // A class of a package that is not ours to know stays a name, and what is made of it a value
-  // without a meaning (IsForeignName); names of Python's own modules, and of torch but for its
-  // modules and optimizers, end the parse. Everything else is as with kRefuse.
+  kRefuse,  // A name that is not in pickle_classes.h fails the parse.
+  // Names that are not in pickle_classes.h are kept as names. For listings, which show every name
+  // in a stream.
+  kInert,
+  // A class of another package (IsForeignName) is kept as a name, and an object made by it as a
+  // value without a meaning. Names of Python's own modules, and of torch except its modules and
+  // optimizers, fail the parse. In all other respects like kRefuse.
   kForeignClasses,
 };
 
-// Defaults are for metadata, which must be all of their file and know every name in it.
+// Options of a parse. The defaults are for metadata files: the pickle is the whole file, and every
+// name must be known.
 struct Options {
   Unknown unknown = Unknown::kRefuse;
   bool trailing_bytes = false;  // Whether bytes after STOP are allowed.
   std::size_t max_bytes = std::size_t{2} << 30;
 };
 
-// kDataLoss "pickle: byte 17: ..." for what is truncated or no pickle: unknown opcode, stack or
-// mark underflow, a memo slot that was never filled or lies outside of what its number of entries
-// allows, lengths past the end, text that is not UTF-8, numbers out of range, no STOP.
-// kUnsupported "pickle: byte 17: asks for os.system, which ..." for names outside of the
-// allow-list, for opcodes of the language that these formats never use (INST, OBJ, EXT*, PERSID,
-// out-of-band buffers), and where records would not be what Python makes: dicts made from what is
-// neither a dict nor a list of pairs, keys that are lists or dicts, dicts that mix keys made by
-// calls (which may equal others) with others, a dict that is changed after Python has copied it
-// into an object, functions that are asked to be made instead of called. kResourceExhausted where
-// the records would pass 48 MiB + 4 x the stream.
-// Takes the bytes over: texts of values are views of them.
+// Parses a pickle and takes over its bytes, because texts of values are views of them.
+//
+// kDataLoss "pickle: byte 17: ...": the stream is truncated or malformed (unknown opcode, stack or
+// mark underflow, a memo slot that is empty or too far ahead, lengths past the end, text that is
+// not UTF-8, numbers out of range, no STOP).
+//
+// kUnsupported "pickle: byte 17: contains a Python object (os.system) ...": a name outside of the
+// allow-list; an opcode that checkpoints never use (INST, OBJ, EXT*, PERSID, out-of-band buffers);
+// or records that would differ from what Python makes: a dict made from neither a dict nor a list
+// of pairs, keys that are lists or dicts, keys made by calls (which may equal any key) beside other
+// keys, a change of a dict that Python has already copied into an object, a function used as a
+// class.
+//
+// kResourceExhausted: the records would need more than 48 MiB + 4 x the stream.
 Result<Document> Parse(std::string bytes, const Options& options = {});
 
-// Whether the value is a name that the parse let be (kForeignClasses), or was made by one.
+// Whether `value` is a name that the parse accepted because of kForeignClasses, or an object made
+// by such a name.
 bool IsForeign(const Value& value);
 
-// What the document holds, for a person: one line a value, indented, names that were asked for
-// marked "(not called)", long ones cut, at most `max_lines`. Shared values are shown once.
+// A listing for people, at most `max_lines` lines. Each value has one indented line; names of calls
+// are marked "(not called)", and long texts are cut. A shared value is shown once.
 std::string Describe(const Document& document, std::size_t max_lines = 1000);
 
 }  // namespace tensormount::pickle

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls in a pickle come to. A call is never made: a function on the allow-list that only
-// makes a container or a record is replaced by that container or record.
+// Checks of the calls in a pickle (pickle_calls.h). A call of an allowed function that only makes a
+// container or a record is replaced by that container or record; no call is made.
 #include "index/archives/pickle_calls.h"
 
 #include <array>
@@ -10,10 +10,10 @@
 namespace tensormount::pickle {
 namespace {
 
-// Of some it is known that they equal no text and no number.
-// Equality of a Python object is whatever its class says. These classes are known to differ from
-// every text and number; of others nobody knows, so a dict may not mix them with plain keys.
-bool MadeByCall(const Value& key) {
+// Whether a key is an object that may equal other keys, because its class defines equality. The
+// classes listed below are known to differ from every text and number. A dict may not mix objects
+// of other classes with plain keys.
+bool IsMadeByCall(const Value& key) {
   if (key.kind() != Kind::kObject) return false;
   switch (key.callee().known()) {
     case KnownClass::kMetadataIndex:
@@ -29,7 +29,6 @@ bool MadeByCall(const Value& key) {
 
 }  // namespace
 
-// In the order of Kind.
 std::string_view KindName(Kind kind) {
   constexpr std::array<std::string_view, 14> kNames = {
       "None",    "a bool", "an int", "a long int", "a float", "a str",     "bytes",
@@ -41,13 +40,13 @@ std::string FullName(const Value& global) {
   return ShownName(std::string(global.module()) + "." + std::string(global.name()));
 }
 
-// Some versions of Python write a member of an enum as getattr(Enum, "NAME"). Of anything else
-// getattr is how a hostile stream walks from a harmless class to os.system, so it is refused though
-// nothing here would ever call it.
+// Accepts only getattr(Enum, "NAME"), which some versions of Python write for a member of an enum.
+// Hostile streams use getattr to reach os.system from a harmless class, so all other uses are
+// refused, although no call is ever made.
 std::string GetattrFault(const Value& args) {
   if (args.size() != 2 || args.item(0).kind() != Kind::kGlobal ||
       args.item(1).kind() != Kind::kString) {
-    return "asks for getattr of something that is no class";
+    return "calls getattr on something that is not a class";
   }
   switch (args.item(0).known()) {
     case KnownClass::kMemFormatEncoding:
@@ -55,12 +54,12 @@ std::string GetattrFault(const Value& args) {
     case KnownClass::kTrainerRecord:
       return {};
     default:
-      return "asks for getattr(" + FullName(args.item(0)) + ", \"" +
-             ShownName(args.item(1).text()) + "\"), which is no member of an enum";
+      return "calls getattr(" + FullName(args.item(0)) + ", \"" + ShownName(args.item(1).text()) +
+             "\"), which is not an enum member";
   }
 }
 
-// As a class (NEWOBJ) they would mean something else to Python than as a function (REDUCE).
+// The caller refuses NEWOBJ of these functions, because Python would not treat it like REDUCE.
 bool IsTensorFunction(KnownClass known) {
   switch (known) {
     case KnownClass::kRebuildTensor:
@@ -83,10 +82,10 @@ bool IsPythonDict(const Value& v) {
 
 std::string_view KeyFault(const Value& beside, const Value& key) {
   if (key.kind() == Kind::kList || key.kind() == Kind::kDict) {
-    return "a key that is a list or a dict, which Python does not take";
+    return "a key of a dict is a list or a dict, which Python does not allow";
   }
-  if (MadeByCall(beside) != MadeByCall(key)) {
-    return "a key made by a call beside others, which it may equal";
+  if (IsMadeByCall(beside) != IsMadeByCall(key)) {
+    return "a key of a dict is made by a call, so it may be equal to another key";
   }
   return {};
 }

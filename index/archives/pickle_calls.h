@@ -7,26 +7,29 @@
 
 #include "index/archives/pickle.h"
 
-// What Python would make of what a stream asks to be called, as far as records must say the same.
+// Checks of the calls in a pickle. No call is made, so these functions refuse the calls whose
+// results the records could not show.
 
 namespace tensormount::pickle {
 
-// "a list".
+// A kind for messages: "a list".
 std::string_view KindName(Kind kind);
-// "os.system" of a kGlobal, printable.
+// The name in a kGlobal as printable text: "os.system".
 std::string FullName(const Value& global);
 
-// getattr is how enums of some versions are written, and means nothing else here. Empty: it is one.
+// The reason why the arguments of getattr are refused. Empty if the arguments name a member of an
+// enum: some versions of Python write enum members as calls of getattr.
 std::string GetattrFault(const Value& args);
 
-// Whether it makes tensors when it is called, and only then.
+// Whether `known` is a function that makes tensors. Such a function is not a class.
 bool IsTensorFunction(KnownClass known);
 
-// A dict, or an object that is one: what a copy of it is made from.
+// Whether `v` is a dict or an object of a dict class.
 bool IsPythonDict(const Value& v);
 
-// Why `key` cannot be a key of a dict that has the key `beside`; empty: it can. All keys of a dict
-// were made by calls or none was: a call may make what equals a text or a number.
+// The reason why `key` cannot be in a dict that already has the key `beside`; empty if it can be. A
+// dict must not mix keys made by calls with other keys, because the result of a call may equal a
+// text or a number.
 std::string_view KeyFault(const Value& beside, const Value& key);
 
 }  // namespace tensormount::pickle

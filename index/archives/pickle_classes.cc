@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The allow-list: which names a pickle may mention, and what each is taken for. Naming a class
-// imports nothing. What the table lacks ends the read with its name.
+// The allow-list of pickle_classes.h: the names that a pickle may contain, and their meanings. A
+// name that is not in the list fails the parse and is reported.
 #include "index/archives/pickle_classes.h"
 
 #include <algorithm>
@@ -14,11 +14,10 @@ namespace {
 
 using enum KnownClass;
 
-// Names of one module, with spaces between them. Nothing here is ever imported or called; what
-// could do something (eval, exec, getattr beyond enums, os, subprocess, importlib, functools) is
-// left out all the same, so that a stream that asks for it is refused by that name.
-// `names` is one text that the table is split from at start: a row a name would make the table ten
-// times as long.
+// Names of one module, separated by spaces in one text, which is split at start. One table row for
+// each name would make the source ten times as long. Names are never imported or called. Still,
+// names that could have an effect (eval, exec, getattr beyond enums, os, subprocess, importlib,
+// functools) are not listed, so that a stream with such a name is refused.
 struct Group {
   std::string_view module;
   std::string_view names;
@@ -47,7 +46,7 @@ constexpr Group kGroups[] = {
     {"torch.distributed.checkpoint.storage", "WriteResult", kTrainerRecord},
     {"torch.distributed.checkpoint.hf_storage", "_HFStorageInfo", kStorageInfo},
     {"torch.distributed.checkpoint._hf_utils", "_HFStorageInfo", kStorageInfo},
-    // torch 1.13: the same below _shard.
+    // torch 1.13: the same classes below _shard.
     {"torch.distributed._shard.checkpoint.metadata", "Metadata", kMetadata},
     {"torch.distributed._shard.checkpoint.metadata", "TensorStorageMetadata",
      kTensorStorageMetadata},
@@ -63,7 +62,7 @@ constexpr Group kGroups[] = {
     {"torch.distributed._shard.checkpoint.planner", "WriteItemType", kWriteItemType},
     {"torch.distributed._shard.checkpoint.planner", "TensorWriteData BytesIOWriteData",
      kTensorWriteData},
-    // Where tensor properties lived until torch 2.2.
+    // The module of tensor properties until torch 2.2.
     {"torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", kTensorProperties},
     {"torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING _MEM_FORMAT_ENCODING",
      kMemFormatEncoding},
@@ -71,7 +70,7 @@ constexpr Group kGroups[] = {
     {"torch.distributed._shard.metadata", "ShardMetadata", kTrainerRecord},
     {"torch.distributed.remote_device", "_remote_device", kTrainerRecord},
 
-    // torch itself (what torch._weights_only_unpickler allows, and older spellings).
+    // torch itself: the names that torch._weights_only_unpickler allows, and older spellings.
     {"torch", "Size", kTorchSize},
     {"torch",
      "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool "
@@ -137,7 +136,7 @@ constexpr Group kGroups[] = {
     {"torch.optim.adamw", "AdamW", kTrainerRecord},
     {"torch.optim.sgd", "SGD", kTrainerRecord},
 
-    // Standard library. Python 2 spelled its modules differently, and protocol 2 still does.
+    // Standard library, including the Python 2 module names that protocol 2 still writes.
     {"collections", "OrderedDict", kOrderedDict},
     {"collections", "defaultdict", kDefaultDict},
     {"collections", "Counter", kCounter},
@@ -194,7 +193,7 @@ constexpr Group kGroups[] = {
     {"numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence", kNumpyRng},
     {"ml_dtypes", "bfloat16 float8_e4m3fn float8_e5m2", kNumpyDtype},
 
-    // OLMo-core >= 1.0 has its own writer; its storage infos lack what torch added.
+    // OLMo-core >= 1.0 has its own writer; its storage infos lack torch's newer fields.
     {"olmo_core.distributed.checkpoint.filesystem", "_StorageInfo", kStorageInfo},
     {"olmo_core.distributed.checkpoint.filesystem", "_StoragePrefix", kTrainerRecord},
     {"omegaconf.dictconfig", "DictConfig", kTrainerRecord},
@@ -207,18 +206,17 @@ constexpr Group kGroups[] = {
      kTrainerRecord},
 };
 
-// Megatron-Core, Megatron-LM and OLMo-core put enums, configurations and plans of every release
-// into theirs: plain records without a meaning to us, whatever their name.
-// The dot at the end makes each stand for the modules below it, and not for one that is called
-// alike.
+// Modules in which every class name is allowed. Megatron-Core, Megatron-LM and OLMo-core put enums,
+// configurations and plans into their checkpoints, and this library does not interpret them. The
+// dot at the end limits a prefix to the modules below it.
 constexpr std::string_view kTrainerModules[] = {
     "megatron.core.", "megatron.training.", "megatron.legacy.", "megatron.model.", "olmo_core.",
 };
 
 constexpr std::size_t kMaxClassNameBytes = 256;
 
-// A class of the module itself: one word that begins with a capital after any underscores. What
-// such modules import from elsewhere ("os.system") is not one.
+// Whether `name` can be a class of the module itself: one word that begins with a capital letter
+// after any underscores. The name of something that the module imported ("os.system") cannot.
 bool IsClassName(std::string_view name) {
   const std::size_t first = name.find_first_not_of('_');
   if (first == std::string_view::npos || name[first] < 'A' || name[first] > 'Z') return false;
@@ -256,8 +254,8 @@ const std::vector<ClassRow>& Rows() {
 
 }  // namespace
 
-// O(log rows). `prefix` says whether the name is allowed although it has no row: records of
-// trainers are known by their modules alone.
+// O(log rows). Sets `*prefix` if the name is allowed only because of its module (records of
+// trainers).
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix) {
   const std::vector<ClassRow>& rows = Rows();
   const ClassRow wanted{module, name, kUnknown};
@@ -265,7 +263,8 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
       rows.begin(), rows.end(), wanted,
       [](const ClassRow& a, const ClassRow& b) { return OrderOf(a) < OrderOf(b); });
   if (at != rows.end() && at->module == module && at->name == name) return &*at;
-  // A stream may say one long text and ask for it as a name every six bytes.
+  // The limit on length bounds the work, because a stream may use one long text as a name every six
+  // bytes.
   const bool short_enough =
       module.size() <= kMaxClassNameBytes && name.size() <= kMaxClassNameBytes;
   if (prefix != nullptr && short_enough && IsClassName(name) && IsModulePath(module)) {
@@ -276,8 +275,8 @@ const ClassRow* FindClassRow(std::string_view module, std::string_view name, Kno
   return nullptr;
 }
 
-// For the message only: an operation that is not here and not known to the machine does not exist
-// in pickletools either, and is damage.
+// The names are for messages. An opcode that neither this function nor the machine knows does not
+// exist in pickletools either, and is damage.
 std::string_view UnusedOperation(unsigned char op) {
   switch (op) {
     case 'i':

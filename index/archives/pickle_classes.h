@@ -5,21 +5,21 @@
 #include <cstdint>
 #include <string_view>
 
-// The allow-list of names that a pickle may speak of, and what they mean to us: classes and
-// functions of PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every
-// module path that a release has written (pickle_classes.cc has the table with its sources).
+// The allow-list of names that a pickle may contain, and their meanings: classes and functions of
+// PyTorch, Megatron-Core, OLMo-core, NumPy and the standard library, under every module path that a
+// release has written (pickle_classes.cc has the table with its sources).
 
-// A list of what is allowed and not of what is dangerous: a name that nobody thought of is refused.
-// Being on it grants nothing but to be mentioned: no name is ever looked up, imported or called.
+// A name that is not on the list is refused. A name on the list is accepted, but never looked up,
+// imported or called.
 namespace tensormount::pickle {
 
-// One a meaning, not one a name: names that were moved or renamed between releases, and names that
-// are used in the same way, share one. kTrainerRecord and the "other" ones mean: may stand there,
-// is kept as a record, and nobody here looks into it.
+// One enumerator for each meaning. Names that moved between releases, or are used in the same way,
+// share an enumerator. Names of kTrainerRecord and of the "Other" enumerators are allowed and kept
+// as records without an interpretation.
 enum class KnownClass : std::uint8_t {
   kUnknown = 0,
   // torch.distributed.checkpoint
-  // The classes of a .metadata, and of the plans of a save, which some releases put into it.
+  // Classes in a .metadata file, and classes of save plans, which some releases put into .metadata.
   kMetadata,
   kTensorStorageMetadata,
   kChunkStorageMetadata,
@@ -34,50 +34,53 @@ enum class KnownClass : std::uint8_t {
   kWriteItemType,
   kTensorWriteData,
   // torch
-  // What data.pkl is made of.
+  // Values in data.pkl.
   kTorchSize,
-  // A value and no function: calling one is damage.
-  kTorchDtype,    // Any dtype: name() says which.
-  kTorchStorage,  // FloatStorage and its kin, UntypedStorage: name() says which.
+  // A dtype is a value, not a function: a stream that calls a dtype is damaged.
+  kTorchDtype,  // Any dtype; Value::name() tells which.
+  // FloatStorage and the other storage classes, UntypedStorage; Value::name() tells which.
+  kTorchStorage,
   kTorchDevice,
   kTorchLayout,    // torch.serialization._get_layout, torch.strided
   kRebuildTensor,  // _rebuild_tensor (1.x)
   kRebuildTensorV2,
   kRebuildTensorV3,
-  kRebuildParameter,  // And _rebuild_parameter_with_state.
+  kRebuildParameter,  // Also _rebuild_parameter_with_state.
   kRebuildFromTypeV2,
-  kRebuildOther,  // Quantised, sparse, nested, meta, wrapper subclasses: tensors that are no rows
-                  // of bytes.
-  kTorchOther,  // Harmless rest: torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
+  // Functions that make tensors without plain rows of bytes: quantised, sparse, nested, meta,
+  // wrapper subclasses.
+  kRebuildOther,
+  kTorchOther,  // torch.Tensor, torch.nn.Parameter, torch.Generator, memory formats.
   // Standard library
   // Containers and small values that every pickle may hold.
   kOrderedDict,
   kDefaultDict,
   kCounter,
-  kDictLike,  // builtins.dict, types.SimpleNamespace, argparse.Namespace: a bag of names.
+  kDictLike,  // builtins.dict, types.SimpleNamespace, argparse.Namespace.
   kSetLike,   // builtins.set, frozenset
-  // The one function that could reach others, so its arguments are checked (GetattrFault).
+  // getattr could reach any function, so its arguments are checked (GetattrFault).
   kGetattr,  // builtins.getattr, for enums
   kPath,
   kBytesIo,
-  kCodecsEncode,  // How protocol 2 writes bytes.
+  kCodecsEncode,  // Protocol 2 writes bytes as a call of this function.
   kBuiltinType,   // builtins.int, float, str, list, tuple, bytearray, slice, range, complex
   kDatetime,
   // NumPy
-  // Arrays and generators in states of objects; never tensors to us.
+  // Arrays and generators in the states of objects. They are never read as tensors.
   kNumpyDtype,
   kNumpyReconstruct,  // numpy[._]core.multiarray._reconstruct, scalar, numpy.ndarray
   kNumpyRng,          // The state of a generator.
-  // Megatron-Core, OLMo-core and other trainers: plain records without a meaning here.
+  // Megatron-Core, OLMo-core and other trainers: plain records that are not interpreted.
   kTrainerRecord,
 };
 
-// Whether a name that is not in the table is of another package: of none of Python's own modules,
-// whose functions could change what a stream made before, and not of torch's, numpy's and ours,
-// whose names the table has. torch's modules and optimizers are plain classes, and count.
+// Whether `module`, of a name that is not in the table, belongs to another package. Python's own
+// modules do not, because their functions could change objects that the stream made before. numpy,
+// tensormount and torch do not, because their names are in the table; but torch's modules and
+// optimizers do, because they are plain classes.
 bool IsForeignName(std::string_view module);
 
-// The name of an operation of the language that no checkpoint uses; empty: something else.
+// The name of a pickle opcode that Python knows and no checkpoint uses. Empty for all other bytes.
 std::string_view UnusedOperation(unsigned char op);
 
 }  // namespace tensormount::pickle

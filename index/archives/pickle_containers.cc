@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lists, sets and dicts of a pickle: rows of values in the arena that double when they are
-// full. A dict is a row of pairs, searched from end to end where it is small; a large one gets an
-// index of its keys once all are there.
+// The lists, sets and dicts of a pickle (pickle_containers.h). They are arrays of values in the
+// arena that double when full. A small dict is searched linearly; a large dict gets an index of its
+// keys when it is complete.
 #include "index/archives/pickle_containers.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace tensormount::pickle {
 
-// Free lists by power of two, linked through the first value of each array. Only exact powers are
-// asked for again, since those are what growing makes.
+// Free lists by power of two, linked through the first value of each array. Only arrays whose size
+// is a power of two are reused, because growing requests no other sizes.
 Value* ContainerMaker::TakeArray(std::size_t n) {
   const auto size_class = static_cast<std::size_t>(std::bit_width(n) - 1);
   if (std::has_single_bit(n) && free_[size_class] != nullptr) {
@@ -31,12 +31,12 @@ void ContainerMaker::GiveArray(Value* array, std::size_t n) {
   free_[size_class] = array;
 }
 
-// Doubling: each value is copied O(1) times on average.
+// The capacity doubles, so each value is copied O(1) times on average.
 bool ContainerMaker::Reserve(Container& c, std::size_t more) {
   if (more > Container::kMaxCount - c.count) return false;
   const std::size_t wanted = c.count + more;
   if (wanted <= c.capacity) return true;
-  // What comes in one go is often all.
+  // The first request gets exactly its size, because it is often the only request.
   const std::size_t capacity = c.capacity == 0 ? wanted : std::bit_ceil(wanted);
   Value* grown = TakeArray(capacity);
   if (grown == nullptr) return false;
@@ -55,7 +55,7 @@ bool ContainerMaker::Append(Container& c, const Value* from, std::size_t n) {
   return true;
 }
 
-// Pairs from `first` on were added to others, which have different keys.
+// Merges the pairs from `first` on into the pairs before them, whose keys are distinct.
 void ContainerMaker::DropEqual(Container& c, std::size_t first) {
   const std::size_t pairs = c.count / 2;
   std::size_t kept = first;
@@ -71,9 +71,9 @@ void ContainerMaker::DropEqual(Container& c, std::size_t first) {
   c.count = static_cast<std::uint32_t>(2 * kept);
 }
 
-// Equal keys are dropped at once while there are fewer than kIndexedFrom values, by comparing each
-// with each. A larger dict is put on the list once (when it passes the limit) and cleaned in one
-// pass at the end: comparing there would be quadratic.
+// While the dict has fewer than kIndexedFrom values, equal keys are merged at once by comparing all
+// pairs. That would be quadratic in a larger dict, so a larger dict is added to large_ once and
+// merged in one pass at the end.
 bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t values) {
   if (values == 0) return true;
   const std::size_t before = c.count;
@@ -85,27 +85,28 @@ bool ContainerMaker::AddPairs(Container& c, const Value* from, std::size_t value
   return before >= kIndexedFrom || large_.Push(&c);
 }
 
-ContainerMaker::Took ContainerMaker::TakeItems(Container& c, const Value& from, bool listed) {
+ContainerMaker::TakeResult ContainerMaker::TakeItems(Container& c, const Value& from, bool listed) {
   const auto add = [&](const Value& key, const Value& value) {
     const Value pair[2] = {key, value};
-    if (!KeyFault(c.count > 0 ? PairKey(c, 0) : key, key).empty()) return Took::kNothing;
-    return AddPairs(c, pair, 2) ? Took::kAll : Took::kNoMemory;
+    if (!KeyFault(c.count > 0 ? PairKey(c, 0) : key, key).empty()) return TakeResult::kNothing;
+    return AddPairs(c, pair, 2) ? TakeResult::kAll : TakeResult::kNoMemory;
   };
-  Took took = Took::kAll;
+  TakeResult took = TakeResult::kAll;
   if (IsPythonDict(from)) {
-    for (std::size_t i = 0; i < from.size() && took == Took::kAll; ++i) {
+    for (std::size_t i = 0; i < from.size() && took == TakeResult::kAll; ++i) {
       took = add(from.key(i), from.item(i));
     }
     return took;
   }
-  // A Counter counts the items of a list instead, and a pair that is no pair is an error in Python.
+  // Only if `listed`: a Counter would count the items of a list. An item that is not a pair is an
+  // error in Python.
   const auto is_row = [](const Value& v) {
     return v.kind() == Kind::kList || v.kind() == Kind::kTuple;
   };
-  if (!listed || !is_row(from)) return Took::kNothing;
-  for (std::size_t i = 0; i < from.size() && took == Took::kAll; ++i) {
+  if (!listed || !is_row(from)) return TakeResult::kNothing;
+  for (std::size_t i = 0; i < from.size() && took == TakeResult::kAll; ++i) {
     const Value pair = from.item(i);
-    if (!is_row(pair) || pair.size() != 2) return Took::kNothing;
+    if (!is_row(pair) || pair.size() != 2) return TakeResult::kNothing;
     took = add(pair.item(0), pair.item(1));
   }
   return took;
@@ -118,8 +119,8 @@ bool ContainerMaker::BuildIndexes() {
   return true;
 }
 
-// Open addressing at a load of at most one half; O(pairs) with a hash that the stream cannot
-// foresee. Afterwards `items` is a pointer to the index, which has the pairs.
+// Open addressing with at most half of the slots used. O(pairs), because the stream cannot predict
+// the hash. Afterwards `items` points to the index, which points to the pairs.
 bool ContainerMaker::BuildIndex(Container& c) {
   if (c.capacity == Container::kIndexed) return true;
   const std::size_t pairs = c.count / 2;

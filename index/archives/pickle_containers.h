@@ -9,27 +9,26 @@
 
 #include "index/archives/pickle_record.h"
 
-// What grows while a pickle is parsed. Every call that may need memory returns false where the
-// arena has none left.
+// Containers that grow while a pickle is parsed. A function that allocates returns false if the
+// arena has reached its limit.
 
 namespace tensormount::pickle {
 
-// A growing row of values on the machine's side: what it holds counts while the parse lasts.
-// T is trivially copyable. The bytes are charged to the budget of the arena, so that stack and memo
-// cannot pass the limit that records have, and are given back at the end of the parse.
+// A growing array of a trivially copyable T for the parser's stack and memo. Its bytes count
+// against the limit of the arena, so that stack and memo cannot exceed it. At the end of the parse
+// the bytes are subtracted again.
 template <typename T>
-class Row {
+class BudgetedArray {
  public:
-  explicit Row(Arena& arena) : arena_(arena) {}
-  Row(const Row&) = delete;
-  Row& operator=(const Row&) = delete;
-  ~Row() {
+  explicit BudgetedArray(Arena& arena) : arena_(arena) {}
+  BudgetedArray(const BudgetedArray&) = delete;
+  BudgetedArray& operator=(const BudgetedArray&) = delete;
+  ~BudgetedArray() {
     std::free(data_);
     arena_.Refund(capacity_ * sizeof(T));
   }
 
-  // False where there is no memory for it.
-  // Amortised O(1).
+  // Appends a value, in amortised O(1). Returns false if there is no memory.
   bool Push(const T& v) {
     if (size_ == capacity_ && !Grow()) return false;
     data_[size_++] = v;
@@ -39,12 +38,13 @@ class Row {
   T& operator[](std::size_t i) { return data_[i]; }
   T& back() { return data_[size_ - 1]; }
   std::size_t size() const { return size_; }
-  // To a size that it has or had; memory stays.
+  // Reduces the array to a smaller size. The memory is kept.
   void Shrink(std::size_t size) { size_ = size; }
 
  private:
   bool Grow() {
-    // By a quarter where it is large: the budget is a multiple of the stream.
+    // A large array grows by a quarter only, because the limit is a small multiple of the stream's
+    // size.
     const std::size_t more = capacity_ < 4096 ? capacity_ + 64 : capacity_ / 4;
     if (!arena_.Charge(more * sizeof(T))) return false;
     void* grown = std::realloc(data_, (capacity_ + more) * sizeof(T));
@@ -63,45 +63,47 @@ class Row {
   std::size_t capacity_ = 0;
 };
 
-// Fills lists, sets and dicts.
-// Lives for one parse, since it remembers free arrays. A container is plain while it grows and,
-// where it is a large dict, indexed at the end (pickle_record.h). All reads go through PairKey and
-// PairValue, which know both.
+// Fills lists, sets and dicts during one parse. A container is a plain array while it grows; a
+// large dict gets an index at the end (pickle_record.h). PairKey and PairValue read a dict in both
+// forms.
 class ContainerMaker {
  public:
   explicit ContainerMaker(Arena& arena) : arena_(arena), large_(arena) {}
 
-  // Of lists and sets, and of pairs that need no look at their keys. False: no memory, and the
-  // container is as it was.
+  // Appends values to a list or set, or pairs to a dict without comparing their keys. Returns false
+  // if there is no memory; the container is then unchanged.
   bool Append(Container& c, const Value* from, std::size_t n);
-  // `values`: keys and values by turns, an even number. Of equal keys the first stays, with the
-  // last value: at once where there are few, else when the indexes are built.
+  // Adds `values` / 2 pairs; keys and values alternate in `from`. Equal keys become one pair with
+  // the position of the first key and the last value. A small dict is merged at once, a large one
+  // by BuildIndexes.
   bool AddPairs(Container& c, const Value* from, std::size_t values);
-  // What dict(from) holds: a copy of the pairs of a dict or, where `listed`, of a list of pairs.
-  // kNothing: `from` is neither, or a key is one that Python refuses.
-  enum class Took { kAll, kNoMemory, kNothing };
-  Took TakeItems(Container& c, const Value& from, bool listed);
-  // Once, at the end: large dicts get an index of their keys.
+  // Fills `c` with the pairs that Python's dict(from) would have. `from` is a dict or, if `listed`,
+  // a list of pairs. kNothing: `from` is something else, or KeyFault refuses a key.
+  enum class TakeResult { kAll, kNoMemory, kNothing };
+  TakeResult TakeItems(Container& c, const Value& from, bool listed);
+  // Indexes the keys of large dicts. Call it once, at the end.
   bool BuildIndexes();
 
  private:
-  static constexpr std::uint32_t kIndexedFrom = 32;  // Values: 16 pairs.
+  // Number of values (16 pairs) from which a dict gets an index.
+  static constexpr std::uint32_t kIndexedFrom = 32;
 
-  // Arrays of values, of which outgrown ones are used again.
+  // TakeArray returns an array of n values. GiveArray returns an outgrown array for reuse.
   Value* TakeArray(std::size_t n);
   void GiveArray(Value* array, std::size_t n);
-  // Room for so many values more in a plain container.
+  // Makes room for `more` values in a container that is a plain array.
   bool Reserve(Container& c, std::size_t more);
-  // Quadratic in the pairs, of which there are at most kIndexedFrom / 2.
+  // Merges pairs with equal keys in a small dict, from pair number `first` on. Quadratic in the
+  // number of pairs, which is less than kIndexedFrom / 2.
   static void DropEqual(Container& c, std::size_t first);
-  // Of one dict: equal keys become one, and the index is made.
+  // Merges pairs with equal keys in a large dict, and makes its index.
   bool BuildIndex(Container& c);
 
   Arena& arena_;
-  // Dicts that want an index, each once.
-  Row<Container*> large_;
-  // Arrays that were outgrown, by size, to be used again: growing costs no more than twice the
-  // largest.
+  // The dicts that get an index, each listed once.
+  BudgetedArray<Container*> large_;
+  // Outgrown arrays for reuse, by size class. Because of the reuse, a growing container allocates
+  // at most twice the size of its largest array.
   std::array<Value*, 48> free_{};
 };
 

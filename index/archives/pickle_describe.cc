@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// pickle::Describe of pickle.h: a listing of a pickle for people, in which whatever it would call
-// is marked as not called. Apart because nothing else depends on how values look as text.
+// pickle::Describe of pickle.h: a listing of a pickle for people, in which calls are marked as not
+// called. It has a file of its own because no other code depends on the text form of values.
 //
-// Hostile input again: depth, lines and lengths are cut, texts are made printable, and a value that
-// was shown is not shown again, so that the listing is linear in what it shows, whatever the pickle
-// holds.
+// The input may be hostile. Depth, lines and lengths are limited, texts are made printable, and a
+// value that was shown before is not expanded again. The work is therefore linear in the size of
+// the listing.
 #include <charconv>
 #include <unordered_set>
 
@@ -13,15 +13,15 @@
 namespace tensormount::pickle {
 namespace {
 
-constexpr std::size_t kMaxText = 80;        // Of one text, in bytes.
-constexpr std::size_t kMaxShownDepth = 40;  // Of what is shown.
+constexpr std::size_t kMaxText = 80;        // Bytes of one text that are shown.
+constexpr std::size_t kMaxShownDepth = 40;  // Deepest level that is shown.
 constexpr std::size_t kMaxInline = 16;      // Items of a tuple of numbers on one line.
 
 std::string QuotedStart(std::string_view text) {
   return '"' + ShownName(text.substr(0, kMaxText)) + (text.size() > kMaxText ? "\"..." : "\"");
 }
 
-// Writes lines until there are enough of them.
+// Writes lines until max_lines.
 class Describer {
  public:
   explicit Describer(std::size_t max_lines) : max_lines_(max_lines) {}
@@ -33,7 +33,7 @@ class Describer {
   }
 
  private:
-  // Whether there is room for a line.
+  // Writes one line. Returns false if the limit of lines is reached.
   bool Line(std::size_t depth, const std::string& label, const std::string& text) {
     if (lines_ >= max_lines_) {
       cut_ = true;
@@ -47,8 +47,8 @@ class Describer {
     return true;
   }
 
-  // What fits one line; empty: it does not.
-  // Tuples of scalars (sizes, offsets) fit one line, and most of metadata are such.
+  // A value on one line; empty if it needs several lines. Tuples of scalars (sizes, offsets), the
+  // most frequent values in metadata, fit on one line.
   std::string Short(const Value& v) {
     switch (v.kind()) {
       case Kind::kNone:
@@ -126,8 +126,8 @@ class Describer {
     } else {
       what += std::to_string(n);
     }
-    // Only containers and objects get here, and each is one record in the arena: its address is its
-    // identity. Cycles end by this.
+    // Each container or object that is shown on several lines is one record in the arena,
+    // identified by its address. This also ends cycles.
     const bool again = !shown_.insert(Access::PointerTo<const void>(v)).second;
     if (!Line(depth, label, what + (again ? ", shown above" : "")) || again) return;
     if (depth >= kMaxShownDepth) {

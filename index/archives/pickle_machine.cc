@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine that reads a pickle: pickle::Parse of pickle.h. A stack, a memo and marks as Python's
-// has them, over the opcodes that checkpoints use; every other one is refused by name. It makes
-// values and calls nothing, so the worst that a hostile pickle can do is to be refused, or to be
-// large, which is bounded.
+// The machine that reads a pickle: pickle::Parse of pickle.h. It has a stack, a memo and marks like
+// Python's unpickler, and handles the opcodes that checkpoints use. All other opcodes are refused
+// by name. The machine makes values and calls nothing, so a hostile pickle is either refused or
+// uses a bounded amount of memory.
 //
-// The loop is Step(): read one byte, do what the operation says to the stack. A step that fails
-// writes status_ and returns false, which ends the loop; there are no exceptions. Code that words
-// failures is marked cold, so that the loop stays in the instruction cache.
+// Step() reads one opcode and changes the stack. A step that fails sets status_ and returns false,
+// which ends the loop; there are no exceptions. Functions that write error messages are marked
+// cold, so that the loop stays in the instruction cache.
 //
-// What every operation may rely on is checked by the few helpers below: Need (bytes of the stream),
-// Have and PopMark (values above the last mark), arena_.Take and Row::Push (memory within the
-// budget).
+// Helpers make the checks that every opcode needs: CheckBytes (bytes left in the stream),
+// CheckStack and PopMark (values above the last mark), arena_.Take and BudgetedArray::Push (memory
+// below the limit).
 #include <array>
 #include <bit>
 #include <cstring>
@@ -26,12 +26,12 @@
 namespace tensormount::pickle {
 namespace {
 
-// BINFLOAT is the only operation whose operand is big-endian.
+// BINFLOAT is the only opcode with a big-endian operand.
 std::uint64_t BigEndian64(const char* p) { return __builtin_bswap64(LoadLittle<std::uint64_t>(p)); }
 
 }  // namespace
 
-// One parse. A step that fails leaves its reason in status_ and returns false.
+// State of one parse. A step that fails sets status_ and returns false.
 class Machine {
  public:
   Machine(std::string bytes, const Options& options)
@@ -44,14 +44,13 @@ class Machine {
     rep_->bytes = std::move(bytes);
     at_ = begin_ = rep_->bytes.data();
     end_ = begin_ + rep_->bytes.size();
-    // Linear in the stream: a stream of n bytes cannot make this process take more.
+    // The limit is linear in the size of the stream, so a small stream cannot exhaust memory.
     arena_.set_limit((std::size_t{48} << 20) + 4 * rep_->bytes.size());
   }
 
   Result<Document> Run();
 
  private:
-  // What tells of failures is kept out of what every operation runs.
   [[gnu::cold, gnu::noinline]] bool Fail(Code code, std::string_view what) {
     status_ =
         Status(code, "pickle: byte " + std::to_string(op_ - begin_) + ": " + std::string(what));
@@ -59,36 +58,41 @@ class Machine {
   }
   bool Damaged(std::string_view what) { return Fail(Code::kDataLoss, what); }
   [[gnu::cold, gnu::noinline]] bool Exhausted() {
-    return Fail(Code::kResourceExhausted, "its records would need over " +
+    return Fail(Code::kResourceExhausted, "reading it would need over " +
                                               std::to_string((48 << 20) + 4 * rep_->bytes.size()) +
-                                              " bytes, which is more than a stream of " +
-                                              std::to_string(rep_->bytes.size()) + " bytes may");
+                                              " bytes, more than the limit for a stream of " +
+                                              std::to_string(rep_->bytes.size()) + " bytes");
   }
 
-  // Compared with what is left, never added to a pointer: n may be 2^64 - 1.
-  bool Need(std::uint64_t n) { return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n); }
+  // Checks that the stream has `n` more bytes. `n` may be 2^64 - 1, so it is compared with the rest
+  // of the stream and never added to a pointer.
+  bool CheckBytes(std::uint64_t n) {
+    return n <= static_cast<std::uint64_t>(end_ - at_) || Truncated(n);
+  }
   [[gnu::cold, gnu::noinline]] bool Truncated(std::uint64_t n) {
     return Damaged("truncated: " + std::to_string(n) + " bytes wanted, " +
                    std::to_string(end_ - at_) + " left");
   }
   template <typename T>
   bool Number(T& out) {
-    if (!Need(sizeof(T))) return false;
+    if (!CheckBytes(sizeof(T))) return false;
     out = LoadLittle<T>(at_);
     at_ += sizeof(T);
     return true;
   }
   bool Push(const Value& v) { return stack_.Push(v) || Exhausted(); }
 
-  // Values that the operation may take: those above the last mark.
+  // The number of values above the last mark. An opcode may take only these.
   std::size_t Free() { return stack_.size() - floor_; }
-  bool Have(std::size_t n) { return n <= Free() || TooFew(n); }
+  bool CheckStack(std::size_t n) { return n <= Free() || TooFew(n); }
   [[gnu::cold, gnu::noinline]] bool TooFew(std::size_t n) {
-    return Damaged("takes " + std::to_string(n) + " values, there are " + std::to_string(Free()));
+    return Damaged("takes " + std::to_string(n) + " values, but the stack has " +
+                   std::to_string(Free()));
   }
-  // Where the values above the last mark begin; the mark is gone.
+  // Removes the last mark; `first` is the position of the first value above it.
   bool PopMark(std::size_t& first) {
-    if (marks_.size() == 0) return Damaged("there is no mark");
+    if (marks_.size() == 0)
+      return Damaged("there is no mark on the stack, which an operation needs");
     first = floor_;
     DropMark();
     return true;
@@ -103,24 +107,24 @@ class Machine {
     floor_ = marks_.size() == 0 ? 0 : marks_.back();
   }
 
-  // Texts are not copied: the value points into the stream, which the document keeps.
+  // Pushes a text or bytes. They are not copied: the value points into the stream, which the
+  // document keeps.
   template <typename Length>
   bool Text(Kind kind) {
     Length length = 0;
-    if (!Number(length) || !Need(length)) return false;
+    if (!Number(length) || !CheckBytes(length)) return false;
     const std::string_view text(at_, static_cast<std::size_t>(length));
     at_ += length;
-    if (kind == Kind::kString && !IsUtf8(text)) return Damaged("text that is no UTF-8");
+    if (kind == Kind::kString && !IsUtf8(text)) return Damaged("a string is not valid UTF-8");
     return Push(Access::At(kind, text.data(), text.size()));
   }
 
-  // Two's complement of any length, little-endian. Redundant sign bytes are taken off, so that a
-  // number that fits 64 bits is kInt however it was written.
+  // Pushes an integer in two's complement of any length, little-endian. Redundant sign bytes are
+  // removed, so a number that fits in 64 bits is always kInt.
   bool Long(std::uint64_t length) {
-    if (!Need(length)) return false;
+    if (!CheckBytes(length)) return false;
     const char* p = at_;
     at_ += length;
-    // Without what only repeats the sign.
     while (length > 1) {
       const auto last = static_cast<unsigned char>(p[length - 1]);
       const bool below = (static_cast<unsigned char>(p[length - 2]) & 0x80) != 0;
@@ -138,10 +142,9 @@ class Machine {
 
   bool Int(std::int64_t v) { return Push(Access::Make(Kind::kInt, static_cast<std::uint64_t>(v))); }
 
-  // The top n values become a tuple.
-  // Three layouts: ((1, 2),) around an existing tuple of integers takes no memory at all (the
-  // argument of torch.Size); only integers are a row of 8 bytes each; everything else a row of
-  // values.
+  // Replaces the top n values by a tuple, which has one of three layouts. ((1, 2),) around an
+  // existing tuple of integers (the argument of torch.Size) takes no memory. A tuple of integers is
+  // an array of 8 bytes each. Any other tuple is an array of values.
   bool Tuple(std::size_t n) {
     Value* from = stack_.data() + stack_.size() - n;
     if (n == 1 && from->kind() == Kind::kTuple &&
@@ -176,21 +179,23 @@ class Machine {
   }
 
   // --- Objects ---
-  // "Callable" by name: nothing is called. A torch.dtype is a value, which a stream cannot call
-  // without being damaged.
+  // Whether REDUCE and NEWOBJ accept `callee`; nothing is called. A torch.dtype is a value: a
+  // stream that calls a dtype is damaged.
   bool Callable(const Value& callee, std::string_view how) {
     return (callee.kind() == Kind::kGlobal && callee.known() != KnownClass::kTorchDtype) ||
            NotCallable(callee, how);
   }
   [[gnu::cold, gnu::noinline]] bool NotCallable(const Value& callee, std::string_view how) {
     if (callee.kind() != Kind::kGlobal) {
-      return Fail(Code::kUnsupported,
-                  std::string(how) + ": asks to call " + std::string(KindName(callee.kind())));
+      return Fail(Code::kUnsupported, std::string(how) + " calls " +
+                                          std::string(KindName(callee.kind())) +
+                                          ", not a class or function");
     }
-    return Damaged("asks to call " + FullName(callee) + ", which is no function");
+    return Damaged("calls " + FullName(callee) + ", which is not a function");
   }
 
-  // Listings show whatever a stream asks for.
+  // Checks a call of an accepted callee: the arguments of getattr, and that NEWOBJ does not name a
+  // function. Listings (kInert) accept every call.
   bool CheckCall(const Value& callee, const Value& args, bool made_new) {
     if (options_.unknown == Unknown::kInert) return true;
     if (callee.known() == KnownClass::kGetattr) {
@@ -198,32 +203,33 @@ class Machine {
       if (!fault.empty()) return Fail(Code::kUnsupported, fault);
     }
     return !made_new || !IsTensorFunction(callee.known()) ||
-           Damaged("asks for a new " + FullName(callee) + ", which is a function");
+           Damaged("creates a new object of " + FullName(callee) + ", which is a function");
   }
-  // A call of OrderedDict, dict, Counter or defaultdict makes a dict from a copy of its last
-  // argument as that is now. The first one of a defaultdict makes values that are missing, and is
-  // no items. A bag of names (SimpleNamespace) takes none by position.
+  // Copies the items of the argument into the new object, as they are at this moment, for calls of
+  // OrderedDict, dict, Counter and defaultdict. The items are the second argument of a defaultdict,
+  // after its factory, and the only argument of the others. A SimpleNamespace takes no positional
+  // arguments.
   bool TakeItems(const Value& object, const Value& args) {
     const bool dict = IsPythonDict(object);
     const bool makes_values = object.Is(KnownClass::kDefaultDict);
     if (args.size() == (makes_values ? 1u : 0u) || args.size() == 0) return true;
     if (!dict && !object.Is(KnownClass::kDictLike)) return true;
-    auto took = ContainerMaker::Took::kNothing;
+    auto took = ContainerMaker::TakeResult::kNothing;
     if (dict && args.size() == (makes_values ? 2u : 1u)) {
-      // Of a list a Counter counts the items, where the others take pairs.
+      // A Counter counts the items of a list. The other classes take a list as pairs.
       const bool listed = !object.Is(KnownClass::kCounter);
       Container& pairs = Access::PointerTo<PickledObject>(object)->extra->pairs;
       took = containers_.TakeItems(pairs, args.item(args.size() - 1), listed);
     }
-    if (took == ContainerMaker::Took::kNoMemory) return Exhausted();
-    if (took == ContainerMaker::Took::kAll || options_.unknown == Unknown::kInert) return true;
+    if (took == ContainerMaker::TakeResult::kNoMemory) return Exhausted();
+    if (took == ContainerMaker::TakeResult::kAll || options_.unknown == Unknown::kInert)
+      return true;
     return Fail(Code::kUnsupported, "makes a " + FullName(object.callee()) +
-                                        " from what is neither a dict nor a list of pairs");
+                                        " from a value that is neither a dict nor a list of pairs");
   }
 
-  // Leaves `made` in place of the top `popped` values.
-  // torch.Size((1, 2)) stays a form of the tuple, without an object: a .metadata has several for
-  // each chunk.
+  // Replaces the top `popped` values by a new object. torch.Size((1, 2)) becomes a form of the
+  // tuple without an object record, because a .metadata has several for each chunk.
   bool MakeObject(const Value& callee, const Value& args, std::size_t popped) {
     Value made;
     if (callee.known() == KnownClass::kTorchSize && args.kind() == Kind::kTuple &&
@@ -235,7 +241,7 @@ class Machine {
       *object = PickledObject();
       object->callee = Access::PointerTo<const ClassRow>(callee);
       if (args.size() > 0) {
-        if (!Extra(*object)) return false;
+        if (!EnsureExtra(*object)) return false;
         object->extra->args = args;
       }
       made = Access::At(Kind::kObject, object);
@@ -243,8 +249,9 @@ class Machine {
     stack_.Shrink(stack_.size() - popped);
     return Push(made);
   }
-  // Arguments and items are kept apart from the object, which mostly has a state only.
-  bool Extra(PickledObject& object) {
+  // Makes the record of an object's arguments and items. It is separate from the object's own
+  // record, because most objects have only a state.
+  bool EnsureExtra(PickledObject& object) {
     if (object.extra != nullptr) return true;
     object.extra = static_cast<ObjectExtra*>(arena_.Take(sizeof(ObjectExtra)));
     if (object.extra == nullptr) return Exhausted();
@@ -258,35 +265,35 @@ class Machine {
     return Damaged(std::string(how) + std::string(with) + std::string(KindName(v.kind())));
   }
 
-  // REDUCE calls a function with a tuple of arguments, NEWOBJ makes an object of a class: both
-  // become the same record.
+  // REDUCE calls a function with a tuple of arguments; NEWOBJ makes an object of a class. Both make
+  // a record of the callee and the arguments. Only REDUCE also copies items of the arguments into a
+  // dict.
   bool Reduce(bool newobj) {
     const std::string_view how = newobj ? "NEWOBJ" : "REDUCE";
-    if (!Have(2)) return false;
+    if (!CheckStack(2)) return false;
     const Value args = stack_.back();
     const Value callee = stack_[stack_.size() - 2];
     if (!Callable(callee, how)) return false;
     if (args.kind() != Kind::kTuple) return Misused(how, " with arguments that are ", args);
     if (!CheckCall(callee, args, newobj)) return false;
-    // Made without a call, a dict takes no notice of its arguments.
+    // NEWOBJ calls dict.__new__, which ignores its arguments.
     return MakeObject(callee, args, 2) &&
            (newobj || args.size() == 0 || TakeItems(stack_.back(), args));
   }
 
-  // Named arguments become one more, last argument, a dict: listings show them, and no adapter
-  // looks for them.
+  // Makes an object of a class with keyword arguments. They become one additional last argument, a
+  // dict. Listings show it, and no adapter reads it.
   bool NewobjEx() {
-    if (!Have(3)) return false;
+    if (!CheckStack(3)) return false;
     const Value named = stack_.back();
     const Value args = stack_[stack_.size() - 2];
     const Value callee = stack_[stack_.size() - 3];
     if (!Callable(callee, "NEWOBJ_EX")) return false;
     if (args.kind() != Kind::kTuple || named.kind() != Kind::kDict) {
-      return Damaged("NEWOBJ_EX without a tuple and a dict");
+      return Damaged("the arguments of NEWOBJ_EX are not a tuple and a dict");
     }
     if (!CheckCall(callee, args, true)) return false;
     if (named.size() == 0) return MakeObject(callee, args, 3);
-    // One more argument: the named ones.
     const std::size_t n = args.size();
     auto* all = static_cast<Value*>(arena_.Take((n + 1) * sizeof(Value)));
     if (all == nullptr) return Exhausted();
@@ -295,18 +302,18 @@ class Machine {
     return MakeObject(callee, Access::At(Kind::kTuple, all, n + 1), 3);
   }
 
-  // The state is kept beside the object. A second BUILD would update the attributes in Python,
-  // which one value cannot say, so it is refused.
+  // Stores the state in the record of the object. A second BUILD is refused: in Python it would
+  // update the attributes, and a record has only one state.
   bool Build() {
-    if (!Have(2)) return false;
+    if (!CheckStack(2)) return false;
     const Value state = stack_.back();
     const Value object = stack_[stack_.size() - 2];
     if (object.kind() != Kind::kObject || Access::FormOf(object) != Form::kPlain) {
       return Misused("BUILD", " of ", object);
     }
     auto& record = *Access::PointerTo<PickledObject>(object);
-    if (object.built()) return Damaged("a second BUILD of the same object");
-    // None is told from no state by its length.
+    if (object.built()) return Damaged("operation BUILD is applied twice to the same object");
+    // A None from BUILD has length 1, which tells it from a missing state.
     record.state = state.kind() == Kind::kNone ? Access::Make(Kind::kNone, 0, 1) : state;
     NoteCopied(state);
     for (std::size_t i = 0; state.kind() == Kind::kTuple && i < state.size() && i < 2; ++i) {
@@ -316,26 +323,26 @@ class Machine {
     return true;
   }
 
-  // Python copies the items of the state into the object's __dict__, while our record refers to the
-  // dict itself: they stay the same only while nobody adds to it.
+  // Marks a dict as copied. Python copies the items of the state into the object's __dict__, but
+  // our record refers to the dict itself. The two are equal only until the dict is changed.
   static void NoteCopied(const Value& v) {
     if (v.kind() == Kind::kDict) Access::PointerTo<Container>(v)->copied = true;
   }
 
-  // `values` on the top are pairs for what lies below them.
-  // `into` may be a dict or an object that is one (OrderedDict). Listings (kInert) take whatever is
-  // said.
+  // Adds the top `values` values as pairs to the value below them, which is a dict or an object
+  // (such as an OrderedDict).
   bool SetItems(std::size_t values) {
     const std::size_t first = stack_.size() - values;
-    if (first <= floor_) return Damaged("there is nothing to set items of");
-    if (values % 2 != 0) return Damaged("a key without a value");
+    if (first <= floor_)
+      return Damaged("an operation adds items to a dict, but there is no dict on the stack");
+    if (values % 2 != 0) return Damaged("an operation adds a key without a value to a dict");
     const Value into = stack_[first - 1];
     Container* c = nullptr;
     if (into.kind() == Kind::kDict) {
       c = Access::PointerTo<Container>(into);
     } else if (into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
       auto& record = *Access::PointerTo<PickledObject>(into);
-      if (!Extra(record)) return false;
+      if (!EnsureExtra(record)) return false;
       c = &record.extra->pairs;
     } else {
       return Misused("sets", " items of ", into);
@@ -356,10 +363,12 @@ class Machine {
     return true;
   }
 
-  // What is appended to an object is kept as a pair without a key.
+  // Appends the top `values` values to the list, set or object below them. An item of an object
+  // becomes a pair with the key None.
   bool AppendTop(std::size_t values, bool to_set) {
     const std::size_t first = stack_.size() - values;
-    if (first <= floor_) return Damaged("there is nothing to append to");
+    if (first <= floor_)
+      return Damaged("an operation appends to a list, but there is no list on the stack");
     const Value into = stack_[first - 1];
     if (into.kind() == (to_set ? Kind::kSet : Kind::kList)) {
       if (!containers_.Append(*Access::PointerTo<Container>(into), stack_.data() + first, values)) {
@@ -367,7 +376,7 @@ class Machine {
       }
     } else if (!to_set && into.kind() == Kind::kObject && Access::FormOf(into) == Form::kPlain) {
       auto& record = *Access::PointerTo<PickledObject>(into);
-      if (!Extra(record)) return false;
+      if (!EnsureExtra(record)) return false;
       for (std::size_t i = 0; i < values; ++i) {
         const Value pair[2] = {Value(), stack_[first + i]};
         if (!containers_.AddPairs(record.extra->pairs, pair, 2)) return Exhausted();
@@ -380,8 +389,8 @@ class Machine {
   }
 
   // --- Names ---
-  // A name that is allowed by its module alone gets a row in the arena; its texts point into the
-  // stream.
+  // Pushes a name. A name that is allowed only because of its module gets a class row in the arena,
+  // whose texts point into the stream.
   bool Name(std::string_view module, std::string_view name) {
     KnownClass prefix = KnownClass::kUnknown;
     const ClassRow* row = FindClassRow(module, name, &prefix);
@@ -390,8 +399,9 @@ class Machine {
                         (options_.unknown == Unknown::kForeignClasses && IsForeignName(module));
       if (prefix == KnownClass::kUnknown && !kept) {
         return Fail(Code::kUnsupported,
-                    "asks for " + ShownName(std::string(module) + "." + std::string(name)) +
-                        ", which is not among the names that a checkpoint may speak of");
+                    "contains a Python object (" +
+                        ShownName(std::string(module) + "." + std::string(name)) +
+                        ") that is not loaded for safety; save its state_dict() instead");
       }
       void* memory = arena_.Take(sizeof(ClassRow));
       if (memory == nullptr) return Exhausted();
@@ -399,13 +409,14 @@ class Machine {
     }
     return Push(Access::At(Kind::kGlobal, row));
   }
-  // GLOBAL ends its two names by line feeds, the only text operation that these formats use.
+  // Reads a text up to a line feed. GLOBAL, which has two such texts, is the only text opcode that
+  // these formats use.
   bool Line(std::string_view& out) {
     const void* end = std::memchr(at_, '\n', static_cast<std::size_t>(end_ - at_));
     if (end == nullptr) return Damaged("truncated: a line without an end");
     out = {at_, static_cast<std::size_t>(static_cast<const char*>(end) - at_)};
     at_ += out.size() + 1;
-    return IsUtf8(out) || Damaged("a name that is no UTF-8");
+    return IsUtf8(out) || Damaged("a name is not valid UTF-8");
   }
   bool Global() {
     std::string_view module;
@@ -413,23 +424,22 @@ class Machine {
     return Line(module) && Line(name) && Name(module, name);
   }
   bool StackGlobal() {
-    if (!Have(2)) return false;
+    if (!CheckStack(2)) return false;
     const Value name = stack_.back();
     const Value module = stack_[stack_.size() - 2];
     if (name.kind() != Kind::kString || module.kind() != Kind::kString) {
-      return Damaged("STACK_GLOBAL of what is no text");
+      return Damaged("STACK_GLOBAL of values that are not strings");
     }
     stack_.Shrink(stack_.size() - 2);
     return Name(module.text(), name.text());
   }
 
   // --- Memo ---
-  // The memo is a row by slot number, filled mostly in order. A number may skip one slot (Python 2
-  // counts from 1); one that is far ahead would only make us allocate what the stream does not pay
-  // for.
+  // Stores the top of the stack in a memo slot. The memo is an array by slot number. Writers number
+  // slots in order, Python 2 from 1, so one slot may be skipped. A number further ahead is refused,
+  // because it would allocate memory out of proportion to the stream.
   bool Put(std::uint64_t slot) {
-    if (!Have(1)) return false;
-    // Writers number them in order, Python 2's from one; a number far ahead asks for memory only.
+    if (!CheckStack(1)) return false;
     if (slot > filled_ + 1) return FarSlot(slot);
     if (slot == memo_.size()) {
       ++filled_;
@@ -447,8 +457,8 @@ class Machine {
     return Push(memo_[slot]);
   }
   [[gnu::cold, gnu::noinline]] bool FarSlot(std::uint64_t slot) {
-    return Damaged("memo slot " + std::to_string(slot) + ", after " + std::to_string(filled_) +
-                   " entries");
+    return Damaged("memo slot " + std::to_string(slot) + " is out of range: there are " +
+                   std::to_string(filled_) + " entries");
   }
   [[gnu::cold, gnu::noinline]] bool EmptySlot(std::uint64_t slot) {
     return Damaged("memo slot " + std::to_string(slot) + " was never filled");
@@ -464,9 +474,10 @@ class Machine {
     return Number(slot) && Get(slot);
   }
 
-  // Ids are remembered in order too, for torch: the first id that names a storage decides its type.
+  // Replaces the id on the stack by a kPersistent. All ids are also kept in order, because torch
+  // takes the type of a storage from the first id with the key of that storage.
   bool Persistent() {
-    if (!Have(1)) return false;
+    if (!CheckStack(1)) return false;
     auto* id = static_cast<Value*>(arena_.Take(sizeof(Value)));
     if (id == nullptr) return Exhausted();
     *id = stack_.back();
@@ -474,13 +485,13 @@ class Machine {
     return containers_.Append(rep_->persistent, &stack_.back(), 1) || Exhausted();
   }
 
-  // POP of a mark that nothing stands above takes the mark away, as in Python.
+  // POP removes the top value, or the mark if a mark is on top, as in Python.
   bool Pop() {
     if (Free() == 0 && marks_.size() > 0) {
       DropMark();
       return true;
     }
-    if (!Have(1)) return false;
+    if (!CheckStack(1)) return false;
     stack_.Shrink(stack_.size() - 1);
     return true;
   }
@@ -491,7 +502,7 @@ class Machine {
                      std::to_string(marks_.size()) + " marks instead of one value");
     }
     if (at_ != end_ && !options_.trailing_bytes) {
-      return Damaged("ends " + std::to_string(end_ - at_) + " bytes before the stream does");
+      return Damaged("ends " + std::to_string(end_ - at_) + " bytes before the end of the stream");
     }
     rep_->consumed = static_cast<std::size_t>(at_ - begin_);
     rep_->root = stack_.back();
@@ -502,9 +513,10 @@ class Machine {
   [[gnu::cold, gnu::noinline]] bool Proto() {
     std::uint8_t version = 0;
     if (!Number(version)) return false;
-    if (op_ != begin_) return Damaged("PROTO in the middle");
+    if (op_ != begin_) return Damaged("PROTO is not the first operation");
     if (version >= 2 && version <= 5) return true;
-    return Fail(Code::kUnsupported, "protocol " + std::to_string(version) + ", not 2 to 5");
+    return Fail(Code::kUnsupported,
+                "protocol " + std::to_string(version) + " is not supported (supported: 2 to 5)");
   }
 
   [[gnu::always_inline]] bool Step();
@@ -513,29 +525,30 @@ class Machine {
   std::unique_ptr<Access::Rep> rep_;
   const Options options_;
   Arena& arena_;
-  Row<Value> stack_;
-  Row<std::size_t> marks_;
-  Row<Value> memo_;
-  std::size_t floor_ = 0;  // The last mark: values below it are not for the taking.
+  BudgetedArray<Value> stack_;
+  BudgetedArray<std::size_t> marks_;
+  BudgetedArray<Value> memo_;
+  // Stack position of the last mark. An opcode cannot take values below it.
+  std::size_t floor_ = 0;
   ContainerMaker containers_{arena_};
-  std::uint64_t filled_ = 0;  // Slots of the memo that hold something.
+  std::uint64_t filled_ = 0;  // Number of filled memo slots.
   const char* begin_ = nullptr;
   const char* at_ = nullptr;
-  const char* op_ = nullptr;  // The operation under way.
+  const char* op_ = nullptr;  // The current opcode.
   const char* end_ = nullptr;
   bool done_ = false;
   Status status_;
 };
 
-// The numbers are pickletools.opcodes'.
-// Every case either fails, or leaves the stack as pickle.py would with each value replaced by our
-// record of it. Always inlined into Run: it is the loop.
+// Opcode numbers are those of pickletools.opcodes. Each case fails, or leaves the stack as Python's
+// pickle.py would, with a record in place of each value. Inlined into Run, because this function is
+// the body of the loop.
 inline bool Machine::Step() {
   op_ = at_;
   if (at_ == end_) return Damaged("truncated: no STOP");
   const auto op = static_cast<unsigned char>(*at_++);
   if (op_ == begin_ && op != 0x80) {
-    return Damaged("is no pickle of protocol 2 or later");
+    return Damaged("not a pickle of protocol 2 or later");
   }
   std::size_t first = 0;
   switch (op) {
@@ -543,7 +556,7 @@ inline bool Machine::Step() {
       return Proto();
     case 0x95: {  // FRAME: only a hint for readers of pipes.
       std::uint64_t length = 0;
-      return Number(length) && Need(length);
+      return Number(length) && CheckBytes(length);
     }
     case '.':
       return Stop();
@@ -572,11 +585,11 @@ inline bool Machine::Step() {
     case 0x8b: {  // LONG4
       std::int32_t length = 0;
       if (!Number(length)) return false;
-      if (length < 0) return Damaged("a number of negative length");
+      if (length < 0) return Damaged("an integer has a negative length");
       return Long(static_cast<std::uint64_t>(length));
     }
-    case 'G': {  // BINFLOAT: the one that is big-endian.
-      if (!Need(8)) return false;
+    case 'G': {  // BINFLOAT
+      if (!CheckBytes(8)) return false;
       at_ += 8;
       return Push(Access::Make(Kind::kFloat, BigEndian64(at_ - 8)));
     }
@@ -603,18 +616,18 @@ inline bool Machine::Step() {
     case 0x86:
     case 0x87: {
       const std::size_t n = op - 0x84u;
-      return Have(n) && Tuple(n);
+      return CheckStack(n) && Tuple(n);
     }
     case ']':
       return NewContainer(Kind::kList);
     case 'a':
-      return Have(2) && AppendTop(1, false);
+      return CheckStack(2) && AppendTop(1, false);
     case 'e':
       return PopMark(first) && AppendTop(stack_.size() - first, false);
     case '}':
       return NewContainer(Kind::kDict);
     case 's':
-      return Have(3) && SetItems(2);
+      return CheckStack(3) && SetItems(2);
     case 'u':
       return PopMark(first) && SetItems(stack_.size() - first);
     case 0x8f:  // EMPTY_SET
@@ -665,8 +678,8 @@ inline bool Machine::Step() {
   }
 }
 
-// No container can have more values than the stream has bytes, so that a stream of at most
-// kMaxCount bytes cannot overflow a count.
+// Parses the whole stream. The limit on its size also limits the values of a container, so that a
+// count cannot overflow.
 Result<Document> Machine::Run() {
   if (rep_->bytes.size() > std::min(options_.max_bytes, std::size_t{Container::kMaxCount})) {
     return Status(Code::kResourceExhausted, "pickle: " + std::to_string(rep_->bytes.size()) +
@@ -679,12 +692,12 @@ Result<Document> Machine::Run() {
   return status_;
 }
 
-// Known to Python and not used by any of these formats, or unknown to Python as well: two different
-// answers.
+// An opcode that Python knows and checkpoints never use is kUnsupported. An opcode that Python does
+// not know is damage.
 bool Machine::Refused(unsigned char op) {
   if (const std::string_view name = UnusedOperation(op); !name.empty()) {
     return Fail(Code::kUnsupported,
-                "asks for the operation " + std::string(name) + ", which no checkpoint uses");
+                "operation " + std::string(name) + " is not supported: checkpoints do not use it");
   }
   return Damaged("operation " + std::to_string(op) + " does not exist");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of pickle_classes.h: modules that Python itself has (sys.stdlib_module_names of 3.10 to 3.13, and
-// names of Python 2 that pickles of protocol 2 have), sorted.
+// IsForeignName of pickle_classes.h, with a sorted list of Python's own modules
+// (sys.stdlib_module_names of 3.10 to 3.13, and the Python 2 names in pickles of protocol 2).
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -327,7 +327,7 @@ bool IsForeignName(std::string_view module) {
     return module.starts_with("torch.nn.modules.") || module.starts_with("torch.optim.");
   }
   if (package.empty() || package == "numpy" || package == "tensormount") return false;
-  // __main__ is the program that saved.
+  // __main__ is the program that saved the checkpoint.
   return package == "__main__" ||
          std::ranges::find(kPythonModules, package) == std::end(kPythonModules);
 }

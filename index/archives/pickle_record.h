@@ -13,17 +13,17 @@
 #include "index/archives/pickle.h"
 #include "index/archives/pickle_classes.h"
 
-// How a parsed pickle lies in memory; known to pickle*.cc only.
+// The memory layout of a parsed pickle. Only pickle*.cc use it.
 //
-// A Value is two words. The first: kind (8 bits), form (8 bits), length (48 bits). The second: the
-// scalar, or a pointer: into the stream (text), or to a record in the arena. Sizes, which metadata
-// is full of, are rows of plain integers.
+// A Value is two words. The first word has the kind (8 bits), the form (8 bits) and the length (48
+// bits). The second word is the scalar itself, or a pointer to a text in the stream or to a record
+// in the arena. Tuples of integers (sizes and offsets, most of the values in metadata) are arrays
+// of plain integers.
 
-// Why so tight: a .metadata of 100,000 chunks is 14 MB of stream, in which every chunk is some
-// dicts, tuples and strings. With an allocation for each of them it would take several times that
-// memory; here a chunk takes about 730 bytes, all records are in one arena, and freeing the
-// document frees a few blocks.
-//
+// The layout is compact because a .metadata of 100,000 chunks is a stream of 14 MB, with several
+// dicts, tuples and strings for each chunk. A chunk takes about 730 bytes in this layout; with one
+// allocation for each record it would take several times as much. The pointer and the length of
+// each kind:
 //   kString, kBytes, kLong   pointer into the stream, length
 //   kTuple                   array of Values or of integers (Form), length
 //   kList, kSet, kDict       Container
@@ -34,55 +34,63 @@
 // Records are trivially destructible, since the arena runs no destructors.
 namespace tensormount::pickle {
 
-// A name and what it means; texts are literals of the table, or views of the stream.
+// A name and its meaning. The texts are literals of the table, or views of the stream.
 struct ClassRow {
   std::string_view module;
   std::string_view name;
   KnownClass known = KnownClass::kUnknown;
 };
-// Null where the name is not in the table; `prefix` is set where a whole module is allowed.
-// Rows of the table live as long as the program.
+// The table row of a name; null if the name is not in the table. If its module as a whole is
+// allowed, `*prefix` is then set to the meaning of the module's names. Table rows live as long as
+// the program.
 const ClassRow* FindClassRow(std::string_view module, std::string_view name, KnownClass* prefix);
 
-// (1, 2) is kInts; ((1, 2),), which is the argument of torch.Size, is kOneInts of the same
-// integers; torch.Size((1, 2)) is a kObject of form kInts. So all three share one array.
+// Layout of a tuple or object. Three values can share one array of integers: (1, 2) is a kTuple of
+// form kInts, ((1, 2),), the argument tuple of torch.Size, is a kTuple of form kOneInts, and
+// torch.Size((1, 2)) is a kObject of form kInts.
 enum class Form : std::uint8_t {
-  kPlain = 0,    // kTuple: Value*. kObject: PickledObject*.
-  kInts = 1,     // kTuple: std::int64_t*. kObject: torch.Size of such a tuple.
-  kOneInts = 2,  // kTuple of one item, a kTuple of form kInts.
+  // The second word of a kTuple is a Value*, of a kObject a PickledObject*.
+  kPlain = 0,
+  // The second word is a std::int64_t*. A kObject is the torch.Size of these integers.
+  kInts = 1,
+  // A kTuple with one item, which is a kTuple of form kInts.
+  kOneInts = 2,
 };
 
-// Values of a list or set; pairs, key before value, of a dict.
-// 16 bytes and a flag. `capacity` doubles as the form: it is not needed once a container is
-// indexed.
+// The values of a list or set, or the pairs of a dict (key, value, key, value). `capacity` is also
+// a flag (kIndexed), because a container with an index does not grow.
 struct Container {
-  // In `capacity`: finished, and `items` points at a KeyIndex.
+  // Value of `capacity` in a finished large dict. `items` then points to a KeyIndex.
   static constexpr std::uint32_t kIndexed = 0xfffffffe;
   static constexpr std::uint32_t kMaxCount = 0x7fffffff;
 
   Value* items = nullptr;
-  std::uint32_t count = 0;  // Of values; of a dict twice the pairs.
+  std::uint32_t count = 0;  // Number of values. A dict has two for each pair.
   std::uint32_t capacity = 0;
-  bool copied = false;  // Python took a copy of it; what is put in afterwards is not in that.
+  // Whether Python copied the dict into an object. The copy would not have later changes of the
+  // dict.
+  bool copied = false;
 };
 
-// Apart, because most objects of metadata have a state and neither arguments nor items.
+// Arguments and items of an object. Separate from PickledObject, because most objects of metadata
+// have only a state.
 struct ObjectExtra {
   Value args;
   Container pairs;
 };
 
-// Shared by all values that refer to it, so what BUILD and SETITEMS do to it later is seen by all,
-// as in Python.
+// The record of an object. All values that refer to the object share it, so that they all see a
+// later BUILD or SETITEMS, as in Python.
 struct PickledObject {
   const ClassRow* callee = nullptr;
   Value state;
   ObjectExtra* extra = nullptr;
 };
 
-// String keys of a large dict: open addressing, slots hold the number of the pair plus one. Long
-// ones are not in it: a stream may say one text once and make it every key.
-// `mask` + 1 slots, a power of two, at most half of them taken. `items` are the pairs.
+// A hash index of the text and number keys of a large dict, with open addressing. It has `mask` + 1
+// slots, a power of two, of which at most half are used. A slot holds the number of a pair plus
+// one; 0 means empty. Texts over kMaxKey are not in the index, because a stream may use one long
+// text for every key. `items` are the pairs.
 struct KeyIndex {
   static constexpr std::size_t kMaxKey = 2048;
 
@@ -90,12 +98,13 @@ struct KeyIndex {
   std::uint32_t* slots = nullptr;
   Value* items = nullptr;
 };
-// Not the same in two runs of a program, so nothing may depend on its order.
+// Hash of a text. The seed is different in each process, so nothing may depend on the order of
+// hashes.
 std::uint64_t HashKey(std::string_view key);
 
-// The document's only way to memory: counts, frees nothing before its own end.
-// Not thread-safe: one parse writes it, and afterwards it is only read. The limit is on what was
-// taken from the system, not on what was asked for, so it bounds the process.
+// Allocates the memory of a document, and frees it only when the document is destroyed. Not
+// thread-safe: one parse writes the arena, and afterwards it is only read. The limit counts the
+// memory taken from the system, so it bounds the memory of the process.
 class Arena {
  public:
   Arena() = default;
@@ -103,7 +112,8 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena();
 
-  // Null where `limit` would be passed or there is no memory. Aligned to 8 bytes.
+  // Returns memory aligned to 8 bytes. Null if the limit would be exceeded or the system has no
+  // memory.
   void* Take(std::size_t bytes) {
     bytes = (bytes + 7) & ~std::size_t{7};
     if (bytes <= static_cast<std::size_t>(end_ - at_)) {
@@ -113,20 +123,20 @@ class Arena {
     }
     return TakeSlow(bytes);
   }
-  // Memory of the same budget that is not the arena's.
-  // Rows of the machine use this.
+  // Counts memory outside of the arena (BudgetedArray) against the same limit. Returns false if the
+  // limit would be exceeded.
   bool Charge(std::size_t bytes) {
     if (bytes > limit_ - used_) return false;
     used_ += bytes;
     return true;
   }
   void Refund(std::size_t bytes) { used_ -= bytes; }
-  // Before the first Take.
+  // Sets the limit. Call this before the first Take.
   void set_limit(std::size_t limit) { limit_ = limit; }
   std::size_t used() const { return used_; }
 
  private:
-  // A new block.
+  // Take for a request that does not fit in the current block.
   void* TakeSlow(std::size_t bytes);
 
   std::vector<void*> blocks_;
@@ -136,18 +146,17 @@ class Arena {
   std::size_t limit_ = 0;
 };
 
-// The stream first: texts point into it, so it never moves (the Rep is on the heap and its string
-// is not touched).
+// The parts of a document. `bytes` comes first and never moves or changes, because texts point into
+// it.
 struct Document::Rep {
   std::string bytes;
   Arena arena;
   Value root;
-  Container persistent;  // All of them, in the order of the stream.
+  Container persistent;  // All kPersistent values in the order of the stream.
   std::size_t consumed = 0;
 };
 
-// The only friend of Value and Document: the layout of the two words is known here and nowhere
-// else.
+// Makes and reads the two words of a Value. The only friend of Value and Document.
 struct Access {
   static Value Make(Kind kind, std::uint64_t bits, std::uint64_t length = 0,
                     Form form = Form::kPlain) {
@@ -157,58 +166,59 @@ struct Access {
     v.bits_ = bits;
     return v;
   }
-  // The pointer must be to something in the arena, the stream or the table of classes, which all
-  // live as long as the document.
+  // A value that points to `record`. The record must be in the arena, the stream or the table of
+  // classes, which live as long as the document.
   static Value At(Kind kind, const void* record, std::uint64_t length = 0,
                   Form form = Form::kPlain) {
     return Make(kind, reinterpret_cast<std::uintptr_t>(record), length, form);
   }
   static Form FormOf(const Value& v) { return static_cast<Form>(v.rep_ >> 8 & 0xff); }
-  // 48 bits.
+  // The length, which has 48 bits of the first word.
   static std::size_t Length(const Value& v) { return static_cast<std::size_t>(v.rep_ >> 16); }
   static std::uint64_t Bits(const Value& v) { return v.bits_; }
-  // Only where kind and form say that there is a T.
+  // The pointer of a value. Valid only if kind and form say that it points to a T.
   template <typename T>
   static T* PointerTo(const Value& v) {
     return reinterpret_cast<T*>(static_cast<std::uintptr_t>(v.bits_));
   }
-  // A memo has holes where a stream numbers its slots with gaps.
+  // Whether a memo slot was never filled. A stream may leave gaps between the numbers of its slots.
   static bool Empty(const Value& v) { return v.rep_ == kEmptyRep; }
-  // Of a memo only; no value that anybody gets to see is one.
+  // The value of an empty memo slot. It occurs only in the memo; callers of the parser never see
+  // it.
   static Value EmptySlot() {
     Value v;
     v.rep_ = kEmptyRep;
     return v;
   }
-  // When the stream is read to its STOP.
+  // Makes the document after STOP.
   static Result<Document> Finish(std::unique_ptr<Document::Rep> rep) {
     return Document(std::move(rep));
   }
   using Rep = Document::Rep;
 
-  static constexpr std::uint64_t kEmptyRep = 0xff;  // No kind: a memo slot that was not filled.
+  // First word of an unfilled memo slot; no valid kind.
+  static constexpr std::uint64_t kEmptyRep = 0xff;
 };
 
-// Of a dict: key, value, key, value.
+// The array of the pairs of a dict: key, value, key, value.
 inline const Value* PairRow(const Container& c) {
   return c.capacity == Container::kIndexed ? reinterpret_cast<const KeyIndex*>(c.items)->items
                                            : c.items;
 }
-// `pair` is below count / 2.
+// The key of a pair. `pair` must be less than count / 2.
 inline Value PairKey(const Container& c, std::size_t pair) { return PairRow(c)[2 * pair]; }
-// Of a kDict, or of the pairs of a kObject.
+// The value of a pair, also for the pairs of a kObject.
 inline Value PairValue(const Container& c, std::size_t pair) { return PairRow(c)[2 * pair + 1]; }
 
-// Whether Python takes two keys of a dict for one: equal texts, and equal numbers whatever their
-// type (True, 1 and 1.0). What cannot equal a text or an integer is not looked at. What a call made
-// (tuples, objects) is never the same key as anything here: a strict parse refuses dicts in which
-// that would matter (KeyFault).
+// Whether Python treats two keys of a dict as the same: equal texts, and equal numbers of any type
+// (True, 1 and 1.0). Keys made by calls (tuples, objects) are never the same in this function. A
+// strict parse refuses dicts in which that would matter (KeyFault).
 bool SameKey(const Value& a, const Value& b);
-// Whether SameKey can be true of it, and the hash that then is the same.
+// Whether SameKey can be true for `key`. If so, sets the hash that all equal keys share.
 bool KeyHash(const Value& key, std::uint64_t& hash);
 
-// For messages: printable, cut.
-// Control characters become \xNN, and what is over 120 bytes is cut at a character.
+// `text` for messages: control characters become \xNN, and text over 120 bytes is cut between
+// characters.
 std::string ShownName(std::string_view text);
 
 }  // namespace tensormount::pickle

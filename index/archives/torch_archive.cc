@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The zip archives that torch.save writes: entries found, their pickle read, storages as byte
-// ranges.
+// The zip archives that torch.save writes (torch_archive.h): their entries, the pickle, and the
+// storages as byte ranges.
 //
 //   PREFIX/data.pkl     the pickle: what torch.save was given, storages as persistent ids
 //   PREFIX/data/0 ...   one stored entry a storage: raw elements
-//   PREFIX/byteorder    "little" or "big"; older releases wrote none
-//   PREFIX/version      of the format, a number in text; before it PREFIX/.data/version
+//   PREFIX/byteorder    "little" or "big"; older releases did not write it
+//   PREFIX/version      the version of the format as text; PREFIX/.data/version takes precedence
 //
-// Torch and this reader must see the same tensors in one file, whoever made it: where torch would
-// be more lenient (names that differ in case, storages of two types) the archive is refused, since
-// nobody knows which of two readings was meant.
+// Torch and this reader must see the same tensors in a file. Where torch is more lenient (names
+// that differ in case, storages of two types) the archive is refused, because the intended reading
+// is unknown.
 #include "index/archives/torch_archive.h"
 
 #include <algorithm>
 #include <charconv>
 #include <iterator>
+#include <optional>
+#include <span>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -28,42 +30,44 @@
 namespace tensormount {
 namespace {
 
-// For listings of objects: a person reads them.
+// Most bytes of an object that DescribeObject reads.
 constexpr std::uint64_t kMaxDescribed = std::uint64_t{64} << 20;
 constexpr std::uint32_t kTorchLocalSignature = 0x04034b50;
 constexpr std::string_view kPickleName = "data.pkl";
-// torch writes three small entries there, of 64 to 200 bytes each.
+// torch writes three small entries after data.pkl, of 64 to 200 bytes each.
 constexpr std::uint64_t kReadBehindPickle = 1024;
 
 Status At(const File& file, std::uint64_t begin, const Status& status) {
   return status.WithContext(file.path() + ": torch archive at byte " + std::to_string(begin));
 }
 
-// Elements are handed out as they stand, and all our hosts and formats are little-endian.
+// Only "little" is supported: elements are returned without conversion, and all supported hosts and
+// formats are little-endian.
 Status CheckByteOrder(std::string_view text) {
   if (text == "little") return Status();
   if (text == "big") {
-    return Status(Code::kUnsupported, "its tensors are big-endian");
+    return Status(Code::kUnsupported, "the tensors are big-endian");
   }
-  return Status(Code::kDataLoss, "its byteorder is neither little nor big");
+  return Status(Code::kDataLoss, "the byteorder is neither little nor big");
 }
 
-// Bytes of the file that were read already.
+// Bytes of the file that have been read already.
 struct KnownBytes {
   std::uint64_t offset = 0;
   std::string bytes;
 };
 
-// Up to 32 bytes.
-Result<std::string> BeginOfEntry(File& file, const KnownBytes& known, const ZipEntry& entry) {
-  const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(entry.size, 32));
-  if (entry.offset >= known.offset &&
-      RangeWithin(entry.offset - known.offset, n, known.bytes.size())) {
-    return known.bytes.substr(static_cast<std::size_t>(entry.offset - known.offset), n);
+// Most bytes that are read of the entries version and byteorder.
+constexpr std::uint64_t kMostOfEntry = 32;
+
+// The first bytes of an entry, at most kMostOfEntry; nullopt if `known` does not have them.
+std::optional<std::string> BeginOfEntry(const KnownBytes& known, const ZipEntry& entry) {
+  const auto n = static_cast<std::size_t>(std::min(entry.size, kMostOfEntry));
+  if (entry.offset < known.offset ||
+      !RangeWithin(entry.offset - known.offset, n, known.bytes.size())) {
+    return std::nullopt;
   }
-  std::string text(n, '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(entry.offset, text.data(), n));
-  return text;
+  return known.bytes.substr(static_cast<std::size_t>(entry.offset - known.offset), n);
 }
 
 const ZipEntry* VersionOf(const ZipArchive& zip, const std::string& prefix) {
@@ -71,27 +75,23 @@ const ZipEntry* VersionOf(const ZipArchive& zip, const std::string& prefix) {
   return entry != nullptr ? entry : zip.Find(prefix + "version");
 }
 
-// As torch reads it (std::stoull): what stands behind the number does not matter. kUnsupported:
-// torch would refuse the archive.
-Status CheckVersion(File& file, const KnownBytes& known, const ZipEntry* entry) {
+// Checks the version of the archive. Reads the number as torch does (std::stoull): text after the
+// number is ignored. kUnsupported if torch would refuse the archive.
+Status CheckVersion(std::string_view text) {
   constexpr unsigned kFirst = 1;  // caffe2/serialize/versions.h
   constexpr unsigned kLast = 10;
-  if (entry == nullptr) return Status();
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, BeginOfEntry(file, known, *entry));
   const std::size_t first = std::min(text.find_first_not_of(" \t\n\v\f\r"), text.size());
   const char* const last = text.data() + text.size();
   unsigned version = 0;
   const auto [end, error] = std::from_chars(text.data() + first, last, version);
   if (error == std::errc() && version >= kFirst && version <= kLast) return Status();
   const std::string shown(text.data() + first, error == std::errc() ? end : last);
-  return {Code::kUnsupported, "its format has version '" + shown + "', we read " +
-                                  std::to_string(kFirst) + " to " + std::to_string(kLast)};
+  return {Code::kUnsupported, "the format version '" + shown + "' is not supported (supported: " +
+                                  std::to_string(kFirst) + " to " + std::to_string(kLast) + ")"};
 }
 
-// torch finds entries without regard to case, of equal ones any. What is wrong with the names;
-// empty: nothing.
-// miniz, which torch uses to find entries, ignores case. Two entries that differ in case only would
-// be one to torch and two to us.
+// The fault in the names of the entries; empty if there is none. torch finds entries with miniz,
+// which ignores case: torch would take two names that differ only in case for the same entry.
 std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   constexpr std::string_view kLookedFor[] = {
       "data.pkl",        "byteorder",          "version", "constants.pkl",
@@ -99,7 +99,7 @@ std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   std::vector<std::string> lower;
   lower.reserve(zip.entries().size());
   for (const ZipEntry& entry : zip.entries()) {
-    if (!entry.name.starts_with(prefix)) return "an entry of it lies outside of " + prefix;
+    if (!entry.name.starts_with(prefix)) return "one of its entries is outside of " + prefix;
     std::string name = entry.name.substr(prefix.size());
     const std::string exact = name;
     for (char& c : name) {
@@ -108,7 +108,7 @@ std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
     const bool known =
         std::ranges::find(kLookedFor, std::string_view(name)) != std::end(kLookedFor);
     if ((known && name != exact) || (name.starts_with("data/") && !exact.starts_with("data/"))) {
-      return "an entry differs in case only from its " + name.substr(0, 100);
+      return "the name of one of its entries differs from " + name.substr(0, 100) + " only in case";
     }
     lower.push_back(std::move(name));
   }
@@ -116,7 +116,7 @@ std::string NamesFault(const ZipArchive& zip, const std::string& prefix) {
   const auto twice = std::ranges::adjacent_find(lower);
   return twice == lower.end()
              ? std::string()
-             : "two of its entries are called " + twice->substr(0, 100) + ", but for case";
+             : "two of its entries are named " + twice->substr(0, 100) + ", if case is ignored";
 }
 
 Status CheckLocalLengths(File& file, std::uint64_t begin, std::uint64_t length) {
@@ -136,55 +136,71 @@ Result<TorchArchive> TorchArchive::Read(File& file, std::uint64_t begin, std::ui
     return At(file, begin, Status(code, what));
   };
   const ZipEntry* pickled = nullptr;
-  // The prefix is whatever folder holds data.pkl: torch names it after the file that was written.
+  // The prefix is the directory of data.pkl. torch names it after the file that it wrote.
   for (const ZipEntry& entry : out.zip_.entries()) {
     const std::size_t slash = entry.name.find('/');
     if (slash == std::string::npos || std::string_view(entry.name).substr(slash + 1) != kPickleName)
       continue;
-    if (pickled != nullptr) return fail(Code::kDataLoss, "it has two data.pkl");
+    if (pickled != nullptr) return fail(Code::kDataLoss, "the archive has two data.pkl");
     pickled = &entry;
     out.prefix_ = entry.name.substr(0, slash + 1);
   }
-  if (pickled == nullptr) return fail(Code::kDataLoss, "it has no data.pkl");
+  if (pickled == nullptr) return fail(Code::kDataLoss, "the archive has no data.pkl");
   if (const std::string fault = NamesFault(out.zip_, out.prefix_); !fault.empty()) {
     return fail(Code::kDataLoss, fault);
   }
   if (out.zip_.Find(out.prefix_ + "constants.pkl") != nullptr) {
-    return fail(Code::kUnsupported, "it is a TorchScript program, not a checkpoint");
+    return fail(Code::kUnsupported, "the archive is a TorchScript program, not a checkpoint");
   }
   if (pickled->size > options.max_bytes) {
-    return fail(Code::kResourceExhausted, "its data.pkl takes " + std::to_string(pickled->size) +
+    return fail(Code::kResourceExhausted, "the data.pkl takes " + std::to_string(pickled->size) +
                                               " bytes, over the limit of " +
                                               std::to_string(options.max_bytes));
   }
-  // What follows data.pkl comes with it: byteorder, where torch wrote the archive.
+  // The read also covers the entries after data.pkl: in archives that torch wrote, byteorder.
   const std::uint64_t pickle_end = pickled->offset + pickled->size;
   const std::uint64_t behind = std::min(kReadBehindPickle, begin + length - pickle_end);
   std::string bytes(static_cast<std::size_t>(pickled->size + behind), '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(pickled->offset, bytes.data(), bytes.size()));
+  const ZipEntry* version = VersionOf(out.zip_, out.prefix_);
+  const ZipEntry* order = out.zip_.Find(out.prefix_ + "byteorder");
+  std::string version_text;
+  std::string order_text;
+  std::vector<ReadRun> runs = {{pickled->offset, std::as_writable_bytes(std::span(bytes))}};
+  for (const auto& [entry, text] : {std::pair(version, &version_text), {order, &order_text}}) {
+    if (entry == nullptr || (entry->offset >= pickled->offset &&
+                             RangeWithin(entry->offset - pickled->offset,
+                                         std::min(entry->size, kMostOfEntry), bytes.size()))) {
+      continue;
+    }
+    text->resize(static_cast<std::size_t>(std::min(entry->size, kMostOfEntry)));
+    runs.push_back({entry->offset, std::as_writable_bytes(std::span(*text))});
+  }
+  std::ranges::sort(runs, {}, &ReadRun::offset);
+  TENSORMOUNT_RETURN_IF_ERROR(file.ReadMany(runs));
   const KnownBytes known = {.offset = pickle_end,
                             .bytes = bytes.substr(static_cast<std::size_t>(pickled->size))};
   bytes.resize(static_cast<std::size_t>(pickled->size));
-  const ZipEntry* version = VersionOf(out.zip_, out.prefix_);
-  if (const Status status = CheckVersion(file, known, version); !status.ok()) {
-    return At(file, begin, status);
+  if (version != nullptr) {
+    const Status status = CheckVersion(BeginOfEntry(known, *version).value_or(version_text));
+    if (!status.ok()) return At(file, begin, status);
   }
-  if (const ZipEntry* order = out.zip_.Find(out.prefix_ + "byteorder"); order != nullptr) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, BeginOfEntry(file, known, *order));
-    if (const Status status = CheckByteOrder(text); !status.ok()) return At(file, begin, status);
+  if (order != nullptr) {
+    const Status status = CheckByteOrder(BeginOfEntry(known, *order).value_or(order_text));
+    if (!status.ok()) return At(file, begin, status);
   }
-  // Zero where torch was told not to compute CRCs.
+  // A CRC of zero means that torch was told not to compute it.
   if (pickled->crc != 0 && Crc32Extend(0, bytes.data(), bytes.size()) != pickled->crc) {
-    return fail(Code::kDataLoss, "its data.pkl fails its CRC-32");
+    return fail(Code::kDataLoss, "the data.pkl has a checksum mismatch (CRC-32)");
   }
   Result<pickle::Document> document = pickle::Parse(std::move(bytes), options);
   if (!document.ok()) return At(file, begin, document.status());
-  // Damage comes first: an archive that was cut may lack it, too.
+  // Damage is reported before a missing version, because a truncated archive may also lack the
+  // version.
   if (version == nullptr) {
-    return fail(Code::kUnsupported, "it has no version, and torch does not read it");
+    return fail(Code::kUnsupported, "the archive has no version entry, so torch cannot read it");
   }
   out.document_ = std::make_unique<pickle::Document>(std::move(document).value());
-  out.two_kinds_ = StoragesOfTwoKinds(*out.document_);
+  out.conflicting_storages_ = ConflictingStorages(*out.document_);
   return out;
 }
 
@@ -192,17 +208,17 @@ bool TorchArchive::IsTensor(const pickle::Value& value) { return IsTorchTensor(v
 
 Result<StoredTensor> TorchArchive::TensorOf(const pickle::Value& value) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const TorchTensor tensor, TorchTensorOf(value));
-  if (two_kinds_.contains(tensor.storage)) {
-    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage +
-                                       "' is said to be of several types or sizes");
+  if (conflicting_storages_.contains(tensor.storage)) {
+    return Status(Code::kDataLoss, "the storage 'data/" + tensor.storage +
+                                       "' is declared with several types or sizes");
   }
   const ZipEntry* entry = zip_.Find(prefix_ + "data/" + tensor.storage);
   if (entry == nullptr) {
-    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' is not there");
+    return Status(Code::kDataLoss, "the storage 'data/" + tensor.storage + "' is missing");
   }
-  // The pickle and the archive disagree about the storage, and nobody knows which of them is right.
+  // A difference means that the pickle or the archive is wrong about the size of the storage.
   if (entry->size != tensor.storage_bytes) {
-    return Status(Code::kDataLoss, "its storage 'data/" + tensor.storage + "' has " +
+    return Status(Code::kDataLoss, "the storage 'data/" + tensor.storage + "' has " +
                                        std::to_string(entry->size) + " bytes instead of " +
                                        std::to_string(tensor.storage_bytes));
   }
@@ -213,7 +229,7 @@ Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_
   TENSORMOUNT_ASSIGN_OR_RETURN(const TorchArchive archive, TorchArchive::Read(file, begin, length));
   const pickle::Value root = archive.document().root();
   if (!TorchArchive::IsTensor(root)) {
-    return At(file, begin, Status(Code::kDataLoss, "what it holds is no tensor"));
+    return At(file, begin, Status(Code::kDataLoss, "the archive does not contain a tensor"));
   }
   Result<StoredTensor> out = archive.TensorOf(root);
   if (!out.ok()) return At(file, begin, out.status());
@@ -222,7 +238,7 @@ Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_
 
 Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_t length) {
   TENSORMOUNT_RETURN_IF_ERROR(CheckLocalLengths(file, begin, length));
-  if (length == 0) return std::string("no bytes\n");
+  if (length == 0) return std::string("the object has no bytes\n");
   char magic[4] = {};
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(
       begin, magic, static_cast<std::size_t>(std::min<std::uint64_t>(length, sizeof(magic)))));
@@ -230,8 +246,8 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
   pickle::Options options;
   options.unknown = pickle::Unknown::kInert;
   options.max_bytes = kMaxDescribed;
-  // What it is not is an answer here, unless reading itself failed.
-  // Permission, I/O errors and such are the caller's; damage of an object is what the listing says.
+  // Damage of an object is described in the listing. Only errors of reading (permissions, I/O) are
+  // returned to the caller.
   const auto answer = [&](const std::string& what, const Status& status) -> Result<std::string> {
     switch (status.code()) {
       case Code::kDataLoss:
@@ -247,7 +263,7 @@ Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_
     if (!archive.ok()) return answer("a zip archive", archive.status());
     return pickle::Describe(archive.value().document());
   }
-  if (length > kMaxDescribed) return size + ", too many for a listing\n";
+  if (length > kMaxDescribed) return size + ", too large for a listing\n";
   std::string bytes(static_cast<std::size_t>(length), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, bytes.data(), bytes.size()));
   if (static_cast<unsigned char>(bytes[0]) == 0x80) {

@@ -17,63 +17,66 @@
 #include "index/archives/pickle.h"
 #include "index/archives/zip_archive.h"
 
-// What torch.save writes since 1.6: a zip with data.pkl and one stored entry a storage
+// The format of torch.save since 1.6: a zip with data.pkl and one stored entry for each storage
 // (torch/serialization.py, caffe2/serialize/inline_container.h).
 
 namespace tensormount {
 
-// A strided window of a storage: bytes of an element stand at
-// offset + sum(index[a] * strides[a]). Strides are bytes, never negative; zero where torch
-// expanded.
-// All in bytes and checked: offset + length lies within the file's storage entry, and every element
-// within [offset, offset + length).
+// A strided view of a storage. The element at `index` begins at byte offset + sum(index[a] *
+// strides[a]). Strides are in bytes and never negative; the stride of an axis that torch expanded
+// is zero. Already checked: [offset, offset + length) lies within the storage's entry in the file,
+// and every element lies within that range.
 struct StoredTensor {
   DType dtype = DType::kU8;
   Dims shape;
-  Dims strides;              // Of f4 (two elements a byte, always packed) empty.
-  std::uint64_t offset = 0;  // In the file.
-  std::uint64_t length = 0;  // From there to the end of the last element; 0 for no elements.
-  bool packed = false;       // Dense rows: strides say nothing more.
+  Dims strides;              // Empty for f4, which has two elements a byte and is always packed.
+  std::uint64_t offset = 0;  // Offset of the first element in the file.
+  // Bytes from offset to the end of the last element. 0 for a tensor without elements.
+  std::uint64_t length = 0;
+  // Whether the elements are dense in row-major order, so that the strides add no information.
+  bool packed = false;
 };
 
-// The archive in bytes [begin, begin + length) of a file.
-// Keeps the pickle and the directory in memory and no reference to the file. Reading it costs the
-// directory, the local headers and data.pkl; storages are not touched.
+// The torch archive in bytes [begin, begin + length) of a file. The object has the pickle and the
+// zip directory in memory and no reference to the file. Read reads the zip directory, the local
+// headers and data.pkl, but no storages.
 class TorchArchive {
  public:
-  // kDataLoss, kUnsupported as ZipArchive::Read and pickle::Parse say; kDataLoss where data.pkl is
-  // missing or fails its CRC, where entries lie outside of its folder, and where names differ in
-  // nothing but case, or in case from what torch looks for: it finds them; kUnsupported where
-  // byteorder says "big" (none: little), where `version` is none that we know or is not there
-  // (torch refuses both), and of TorchScript programs.
+  // Reads an archive. kDataLoss and kUnsupported as ZipArchive::Read and pickle::Parse return them.
+  // Also kDataLoss if data.pkl is missing or fails its CRC, if entries lie outside of the directory
+  // of data.pkl, or if names differ only in case: of two entries, or of an entry and a name that
+  // torch looks for (torch ignores case). Also kUnsupported if byteorder is "big" (a missing entry
+  // means little), if `version` is missing or unknown (torch refuses both), or if the archive is a
+  // TorchScript program.
   static Result<TorchArchive> Read(File& file, std::uint64_t begin, std::uint64_t length,
                                    const pickle::Options& options = {});
 
   const pickle::Document& document() const { return *document_; }
   const ZipArchive& zip() const { return zip_; }
 
-  // Whether a value is a tensor (or a parameter around one).
+  // Whether a value is a tensor, or a parameter that contains a tensor.
   static bool IsTensor(const pickle::Value& value);
-  // Where it is. kDataLoss: a storage that is not there, is too short for the view, or numbers that
-  // overflow; kUnsupported by name: quantised, sparse, nested, meta, subclasses, dtypes that we
-  // lack.
+  // The position of the tensor's bytes. kDataLoss if the storage is missing or too short for the
+  // view, or if numbers overflow. kUnsupported, with the reason, for quantised, sparse, nested and
+  // meta tensors, for subclasses, and for dtypes that tensormount does not have.
   Result<StoredTensor> TensorOf(const pickle::Value& value) const;
 
  private:
-  std::string prefix_;  // "archive/"
+  // Directory of data.pkl: "archive/".
+  std::string prefix_;
   ZipArchive zip_;
   std::unique_ptr<pickle::Document> document_;
-  std::set<std::string, std::less<>>
-      two_kinds_;  // Keys of storages that are said to be two things.
+  // Keys of storages that the pickle declares with different types or sizes.
+  std::set<std::string, std::less<>> conflicting_storages_;
 };
 
-// The one tensor that an archive is (an item of a .distcp file). Errors: as those of
-// TorchArchive, and kDataLoss where the root of the pickle is no tensor.
+// The tensor of an archive whose root is a tensor (an item of a .distcp file). Errors as for
+// TorchArchive; also kDataLoss if the root of the pickle is not a tensor.
 Result<StoredTensor> ReadTorchItem(File& file, std::uint64_t begin, std::uint64_t length);
 
-// What an object's bytes are, for a person: the listing of the pickle in a torch archive or of a
-// bare pickle (pickle::Describe, names it asks for marked "not called"), or one line that says what
-// they are instead. Reads at most 64 MiB.
+// A description of an object's bytes for people. For a torch archive or a bare pickle: the listing
+// of the pickle (pickle::Describe). For other bytes: one line that says what they are. Reads at
+// most 64 MiB.
 Result<std::string> DescribeObject(File& file, std::uint64_t begin, std::uint64_t length);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the calls by which a pickle rebuilds a tensor to a strided window of a storage, as torch
-// 2.13 would see it. Where torch would do something to the bytes (conjugate, negate, replace them
-// later) the tensor is refused by name: a wrong window is worse than none.
+// Converts the calls by which a pickle rebuilds a tensor to a strided view of a storage, as torch
+// 2.13 would see it. A tensor whose bytes torch would change (conjugate, negate, replace later) is
+// refused with the reason, because the view would have wrong values.
 #include "index/archives/torch_tensor.h"
 
 #include <algorithm>
@@ -33,46 +33,45 @@ std::string NameOf(const Value& global) {
   return std::string(global.module()) + "." + std::string(global.name());
 }
 
-// A tuple of integers, or torch.Size of one. More axes than kMaxRank are well-formed to torch, so
-// such a tensor is left out by name and no damage.
+// The integers of a tuple or of a torch.Size. torch allows more axes than kMaxRank, so such a
+// tensor is kUnsupported and not damaged.
 Result<Dims> DimsOf(const Value& value, std::string_view what) {
   Value tuple = value;
   if (value.Is(KnownClass::kTorchSize)) {
-    if (value.args().size() != 1) return Damaged(std::string(what) + " is no torch.Size");
+    if (value.args().size() != 1) return Damaged(std::string(what) + " is not a valid torch.Size");
     tuple = value.args().item(0);
   }
-  // No list: that may have changed since the call.
-  if (tuple.kind() != Kind::kTuple) return Damaged(std::string(what) + " is no tuple");
+  // A list is refused, because the stream may have changed it since the call.
+  if (tuple.kind() != Kind::kTuple) return Damaged(std::string(what) + " is not a tuple");
   if (tuple.size() > static_cast<std::size_t>(kMaxRank)) {
-    return UnsupportedTensor("it has " + std::to_string(tuple.size()) +
+    return UnsupportedTensor("the tensor has " + std::to_string(tuple.size()) +
                              " axes, over the limit of " + std::to_string(kMaxRank));
   }
   Dims out;
   for (std::size_t i = 0; i < tuple.size(); ++i) {
     const Value v = tuple.item(i);
     if (v.kind() != Kind::kInt || v.integer() < 0) {
-      return Damaged(std::string(what) + " holds what is no size");
+      return Damaged(std::string(what) + " has an element that is not a non-negative integer");
     }
     out.push_back(v.integer());
   }
   return out;
 }
 
-// What was done to a tensor after it was made: BUILD calls set_() with other data, items are cells.
-// BUILD of a tensor may run set_(), which gives it other bytes; whoever would show the ones of the
-// call shows something else than torch.
+// kUnsupported if the stream changes the tensor after the call that made it: BUILD may run set_(),
+// which replaces the bytes, and setting items assigns elements.
 Status CheckUntouched(const Value& object) {
-  if (object.built()) return UnsupportedTensor("given another state after it was made");
-  if (object.size() > 0) return UnsupportedTensor("given items after it was made");
+  if (object.built()) return UnsupportedTensor("the state is set again after it was created");
+  if (object.size() > 0) return UnsupportedTensor("items are added to it after it was created");
   return Status();
 }
 
-// Attributes that people give to parameters are just that; these mean something to a tensor:
-// "data" replaces its bytes. Those of PyTorch 2.13 that can be set, or say that they cannot.
-// A list of names, with a blank on either side of each. Names with blanks or in dunder form are
-// refused as well. New releases may add names: unknown ones are harmless attributes, and this list
-// is compared with a release by hand.
-bool IsTensorsOwn(std::string_view name) {
+// Whether torch gives a meaning to an attribute of this name ("data" replaces the bytes). Other
+// attributes of a tensor are harmless. The list has the attributes of PyTorch 2.13 that can be set,
+// or raise an error when set, with a space on either side of each. Names with spaces and dunder
+// names are treated like names in the list. The list must be compared by hand with new releases of
+// PyTorch.
+bool IsTensorAttribute(std::string_view name) {
   constexpr std::string_view kOwn =
       " H T data device dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia "
       "is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan "
@@ -84,39 +83,40 @@ bool IsTensorsOwn(std::string_view name) {
   return at != std::string_view::npos;
 }
 
-// A dict of attributes, or a pair of that and slots.
+// Checks the attributes of a tensor: a dict, or a pair of dict and slots.
 Status CheckAttributes(const Value& state) {
   const bool pair = state.kind() == Kind::kTuple && state.size() == 2;
   for (std::size_t part = 0; part < (pair ? 2u : 1u); ++part) {
     const Value names = pair ? state.item(part) : state;
     if (names.kind() == Kind::kNone) continue;
-    if (names.kind() != Kind::kDict) return UnsupportedTensor("with a state that is no dict");
+    if (names.kind() != Kind::kDict) return UnsupportedTensor("the state is not a dict");
     for (std::size_t i = 0; i < names.size(); ++i) {
       const Value name = names.key(i);
-      if (name.kind() != Kind::kString || IsTensorsOwn(name.text())) {
-        return UnsupportedTensor("with a state that changes more than attributes of its own");
+      if (name.kind() != Kind::kString || IsTensorAttribute(name.text())) {
+        return UnsupportedTensor("the state sets attributes of torch.Tensor itself");
       }
     }
   }
   return Status();
 }
 
-// Floating point, real and complex.
+// Whether tensors of this dtype may require a gradient: floating-point and complex types.
 bool MayRequireGrad(std::string_view dtype) {
   return dtype.starts_with("float") || dtype.starts_with("bfloat") || dtype.starts_with("c") ||
          dtype == "double" || dtype == "half";
 }
 
-// The function that makes the tensor and its arguments, without what only wraps them.
+// The call that makes a tensor, without its wrappers.
 struct Call {
   Value function;
   Value args;
-  // Of the tensor and of what wraps it.
+  // True if the tensor or a wrapper requires a gradient.
   bool requires_grad = false;
 };
 
-// The functions differ in the number of arguments only: (storage, offset, size, stride) of
-// _rebuild_tensor, two or three more of v2, and a dtype before the metadata of v3.
+// Checks the number of arguments of a function that makes a tensor. _rebuild_tensor has (storage,
+// offset, size, stride). _rebuild_tensor_v2 has two or three more arguments, and v3 also a dtype
+// before the metadata.
 Result<Call> CallOf(const Value& function, const Value& args) {
   std::size_t least = 6;  // (storage, offset, size, stride, requires_grad, hooks[, metadata])
   std::size_t most = 7;
@@ -127,18 +127,19 @@ Result<Call> CallOf(const Value& function, const Value& args) {
     ++most;
   }
   if (args.size() < least || args.size() > most) {
-    return Damaged(NameOf(function) + " with " + std::to_string(args.size()) + " arguments");
+    return Damaged(NameOf(function) + " is called with " + std::to_string(args.size()) +
+                   " arguments");
   }
   return Call{function, args, false};
 }
 
 Result<bool> RequiresGrad(const Value& value) {
-  if (value.kind() != Kind::kBool) return Damaged("requires_grad is neither true nor false");
+  if (value.kind() != Kind::kBool) return Damaged("requires_grad is not a bool");
   return value.boolean();
 }
 
-// Takes off what wraps a tensor: Parameter(data, requires_grad, hooks), and _rebuild_from_type_v2
-// for subclasses that are plain tensors with attributes.
+// Removes the wrappers of a tensor. Wrappers are Parameter(data, requires_grad, hooks), and
+// _rebuild_from_type_v2 for subclasses that are plain tensors with attributes.
 Result<Call> Unwrap(const Value& value) {
   Value at = value;
   bool requires_grad = false;
@@ -150,7 +151,7 @@ Result<Call> Unwrap(const Value& value) {
     out.requires_grad = out.requires_grad || requires_grad;
     return out;
   };
-  // A parameter around a subclass around a tensor, and no deeper.
+  // The deepest valid nesting is a parameter around a subclass around a tensor.
   for (int depth = 0; depth < 4; ++depth) {
     if (at.kind() != Kind::kObject) break;
     TENSORMOUNT_RETURN_IF_ERROR(CheckUntouched(at));
@@ -162,11 +163,12 @@ Result<Call> Unwrap(const Value& value) {
         return found(at.callee(), args);
       case KnownClass::kRebuildOther:
         return UnsupportedTensor("made by " + NameOf(at.callee()) +
-                                 ", which keeps no plain rows of elements");
+                                 ", which does not store plain rows of elements");
       case KnownClass::kRebuildParameter: {
         // (data, requires_grad, hooks[, state])
         const bool with_state = at.callee().name() == "_rebuild_parameter_with_state";
-        if (args.size() != (with_state ? 4u : 3u)) return Damaged("a parameter without its parts");
+        if (args.size() != (with_state ? 4u : 3u))
+          return Damaged("a parameter with the wrong number of arguments");
         TENSORMOUNT_ASSIGN_OR_RETURN(const bool grad, RequiresGrad(args.item(1)));
         requires_grad = requires_grad || grad;
         if (with_state) TENSORMOUNT_RETURN_IF_ERROR(CheckAttributes(args.item(3)));
@@ -177,12 +179,12 @@ Result<Call> Unwrap(const Value& value) {
         // (function, type, its arguments, state)
         if (args.size() != 4 || args.item(0).kind() != Kind::kGlobal ||
             args.item(1).kind() != Kind::kGlobal || args.item(2).kind() != Kind::kTuple) {
-          return Damaged("a subclass without its parts");
+          return Damaged("a subclass with the wrong arguments");
         }
         const std::string_view type = args.item(1).name();
         if (args.item(1).known() != KnownClass::kTorchOther ||
             (type != "Tensor" && type != "Parameter" && type != "Buffer")) {
-          return UnsupportedTensor("of the subclass " + NameOf(args.item(1)));
+          return UnsupportedTensor("the subclass " + NameOf(args.item(1)) + " is not supported");
         }
         TENSORMOUNT_RETURN_IF_ERROR(CheckAttributes(args.item(3)));
         switch (args.item(0).known()) {
@@ -191,19 +193,19 @@ Result<Call> Unwrap(const Value& value) {
           case KnownClass::kRebuildTensorV3:
             return found(args.item(0), args.item(2));
           default:
-            return UnsupportedTensor("made by " + NameOf(args.item(0)));
+            return UnsupportedTensor("made by " + NameOf(args.item(0)) +
+                                     ", which is not supported");
         }
       }
       default:
-        return Damaged("made by " + NameOf(at.callee()) + ", which makes none");
+        return Damaged("made by " + NameOf(at.callee()) + ", which does not make tensors");
     }
   }
-  return Damaged("there is none");
+  return Damaged("not made by a function that makes tensors");
 }
 
-// "FloatStorage" and its kin. Empty: bytes without a type.
-// The element type that a storage class stands for. Quantised ones are known names and not in this
-// list.
+// The element type of a storage class such as "FloatStorage". Empty for untyped bytes. Quantised
+// classes are not in the list.
 Result<std::string_view> StorageDType(std::string_view name) {
   constexpr std::pair<std::string_view, std::string_view> kNames[] = {
       {"DoubleStorage", "float64"},
@@ -223,28 +225,28 @@ Result<std::string_view> StorageDType(std::string_view name) {
   for (const auto& [storage, dtype] : kNames) {
     if (storage == name) return dtype;
   }
-  return UnsupportedTensor("in a " + std::string(name) + ", whose elements are no plain numbers");
+  return UnsupportedTensor("stored in a " + std::string(name) +
+                           ", whose elements are not plain numbers");
 }
 
 struct Storage {
   std::string key;
-  std::string_view dtype;  // torch's name; empty: bytes.
+  std::string_view dtype;  // torch's name of the element type; empty for untyped bytes.
   std::int64_t count = 0;
 };
 
-// ('storage', class, key, location, count)
-// The location ("cpu", "cuda:0") says where torch had it and means nothing for the bytes in the
-// file.
+// Decodes the persistent id ('storage', class, key, location, count). The location ("cpu",
+// "cuda:0") is ignored, because it does not affect the bytes in the file.
 Result<Storage> StorageOf(const Value& value) {
   if (value.kind() != Kind::kPersistent || value.args().kind() != Kind::kTuple) {
-    return Damaged("its storage is no reference to one");
+    return Damaged("the storage is not a valid storage reference");
   }
   const Value id = value.args();
   if (id.size() != 5 || id.item(0).kind() != Kind::kString || id.item(0).text() != "storage" ||
       id.item(1).kind() != Kind::kGlobal || id.item(1).known() != KnownClass::kTorchStorage ||
       id.item(2).kind() != Kind::kString || id.item(4).kind() != Kind::kInt ||
       id.item(4).integer() < 0) {
-    return Damaged("its storage is no reference to one");
+    return Damaged("the storage is not a valid storage reference");
   }
   if (id.item(3).kind() == Kind::kString && id.item(3).text() == "meta") {
     return UnsupportedTensor("on the device meta, which has no bytes");
@@ -256,38 +258,37 @@ Result<Storage> StorageOf(const Value& value) {
   return out;
 }
 
-// What torch keeps there are marks of views whose bytes are not their values (conj, neg), and it
-// takes them from any dict, whatever they are set to.
+// Refuses views whose bytes are not their values. The metadata mark such views (conj, neg), and
+// torch applies the marks of any dict, whatever their values.
 Status CheckViewBits(const Value& metadata) {
   if (metadata.kind() == Kind::kNone) return Status();
   if (metadata.kind() == Kind::kDict && metadata.size() == 0) return Status();
   return UnsupportedTensor("a lazy view (conj, neg) whose bytes are not its values");
 }
 
-// Expanded tensors show their elements many times; far more than any that were saved would take
-// for ever to read.
-// A stream of 100 bytes may show one element 2^60 times; honest expanded tensors (a mask, a scalar
-// that is broadcast) are far below 1,024 times their storage, or small.
-Status CheckShown(std::int64_t volume, std::int64_t item_bytes, std::uint64_t storage_bytes) {
+// Limits how often a view repeats the elements of a storage, because a stream of 100 bytes may
+// expand one element 2^60 times. Real expanded tensors (a mask, a broadcast scalar) have far less
+// than 1,024 times the bytes of their storage, or are small.
+Status CheckExpansion(std::int64_t volume, std::int64_t item_bytes, std::uint64_t storage_bytes) {
   constexpr std::uint64_t kMaxTimes = 1024;
   constexpr std::uint64_t kSmall = std::uint64_t{1} << 20;
   const std::optional<std::int64_t> shown = CheckedMul(volume, item_bytes);
-  if (!shown) return Damaged("its bytes overflow");
+  if (!shown) return Damaged("the size in bytes overflows");
   const auto bytes = static_cast<std::uint64_t>(*shown);
   if (bytes <= kSmall || bytes / kMaxTimes <= storage_bytes) return Status();
-  return UnsupportedTensor("a view that shows its storage of " + std::to_string(storage_bytes) +
-                           " bytes as " + std::to_string(bytes) + ", over " +
+  return UnsupportedTensor("a view that expands its storage of " + std::to_string(storage_bytes) +
+                           " bytes to " + std::to_string(bytes) + ", over " +
                            std::to_string(kMaxTimes) + " times as many");
 }
 
-// Fills strides, offset, length and packed of a view whose dtype and shape are set.
-// Elements are at offset + sum(index[a] * stride[a]), strides not negative, so the last element is
-// at the largest index of every axis: the span is one element and (extent - 1) * stride for each
-// axis. All in checked arithmetic: numbers are the stream's.
+// Sets strides, offset, length and packed of a view whose dtype and shape are set. Strides are not
+// negative, so the last element is at the largest index of every axis, and the length is one
+// element plus (extent - 1) * stride for each axis. The arithmetic is checked, because the numbers
+// come from the stream.
 Status PlaceView(const Dims& torch_strides, std::int64_t first, std::int64_t item_bytes,
                  std::uint64_t storage_bytes, StoredTensor& view) {
   const std::optional<std::int64_t> volume = CheckedProduct(view.shape);
-  // Strides of dense rows, which are compared with those of the view axis by axis.
+  // The strides of a dense view of this shape, to be compared with the strides of the view.
   const auto dense = [&]() -> std::optional<Dims> {
     Dims out = Dims::Filled(view.shape.rank(), 0);
     std::optional<std::int64_t> row = item_bytes;
@@ -300,17 +301,17 @@ Status PlaceView(const Dims& torch_strides, std::int64_t first, std::int64_t ite
     return out;
   };
   const std::optional<Dims> packed = dense();
-  if (!volume || !packed) return Damaged("its shape " + view.shape.ToString() + " overflows");
+  if (!volume || !packed) return Damaged("the shape " + view.shape.ToString() + " overflows");
   view.strides = *packed;
   view.packed = true;
   if (*volume == 0) return Status();
   const std::optional<std::int64_t> offset = CheckedMul(first, item_bytes);
   std::optional<std::int64_t> span = item_bytes;
   for (int axis = 0; axis < view.shape.rank() && span; ++axis) {
-    // The stride of an axis of one element says nothing.
+    // The stride of an axis of extent 1 has no effect.
     if (view.shape[axis] == 1) continue;
     const std::optional<std::int64_t> stride = CheckedMul(torch_strides[axis], item_bytes);
-    if (!stride) return Damaged("its strides overflow");
+    if (!stride) return Damaged("the strides overflow");
     if (*stride != view.strides[axis]) view.packed = false;
     view.strides[axis] = *stride;
     const std::optional<std::int64_t> reach = CheckedMul(view.shape[axis] - 1, *stride);
@@ -319,10 +320,10 @@ Status PlaceView(const Dims& torch_strides, std::int64_t first, std::int64_t ite
   if (!offset || !span ||
       !RangeWithin(static_cast<std::uint64_t>(*offset), static_cast<std::uint64_t>(*span),
                    storage_bytes)) {
-    return Damaged("its view reaches past the end of its storage of " +
+    return Damaged("the view reaches past the end of the storage of " +
                    std::to_string(storage_bytes) + " bytes");
   }
-  TENSORMOUNT_RETURN_IF_ERROR(CheckShown(*volume, item_bytes, storage_bytes));
+  TENSORMOUNT_RETURN_IF_ERROR(CheckExpansion(*volume, item_bytes, storage_bytes));
   view.offset = static_cast<std::uint64_t>(*offset);
   view.length = static_cast<std::uint64_t>(*span);
   return Status();
@@ -334,30 +335,30 @@ Result<DType> TorchDType(std::string_view name) {
   if (name == kPairOfF4) return DType::kF4;
   const Result<DType> found = DTypeFromName("torch." + std::string(name));
   if (found.ok()) return found;
-  return UnsupportedTensor("of torch." + std::string(name.substr(0, 64)) +
-                           ", which has no element type here");
+  return UnsupportedTensor("of dtype torch." + std::string(name.substr(0, 64)) +
+                           ", which is not supported");
 }
 
 bool IsTorchTensor(const Value& value) {
   return value.kind() == Kind::kObject && pickle::IsTensorFunction(value.callee().known());
 }
 
-// O(ids). Torch loads a storage when it meets its key for the first time and hands it out from then
-// on, so a later id with another type or size would be read differently by a reader that looks at
-// each id alone.
-std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document) {
+// torch loads a storage at its first id and reuses it for all later ids. A reader that uses the
+// type or size of a later id would read something else. O(number of ids).
+std::set<std::string, std::less<>> ConflictingStorages(const pickle::Document& document) {
   const auto on_meta = [](const Value& id) {
     return id.item(3).kind() == Kind::kString && id.item(3).text() == "meta";
   };
-  std::unordered_map<std::string_view, Value> first;  // Ids, by the key of their storage.
+  // First id of each storage, by the key of the storage.
+  std::unordered_map<std::string_view, Value> first;
   std::set<std::string, std::less<>> out;
   for (std::size_t i = 0; i < document.persistent_count(); ++i) {
     const Value id = document.persistent(i).args();
     if (id.kind() != Kind::kTuple || id.size() != 5 || id.item(1).kind() != Kind::kGlobal ||
         id.item(2).kind() != Kind::kString || id.item(4).kind() != Kind::kInt) {
-      continue;  // Whoever wants its tensor is told.
+      continue;  // TorchTensorOf reports such an id.
     }
-    // torch keeps no storage without bytes.
+    // torch does not cache a storage without bytes.
     if (id.item(4).integer() == 0) continue;
     const auto [at, fresh] = first.try_emplace(id.item(2).text(), id);
     const Value& before = at->second;
@@ -370,45 +371,47 @@ std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& do
   return out;
 }
 
-// The offset and strides of the stream are in elements; what comes out is in bytes.
+// Offset and strides are in elements in the stream, and in bytes in the result.
 Result<TorchTensor> TorchTensorOf(const Value& value) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Call call, Unwrap(value));
   const Value& args = call.args;
   const KnownClass function = call.function.known();
   TENSORMOUNT_ASSIGN_OR_RETURN(Storage storage, StorageOf(args.item(0)));
   if (args.item(1).kind() != Kind::kInt || args.item(1).integer() < 0) {
-    return Damaged("its offset is no number");
+    return Damaged("the offset is not a non-negative integer");
   }
   TorchTensor out;
-  TENSORMOUNT_ASSIGN_OR_RETURN(out.view.shape, DimsOf(args.item(2), "its size"));
-  TENSORMOUNT_ASSIGN_OR_RETURN(Dims strides, DimsOf(args.item(3), "its stride"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(out.view.shape, DimsOf(args.item(2), "the size"));
+  TENSORMOUNT_ASSIGN_OR_RETURN(Dims strides, DimsOf(args.item(3), "the stride"));
   if (strides.rank() != out.view.shape.rank()) {
-    return Damaged("its size has " + std::to_string(out.view.shape.rank()) + " axes, its stride " +
-                   std::to_string(strides.rank()));
+    return Damaged("the size has " + std::to_string(out.view.shape.rank()) +
+                   " axes, but its stride has " + std::to_string(strides.rank()));
   }
   std::string_view dtype = storage.dtype;
   std::size_t metadata = 6;
   if (function == KnownClass::kRebuildTensorV3) {
-    // Of untyped storage; the type is an argument of its own.
+    // _rebuild_tensor_v3 has an untyped storage; the dtype is a separate argument.
     metadata = 7;
     if (args.item(6).kind() != Kind::kGlobal || args.item(6).known() != KnownClass::kTorchDtype) {
-      return Damaged("it says no element type");
+      return Damaged("the tensor has no dtype");
     }
-    if (!storage.dtype.empty()) return Damaged("a typed storage where bytes were announced");
+    if (!storage.dtype.empty())
+      return Damaged("the storage is typed, but an untyped storage was expected");
     dtype = args.item(6).name();
   } else if (dtype.empty()) {
-    return Damaged("it says no element type");
+    return Damaged("the tensor has no dtype");
   }
   if (args.size() > metadata) TENSORMOUNT_RETURN_IF_ERROR(CheckViewBits(args.item(metadata)));
   TENSORMOUNT_ASSIGN_OR_RETURN(out.view.dtype, TorchDType(dtype));
   if (call.requires_grad && !MayRequireGrad(dtype)) {
-    return Damaged("it requires a gradient, which torch." + std::string(dtype) + " cannot have");
+    return Damaged("the tensor requires a gradient, which torch." + std::string(dtype) +
+                   " cannot have");
   }
   const bool pairs = dtype == kPairOfF4;
   const std::int64_t item_bytes = pairs ? 1 : InfoOf(out.view.dtype).bits / 8;
   const std::optional<std::int64_t> bytes =
       CheckedMul(storage.count, storage.dtype.empty() ? 1 : item_bytes);
-  if (!bytes) return Damaged("its storage's size overflows");
+  if (!bytes) return Damaged("the size of the storage overflows");
   out.storage = std::move(storage.key);
   out.storage_bytes = static_cast<std::uint64_t>(*bytes);
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -416,12 +419,12 @@ Result<TorchTensor> TorchTensorOf(const Value& value) {
   if (pairs) {
     const int last = out.view.shape.rank() - 1;
     if (last < 0 || !out.view.packed) {
-      return UnsupportedTensor("of torch.float4_e2m1fn_x2 in another order than rows");
+      return UnsupportedTensor("of dtype torch.float4_e2m1fn_x2 and not in row-major order");
     }
     const std::optional<std::int64_t> doubled = CheckedMul(out.view.shape[last], std::int64_t{2});
-    if (!doubled) return Damaged("its shape overflows");
+    if (!doubled) return Damaged("the shape overflows");
     out.view.shape[last] = *doubled;
-    out.view.strides = Dims();  // No stride of half a byte.
+    out.view.strides = Dims();  // There is no stride of half a byte.
   }
   return out;
 }

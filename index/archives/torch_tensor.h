@@ -9,17 +9,18 @@
 
 #include "index/archives/torch_archive.h"
 
-// What a pickle of torch says of a tensor, before anybody looks where its storage is.
+// The description of a tensor in a pickle, before its storage is looked up in the archive.
 
 namespace tensormount {
 
-// Several tensors may name one storage, with other offsets and strides: views, and tied parameters.
+// A tensor as a view of a storage. Several tensors may be views of one storage with different
+// offsets and strides: slices, and tied parameters.
 struct TorchTensor {
-  std::string storage;              // Its key: "0".
-  std::uint64_t storage_bytes = 0;  // As the pickle has it.
-  StoredTensor view;                // Offset counts from the storage's begin.
+  std::string storage;              // Key of the storage: "0".
+  std::uint64_t storage_bytes = 0;  // Size of the storage according to the pickle.
+  StoredTensor view;                // Offsets of the view count from the start of the storage.
 
-  // With the storage at `offset` of a file.
+  // The view as a StoredTensor, for a storage that begins at `offset` of a file.
   StoredTensor In(std::uint64_t offset) const {
     StoredTensor out = view;
     out.offset += offset;
@@ -27,23 +28,23 @@ struct TorchTensor {
   }
 };
 
-// Keys of storages that a pickle refers to with several types or sizes: torch takes the first one's
-// for all, in the order of the stream.
-std::set<std::string, std::less<>> StoragesOfTwoKinds(const pickle::Document& document);
+// Keys of storages that a pickle declares with different types or sizes. torch uses the first
+// declaration in the stream for all tensors of the storage.
+std::set<std::string, std::less<>> ConflictingStorages(const pickle::Document& document);
 
-// By what would be called, without looking at arguments: TorchTensorOf says whether they make
-// sense.
+// Whether the value is made by a function that makes tensors. The arguments are not checked;
+// TorchTensorOf checks them.
 bool IsTorchTensor(const pickle::Value& value);
 
-// kDataLoss: it is no tensor, the view leaves its storage, numbers overflow. kUnsupported by name:
-// as TorchArchive::TensorOf says.
+// The tensor that `value` describes. kDataLoss if the value is not a tensor, if the view exceeds
+// its storage, or if numbers overflow. kUnsupported as for TorchArchive::TensorOf.
 //
-// A float4_e2m1fn_x2 is two elements to torch's one: it becomes our f4 with the last axis doubled,
-// as safetensors has it.
+// torch's float4_e2m1fn_x2 is a pair of elements. It becomes f4 with the last axis doubled, as in
+// safetensors.
 Result<TorchTensor> TorchTensorOf(const pickle::Value& value);
 
-// The element type that torch calls so ("float8_e4m3fn"); of "float4_e2m1fn_x2" f4. kUnsupported by
-// name: quantised and bit types, complex32.
+// The element type for torch's name, such as "float8_e4m3fn". f4 for "float4_e2m1fn_x2".
+// kUnsupported, with the name, for quantised and bit types and for complex32.
 Result<DType> TorchDType(std::string_view name);
 
 }  // namespace tensormount

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Zip archives as their central directory says, each entry compared with its local header, because
-// two readers that trust different ones would see different files. Entries that overlap, have two
-// sizes or reach outside are refused. Nothing is decompressed.
+// The zip reader of zip_archive.h. It compares each entry of the central directory with the local
+// header, because two readers that trust different headers would see different files. Entries that
+// overlap, have two sizes or lie outside of the archive are refused. Nothing is decompressed.
 //
 //   [local header, name, extra][bytes][descriptor]   once for each entry
 //   central directory: a record for each entry, with the offset of its local header
 //   zip64 end record, zip64 locator                  where counts or sizes need 64 bits
 //   end record, comment
 //
-// Read from the end: the end record names the central directory, that the local headers. All
-// offsets are relative to the begin of the archive, which may be in the middle of a file (.distcp).
-// An item of a .distcp file costs about 10 KiB: its end, its local headers, and what stands behind
-// its payload.
+// The archive is read from its end: the end record locates the central directory, which locates the
+// local headers. Offsets in these records count from the start of the archive, which may be in the
+// middle of a file (.distcp). Local headers are fetched together, so that a remote file costs three
+// round trips: the end, the central directory, the local headers.
 #include "index/archives/zip_archive.h"
 
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <span>
+#include <vector>
 
+#include "base/byte_range.h"
 #include "base/checked.h"
 #include "base/coding.h"
 #include "base/crc32.h"
@@ -37,16 +40,18 @@ constexpr std::size_t kCentralBytes = 46;
 constexpr std::size_t kEndBytes = 22;
 constexpr std::size_t kEnd64Bytes = 56;
 constexpr std::size_t kLocator64Bytes = 20;
-constexpr std::uint32_t kIn64 = 0xffffffff;  // "See the zip64 field."
+constexpr std::size_t kMostDescriptor = 24;
+constexpr std::uint32_t kIn64 = 0xffffffff;  // The value is in the zip64 field.
 constexpr std::uint16_t kIn64Short = 0xffff;
-// Several hundred thousand entries; torch writes one a storage.
+// Limit of the central directory: room for several hundred thousand entries. torch writes one for
+// each storage.
 constexpr std::uint64_t kMaxDirectory = std::uint64_t{64} << 20;
 
 constexpr std::uint16_t kEncrypted = 1 << 0;
 constexpr std::uint16_t kHasDescriptor = 1 << 3;
 constexpr std::uint16_t kStrongEncryption = 1 << 6;
 constexpr std::uint16_t kMasked = 1 << 13;
-constexpr std::uint16_t kStored = 0;  // The method that leaves bytes as they are.
+constexpr std::uint16_t kStored = 0;  // The method without compression.
 
 std::string ShownEntry(std::string_view name) {
   std::string out = "entry '";
@@ -57,11 +62,11 @@ std::string ShownEntry(std::string_view name) {
   return out + (name.size() > 100 ? "...'" : "'");
 }
 
-// Why a name must not be used; empty: it may.
+// The reason why a name is refused; empty if it is accepted.
 std::string_view NameFault(std::string_view name) {
   if (name.empty()) return "has no name";
   if (name.front() == '/') return "has an absolute name";
-  if (!IsUtf8(name)) return "has a name that is no UTF-8";
+  if (!IsUtf8(name)) return "has a name that is not valid UTF-8";
   for (const char c : name) {
     if (c == '\0') return "has a NUL in its name";
     if (c == '\\') return "has a backslash in its name";
@@ -77,19 +82,21 @@ std::string_view NameFault(std::string_view name) {
   return {};
 }
 
-// Reads small records that lie near each other in few reads, and small archives in one.
-// Archives of up to 4 KiB are read whole by the first call. Of larger ones each call reads at least
-// 4 KiB from where it was asked, so that headers that stand together come together.
+// Reads small records with few reads. The first call reads an archive of up to 4 KiB as a whole. In
+// a larger archive a call reads at least 4 KiB from the requested offset, so that neighbouring
+// headers come together, unless Fetch has read them already.
 class Window {
  public:
   Window(File& file, std::uint64_t begin, std::uint64_t length)
       : file_(file), begin_(begin), length_(length) {}
 
-  // Bytes [offset, offset + n) of the archive; valid until the next call. kDataLoss past the end.
+  // Bytes [offset, offset + n) of the archive. Valid until the next call. kDataLoss if they reach
+  // past the end of the archive.
   Result<const char*> Get(std::uint64_t offset, std::size_t n) {
     if (!RangeWithin(offset, n, length_)) {
       return Status(Code::kDataLoss, "reaches past the end of the archive");
     }
+    if (const char* const known = Fetched(offset, n); known != nullptr) return known;
     if (offset < at_ || offset + n > at_ + size_) {
       at_ = length_ <= kSmall ? 0 : offset;
       size_ = 0;
@@ -101,8 +108,48 @@ class Window {
     return buffer_.data() + (offset - at_);
   }
 
+  // Reads sorted ranges of the archive together, and forgets the ranges of the previous Fetch.
+  // Ranges with small gaps are read as one. Errors are ignored: Get reads a range that Fetch could
+  // not read, and returns its error.
+  void Fetch(std::span<const ByteRange> ranges) {
+    fetched_.clear();
+    if (length_ <= kSmall) return;
+    std::uint64_t bytes = 0;
+    for (const ByteRange& range : ranges) {
+      if (fetched_.empty() || range.begin > fetched_.back().range.end + kMaxGap) {
+        fetched_.push_back({range, bytes});
+      }
+      ByteRange& last = fetched_.back().range;
+      last.end = std::max(last.end, range.end);
+      bytes = fetched_.back().at + last.size();
+    }
+    fetched_bytes_.resize(static_cast<std::size_t>(bytes));
+    const std::span<std::byte> out = std::as_writable_bytes(std::span(fetched_bytes_));
+    std::vector<ReadRun> runs;
+    for (const FetchedRange& piece : fetched_) {
+      runs.push_back({begin_ + piece.range.begin, out.subspan(piece.at, piece.range.size())});
+    }
+    if (!file_.ReadMany(runs).ok()) fetched_.clear();
+  }
+
  private:
   static constexpr std::uint64_t kSmall = 4096;
+  static constexpr std::uint64_t kMaxGap = 1024;
+
+  struct FetchedRange {
+    ByteRange range;
+    std::uint64_t at = 0;  // Position in fetched_bytes_.
+  };
+
+  const char* Fetched(std::uint64_t offset, std::size_t n) const {
+    const auto after = std::upper_bound(
+        fetched_.begin(), fetched_.end(), offset,
+        [](std::uint64_t wanted, const FetchedRange& piece) { return wanted < piece.range.begin; });
+    if (after == fetched_.begin()) return nullptr;
+    const FetchedRange& piece = *std::prev(after);
+    if (!piece.range.Contains({offset, offset + n})) return nullptr;
+    return fetched_bytes_.data() + piece.at + (offset - piece.range.begin);
+  }
 
   File& file_;
   const std::uint64_t begin_;
@@ -110,14 +157,16 @@ class Window {
   std::string buffer_;
   std::uint64_t at_ = 0;
   std::uint64_t size_ = 0;
+  std::vector<FetchedRange> fetched_;
+  std::string fetched_bytes_;
 };
 
-// The zip64 field among extra fields; nullopt: damaged. Empty where there is none.
-// A second zip64 field would be read by some and ignored by others: refused.
+// The zip64 field among extra fields. Empty if there is none; nullopt if the fields are damaged. A
+// second zip64 field is damage, because readers differ in which one they use.
 std::optional<std::string_view> Zip64Field(std::string_view extra) {
   std::string_view found;
   while (!extra.empty()) {
-    // Some writers pad with fewer than four bytes.
+    // Some writers pad the extra fields with fewer than four bytes.
     if (extra.size() < 4) return found;
     const auto id = LoadLittle<std::uint16_t>(extra.data());
     const std::size_t size = LoadLittle<std::uint16_t>(extra.data() + 2);
@@ -131,9 +180,8 @@ std::optional<std::string_view> Zip64Field(std::string_view extra) {
   return found;
 }
 
-// Takes the next 8 bytes of a zip64 field for a number that did not fit.
-// The field holds only those numbers that are 0xffffffff in the record, in a fixed order: size,
-// packed size, header offset.
+// Takes the next 8 bytes of a zip64 field. The field has only those numbers that are 0xffffffff in
+// the record, in the order size, packed size, header offset.
 bool Take64(std::string_view& field, std::uint64_t& out) {
   if (field.size() < 8) return false;
   out = LoadLittle<std::uint64_t>(field.data());
@@ -141,10 +189,10 @@ bool Take64(std::string_view& field, std::uint64_t& out) {
   return true;
 }
 
-// The length of the data descriptor that `bytes` begin with, if it says this: 16, or 24 with 64-bit
-// sizes; 0: it does not.
-// The signature is optional in the standard, but torch writes it, and without it a descriptor
-// cannot be told from the next header. A writer may use 64-bit sizes for small entries as well.
+// The length of the data descriptor at the start of `bytes`: 16, or 24 with 64-bit sizes. 0 if
+// there is no descriptor with this CRC and size. The signature, optional in the standard, is
+// required: torch writes it, and without a signature a descriptor cannot be distinguished from the
+// next header. Writers may use 64-bit sizes for small entries as well.
 std::size_t DescriptorBytes(std::string_view bytes, std::uint32_t crc, std::uint64_t size) {
   if (bytes.size() < 16 || LoadLittle<std::uint32_t>(bytes.data()) != kDescriptorSignature ||
       LoadLittle<std::uint32_t>(bytes.data() + 4) != crc) {
@@ -189,6 +237,7 @@ class ZipReader {
   Status ReadDirectory();
   Status ReadCentral(std::string_view& left);
   Status ReadLocals();
+  std::size_t FetchLocals(std::span<const std::uint32_t> order, std::size_t from);
   Status ReadLocal(std::size_t i, std::uint64_t& end);
 
   File& file_;
@@ -199,21 +248,21 @@ class ZipReader {
   std::uint64_t directory_bytes_ = 0;
   std::uint64_t count_ = 0;
   std::vector<ZipEntry> entries_;
-  // Of each entry, as the central directory has them; local headers must repeat them.
+  // The flags of each entry in the central directory. Local headers must have the same flags.
   std::vector<std::uint16_t> flags_;
 };
 
-// The comment may have 65,535 bytes, so the record is somewhere in the last 64 KiB; the last KiB is
-// tried first, which mostly holds the zip64 records and a small directory too.
+// Finds and reads the end record. The comment behind it may have 65,535 bytes, so the search covers
+// about the last 64 KiB. The last KiB is searched first, which usually also holds the zip64 records
+// and a small central directory.
 Status ZipReader::ReadEnd() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file_.Stat());
   if (!RangeWithin(begin_, length_, info.size)) {
-    return Damaged("its " + std::to_string(length_) + " bytes reach past the end of the file");
+    return Damaged("the " + std::to_string(length_) + " bytes reach past the end of the file");
   }
   if (length_ < kEndBytes) {
-    return Damaged(std::to_string(length_) + " bytes are too few for one");
+    return Damaged(std::to_string(length_) + " bytes are too few for a zip archive");
   }
-  // Without a comment, as almost always, the last bytes are the record.
   for (const std::uint64_t tail : {std::uint64_t{1024}, std::uint64_t{kEndBytes} + 0xffff}) {
     const auto size = static_cast<std::size_t>(std::min(tail, length_));
     const std::uint64_t first = length_ - size;
@@ -221,14 +270,14 @@ Status ZipReader::ReadEnd() {
     for (std::size_t at = size - kEndBytes + 1; at-- > 0;) {
       const char* p = bytes + at;
       if (LoadLittle<std::uint32_t>(p) != kEndSignature) continue;
-      // Others take the last signature there is, whatever it says: another one than that would be
-      // another archive.
+      // Other readers use the last signature, even if its record is invalid. A record further up
+      // would describe another archive.
       const std::string_view comment(p + kEndBytes, size - at - kEndBytes);
       if (LoadLittle<std::uint16_t>(p + 20) != comment.size()) {
-        return Damaged("its last end record has a comment of another length");
+        return Damaged("the end record does not give the length of the comment");
       }
       if (comment.find("PK\5\6") != std::string_view::npos) {
-        return Damaged("its comment looks like an end record");
+        return Damaged("the comment looks like an end record");
       }
       const auto disk = LoadLittle<std::uint16_t>(p + 4);
       const auto directory_disk = LoadLittle<std::uint16_t>(p + 6);
@@ -238,21 +287,21 @@ Status ZipReader::ReadEnd() {
       directory_ = LoadLittle<std::uint32_t>(p + 16);
       if ((disk != 0 && disk != kIn64Short) ||
           (directory_disk != 0 && directory_disk != kIn64Short)) {
-        return Unsupported("it is spread over several disks");
+        return Unsupported("the archive is spread over several disks");
       }
-      if (here != count_) return Damaged("its end record counts entries in two ways");
+      if (here != count_) return Damaged("the end record has two different entry counts");
       const bool needed = count_ == kIn64Short || directory_bytes_ == kIn64 ||
                           directory_ == kIn64 || disk == kIn64Short;
       return ReadEnd64(first + at, needed);
     }
     if (size == length_) break;
   }
-  return Damaged("there is no end record");
+  return Damaged("the archive has no end record");
 }
 
-// The locator stands right before the end record. Where it is there, its record counts, and numbers
-// in the end record that are not 0xffffffff must agree with it: readers differ in which they
-// believe.
+// The zip64 locator is directly before the end record. If there is a locator, the zip64 record
+// applies, and numbers in the end record that are not 0xffffffff must agree with it, because
+// readers differ in which of the two they use.
 Status ZipReader::ReadEnd64(std::uint64_t end, bool needed) {
   std::uint64_t directory_end = end;
   const char* p = nullptr;
@@ -262,47 +311,47 @@ Status ZipReader::ReadEnd64(std::uint64_t end, bool needed) {
   if (p != nullptr && LoadLittle<std::uint32_t>(p) == kLocator64Signature) {
     const auto offset = LoadLittle<std::uint64_t>(p + 8);
     if (LoadLittle<std::uint32_t>(p + 4) != 0 || LoadLittle<std::uint32_t>(p + 16) > 1) {
-      return Unsupported("it is spread over several disks");
+      return Unsupported("the archive is spread over several disks");
     }
     const std::uint64_t locator = end - kLocator64Bytes;
     if (!RangeWithin(offset, kEnd64Bytes, locator)) {
-      return Damaged("its zip64 locator points outside of it");
+      return Damaged("the zip64 locator points outside of the archive");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(p, window_.Get(offset, kEnd64Bytes));
-    // The record's own length does not count the first twelve bytes.
+    // The size field of the zip64 record does not count its first twelve bytes.
     const auto size = LoadLittle<std::uint64_t>(p + 4);
     if (LoadLittle<std::uint32_t>(p) != kEnd64Signature || size != locator - offset - 12) {
-      return Damaged("its zip64 end record is not where the locator points");
+      return Damaged("the zip64 end record is not where the locator points");
     }
     const auto here = LoadLittle<std::uint64_t>(p + 24);
     const auto count = LoadLittle<std::uint64_t>(p + 32);
     const auto bytes = LoadLittle<std::uint64_t>(p + 40);
     const auto directory = LoadLittle<std::uint64_t>(p + 48);
     if (LoadLittle<std::uint32_t>(p + 16) != 0 || LoadLittle<std::uint32_t>(p + 20) != 0) {
-      return Unsupported("it is spread over several disks");
+      return Unsupported("the archive is spread over several disks");
     }
     if (here != count || (count_ != kIn64Short && count_ != count) ||
         (directory_bytes_ != kIn64 && directory_bytes_ != bytes) ||
         (directory_ != kIn64 && directory_ != directory)) {
-      return Damaged("its two end records disagree");
+      return Damaged("the two end records disagree");
     }
     count_ = count;
     directory_bytes_ = bytes;
     directory_ = directory;
     directory_end = offset;
   } else if (needed) {
-    return Damaged("there is no zip64 end record, which its end record asks for");
+    return Damaged("the archive has no zip64 end record, although the end record requires one");
   }
   if (!RangeWithin(directory_, directory_bytes_, directory_end) ||
       directory_ + directory_bytes_ != directory_end) {
-    return Damaged("its central directory does not end where its end record begins");
+    return Damaged("the central directory does not end where its end record begins");
   }
   if (directory_bytes_ > kMaxDirectory) {
-    return Damaged("its central directory takes " + std::to_string(directory_bytes_) +
+    return Damaged("the central directory takes " + std::to_string(directory_bytes_) +
                    " bytes, over the limit of " + std::to_string(kMaxDirectory));
   }
   if (count_ > directory_bytes_ / kCentralBytes) {
-    return Damaged("its central directory is too short for " + std::to_string(count_) + " entries");
+    return Damaged("the central directory is too short for " + std::to_string(count_) + " entries");
   }
   return Status();
 }
@@ -314,22 +363,22 @@ Status ZipReader::ReadDirectory() {
   flags_.reserve(static_cast<std::size_t>(count_));
   std::string_view left(bytes, size);
   for (std::uint64_t i = 0; i < count_; ++i) TENSORMOUNT_RETURN_IF_ERROR(ReadCentral(left));
-  if (!left.empty()) return Damaged("its central directory has more than its entries");
+  if (!left.empty()) return Damaged("the central directory has data after its last entry");
   return Status();
 }
 
-// Takes one record off `left`.
+// Reads the record of one entry from the front of `left`, and removes it.
 Status ZipReader::ReadCentral(std::string_view& left) {
   const char* p = left.data();
   if (left.size() < kCentralBytes || LoadLittle<std::uint32_t>(p) != kCentralSignature) {
     return Damaged("entry " + std::to_string(entries_.size()) +
-                   " of its central directory is none");
+                   " of its central directory is invalid");
   }
   const std::size_t name_bytes = LoadLittle<std::uint16_t>(p + 28);
   const std::size_t extra_bytes = LoadLittle<std::uint16_t>(p + 30);
   const std::size_t comment_bytes = LoadLittle<std::uint16_t>(p + 32);
   if (name_bytes + extra_bytes + comment_bytes > left.size() - kCentralBytes) {
-    return Damaged("its central directory is cut short");
+    return Damaged("the central directory is truncated");
   }
   const std::string_view name = left.substr(kCentralBytes, name_bytes);
   const std::string_view extra = left.substr(kCentralBytes + name_bytes, extra_bytes);
@@ -348,7 +397,7 @@ Status ZipReader::ReadCentral(std::string_view& left) {
   }
   if (method != kStored) {
     return Unsupported(ShownEntry(name) + " is compressed (method " + std::to_string(method) +
-                       "), so that its bytes cannot be read where they are");
+                       "), so its bytes cannot be read in place");
   }
   entry.crc = LoadLittle<std::uint32_t>(p + 16);
   std::uint64_t packed = LoadLittle<std::uint32_t>(p + 20);
@@ -363,20 +412,20 @@ Status ZipReader::ReadCentral(std::string_view& left) {
     return damaged("lacks its zip64 sizes");
   }
   if (const auto disk = LoadLittle<std::uint16_t>(p + 34); disk != 0 && disk != kIn64Short) {
-    return Unsupported(ShownEntry(name) + " lies on another disk");
+    return Unsupported(ShownEntry(name) + " is on another disk");
   }
-  // Stored bytes are as many as the entry has.
-  if (packed != entry.size) return damaged("is stored and has two sizes");
+  // The two sizes of an uncompressed entry are equal.
+  if (packed != entry.size) return damaged("is stored uncompressed, but has two different sizes");
   if (!RangeWithin(entry.header, entry.size, directory_)) {
-    return damaged("lies outside of the archive");
+    return damaged("is outside of the archive");
   }
   entries_.push_back(std::move(entry));
   flags_.push_back(flags);
   return Status();
 }
 
-// In the order of the file, so that the window moves forward and each entry can be compared with
-// the end of the one before.
+// Reads the local headers in the order of the file, so that the window moves forward and each entry
+// is compared with the end of the previous entry.
 Status ZipReader::ReadLocals() {
   std::vector<std::uint32_t> order(entries_.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
@@ -384,10 +433,13 @@ Status ZipReader::ReadLocals() {
     return entries_[a].header < entries_[b].header;
   });
   std::uint64_t end = 0;
-  for (const std::uint32_t i : order) {
+  std::size_t fetched = 0;
+  for (std::size_t n = 0; n < order.size(); ++n) {
+    const std::uint32_t i = order[n];
     if (entries_[i].header < end) {
-      return Damaged(ShownEntry(entries_[i].name) + " overlaps another");
+      return Damaged(ShownEntry(entries_[i].name) + " overlaps another entry");
     }
+    if (n == fetched) fetched = FetchLocals(order, n);
     TENSORMOUNT_RETURN_IF_ERROR(ReadLocal(i, end));
   }
   std::sort(entries_.begin(), entries_.end(),
@@ -395,12 +447,36 @@ Status ZipReader::ReadLocals() {
   const auto twice =
       std::adjacent_find(entries_.begin(), entries_.end(),
                          [](const ZipEntry& a, const ZipEntry& b) { return a.name == b.name; });
-  if (twice != entries_.end()) return Damaged(ShownEntry(twice->name) + " is there twice");
+  if (twice != entries_.end()) return Damaged(ShownEntry(twice->name) + " occurs twice");
   return Status();
 }
 
-// The offset of the bytes is known from the local header only: its extra field may have another
-// length than that of the central directory (torch pads it, so that payloads are aligned).
+// Fetches local headers from order[from] on, up to a limit. Each is fetched with the data
+// descriptor that may precede it. Returns the position in `order` after the last entry fetched.
+std::size_t ZipReader::FetchLocals(std::span<const std::uint32_t> order, std::size_t from) {
+  constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 20;
+  // torch pads extra fields to 64 bytes.
+  constexpr std::uint64_t kExtraBytes = 128;
+  std::vector<ByteRange> ranges;
+  std::uint64_t bytes = 0;
+  const auto add = [&](std::uint64_t header, std::uint64_t size) {
+    ranges.push_back({header - std::min<std::uint64_t>(header, kMostDescriptor),
+                      std::min(directory_, header + size)});
+    bytes += ranges.back().size();
+  };
+  std::size_t n = from;
+  for (; n < order.size() && bytes < kMostBytes; ++n) {
+    const ZipEntry& entry = entries_[order[n]];
+    add(entry.header, kLocalBytes + entry.name.size() + kExtraBytes);
+  }
+  // Also fetch the data descriptor of the last entry.
+  if (n == order.size()) add(directory_, 0);
+  window_.Fetch(ranges);
+  return n;
+}
+
+// Reads the local header of entry i. Only the local header gives the offset of the entry's bytes:
+// its extra field may be longer than in the central directory (torch pads it to align payloads).
 Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
   ZipEntry& entry = entries_[i];
   const std::uint16_t flags = flags_[i];
@@ -435,24 +511,25 @@ Status ZipReader::ReadLocal(std::size_t i, std::uint64_t& end) {
   if ((size == kIn64 && !Take64(big, size)) || (packed == kIn64 && !Take64(big, packed))) {
     return damaged("lacks its zip64 sizes in its local header");
   }
-  // With a descriptor the local header need not know them.
+  // If there is a descriptor, the fields of the local header may be zero.
   const bool unknown = described && crc == 0 && packed == 0 && size == 0;
   if (!unknown && (crc != entry.crc || packed != entry.size || size != entry.size)) {
     return damaged("has a local header with another size or CRC");
   }
   entry.offset = entry.header + kLocalBytes + name_bytes + extra_bytes;
   if (!RangeWithin(entry.offset, entry.size, directory_)) {
-    return damaged("lies outside of the archive");
+    return damaged("is outside of the archive");
   }
   end = entry.offset + entry.size;
-  // Flag bit 3: the writer did not know sizes and CRC when it wrote the header, and put them behind
-  // the bytes.
+  // Flag bit 3: the sizes and the CRC follow the bytes, because they were not known when the writer
+  // wrote the header.
   if (described) {
-    const auto left = static_cast<std::size_t>(std::min<std::uint64_t>(24, directory_ - end));
+    const auto left =
+        static_cast<std::size_t>(std::min<std::uint64_t>(kMostDescriptor, directory_ - end));
     got = window_.Get(end, left);
     if (!got.ok()) return outside(got.status());
     const std::size_t bytes = DescriptorBytes({got.value(), left}, entry.crc, entry.size);
-    if (bytes == 0) return damaged("has a data descriptor that disagrees");
+    if (bytes == 0) return damaged("has a data descriptor that does not match");
     end += bytes;
   }
   entry.header += begin_;
@@ -476,7 +553,7 @@ const ZipEntry* ZipArchive::Find(std::string_view name) const {
   return at != entries_.end() && at->name == name ? &*at : nullptr;
 }
 
-// In blocks of 1 MiB: entries are as large as tensors.
+// Blocks of 1 MiB are read, because an entry may be as large as a tensor.
 Status CheckZipCrc(File& file, const ZipEntry& entry,
                    const std::function<Status(std::uint64_t bytes)>& read) {
   if (entry.crc == 0) return Status();
@@ -491,7 +568,8 @@ Status CheckZipCrc(File& file, const ZipEntry& entry,
     if (read) TENSORMOUNT_RETURN_IF_ERROR(read(n));
   }
   if (crc == entry.crc) return Status();
-  return Status(Code::kDataLoss, file.path() + ": " + ShownEntry(entry.name) + " fails its CRC-32");
+  return Status(Code::kDataLoss,
+                file.path() + ": " + ShownEntry(entry.name) + " has a checksum mismatch (CRC-32)");
 }
 
 }  // namespace tensormount

@@ -13,43 +13,46 @@
 
 #include "base/file_system.h"
 
-// Zip archives of stored entries (APPNOTE.TXT 6.3.10), as torch.save and numpy.savez write them.
-// They may stand inside of a larger file; all offsets below are the file's.
+// Zip archives of stored (uncompressed) entries (APPNOTE.TXT 6.3.10), as torch.save and numpy.savez
+// write them. An archive may be a part of a larger file. All offsets in this header count from the
+// start of the file.
 
 namespace tensormount {
 
-// Stored bytes, so [offset, offset + size) of the file is what the entry holds.
+// An uncompressed entry: its content is [offset, offset + size) of the file.
 struct ZipEntry {
   std::string name;
-  std::uint64_t header = 0;  // Of its local header.
-  std::uint64_t offset = 0;  // Of its bytes.
+  std::uint64_t header = 0;  // Offset of the local header.
+  std::uint64_t offset = 0;  // Offset of the content.
   std::uint64_t size = 0;
   std::uint32_t crc = 0;
 };
 
 class ZipArchive {
  public:
-  // The archive in bytes [begin, begin + length) of the file. Read from its end: end record, zip64
-  // locator and record where they are, central directory, then every local header.
-  //   kUnsupported  compressed or encrypted entries, several disks (named)
-  //   kDataLoss     anything that does not agree: end records (the last signature counts), counts,
-  //   an entry's local and central
-  //                 header (name, method, flags; sizes and CRC where flag bit 3 is clear, the data
-  //                 descriptor where it is set), entries that overlap or reach outside, duplicate
-  //                 or unsafe names (absolute, "..", NUL, backslash), a central directory of over
-  //                 64 MiB or with more entries than fit it
+  // Reads the archive in bytes [begin, begin + length) of the file, beginning at its end: end
+  // record, zip64 locator and record if present, central directory, then every local header.
+  // kUnsupported for compressed or encrypted entries, which the message names, and for several
+  // disks.
+  // kDataLoss for contradictions: between end records (the last signature counts) or counts;
+  // between local and central header of an entry (name, method, flags; also sizes and CRC, or, with
+  // flag bit 3, those of the data descriptor). Also kDataLoss for entries that overlap or lie
+  // outside of the archive, for duplicate or unsafe names (absolute, "..", NUL, backslash), and for
+  // a central directory over 64 MiB or with a wrong number of entries.
   static Result<ZipArchive> Read(File& file, std::uint64_t begin, std::uint64_t length);
 
-  const std::vector<ZipEntry>& entries() const { return entries_; }  // By name.
-  // O(log entries). Null where there is none.
+  // All entries, sorted by name.
+  const std::vector<ZipEntry>& entries() const { return entries_; }
+  // The entry of this name; null if there is none. O(log entries).
   const ZipEntry* Find(std::string_view name) const;
 
  private:
   std::vector<ZipEntry> entries_;
 };
 
-// CRC-32 of an entry's bytes against its record; kDataLoss names entry and file. torch may write
-// archives without CRCs (zero): then ok.
+// Compares the CRC-32 of an entry's bytes with the CRC in the archive. Calls `read` after each
+// block that was read, with its size. kDataLoss names entry and file. OK if the CRC in the archive
+// is zero, because torch may write archives without CRCs.
 Status CheckZipCrc(File& file, const ZipEntry& entry,
                    const std::function<Status(std::uint64_t bytes)>& read = {});
 

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adoption: the records of a foreign checkpoint with hashes of its bytes, published as a
-// checkpoint.
+// Adoption of a foreign checkpoint (adopt.h): its records are published as a checkpoint, with
+// hashes of its bytes.
 //
-// Order: pending items are resolved and the tensors are checked to be whole before the store is
-// touched, so that a checkpoint which cannot be adopted leaves nothing behind. Then a staging is
-// begun, all bytes are read once for hashes (or none with `--quick`), one manifest is written, and
-// the store publishes as it does for a save. There are no data files: every record points into
-// files of somebody else, below info.root.
+// Before anything is written to the store, pending items are located and all tensors are checked to
+// be complete. Then a staging directory is made, all bytes are read once for hashes (not with
+// `--quick`), one manifest is written, and the store publishes as for a save. The checkpoint has no
+// data files: every record refers to the foreign files below info.root.
 #include "index/foreign/adopt.h"
 
 #include <algorithm>
@@ -25,13 +24,13 @@
 namespace tensormount {
 namespace {
 
-// The only manifest of an adopted checkpoint. Leaf hashes of all its ranges stand in it, one after
-// the other in the order of RangesOf, whoever wrote the bytes.
+// The only manifest of an adopted checkpoint. It has the leaf hashes of all ranges, in the order of
+// RangesOf.
 constexpr std::string_view kAdoptedManifest = "manifest/adopted.tmm";
 
-// What stands where, with nothing pending: the records of the source as they will be stored.
-// In parallel, since each item costs a few small reads somewhere else in the files. Every task
-// writes to the tensor of its own number and to nothing else, so no lock is needed.
+// The records of the source, with all pending items located. Tensors are processed in parallel,
+// because each item costs a few small reads. Each task writes only to its own tensor, so no lock is
+// needed.
 Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads) {
   const CheckpointIndex& index = foreign.index();
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, index.ToInventory());
@@ -50,16 +49,15 @@ Result<Inventory> ResolvedInventory(const OpenedCheckpoint& foreign, int threads
   return inventory;
 }
 
-// Reads all stored ranges once and writes down their hashes.
+// Reads all stored ranges once and records their hashes.
 class ChunkHasher {
  public:
   ChunkHasher(const OpenedCheckpoint& foreign, Inventory& inventory, const AdoptOptions& options)
       : foreign_(foreign), inventory_(inventory), options_(options) {}
 
-  // The leaves of the only manifest, which the records then point into.
-  // The position of the leaves of each range is known before anything is read, from lengths alone:
-  // so threads write their leaves to ranges of their own, and the result does not depend on which
-  // thread was first.
+  // Returns the leaf hashes for the manifest, and makes the records refer to them. The position of
+  // each range's leaf hashes follows from lengths alone, so threads write to separate positions,
+  // and the result does not depend on their order.
   Result<std::vector<Hash128>> Run() {
     const std::vector<ScanRange> ranges = RangesOf(inventory_);
     std::vector<Hash128> roots(ranges.size());
@@ -74,7 +72,7 @@ class ChunkHasher {
     Scan scan(inventory_,
               {.open = [this](std::uint32_t file) { return foreign_.OpenFile(file); },
                .check = [this](std::uint32_t file,
-                               File& open) { return foreign_.CheckStill(file, open); }},
+                               File& open) { return foreign_.CheckFileUnchanged(file, open); }},
               options_.threads, options_.watch);
     TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges, [&](std::size_t i, ScanFinding& found) {
       return Take(ranges[i], found, first_leaves[i], roots[i]);
@@ -84,8 +82,8 @@ class ChunkHasher {
   }
 
  private:
-  // Called by threads of the scan. The first failure ends the adoption: unlike verify, which
-  // reports all damage, nobody wants a checkpoint of what was left.
+  // Takes the hashes of a range from a thread of the scan. The first failure ends the adoption,
+  // because a checkpoint without some hashes must not be published.
   Status Take(const ScanRange& range, const ScanFinding& found, std::uint64_t first_leaf,
               Hash128& root) {
     if (!found.failure.ok()) {
@@ -100,20 +98,19 @@ class ChunkHasher {
     root = ChunkRoot(found.read.leaves, range.length);
     std::copy(found.read.leaves.begin(), found.read.leaves.end(),
               leaves_.begin() + static_cast<std::ptrdiff_t>(first_leaf));
-    // A digest is the exclusive or of what its chunks contribute, so chunks may come in any order,
-    // and from any thread.
+    // A tensor's digest is the exclusive or of the contributions of its chunks, so chunks may come
+    // in any order and from any thread.
     if (range.kind == ScanRange::Kind::kChunk) digests_[range.owner] ^= found.read.contribution;
     return Status();
   }
 
-  // `roots` and `first_leaves`: in the order of RangesOf.
-  // Extents are packed rows that cannot be changed in place: each table is written again with the
-  // hash in every row. Rows keep their order, which is sorted already.
+  // Writes the hashes into the records. `roots` and `first_leaves`: in the order of RangesOf. An
+  // extent table cannot be changed in place, so each is made again.
   Status Record(const std::vector<Hash128>& roots, const std::vector<std::uint64_t>& first_leaves) {
     std::size_t i = 0;
     for (std::size_t t = 0; t < inventory_.tensors.size(); ++t) {
       TensorRecord& tensor = inventory_.tensors[t];
-      // Same rank and row format as before (wide rows carry strides): hashes do not change them.
+      // The number of axes and the format of table rows (wide rows have strides) stay the same.
       ExtentTable hashed(tensor.extents.rank(), tensor.extents.wide());
       for (std::size_t row = 0; row < tensor.extents.size(); ++row, ++i) {
         TENSORMOUNT_ASSIGN_OR_RETURN(ChunkRecord chunk, tensor.extents.At(row));
@@ -143,9 +140,8 @@ class ChunkHasher {
   std::vector<std::atomic<Crc64>> digests_;
 };
 
-// Hashes that the source has, as one that was adopted before, are of other manifests.
-// The manifests of that checkpoint are not part of this one, so their leaves could not be found;
-// without `--quick` the same ranges get new hashes in Record().
+// Removes hashes that the records of the source may have, because they refer to leaf hashes in
+// manifests that the new checkpoint does not have. Used with `--quick`.
 Status DropHashes(Inventory& inventory) {
   for (TensorRecord& tensor : inventory.tensors) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ChunkRecord> chunks, tensor.extents.All());
@@ -168,9 +164,9 @@ Status DropHashes(Inventory& inventory) {
   return Status();
 }
 
-// The facts of the checkpoint as a whole (producer, root, common values) go to the coordinator, as
-// rank 0 would bring them in a save; everything else goes into the manifest. mtimes are 0 here,
-// since the store decides them against the parent.
+// Writes the manifest and publishes. Producer, root and common values are passed to Store::Publish,
+// as by rank 0 of a save; all other records go into the manifest. mtimes are 0, because the store
+// takes them from the parent.
 Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Store& store,
                                         const Staging& staging, std::span<const Hash128> leaves,
                                         const AdoptOptions& options) {
@@ -196,11 +192,16 @@ Result<Store::Published> PublishAdopted(FileSystem& fs, Inventory inventory, Sto
 }  // namespace
 
 Status CheckIsForeign(const OpenedCheckpoint& source) {
-  if (!source.index().info().self_contained && source.commit() == nullptr) return {};
+  if (!source.index().info().self_contained && source.commit() == nullptr) {
+    if (source.index().info().root.starts_with('/')) return {};
+    return Status(Code::kUnsupported, source.directory() +
+                                          ": its data are not local files, so it cannot be "
+                                          "adopted; use `tensormount import` to copy it");
+  }
   return Status(Code::kInvalidArgument,
                 source.directory() +
-                    " is a checkpoint of tensormount: there is nothing to adopt, `tensormount "
-                    "import` copies it");
+                    ": already a tensormount checkpoint, so there is nothing to adopt; use "
+                    "`tensormount import` to copy it");
 }
 
 Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& foreign, Store& store,
@@ -209,10 +210,11 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
   if (index.info().self_contained ||
       std::any_of(index.files().begin(), index.files().end(),
                   [](const FileRecord& f) { return f.placement != Placement::kForeign; })) {
-    return Status(Code::kInvalidArgument,
-                  foreign.directory() + ": has its own data: there is nothing to adopt");
+    return Status(Code::kInvalidArgument, foreign.directory() +
+                                              ": has its own data files, so there is nothing to "
+                                              "adopt; use `tensormount import` to copy it");
   }
-  // Before anything of the files is read: a map may be refused.
+  // The key map is checked before the files are read, because it may be refused.
   std::optional<KeyRenames> renames;
   if (options.map) {
     TENSORMOUNT_ASSIGN_OR_RETURN(renames, KeyRenames::Make(index, *options.map));
@@ -231,7 +233,8 @@ Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& for
     return PublishAdopted(fs, std::move(inventory), store, staging, leaves, options);
   };
   Result<Store::Published> published = steps();
-  // What it left is nobody's. Where it is not known whether it was published, the store says so.
+  // Removes the staging directory; not after kUnknown, which means that the checkpoint may have
+  // been published.
   if (!published.ok() && published.status().code() != Code::kUnknown) {
     (void)store.AbortOrDecide(staging);
   }

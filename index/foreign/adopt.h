@@ -17,28 +17,30 @@
 namespace tensormount {
 
 struct AdoptOptions {
-  // Read all data once, for leaf hashes and digests: reads are verified then, and verify can tell
-  // damage. Without, only lengths and mtimes of files are recorded.
+  // Whether to read all data once for leaf hashes and digests, so that later reads and verify
+  // detect damage. If false, only lengths and mtimes of the files are recorded.
   bool hashes = true;
   IfExists if_exists = IfExists::kFail;
-  int threads = 0;  // 0: as many as cores.
-  Watch watch;      // May be empty. Asked until all are hashed.
-  // Other names for keys; null: their own. The new names are those of the checkpoint for ever: what
-  // the source calls a tensor is not kept.
+  int threads = 0;  // 0 means one for each core.
+  // Reports progress, and can stop the adoption until all data are hashed. May be empty.
+  Watch watch;
+  // New names for keys; null keeps the names of the source. The adopted checkpoint stores only the
+  // new names.
   std::shared_ptr<const KeyMap> map;
 };
 
-// kInvalidArgument for a checkpoint of ours, of any store: data of a store, or what it refers to,
-// must not become another's by reference, or gc of the first would break the second.
+// Whether a source can be adopted. kInvalidArgument for a tensormount checkpoint: if another store
+// referred to its data, gc of the first store would break the second. kUnsupported: the data are
+// not local files.
 Status CheckIsForeign(const OpenedCheckpoint& source);
 
-// Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME: records alone, the
-// bytes stay where they are (docs/format.md, "Foreign files"). Everything that was pending is
-// looked up. Leaves no staging behind where it fails.
-//   kInvalidArgument   `foreign` has data files of its own;
-//   kDataLoss          a tensor is not whole (names the box), a file ends early;
-//   kStale             a file changed meanwhile;
-//   and what Store::Begin and Store::Publish say.
+// Publishes a foreign checkpoint (OpenedCheckpoint::OpenForeign) as STORE/NAME: only records are
+// written, and the data stay in their files (docs/format.md, "Foreign files"). Items whose bytes
+// were not located yet are located first. On failure the staging directory is removed. Errors,
+// besides those of Store::Begin and Store::Publish:
+//   kInvalidArgument   `foreign` has data files of its own
+//   kDataLoss          a tensor is incomplete (names the box), or a file is too short
+//   kStale             a file changed during the adoption
 Result<Store::Published> AdoptSource(FileSystem& fs, const OpenedCheckpoint& foreign, Store& store,
                                      const std::string& name, const AdoptOptions& options);
 

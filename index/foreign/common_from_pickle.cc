@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// From what a pickle holds to a common value, for foreign.h. Apart from the adapters, which all use
-// it. A value may hold the same other one many times, and that one too: what the tree would come to
-// is bounded, not what the stream says.
+// CommonFromPickle of foreign.h. Converts values that CommonValue can represent: None, bool, int,
+// float, str, bytes, tuples, lists, dicts with string or integer keys, and objects of dict classes.
+// If a value contains anything else (a set, a class, a tensor, a call), the result is nullopt for
+// the whole value, because a partial value would look complete. Callers that accept a part, as of
+// Megatron's `args`, convert its items one by one.
 //
-// What has an equal in our value types is converted: None, bool, int, float, str, bytes, tuples,
-// lists, dicts with text or integer keys, and what is a dict but for its class. Everything else
-// (sets, names, tensors, calls that nobody makes) gives nullopt for the whole value: half a value
-// would be taken for all of it. Callers that want a part, as Megatron's `args`, convert its items
-// one by one.
+// A pickle value may contain another value many times, recursively, so the size of the result is
+// limited, not only that of the pickle.
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -25,15 +24,15 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-// Per call. Twenty lists that each hold the one before twice are 40 records of the stream and a
-// million nodes as a tree; a reader of metadata must not spend minutes or gigabytes on them.
-// ValueBudget bounds all calls of a checkpoint together.
+// Limits for one call: values in the result, and bytes of text. Twenty lists, each of which
+// contains the previous list twice, are 40 records of the pickle but a million values in the
+// result. ValueBudget limits all calls for a checkpoint together.
 constexpr std::size_t kMaxNodes = std::size_t{1} << 20;
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 
 class Converter {
  public:
-  // Depth is bounded too, since values may form cycles and the recursion is on the stack.
+  // `depth` is limited, because values may contain themselves and the recursion uses the stack.
   std::optional<CommonValue> Convert(const Value& value, int depth) {
     if (++nodes_ > kMaxNodes || depth > kMaxCommonDepth) return std::nullopt;
     switch (value.kind()) {
@@ -73,17 +72,17 @@ class Converter {
   }
 
  private:
-  // Texts are counted each time they are copied: one long text may be referred to from everywhere.
+  // Counts bytes of text; false if they exceed the limit. A text counts each time that it is
+  // copied, because many values may refer to it.
   bool Take(std::size_t bytes) {
     if (bytes > kMaxBytes - bytes_) return false;
     bytes_ += bytes;
     return true;
   }
 
-  // Two's complement: 64 bits without a sign are the only ones that we have besides kInt.
-  // The machine keeps as kLong what does not fit 64 bits with a sign, without redundant sign bytes.
-  // Nine bytes of which the last is zero are the numbers 2^63 to 2^64 - 1, which our unsigned kind
-  // holds; longer ones have no type here.
+  // Converts a kLong, an integer in two's complement. Nine bytes of which the last is zero are a
+  // number of 2^63 to 2^64 - 1, which fits u64. Larger and more negative numbers cannot be
+  // represented.
   static std::optional<CommonValue> Long(std::string_view text) {
     if (text.size() != 9 || text[8] != '\0') return std::nullopt;
     return CommonValue(LoadLittle<std::uint64_t>(text.data()));
@@ -100,8 +99,8 @@ class Converter {
     return CommonValue(std::move(out));
   }
 
-  // Floats, bools and tuples as keys have no equal in CommonKey. (A bool would become an int and be
-  // another key.)
+  // Converts a dict key. CommonKey has only strings and integers; a bool is not converted to an
+  // integer, which would be another key.
   std::optional<CommonKey> Key(const Value& key) {
     if (key.kind() == Kind::kInt) return CommonKey(key.integer());
     if (key.kind() != Kind::kString || !Take(key.text().size())) return std::nullopt;
@@ -125,15 +124,15 @@ class Converter {
   }
 
   std::optional<CommonValue> Object(const Value& value, int depth) {
-    // Every callable below is called with a tuple; what is not was kept for a listing.
+    // Objects whose arguments are not a tuple are not converted.
     if (value.args().kind() != Kind::kTuple) return std::nullopt;
     if (value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter) ||
         value.Is(KnownClass::kDefaultDict) || value.Is(KnownClass::kDictLike)) {
-      // What they were made from is among their pairs.
+      // The items that the dict was made from are among its pairs.
       CommonDict dict;
-      // A Namespace keeps its attributes in the state that BUILD sets; an OrderedDict may have
-      // attributes besides its items, which no trainer uses: they are checked to be a dict and left
-      // out.
+      // A Namespace has its attributes in its state, which the pickle sets with BUILD. The state of
+      // an OrderedDict has attributes besides its items, which no trainer uses: it must be a dict,
+      // and is left out.
       const bool bag = value.Is(KnownClass::kDictLike) && value.built();
       if (value.built() && value.state().kind() != Kind::kDict) return std::nullopt;
       if ((bag && !AddPairs(value.state(), depth, dict)) || !AddPairs(value, depth, dict)) {
@@ -146,7 +145,7 @@ class Converter {
     return std::nullopt;
   }
 
-  // PosixPath('/', 'data', 'run1').
+  // Joins the parts of a path: PosixPath('/', 'data', 'run1').
   std::optional<CommonValue> Path(const Value& args) {
     std::string path;
     for (std::size_t i = 0; i < args.size(); ++i) {
@@ -155,13 +154,12 @@ class Converter {
       if (!path.empty() && path.back() != '/') path += '/';
       path += part.text();
     }
-    // pathlib shows the empty path as ".", and so do we.
+    // pathlib shows the empty path as ".".
     return CommonValue(path.empty() ? std::string(".") : std::move(path));
   }
 
-  // _codecs.encode('text', 'latin1'): every character is a byte.
-  // Protocol 2, which torch.save uses by default, has no operation for bytes: Python writes them as
-  // a call that encodes a text whose characters are the bytes.
+  // Converts _codecs.encode('text', 'latin1') to bytes, one for each character. Python writes bytes
+  // so in protocol 2, the default of torch.save, which has no opcode for bytes.
   std::optional<CommonValue> Encoded(const Value& args) {
     if (args.size() != 2 || args.item(0).kind() != Kind::kString ||
         args.item(1).kind() != Kind::kString || args.item(1).text() != "latin1") {
@@ -176,7 +174,7 @@ class Converter {
         bytes += text[i];
         continue;
       }
-      // The text is UTF-8, checked; U+0080 to U+00FF are C2 and C3 with one more byte.
+      // The text is valid UTF-8; U+0080 to U+00FF are two bytes, the first of which is C2 or C3.
       if ((c != 0xC2 && c != 0xC3) || i + 1 >= text.size()) return std::nullopt;
       const auto next = static_cast<unsigned char>(text[++i]);
       bytes += static_cast<char>(((c & 3) << 6) | (next & 0x3F));

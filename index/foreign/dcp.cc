@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.distributed.checkpoint, a ForeignFormat of format.h: a pickle named .metadata that says
-// where in *.distcp files the items lie, and what Megatron-Core (torch_dist) and OLMo-core (>= 1.0)
-// put around it.
+// torch.distributed.checkpoint, a ForeignFormat of format.h: a pickle named .metadata, which
+// locates the items in *.distcp files, and the additions of Megatron-Core (torch_dist) and
+// OLMo-core (>= 1.0).
 //
-//   .metadata       pickle of Metadata: tensors with their chunks, objects, and for each of them
-//                   (relative_path, offset, length) of an item
-//   __R_N.distcp    items one after the other, of rank R: a torch archive (zip) of one tensor
-//                   each, or the bytes of an object
+//   .metadata       pickle of Metadata: tensors with their chunks, objects, and the location of
+//                   each item (relative_path, offset, length)
+//   __R_N.distcp    the items of rank R: a torch archive (zip) of one tensor each, or the bytes of
+//                   an object
 //
-// An item is not opened here. The metadata say which region of which tensor it is, which is enough
-// to plan reads; where in the archive the bytes begin is found by MakeDcpItemResolver when they are
-// first wanted. So opening costs the metadata, one stat a file, and the few small objects that are
-// shown as values, however many items there are.
+// Items are not opened here: the metadata give the tensor and region of each item, which suffices
+// to plan reads, and MakeDcpItemResolver locates the bytes when they are first read. So opening a
+// checkpoint reads the metadata and small objects that are shown as values, and calls stat once for
+// each data file.
 //
-// What is wrong with a single tensor or object (its file is missing, its chunk lies outside) leaves
-// that one out and says so; what is wrong with the metadata as a whole ends the read.
+// If something is wrong with one tensor or object (its file is missing, a chunk is not within its
+// shape), it is left out with a warning. If the metadata as a whole are wrong, the read fails.
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -42,21 +42,22 @@ using pickle::Kind;
 using pickle::Value;
 
 constexpr std::string_view kMetadataFile = ".metadata";
-constexpr std::string_view kProto = "\x80";  // Pickles of protocol 2 and later.
+constexpr std::string_view kProto = "\x80";  // Pickles of protocol 2 and later begin with this.
 constexpr std::string_view kOlmoFolder = "model_and_optim/";
-// Of a relative_path: PATH_MAX.
-// Linux takes no longer one, and hostile metadata may share one huge text between a million items.
+// Longest path of a data file: PATH_MAX of Linux. Hostile metadata could share one huge path
+// between a million items.
 constexpr std::size_t kMaxPath = 4096;
 constexpr std::uint64_t kMaxDcpMetadata = std::uint64_t{2} << 30;
-// Seconds. More than it takes to copy what is small, or than clocks of machines differ.
-// How much newer than .metadata a data file may be before a warning says that a save may be under
-// way.
+// Seconds that a data file may be newer than .metadata before a warning says that a save may be in
+// progress: more than copying a small checkpoint takes, or than clocks differ.
 constexpr std::int64_t kMuchNewer = 60;
-// planner_data in the common values, which are read whole when a checkpoint is opened.
+// Name of the common value that has planner_data, and its largest size. It is limited, because
+// common values are read when a checkpoint is opened.
 constexpr std::string_view kPlannerName = "torch.planner_data";
 constexpr std::size_t kMaxPlannerBytes = std::size_t{1} << 20;
 
-// The digits that `text` begins with, taken off; nullopt: none, or too many for a rank.
+// Removes at most 9 digits at the start of `text` and returns their number; nullopt if there is no
+// digit.
 std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
   std::uint32_t out = 0;
   std::size_t n = 0;
@@ -68,8 +69,8 @@ std::optional<std::uint32_t> TakeNumber(std::string_view& text) {
   return out;
 }
 
-// The rank that wrote "prefix__3_0.distcp".
-// Only to count the writing ranks for info.world_size. Files of other names are read as well.
+// The rank that wrote "prefix__3_0.distcp"; used only for info.world_size. Files with other names
+// are read as well.
 std::optional<std::uint32_t> RankOfFile(std::string_view name) {
   const std::size_t mark = name.rfind("__");
   if (mark == std::string_view::npos) return std::nullopt;
@@ -81,7 +82,7 @@ std::optional<std::uint32_t> RankOfFile(std::string_view name) {
   return rank;
 }
 
-// The rank of "__3.metadata", of a save without a global plan.
+// The rank in "__3.metadata", written by a save without a global plan.
 std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
   if (!name.starts_with("__")) return std::nullopt;
   name.remove_prefix(2);
@@ -89,17 +90,16 @@ std::optional<std::uint32_t> RankOfMetadata(std::string_view name) {
   return rank && name == kMetadataFile ? rank : std::nullopt;
 }
 
-// By key: a tensor of which several ranks have chunks, and its number once the first was added.
-// Keys are views into the metadata of the ranks.
-// Only for saves without a global plan. Null in the map: every rank agrees, but nobody has added it
-// yet.
+// For saves without a global plan: the keys of tensors whose chunks on all ranks form one tensor.
+// The value is the tensor's number in the builder after the first rank has added it. Keys are views
+// into the metadata of the ranks.
 using UnitedTensors = std::unordered_map<std::string_view, std::optional<std::uint32_t>>;
 
-// One .metadata and what it points into.
+// Reads one .metadata file and adds the items that it lists.
 class DcpReader {
  public:
-  // `below`: the folder of the metadata, "model_and_optim/" or empty; `key_prefix`: before every
-  // key.
+  // `below`: the directory of the metadata, "model_and_optim/" or empty. `key_prefix`: text that is
+  // put before every key.
   DcpReader(const ForeignFolder& folder, ForeignBuilder& builder, std::string below,
             std::string key_prefix)
       : folder_(folder),
@@ -113,7 +113,7 @@ class DcpReader {
     return Add(megatron, nullptr);
   }
 
-  // Read in two steps: what the metadata say,
+  // Reads and parses the metadata.
   Status Parse(std::string_view metadata_name) {
     const std::string name = below_ + std::string(metadata_name);
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
@@ -127,7 +127,8 @@ class DcpReader {
     return Status();
   }
 
-  // and what comes of it. `united`: tensors that readers share, which have no prefix; null: none.
+  // Adds the tensors and objects to the builder; call it after Parse. `united`: tensors that
+  // several readers share, whose keys get no prefix; null: there are none.
   Status Add(bool megatron, UnitedTensors* united) {
     for (const std::string& warning : metadata_->warnings) {
       builder_.Warn(metadata_name_ + ": " + warning);
@@ -140,7 +141,7 @@ class DcpReader {
     TENSORMOUNT_RETURN_IF_ERROR(AddObjects(*metadata_, megatron));
     AddPlannerData(metadata_->planner_data);
     left_out_.WarnAll(builder_);
-    WarnOfNewer(metadata_name_, written_);
+    WarnOfNewerFiles(metadata_name_, written_);
     return Status();
   }
 
@@ -153,28 +154,29 @@ class DcpReader {
   struct FileState {
     std::uint32_t number = 0;
     std::uint64_t length = 0;
-    std::string_view missing;  // What is wrong with it; empty: nothing.
+    std::string_view missing;  // Why the file cannot be used; empty if it can.
   };
 
-  // What the metadata say about a file is only a wish: one that leads elsewhere ends the read, one
-  // that is not there concerns the tensors in it.
-  // Asked once for every item, of which a million may lie in one file: the answer is kept by path,
-  // and the last path is compared first, since items of one file mostly follow each other. Pointers
-  // into files_ stay valid, as unordered_map moves no elements.
+  // The state of a data file. Fails, and with it the read, if the path leads out of the checkpoint
+  // directory; a missing file affects only its items. A file may have a million items, so states
+  // are kept by path, and the last path is compared first. The result stays valid, because
+  // unordered_map does not move its elements.
   Result<const FileState*> FileOf(std::string_view path) {
     if (path.size() > kMaxPath) {
-      return Status(Code::kDataLoss, folder_.Shown(kMetadataFile) + ": the name of a file has " +
-                                         std::to_string(path.size()) + " bytes");
+      return Status(Code::kDataLoss, folder_.Shown(kMetadataFile) + ": a file name has " +
+                                         std::to_string(path.size()) + " bytes, at most " +
+                                         std::to_string(kMaxPath) + " are allowed");
     }
     if (last_file_ != nullptr && last_path_ == path) return last_file_;
     auto it = files_.find(path);
     if (it == files_.end()) {
       FileState state;
-      // An absolute path is refused by name here; ".." and links that lead out are refused by
-      // ForeignFolder.
+      // Absolute paths are refused here; ForeignFolder refuses ".." and links that lead out of its
+      // bounds.
       if (path.starts_with('/')) {
-        return Status(Code::kPermissionDenied, folder_.Shown(kMetadataFile) + ": names the file " +
-                                                   std::string(path) + ", which is not below it");
+        return Status(Code::kPermissionDenied,
+                      folder_.Shown(kMetadataFile) + ": refers to the file " + std::string(path) +
+                          ", which is outside of the checkpoint directory");
       }
       Result<std::uint32_t> added = builder_.AddFile(below_ + std::string(path));
       if (added.ok()) {
@@ -184,8 +186,8 @@ class DcpReader {
       } else if (added.status().code() == Code::kNotFound) {
         state.missing = "the file is missing";
       } else if (added.status().code() == Code::kDataLoss &&
-                 folder_.BelowRoot(below_ + std::string(path)).ok()) {
-        state.missing = "is no regular file";
+                 folder_.PathFromRoot(below_ + std::string(path)).ok()) {
+        state.missing = "is not a regular file";
       } else {
         return added.status();
       }
@@ -196,23 +198,22 @@ class DcpReader {
     return last_file_;
   }
 
-  // Where an item should be and is not: its file, and what is wrong with that.
+  // Why an item is missing: its file, and the reason.
   struct LostItem {
     std::string file;
     std::string reason;
     bool operator==(const LostItem&) const = default;
   };
 
-  // The file of an item of `key` that can be read in place. Null: it cannot, which was told, or is
-  // what `lost` says then.
-  // An extension (zstd and others) may have transformed the bytes of an item; it is named, and the
-  // tensor is left out, since its bytes stand nowhere as they are.
-  Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::What what,
+  // The file of an item of `key`. Null if the item is missing, which sets `lost`, or if an
+  // extension of DCP transformed its bytes (zstd and others); the latter is reported, and the
+  // tensor or object is left out.
+  Result<const FileState*> FileOfItem(const DcpItem& item, ForeignBuilder::LostKind what,
                                       std::string_view key, std::optional<LostItem>& lost) {
     if (!item.transform.empty()) {
-      left_out_.Add(
-          what == ForeignBuilder::What::kTensor ? "tensor" : "object", key,
-          "its items are transformed by '" + std::string(item.transform.substr(0, 64)) + "'");
+      left_out_.Add(what == ForeignBuilder::LostKind::kTensor ? "tensor" : "object", key,
+                    "the item is stored with the unsupported transform '" +
+                        std::string(item.transform.substr(0, 64)) + "'");
       return nullptr;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file, FileOf(item.path));
@@ -224,16 +225,16 @@ class DcpReader {
     if (item.offset > file->length || item.length > file->length - item.offset) {
       lost = {.file = name,
               .reason = "the file ends after " + std::to_string(file->length) +
-                        " bytes, before an item does"};
+                        " bytes, before the end of an item"};
       return nullptr;
     }
     return file;
   }
 
-  // Metadata are written last. Where a save replaces a checkpoint in place, those of the one before
-  // stay until then, and files of both are there: no number in them can tell.
-  // A copy tool that writes .metadata first gives the same picture, which is why this is a warning.
-  void WarnOfNewer(const std::string& name, std::int64_t written) {
+  // Warns of data files that are newer than the metadata. DCP writes the metadata last, so during a
+  // save into the same directory the old metadata describe files of both saves. A copy that wrote
+  // .metadata first looks the same, so this is only a warning.
+  void WarnOfNewerFiles(const std::string& name, std::int64_t written) {
     std::size_t newer = 0;
     std::string_view first;
     for (const auto& [path, state] : files_) {
@@ -244,16 +245,16 @@ class DcpReader {
     if (newer == 0) return;
     builder_.Warn(below_ + std::string(first) + (newer > 1 ? " and others are" : " is") +
                   " newer than " + name +
-                  ": copied in this order, or a save into this folder has not ended, and tensors "
-                  "may be of two saves");
+                  ": the files were copied in this order, or a save into this directory did not "
+                  "finish and tensors may be from two saves");
   }
 
   Status AddTensor(const DcpMetadata& metadata, const DcpTensor& tensor, UnitedTensors* united) {
-    // All of it is looked at before anything is added: the file of each chunk, kNoFile of those
-    // that hold nothing or are stored nowhere.
+    // The number of each chunk's file; kNoFile if the chunk is empty or not stored. All chunks are
+    // checked before anything is added.
     std::vector<std::uint32_t> files(tensor.count, kNoFile);
-    // Points into the map of all readers: the first rank that comes adds the tensor, the others
-    // only add their chunks to it.
+    // The entry in `united`, if the readers share this tensor: the first reader adds the tensor,
+    // and each reader adds its chunks.
     std::optional<std::uint32_t>* shared = nullptr;
     if (united != nullptr) {
       const auto at = united->find(tensor.fqn);
@@ -264,27 +265,26 @@ class DcpReader {
       left_out_.Add("tensor", key, usable.message());
       return Status();
     }
-    // The metadata contradict themselves: the tensor is lost, as its files cannot be what they say.
+    // Reports the tensor as lost, because the metadata contradict themselves.
     const auto contradicted = [&](const std::string& why) {
-      builder_.Lose({}, why, ForeignBuilder::What::kTensor, key);
+      builder_.ReportLost({}, why, ForeignBuilder::LostKind::kTensor, key);
       return Status();
     };
     const Dims shape = metadata.Shape(tensor);
     const MegatronFlatShape* flat = FlatShape(tensor, shape);
-    std::vector<LostItem> lost;  // Each once.
+    std::vector<LostItem> lost;  // Contains each pair of file and reason once.
     std::size_t found = 0;
     for (std::size_t i = 0; i < tensor.count; ++i) {
       const DcpItem& item = metadata.items[tensor.first + i];
       const std::span<const std::int64_t> sizes = metadata.Sizes(tensor, i);
-      // Ranks without a share write chunks without elements, all of them with one identity.
+      // Ranks without a shard write empty chunks, all with the same offsets.
       if (std::ranges::find(sizes, 0) != sizes.end()) continue;
       const Result<Region> region = RegionOf(metadata, tensor, shape, i, flat);
       if (!region.ok()) return contradicted(region.status().message());
-      // Zero-size chunks were passed over above, so this is a real hole.
-      if (!item.stored) continue;  // A hole, which the builder tells of.
+      if (!item.stored) continue;  // A hole; the builder reports it.
       std::optional<LostItem> gone;
       TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
-                                   FileOfItem(item, ForeignBuilder::What::kTensor, key, gone));
+                                   FileOfItem(item, ForeignBuilder::LostKind::kTensor, key, gone));
       if (file == nullptr && !gone) return Status();
       if (gone) {
         if (std::ranges::find(lost, *gone) == lost.end()) lost.push_back(std::move(*gone));
@@ -293,10 +293,10 @@ class DcpReader {
       files[i] = file->number;
       ++found;
     }
-    // What other files hold of it is there, and the builder tells of the hole.
+    // Whether some chunks exist. If so, the tensor is added, and the builder reports its hole.
     const bool part = found > 0;
     for (const LostItem& gone : lost) {
-      builder_.Lose(gone.file, gone.reason, ForeignBuilder::What::kTensor, key, part);
+      builder_.ReportLost(gone.file, gone.reason, ForeignBuilder::LostKind::kTensor, key, part);
     }
     if (!lost.empty() && !part) return Status();
     const bool known = shared != nullptr && shared->has_value();
@@ -308,7 +308,7 @@ class DcpReader {
     for (std::size_t i = 0; i < tensor.count; ++i) {
       if (files[i] == kNoFile) continue;
       const DcpItem& item = metadata.items[tensor.first + i];
-      // RegionOf succeeded for this chunk in the loop above, so that value() is safe.
+      // value() is safe, because RegionOf succeeded for this chunk above.
       const Status status = builder_.AddPendingChunk(
           added.value(), RegionOf(metadata, tensor, shape, i, flat).value(), files[i], item.offset,
           item.length);
@@ -321,8 +321,8 @@ class DcpReader {
     return Status();
   }
 
-  // A box of the tensor as stored, or, of flattened optimizer state, a flat range within a box of
-  // the tensor as it was.
+  // The region of a chunk: a box of the stored tensor, or, for flattened optimizer state, a flat
+  // range within a box of the original tensor.
   static Result<Region> RegionOf(const DcpMetadata& metadata, const DcpTensor& tensor,
                                  const Dims& shape, std::size_t chunk,
                                  const MegatronFlatShape* flat) {
@@ -331,17 +331,17 @@ class DcpReader {
     if (flat != nullptr) return flat->RegionOf(offsets, sizes);
     const Result<Box> box = Box::Make(Dims(offsets), Dims(sizes));
     if (!box.ok() || !box.value().Within(shape)) {
-      return Status(Code::kDataLoss, "its chunk at " + Dims(offsets).ToString() + " of size " +
-                                         Dims(sizes).ToString() + " does not lie within shape " +
+      return Status(Code::kDataLoss, "the chunk at " + Dims(offsets).ToString() + " of size " +
+                                         Dims(sizes).ToString() + " is not within shape " +
                                          shape.ToString());
     }
     return Region(box.value());
   }
 
-  // Megatron-Core up to 0.14 kept the shape of flattened optimizer state aside.
-  // Keys of mcore_data are those of tensors; the value is a dict in which
-  // "nd_reformulated_orig_global_shape" is the shape before flattening. Whatever looks otherwise is
-  // ignored: the tensor is then shown as it is stored, which is never wrong, only less handy.
+  // Reads original_shapes_. Megatron-Core up to 0.14 kept the original shapes of flattened
+  // optimizer state in mcore_data, a dict by tensor key of dicts with
+  // "nd_reformulated_orig_global_shape". Entries of another form are ignored, and their tensors are
+  // shown in the stored shape.
   void ReadFlatShapes(const Value& mcore_data) {
     if (mcore_data.kind() != Kind::kDict) return;
     std::vector<std::int64_t> numbers;
@@ -362,22 +362,22 @@ class DcpReader {
     }
   }
 
-  // Null: the tensor is stored in its own shape.
+  // How the tensor was flattened; null if it is shown in its stored shape.
   const MegatronFlatShape* FlatShape(const DcpTensor& tensor, const Dims& shape) {
     const auto it = original_shapes_.find(tensor.fqn);
     if (it == original_shapes_.end()) return nullptr;
     flat_ = MegatronFlatShape::Make(shape, it->second);
     if (!flat_) {
-      builder_.Warn("tensor " + std::string(tensor.fqn) + ": shown as stored, " + shape.ToString() +
-                    ": its original shape is given as " + it->second.ToString() +
-                    ", which does not go with that");
+      builder_.Warn("tensor " + std::string(tensor.fqn) + ": its original shape " +
+                    it->second.ToString() + " is incompatible with the stored shape " +
+                    shape.ToString() + "; shown as stored");
       return nullptr;
     }
     return &*flat_;
   }
 
-  // Names are taken apart all at once, because whether "KEY/shard_0_2" is a part of KEY depends on
-  // the other names. `parsed[i]` belongs to object i.
+  // Adds the objects. With `megatron` all names are parsed together, because whether
+  // "KEY/shard_0_2" is a part of KEY depends on the other names.
   Status AddObjects(const DcpMetadata& metadata, bool megatron) {
     std::vector<std::string> names;
     for (const auto& [fqn, item] : metadata.objects)
@@ -387,14 +387,16 @@ class DcpReader {
     for (std::size_t i = 0; i < names.size(); ++i) {
       const DcpItem& item = metadata.objects[i].second;
       if (!item.stored) {
-        builder_.Lose({}, "the metadata do not say where it is stored",
-                      ForeignBuilder::What::kObject, names[i]);
+        builder_.ReportLost({}, "the metadata has no storage location for it",
+                            ForeignBuilder::LostKind::kObject, names[i]);
         continue;
       }
       std::optional<LostItem> gone;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const FileState* file,
-                                   FileOfItem(item, ForeignBuilder::What::kObject, names[i], gone));
-      if (gone) builder_.Lose(gone->file, gone->reason, ForeignBuilder::What::kObject, names[i]);
+      TENSORMOUNT_ASSIGN_OR_RETURN(
+          const FileState* file,
+          FileOfItem(item, ForeignBuilder::LostKind::kObject, names[i], gone));
+      if (gone)
+        builder_.ReportLost(gone->file, gone->reason, ForeignBuilder::LostKind::kObject, names[i]);
       if (file == nullptr) continue;
       ObjectRecord part = megatron ? std::move(parsed[i]) : ObjectRecord{.key = names[i]};
       part.file = file->number;
@@ -405,10 +407,9 @@ class DcpReader {
     return objects_.Finish(megatron, left_out_);
   }
 
-  // What torch needs to nest keys again: which parts of a key are names of dicts.
-  // {"model.w": ("model", "w")}: needed by `export --to dcp`, since a dot in a key may be part of a
-  // name or a level of a dict. What is not of this form is left out without a word: nothing but
-  // nesting is lost by that. 16 bytes an entry stand for what its records cost beside texts.
+  // Adds the paths of nested keys, {"model.w": ("model", "w")}, as a common value for `export --to
+  // dcp`, since a dot in a key may also be part of a name. If planner_data have another form, they
+  // are ignored. Each text and each entry counts 16 bytes more than its text, for the record.
   void AddPlannerData(const Value& data) {
     if (data.kind() != Kind::kDict) return;
     CommonDict out;
@@ -419,7 +420,7 @@ class DcpReader {
       const std::string_view fqn = data.key(i).text();
       if (fqn.size() > kMaxKeyBytes) return;
       if (path.size() == 1 && path.item(0).kind() == Kind::kString && path.item(0).text() == fqn) {
-        continue;  // Not nested: nothing to tell.
+        continue;  // The key is not nested.
       }
       CommonTuple parts;
       bytes += fqn.size() + 16;
@@ -438,7 +439,8 @@ class DcpReader {
       out.items.emplace(key_prefix_ + std::string(fqn), std::move(parts));
     }
     if (bytes > kMaxPlannerBytes) {
-      builder_.Warn("planner_data, which say how keys nest, are larger than 1 MiB and left out");
+      builder_.Warn(
+          "planner_data, which records how keys are nested, is larger than 1 MiB and left out");
     } else if (!out.items.empty()) {
       builder_.AddCommon(key_prefix_ + std::string(kPlannerName), std::move(out));
     }
@@ -448,24 +450,24 @@ class DcpReader {
   ForeignBuilder& builder_;
   std::string below_;
   std::string key_prefix_;
-  std::optional<DcpMetadata> metadata_;  // After Parse.
+  std::optional<DcpMetadata> metadata_;  // Set by Parse.
   std::string metadata_name_;
-  std::int64_t written_ = 0;  // When the metadata were.
+  std::int64_t written_ = 0;  // mtime of the metadata, in seconds.
   DcpObjects objects_;
-  LeftOut left_out_;
-  // By relative_path. The views point into metadata_, whose document keeps the stream.
+  OmissionCounter left_out_;
+  // Data files by relative_path; the keys are views into metadata_.
   std::unordered_map<std::string_view, FileState> files_;
   std::string_view last_path_;
   const FileState* last_file_ = nullptr;
   std::unordered_map<std::string_view, Dims> original_shapes_;
-  // Of the tensor that is being added, where FlatShape gave one.
+  // The result of FlatShape for the tensor that is being added.
   std::optional<MegatronFlatShape> flat_;
-  // Keys for the resolver: items of these have one axis whatever their region is.
+  // Keys of flattened tensors, whose items have one axis for any region; the resolver needs them.
   std::unordered_set<std::string> flattened_;
   std::set<std::uint32_t> ranks_;
 };
 
-// "train/rank0.pt": what the trainer keeps for every rank beside the tensors.
+// Adds the files "train/rankN.pt" as objects: the trainer's state of each rank.
 Status AddOlmoTrainerFiles(const ForeignFolder& folder, ForeignBuilder& builder) {
   if (!folder.Has("train")) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List("train"));
@@ -487,25 +489,24 @@ class Dcp : public ForeignFormat {
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
-    // Probe found one of the two files.
     const bool olmo = !folder.Has(kMetadataFile);
     if (!olmo) TENSORMOUNT_RETURN_IF_ERROR(CheckMegatronBackend(folder));
     const bool torch_dist = !olmo && MegatronBackend(folder) == "torch_dist";
-    // Megatron-Core writes metadata.json after everything else, so a crash may leave common.pt
-    // without it: still its checkpoint, but perhaps one that did not end.
+    // Megatron-Core writes metadata.json last, so common.pt without it is a Megatron-Core
+    // checkpoint whose save may not have ended.
     const bool megatron = torch_dist || (!olmo && folder.Has("common.pt"));
     if (olmo) builder.SetProducer("olmo-core");
     if (megatron) builder.SetProducer("megatron.core.dist_checkpointing");
     if (megatron && !torch_dist) {
-      builder.Warn(std::string(folder.Has("metadata.json") ? "metadata.json names no backend"
+      builder.Warn(std::string(folder.Has("metadata.json") ? "metadata.json does not name a backend"
                                                            : "metadata.json is missing") +
-                   ", which Megatron-Core writes last: was this save ended?");
+                   "; Megatron-Core writes it last, so this save may be incomplete");
     }
     DcpReader reader(folder, builder, olmo ? std::string(kOlmoFolder) : std::string(), "");
     TENSORMOUNT_RETURN_IF_ERROR(reader.Read(kMetadataFile, megatron));
     if (olmo) TENSORMOUNT_RETURN_IF_ERROR(AddOlmoTrainerFiles(folder, builder));
     if (megatron) TENSORMOUNT_RETURN_IF_ERROR(AddMegatronCommonFile(folder, builder));
-    // Known from file names alone: nothing in the metadata says how many ranks there were.
+    // The number of ranks follows from the names of the data files; the metadata do not have it.
     builder.SetWorldSize(static_cast<std::uint32_t>(reader.ranks().size()));
     builder.SetResolver(MakeDcpItemResolver(reader.flattened()));
     return Status();
@@ -517,7 +518,7 @@ class Dcp : public ForeignFormat {
   }
 };
 
-// Whether what the ranks stored of a tensor makes a whole: of one dtype and shape, every cell once.
+// Whether the chunks of all ranks form one tensor: the same dtype and shape, every element once.
 class RankUnion {
  public:
   void Add(const DcpMetadata& metadata, const DcpTensor& tensor) {
@@ -529,7 +530,7 @@ class RankUnion {
     fits_ = fits_ && tensor.dtype == dtype_ && shape == regions_->shape();
     for (std::size_t i = 0; fits_ && i < tensor.count; ++i) {
       if (!metadata.items[tensor.first + i].stored) continue;
-      // AddBox says no to a box that does not lie within the shape, or overflows.
+      // AddBox fails for a box that exceeds the shape or overflows.
       fits_ = regions_->AddBox(metadata.Offsets(tensor, i).data(), metadata.Sizes(tensor, i).data(),
                                static_cast<std::uint32_t>(regions_->size()));
     }
@@ -542,8 +543,9 @@ class RankUnion {
   bool fits_ = true;
 };
 
-// Saves without a global plan: every rank has metadata of its own, and nothing says how their
-// tensors go together, except where their chunks fit into one whole and nothing else.
+// Saves without a global plan, in which each rank has its own metadata. If the ranks' chunks of a
+// key form one tensor exactly, they are shown as one tensor; if not, each rank's tensor is shown as
+// rankN/KEY.
 class DcpRanks : public ForeignFormat {
  public:
   std::string_view name() const override {
@@ -560,8 +562,8 @@ class DcpRanks : public ForeignFormat {
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
-    // All metadata are parsed before any tensor is added, since whether the ranks agree about a
-    // tensor is known only when all of them have spoken. They stay in memory together.
+    // All metadata are parsed before anything is added, because only then it is known which tensors
+    // the ranks share.
     std::vector<std::unique_ptr<DcpReader>> readers;
     for (const DirectoryEntry& entry : entries) {
       const std::optional<std::uint32_t> rank = RankOfMetadata(entry.name);
@@ -573,7 +575,7 @@ class DcpRanks : public ForeignFormat {
     std::unordered_map<std::string_view, RankUnion> unions;
     for (const auto& reader : readers) {
       for (const DcpTensor& tensor : reader->metadata().tensors) {
-        // A RegionSet wants a shape whose volume does not overflow. Others are refused when the
+        // RegionSet requires a volume that does not overflow; other shapes are refused when the
         // tensor is added.
         if (CheckShape(tensor.dtype, reader->metadata().Shape(tensor)).ok()) {
           unions[tensor.fqn].Add(reader->metadata(), tensor);
@@ -594,8 +596,8 @@ class DcpRanks : public ForeignFormat {
     }
     builder.Warn("saved without a global plan: " + std::to_string(united.size()) +
                  (united.size() == 1 ? " tensor is" : " tensors are") +
-                 " put together from what the ranks stored, " + std::to_string(apart) +
-                 " and all objects are shown as rankN/KEY");
+                 " assembled from the shards of all ranks; " + std::to_string(apart) +
+                 " others and all objects are shown per rank, as rankN/KEY");
     builder.SetWorldSize(static_cast<std::uint32_t>(readers.size()));
     builder.SetResolver(MakeDcpItemResolver({}));
     return Status();

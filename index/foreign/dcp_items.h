@@ -11,11 +11,11 @@
 
 namespace tensormount {
 
-// Items of .distcp files: each is a torch archive of one tensor, which must be the chunk that the
-// metadata say. `flattened`: keys of tensors whose chunks are stored with one axis, whatever their
-// region is (MegatronFlatShape). What it returns owns all that it needs and may outlive whoever
-// made it; it is called by readers on any thread. Each call reads about 10 KiB of the item (its zip
-// directory, headers and pickle), never the payload.
+// Makes the resolver for items of .distcp files, which locates the bytes of an item. An item is a
+// torch archive of one tensor, which must match the chunk in the metadata. `flattened`: keys of
+// tensors whose items have one axis for any region (MegatronFlatShape). The resolver may be called
+// on any thread. Each call reads about 10 KiB of the item (zip directory, headers and pickle), but
+// not the tensor's bytes.
 ItemResolver MakeDcpItemResolver(std::unordered_set<std::string> flattened);
 
 }  // namespace tensormount

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the pickle of a .metadata to plain structures. It is read as data (pickle.h), and each class
-// of torch's is known by name and fields; one that is not as torch writes it is refused, with what
-// is wrong in it.
+// Converts the pickle of a .metadata to plain structures (dcp_metadata.h). The pickle is only
+// parsed (pickle.h), and classes of torch are recognized by name and fields. If an object does not
+// have torch's form, the error tells what is wrong.
 //
 // The pickle has two dicts. state_dict_metadata: key to TensorStorageMetadata (dtype, size, a list
 // of chunks with offsets and sizes) or BytesStorageMetadata. storage_data: MetadataIndex(fqn,
-// offset, index) to _StorageInfo(relative_path, offset, length). They are joined on (fqn, offset):
-// the offset of a chunk within its tensor is its identity, and `index` is a hint of its position in
-// the list, which may be None and is checked.
+// offset, index) to _StorageInfo(relative_path, offset, length). The dicts are joined on (fqn,
+// offset), because the offset of a chunk identifies it within its tensor. `index` is only a hint:
+// the position of the chunk in the list, or None.
 //
-// The metadata of a large run have 100,000 chunks and more, so: numbers of all chunks stand in one
-// vector, items in another, nothing is allocated a chunk, texts are views into the stream, and
-// lookups by name remember the last one.
+// The metadata of a large run have 100,000 chunks and more. So no chunk has an allocation of its
+// own: all numbers are in one vector, all items in another, and texts are views into the pickle.
 #include "index/foreign/dcp_metadata.h"
 
 #include <algorithm>
@@ -24,7 +23,7 @@
 #include "index/foreign/foreign.h"
 #include "shard/tensor_meta.h"
 
-// torch/distributed/checkpoint/{metadata,filesystem}.py are where the classes below come from.
+// The classes below are from torch/distributed/checkpoint/{metadata,filesystem}.py.
 
 namespace tensormount {
 namespace {
@@ -37,19 +36,19 @@ Status BadMetadata(std::string what) {
   return Status(Code::kDataLoss, "DCP metadata: " + std::move(what));
 }
 
-constexpr std::size_t kShownFqnBytes = 256;  // What a message shows of a key.
+constexpr std::size_t kShownFqnBytes = 256;  // Bytes of a key that a message shows.
 
 std::string Short(std::string_view key) { return std::string(key.substr(0, kShownFqnBytes)); }
 
-// Whether an object has what BUILD set and nothing else: none of these classes is made by a call
-// with arguments, which would set attributes too, or has items.
+// Whether an object has only a state, set by BUILD, as objects of all classes here: no arguments,
+// which could also set attributes, and no items.
 bool IsRecord(const Value& object) {
   return object.kind() == Kind::kObject && object.args().size() == 0 && object.size() == 0;
 }
 
-// An attribute of an object; nullopt where it has none, or more of them than any class here: their
-// number must not be multiplied by that of the objects that share them. None of these classes has
-// slots, so that a pair (dict, slots) has none either.
+// An attribute of an object. nullopt if it does not exist. Also nullopt if the object has more than
+// 64 attributes, which no class here has: many objects may share one state, and each search takes
+// time linear in its size.
 std::optional<Value> Attribute(const Value& object, std::string_view name) {
   if (!IsRecord(object)) return std::nullopt;
   const Value state = object.state();
@@ -57,38 +56,40 @@ std::optional<Value> Attribute(const Value& object, std::string_view name) {
   return state.Find(name);
 }
 
-// Bools are another kind in these values, though Python takes True for 1.
+// Reads a non-negative integer. A bool is refused, although Python treats True as 1.
 bool ReadUnsigned(const std::optional<Value>& value, std::uint64_t& out) {
   if (!value || value->kind() != Kind::kInt || value->integer() < 0) return false;
   out = static_cast<std::uint64_t>(value->integer());
   return true;
 }
 
-// Whether a chunk with these sizes has no elements.
+// Whether a chunk of these sizes has no elements.
 bool IsEmpty(std::span<const std::int64_t> sizes) {
   return std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
 }
 
-// Puts together the two halves of the metadata: the chunks of every tensor, and where they lie.
+// Reads the chunks of every tensor from one dict of the metadata, and their locations from the
+// other.
 class DcpMetadataReader {
  public:
-  DcpMetadataReader(DcpMetadata& out, LeftOut& left_out) : out_(out), left_out_(left_out) {}
+  DcpMetadataReader(DcpMetadata& out, OmissionCounter& left_out) : out_(out), left_out_(left_out) {}
 
   Status Read() {
     const Value root = out_.document.root();
     if (!root.Is(KnownClass::kMetadata)) {
-      return BadMetadata("the pickle is no Metadata of torch.distributed.checkpoint");
+      return BadMetadata("the pickle is not a Metadata object of torch.distributed.checkpoint");
     }
     const std::optional<Value> states = Attribute(root, "state_dict_metadata");
     if (!states || states->kind() != Kind::kDict)
-      return BadMetadata("state_dict_metadata is no dict");
+      return BadMetadata("state_dict_metadata is not a dict");
     const std::optional<Value> storage = Attribute(root, "storage_data");
-    if (!storage || storage->kind() != Kind::kDict) return BadMetadata("storage_data is no dict");
+    if (!storage || storage->kind() != Kind::kDict)
+      return BadMetadata("storage_data is not a dict");
     out_.planner_data = Attribute(root, "planner_data").value_or(Value());
     out_.mcore_data = Attribute(root, "mcore_data").value_or(Value());
     slots_.reserve(states->size());
     out_.tensors.reserve(states->size());
-    // A checkpoint has about as many stored items as chunks.
+    // A checkpoint has about as many chunks as stored items.
     out_.items.reserve(storage->size());
     for (std::size_t i = 0; i < states->size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(AddState(states->key(i), states->item(i)));
@@ -96,14 +97,14 @@ class DcpMetadataReader {
     for (std::size_t i = 0; i < storage->size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(AddItem(storage->key(i), storage->item(i)));
     }
-    TellRest();
+    WarnOfIgnored();
     DropDoubled();
     return Status();
   }
 
  private:
-  // What a key of state_dict_metadata became, for the second dict. kLeftOut: it was told already,
-  // so items of it are passed over in silence.
+  // What a key of state_dict_metadata is: a tensor or object with a number, or left out. Items of
+  // keys that are left out are skipped silently.
   struct Slot {
     enum class Kind { kTensor, kObject, kLeftOut } kind = Kind::kLeftOut;
     std::size_t number = 0;
@@ -111,10 +112,14 @@ class DcpMetadataReader {
 
   Status AddState(const Value& key, const Value& state) {
     if (key.kind() != Kind::kString)
-      return BadMetadata("a key of state_dict_metadata is no string");
+      return BadMetadata("a key of state_dict_metadata is not a string");
     const std::string_view fqn = key.text();
-    if (fqn.size() > kMaxKeyBytes) {  // Not even looked up: many keys may be one long string.
-      left_out_.Add("tensor", fqn, "its key has " + std::to_string(fqn.size()) + " bytes");
+    // The key is not added to slots_, because many keys may share one long string, and each would
+    // be hashed.
+    if (fqn.size() > kMaxKeyBytes) {
+      left_out_.Add("tensor", fqn,
+                    "the key has " + std::to_string(fqn.size()) + " bytes, at most " +
+                        std::to_string(kMaxKeyBytes) + " are allowed");
       return Status();
     }
     Slot slot;
@@ -130,49 +135,47 @@ class DcpMetadataReader {
       }
     } else {
       return BadMetadata("the entry of '" + std::string(fqn) +
-                         "' is neither a tensor's nor an object's");
+                         "' describes neither a tensor nor an object");
     }
-    // The machine keeps one pair of equal keys; only keys that are too long for it to compare could
-    // get here twice, and those were left out above.
+    // The parser has merged equal keys, except long keys, which were left out above.
     if (!slots_.emplace(fqn, slot).second) {
       return BadMetadata("state_dict_metadata has '" + std::string(fqn) + "' twice");
     }
     return Status();
   }
 
-  // Empty, or why the tensor is left out; then nothing was added.
+  // Adds a tensor. Returns an empty text, or the reason why the tensor was not added.
   std::string AddTensor(std::string_view fqn, const Value& state) {
     const std::optional<Value> properties = Attribute(state, "properties");
     const std::optional<Value> size = Attribute(state, "size");
     const std::optional<Value> chunks = Attribute(state, "chunks");
     if (!properties || !size || !chunks || chunks->kind() != Kind::kList) {
-      return "its metadata lack properties, size or chunks";
+      return "the metadata has no properties, size or chunks";
     }
     DcpTensor tensor;
     tensor.fqn = fqn;
     if (std::string why = ReadDType(*properties, tensor); !why.empty()) return why;
     scratch_.clear();
-    // A list is no size to torch, which compares it with one.
+    // torch does not accept a list as a size.
     if (size->kind() == Kind::kList || !ReadPickledSize(*size, scratch_)) {
-      return "its size is no size";
+      return "the size is not a torch.Size or a tuple of non-negative integers";
     }
     if (scratch_.size() > static_cast<std::size_t>(kMaxRank)) {
-      return "it has " + std::to_string(scratch_.size()) + " axes, more than " +
-             std::to_string(kMaxRank);
+      return "the tensor has " + std::to_string(scratch_.size()) + " axes, at most " +
+             std::to_string(kMaxRank) + " are allowed";
     }
     if (tensor.pairs && (scratch_.empty() || !DoubleLast(scratch_))) {
-      return "its size is none of pairs of f4";
+      return "the size is not valid for float4_e2m1fn_x2";
     }
     const std::size_t rank = scratch_.size();
     tensor.rank = static_cast<std::uint8_t>(rank);
-    // Chunk i of this tensor is items[first + i], and numbers [numbers + (1 + 2 i) rank, ...).
     tensor.first = out_.items.size();
     tensor.count = chunks->size();
     tensor.numbers = out_.numbers.size();
-    // Lists may be shared in a pickle, so that the chunks of all tensors could be many more than
-    // the file has bytes for. A real one takes at least 18 of them.
+    // Lists may be shared in a pickle, so all tensors together could have far more chunks than the
+    // file has bytes. A real chunk takes at least 18 bytes.
     if (tensor.count > out_.document.bytes() / 16 - chunks_)
-      return "it has more chunks than the file";
+      return "more chunks are listed than a metadata file of this size can have";
     chunks_ += tensor.count;
     out_.numbers.insert(out_.numbers.end(), scratch_.begin(), scratch_.end());
     for (std::size_t i = 0; i < tensor.count; ++i) {
@@ -182,9 +185,10 @@ class DcpMetadataReader {
                         AppendSize(chunk, "offsets", tensor.pairs) &&
                         AppendSize(chunk, "sizes", tensor.pairs);
       if (!read || out_.numbers.size() - before != 2 * rank) {
-        // Nothing of a tensor that is left out may stay: the next one takes the same positions.
+        // Removes the numbers of this tensor, which is left out.
         out_.numbers.resize(tensor.numbers);
-        return "a chunk of it has no offsets and sizes of " + std::to_string(rank) + " numbers";
+        return "one of its chunks does not have offsets and sizes of " + std::to_string(rank) +
+               " numbers";
       }
     }
     out_.items.resize(tensor.first + tensor.count);
@@ -198,7 +202,8 @@ class DcpMetadataReader {
     return !pairs || DoubleLast(out_.numbers);
   }
 
-  // torch counts pairs of f4 (float4_e2m1fn_x2), we count single ones along the last axis.
+  // Converts pairs of f4 on the last axis, which torch counts (float4_e2m1fn_x2), to elements.
+  // False: the number overflows.
   static bool DoubleLast(std::vector<std::int64_t>& numbers) {
     const auto doubled =
         numbers.empty() ? std::nullopt : CheckedMul(numbers.back(), std::int64_t{2});
@@ -206,11 +211,11 @@ class DcpMetadataReader {
     return doubled.has_value();
   }
 
-  // TensorProperties gives a tuple of five, dtype first, as its state (__getstate__); a dict of
-  // attributes is taken as well.
+  // Returns an empty text, or what is wrong. The state of TensorProperties is a tuple of five, the
+  // first of which is the dtype (__getstate__); a dict of attributes is accepted, too.
   static std::string ReadDType(const Value& properties, DcpTensor& out) {
     if (!properties.Is(KnownClass::kTensorProperties) || !IsRecord(properties))
-      return "its properties are no properties";
+      return "the properties are not a TensorProperties object";
     const Value state = properties.state();
     std::optional<Value> dtype;
     if (state.kind() == Kind::kTuple && state.size() == 5) {
@@ -219,19 +224,19 @@ class DcpMetadataReader {
       dtype = Attribute(properties, "dtype");
     }
     if (!dtype || dtype->kind() != Kind::kGlobal || dtype->known() != KnownClass::kTorchDtype) {
-      return "its dtype is no dtype of torch";
+      return "the dtype is not a torch dtype";
     }
     Result<DType> known = TorchDType(dtype->name());
     if (!known.ok()) {
-      return "its dtype is torch." + std::string(dtype->name()) + ", which cannot be read in place";
+      return "the dtype torch." + std::string(dtype->name()) + " is not supported";
     }
     out.dtype = known.value();
     out.pairs = out.dtype == DType::kF4;
     return {};
   }
 
-  // An entry that names nothing in the metadata is counted and passed over; one that cannot be read
-  // ends the read, because nobody knows which tensor would be wrong.
+  // Adds an entry of storage_data. An entry that names no key of state_dict_metadata is counted and
+  // skipped. If the location in an entry cannot be read, the whole read fails.
   Status AddItem(const Value& key, const Value& info) {
     std::optional<Value> fqn;
     std::optional<Value> offset;
@@ -241,7 +246,7 @@ class DcpMetadataReader {
       offset = Attribute(key, "offset");
       hint = Attribute(key, "index");
     } else if (key.kind() == Kind::kString) {
-      fqn = key;  // Written before there was MetadataIndex.
+      fqn = key;  // The form before MetadataIndex existed.
     }
     if (!fqn || fqn->kind() != Kind::kString) {
       ++other_keys_;
@@ -262,20 +267,20 @@ class DcpMetadataReader {
 
   static Status ReadItem(const Value& info, std::string_view fqn, DcpItem& item) {
     const auto bad = [&](std::string_view what) {
-      return BadMetadata("where '" + Short(fqn) + "' is stored: " + std::string(what));
+      return BadMetadata("the storage_data entry of '" + Short(fqn) + "': " + std::string(what));
     };
-    if (!info.Is(KnownClass::kStorageInfo)) return bad("no _StorageInfo");
+    if (!info.Is(KnownClass::kStorageInfo)) return bad("not a _StorageInfo object");
     const std::optional<Value> path = Attribute(info, "relative_path");
-    if (!path || path->kind() != Kind::kString) return bad("relative_path is no string");
+    if (!path || path->kind() != Kind::kString) return bad("relative_path is not a string");
     item.path = path->text();
     if (!ReadUnsigned(Attribute(info, "offset"), item.offset) ||
         !ReadUnsigned(Attribute(info, "length"), item.length)) {
-      return bad("offset or length is no number of bytes");
+      return bad("offset or length is not a non-negative integer");
     }
     const std::optional<Value> transforms = Attribute(info, "transform_descriptors");
     if (transforms && transforms->kind() != Kind::kNone) {
       if (transforms->kind() != Kind::kList && transforms->kind() != Kind::kTuple) {
-        return bad("transform_descriptors is no list");
+        return bad("transform_descriptors is not a list");
       }
       if (transforms->size() > 0) {
         const Value first = transforms->item(0);
@@ -288,7 +293,8 @@ class DcpMetadataReader {
     return Status();
   }
 
-  // Items of one tensor mostly follow each other and share the string of its name.
+  // The slot of a key; null if the key is unknown. Items of one tensor mostly follow each other and
+  // share the string of its name, so the last result is kept.
   const Slot* Find(const Value& fqn) {
     if (last_slot_ != nullptr && last_fqn_.SameAs(fqn)) return last_slot_;
     if (fqn.text().size() > kMaxKeyBytes) return nullptr;
@@ -299,8 +305,8 @@ class DcpMetadataReader {
     return last_slot_;
   }
 
-  // Finds the chunk of the tensor that the item belongs to: by the hint where that agrees, else by
-  // binary search. O(log chunks), so a file in which no hint agrees is not quadratic.
+  // Gives the item to its chunk: the chunk of the hint, if it has the item's offset; if not, a
+  // binary search finds the chunk, so that wrong hints do not take quadratic time.
   void PlaceItem(std::size_t number, const std::optional<Value>& offset,
                  const std::optional<Value>& hint, const DcpItem& item) {
     const DcpTensor& tensor = out_.tensors[number];
@@ -312,7 +318,7 @@ class DcpMetadataReader {
     } else {
       scratch_.assign(tensor.rank, 0);
     }
-    // `count` stands for none.
+    // A value of `count` means that the chunk is not known.
     std::size_t at = tensor.count == 1 ? 0 : tensor.count;
     if (std::uint64_t i = 0; ReadUnsigned(hint, i) && i < tensor.count) at = i;
     if (at >= tensor.count || !std::ranges::equal(out_.Offsets(tensor, at), scratch_)) {
@@ -324,7 +330,8 @@ class DcpMetadataReader {
     target = item;
   }
 
-  // The chunk that begins at scratch_; of several the one that is not empty. `count` where none.
+  // Number of the chunk at offset scratch_, of several the one that is not empty; `count` if no
+  // chunk has this offset.
   std::size_t Search(std::size_t number) {
     const DcpTensor& tensor = out_.tensors[number];
     std::vector<std::size_t>& order = Order(number);
@@ -339,10 +346,9 @@ class DcpMetadataReader {
     return *it;
   }
 
-  // Chunks by where they begin, empty ones behind others that begin there too.
-  // Made when it is first needed, and kept: most tensors never need it. Empty chunks may share the
-  // offset of a full one (ranks without a share write them), so they sort behind it and lower_bound
-  // finds the full one.
+  // The chunks of a tensor sorted by offset; computed at the first call, which is rare. Ranks
+  // without a shard write empty chunks at the offset of another chunk. They sort behind that chunk,
+  // so that lower_bound finds it first.
   std::vector<std::size_t>& Order(std::size_t number) {
     const DcpTensor& tensor = out_.tensors[number];
     std::vector<std::size_t>& order = orders_[number];
@@ -362,25 +368,25 @@ class DcpMetadataReader {
     return order;
   }
 
-  void TellRest() {
+  void WarnOfIgnored() {
     if (stray_.count > 0) {
       out_.warnings.push_back(
           std::to_string(stray_.count) +
-          " stored items belong to no chunk of the metadata (the first: " + stray_.first + ")");
+          " stored items match no chunk in the metadata (the first: " + stray_.first + ")");
     }
     if (other_keys_ > 0) {
       out_.warnings.push_back(std::to_string(other_keys_) +
-                              " entries of storage_data name no tensor or object");
+                              " entries of storage_data do not name a tensor or an object");
     }
-    // Identity is where a chunk begins. Two that begin at one position and are not empty have one
-    // item between them, and nobody knows whose.
+    // The offset identifies a chunk. If two non-empty chunks have the same offset, it is unknown to
+    // which of them the item belongs.
     for (std::size_t number = 0; number < out_.tensors.size(); ++number) {
       const DcpTensor& tensor = out_.tensors[number];
       bool missing = false;
       for (std::size_t i = 0; i < tensor.count && !missing; ++i) {
         missing = !out_.items[tensor.first + i].stored && !IsEmpty(out_.Sizes(tensor, i));
       }
-      // Only where some chunk got no item can two of them have shared one.
+      // If every chunk has an item, no two have the same offset.
       if (!missing) continue;
       const std::vector<std::size_t>& order = Order(number);
       for (std::size_t i = 1; i < order.size(); ++i) {
@@ -394,8 +400,8 @@ class DcpMetadataReader {
     }
   }
 
-  // Numbers of tensors are positions in out_.tensors, so the vector is thinned once, at the end,
-  // when nobody needs numbers any more.
+  // Removes tensors with two chunks at one offset. Called at the end, because numbers of tensors
+  // are positions in out_.tensors.
   void DropDoubled() {
     std::sort(doubled_.begin(), doubled_.end());
     doubled_.erase(std::unique(doubled_.begin(), doubled_.end()), doubled_.end());
@@ -403,34 +409,34 @@ class DcpMetadataReader {
     std::size_t number = 0;
     std::erase_if(out_.tensors, [&](const DcpTensor& tensor) {
       if (next == doubled_.end() || *next != number++) return false;
-      left_out_.Add("tensor", tensor.fqn, "two of its chunks begin at the same cell");
+      left_out_.Add("tensor", tensor.fqn, "two of its chunks have the same offsets");
       ++next;
       return true;
     });
   }
 
   DcpMetadata& out_;
-  LeftOut& left_out_;
-  // By fqn; views into the document.
+  OmissionCounter& left_out_;
+  // What each fqn is; the keys are views into the document.
   std::unordered_map<std::string_view, Slot> slots_;
   Value last_fqn_;
   const Slot* last_slot_ = nullptr;
-  // The size or offset that is looked at; a member so that it is allocated once.
+  // The size or offset that is being read; a member, so that its memory is reused.
   std::vector<std::int64_t> scratch_;
   std::unordered_map<std::size_t, std::vector<std::size_t>> orders_;
   std::vector<std::size_t> doubled_;
   std::size_t chunks_ = 0;
-  CountedNames stray_;  // Stored items of no chunk that the metadata have.
+  CountedNames stray_;  // Stored items without a chunk in the metadata.
   std::size_t other_keys_ = 0;
 };
 
 }  // namespace
 
-void LeftOut::Add(std::string_view what, std::string_view key, std::string why) {
+void OmissionCounter::Add(std::string_view what, std::string_view key, std::string why) {
   counts_[{std::move(why), std::string(what)}].Add(key.substr(0, kShownFqnBytes));
 }
 
-void LeftOut::WarnAll(ForeignBuilder& builder) const {
+void OmissionCounter::WarnAll(ForeignBuilder& builder) const {
   for (const auto& [reason, count] : counts_) {
     const auto& [why, what] = reason;
     if (count.count == 1) {
@@ -455,19 +461,20 @@ std::span<const std::int64_t> DcpMetadata::Sizes(const DcpTensor& tensor, std::s
   return std::span(numbers).subspan(tensor.numbers + (2 + 2 * chunk) * tensor.rank, tensor.rank);
 }
 
-// torch.Size((1, 2)) is a call with one argument, which is a tuple; older writers and other fields
-// have the tuple or a list itself.
+// torch.Size((1, 2)) is a call with one argument, a tuple. Older releases and other fields have
+// only the tuple or list.
 bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
   Value items = value;
   if (value.Is(KnownClass::kTorchSize)) {
     const Value args = value.args();
-    // Of a list it would be a copy, as that was then.
+    // A list as the argument is refused: torch.Size copied it when it was called, and the pickle
+    // may have changed it later.
     if (args.size() != 1 || args.item(0).kind() != Kind::kTuple) return false;
     items = args.item(0);
   }
   if (items.kind() != Kind::kTuple && items.kind() != Kind::kList) return false;
   const std::size_t size = items.size();
-  if (size > 64) return false;  // Nothing has so many axes, and tuples may be shared.
+  if (size > 64) return false;  // No tensor has as many axes.
   for (std::size_t i = 0; i < size; ++i) {
     const Value item = items.item(i);
     if (item.kind() != Kind::kInt || item.integer() < 0) return false;
@@ -476,7 +483,7 @@ bool ReadPickledSize(const Value& value, std::vector<std::int64_t>& out) {
   return true;
 }
 
-Result<DcpMetadata> ParseDcpMetadata(std::string bytes, LeftOut& left_out) {
+Result<DcpMetadata> ParseDcpMetadata(std::string bytes, OmissionCounter& left_out) {
   TENSORMOUNT_ASSIGN_OR_RETURN(pickle::Document document, pickle::Parse(std::move(bytes)));
   DcpMetadata out{std::move(document), {}, {}, {}, {}, {}, {}, {}};
   TENSORMOUNT_RETURN_IF_ERROR(DcpMetadataReader(out, left_out).Read());

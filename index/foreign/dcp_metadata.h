@@ -18,84 +18,84 @@
 #include "index/archives/pickle.h"
 #include "index/foreign/foreign.h"
 
-// The .metadata pickle of torch.distributed.checkpoint as plain records, whatever release wrote it:
-// torch 1.13 (torch.distributed._shard.checkpoint) to 2.13, Megatron-Core, OLMo-core.
+// The .metadata pickle of torch.distributed.checkpoint as plain records, for torch 1.13
+// (torch.distributed._shard.checkpoint) to 2.13, Megatron-Core and OLMo-core.
 
-// Flat on purpose: tensors, items and numbers are three vectors, in which a tensor has ranges. A
-// million chunks as objects of their own (a vector of offsets, a vector of sizes) would take
-// several times that memory, and an allocation each.
+// Tensors, items and numbers are three flat vectors, and a tensor refers to ranges of the others,
+// because separate objects for a million chunks would take several times the memory.
 //
-// Views (std::string_view) point into the stream, which `document` keeps: a DcpMetadata must
-// outlive whatever was taken from it, and may be moved.
+// Views (std::string_view) point into the text of the pickle, which `document` owns, so a
+// DcpMetadata must outlive all views taken from it. It may be moved.
 namespace tensormount {
 
-// What was left out and why, told in one line a reason: the loss of one file may concern ten
-// thousand tensors.
-// Not for losses, which ForeignBuilder counts by key: this is for what is there in a form that we
-// do not read. Not thread-safe; one a read.
-class LeftOut {
+// Counts tensors and objects that exist but are left out, by reason, so that one warning covers all
+// with the same reason. Missing data are reported to ForeignBuilder instead. Not thread-safe.
+class OmissionCounter {
  public:
-  // `what`: "tensor" or "object"; `why`: "its file __1_0.distcp is missing".
+  // `what`: "tensor" or "object"; `why`: such as "the dtype is not a torch dtype".
   void Add(std::string_view what, std::string_view key, std::string why);
-  // "tensor w: left out: ..." or "12 tensors left out: ... (the first: w)".
+  // Adds warnings like "tensor w: left out: ..." or "12 tensors left out: ... (the first: w)".
   void WarnAll(ForeignBuilder& builder) const;
 
  private:
-  std::map<std::pair<std::string, std::string>, CountedNames> counts_;  // By reason, what.
+  // Counts by reason and `what`.
+  std::map<std::pair<std::string, std::string>, CountedNames> counts_;
 };
 
-// Where an item lies: a torch archive of one tensor, or the bytes of an object. There is one for
-// each chunk of the checkpoint, in the order of DcpTensor::first.
+// The location of an item: a torch archive of one tensor, or the bytes of an object. Each chunk has
+// an item (DcpTensor::first).
 struct DcpItem {
-  std::string_view path;  // relative_path, unchecked; views are into the document.
+  std::string_view path;  // relative_path, unchecked; a view into the document.
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  std::string_view transform;  // The first of transform_descriptors; empty: stored as it is.
-  bool stored = false;         // False: the metadata name a chunk, but not where it lies.
+  std::string_view transform;  // The first of transform_descriptors; empty if there is none.
+  bool stored = false;         // False: the metadata have no location for the chunk.
 };
 
-// The sizes of chunk i are behind its offsets: numbers [numbers + (2 + 2 i) rank, ...).
-// DcpMetadata::Offsets and Sizes know this; nobody else should.
+// A tensor in the metadata. DcpMetadata::Shape, Offsets and Sizes read its numbers.
 struct DcpTensor {
   std::string_view fqn;
   DType dtype = DType::kU8;
-  bool pairs = false;  // torch's f4 are pairs; here they are one by one, on the last axis.
+  // True for f4, of which torch counts pairs on the last axis. All numbers here count elements.
+  bool pairs = false;
   std::uint8_t rank = 0;
-  std::size_t first = 0;  // Chunk i's item is items[first + i],
-  std::size_t count = 0;
-  // its offsets and sizes are numbers[numbers + (1 + 2 * i) * rank...], behind the shape.
+  std::size_t first = 0;  // The item of chunk i is items[first + i].
+  std::size_t count = 0;  // Number of chunks.
+  // Position of the shape in DcpMetadata::numbers. The offsets and then the sizes of each chunk
+  // follow, each with `rank` numbers.
   std::size_t numbers = 0;
 };
 
-// planner_data and mcore_data are left as they are in the pickle: the reader takes from them what
-// it knows.
+// The metadata as records, except planner_data and mcore_data, which are values of the pickle.
 struct DcpMetadata {
   pickle::Document document;
-  std::vector<DcpTensor> tensors;  // In the order of the file.
+  std::vector<DcpTensor> tensors;  // In the order of the pickle.
   std::vector<DcpItem> items;
-  std::vector<std::int64_t> numbers;  // None is negative.
-  // Byte entries of the state dict, by name. Not `stored` where storage_data does not name it.
+  std::vector<std::int64_t> numbers;  // Shapes, offsets and sizes; not negative.
+  // Names and items of the objects (BytesStorageMetadata), in the order of the pickle. `stored` is
+  // false if storage_data has no location.
   std::vector<std::pair<std::string_view, DcpItem>> objects;
-  pickle::Value planner_data;  // None where there is none.
+  pickle::Value planner_data;  // The value None if the pickle does not have planner_data.
   pickle::Value mcore_data;
-  // About items and entries that belong to nothing; the reader gives them to the builder.
+  // Warnings about items and entries that belong to no tensor or object; the reader passes them to
+  // the builder.
   std::vector<std::string> warnings;
 
-  // The shape in elements of ours: of pairs of f4 the last axis is doubled already, as it is in
-  // offsets and sizes.
+  // The shape in elements. For pairs of f4 the last axis is already doubled, as in offsets and
+  // sizes.
   Dims Shape(const DcpTensor& tensor) const;
   std::span<const std::int64_t> Offsets(const DcpTensor& tensor, std::size_t chunk) const;
   std::span<const std::int64_t> Sizes(const DcpTensor& tensor, std::size_t chunk) const;
 };
 
-// kDataLoss: no such pickle; kUnsupported: asks for names that are not on the list. A tensor whose
-// records contradict each other, or of a dtype that we lack, is left out.
-// O(chunks log chunks) at worst, and linear where the hints of the metadata agree, as they do in
-// what torch writes. Nothing is checked against files here.
-Result<DcpMetadata> ParseDcpMetadata(std::string bytes, LeftOut& left_out);
+// Parses .metadata. kDataLoss: not a valid .metadata pickle; kUnsupported: it uses classes that are
+// not on the allow-list. A tensor whose records contradict each other, or whose dtype is unknown,
+// is left out. Nothing is compared with files. Takes linear time if the hints in `index` are right,
+// as torch writes them, else O(chunks log chunks).
+Result<DcpMetadata> ParseDcpMetadata(std::string bytes, OmissionCounter& left_out);
 
-// A torch.Size, tuple or list of integers that are not negative; false: it is none.
-// Appends to `out`, also what it has read of a size that turns out to be none: callers cut it off.
+// Appends the numbers of a torch.Size, tuple or list of non-negative integers to `out`. False if
+// the value is something else; the caller must then remove numbers that were appended.
 bool ReadPickledSize(const pickle::Value& value, std::vector<std::int64_t>& out);
 
 }  // namespace tensormount

@@ -1,45 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte objects of DCP that are shown as common values beside the objects themselves: small ones,
-// read together in few reads.
-//
-// Objects themselves are bytes that nobody looks into. A checkpoint may have many thousands of
-// them, most of them small (rng states, step counts). Their values are read when the checkpoint is
-// opened, so bounds keep opening cheap: what is over them is still an object.
+// The objects of DCP (dcp_objects.h); small ones are also common values. A checkpoint may have many
+// thousands of objects, most of them small (RNG states, step counts). Values are read when the
+// checkpoint is opened, so their size and number are limited.
 #include "index/foreign/dcp_objects.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
+#include "base/byte_range.h"
+#include "base/read_only.h"
 #include "index/archives/torch_archive.h"
 #include "index/foreign/megatron.h"
 
 namespace tensormount {
 namespace {
 
-// What is read when a checkpoint is opened, only to show values beside the objects.
-// A larger object is hardly a value that somebody wants to see in a listing.
+// Size of the largest object that is shown as a value.
 constexpr std::uint64_t kMaxValue = std::uint64_t{64} << 10;
-// The common state of Megatron-Core is one object that has all arguments of the run.
+// Largest common state of Megatron-Core, which is one object with all arguments of the run.
 constexpr std::uint64_t kMaxCommonState = std::uint64_t{64} << 20;
 constexpr std::size_t kMaxValues = 4096;
 constexpr std::uint64_t kMaxValuesBytes = std::uint64_t{16} << 20;
-// One read; items of one file follow each other.
+// Largest window: a range of a file with several objects, which is read as one.
 constexpr std::uint64_t kWindow = std::uint64_t{1} << 20;
-// Gaps of up to this between two objects are read over: less than a call costs.
+// Windows are added to one call of ReadMany until they exceed this size.
+constexpr std::uint64_t kMostReadTogether = std::uint64_t{4} << 20;
+// Largest gap between objects of one window; reading a small gap costs less than another read.
 constexpr std::uint64_t kMaxGap = std::uint64_t{16} << 10;
 
-// Where Megatron-Core since 0.19 keeps what was in common.pt.
+// Key of the common state, an object since Megatron-Core 0.19 (before it was the file common.pt).
 constexpr std::string_view kCommonState = "common_state";
 
-// Some bytes of a file that were read before.
-// The archive reader wants a File. Its offsets count from the begin of the object, and the values
-// that are made of it keep no reference to it.
-class WindowFile : public File {
+// A File whose content is the bytes of one object that were already read, for TorchArchive.
+class WindowFile : public ReadOnlyFile {
  public:
   WindowFile(std::string_view bytes, std::string path) : bytes_(bytes), path_(std::move(path)) {}
 
@@ -49,30 +48,21 @@ class WindowFile : public File {
     if (n > 0) std::memcpy(out, bytes_.data() + offset, n);
     return n;
   }
-  Status WriteAt(std::uint64_t, const void*, std::size_t) override { return ReadOnly(); }
-  Status Truncate(std::uint64_t) override { return ReadOnly(); }
-  Status Sync() override { return ReadOnly(); }
-  Status Seal() override { return ReadOnly(); }
   Result<FileInfo> Stat() override {
     FileInfo info;
     info.kind = FileKind::kFile;
     info.size = bytes_.size();
     return info;
   }
-  Status TryLockShared() override { return ReadOnly(); }
-  Status TryLockExclusive() override { return ReadOnly(); }
-  Status Close() override { return Status(); }
   const std::string& path() const override { return path_; }
 
  private:
-  static Status ReadOnly() { return Status(Code::kReadOnly, "bytes in memory are read only"); }
-
   std::string_view bytes_;
   std::string path_;
 };
 
-// nullopt: opaque; whoever wants to know more asks for the listing of the object. Bare pickles stay
-// opaque, too: bytes that are no archive may be anything.
+// The archive that an object is; nullopt if it is not a torch archive. A pickle without an archive
+// is not read, because the bytes could be anything.
 std::optional<TorchArchive> ArchiveOf(const std::string& bytes, const std::string& key) {
   if (!bytes.starts_with("PK\3\4")) return std::nullopt;
   WindowFile file(bytes, key);
@@ -93,7 +83,7 @@ std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::st
   return archive ? budget.Convert(archive->document().root()) : std::nullopt;
 }
 
-Status DcpObjects::Finish(bool megatron, LeftOut& left_out) {
+Status DcpObjects::Finish(bool megatron, OmissionCounter& left_out) {
   for (const ObjectRecord& part : parts_) {
     const Status status =
         builder_.AddObject(part.key, part.file, part.offset, part.length, part.index, part.grid);
@@ -103,48 +93,71 @@ Status DcpObjects::Finish(bool megatron, LeftOut& left_out) {
 }
 
 Status DcpObjects::AddCommon(bool megatron) {
-  // Objects are in the builder by now; what stays here is what may become a value.
+  // The builder already has all objects, so parts_ keeps only those that may be values.
   std::erase_if(parts_, [&](const ObjectRecord& part) {
     if (megatron && IsCommonState(part)) return part.length > kMaxCommonState;
-    // A value of several parts has no name of its own.
+    // An object in several parts is not a value.
     return part.length > kMaxValue || CheckedProduct(part.grid) != 1;
   });
   std::sort(parts_.begin(), parts_.end(), [](const ObjectRecord& a, const ObjectRecord& b) {
     return std::tie(a.file, a.offset, a.key) < std::tie(b.file, b.offset, b.key);
   });
-  // Bytes [begin, begin + window.size()) of file number `file`.
-  std::string window;
-  std::uint64_t begin = 0;
-  std::uint32_t file = 0;
-  std::uint64_t total = 0;
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    const ObjectRecord& part = parts_[i];
-    if (i == kMaxValues || total > kMaxValuesBytes) {
-      builder_.Warn(std::to_string(parts_.size() - i) +
-                    " small objects are shown as objects only, not as values");
+  std::size_t count = 0;
+  for (std::uint64_t total = 0; count < parts_.size(); ++count) {
+    if (count == kMaxValues || total > kMaxValuesBytes) {
+      builder_.Warn(std::to_string(parts_.size() - count) +
+                    " small objects are shown only as objects, not as values: the limit of 4096 "
+                    "values or 16 MiB is reached");
       break;
     }
-    total += part.length;
-    // The parts are sorted by file and offset, so the window only moves forward.
-    if (window.empty() || part.file != file || part.offset < begin ||
-        part.offset + part.length > begin + window.size()) {
-      // As far as others follow closely.
-      std::uint64_t end = part.offset + part.length;
-      for (std::size_t n = i + 1; n < parts_.size() && parts_[n].file == part.file; ++n) {
-        const std::uint64_t next = parts_[n].offset + parts_[n].length;
-        if (parts_[n].offset > end + kMaxGap || next > part.offset + kWindow) break;
-        end = std::max(end, next);
-      }
-      window.resize(end - part.offset);
-      file = part.file;
-      begin = part.offset;
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder_.OpenFile(file));
-      TENSORMOUNT_RETURN_IF_ERROR(opened->ReadExactAt(begin, window.data(), window.size()));
-    }
-    TENSORMOUNT_RETURN_IF_ERROR(
-        AddValue(part, window.substr(part.offset - begin, part.length), megatron));
+    total += parts_[count].length;
+  }
+  for (std::size_t i = 0; i < count;) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(i, AddValues(i, count, megatron));
   }
   return Status();
+}
+
+// Reads the next parts of one file, from number `first` on and below `count`, together. Returns the
+// number of the first part that was not read.
+Result<std::size_t> DcpObjects::AddValues(std::size_t first, std::size_t count, bool megatron) {
+  std::vector<ByteRange> windows;
+  std::vector<std::size_t> window_of;
+  std::uint64_t bytes = 0;
+  std::size_t end = first;
+  for (; end < count && parts_[end].file == parts_[first].file; ++end) {
+    const ObjectRecord& part = parts_[end];
+    // The parts are sorted by offset, so only the last window can contain the part or grow to
+    // contain it.
+    const std::uint64_t part_end = part.offset + part.length;
+    const bool grows = !windows.empty() && part.offset <= windows.back().end + kMaxGap &&
+                       part_end <= windows.back().begin + kWindow;
+    if (grows || (!windows.empty() && part_end <= windows.back().end)) {
+      bytes -= windows.back().size();
+      windows.back().end = std::max(windows.back().end, part_end);
+    } else {
+      if (bytes > kMostReadTogether) break;
+      windows.push_back({part.offset, part_end});
+    }
+    bytes += windows.back().size();
+    window_of.push_back(windows.size() - 1);
+  }
+  std::vector<std::string> read(windows.size());
+  std::vector<ReadRun> runs;
+  for (std::size_t i = 0; i < windows.size(); ++i) {
+    read[i].resize(windows[i].size());
+    runs.push_back({windows[i].begin, std::as_writable_bytes(std::span(read[i]))});
+  }
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file,
+                               builder_.OpenFile(parts_[first].file));
+  TENSORMOUNT_RETURN_IF_ERROR(file->ReadMany(runs));
+  for (std::size_t i = first; i < end; ++i) {
+    const std::size_t window = window_of[i - first];
+    TENSORMOUNT_RETURN_IF_ERROR(AddValue(
+        parts_[i], read[window].substr(parts_[i].offset - windows[window].begin, parts_[i].length),
+        megatron));
+  }
+  return end;
 }
 
 Status DcpObjects::AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron) {

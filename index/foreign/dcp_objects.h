@@ -17,38 +17,38 @@
 
 namespace tensormount {
 
-// The plain data that an object's bytes are as torch.save writes them; nullopt: opaque bytes, an
-// archive with more than plain data in it, or over the budget.
+// The value of an object that torch.save wrote. nullopt: the bytes are not a torch archive, the
+// value is not plain data, or the budget is exceeded.
 std::optional<CommonValue> ValueOfObject(const std::string& bytes, const std::string& key,
                                          ValueBudget& budget);
-// Objects that are larger are nobody's plain values.
+// Size of the largest object that an export converts to a plain value.
 inline constexpr std::uint64_t kMaxObjectValue = std::uint64_t{1} << 20;
 
-// Objects of DCP checkpoints: opaque bytes each, and where these are a torch archive of plain data
-// and small, a common value too. What a checkpoint has of them stands at the beginnings of its
-// files, so that they are read in a few large reads.
-// Used once: Add all, then Finish. The order of Add does not matter, since objects are sorted by
-// file and offset before they are read. The builder outlives it.
+// Adds the objects of a DCP checkpoint to the builder: each as opaque bytes, and a small object
+// that is a torch archive of plain data also as a common value. Call Add for all objects, in any
+// order, then Finish once, which reads the small ones in a few large reads. The builder must
+// outlive this object.
 class DcpObjects {
  public:
   explicit DcpObjects(ForeignBuilder& builder) : builder_(builder) {}
-  // An object part without hashes, which must lie within its file.
+  // `part` has no hashes, and must be within its file.
   void Add(ObjectRecord part) { parts_.push_back(std::move(part)); }
-  // Gives all to the builder. `megatron`: objects are wrapped in lists, and one of them may be the
-  // common state.
-  // Fails only where a file cannot be read; an object that is no archive, or too large for a value,
-  // stays an object.
-  Status Finish(bool megatron, LeftOut& left_out);
+  // Passes all objects to the builder. `megatron`: objects are wrapped in lists, and one of them
+  // may be the common state of Megatron-Core. Fails only if a file cannot be read; other objects
+  // that are not converted to values are only objects.
+  Status Finish(bool megatron, OmissionCounter& left_out);
 
  private:
-  // Reads the small ones and gives their values to the builder.
+  // AddCommon reads the small objects and passes their values to the builder. AddValues does this
+  // for neighbours in one file, and AddValue for one object.
   Status AddCommon(bool megatron);
-  // `bytes`: those of the part.
+  Result<std::size_t> AddValues(std::size_t first, std::size_t count, bool megatron);
+  // `bytes`: the bytes of the object.
   Status AddValue(const ObjectRecord& part, const std::string& bytes, bool megatron);
 
   ForeignBuilder& builder_;
   std::vector<ObjectRecord> parts_;
-  // One for all values of the checkpoint, the common state included.
+  // The limit for all values of the checkpoint together, including the common state.
   ValueBudget budget_;
 };
 

@@ -10,28 +10,29 @@
 #include "base/file_system.h"
 #include "index/foreign/foreign.h"
 
-// What a file is by its bytes. Names say it too, but a hub keeps files under their hashes, and a
-// link may have any name.
+// The type of a file according to its bytes. Names do not tell the type: the cache of a hub names
+// files by their hashes, and a link may have any name.
 
 namespace tensormount {
 
-enum class FileBegin {
-  kElse,
+enum class FileType {
+  kOther,
   kSafetensors,
   kTorchZip,     // A zip with data.pkl.
   kNumpyZip,     // A zip whose first entry is an .npy file.
   kZip,          // Another zip, or one without entries.
-  kLegacyTorch,  // torch.save before 1.6.
+  kLegacyTorch,  // A file of torch.save before PyTorch 1.6.
   kNpy,
-  kLfsPointer,  // What git checks out in place of a file that git-lfs has not downloaded.
+  kLfsPointer,  // A placeholder for a file that git-lfs has not downloaded.
 };
 
-// Reads the first bytes, and of a zip up to 256 KiB of its end. Never fails: a file that cannot be
-// read is kElse.
-FileBegin BeginOf(File& file);
-FileBegin BeginOf(const ForeignFolder& folder, std::string_view name);
+// Reads the first bytes, and up to 256 KiB at the end of a zip. A file that cannot be read is
+// kOther.
+FileType FileTypeOf(File& file);
+FileType FileTypeOf(const ForeignFolder& folder, std::string_view name);
 
-// kDataLoss: names the file and what brings its bytes. `shown`: the file, for the message.
+// The error (kDataLoss) for a git-lfs pointer, with how to download the file. `shown`: the file's
+// name for the message.
 Status IsLfsPointer(std::string_view shown);
 
 }  // namespace tensormount

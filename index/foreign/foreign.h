@@ -19,78 +19,79 @@
 #include "base/file_system.h"
 #include "index/read/foreign_inventory.h"
 
-// What adapters of foreign formats share: the folder that they may look into, and the records that
-// they make of it.
+// What adapters of foreign formats use: ForeignFolder for access to the files, and ForeignBuilder,
+// which collects records.
 
 namespace tensormount {
 
-// A folder (or one file) of a foreign checkpoint, and the folders that nothing may lead out of: the
-// folder itself, or one above it that the operator named, and others that links of it lead into:
-// named ones, and the blobs of a hub's cache. Names are relative to the folder and have no "..".
-// Thread-safe.
+// A directory (or one file) of a foreign checkpoint. Symlinks in it may lead only into its bounds:
+// the directory itself or a --root directory above it, other --root directories, and the blobs of a
+// hub's cache. Names are relative to the directory and have no "..". Thread-safe.
 class ForeignFolder {
  public:
-  // `path` is resolved (ResolveSourcePath). `roots`: folders that the operator named besides. Of
-  // those that `path` lies below the deepest counts, else `path` (of a file: its folder) itself; of
-  // the others those that a link in the folder leads into.
+  // `path` must be resolved (ResolveSourcePath). `roots`: the --root directories. The first bound
+  // is the deepest root above `path`, or else `path` itself (the directory of a file). Other roots
+  // are bounds if a link in the directory leads into them.
   static Result<ForeignFolder> Open(FileSystem& fs, const std::string& path,
                                     std::span<const std::string> roots);
 
   FileSystem& fs() const { return *fs_; }
-  const std::string& path() const { return path_; }  // As resolved; of a file: the file's.
-  // What names of records are relative to: the folder that holds all of bounds().
+  // The resolved path of the directory, or of the file if the source is one file.
+  const std::string& path() const { return path_; }
+  // A directory that contains all bounds(); the names in file records are relative to it.
   const std::string& root() const { return root_; }
-  // Files are opened below these, and below nothing else.
+  // Files are opened only below these directories.
   const std::vector<std::string>& bounds() const { return bounds_; }
-  // The name of the only file where the source is one; empty: a folder.
+  // The name of the file if the source is one file; empty for a directory.
   const std::string& file() const { return file_; }
-  std::string Shown(std::string_view name) const;  // For messages.
+  std::string Shown(std::string_view name) const;  // The name as messages show it.
 
-  // kDataLoss for what is no file or folder, as a FIFO or links that lead round;
-  // kPermissionDenied "... leads out of ROOT: name a folder that holds both with --root" for links
-  // and names that do; kDataLoss for names that are no relative path.
+  // Opens a file. kDataLoss: neither a file nor a directory (a FIFO, a loop of links), or the name
+  // is not a relative path. kPermissionDenied: the name or a link leads out of the bounds.
   Result<std::unique_ptr<File>> OpenRead(std::string_view name) const;
-  // `first`: what it begins with after white space, "{" of JSON: looked at before a large file is
-  // read, since a size costs whoever writes it nothing. kDataLoss: not that. Empty: anything.
+  // Reads a file of at most `max_bytes`. kDataLoss: a file over 1 MiB does not begin, after white
+  // space, with the text `first` ("{" for JSON; empty accepts all files). This is checked before
+  // the file is read, because a huge sparse file costs its author nothing.
   Result<std::string> ReadFile(std::string_view name, std::uint64_t max_bytes,
                                std::string_view first = {}) const;
-  // Below the folder; "" is the folder itself. Sorted.
+  // Lists a directory below this one, sorted; "" is the directory itself.
   Result<std::vector<DirectoryEntry>> List(std::string_view name) const;
-  // Whether there is such a file or folder (of any kind), without opening it.
+  // Whether a file of any kind or a directory has this name. Does not open it.
   bool Has(std::string_view name) const;
-  // The name relative to the root, as FileRecord::name has it. kDataLoss as above.
-  Result<std::string> BelowRoot(std::string_view name) const;
-  // A folder below this one, with the same root.
-  Result<ForeignFolder> Below(std::string_view name) const;
+  // The name relative to the root, as in FileRecord::name. Errors: those of OpenRead.
+  Result<std::string> PathFromRoot(std::string_view name) const;
+  // A directory below this one, with the same root.
+  Result<ForeignFolder> Subfolder(std::string_view name) const;
 
-  // BelowRoot of what the name leads to, where an absolute link stands on the way: a name that can
-  // be opened without following it. The same errors as OpenRead.
+  // Like PathFromRoot, but with absolute symlinks on the path resolved, for OpenLocated. Errors:
+  // those of OpenRead.
   Result<std::string> Locate(std::string_view name) const;
-  // Opens what Locate gave, and nothing that leads out of its bound.
+  // Opens a result of Locate. Fails if the path meanwhile leads out of the bounds.
   Result<std::unique_ptr<File>> OpenLocated(const std::string& below) const;
-  // What is there. The same errors.
+  // The file's information. Errors: those of OpenRead.
   Result<FileInfo> Stat(std::string_view name) const;
 
  private:
   template <typename F>
-  auto Beneath(std::string_view name, F f) const -> decltype(f(std::string(), std::string()));
-  Status DamageOf(std::string_view name, const Status& status) const;
+  auto WithinBounds(std::string_view name, F f) const -> decltype(f(std::string(), std::string()));
+  Status DataLossOf(std::string_view name, const Status& status) const;
   Status AddBounds(std::span<const std::string> roots);
 
   FileSystem* fs_ = nullptr;
   std::string path_;
   std::string root_;
-  std::string folder_;               // Relative to the root; empty: the root itself.
-  std::vector<std::string> bounds_;  // Resolved; the one that holds the folder is the first.
+  // The directory relative to the root; empty if it is the root.
+  std::string folder_;
+  std::vector<std::string> bounds_;  // Resolved; the first one contains the directory.
   std::string file_;
 };
 
-// For whoever takes what is there: without the tensors that are not whole, and with the content
-// metadata saying under "lost" what the checkpoint lacks. Nothing where nothing is lost.
-void LeaveOutLost(ForeignInventory& inventory);
+// For --partial: removes incomplete tensors, and lists all losses in the content metadata under
+// "lost". Does nothing if there is no loss.
+void RemoveIncompleteTensors(ForeignInventory& inventory);
 
-// What one warning counts, and the first of it by name: hostile metadata may have a million of one
-// fault, and a report is to stay one line.
+// The number of names that a warning is about, and the first of them: hostile metadata may repeat
+// one error a million times, and the warning must fit in one line.
 struct CountedNames {
   std::size_t count = 0;
   std::string first;
@@ -99,14 +100,13 @@ struct CountedNames {
   }
 };
 
-// Collects what an adapter finds and checks all of it. An adapter calls Add* in any order and
-// returns the first failure: what concerns the checkpoint as a whole ends the read, what concerns
-// one tensor leaves it out with a warning (Drop).
-// For one thread and one read. `folder` must outlive it. Whatever Add* and Drop say, the numbers
-// that they gave stay good until Finish.
+// Collects and checks the records of a foreign checkpoint. An adapter calls the Add functions in
+// any order and returns the first failure, which ends the read. If only one tensor is wrong, the
+// adapter leaves it out with a warning (Drop). Numbers of tensors and files are valid until Finish.
+// Not thread-safe; used for one read. `folder` must outlive this object.
 class ForeignBuilder {
  public:
-  // `producer`: "torch.distributed.checkpoint".
+  // `producer`: the program that wrote the checkpoint, such as "torch.distributed.checkpoint".
   ForeignBuilder(const ForeignFolder& folder, std::string producer);
   ~ForeignBuilder();
 
@@ -114,59 +114,65 @@ class ForeignBuilder {
   void SetProducer(std::string producer) { inventory_.info.producer = std::move(producer); }
   void SetWorldSize(std::uint32_t n) { inventory_.info.world_size = n; }
 
-  // The number of a file, which is looked at once (size, mtime). Errors as ForeignFolder's.
+  // Adds a file, unless it was added before, and returns its number. Its size and mtime are read
+  // once. Errors: those of ForeignFolder::OpenRead.
   Result<std::uint32_t> AddFile(std::string_view name);
   std::uint64_t FileLength(std::uint32_t file) const;
-  std::int64_t FileTime(std::uint32_t file) const;  // Its mtime in seconds.
-  // Whether AddFile was called for the name, or for one below it.
+  std::int64_t FileTime(std::uint32_t file) const;  // The file's mtime in seconds.
+  // Whether AddFile was called for this name, or for a file in this directory.
   bool Uses(std::string_view name) const;
-  // Opened for reading once and kept while the builder lives (at most some hundred at a time).
+  // Opens the file and keeps it open while the builder lives, within a limit of a few hundred
+  // files.
   Result<std::shared_ptr<File>> OpenFile(std::uint32_t file);
 
-  // Until it is called again: only tensors with these keys are taken, others are left out without
-  // a word. Null: all. Not owned.
+  // Sets the wanted keys: until the next call, AddTensor ignores tensors with other keys. Null: all
+  // keys are wanted. `keys` must stay valid until the next call.
   void TakeOnly(const std::set<std::string>* keys) { only_ = keys; }
-  // So many tensors will be added, or more, or fewer.
+  // Reserves memory for about `n` tensors; more or fewer may be added.
   void ReserveTensors(std::size_t n);
-  // The number of a new tensor. kDataLoss: a key that is no UTF-8, empty, over 2,048 bytes, holds
-  // NUL or was added before; a shape that overflows.
+  // Adds a tensor and returns its number. kDataLoss: the key is not UTF-8, is empty, has over 2,048
+  // bytes or a NUL, or was added before; or the number of elements overflows.
   Result<std::uint32_t> AddTensor(std::string_view key, DType dtype, const Dims& shape);
   const TensorMeta& MetaOf(std::uint32_t tensor) const;
-  // A chunk of it. `strides`: bytes along each axis, empty for packed rows; `length`: from the
-  // first byte to the end of the last. kDataLoss where it does not lie within the file and the
-  // shape or has not the length of its region. Empty regions are ignored.
+  // Adds a chunk. `strides`: in bytes along each axis; empty for a packed chunk. `length`: from the
+  // first byte to the end of the last element. kDataLoss: the chunk exceeds the file or the shape,
+  // or its length does not match its region. Empty regions are ignored.
   Status AddChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                   std::uint64_t offset, std::uint64_t length, const Dims& strides = {});
-  // A chunk whose bytes are found later in an item of the file (ItemResolver).
+  // Adds a chunk whose bytes are located later, in an item of the file (ItemResolver).
   Status AddPendingChunk(std::uint32_t tensor, const Region& region, std::uint32_t file,
                          std::uint64_t offset, std::uint64_t length);
   void SetResolver(ItemResolver resolver);
 
-  // Opaque bytes; index and grid as in ObjectRecord. kDataLoss as for tensors; parts that are
-  // missing from a grid are found by Finish, which leaves the object out with a warning.
+  // Adds an object or, if it has a grid, one of its parts, as in ObjectRecord. kDataLoss: the key
+  // is not valid, or the bytes exceed the file. If parts of a grid are missing, Finish leaves the
+  // object out with a warning.
   Status AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                    std::uint64_t length, const Dims& index = {}, const Dims& grid = {});
-  // Reserved names and trees over the limits are left out with a warning.
+  // Adds a common value. Reserved names, and values over the limits, are left out with a warning.
   void AddCommon(const std::string& name, CommonValue value);
   void Warn(std::string warning);
-  // ForeignInventory::beside.
-  void Beside(std::string name) { beside_.push_back(std::move(name)); }
-  // Leaves a tensor out and warns: "tensor w: left out: ...". What it should be is lost.
+  // Adds the name of a file to ForeignInventory::beside.
+  void AddBeside(std::string name) { beside_.push_back(std::move(name)); }
+  // Leaves a tensor out, counts it as lost, and warns: "tensor w: left out: ...".
   void Drop(std::uint32_t tensor, std::string_view why);
-  // The same where its bytes are there, or stand for themselves, in a form that we do not read.
+  // Leaves a tensor out with a warning; it is not lost, because its data exist in a form that is
+  // not supported.
   void LeaveOut(std::uint32_t tensor, std::string_view why);
-  // The checkpoint names the tensor or object, which was not added, and its files lack it.
-  // `file`: empty where it is in none; `reason`: "the file is missing". Told in one line a reason.
-  enum class What { kTensor, kObject };
-  // `part`: a tensor that was added, of which other cells are there.
-  void Lose(std::string_view file, std::string_view reason, What what, std::string_view key,
-            bool part = false);
-  // The same of a file of which nobody knows what was in it.
-  void LoseFile(std::string_view file, std::string_view reason);
+  // Whether a lost key is that of a tensor or of an object.
+  enum class LostKind { kTensor, kObject };
+  // Reports a tensor or object that the checkpoint names but whose bytes are missing. `file`: empty
+  // if unknown. `reason`: such as "the file is missing". `part`: whether the tensor was added,
+  // because other parts of it exist. One warning covers all keys with the same file and reason.
+  void ReportLost(std::string_view file, std::string_view reason, LostKind what,
+                  std::string_view key, bool part = false);
+  // Reports the loss of a file with unknown content.
+  void ReportLostFile(std::string_view file, std::string_view reason);
 
-  // Sorts, finds what chunks leave uncovered (kept, with a warning: reading these cells fails) and
-  // cover twice (left out, with a warning), and gives the whole an identity made of root, files,
-  // sizes, mtimes and records: the same source opened again is the same checkpoint.
+  // Sorts the records and checks each tensor. A tensor with cells in no chunk is kept with a
+  // warning (reading these cells fails); a tensor with cells in two chunks is left out with a
+  // warning. The UUID is computed from root, files, sizes, mtimes and records, so an unchanged
+  // source is the same checkpoint when it is opened again.
   Result<ForeignInventory> Finish();
 
  private:
@@ -174,8 +180,8 @@ class ForeignBuilder {
   Status CheckCover(std::uint32_t tensor);
   void SortTensors();
   void CheckObjects();
-  void Lost(ForeignLoss loss);
-  std::vector<ForeignLoss> TakeLost();
+  void AddLoss(ForeignLoss loss);
+  std::vector<ForeignLoss> TakeLosses();
   Status SortFiles();
   void SetIdentity();
 
@@ -187,9 +193,9 @@ class ForeignBuilder {
   std::unique_ptr<Rep> rep_;
 };
 
-// A common value of what a pickle holds, where it is made of None, bool, int, float, str, bytes,
-// tuples, lists and dicts with string or integer keys (OrderedDict, Namespace and path objects
-// too). nullopt: it is something else.
+// Converts a pickle value that consists of None, bool, int, float, str, bytes, tuples, lists and
+// dicts with string or integer keys (also OrderedDict, Namespace and path objects). nullopt for
+// other values.
 namespace pickle {
 class Value;
 }

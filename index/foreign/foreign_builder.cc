@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// ForeignBuilder of foreign.h: what adapters say is checked here, and nowhere else. Numbers against
-// the file and the shape, chunks against each other (IsPartition), names against each other. What
-// concerns one tensor leaves it out, with a warning or as a loss; what concerns the checkpoint ends
-// the read.
+// ForeignBuilder of foreign.h checks everything that adapters report: numbers against the file and
+// the shape, chunks against each other, names against each other. If something is wrong with one
+// tensor, that tensor is left out; if the checkpoint as a whole is wrong, the read fails.
 //
-// Adapters are parsers of hostile input and there are seven of them; so none is trusted to have
-// compared a number with a file. A chunk must lie within the shape of its tensor and within the
-// file, and its length must be that of its region. Whatever an adapter forgets becomes a Status
-// here, not a read past an end.
+// The checks are here and not in the adapters, because adapters parse hostile input: with a check
+// forgotten in an adapter, a program could read past the end of a file.
 //
-// Finish sorts everything: tensors and objects by key, chunks by where they begin, files by name.
-// Adapters list folders and maps in whatever order they like, and the same source gives the same
-// inventory, and the same identity, every time.
+// Finish sorts tensors and objects by key, chunks by position, and files by name. So a source gives
+// the same inventory and UUID in any order of directory listings.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -37,23 +33,25 @@
 namespace tensormount {
 namespace {
 
-// Adapters come back to a file for every tensor in it. Far below the usual limit of 1,024
-// descriptors, which the program has uses for besides.
+// Largest number of files that are kept open, because adapters may read a file again for every
+// tensor in it. It is far below the usual limit of 1,024 descriptors of a process.
 constexpr std::size_t kMaxOpenFiles = 256;
-// More are counted, not kept: a lying checkpoint could have a million.
+// Largest number of warnings; further warnings are only counted, because a hostile checkpoint could
+// cause a million.
 constexpr std::size_t kMaxWarnings = 100;
 
-// What a message shows of a key.
+// Bytes of a key that a message shows.
 constexpr std::size_t kShownKeyOf = 256;
-// Under this name of the content metadata.
+// The name of the list of losses in the content metadata.
 constexpr const char* kLostName = "lost";
 
-// What comes from outside and cannot work is damage, whoever found it.
-Status AsDamage(const Status& status) {
+// Makes kInvalidArgument to kDataLoss, because here an invalid value comes from a file, not from a
+// caller.
+Status ToDataLoss(const Status& status) {
   return status.code() == Code::kInvalidArgument ? DataLoss(status.message()) : status;
 }
 
-// Dims has no order of its own: which of two shapes is less has no meaning but here.
+// An order of shapes for sorting; it has no other meaning.
 bool IndexLess(const Dims& a, const Dims& b) {
   return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
 }
@@ -71,10 +69,8 @@ std::string ListBoxes(const std::vector<Box>& boxes, bool more) {
 }  // namespace
 
 struct ForeignBuilder::Rep {
-  // Numbers of tensors, told apart by their keys.
-  // Keys stand in the records already: the set holds numbers of tensors, so that a million keys are
-  // not copied. The records may move when the vector grows, which is why the set refers to the
-  // vector and not to its elements.
+  // Hashes and compares tensors by key. A set with ByKey has only their numbers, so that a million
+  // keys are not copied, and finds the keys in the vector.
   struct ByKey {
     const std::vector<TensorRecord>& tensors;
     std::size_t operator()(std::uint32_t n) const {
@@ -88,20 +84,21 @@ struct ForeignBuilder::Rep {
 
   CompletenessCheck completeness;
 
-  std::map<std::string, std::uint32_t, std::less<>> files;  // By name below the root.
+  // Numbers of files by name below the root.
+  std::map<std::string, std::uint32_t, std::less<>> files;
   std::unordered_set<std::uint32_t, ByKey, ByKey> tensors;
-  // By number of tensor: left out, or not among the wanted keys. Records stay until Finish, so that
-  // numbers that adapters hold stay true.
+  // By tensor number: whether the tensor was left out, or is not among the wanted keys. Its record
+  // stays until Finish, so that the adapters' numbers stay valid.
   std::vector<bool> dropped;
   std::vector<std::string> warnings;
-  // By file, reason and whether it is of parts, so that the loss of one file is one line whatever
-  // it held.
+  // Losses by file, reason, and whether only parts of the tensors are lost: the loss of one file is
+  // one line.
   std::map<std::tuple<std::string, std::string, bool>, ForeignLoss> lost_by_file;
   std::vector<ForeignLoss> lost;
-  // Keys of what came after kMaxWarnings reasons: each still counts as lost, for `--partial` and
-  // `load --keys` ask by key.
-  ForeignLoss more_lost{.reason = "for other reasons"};
-  ForeignLoss more_holes{.reason = "have cells that are stored nowhere", .holes = true};
+  // Losses after the first kMaxWarnings. Only their keys are kept, because `--partial` and `load
+  // --keys` need each lost key.
+  ForeignLoss more_lost{.reason = "for further reasons"};
+  ForeignLoss more_holes{.reason = "have elements that are not stored", .holes = true};
   std::uint64_t more_warnings = 0;
   ItemResolver resolver;
   bool pending = false;
@@ -118,10 +115,10 @@ ForeignBuilder::ForeignBuilder(const ForeignFolder& folder, std::string producer
 
 ForeignBuilder::~ForeignBuilder() = default;
 
-// Two names may lead to one file by links; they are two numbers until SortFiles, which goes by the
-// name that Locate gave. kNoFile is the largest number and means none.
+// If two names lead to one file by links, the file has two numbers until SortFiles, which merges
+// them by the name from Locate. kNoFile, the largest number, is reserved.
 Result<std::uint32_t> ForeignBuilder::AddFile(std::string_view name) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.BelowRoot(name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(std::string below, folder_.PathFromRoot(name));
   if (const auto known = rep_->files.find(below); known != rep_->files.end()) return known->second;
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder_.Stat(name));
   if (info.kind != FileKind::kFile) return DataLoss(folder_.Shown(name) + ": not a regular file");
@@ -147,7 +144,7 @@ std::int64_t ForeignBuilder::FileTime(std::uint32_t file) const {
 }
 
 bool ForeignBuilder::Uses(std::string_view name) const {
-  const Result<std::string> below = folder_.BelowRoot(name);
+  const Result<std::string> below = folder_.PathFromRoot(name);
   if (!below.ok()) return false;
   if (rep_->files.contains(below.value())) return true;
   const std::string folder = below.value() + "/";
@@ -156,7 +153,8 @@ bool ForeignBuilder::Uses(std::string_view name) const {
 }
 
 Result<std::shared_ptr<File>> ForeignBuilder::OpenFile(std::uint32_t file) {
-  if (file >= inventory_.files.size()) return DataLoss("a file that is not in the table");
+  if (file >= inventory_.files.size())
+    return DataLoss("file number " + std::to_string(file) + " is not in the file table");
   if (std::shared_ptr<File> known = rep_->open.Get(file)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<File> opened,
                                folder_.OpenLocated(inventory_.files[file].name));
@@ -172,7 +170,7 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
                                                 const Dims& shape) {
   Result<TensorMeta> meta = TensorMeta::Make(std::string(key), dtype, shape);
   if (!meta.ok()) {
-    const Status why = AsDamage(meta.status());
+    const Status why = ToDataLoss(meta.status());
     return CheckKey(key).ok() ? why.WithContext("tensor " + std::string(key)) : why;
   }
   if (inventory_.tensors.size() >= std::numeric_limits<std::uint32_t>::max()) {
@@ -180,8 +178,8 @@ Result<std::uint32_t> ForeignBuilder::AddTensor(std::string_view key, DType dtyp
   }
   const auto number = static_cast<std::uint32_t>(inventory_.tensors.size());
   inventory_.tensors.emplace_back(std::move(meta).value());
-  // An unwanted tensor still gets a record and a number, for the adapter will add chunks to it;
-  // only its key is not taken, so that the tensor of that key in another file can have it.
+  // An unwanted tensor also gets a record and a number, because the adapter will add chunks to it.
+  // Its key stays free, so that a tensor with this key in another file can be added.
   const bool wanted = only_ == nullptr || only_->contains(std::string(key));
   if (wanted && !rep_->tensors.insert(number).second) {
     inventory_.tensors.pop_back();
@@ -195,8 +193,8 @@ const TensorMeta& ForeignBuilder::MetaOf(std::uint32_t tensor) const {
   return inventory_.tensors.at(tensor).meta;
 }
 
-// Of a pending chunk offset and length are those of an item, which may be larger than the region;
-// what lies in it is compared when it is resolved.
+// Checks a chunk and adds it. Offset and length of a pending chunk are those of its item, which may
+// have more bytes than the region; the item is checked when the resolver locates the bytes.
 Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
   TensorRecord& inventory = inventory_.tensors.at(tensor);
   const TensorMeta& meta = inventory.meta;
@@ -204,7 +202,7 @@ Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
     return DataLoss("tensor " + meta.key() + " " + chunk.region.ToString() + ": " + why);
   };
   if (chunk.region.box().rank() != meta.shape().rank() || !chunk.region.Within(meta.shape())) {
-    return bad("is not within " + meta.shape().ToString());
+    return bad("is not within the tensor's shape " + meta.shape().ToString());
   }
   if (!chunk.pending) {
     const Result<std::uint64_t> needed =
@@ -215,15 +213,16 @@ Status ForeignBuilder::AppendChunk(std::uint32_t tensor, ChunkRecord& chunk) {
                  " needed");
     }
   }
-  if (chunk.file >= inventory_.files.size()) return bad("in a file that is not in the table");
+  if (chunk.file >= inventory_.files.size()) return bad("the file is not in the file table");
   const FileRecord& file = inventory_.files[chunk.file];
   if (!RangeWithin(chunk.offset, chunk.length, file.length)) {
     return bad("bytes " + std::to_string(chunk.offset) + " to " +
-               std::to_string(chunk.offset + chunk.length) + " of " + folder_.Shown("") + ": " +
-               file.name + ", which has " + std::to_string(file.length));
+               std::to_string(chunk.offset + chunk.length) + " reach past the end of " +
+               folder_.Shown("") + ": " + file.name + " (" + std::to_string(file.length) +
+               " bytes)");
   }
   chunk.has_hash = false;
-  // The newest file that holds a part of the tensor tells when it was last written.
+  // The mtime of a tensor is that of its newest file.
   inventory.mtime = std::max(inventory.mtime, file.mtime_seconds);
   inventory.extents.Append(chunk);
   return {};
@@ -257,20 +256,22 @@ Status ForeignBuilder::AddPendingChunk(std::uint32_t tensor, const Region& regio
 
 void ForeignBuilder::SetResolver(ItemResolver resolver) { rep_->resolver = std::move(resolver); }
 
-// CheckKey and kMaxRank are the limits of the format on disk: an adopted checkpoint must be able to
-// store what was found.
+// CheckKey and kMaxRank are limits of our format on disk, so that every foreign checkpoint can be
+// adopted.
 Status ForeignBuilder::AddObject(std::string_view key, std::uint32_t file, std::uint64_t offset,
                                  std::uint64_t length, const Dims& index, const Dims& grid) {
-  TENSORMOUNT_RETURN_IF_ERROR(AsDamage(CheckKey(key)));
+  TENSORMOUNT_RETURN_IF_ERROR(ToDataLoss(CheckKey(key)));
   const auto bad = [&](const std::string& why) {
     return DataLoss("object " + std::string(key) + " " + index.ToString() + ": " + why);
   };
-  if (index.rank() != grid.rank() || grid.rank() > kMaxRank) return bad("grid and index differ");
+  if (index.rank() != grid.rank() || grid.rank() > kMaxRank)
+    return bad("the index does not match its grid");
   for (int a = 0; a < grid.rank(); ++a) {
-    if (index[a] < 0 || index[a] >= grid[a]) return bad("not on its grid " + grid.ToString());
+    if (index[a] < 0 || index[a] >= grid[a])
+      return bad("the index is not on its grid " + grid.ToString());
   }
-  if (!CheckedProduct(grid)) return bad("its grid " + grid.ToString() + " overflows");
-  if (file >= inventory_.files.size()) return bad("in a file that is not in the table");
+  if (!CheckedProduct(grid)) return bad("the grid " + grid.ToString() + " overflows");
+  if (file >= inventory_.files.size()) return bad("the file is not in the file table");
   const FileRecord& record = inventory_.files[file];
   if (!RangeWithin(offset, length, record.length)) {
     return bad("reaches past the end of " + record.name);
@@ -292,7 +293,7 @@ void ForeignBuilder::AddCommon(const std::string& name, CommonValue value) {
   Status status = CheckCommonName(name);
   if (status.ok()) status = CheckCommon(value);
   if (status.ok() && !inventory_.common.emplace(name, std::move(value)).second) {
-    status = Status(Code::kDataLoss, "occurs twice");
+    status = Status(Code::kDataLoss, "a value of this name occurs twice");
   }
   if (!status.ok()) {
     Warn("common value " + name.substr(0, 256) + ": left out: " + status.message());
@@ -307,45 +308,49 @@ void ForeignBuilder::Warn(std::string warning) {
   }
 }
 
-void ForeignBuilder::Lost(ForeignLoss loss) {
+void ForeignBuilder::AddLoss(ForeignLoss loss) {
   Warn(loss.ToString());
   if (rep_->lost.size() < kMaxWarnings) {
     rep_->lost.push_back(std::move(loss));
     return;
   }
-  // Every key counts, though not every reason is told.
+  // Only the keys are kept, without the reason.
   ForeignLoss& more = loss.holes ? rep_->more_holes : rep_->more_lost;
   std::ranges::move(loss.tensors, std::back_inserter(more.tensors));
   std::ranges::move(loss.objects, std::back_inserter(more.objects));
 }
 
-// Found by key of file and reason first; where there are too many reasons the key alone is kept.
-void ForeignBuilder::Lose(std::string_view file, std::string_view reason, What what,
-                          std::string_view key, bool part) {
+// Merges losses by file and reason. After the first kMaxWarnings pairs of file and reason only the
+// key is kept.
+void ForeignBuilder::ReportLost(std::string_view file, std::string_view reason, LostKind what,
+                                std::string_view key, bool part) {
   auto& by_file = rep_->lost_by_file;
   auto at = by_file.find({std::string(file), std::string(reason), part});
   if (at == by_file.end() && by_file.size() >= kMaxWarnings) {
-    if (part) return;  // The holes tell of it.
-    (what == What::kTensor ? rep_->more_lost.tensors : rep_->more_lost.objects).emplace_back(key);
+    if (part) return;  // CheckCover reports the hole.
+    (what == LostKind::kTensor ? rep_->more_lost.tensors : rep_->more_lost.objects)
+        .emplace_back(key);
     return;
   }
   if (at == by_file.end()) {
     const ForeignLoss loss{.file = std::string(file), .reason = std::string(reason), .holes = part};
     at = by_file.emplace(std::tuple(loss.file, loss.reason, part), loss).first;
   }
-  (what == What::kTensor ? at->second.tensors : at->second.objects).emplace_back(key);
+  (what == LostKind::kTensor ? at->second.tensors : at->second.objects).emplace_back(key);
 }
 
-void ForeignBuilder::LoseFile(std::string_view file, std::string_view reason) {
+void ForeignBuilder::ReportLostFile(std::string_view file, std::string_view reason) {
   auto& by_file = rep_->lost_by_file;
   ForeignLoss loss{.file = std::string(file), .reason = std::string(reason)};
-  // A marker of its own where so many files are gone that their names are not kept.
-  if (by_file.size() >= kMaxWarnings) loss = {.file = "other files", .reason = "are damaged"};
+  // Files after the first kMaxWarnings share one entry.
+  if (by_file.size() >= kMaxWarnings)
+    loss = {.file = "other files", .reason = "missing or damaged"};
   by_file.emplace(std::tuple(loss.file, loss.reason, false), loss);
 }
 
-// Files first, each in one line.
-std::vector<ForeignLoss> ForeignBuilder::TakeLost() {
+// Returns all losses, and puts their warnings before all others. Losses of files come first, one
+// line for each.
+std::vector<ForeignLoss> ForeignBuilder::TakeLosses() {
   std::vector<ForeignLoss> all;
   std::vector<std::string> warnings;
   const auto add = [&](ForeignLoss& loss) {
@@ -364,7 +369,7 @@ std::vector<ForeignLoss> ForeignBuilder::TakeLost() {
 void ForeignBuilder::Drop(std::uint32_t tensor, std::string_view why) {
   if (rep_->dropped.at(tensor)) return;
   rep_->dropped[tensor] = true;
-  Lost({.reason = std::string(why), .tensors = {inventory_.tensors[tensor].meta.key()}});
+  AddLoss({.reason = std::string(why), .tensors = {inventory_.tensors[tensor].meta.key()}});
 }
 
 void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
@@ -374,8 +379,8 @@ void ForeignBuilder::LeaveOut(std::uint32_t tensor, std::string_view why) {
        ": left out: " + std::string(why));
 }
 
-// What is stored in no chunk, or in two.
-// Sorting comes first, because the check wants chunks in the order in which they begin.
+// Finds elements of a tensor that are in no chunk, or in several. Sorts the chunks, which the check
+// requires.
 Status ForeignBuilder::CheckCover(std::uint32_t number) {
   TensorRecord& tensor = inventory_.tensors[number];
   tensor.extents.Sort();
@@ -384,18 +389,17 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
   switch (check.verdict) {
     case Completeness::kWhole:
       break;
-    // Nobody can say which of two bytes is meant.
+    // If an element is stored twice, neither value can be trusted.
     case Completeness::kOverlap:
       Drop(number, check.why);
       break;
-    // Kept: most of a tensor is better than nothing for whoever looks, and a read of the hole
-    // fails.
+    // A tensor with a hole is kept, because its other parts can be read; reading the hole fails.
     case Completeness::kHole:
-      Lost({.reason = ListBoxes(found.missing, found.truncated) + " is stored nowhere (" +
-                      std::to_string(found.missing_elements) + " of " +
-                      std::to_string(tensor.meta.elements()) + " elements): reading it fails",
-            .tensors = {tensor.meta.key()},
-            .holes = true});
+      AddLoss({.reason = ListBoxes(found.missing, found.truncated) + " is not stored (" +
+                         std::to_string(found.missing_elements) + " of " +
+                         std::to_string(tensor.meta.elements()) + " elements): reading it fails",
+               .tensors = {tensor.meta.key()},
+               .holes = true});
       break;
     case Completeness::kBad:
       return DataLoss("tensor " + tensor.meta.key() + ": " + check.why);
@@ -403,8 +407,8 @@ Status ForeignBuilder::CheckCover(std::uint32_t number) {
   return {};
 }
 
-// Without those that were dropped. In place and each moved once: tensors are large. Follows the
-// permutation in cycles, each element moved once and without a second vector of records.
+// Removes the dropped tensors and sorts the others in place. Follows the cycles of the permutation,
+// so that each record, which is large, is moved once.
 void ForeignBuilder::SortTensors() {
   std::vector<TensorRecord>& all = inventory_.tensors;
   rep_->tensors.clear();
@@ -432,8 +436,8 @@ void ForeignBuilder::SortTensors() {
   all.erase(all.begin() + static_cast<std::ptrdiff_t>(kept), all.end());
 }
 
-// Sorts objects and leaves those out of whose grid a part is missing or double.
-// Objects that have no grid are one part of an empty index: the product of no extents is 1.
+// Sorts objects and leaves out those whose grid has missing or duplicate parts. An object without a
+// grid is one part with an empty index: the product of no extents is 1.
 void ForeignBuilder::CheckObjects() {
   std::vector<ObjectRecord>& all = inventory_.objects;
   std::sort(all.begin(), all.end(), ObjectLess);
@@ -444,32 +448,31 @@ void ForeignBuilder::CheckObjects() {
     std::string why;
     for (; end < all.size() && all[end].key == all[i].key; ++end) {
       if (!(all[end].grid == all[i].grid)) {
-        why =
-            "its parts are on grids " + all[i].grid.ToString() + " and " + all[end].grid.ToString();
+        why = "the parts have different grids, " + all[i].grid.ToString() + " and " +
+              all[end].grid.ToString();
       } else if (end > i && all[end].index == all[end - 1].index) {
         why = "part " + all[end].index.ToString() + " is stored twice";
       }
     }
-    // Distinct and on the grid: as many as it has are all of them.
+    // The parts are different and on the grid, so all exist if their number is that of the grid.
     const auto parts = static_cast<std::uint64_t>(*CheckedProduct(all[i].grid));
     if (why.empty() && parts != end - i) {
-      why = std::to_string(end - i) + " of the " + std::to_string(parts) + " parts of its grid " +
-            all[i].grid.ToString() + " are stored";
+      why = "only " + std::to_string(end - i) + " of the " + std::to_string(parts) +
+            " parts of its grid " + all[i].grid.ToString() + " are stored";
     }
     if (why.empty()) {
       std::move(all.begin() + static_cast<std::ptrdiff_t>(i),
                 all.begin() + static_cast<std::ptrdiff_t>(end), std::back_inserter(kept));
     } else {
-      Lost({.reason = why, .objects = {all[i].key}});
+      AddLoss({.reason = why, .objects = {all[i].key}});
     }
     i = end;
   }
   all = std::move(kept);
 }
 
-// Files in the order of their names, everywhere.
-// `map`: new number by old one. Chunks are renumbered in their packed rows (Remap), which keeps
-// them packed.
+// Sorts files by name, merges equal names, and renumbers the files in all records. map[n] is the
+// new number of file n.
 Status ForeignBuilder::SortFiles() {
   std::vector<std::uint32_t> order(inventory_.files.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -480,7 +483,6 @@ Status ForeignBuilder::SortFiles() {
   std::vector<FileRecord> sorted;
   sorted.reserve(order.size());
   for (const std::uint32_t old : order) {
-    // Two names may lead to one file by links.
     if (sorted.empty() || sorted.back().name != inventory_.files[old].name) {
       sorted.push_back(inventory_.files[old]);
     }
@@ -490,16 +492,16 @@ Status ForeignBuilder::SortFiles() {
   for (ObjectRecord& object : inventory_.objects) object.file = map[object.file];
   constexpr std::array<std::uint32_t, 1> kManifests{0};
   for (TensorRecord& tensor : inventory_.tensors) {
-    // Sorted since CheckCover, by where they begin: no two begin at one cell, whatever their files.
+    // CheckCover has sorted the chunks by position. No two chunks begin at one element, so new file
+    // numbers do not change the order.
     TENSORMOUNT_RETURN_IF_ERROR(tensor.extents.Remap(map, kManifests));
   }
   return {};
 }
 
-// A foreign checkpoint has no uuid, but caches and inode numbers of mounts want one. It changes
-// with everything that records say (sizes and mtimes of files, positions of chunks), so a source
-// that was replaced is another checkpoint. Bytes are not read: a file that was rewritten with its
-// old size and mtime is not noticed.
+// Computes a UUID from all records (sizes and mtimes of files, positions of chunks), so that caches
+// and mounts treat a source that was replaced as another checkpoint. Data are not read, so a file
+// that was rewritten with its old size and mtime is not noticed.
 void ForeignBuilder::SetIdentity() {
   Xxh3Stream stream;
   ByteWriter head;
@@ -545,12 +547,13 @@ void ForeignBuilder::SetIdentity() {
   inventory_.info.created = inventory_.info.json_mtime = inventory_.info.common_mtime = newest;
 }
 
-// The builder is empty afterwards. Losses become warnings here, in front of all others: what is
-// gone matters more than what is odd.
+// The builder is empty afterwards.
 Result<ForeignInventory> ForeignBuilder::Finish() {
   rep_->open.Clear();
   if (rep_->pending && !rep_->resolver) {
-    return Status(Code::kInternal, "items to be found later, and nobody who finds them");
+    return Status(Code::kInternal,
+                  "internal error: items were added without file positions, and no function that "
+                  "finds these");
   }
   for (std::uint32_t i = 0; i < inventory_.tensors.size(); ++i) {
     if (!rep_->dropped[i]) TENSORMOUNT_RETURN_IF_ERROR(CheckCover(i));
@@ -560,7 +563,7 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   TENSORMOUNT_RETURN_IF_ERROR(SortFiles());
   SetIdentity();
   ForeignInventory out;
-  out.lost = TakeLost();
+  out.lost = TakeLosses();
   if (rep_->more_warnings > 0) {
     rep_->warnings.push_back("and " + std::to_string(rep_->more_warnings) + " more warnings");
   }
@@ -572,9 +575,8 @@ Result<ForeignInventory> ForeignBuilder::Finish() {
   return out;
 }
 
-// Tensors that were lost whole never became records, or Finish took them out; only those with holes
-// are still there.
-void LeaveOutLost(ForeignInventory& inventory) {
+// Only tensors with holes have to be removed: tensors that are lost as a whole have no record.
+void RemoveIncompleteTensors(ForeignInventory& inventory) {
   if (inventory.lost.empty()) return;
   std::unordered_set<std::string_view> holed;
   CommonList told;

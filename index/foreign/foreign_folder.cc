@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// ForeignFolder of foreign.h: the files of a foreign checkpoint, and the promise that nothing in it
-// leads out of it. Apart from the builder because that one never opens a file.
+// ForeignFolder of foreign.h: access to the files of a foreign checkpoint, in which no name or link
+// leads out of the bounds.
 //
-// Names come from metadata that anybody may have written, and links may be put anywhere at any
-// time, so a check of names alone would not do: every open goes through openat2 with
-// RESOLVE_BENEATH below the root (OpenReadBeneath), where the kernel refuses each step that leads
-// out, without a moment between check and use. The check of names comes first all the same, because
-// it can say what is wrong.
+// Names come from metadata that anybody may have written, and links may change at any time, so
+// checking names is not enough: every open uses openat2 with RESOLVE_BENEATH below a bound
+// (OpenReadBeneath), with which the kernel refuses each step that leads out of the bound, without a
+// race. Names are also checked before, for better error messages.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -18,17 +17,17 @@
 namespace tensormount {
 namespace {
 
-// Linux takes no longer path.
-// PATH_MAX is 4,096 with the NUL at the end.
+// Longest name: PATH_MAX of Linux is 4,096 with the NUL at the end.
 constexpr std::size_t kMaxPathBytes = 4095;
-// What a message shows of a name that came from outside.
+// Bytes of a foreign name that a message shows.
 constexpr std::size_t kShownBytes = 256;
-// A larger file is read only when it begins as it should.
-// A sparse file of 2 GiB costs its owner nothing; reading it would cost us as much memory.
+// A larger file is read only if its first bytes are as expected: a sparse file of 2 GiB costs its
+// author nothing, but reading it would take 2 GiB of memory.
 constexpr std::uint64_t kReadAtOnce = std::uint64_t{1} << 20;
 constexpr std::size_t kFirstBytes = 4096;
 
-// Control characters could rewrite the terminal that shows the message.
+// A foreign name as messages show it: shortened, and with "?" for control characters, which could
+// rewrite the terminal.
 std::string Cut(std::string_view name) {
   std::string out;
   for (const char c : name.substr(0, kShownBytes)) {
@@ -39,8 +38,9 @@ std::string Cut(std::string_view name) {
   return out;
 }
 
-// "a/b" below "a" is "b"; the folder itself is "". nullopt: not below it.
-// Both are resolved paths, so comparing text is comparing folders. "/ab" is not below "/a".
+// `path` relative to `root`: "a/b" below "a" is "b", and `root` itself is "". nullopt: `path` is
+// not below `root` ("/ab" is not below "/a"). Both paths are resolved, so they can be compared as
+// text.
 std::optional<std::string> RelativeTo(const std::string& root, const std::string& path) {
   if (path == root) return std::string();
   if (root == "/") return path.substr(1);
@@ -48,7 +48,7 @@ std::optional<std::string> RelativeTo(const std::string& root, const std::string
   return path.substr(root.size() + 1);
 }
 
-std::string ParentOrHere(const std::string& path) {
+std::string ParentDirectory(const std::string& path) {
   const std::size_t slash = path.rfind('/');
   if (slash == std::string::npos) return ".";
   return slash == 0 ? "/" : path.substr(0, slash);
@@ -59,8 +59,9 @@ std::string JoinedBelow(const std::string& folder, std::string_view name) {
   return name.empty() ? folder : JoinPath(folder, name);
 }
 
-// "models--x/blobs" of "models--x/snapshots/0123" and what lies below that, where it is a folder: a
-// hub's cache keeps files there, and links to them in the snapshot. nullopt: no such cache.
+// The blobs directory of the Hugging Face cache that `folder` is in: "models--x/blobs" for
+// "models--x/snapshots/0123" and directories below, whose links lead there. nullopt: `folder` is
+// not in such a cache.
 std::optional<std::string> BlobsOf(FileSystem& fs, const std::string& folder) {
   constexpr std::string_view kSnapshots = "/snapshots/";
   const std::size_t at = folder.rfind(kSnapshots);
@@ -72,8 +73,8 @@ std::optional<std::string> BlobsOf(FileSystem& fs, const std::string& folder) {
   return blobs.value();
 }
 
-// Takes those of `roots` away that a link below `folder` leads into, and adds them to `bounds`.
-// Looks at so many entries and no more, `left`.
+// Looks for links below `folder` that lead into a directory of `roots`, and moves that directory to
+// `bounds`. Examines at most `left` entries.
 void FindBounds(FileSystem& fs, const std::string& folder, int depth, std::size_t& left,
                 std::vector<std::string>& roots, std::vector<std::string>& bounds) {
   constexpr int kMaxLinkDepth = 4;
@@ -97,16 +98,17 @@ void FindBounds(FileSystem& fs, const std::string& folder, int depth, std::size_
   }
 }
 
-// The deepest folder that both lie in.
-std::string Above(const std::string& a, const std::string& b) {
+// The deepest directory that contains both paths.
+std::string CommonParent(const std::string& a, const std::string& b) {
   std::string out = a;
-  while (!RelativeTo(out, b)) out = ParentOrHere(out);
+  while (!RelativeTo(out, b)) out = ParentDirectory(out);
   return out;
 }
 
 }  // namespace
 
-// The deepest of several roots that the folder lies below is taken: it allows the least.
+// If several roots are above the directory, the deepest is the bound, because it allows the fewest
+// files.
 Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& path,
                                           std::span<const std::string> roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
@@ -116,17 +118,18 @@ Result<ForeignFolder> ForeignFolder::Open(FileSystem& fs, const std::string& pat
   std::string folder = path;
   if (info.kind == FileKind::kFile) {
     out.file_ = path.substr(path.rfind('/') + 1);
-    folder = ParentOrHere(path);
+    folder = ParentDirectory(path);
   } else if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kInvalidArgument, path + ": neither a file nor a folder");
+    return Status(Code::kInvalidArgument, path + ": neither a file nor a directory");
   }
   out.root_ = folder;
   TENSORMOUNT_RETURN_IF_ERROR(out.AddBounds(roots));
   return out;
 }
 
-// root_ is the folder itself before. A root that nothing in the folder leads into does not count,
-// so that a root for another source changes no name here.
+// Sets bounds_, root_ and folder_; before, root_ is the directory itself. A root that no link leads
+// into is ignored, so that a --root for another source does not change the names in this one's
+// records.
 Status ForeignFolder::AddBounds(std::span<const std::string> roots) {
   constexpr std::size_t kMaxLinksLookedAt = 10'000;
   const std::string folder = root_;
@@ -151,82 +154,85 @@ Status ForeignFolder::AddBounds(std::span<const std::string> roots) {
   root_ = home;
   std::size_t left = kMaxLinksLookedAt;
   if (!elsewhere.empty()) FindBounds(*fs_, folder, 0, left, elsewhere, bounds_);
-  for (const std::string& bound : bounds_) root_ = Above(root_, bound);
+  for (const std::string& bound : bounds_) root_ = CommonParent(root_, bound);
   folder_ = RelativeTo(root_, folder).value_or(std::string());
   return {};
 }
 
 std::string ForeignFolder::Shown(std::string_view name) const {
-  const std::string folder = file_.empty() ? path_ : ParentOrHere(path_);
+  const std::string folder = file_.empty() ? path_ : ParentDirectory(path_);
   return name.empty() ? folder : JoinPath(folder, Cut(name));
 }
 
-Result<std::string> ForeignFolder::BelowRoot(std::string_view name) const {
+Result<std::string> ForeignFolder::PathFromRoot(std::string_view name) const {
   const auto refused = [&](Code code, std::string_view why) {
-    return Status(code, Shown("") + ": the name '" + Cut(name) + "' " + std::string(why));
+    return Status(
+        code, Shown("") + ": refers to a file '" + Cut(name) + "', whose name " + std::string(why));
   };
   if (name.empty()) return refused(Code::kDataLoss, "is empty");
   if (name.size() > kMaxPathBytes) return refused(Code::kDataLoss, "is too long");
-  if (name.find('\0') != std::string_view::npos) return refused(Code::kDataLoss, "holds a NUL");
-  if (name.front() == '/') return refused(Code::kDataLoss, "is no relative path");
-  // "a//b" and "a/./b" are refused as well: two spellings of one file would be two files in the
-  // table.
+  if (name.find('\0') != std::string_view::npos) return refused(Code::kDataLoss, "contains a NUL");
+  if (name.front() == '/') return refused(Code::kDataLoss, "is not a relative path");
+  // "a//b" and "a/./b" are refused, because with two spellings one file would be two files in the
+  // file table.
   for (std::size_t at = 0; at <= name.size();) {
     const std::size_t end = std::min(name.find('/', at), name.size());
     const std::string_view part = name.substr(at, end - at);
     if (part == "..") {
-      return refused(Code::kPermissionDenied, "leads out of its folder by '..'");
+      return refused(Code::kPermissionDenied, "leads out of its directory by '..'");
     }
-    if (part.empty() || part == ".") return refused(Code::kDataLoss, "is no plain relative path");
+    if (part.empty() || part == ".")
+      return refused(Code::kDataLoss, "has an empty or '.' component");
     at = end + 1;
   }
   return JoinedBelow(folder_, name);
 }
 
-// Whoever named the checkpoint did nothing wrong where a FIFO, a device or links that lead round
-// stand instead of a file.
-Status ForeignFolder::DamageOf(std::string_view name, const Status& status) const {
+// Makes kDataLoss of the errors for a FIFO, a device or a loop of links in place of a file, because
+// the caller's argument is valid and the checkpoint is damaged.
+Status ForeignFolder::DataLossOf(std::string_view name, const Status& status) const {
   if (status.ToErrno() == ELOOP) {
-    return {Code::kDataLoss, Shown(name) + ": links that lead round, or too many of them"};
+    return {Code::kDataLoss,
+            Shown(name) + ": a loop of symbolic links, or too many levels of them"};
   }
   if (status.code() != Code::kInvalidArgument) return status;
   return {Code::kDataLoss, status.message()};
 }
 
-// Calls f with a bound and a name below it, and again with where a link out of the first bound
-// leads to: the kernel takes none of these, though it may stay inside.
+// Calls f with the first bound and the name below that bound. If the kernel refuses a link (EXDEV),
+// calls f again with the bound that the link leads into and the name there.
 template <typename F>
-auto ForeignFolder::Beneath(std::string_view name, F f) const
+auto ForeignFolder::WithinBounds(std::string_view name, F f) const
     -> decltype(f(std::string(), std::string())) {
   std::string below = folder_;
   if (!name.empty()) {
-    TENSORMOUNT_ASSIGN_OR_RETURN(below, BelowRoot(name));
+    TENSORMOUNT_ASSIGN_OR_RETURN(below, PathFromRoot(name));
   }
   const std::string path = below.empty() ? root_ : JoinPath(root_, below);
   const std::string& home = bounds_.front();
   auto result = f(home, RelativeTo(home, path).value_or(std::string()));
   if (result.ok()) return result;
-  // RESOLVE_BENEATH answers EXDEV for an absolute link, wherever it leads. Some tools write
-  // absolute links to files that are inside, so it is resolved by hand, and opened again below the
-  // bound by the name that came out: if somebody replaces a link in between, the second open
-  // refuses what leads out.
-  if (result.status().ToErrno() != EXDEV) return DamageOf(name, result.status());
+  // RESOLVE_BENEATH returns EXDEV for every absolute link. Some tools write absolute links to files
+  // within the bounds, so the path is resolved here, and f is called with the result. If a link
+  // changes meanwhile, the second call of f still cannot leave the bound.
+  if (result.status().ToErrno() != EXDEV) return DataLossOf(name, result.status());
   const Result<std::string> real = fs_->Resolve(path);
-  if (!real.ok()) return DamageOf(name, real.status());
+  if (!real.ok()) return DataLossOf(name, real.status());
   for (const std::string& bound : bounds_) {
     const std::optional<std::string> inside = RelativeTo(bound, real.value());
     if (!inside) continue;
     auto found = f(bound, *inside);
     if (found.ok()) return found;
-    return DamageOf(name, found.status());
+    return DataLossOf(name, found.status());
   }
-  return Status(Code::kPermissionDenied, Shown(name) + ": leads to " + real.value() + ", out of " +
-                                             home + ": name a folder that holds it with --root");
+  return Status(Code::kPermissionDenied,
+                Shown(name) + ": leads to " + real.value() + ", outside of " + home +
+                    "; to allow this, pass a directory that contains it as --root");
 }
 
 Result<std::unique_ptr<File>> ForeignFolder::OpenRead(std::string_view name) const {
-  if (name.empty()) return BelowRoot(name).status();
-  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+  if (name.empty()) return PathFromRoot(name).status();
+  return WithinBounds(name, [&](const std::string& bound, const std::string& below) {
     return fs_->OpenReadBeneath(bound, below);
   });
 }
@@ -238,19 +244,19 @@ Result<std::unique_ptr<File>> ForeignFolder::OpenLocated(const std::string& belo
 }
 
 Result<FileInfo> ForeignFolder::Stat(std::string_view name) const {
-  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+  return WithinBounds(name, [&](const std::string& bound, const std::string& below) {
     return fs_->StatBeneath(bound, below);
   });
 }
 
 Result<std::string> ForeignFolder::Locate(std::string_view name) const {
-  if (name.empty()) return BelowRoot(name).status();
-  return Beneath(name,
-                 [&](const std::string& bound, const std::string& below) -> Result<std::string> {
-                   TENSORMOUNT_RETURN_IF_ERROR(fs_->StatBeneath(bound, below).status());
-                   const std::string path = below.empty() ? bound : JoinPath(bound, below);
-                   return RelativeTo(root_, path).value_or(std::string());
-                 });
+  if (name.empty()) return PathFromRoot(name).status();
+  return WithinBounds(
+      name, [&](const std::string& bound, const std::string& below) -> Result<std::string> {
+        TENSORMOUNT_RETURN_IF_ERROR(fs_->StatBeneath(bound, below).status());
+        const std::string path = below.empty() ? bound : JoinPath(bound, below);
+        return RelativeTo(root_, path).value_or(std::string());
+      });
 }
 
 Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t max_bytes,
@@ -260,17 +266,17 @@ Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t
   if (info.size > max_bytes) {
     return Status(Code::kDataLoss, Shown(name) + ": " + std::to_string(info.size) +
                                        " bytes, at most " + std::to_string(max_bytes) +
-                                       " expected");
+                                       " are allowed");
   }
   std::array<char, kFirstBytes> head{};
   const std::size_t looked_at = std::min<std::uint64_t>(info.size, head.size());
-  // Small files are simply read: the parser will say better what is wrong.
+  // Small files are not checked, because the parser has a better error.
   if (!first.empty() && info.size > kReadAtOnce) {
     TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, head.data(), looked_at));
     const std::string_view text(head.data(), looked_at);
     const std::size_t begin = text.find_first_not_of(" \t\r\n");
     if (begin == std::string_view::npos || !text.substr(begin).starts_with(first)) {
-      return Status(Code::kDataLoss, Shown(name) + ": does not begin as such a file does");
+      return Status(Code::kDataLoss, Shown(name) + ": does not begin like a file of this format");
     }
   }
   std::string data(static_cast<std::size_t>(info.size), '\0');
@@ -279,26 +285,25 @@ Result<std::string> ForeignFolder::ReadFile(std::string_view name, std::uint64_t
 }
 
 Result<std::vector<DirectoryEntry>> ForeignFolder::List(std::string_view name) const {
-  return Beneath(name, [&](const std::string& bound, const std::string& below) {
+  return WithinBounds(name, [&](const std::string& bound, const std::string& below) {
     return fs_->ListBeneath(bound, below);
   });
 }
 
-// What cannot be looked at is not there, for probes; whoever then opens it gets the reason.
+// A file that cannot be examined counts as missing; an attempt to open it gives the reason.
 bool ForeignFolder::Has(std::string_view name) const { return Stat(name).ok(); }
 
-Result<ForeignFolder> ForeignFolder::Below(std::string_view name) const {
+Result<ForeignFolder> ForeignFolder::Subfolder(std::string_view name) const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, Stat(name));
   if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kNotFound, Shown(name) + ": not a folder");
+    return Status(Code::kNotFound, Shown(name) + ": not a directory");
   }
-  // Locate resolves links, so the path of the folder below is again one without links; the root
-  // stays.
+  // Locate resolves links, so the new path has none. The root is the same.
   ForeignFolder out = *this;
   TENSORMOUNT_ASSIGN_OR_RETURN(out.folder_, Locate(name));
   out.path_ = JoinPath(root_, out.folder_);
   out.file_.clear();
-  // A link may lead into another bound, which then is the first to look into.
+  // If a link led into another bound, that becomes the first.
   const auto holds = std::ranges::find_if(out.bounds_, [&](const std::string& bound) {
     return RelativeTo(bound, out.path_).has_value();
   });

@@ -13,70 +13,71 @@
 
 #include "index/foreign/foreign.h"
 
-// Foreign formats. A new one is a class of these two calls in a file of its own, declared below and
-// listed in formats.cc; docs/architecture.md ("I want to ...") has what goes with it. No command,
-// mount or reader learns of it otherwise.
+// A foreign format. Each is a class in its own file, declared below and listed in formats.cc
+// (docs/architecture.md, "A foreign format"). For a new format, commands, mounts and readers need
+// no change.
 
 namespace tensormount {
 
 class ForeignFormat {
  public:
   virtual ~ForeignFormat() = default;
-  virtual std::string_view name() const = 0;  // "torch.distributed.checkpoint"
-  // Whether the folder (or file) looks like one: names, and at most the first bytes of a file.
-  // Never fails: what cannot be read is no such format. Formats are asked in the order of
-  // formats.cc.
+  virtual std::string_view name() const = 0;  // Name of the format, such as "safetensors".
+  // Whether the directory (or file) looks like this format, judged by names and at most the first
+  // bytes of a file. False if a file cannot be read. Formats are probed in the order of formats.cc.
   virtual bool Probe(const ForeignFolder& folder) const = 0;
-  // Reads what describes the checkpoint and adds its records. Sizes are checked before anything is
-  // allocated for them. kDataLoss, kUnsupported, or the errno of a read.
-  // `folder` has passed Probe; between the two files may have changed, so nothing that Probe saw
-  // may be relied on.
+  // Reads the metadata of the checkpoint and adds its records. Called after Probe, but the files
+  // may have changed since, so Read must not rely on what Probe saw. It must check sizes before it
+  // allocates memory. Errors: kDataLoss, kUnsupported, or the errno of a read.
   virtual Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const = 0;
 };
 
-// Stateless objects that live as long as the program; every call may come from any thread.
+// All formats, in the order in which they are probed. They have no state, so all calls are
+// thread-safe.
 std::span<const ForeignFormat* const> ForeignFormats();
 
-// The first whose Probe says so; null: none.
+// The first format whose Probe matches; null if none does.
 const ForeignFormat* FindForeignFormat(const ForeignFolder& folder);
 
-// Reads a folder or file with the first format whose Probe says so. kUnsupported: none; says what
-// is there instead where that can be told (".distcp files without .metadata: a save that did not
-// end"). kStale: somebody replaced it meanwhile.
+// Reads a directory or file with the first format whose Probe matches. kUnsupported: no format
+// matches; the message describes what the directory or file is, if known (".distcp files without
+// .metadata: the save did not finish"). kStale: the checkpoint was replaced meanwhile.
 Result<ForeignInventory> ReadForeign(const ForeignFolder& folder);
 
-// A training directory of checkpoints in a foreign format: Megatron-LM's (iter_0001000/, release/,
-// latest_checkpointed_iteration.txt), OLMo-core's and others' (step1000/). Shown like a store.
+// One foreign checkpoint of a training directory. Such directories are written by Megatron-LM
+// (iter_0001000/, release/, latest_checkpointed_iteration.txt), OLMo-core and others (step1000/),
+// and are shown like stores.
 struct ForeignStep {
-  std::string name;              // Of its folder: "iter_0001000".
+  std::string name;              // The name of its directory, such as "iter_0001000".
   std::uint64_t generation = 0;  // The iteration; 0 for "release".
 };
 struct ForeignSteps {
-  std::vector<ForeignStep> steps;  // By name.
-  std::string latest;              // One of them, or empty.
+  std::vector<ForeignStep> steps;  // Sorted by name.
+  std::string latest;              // The name of the latest step; empty without steps.
 };
-// nullopt: the folder is no such directory.
+// The checkpoints of a training directory; nullopt if the directory is not one.
 Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder);
 
-// The iteration that a folder of this name holds, by the prefixes that trainers use
-// ("iter_0001000", "release": 0, "step1000", "checkpoint-500"). nullopt: another name.
+// The iteration in the name of a step directory, by the prefixes that trainers use ("iter_0001000",
+// "step1000", "checkpoint-500"; "release" is 0). nullopt for other names.
 std::optional<std::uint64_t> IterationOf(std::string_view name);
-// Which of the steps that there are is the latest: the one that latest_checkpointed_iteration.txt
-// names, else the one of the highest iteration; empty where there are none.
+// The name of the latest step: the step in latest_checkpointed_iteration.txt, else the step of the
+// highest iteration; empty without steps.
 std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps);
-// What changes when somebody replaces the checkpoint in a folder: the newest of the files that its
-// format is found by, where `inode` is a number made of all of them.
-Result<FileInfo> MarkOf(const ForeignFolder& folder);
+// A value that changes when the checkpoint in a directory is replaced. Among the files by which
+// formats are recognised, it has the times of the newest, and as `inode` a hash of all of them.
+Result<FileInfo> FormatStamp(const ForeignFolder& folder);
 
-// One instance each; in formats.cc. Adapters live in files of these names.
-const ForeignFormat& TorchDcpFormat();      // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
-const ForeignFormat& TorchDcpRankFormat();  // dcp.cc: __R.metadata only
+// One instance of each format. The comments name the file that implements it.
+const ForeignFormat& TorchDcpFormat();  // dcp.cc: DCP, Megatron torch_dist, OLMo-core >= 1.0
+// dcp.cc: saves without a global plan (only __R.metadata)
+const ForeignFormat& TorchDcpRankFormat();
 const ForeignFormat& MegatronZarrFormat();  // megatron_zarr.cc
-const ForeignFormat& OlmoFormat();          // olmo.cc: 0.1
-const ForeignFormat& HuggingFaceFormat();   // hugging_face.cc: folders and .safetensors files
-const ForeignFormat&
-TorchSaveFormat();  // torch_save.cc: .pt .pth .bin files, Megatron's mp_rank_* folders
-const ForeignFormat& NumpyFormat();  // numpy.cc: .npz, .npy, folders of .npy
+const ForeignFormat& OlmoFormat();          // olmo.cc: OLMo-core 0.1
+const ForeignFormat& HuggingFaceFormat();   // hugging_face.cc: directories and .safetensors files
+// torch_save.cc: .pt, .pth and .bin files, mp_rank_* directories of Megatron.
+const ForeignFormat& TorchSaveFormat();
+const ForeignFormat& NumpyFormat();  // numpy.cc: .npz, .npy, directories of .npy
 
 }  // namespace tensormount
 

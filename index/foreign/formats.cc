@@ -14,11 +14,10 @@
 namespace tensormount {
 namespace {
 
-// A folder of a hub's cache may have nothing but links that lead out of it, by which no format can
-// be found: kPermissionDenied, with what to name as root.
-// Such a folder lists names only of links; no probe can open one of them, and "nothing that we
-// read" would send the user looking for the wrong fault.
-Status LinksLeadOut(const ForeignFolder& folder) {
+// kPermissionDenied, with the directory to pass as --root, if the directory contains a link that
+// leads out of its bounds. No probe can open such a link, so the message for an unknown format
+// would be misleading.
+Status CheckLinksWithinRoots(const ForeignFolder& folder) {
   constexpr std::size_t kMaxLookedAt = 1000;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
   if (!folder.file().empty() || !entries.ok()) return Status();
@@ -31,7 +30,7 @@ Status LinksLeadOut(const ForeignFolder& folder) {
   return Status();
 }
 
-// The folder of a file where that is a checkpoint, as that of a .metadata; empty: it is none.
+// The directory above the file, if it is a checkpoint that the file belongs to; else empty.
 std::string CheckpointAbove(const ForeignFolder& file) {
   const std::string& path = file.path();
   const std::size_t slash = path.rfind('/');
@@ -39,30 +38,28 @@ std::string CheckpointAbove(const ForeignFolder& file) {
   const std::string above = path.substr(0, slash);
   if (file.fs().LinkStat(JoinPath(above, kCommitName)).ok()) return above;
   const Result<ForeignFolder> folder = ForeignFolder::Open(file.fs(), above, {});
-  // A note beside a model is no part of it.
+  // Other files, such as a text beside a model, are not part of the checkpoint.
   if (!folder.ok()) return {};
   if (!file.file().ends_with(".metadata") && !file.file().ends_with(".distcp")) return {};
   return FindForeignFormat(folder.value()) != nullptr ? above : std::string();
 }
 
-// What is there instead of a checkpoint, where that can be told.
-// Looks at names only, as probes do. The first guess that fits is told; it is a hint and no
-// verdict.
-std::string Instead(const ForeignFolder& folder) {
+// Describes a source that has no supported format, mostly by the names in the directory.
+std::string DescribeUnknownSource(const ForeignFolder& folder) {
   if (!folder.file().empty()) {
-    if (BeginOf(folder, folder.file()) == FileBegin::kLfsPointer) {
+    if (FileTypeOf(folder, folder.file()) == FileType::kLfsPointer) {
       return IsLfsPointer(folder.file()).message();
     }
     const std::string above = CheckpointAbove(folder);
-    if (!above.empty()) return "a file of the checkpoint " + above + ": open that folder";
-    return "no file of a format that we read (.safetensors, .pt, .npz and such)";
+    if (!above.empty()) return "part of the checkpoint " + above + "; open that directory instead";
+    return "not a file of a supported format (.safetensors, .pt, .npz and others)";
   }
-  if (store_paths::EvidentlyStore(folder.fs(), folder.path())) {
-    return store_paths::LostSuperblock(folder.path());
+  if (store_paths::LooksLikeStore(folder.fs(), folder.path())) {
+    return store_paths::MissingSuperblockMessage(folder.path());
   }
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
   if (!entries.ok()) return entries.status().message();
-  if (entries.value().empty()) return "an empty folder";
+  if (entries.value().empty()) return "an empty directory";
   const auto any = [&](auto matches) {
     return std::any_of(entries.value().begin(), entries.value().end(), matches);
   };
@@ -72,27 +69,26 @@ std::string Instead(const ForeignFolder& folder) {
   const auto ends = [&](std::string_view suffix) {
     return any([&](const DirectoryEntry& e) { return e.name.ends_with(suffix); });
   };
-  if (ends(".distcp")) return ".distcp files without .metadata: a save that did not end";
-  if (named(".metadata.tmp")) return "a .metadata.tmp without .metadata: a save that did not end";
+  if (ends(".distcp")) return ".distcp files without .metadata: the save did not finish";
+  if (named(".metadata.tmp")) return ".metadata.tmp without .metadata: the save did not finish";
   if (ends(".ckpt-manifest.tmp") || named("data") || named("manifest")) {
-    return "no COMMIT and no store.json in it: a checkpoint of tensormount whose save did not end, "
-           "or none";
+    return "no COMMIT and no store.json: an unfinished tensormount save, or not a checkpoint";
   }
   if (named("variables") || ends(".h5") || ends(".gguf") || ends(".onnx")) {
-    return "in a format that we do not read";
+    return "not in a supported format";
   }
-  return "no COMMIT, no store.json, and nothing that a format which we read begins with";
+  return "not a checkpoint: no COMMIT, no store.json and no file of a supported format";
 }
 
-// Data in the folder that the format did not take: a trainer's optimizer.pt beside its model. By
-// names, for files, and by what a probe says of folders.
-void NoteBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
+// Notes data in the directory that the format did not read, such as optimizer.pt beside a model:
+// files by the ends of their names, directories if a format matches.
+void AddEntriesBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
   constexpr std::array<std::string_view, 11> kData = {".safetensors", ".pt",  ".pth", ".bin",
                                                       ".ckpt",        ".tar", ".npy", ".npz",
                                                       ".distcp",      ".pkl", ".gguf"};
   constexpr std::size_t kMaxNoted = 100;
   constexpr std::size_t kMaxProbed = 100;
-  // Of a file that the user named nothing else is looked at.
+  // If the source is one file, the user does not want the files beside it.
   if (!folder.file().empty()) return;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
   if (!entries.ok()) return;
@@ -103,7 +99,7 @@ void NoteBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
     bool data = false;
     if (entry.kind == FileKind::kDirectory) {
       if (++probed > kMaxProbed) continue;
-      const Result<ForeignFolder> below = folder.Below(entry.name);
+      const Result<ForeignFolder> below = folder.Subfolder(entry.name);
       data = below.ok() && FindForeignFormat(below.value()) != nullptr;
     } else {
       data = std::ranges::any_of(kData,
@@ -111,13 +107,13 @@ void NoteBeside(const ForeignFolder& folder, ForeignBuilder& builder) {
     }
     if (!data) continue;
     if (++noted > kMaxNoted) return;
-    builder.Beside(entry.name + (entry.kind == FileKind::kDirectory ? "/" : ""));
+    builder.AddBeside(entry.name + (entry.kind == FileKind::kDirectory ? "/" : ""));
   }
 }
 
 }  // namespace
 
-// Asked in this order: what names itself most clearly comes first.
+// Formats that are recognised with most certainty come first.
 std::span<const ForeignFormat* const> ForeignFormats() {
   static const std::vector<const ForeignFormat*> kFormats = {
       &MegatronZarrFormat(), &OlmoFormat(),      &TorchDcpFormat(), &TorchDcpRankFormat(),
@@ -126,8 +122,8 @@ std::span<const ForeignFormat* const> ForeignFormats() {
   return kFormats;
 }
 
-// Probes are a few stats and at most one small read each: a store of training steps is probed
-// folder by folder every time that it is listed.
+// A probe may take a few stats and one small read, not more, because each step of a training
+// directory is probed whenever the directory is listed.
 const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
   for (const ForeignFormat* format : ForeignFormats()) {
     if (format->Probe(folder)) return format;
@@ -138,24 +134,26 @@ const ForeignFormat* FindForeignFormat(const ForeignFolder& folder) {
 Result<ForeignInventory> ReadForeign(const ForeignFolder& folder) {
   const ForeignFormat* format = FindForeignFormat(folder);
   if (format == nullptr) {
-    TENSORMOUNT_RETURN_IF_ERROR(LinksLeadOut(folder));
-    return Status(Code::kUnsupported, folder.path() + ": " + Instead(folder));
+    TENSORMOUNT_RETURN_IF_ERROR(CheckLinksWithinRoots(folder));
+    return Status(Code::kUnsupported, folder.path() + ": " + DescribeUnknownSource(folder));
   }
-  // The mark is taken on both sides of the read, and compared even where the read failed: a file
-  // that vanished under it is a save under way (kStale, try again) and not damage.
-  const Result<FileInfo> before = MarkOf(folder);
+  // The stamps are compared even if the read failed: a file that vanished during the read means
+  // that the checkpoint is being replaced (kStale), not damage.
+  const Result<FileInfo> before = FormatStamp(folder);
   ForeignBuilder builder(folder, std::string(format->name()));
   const Status read = format->Read(folder, builder);
-  // A save that ended meanwhile, in place: sizes and times are of its files, records of the last.
-  const Result<FileInfo> after = MarkOf(folder);
+  // If a save into the same directory ended meanwhile, the records may be from the previous save
+  // and the sizes of files from this one.
+  const Result<FileInfo> after = FormatStamp(folder);
   const auto mark = [](const FileInfo& info) {
     return std::tuple(info.inode, info.size, info.mtime_seconds, info.mtime_nanoseconds);
   };
   if (before.ok() && after.ok() && mark(before.value()) != mark(after.value())) {
-    return Status(Code::kStale, folder.path() + ": was written to while it was opened");
+    return Status(Code::kStale,
+                  folder.path() + ": was modified while it was being opened; try again");
   }
   TENSORMOUNT_RETURN_IF_ERROR(read);
-  NoteBeside(folder, builder);
+  AddEntriesBeside(folder, builder);
   return builder.Finish();
 }
 

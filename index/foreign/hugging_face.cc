@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h. Files and folders of safetensors: a single file; a folder of them
-// with or without an index (transformers, diffusers); and what torch.distributed.checkpoint's
-// HuggingFaceStorageWriter leaves, whose files hold shards.
+// A ForeignFormat of format.h: safetensors. The source is a single file; a directory of files with
+// or without an index (transformers, diffusers); or the output of torch.distributed.checkpoint's
+// HuggingFaceStorageWriter, whose files contain shards.
 //
 // A safetensors file is 8 bytes of header length, a JSON header (name: dtype, shape, data_offsets),
-// and the bytes of all tensors without gaps. So every tensor is one packed chunk, or one of several
-// where files hold shards, and nothing but headers is read to open a checkpoint.
+// and the bytes of all tensors without gaps. Each tensor, or each shard of it, is one packed chunk,
+// and opening a checkpoint reads only headers.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -31,35 +31,37 @@ namespace tensormount {
 namespace {
 
 constexpr std::string_view kSuffix = ".safetensors";
-// In `__metadata__` of the files of HuggingFaceStorageWriter: where the tensors of this file begin
-// in the global ones.
+// Key in `__metadata__` of files of HuggingFaceStorageWriter: the offsets of the file's shards in
+// the global tensors.
 constexpr std::string_view kShardingKey = "DCP_SHARDING_INFO";
 
-// A tensor as it stands in one file.
-// A whole tensor is a shard that begins at 0.
+// A tensor, or a shard of one, in one file. A whole tensor is a shard that begins at 0.
 struct StoredShard {
   std::string key;
   DType dtype = DType::kU8;
   Dims shape;
-  Dims begin;         // In the global tensor.
-  bool whole = true;  // No offsets were stored for it.
+  Dims begin;         // Offsets in the global tensor.
+  bool whole = true;  // The file has no offsets for it.
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
 };
 
-// Where a file's tensors begin in the global ones: {name: {"saved_offsets": [...]}}, as text.
+// Offsets of a file's shards in the global tensors, by key. Parsed from the text {name:
+// {"saved_offsets": [...]}}.
 using SavedOffsets = std::map<std::string, Dims>;
 
 Result<SavedOffsets> ParseOffsets(std::string_view text) {
   JsonLimits limits;
-  // An object, a list and a number an axis for each tensor: more than models have, less than would
-  // fill memory.
+  // Each tensor has an object, a list, and a number for each axis. The limit is far above real
+  // models.
   limits.max_values = std::size_t{1} << 22;
   TENSORMOUNT_ASSIGN_OR_RETURN(const nlohmann::json all, ParseStrictJson(text, limits));
   SavedOffsets out;
   for (const auto& [key, item] : all.items()) {
-    const auto bad = [&key = key] { return DataLoss("tensor '" + key + "' has no saved_offsets"); };
+    const auto bad = [&key = key] {
+      return DataLoss("tensor '" + key + "' has no valid saved_offsets");
+    };
     if (!item.is_object() || !item.contains("saved_offsets")) return bad();
     const nlohmann::json& offsets = item.at("saved_offsets");
     if (!offsets.is_array() || offsets.size() > static_cast<std::size_t>(kMaxRank)) return bad();
@@ -83,7 +85,8 @@ class HuggingFaceReader {
   Status Read() {
     if (!folder_.file().empty()) {
       TENSORMOUNT_RETURN_IF_ERROR(ReadNamed(folder_.file(), false));
-      // Of a file that has nothing else nobody could tell that it has something.
+      // If all tensors of the file have unknown dtypes, the read fails, so that the file does not
+      // look empty.
       if (shards_.empty() && !unknown_.empty()) return Status(Code::kUnsupported, unknown_);
     } else {
       TENSORMOUNT_RETURN_IF_ERROR(ReadFolder());
@@ -95,11 +98,10 @@ class HuggingFaceReader {
   }
 
  private:
-  // By name of a tensor; of one file.
-  // Whether each was found, to say afterwards which the file lacks.
+  // The wanted tensors of one file by name, and whether each was found.
   using Wanted = std::map<std::string, bool, std::less<>>;
 
-  // A file of tensors, or an index and what it lists.
+  // Reads a file of tensors, or an index and the files that it lists.
   Status ReadNamed(const std::string& name, bool in_folder) {
     return IsWeightIndex(name) ? ReadByIndex(name) : ReadHeader(name, nullptr, in_folder);
   }
@@ -122,23 +124,25 @@ class HuggingFaceReader {
     if (!files.single.empty()) return ReadHeader(files.single, nullptr, true);
     if (!files.index.empty()) return ReadByIndex(files.index);
     if (!files.indices.empty()) {
-      return AmbiguousWeights(folder_, "holds several indices", files.indices);
+      return AmbiguousWeights(folder_, "contains several index files", files.indices);
     }
-    // transformers takes the torch file, vLLM the others.
+    // With both kinds of weights, transformers reads the torch file, but vLLM the safetensors
+    // files.
     const WeightFiles torch = TorchWeightFiles(entries);
     if (!torch.empty()) {
       std::vector<std::string> all = files.loose;
       all.insert(all.begin(), torch.single.empty() ? torch.index : torch.single);
-      return AmbiguousWeights(folder_, "holds several sets of weights", all);
+      return AmbiguousWeights(folder_, "contains several sets of weights", all);
     }
     WarnOfMissing(files.loose);
     for (const std::string& name : files.loose) {
       TENSORMOUNT_RETURN_IF_ERROR(ReadOrLose(name, nullptr));
     }
-    return AnyRead();
+    return CheckAnyRead();
   }
 
-  // A file that is damaged or leads nowhere takes away what it held and nothing else.
+  // Reads a file of a directory. If the file is missing, damaged or not supported, only its tensors
+  // are reported as lost.
   Status ReadOrLose(const std::string& name, Wanted* wanted) {
     const std::size_t before = shards_.size();
     const Status status = ReadHeader(name, wanted, true);
@@ -153,22 +157,23 @@ class HuggingFaceReader {
     shards_.resize(before);
     unread_.push_back(status);
     std::string reason = status.message();
-    // A loss begins with the name of its file.
+    // The loss has the file's name in a field of its own.
     if (const std::size_t at = reason.find(name + ": "); at != std::string::npos) {
       reason.erase(0, at + name.size() + 2);
     }
-    if (status.code() == Code::kNotFound) reason = "the file is missing, or its link leads nowhere";
-    if (wanted == nullptr) builder_.LoseFile(name, reason);
+    if (status.code() == Code::kNotFound)
+      reason = "the file is missing, or a dangling symbolic link";
+    if (wanted == nullptr) builder_.ReportLostFile(name, reason);
     if (wanted == nullptr) return {};
     for (auto& [key, found] : *wanted) {
-      found = true;  // Told here.
-      builder_.Lose(name, reason, ForeignBuilder::What::kTensor, key);
+      found = true;  // ReadByIndex must not report it again.
+      builder_.ReportLost(name, reason, ForeignBuilder::LostKind::kTensor, key);
     }
     return {};
   }
 
-  // What ReadOrLose told is all that there is to say where no file could be read.
-  Status AnyRead() const {
+  // Fails with the errors of ReadOrLose if no file could be read.
+  Status CheckAnyRead() const {
     if (files_read_ > 0 || unread_.empty()) return {};
     constexpr std::size_t kShown = 8;
     std::string text = unread_.front().message();
@@ -181,11 +186,12 @@ class HuggingFaceReader {
     return unread_.front().WithMessage(text);
   }
 
-  // "model-00002-of-00005.safetensors" is not there, though others of the five are.
-  // Only the numbers in names tell: "-NNNNN-of-NNNNN", five digits each. What the files held is not
-  // known, so it is a loss without keys.
+  // Reports missing files of a series "model-00002-of-00005.safetensors" by the numbers in the
+  // names ("-NNNNN-of-NNNNN", five digits each). It is unknown which tensors a missing file had, so
+  // the loss has no keys.
   void WarnOfMissing(const std::vector<std::string>& files) {
-    std::map<std::string, std::uint64_t> there;  // By pattern, "model-*-of-00005": how many.
+    // Number of existing files by pattern, "model-*-of-00005".
+    std::map<std::string, std::uint64_t> there;
     for (const std::string& name : files) {
       const std::string stem = name.substr(0, name.size() - kSuffix.size());
       const std::size_t of = stem.rfind("-of-");
@@ -193,29 +199,30 @@ class HuggingFaceReader {
         continue;
       const std::string digits = stem.substr(of - 5, 5) + stem.substr(of + 4);
       if (digits.find_first_not_of("0123456789") != std::string::npos) continue;
-      // A shard's number is its rank's: there are as many as ranks have something of that file.
+      // The number in the name of a "shard-" file is a rank, and ranks without data write no file.
       if (stem.starts_with("shard-")) continue;
       ++there[stem.substr(0, of - 5) + "*" + stem.substr(of)];
     }
     for (const auto& [pattern, count] : there) {
       const std::uint64_t all = std::stoull(pattern.substr(pattern.size() - 5));
       if (count >= all) continue;
-      builder_.LoseFile(pattern + std::string(kSuffix),
-                        std::to_string(count) + " of " + std::to_string(all) + " files are there");
+      builder_.ReportLostFile(
+          pattern + std::string(kSuffix),
+          "only " + std::to_string(count) + " of " + std::to_string(all) + " files exist");
     }
   }
 
-  // An index decides: files beside it that it does not list belong to something else.
+  // Reads the files that an index lists. Other files in the directory are not part of the model.
   Status ReadByIndex(const std::string& name) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap map, ReadWeightMap(folder_, name));
     for (const auto& [file, keys] : map) {
       if (!folder_.Has(file)) {
-        // A link that leads out is not a file that is missing.
+        // If a link leads out of the bounds, the file is not missing, and the read fails.
         const Status why = folder_.Stat(file).status();
         if (why.code() == Code::kPermissionDenied) return why;
         for (const std::string& key : keys) {
-          builder_.Lose(file, "is in " + name + ", but not in the folder",
-                        ForeignBuilder::What::kTensor, key);
+          builder_.ReportLost(file, "is listed in " + name + ", but not in the directory",
+                              ForeignBuilder::LostKind::kTensor, key);
         }
         continue;
       }
@@ -224,34 +231,34 @@ class HuggingFaceReader {
       TENSORMOUNT_RETURN_IF_ERROR(ReadOrLose(file, &wanted));
       for (const auto& [key, found] : wanted) {
         if (found) continue;
-        builder_.Lose(file, "does not hold what " + name + " says", ForeignBuilder::What::kTensor,
-                      key);
+        builder_.ReportLost(file, "does not contain what " + name + " lists",
+                            ForeignBuilder::LostKind::kTensor, key);
       }
     }
-    return AnyRead();
+    return CheckAnyRead();
   }
 
-  // The header, or what the file is instead.
+  // Reads the header; if that fails, the error tells what the file is.
   Result<SafetensorsHeader> HeaderOf(const std::string& name, File& file) {
     Result<SafetensorsHeader> header = ReadSafetensorsHeader(file, UnknownDType::kLeaveOut);
     if (header.ok()) return header;
-    switch (BeginOf(file)) {
-      case FileBegin::kLfsPointer:
+    switch (FileTypeOf(file)) {
+      case FileType::kLfsPointer:
         return IsLfsPointer(folder_.Shown(name));
-      case FileBegin::kTorchZip:
-      case FileBegin::kLegacyTorch:
-        return DataLoss(folder_.Shown(name) + ": written by torch.save, and no safetensors file");
-      case FileBegin::kZip:
-      case FileBegin::kNumpyZip:
-        return DataLoss(folder_.Shown(name) + ": a zip archive, and no safetensors file");
+      case FileType::kTorchZip:
+      case FileType::kLegacyTorch:
+        return DataLoss(folder_.Shown(name) + ": written by torch.save, not a safetensors file");
+      case FileType::kZip:
+      case FileType::kNumpyZip:
+        return DataLoss(folder_.Shown(name) + ": a zip archive, not a safetensors file");
       default:
         return header;
     }
   }
 
-  // `wanted`: the tensors that the index says are in it; null: all are wanted.
-  // `in_folder`: whether offsets of shards count. A single file that the user names shows what
-  // stands in it, in its own shape, because the other shards are not read.
+  // Reads the header of a file and adds its shards. `wanted`: the tensors that the index lists for
+  // the file; null: all. `in_folder`: whether to use the offsets of shards; false for a file that
+  // the user names, which is shown with its own shapes, because the other shards are not read.
   Status ReadHeader(const std::string& name, Wanted* wanted, bool in_folder) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder_.AddFile(name));
     file_names_[file] = name;
@@ -274,7 +281,7 @@ class HuggingFaceReader {
         listed->second = true;
       }
       unknown_ = name + ": tensor " + key.substr(0, 256) + ": left out: dtype '" + dtype +
-                 "' is not known";
+                 "' is not supported";
       builder_.Warn(unknown_);
     }
     std::size_t unlisted = 0;
@@ -293,8 +300,8 @@ class HuggingFaceReader {
       if (const auto at = offsets.find(entry.key); at != offsets.end()) {
         if (at->second.rank() != entry.shape.rank()) {
           return DataLoss(folder_.Shown(name) + ": " + std::string(kShardingKey) + ": tensor '" +
-                          entry.key + "': offsets " + at->second.ToString() + " of shape " +
-                          entry.shape.ToString());
+                          entry.key + "': offsets " + at->second.ToString() +
+                          " do not match shape " + entry.shape.ToString());
         }
         const bool moved = !(at->second == shard.begin);
         shards += moved ? 1 : 0;
@@ -315,16 +322,16 @@ class HuggingFaceReader {
     }
     if (shards > 0 && !in_folder) {
       builder_.Warn(name + ": " + std::to_string(shards) +
-                    " tensors in it are shards, shown as they are stored: name the folder for the "
+                    " tensors in it are shards, shown as stored; open the directory to see the "
                     "whole tensors");
     }
     return {};
   }
 
-  // "format": "pt" stands in every file of a checkpoint; what all of them say is said once.
+  // Adds the metadata of a file; equal entries of several files ("format": "pt") are kept once.
   void AddMetadata(const std::string& name, std::map<std::string, std::string> metadata) {
     for (auto& [key, value] : metadata) {
-      // Of each file its own; what it says is in the regions.
+      // The offsets differ for each file, and the regions already have them.
       if (key == kShardingKey) continue;
       const auto [known, fresh] = common_.emplace(key, value);
       if (fresh) {
@@ -335,7 +342,8 @@ class HuggingFaceReader {
     }
   }
 
-  // Stable, so that the shards of a tensor keep the order of the files.
+  // Adds each tensor with all its shards. The sort is stable, so the shards of a tensor keep the
+  // order of the files.
   Status AddShards() {
     std::stable_sort(shards_.begin(), shards_.end(),
                      [](const StoredShard& a, const StoredShard& b) { return a.key < b.key; });
@@ -348,11 +356,11 @@ class HuggingFaceReader {
     return {};
   }
 
-  // The global shape is not stored: it reaches as far as the shards do.
+  // Adds a tensor. Its global shape is not stored, so it is computed from the ends of the shards.
   Status AddTensor(std::span<const StoredShard> shards) {
     const StoredShard& first = shards.front();
     if (const Status usable = CheckKey(first.key); !usable.ok()) {
-      // The format allows more. One name that we cannot show is no reason to show nothing.
+      // The key is valid in safetensors, but not in this library. The other tensors are still read.
       builder_.Warn(file_names_[first.file] + ": a tensor is left out: " + usable.message());
       return {};
     }
@@ -367,12 +375,12 @@ class HuggingFaceReader {
     Dims shape = first.shape;
     for (const StoredShard& shard : shards) {
       if (shard.dtype != first.dtype || shard.shape.rank() != shape.rank()) {
-        builder_.Lose({}, "its shards are of several types", ForeignBuilder::What::kTensor,
-                      first.key);
+        builder_.ReportLost({}, "the shards have different dtypes or numbers of axes",
+                            ForeignBuilder::LostKind::kTensor, first.key);
         return {};
       }
       for (int a = 0; a < shape.rank(); ++a) {
-        // A lost last shard cannot be noticed by this; docs/formats-adopted.md says so.
+        // A missing last shard is not noticed here (docs/formats-adopted.md).
         const auto reach = CheckedAdd(shard.begin[a], shard.shape[a]);
         if (!reach) return DataLoss("tensor '" + first.key + "': its saved_offsets overflow");
         shape[a] = std::max(shape[a], *reach);
@@ -391,11 +399,11 @@ class HuggingFaceReader {
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   std::vector<StoredShard> shards_;
-  std::string unknown_;  // The warning of a tensor whose dtype is not known; empty: none.
+  std::string unknown_;  // The last warning about a tensor of unknown dtype; empty: no such tensor.
   std::size_t files_read_ = 0;
-  std::vector<Status> unread_;  // Why files of the folder were not read.
+  std::vector<Status> unread_;  // Why files of the directory were not read.
   std::map<std::uint32_t, std::string> file_names_;
-  std::map<std::string, std::string> common_;  // What the files said so far.
+  std::map<std::string, std::string> common_;  // The metadata of all files so far.
 };
 
 class HuggingFace final : public ForeignFormat {
@@ -404,10 +412,11 @@ class HuggingFace final : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (!folder.file().empty()) {
-      // What hubs keep has no name that says what it is, and a name may be wrong.
-      const FileBegin begin = BeginOf(folder, folder.file());
-      if (begin == FileBegin::kSafetensors) return true;
-      return begin == FileBegin::kElse && (folder.file().ends_with(kSuffix) ||
+      // The bytes decide, because files in a hub's cache are named by hashes, and a name may be
+      // wrong.
+      const FileType begin = FileTypeOf(folder, folder.file());
+      if (begin == FileType::kSafetensors) return true;
+      return begin == FileType::kOther && (folder.file().ends_with(kSuffix) ||
                                            folder.file().ends_with(".safetensors.index.json"));
     }
     const Result<std::vector<DirectoryEntry>> entries = folder.List("");

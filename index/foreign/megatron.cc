@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Megatron-Core adds to a checkpoint, whatever holds the tensors: the grid in the name of a
-// sharded object, the plain values among the arguments of a run, and metadata.json, which names the
-// backend.
+// The additions of Megatron-Core to a checkpoint in any of its formats (megatron.h): the grid in
+// the names of sharded objects, plain values among the arguments of a run, and metadata.json, which
+// names the backend.
 #include "index/foreign/megatron.h"
 
 #include <algorithm>
@@ -29,15 +29,14 @@ constexpr std::string_view kCommonFile = "common.pt";
 constexpr std::string_view kConfigFile = "metadata.json";
 constexpr std::array<std::string_view, 2> kBackends = {"torch_dist", "zarr"};
 constexpr const char* kBackendField = "sharded_backend";
-constexpr const char* kCommonBackendField = "common_backend";  // Of common.pt.
+constexpr const char* kCommonBackendField = "common_backend";  // The backend of common.pt.
 constexpr std::string_view kCommonBackend = "torch";
-constexpr int kBackendVersion = 1;  // Of all, in every release so far.
-// It is read whole when the checkpoint is opened.
+constexpr int kBackendVersion = 1;  // The only version of any backend so far.
+// Largest common.pt that is parsed: it is read when the checkpoint is opened.
 constexpr std::uint64_t kMaxCommonFile = std::uint64_t{64} << 20;
 
-// "1.0.3"; nullopt: something else, or more axes than tensors have.
-// from_chars takes no plus sign and no blanks, and overflow is an error to it, which is what is
-// wanted of a name.
+// Parses numbers like "1.0.3"; nullopt for other texts and more than kMaxRank numbers. from_chars
+// refuses plus signs, spaces and overflow.
 std::optional<Dims> ParseDotted(std::string_view text) {
   Dims out;
   while (true) {
@@ -52,7 +51,8 @@ std::optional<Dims> ParseDotted(std::string_view text) {
   }
 }
 
-// The name taken apart, the grid as it stands: one axis short in old releases.
+// Parses the name of a part of a sharded object; nullopt for other names. With names of old
+// releases the last extent of the grid is missing.
 std::optional<ObjectRecord> ParseName(std::string_view name) {
   constexpr std::string_view kMark = "/shard_";
   const std::size_t mark = name.rfind(kMark);
@@ -67,9 +67,9 @@ std::optional<ObjectRecord> ParseName(std::string_view name) {
   return ObjectRecord{.key = std::string(name.substr(0, mark)), .index = *index, .grid = *grid};
 }
 
-// Whether parts (of one key) fill one grid; completes grids that lack their last axis.
-// Old releases cut the name short after the last but one extent, so the last extent is the largest
-// index along that axis and one more. O(parts log parts).
+// Whether `parts`, which have one key, fill their grid exactly. If the last extent of the grid is
+// missing, as in old releases, it is set to the largest index along that axis plus one. O(parts log
+// parts).
 bool FillGrid(std::span<ObjectRecord* const> parts) {
   const int rank = parts.front()->index.rank();
   Dims grid = parts.front()->grid;
@@ -101,17 +101,17 @@ std::string KeyText(const Value& key) {
 
 bool IsNamed(const Value& key) { return key.kind() == Kind::kString || key.kind() == Kind::kInt; }
 
-// A pickle may say a text once and mean it everywhere: long ones are not even copied.
+// Whether a key is longer than keys may be. Such keys are not copied, because a pickle may use one
+// long text a million times.
 bool IsTooLong(const Value& key) {
   return key.kind() == Kind::kString && key.text().size() > kMaxKeyBytes;
 }
 
 std::string ShownKey(const Value& key) { return IsTooLong(key) ? "a very long key" : KeyText(key); }
 
-// A dict, or the attributes of a namespace, without what is no plain data. One level deep: the
-// arguments of a run, where a dtype or an enum stands among hundreds of numbers.
-// Whatever cannot be converted is left out of the dict and counted: nobody would want to lose 300
-// arguments for one torch.dtype.
+// The plain data of a dict or namespace, such as the arguments of a run. Its items are converted
+// one by one: an item that is not plain data (a dtype or an enum among hundreds of numbers) is left
+// out and added to `lost`, so that the others are shown.
 std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, CountedNames& lost,
                                     ValueBudget& budget) {
   Value items = value;
@@ -123,7 +123,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
     std::optional<CommonValue> plain;
     if (!IsTooLong(items.key(i))) plain = budget.Convert(items.item(i));
     if (!plain) {
-      // Tensors of dicts are shown as such; of namespaces nobody sees them.
+      // TorchTree shows the tensors of dicts and namespaces. A tensor of a namespace is counted in
+      // `lost` nevertheless.
       const bool shown = value.kind() == Kind::kDict && TorchArchive::IsTensor(items.item(i));
       if (!shown) lost.Add(std::string(name) + "." + ShownKey(items.key(i)));
       continue;
@@ -136,9 +137,8 @@ std::optional<CommonDict> PlainPart(const Value& value, std::string_view name, C
   return out;
 }
 
-// metadata.json where it is Megatron-Core's: it names a backend.
-// Other programs write a metadata.json too (OLMo-core does), so one without a backend is none of
-// ours, and no error.
+// metadata.json, if it names a backend. nullopt if another program, such as OLMo-core, wrote the
+// file.
 std::optional<nlohmann::json> ConfigOf(const ForeignFolder& folder) {
   const Result<std::string> text = folder.ReadFile(kConfigFile, std::uint64_t{1} << 20);
   if (!text.ok()) return std::nullopt;
@@ -165,12 +165,12 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
   const std::string backend = json->at(kBackendField).get<std::string>();
   if (std::ranges::find(kBackends, backend) == kBackends.end()) {
     return unsupported("sharded_backend '" + backend.substr(0, 64) +
-                       "', we read torch_dist and zarr");
+                       "' is not supported (supported: torch_dist, zarr)");
   }
   const auto common = json->find(kCommonBackendField);
   if (common != json->end() && *common != kCommonBackend) {
     return unsupported(std::string(kCommonBackendField) + " " + common->dump().substr(0, 64) +
-                       ", we read " + std::string(kCommonBackend));
+                       " is not supported (supported: " + std::string(kCommonBackend) + ")");
   }
   const std::pair<const char*, std::string_view> written_by[] = {
       {kBackendField, backend}, {kCommonBackendField, kCommonBackend}};
@@ -179,7 +179,7 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
     const auto version = json->find(name);
     if (version == json->end() || *version == kBackendVersion) continue;
     return unsupported(name + " " + version->dump().substr(0, 64) + " of " + std::string(which) +
-                       ", we read version " + std::to_string(kBackendVersion));
+                       " is not supported (supported: " + std::to_string(kBackendVersion) + ")");
   }
   return Status();
 }
@@ -187,7 +187,7 @@ Status CheckMegatronBackend(const ForeignFolder& folder) {
 std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {
   std::vector<ObjectRecord> out;
   out.reserve(names.size());
-  // Views of the caller's names, which live longer than this call.
+  // The caller's names outlive this call.
   const std::unordered_set<std::string_view> all(names.begin(), names.end());
   std::map<std::string, std::vector<std::size_t>> by_key;
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -198,15 +198,16 @@ std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names) {
   for (const auto& [key, numbers] : by_key) {
     std::vector<ObjectRecord*> parts;
     for (const std::size_t i : numbers) parts.push_back(&out[i]);
-    // A plain object of the same name leaves no room for one of several parts.
+    // The parts stay plain objects if another object has the key as its name.
     if (!all.contains(key) && FillGrid(parts)) continue;
     for (const std::size_t i : numbers) out[i] = ObjectRecord{.key = names[i]};
   }
   return out;
 }
 
-// Example: original [4, 6] cut into a grid of [2, 3] is stored as [2, 3, 4], where 4 is the
-// elements of a fragment [2, 2]. A chunk at [1, 0, 0] of size [1, 1, 4] is the box [2:4, 0:2].
+// Example: a tensor of original shape [4, 6] that is cut into a grid of [2, 3] is stored with shape
+// [2, 3, 4], where 4 is the number of elements in a fragment [2, 2]. A chunk at [1, 0, 0] of size
+// [1, 1, 4] is the box [2:4, 0:2].
 std::optional<MegatronFlatShape> MegatronFlatShape::Make(const Dims& stored, const Dims& original) {
   if (stored.rank() != original.rank() + 1 || original.rank() == 0) return std::nullopt;
   MegatronFlatShape out;
@@ -219,12 +220,12 @@ std::optional<MegatronFlatShape> MegatronFlatShape::Make(const Dims& stored, con
   return out;
 }
 
-// Along the axes of the grid a chunk has size 1; along the last one it may be a part of the
-// fragment, a flat range of its row-major order.
+// A chunk has size 1 along the axes of the grid. Along the last axis it may have a part of the
+// fragment, which is a flat range of the fragment's row-major order.
 Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets,
                                            std::span<const std::int64_t> sizes) const {
   const int rank = original_.rank();
-  const Status bad(Code::kDataLoss, "a chunk of flattened state does not lie in one fragment");
+  const Status bad(Code::kDataLoss, "a chunk of flattened state is not within one fragment");
   if (offsets.size() != static_cast<std::size_t>(rank) + 1 || sizes.size() != offsets.size()) {
     return bad;
   }
@@ -245,16 +246,15 @@ Result<Region> MegatronFlatShape::RegionOf(std::span<const std::int64_t> offsets
   return region;
 }
 
-// Tensors in the common state are given to TorchTree, which names them by their path; everything
-// else is a common value. Failures to show something are warnings, since the bytes are there as an
-// object anyhow.
+// TorchTree adds the tensors of the common state; all else becomes common values. Damaged or
+// unsupported content is only a warning, because the whole archive is also shown as an object.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget) {
   Value items = archive.document().root();
-  // An object is stored as a list that holds it.
+  // Megatron-Core stores the dict as an object in a list with one item.
   if (items.kind() == Kind::kList && items.size() == 1) items = items.item(0);
   if (items.kind() != Kind::kDict) return Status();
-  CountedNames lost;  // What is no plain data.
+  CountedNames lost;  // Items that are not shown, because they are not plain data.
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!IsNamed(items.key(i)) || TorchArchive::IsTensor(items.item(i))) continue;
     if (IsTooLong(items.key(i))) {
@@ -273,7 +273,7 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
   if (lost.count > 0) {
     builder.Warn(std::string(from) + ": " + std::to_string(lost.count) +
                  (lost.count == 1 ? " value is" : " values are") +
-                 " no plain data and in the object only (the first: " + lost.first + ")");
+                 " not plain data and only shown in the object (the first: " + lost.first + ")");
   }
   TorchNames tensors;
   TorchNames none;
@@ -283,13 +283,13 @@ Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::u
   tree.at = at;
   const Status added = TorchTree(builder, archive, file, tensors, none, budget, tree).Add();
   if (added.code() != Code::kUnsupported && added.code() != Code::kDataLoss) return added;
-  // It is whole as an object.
+  // This is only a warning, because the object has all of the bytes.
   builder.Warn(std::string(from) + ": not all of its tensors are shown: " + added.message());
   return Status();
 }
 
-// The file may be a legacy pickle, a huge one, or damaged: the object is added first, and
-// everything after it only adds values.
+// The file may be a legacy pickle, huge or damaged, so it is always added as an object; values and
+// tensors are added if it can be parsed.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder) {
   if (!folder.Has(kCommonFile)) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, builder.AddFile(kCommonFile));
@@ -299,11 +299,12 @@ Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builde
     builder.Warn("common.pt: shown as an object only: " + why);
     return Status();
   };
-  if (length > kMaxCommonFile) return opaque("it is larger than 64 MiB");
+  if (length > kMaxCommonFile) return opaque("the file is larger than 64 MiB");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened, builder.OpenFile(file));
   const Result<TorchArchive> archive = TorchArchive::Read(*opened, 0, length);
   if (!archive.ok()) return opaque(archive.status().message());
-  if (archive.value().document().root().kind() != Kind::kDict) return opaque("it holds no dict");
+  if (archive.value().document().root().kind() != Kind::kDict)
+    return opaque("the file does not contain a dict");
   ValueBudget budget;
   return AddMegatronCommon(archive.value(), file, 0, kCommonFile, builder, budget);
 }

@@ -19,34 +19,34 @@
 #include "index/foreign/value_budget.h"
 #include "index/records/inventory.h"
 
-// What Megatron-Core's dist_checkpointing adds to the formats that it writes
+// The additions of Megatron-Core's dist_checkpointing to the formats that it writes
 // (megatron/core/dist_checkpointing/{core,mapping}.py, strategies/torch.py).
 
 namespace tensormount {
 
-// "torch_dist" or "zarr": sharded_backend of metadata.json; empty: it is not there or something
-// else.
-// Looks at metadata.json alone; never fails.
+// The field sharded_backend of metadata.json ("torch_dist", "zarr"); empty if the file does not
+// exist or another program wrote it.
 std::string MegatronBackend(const ForeignFolder& folder);
-// kUnsupported, by name, where metadata.json names a backend or a version that nobody looked at.
+// kUnsupported, naming the field, if metadata.json has an unknown backend or version.
 Status CheckMegatronBackend(const ForeignFolder& folder);
 
-// The name of a sharded object is "KEY/shard_1.0_2.4": element [1, 0] of a grid of [2, 4]. Takes
-// names apart, into records of which key, index and grid are set; where index and grid have rank 0
-// the name is of no sharded object, and the key is all of it. Goes from the right end, since keys
-// may hold '/', and takes all names of a checkpoint at once: those that old releases cut off after
-// the last but one extent get the missing one from the others. Objects whose parts do not fill
-// their grid exactly stay plain objects with their full names.
+// Parses the names of sharded objects: "KEY/shard_1.0_2.4" is element [1, 0] of a grid of [2, 4].
+// The result has key, index and grid of each name. A plain object has an empty index and grid, and
+// the full name as its key. Names are parsed from the right, since keys may contain '/'. All names
+// of a checkpoint are needed together, because old releases omit the last extent, which then
+// follows from the other names. Objects whose parts do not fill their grid exactly become plain
+// objects.
 std::vector<ObjectRecord> MegatronObjects(std::span<const std::string> names);
 
-// The original shape of optimizer state that was stored flattened: its stored shape is the number
-// of fragments along every axis and the elements of a fragment.
+// The original shape of optimizer state that was stored flattened. The stored shape is the number
+// of fragments along every axis, then the number of elements of a fragment.
 class MegatronFlatShape {
  public:
-  // nullopt where the two do not go together.
+  // `stored`: the stored shape; `original`: the original shape. nullopt if they do not match.
   static std::optional<MegatronFlatShape> Make(const Dims& stored, const Dims& original);
   const Dims& original() const { return original_; }
-  // What a stored chunk holds of the original: it must lie in one fragment. kDataLoss.
+  // The region of the original tensor that a stored chunk has. kDataLoss: the chunk is not within
+  // one fragment.
   Result<Region> RegionOf(std::span<const std::int64_t> offsets,
                           std::span<const std::int64_t> sizes) const;
 
@@ -55,13 +55,14 @@ class MegatronFlatShape {
   Dims fragment_;  // Extents of one fragment.
 };
 
-// Adds what an archive of common state holds, which stands at byte `at` of file number `file`, a
-// dict or a list that holds one: tensors as tensors, under the keys that lead to them, and what is
-// plain data as a common value a key. `from` names it in warnings about what is neither.
+// Adds the content of an archive of common state, which is a dict or a list with one dict: tensors,
+// named by the keys on the path to them, and a common value for each key of the dict with plain
+// data. The archive begins at byte `at` of file number `file`. `from`: its name in warnings about
+// content that is left out.
 Status AddMegatronCommon(const TorchArchive& archive, std::uint32_t file, std::uint64_t at,
                          std::string_view from, ForeignBuilder& builder, ValueBudget& budget);
 
-// Adds common.pt, where there is one, as an object and as common values.
+// Adds common.pt, if it exists, as an object and as common values.
 Status AddMegatronCommonFile(const ForeignFolder& folder, ForeignBuilder& builder);
 
 }  // namespace tensormount

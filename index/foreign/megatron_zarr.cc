@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h. Zarr hierarchies of version 2: those of Megatron-Core
-// (strategies/zarr.py, until 0.15), where the name of a folder is the key of a tensor, and
-// anybody's.
+// A ForeignFormat of format.h: Zarr hierarchies of version 2, written by Megatron-Core until 0.15
+// (strategies/zarr.py, the name of a directory is the key of a tensor) or by other programs.
 //
 //   KEY/.zarray          shape, chunks, dtype, order: JSON (zarr_array.h)
 //   KEY/0.0 KEY/0.1      one file a chunk, uncompressed: elements in C or F order
 //   KEY/shard_0_2.pt     Megatron-Core: a part of an object, on a grid
-//   .zgroup              may mark a folder of arrays, and says the version of all below it
+//   .zgroup              optional mark of a group; its version applies to all arrays below
 //
-// Chunks at the edges are stored whole, padding included, so those are strided windows of their
-// files. Compressed arrays are left out: nothing is decompressed here, and a chunk has no range of
-// bytes then.
+// Chunks at the upper edges are stored in full size, with padding, so their elements have strides.
+// Compressed arrays are left out, because the reader cannot decompress.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -28,20 +26,21 @@ namespace {
 constexpr std::string_view kArray = ".zarray";
 constexpr std::string_view kZgroup = ".zgroup";
 constexpr std::string_view kZarr3 = "zarr.json";
-constexpr std::string_view kSync = ".sync";  // Locks that writers of flattened state left.
+// End of the names of lock files by writers of flattened state.
+constexpr std::string_view kSync = ".sync";
 constexpr std::string_view kMegatron = "zarr";
 constexpr std::uint64_t kMaxArrayJson = std::uint64_t{1} << 20;
-// Folders are walked by recursion; real hierarchies are a few levels deep.
+// Deepest directory of a hierarchy; real hierarchies are a few levels deep.
 constexpr int kMaxZarrDepth = 64;
-// A folder of a million steps must not be walked to see that it is no hierarchy.
-constexpr int kProbed = 16;  // Folders that a probe looks into.
+// Number of directories that a probe examines, which must be quick also in a directory of a million
+// steps.
+constexpr int kProbed = 16;
 
 std::string JoinedNames(const std::string& below, const std::string& name) {
   return below.empty() ? name : below + "/" + name;
 }
 
-// Bytes from an element to the next along each axis of a whole chunk.
-// Of the chunk as it stands in its file, which is larger than the region at an edge.
+// Strides in bytes of the elements of a chunk file, which has the full size of a chunk.
 Dims StridesOf(const ZarrArray& array) {
   const int rank = array.chunks.rank();
   Dims strides = Dims::Filled(rank, 0);
@@ -49,12 +48,12 @@ Dims StridesOf(const ZarrArray& array) {
   for (int i = 0; i < rank; ++i) {
     const int axis = array.fortran_order ? i : rank - 1 - i;
     strides[axis] = step;
-    step *= array.chunks[axis];  // Fits: ParseZarray checked the whole.
+    step *= array.chunks[axis];  // Cannot overflow: ParseZarray checked the size of a chunk.
   }
   return strides;
 }
 
-// The files of one array, as chunks of one tensor.
+// Adds the files of one array as chunks of one tensor.
 class ArrayReader {
  public:
   ArrayReader(const ForeignFolder& folder, ForeignBuilder& builder, std::string below,
@@ -72,24 +71,25 @@ class ArrayReader {
     const std::string& key = builder_.MetaOf(tensor_).key();
     if (strange_.count > 0) {
       builder_.Warn("tensor " + key + ": " + std::to_string(strange_.count) +
-                    " files are no chunks of it and not shown (the first: " + strange_.first + ")");
+                    " files in its directory are not chunks of it and are ignored (the first: " +
+                    strange_.first + ")");
     }
-    // Of an array with a fill value chunks that equal it are often not written. Their cells have
-    // values that stand in no file, so reads in place cannot give them: the whole tensor is left
-    // out. Where fill_value is null, what is not stored is a hole, which the builder finds.
+    // If an array has a fill value, chunks of only that value are often not written. Their elements
+    // are in no file and cannot be read in place, so the tensor is left out. If fill_value is null,
+    // a missing chunk is a hole, which the builder reports.
     const std::optional<std::int64_t> all = CheckedProduct(grid_);
     if (array_.fill_value && (!all || stored_ < *all)) {
-      builder_.LeaveOut(tensor_, (all ? std::to_string(*all - stored_) : std::string("most")) +
-                                     " of its chunks are not stored and stand for its fill value " +
-                                     array_.fill_value->substr(0, 64) + ", which no file holds");
+      builder_.LeaveOut(tensor_,
+                        (all ? std::to_string(*all - stored_) : std::string("most")) +
+                            " of its chunks are not stored and consist of its fill value " +
+                            array_.fill_value->substr(0, 64) + ", which cannot be read in place");
     }
     return Status();
   }
 
  private:
-  // `prefix`: of the chunk's name, where folders are parts of it.
-  // With "/" as separator chunk "1.2" is the file 2 in folder 1, one level of folders for each axis
-  // but the last.
+  // Adds the chunk files in a directory. `prefix`: the part of the chunks' names that the
+  // directories above give: with the separator "/" chunk [1, 2] is file 2 in directory 1.
   Status List(const std::string& below, const std::string& prefix) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(below));
     for (const DirectoryEntry& entry : entries) {
@@ -123,16 +123,15 @@ class ArrayReader {
     Dims begin;
     Dims extent;
     for (int a = 0; a < index.rank(); ++a) {
-      // No overflow: the index is on the grid, and the shape fits.
+      // Cannot overflow, because the index is on the grid.
       begin.push_back(index[a] * array_.chunks[a]);
       extent.push_back(std::min(array_.chunks[a], array_.shape[a] - begin[a]));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const Box box, Box::Make(begin, extent));
-    // A FIFO or a link that leads round: the chunk becomes a hole, and stored_ counts it, so that
-    // it is not taken for a cell of the fill value.
+    // If the file is a FIFO or a loop of links, the chunk is a hole. stored_ counts the chunk,
+    // because it does not consist of the fill value.
     const Result<std::uint32_t> added = builder_.AddFile(name);
     if (added.status().code() == Code::kDataLoss) {
-      // A chunk that is no file: as much as one that is not stored.
       builder_.Warn("tensor " + builder_.MetaOf(tensor_).key() + " " + box.ToString() + ": " +
                     added.status().message());
       ++stored_;
@@ -142,7 +141,7 @@ class ArrayReader {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t whole, RegionBytes(array_.dtype, array_.chunks,
                                                                         Box::Whole(array_.chunks)));
     ++stored_;
-    // Chunks at the edges are whole in their files, whatever stands in the padding.
+    // Each chunk file has the full size of a chunk, including padding.
     if (builder_.FileLength(file) != whole) {
       builder_.Warn("tensor " + builder_.MetaOf(tensor_).key() + " " + box.ToString() + ": chunk " +
                     name.substr(0, 256) + " has " + std::to_string(builder_.FileLength(file)) +
@@ -167,7 +166,7 @@ class ArrayReader {
   Dims grid_;
   Dims strides_;
   std::int64_t stored_ = 0;
-  CountedNames strange_;  // Files that are no chunks.
+  CountedNames strange_;  // Files in the array's directory that are not chunks.
 };
 
 class HierarchyReader {
@@ -181,7 +180,8 @@ class HierarchyReader {
   }
 
  private:
-  // An array ends the walk: folders below it are its chunks.
+  // Adds the arrays in a directory and below. Does not walk below an array, whose subdirectories
+  // contain its chunks.
   Status Walk(const std::string& below, int depth) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder_.List(below));
     const auto has = [&](std::string_view name) {
@@ -190,10 +190,10 @@ class HierarchyReader {
     };
     const std::string shown = below.empty() ? "." : below.substr(0, 256);
     if (has(kArray) && has(kZarr3)) {
-      // zarr-python takes version 3, whose chunks may be others.
-      builder_.Warn("folder " + shown +
-                    ": left out: .zarray and zarr.json are both there, and say each for itself "
-                    "which array it is");
+      // zarr-python would read zarr.json, whose array may have other chunks.
+      builder_.Warn(
+          "directory " + shown +
+          ": left out: it has both .zarray and zarr.json, which may describe different arrays");
       return Status();
     }
     if (has(kArray)) return AddArray(below);
@@ -201,25 +201,25 @@ class HierarchyReader {
       const Status known = CheckGroup(below);
       if (!known.ok() && below.empty()) return known;
       if (known.code() == Code::kDataLoss) {
-        builder_.LoseFile(JoinedNames(below, std::string(kZgroup)), known.message());
+        builder_.ReportLostFile(JoinedNames(below, std::string(kZgroup)), known.message());
         return Status();
       }
       if (!known.ok()) {
-        builder_.Warn("folder " + shown + ": left out: " + known.message());
+        builder_.Warn("directory " + shown + ": left out: " + known.message());
         return Status();
       }
     } else if (has(kZarr3)) {
-      builder_.Warn("folder " + (below.empty() ? "." : below) +
-                    ": left out: zarr of version 3, we read version 2");
+      builder_.Warn("directory " + (below.empty() ? "." : below) +
+                    ": left out: zarr version 3 is not supported (supported: 2)");
       return Status();
     }
     for (const DirectoryEntry& entry : entries) {
       const std::string name = JoinedNames(below, entry.name);
       if (entry.kind == FileKind::kDirectory) {
-        // Links to folders are not followed: they could lead in circles.
+        // Links to directories are not followed, because they could form a cycle.
         if (entry.name.starts_with('.') || entry.name.ends_with(kSync)) continue;
         if (depth == kMaxZarrDepth) {
-          builder_.Warn("folder " + name.substr(0, 256) + ": left out: nested too deep");
+          builder_.Warn("directory " + name.substr(0, 256) + ": left out: nested too deep");
           continue;
         }
         TENSORMOUNT_RETURN_IF_ERROR(Walk(name, depth + 1));
@@ -231,8 +231,8 @@ class HierarchyReader {
     return Status();
   }
 
-  // Arrays below one of another version may be laid out in another way. So zarr_format of a .zgroup
-  // speaks for everything below it.
+  // Checks zarr_format in a .zgroup, which applies to all arrays below: arrays of another version
+  // may have another layout.
   Status CheckGroup(const std::string& below) {
     const std::string name = JoinedNames(below, std::string(kZgroup));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, folder_.ReadFile(name, kMaxArrayJson));
@@ -240,7 +240,7 @@ class HierarchyReader {
   }
 
   Status AddArray(const std::string& below) {
-    // An array that is the whole checkpoint is called like its folder.
+    // If the array is the whole checkpoint, its key is the name of the directory.
     const std::string& path = folder_.path();
     const std::string key = below.empty() ? path.substr(path.rfind('/') + 1) : below;
     const auto left_out = [&](const std::string& why) {
@@ -254,7 +254,7 @@ class HierarchyReader {
     if (!array.ok()) {
       const Code code = array.status().code();
       if (code == Code::kDataLoss) {
-        builder_.Lose({}, array.status().message(), ForeignBuilder::What::kTensor, key);
+        builder_.ReportLost({}, array.status().message(), ForeignBuilder::LostKind::kTensor, key);
         return Status();
       }
       if (code != Code::kUnsupported) return array.status();
@@ -278,15 +278,15 @@ class HierarchyReader {
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
   bool megatron_;
-  std::vector<std::string> objects_;  // Names of their files, without ".pt".
+  std::vector<std::string> objects_;  // Names of object files without ".pt".
 };
 
 class MegatronZarr : public ForeignFormat {
  public:
   std::string_view name() const override { return "megatron-core zarr"; }
 
-  // Asked before all others: metadata.json that names the backend is the clearest sign there is. A
-  // .zgroup may be missing, so a few folders are looked into.
+  // Looks for metadata.json with the name of the backend, and for arrays and groups. A .zgroup is
+  // optional, so a few directories are examined for arrays.
   bool Probe(const ForeignFolder& folder) const override {
     if (!folder.file().empty()) return false;
     if (MegatronBackend(folder) == kMegatron) return true;
@@ -310,7 +310,8 @@ class MegatronZarr : public ForeignFormat {
     builder.SetProducer(megatron ? "megatron.core.dist_checkpointing" : "zarr");
     if (!megatron) {
       if (folder.Has(kZarr3) && !folder.Has(kArray) && !folder.Has(kZgroup)) {
-        return Status(Code::kUnsupported, folder.path() + ": zarr of version 3, we read version 2");
+        return Status(Code::kUnsupported,
+                      folder.path() + ": zarr version 3 is not supported (supported: 2)");
       }
     }
     TENSORMOUNT_RETURN_IF_ERROR(HierarchyReader(folder, builder, megatron).Read());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands beside the tensors in a folder of the Hugging Face kind.
+// The files beside the tensors in a Hugging Face directory (model_files.h).
 #include "index/foreign/model_files.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace tensormount {
 namespace {
 
-// Patterns, because tokenizers and templates come as several files.
+// Patterns of names; tokenizers and templates may have several files.
 constexpr std::array<std::string_view, 9> kModelFiles = {
     "config.json",   "generation_config.json",  "tokenizer*.json",   "tokenizer.model",
     "vocab.*",       "special_tokens_map.json", "added_tokens.json", "merges.txt",

@@ -10,13 +10,13 @@
 
 namespace tensormount {
 
-// Whether transformers and tokenizers look for a file of this name beside a model's tensors: its
-// configuration, its tokenizer, its templates.
+// Whether transformers or tokenizers look for a file of this name beside a model's tensors: its
+// configuration, tokenizer or templates.
 bool IsModelFile(std::string_view name);
 
-// Adds the files of the folder that are such as objects of their names, so that what is imported,
-// adopted or mounted is still a model that they can open. One that cannot be used (a link that
-// leads out) is left out with a warning: the tensors are as good without.
+// Adds the model files of the directory as objects, so that an imported, adopted or mounted
+// checkpoint is still a complete model. A file that cannot be used (such as a link that leads out
+// of the bounds) is left out with a warning, because the tensors do not need it.
 Status AddModelFiles(const ForeignFolder& folder, ForeignBuilder& builder);
 
 }  // namespace tensormount

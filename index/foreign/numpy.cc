@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h. NumPy's own files (numpy/lib/format.py): .npy, .npz as numpy.savez
-// writes it, and folders of .npy. Arrays in Fortran order are strided windows; nothing is
-// converted.
+// A ForeignFormat of format.h: NumPy's files (numpy/lib/format.py), which are .npy, .npz as written
+// by numpy.savez, and directories of .npy. Arrays in Fortran order are read with strides; nothing
+// is converted.
 //
 // An .npy file is a magic number, a header that is the text of a Python dict (descr, fortran_order,
-// shape), and the elements. The header is parsed as that literal by shard/npy and never evaluated.
-// An .npz is a zip of such files.
+// shape), and the elements. shard/npy parses the header; nothing evaluates it. An .npz is a zip of
+// such files.
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,18 +28,23 @@ constexpr std::string_view kNpy = ".npy";
 constexpr std::string_view kNpz = ".npz";
 constexpr int kMaxNumpyDepth = 32;
 
-// Of one array: whether it is left out, rather than ending the read of all.
-// Errors of reading (no permission, a disk that fails) end the read, for the next array would fail
-// as well.
-bool ConcernsOneArray(const Status& status) {
+// Whether only one array is left out because of this error. Other errors (permissions, a failing
+// disk) fail the read, because the next array would fail as well.
+bool IsArrayError(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
 }
 
-// 4 KiB hold almost every header; a longer one says how long it is and is read again, at most to
-// the end of the array's bytes.
-Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t length) {
-  std::string head(std::min<std::uint64_t>(length, 4096), '\0');
-  TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
+// Number of bytes that are read to get a header; almost all headers are smaller.
+constexpr std::uint64_t kNpyHeadBytes = 4096;
+
+// Reads the header of the array in bytes [begin, begin + length) of the file. `head`: the first
+// bytes, if the caller has read them. If the header is longer than `head`, it is read again.
+Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t length,
+                                std::string head) {
+  if (head.empty()) {
+    head.resize(std::min(length, kNpyHeadBytes));
+    TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(begin, head.data(), head.size()));
+  }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t wanted, NpyDataOffset(head));
   if (wanted > head.size() && wanted <= length) {
     head.resize(wanted);
@@ -46,91 +53,121 @@ Result<NpyHeader> ReadNpyHeader(File& file, std::uint64_t begin, std::uint64_t l
   return ParseNpyHeader(head);
 }
 
-// Bytes from an element to the next along each axis where the first axis is the dense one.
+// Strides in bytes in Fortran order: neighbours on the first axis are adjacent.
 Dims FortranStrides(DType dtype, const Dims& shape) {
   Dims strides;
   auto step = static_cast<std::int64_t>(InfoOf(dtype).bits / 8);
   for (const std::int64_t extent : shape) {
     strides.push_back(step);
-    step *= std::max<std::int64_t>(extent, 1);  // Fits: TensorMeta was made.
+    // Cannot overflow: TensorMeta has checked the shape.
+    step *= std::max<std::int64_t>(extent, 1);
   }
   return strides;
 }
 
-// The array in bytes [begin, begin + length) of a file.
+// Adds the array in bytes [begin, begin + length) of a file. `head`: its first bytes, if the caller
+// has read them.
 Status AddArray(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
-                std::uint64_t begin, std::uint64_t length) {
+                std::uint64_t begin, std::uint64_t length, std::string head = {}) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const NpyHeader header, ReadNpyHeader(*file, begin, length));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const NpyHeader header,
+                               ReadNpyHeader(*file, begin, length, std::move(head)));
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorMeta meta,
                                TensorMeta::Make("x", header.dtype, header.shape));
-  // ParseNpyHeader was given no more than `length` bytes and found the header whole, so this is not
-  // negative.
+  // Cannot be negative, because the whole header is within `length` bytes.
   const std::uint64_t available = length - header.data_offset;
   if (available < meta.bytes()) {
     return Status(Code::kDataLoss, std::to_string(available) + " bytes of elements, but shape " +
                                        header.shape.ToString() + " of " +
-                                       std::string(InfoOf(header.dtype).name) + " takes " +
+                                       std::string(InfoOf(header.dtype).name) + " needs " +
                                        std::to_string(meta.bytes()));
   }
   if (available > meta.bytes()) {
     builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": " +
-                 std::to_string(available - meta.bytes()) + " bytes after it are not shown");
+                 std::to_string(available - meta.bytes()) +
+                 " bytes after its elements are ignored");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                builder.AddTensor(key, header.dtype, header.shape));
   Dims strides;
   if (header.fortran_order) {
     strides = FortranStrides(header.dtype, header.shape);
-    // A vector, or a matrix of one row, is the same in both orders: then it is packed and reads
-    // need no gather.
+    // A vector, or a matrix of one row, is the same in both orders. As a packed chunk it is read
+    // faster.
     if (ArePackedStrides(header.dtype, header.shape, strides)) strides = {};
   }
   return builder.AddChunk(tensor, Box::Whole(header.shape), number, begin + header.data_offset,
                           meta.bytes(), strides);
 }
 
-// One of several arrays: what is wrong with it alone becomes a warning.
-Status AddOneOf(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
-                std::uint64_t begin, std::uint64_t length) {
-  const Status status = AddArray(builder, key, number, begin, length);
-  if (status.ok() || !ConcernsOneArray(status)) return status;
+// Adds one of several arrays. If something is wrong with this array alone, it is left out with a
+// warning.
+Status AddOrSkipArray(ForeignBuilder& builder, std::string_view key, std::uint32_t number,
+                      std::uint64_t begin, std::uint64_t length, std::string head = {}) {
+  const Status status = AddArray(builder, key, number, begin, length, std::move(head));
+  if (status.ok() || !IsArrayError(status)) return status;
   if (status.code() == Code::kDataLoss) {
-    builder.Lose({}, status.message(), ForeignBuilder::What::kTensor, key);
+    builder.ReportLost({}, status.message(), ForeignBuilder::LostKind::kTensor, key);
     return Status();
   }
   builder.Warn("tensor " + std::string(key.substr(0, 256)) + ": left out: " + status.message());
   return Status();
 }
 
-// Keys are entry names without ".npy", as numpy.load shows them.
+// The first bytes of each entry, read together. All are empty if an entry cannot be read, so that
+// the caller reads each entry separately.
+std::vector<std::string> HeadsOf(File& file, std::span<const ZipEntry> entries) {
+  std::vector<std::string> heads(entries.size());
+  std::vector<std::size_t> order(entries.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return entries[a].offset < entries[b].offset; });
+  std::vector<ReadRun> runs;
+  for (const std::size_t i : order) {
+    heads[i].resize(std::min(entries[i].size, kNpyHeadBytes));
+    runs.push_back({entries[i].offset, std::as_writable_bytes(std::span(heads[i]))});
+  }
+  if (!file.ReadMany(runs).ok()) heads.assign(entries.size(), std::string());
+  return heads;
+}
+
+// Adds the arrays of an .npz. Keys are entry names without ".npy", as in numpy.load.
 Status ReadNpz(ForeignBuilder& builder, std::uint32_t number) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder.OpenFile(number));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ZipArchive zip,
                                ZipArchive::Read(*file, 0, builder.FileLength(number)));
   std::set<std::string_view> names;
   for (const ZipEntry& entry : zip.entries()) names.insert(entry.name);
-  for (const ZipEntry& entry : zip.entries()) {
+  constexpr std::size_t kTogether = 256;
+  std::vector<std::string> heads;
+  for (std::size_t i = 0; i < zip.entries().size(); ++i) {
+    const ZipEntry& entry = zip.entries()[i];
+    if (i % kTogether == 0) {
+      const std::span<const ZipEntry> left = std::span(zip.entries()).subspan(i);
+      heads = HeadsOf(*file, left.subspan(0, std::min(left.size(), kTogether)));
+    }
     if (!entry.name.ends_with(kNpy) || entry.name.size() == kNpy.size()) {
-      builder.Warn("entry " + entry.name.substr(0, 256) + ": left out: it is no .npy file");
+      builder.Warn("entry " + entry.name.substr(0, 256) + ": left out: it is not an .npy file");
       continue;
     }
     const std::string_view key =
         std::string_view(entry.name).substr(0, entry.name.size() - kNpy.size());
     if (names.contains(key)) {
-      // NumPy takes the entry of that very name.
+      // For this key NumPy loads the entry with exactly this name.
       builder.Warn("tensor " + std::string(key.substr(0, 256)) +
-                   ": left out: the archive has an entry '" + std::string(key.substr(0, 256)) +
-                   "' too, and NumPy shows that by this name");
+                   ": left out: the archive also has an entry '" + std::string(key.substr(0, 256)) +
+                   "', which NumPy loads under this name");
       continue;
     }
-    TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, entry.offset, entry.size));
+    TENSORMOUNT_RETURN_IF_ERROR(AddOrSkipArray(builder, key, number, entry.offset, entry.size,
+                                               std::move(heads[i % kTogether])));
   }
   return Status();
 }
 
-// Links to folders are not followed: they could lead in circles.
-// The key of a file is its path below the folder, so that `a/b.npy` and `a.b.npy` stay two tensors.
+// Adds the .npy files in a directory and below. Links to directories are not followed, because they
+// could form a cycle. Keys are paths below the directory, so `a/b.npy` and `a.b.npy` are two
+// tensors.
 Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std::string& below,
                  int depth) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(below));
@@ -139,7 +176,7 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
     const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
     if (entry.kind == FileKind::kDirectory) {
       if (depth == kMaxNumpyDepth) {
-        builder.Warn("folder " + name + ": left out: nested too deep");
+        builder.Warn("directory " + name + ": left out: nested too deep");
         continue;
       }
       TENSORMOUNT_RETURN_IF_ERROR(ReadBelow(folder, builder, name, depth + 1));
@@ -148,18 +185,19 @@ Status ReadBelow(const ForeignFolder& folder, ForeignBuilder& builder, const std
     if (!name.ends_with(kNpy) || entry.name.size() == kNpy.size()) continue;
     const Result<std::uint32_t> added = builder.AddFile(name);
     const std::string_view key = std::string_view(name).substr(0, name.size() - kNpy.size());
-    if (added.status().code() == Code::kDataLoss) {  // A FIFO, a link that leads round.
-      builder.Lose(name, "is no regular file", ForeignBuilder::What::kTensor, key);
+    // The file is a FIFO or a loop of links.
+    if (added.status().code() == Code::kDataLoss) {
+      builder.ReportLost(name, "is not a regular file", ForeignBuilder::LostKind::kTensor, key);
       continue;
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, added);
-    TENSORMOUNT_RETURN_IF_ERROR(AddOneOf(builder, key, number, 0, builder.FileLength(number)));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        AddOrSkipArray(builder, key, number, 0, builder.FileLength(number)));
   }
   return Status();
 }
 
-// Whether there is a .npy file in a folder or right below it.
-// One level down and no further: a probe is not a walk.
+// Whether the directory, or one directly below it, has a .npy file.
 bool HasArrays(const ForeignFolder& folder, const std::string& below, bool descend) {
   const Result<std::vector<DirectoryEntry>> entries = folder.List(below);
   if (!entries.ok()) return false;
@@ -184,17 +222,17 @@ class Numpy : public ForeignFormat {
 
   bool Probe(const ForeignFolder& folder) const override {
     if (folder.file().empty()) return HasArrays(folder, "", true);
-    // By bytes, since a hub or a link may give a file any name. An archive without entries, or of
-    // others first, is told by its name.
-    const FileBegin begin = BeginOf(folder, folder.file());
-    return begin == FileBegin::kNpy || begin == FileBegin::kNumpyZip ||
-           (begin == FileBegin::kZip && folder.file().ends_with(kNpz));
+    // The bytes decide, because in a hub's cache, or by a link, a file may have any name. A zip
+    // that is empty, or whose first entry is not an array, is recognised by its name.
+    const FileType begin = FileTypeOf(folder, folder.file());
+    return begin == FileType::kNpy || begin == FileType::kNumpyZip ||
+           (begin == FileType::kZip && folder.file().ends_with(kNpz));
   }
 
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     if (folder.file().empty()) return ReadBelow(folder, builder, "", 0);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder.AddFile(folder.file()));
-    if (BeginOf(folder, folder.file()) != FileBegin::kNpy) return ReadNpz(builder, number);
+    if (FileTypeOf(folder, folder.file()) != FileType::kNpy) return ReadNpz(builder, number);
     std::string key = folder.file();
     if (key.ends_with(kNpy) && key.size() > kNpy.size()) key.resize(key.size() - kNpy.size());
     return AddArray(builder, key, number, 0, builder.FileLength(number))

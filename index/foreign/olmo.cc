@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h. OLMo-core 0.1: a folder of rank_N.safetensors with metadata.json, or
-// the folder of two of them, model/ and optim/, that its trainer writes. Later releases write DCP.
+// A ForeignFormat of format.h: OLMo-core 0.1, which writes a directory of rank_N.safetensors with
+// metadata.json. Its trainer writes two such directories, model/ and optim/. Later releases write
+// DCP.
 //
-// metadata.json has for every tensor its shape, dtype and which file holds which part of it: boxes,
-// or ranges of the flattened tensor. The positions of the bytes stand in the headers of the
-// safetensors files, under the same key; several ranges of one file stand one after the other. Both
-// are read, compared, and joined into chunks.
+// metadata.json has the shape and dtype of each tensor, and which file has which part of it: boxes,
+// or ranges of the flattened tensor. The headers of the safetensors files give the position of the
+// bytes, under the same key; several ranges in one file follow each other. Chunks are made of both,
+// after a comparison.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -25,13 +26,15 @@ namespace {
 
 constexpr std::string_view kMetadataName = "metadata.json";
 constexpr std::uint64_t kMaxOlmoMetadata = std::uint64_t{256} << 20;
-// A larger one stays an object only: it is read when the checkpoint is opened.
+// A larger pickle is shown only as an object, because values are read when the checkpoint is
+// opened.
 constexpr std::uint64_t kMaxOlmoPickle = std::uint64_t{1} << 20;
-// The halves of a trainer's checkpoint; keys get these prefixes, as they have them since 1.0.
+// The two directories of a trainer's checkpoint. Keys begin with these names, as in OLMo-core since
+// 1.0.
 constexpr std::array<std::string_view, 2> kHalves = {"model", "optim"};
 
-// Whether the first bytes of metadata.json look like OLMo's rather than Megatron's.
-// Megatron's metadata.json is a few words without "tensors"; OLMo's begins with it.
+// Whether "tensors" is in the first bytes of metadata.json, as in OLMo's. Megatron's metadata.json
+// is a few words without it.
 bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
   const Result<std::unique_ptr<File>> file = folder.OpenRead(name);
   if (!file.ok()) return false;
@@ -41,8 +44,8 @@ bool LooksLikeOlmo(const ForeignFolder& folder, const std::string& name) {
   return std::string_view(head.data(), got.value()).find("\"tensors\"") != std::string_view::npos;
 }
 
-// Pickles in tensors of bytes: the hyperparameters, and the names of an optimizer's slots.
-// Tensors of these names that are no vectors of bytes are tensors like others.
+// Whether the bytes of the tensor are a pickle: hyperparameters, or the names of an optimizer's
+// state. A tensor with such a name that is not a vector of bytes is a normal tensor.
 bool IsPickled(const OlmoTensor& tensor) {
   if (tensor.dtype != DType::kU8 || tensor.shape.rank() != 1) return false;
   if (tensor.key == "state_keys") return true;
@@ -51,8 +54,7 @@ bool IsPickled(const OlmoTensor& tensor) {
   return tensor.key.find_first_not_of("0123456789", kGroup.size()) == std::string::npos;
 }
 
-// One file of the metadata, whether it is there or not: positions in files_ are those of
-// OlmoMetadata::files.
+// One file of OlmoMetadata::files, which may be missing.
 struct RankFile {
   bool present = false;
   std::uint32_t number = 0;
@@ -60,9 +62,9 @@ struct RankFile {
   std::unordered_map<std::string, SafetensorsEntry> entries;
 };
 
-class HalfReader {
+class OlmoFolderReader {
  public:
-  HalfReader(const ForeignFolder& folder, ForeignBuilder& builder, std::string_view half)
+  OlmoFolderReader(const ForeignFolder& folder, ForeignBuilder& builder, std::string_view half)
       : folder_(folder), builder_(builder) {
     if (half.empty()) return;
     below_ = std::string(half) + "/";
@@ -88,7 +90,8 @@ class HalfReader {
   std::size_t ranks() const { return files_.size(); }
 
  private:
-  // A file that is missing leaves holes in the tensors that it held part of; the read goes on.
+  // Reads the header of a file. If the file is missing, its tensors have holes, and the read
+  // continues.
   Status ReadHeader(const std::string& name) {
     RankFile rank;
     const Result<std::uint32_t> number = builder_.AddFile(name);
@@ -105,7 +108,7 @@ class HalfReader {
         rank.entries.emplace(std::move(key), std::move(entry));
       }
     } else if (number.status().code() == Code::kNotFound) {
-      builder_.LoseFile(name, "the file is missing");
+      builder_.ReportLostFile(name, "the file is missing");
     } else {
       return number.status();
     }
@@ -113,8 +116,8 @@ class HalfReader {
     return Status();
   }
 
-  // The dtype, where metadata.json does not say: that of the first file that has the tensor.
-  // The first releases did not write it. Files that say otherwise are then found by AddShard.
+  // The dtype. The first releases did not write it into metadata.json, so it is then read from the
+  // first file that has the tensor. AddShard compares the dtype in other files.
   std::optional<DType> DTypeOf(const OlmoTensor& tensor) const {
     if (tensor.dtype) return tensor.dtype;
     for (const OlmoShard& shard : tensor.shards) {
@@ -133,7 +136,7 @@ class HalfReader {
     if (!tensor.problem.ok()) return left_out(tensor.problem.message());
     const std::optional<DType> dtype = DTypeOf(tensor);
     if (!dtype) {
-      builder_.Lose({}, "its element type stands nowhere", ForeignBuilder::What::kTensor, key);
+      builder_.ReportLost({}, "the dtype is not recorded", ForeignBuilder::LostKind::kTensor, key);
       return Status();
     }
     if (IsPickled(tensor)) {
@@ -142,12 +145,11 @@ class HalfReader {
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number,
                                  builder_.AddTensor(key, *dtype, tensor.shape));
-    // Copies that other process groups wrote stand in the metadata or not; one is enough.
     std::vector<const OlmoShard*> added;
     for (const OlmoShard& shard : tensor.shards) {
       if (!files_[shard.file].present) continue;
-      // Equal regions are copies, of which the first found counts; regions that overlap without
-      // being equal are left to the builder, which drops the tensor.
+      // Several process groups may have written equal regions, which are replicas; the first is
+      // used. If regions overlap without being equal, the builder drops the tensor.
       const bool copy = std::any_of(added.begin(), added.end(), [&](const OlmoShard* other) {
         return other->regions == shard.regions;
       });
@@ -158,20 +160,20 @@ class HalfReader {
     return Status();
   }
 
-  // False: the file does not have it (a replica, of which only the first rank's is written), or the
-  // tensor was dropped.
+  // Adds the chunks of a shard. False if the file does not have it (only the first rank's replica
+  // is written), or if the tensor was dropped.
   Result<bool> AddShard(std::uint32_t tensor, const std::string& key, const OlmoShard& shard) {
     const RankFile& file = files_[shard.file];
     const auto at = file.entries.find(key);
     if (at == file.entries.end()) return false;
     const SafetensorsEntry& entry = at->second;
     const TensorMeta& meta = builder_.MetaOf(tensor);
-    // The regions of a shard stand one after the other in its entry, in the order of the metadata,
-    // and must fill it exactly.
+    // The regions of a shard are in the file's entry one after the other, and must fill it.
     const std::string& name = metadata_.files[shard.file];
     if (entry.dtype != meta.dtype()) {
-      builder_.Drop(tensor, name + " holds it as " + std::string(InfoOf(entry.dtype).name) +
-                                ", metadata.json says " + std::string(InfoOf(meta.dtype()).name));
+      builder_.Drop(tensor, name + " stores it as " + std::string(InfoOf(entry.dtype).name) +
+                                ", but metadata.json declares " +
+                                std::string(InfoOf(meta.dtype()).name));
       return false;
     }
     std::uint64_t offset = file.data_offset + entry.begin;
@@ -179,7 +181,7 @@ class HalfReader {
     for (const Region& region : shard.regions) {
       const Result<std::uint64_t> bytes = RegionBytes(meta.dtype(), meta.shape(), region);
       if (!bytes.ok() || bytes.value() > end - offset) {
-        builder_.Drop(tensor, name + " holds less of it than metadata.json says");
+        builder_.Drop(tensor, name + " stores less of it than metadata.json declares");
         return false;
       }
       TENSORMOUNT_RETURN_IF_ERROR(
@@ -187,15 +189,14 @@ class HalfReader {
       offset += bytes.value();
     }
     if (offset != end) {
-      builder_.Drop(tensor, name + " holds more of it than metadata.json says");
+      builder_.Drop(tensor, name + " stores more of it than metadata.json declares");
       return false;
     }
     return true;
   }
 
-  // A pickle that stands whole in one file: an object, and a common value where it is plain data.
-  // False: it is not what it should be (cut into shares, or of another length), and is shown as the
-  // tensor of bytes that it also is.
+  // Adds a pickle as an object, and if it is plain data also as a common value. False if the pickle
+  // is not completely in one file, or has another length; it is then shown as a tensor of bytes.
   Result<bool> AddPickled(const OlmoTensor& tensor, const std::string& key) {
     for (const OlmoShard& shard : tensor.shards) {
       const RankFile& file = files_[shard.file];
@@ -215,7 +216,8 @@ class HalfReader {
                                    builder_.OpenFile(file.number));
       TENSORMOUNT_RETURN_IF_ERROR(opened->ReadExactAt(offset, bytes.data(), bytes.size()));
       const Result<pickle::Document> document = pickle::Parse(std::move(bytes));
-      if (!document.ok()) return true;  // Opaque, as an object may be.
+      // Bytes that cannot be parsed are only an object.
+      if (!document.ok()) return true;
       if (std::optional<CommonValue> plain = CommonFromPickle(document.value().root())) {
         builder_.AddCommon(key, std::move(*plain));
       }
@@ -226,10 +228,10 @@ class HalfReader {
 
   const ForeignFolder& folder_;
   ForeignBuilder& builder_;
-  std::string below_;   // Of file names: "model/".
-  std::string prefix_;  // Of keys: "model.".
+  std::string below_;   // Begin of file names: "model/".
+  std::string prefix_;  // Begin of keys: "model.".
   OlmoMetadata metadata_;
-  std::vector<RankFile> files_;  // By number of metadata_.files.
+  std::vector<RankFile> files_;  // Element i belongs to metadata_.files[i].
 };
 
 class Olmo : public ForeignFormat {
@@ -245,13 +247,13 @@ class Olmo : public ForeignFormat {
   Status Read(const ForeignFolder& folder, ForeignBuilder& builder) const override {
     std::size_t ranks = 0;
     if (folder.Has(kMetadataName)) {
-      HalfReader reader(folder, builder, {});
+      OlmoFolderReader reader(folder, builder, {});
       TENSORMOUNT_RETURN_IF_ERROR(reader.Read());
       ranks = reader.ranks();
     } else {
       for (const std::string_view half : kHalves) {
         if (!folder.Has(std::string(half) + "/" + std::string(kMetadataName))) continue;
-        HalfReader reader(folder, builder, half);
+        OlmoFolderReader reader(folder, builder, half);
         TENSORMOUNT_RETURN_IF_ERROR(reader.Read());
         ranks = std::max(ranks, reader.ranks());
       }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// metadata.json of OLMo-core 0.1 taken apart, field by field.
-//
-// Parsed member by member (ParseStrictJson with a callback), so that 256 MiB of JSON are never a
-// tree in memory. Strict: duplicate keys, which parsers resolve in different ways, are refused.
+// The parser of metadata.json of OLMo-core 0.1 (olmo_metadata.h). It gets the tensors one by one
+// (ParseStrictJson with a callback), so that 256 MiB of JSON are never all in memory as values.
+// Duplicate keys are refused, because parsers treat them differently.
 #include "index/foreign/olmo_metadata.h"
 
 #include <unordered_map>
@@ -19,8 +18,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// A whole number from 0 on; nullopt: something else.
-// Negative numbers and 1.0 are other kinds of JSON numbers and are refused.
+// A non-negative integer; nullopt for other values, also for 1.0.
 std::optional<std::int64_t> Number(const Json& json) {
   if (!json.is_number_unsigned()) return std::nullopt;
   const auto value = json.get<std::uint64_t>();
@@ -29,7 +27,7 @@ std::optional<std::int64_t> Number(const Json& json) {
 }
 
 Result<Dims> NumbersOf(const Json& json, std::string_view what) {
-  if (!json.is_array()) return DataLoss(std::string(what) + " is no list");
+  if (!json.is_array()) return DataLoss(std::string(what) + " is not a list");
   if (json.size() > static_cast<std::size_t>(kMaxRank)) {
     return Status(Code::kUnsupported,
                   std::string(what) + " has more than " + std::to_string(kMaxRank) + " axes");
@@ -37,27 +35,28 @@ Result<Dims> NumbersOf(const Json& json, std::string_view what) {
   Dims out;
   for (const Json& item : json) {
     const auto number = Number(item);
-    if (!number) return DataLoss(std::string(what) + " holds what is no whole number");
+    if (!number) return DataLoss(std::string(what) + " has an element that is not a whole number");
     out.push_back(*number);
   }
   return out;
 }
 
-// The value of a field; null where it is absent.
-// Python writes None as null: absent and null are the same here.
+// The value of a field; a null pointer if the field does not exist or is null (None in Python).
 const Json* Field(const Json& object, const char* name) {
   const auto found = object.find(name);
   return found == object.end() || found->is_null() ? nullptr : &*found;
 }
 
-// Elements [begin, end) of the row-major order of the whole tensor.
+// Adds the range in `json`: [begin, end) counts elements in the row-major order of the whole
+// tensor.
 Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
   const auto begin = json.is_array() && json.size() == 2 ? Number(json[0]) : std::nullopt;
   const auto end = begin ? Number(json[1]) : std::nullopt;
-  if (!end) return DataLoss("a flattened range is no pair of whole numbers");
+  if (!end) return DataLoss("a flattened range is not a pair of whole numbers");
   if (*end < *begin || *end > whole.volume()) {
     return DataLoss("flattened range " + std::to_string(*begin) + " to " + std::to_string(*end) +
-                    " of " + std::to_string(whole.volume()) + " elements");
+                    " is not within the " + std::to_string(whole.volume()) +
+                    " elements of the tensor");
   }
   if (*end == *begin) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(Region region, Region::Flat(whole, *begin, *end - *begin));
@@ -65,24 +64,25 @@ Status AddRange(const Box& whole, const Json& json, std::vector<Region>& out) {
   return Status();
 }
 
-// A list of pairs, or, of older releases, one pair.
+// Adds the ranges in `json`: a list of pairs or, in older releases, one pair.
 Status AddRanges(const Box& whole, const Json& json, std::vector<Region>& out) {
-  if (!json.is_array()) return DataLoss("flattened offsets are no list");
+  if (!json.is_array()) return DataLoss("flattened offsets are not a list");
   if (!json.empty() && json[0].is_number()) return AddRange(whole, json, out);
   for (const Json& range : json) TENSORMOUNT_RETURN_IF_ERROR(AddRange(whole, range, out));
   return Status();
 }
 
-// One of: flattened_offsets (ranges); local_shape and global_offset (a box); neither (this file has
-// no share).
+// Adds the regions of a shard, which has flattened_offsets (ranges), or local_shape and
+// global_offset (a box), or neither (the file stores no part of the tensor).
 Status AddSpec(const Box& whole, const Json& spec, std::vector<Region>& out) {
-  if (!spec.is_object()) return DataLoss("a shard's description is no object");
+  if (!spec.is_object()) return DataLoss("the description of a shard is not an object");
   const Json* const ranges = Field(spec, "flattened_offsets");
   const Json* const extent = Field(spec, "local_shape");
   const Json* const offset = Field(spec, "global_offset");
   if (ranges != nullptr) return AddRanges(whole, *ranges, out);
-  if (extent == nullptr && offset == nullptr) return Status();  // No share.
-  if (extent == nullptr || offset == nullptr) return DataLoss("local_shape without global_offset");
+  if (extent == nullptr && offset == nullptr) return Status();
+  if (extent == nullptr || offset == nullptr)
+    return DataLoss("only one of local_shape and global_offset is given");
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims extents, NumbersOf(*extent, "local_shape"));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Dims begin, NumbersOf(*offset, "global_offset"));
   const Result<Box> box = Box::Make(begin, extents);
@@ -111,36 +111,36 @@ class OlmoMetadataReader {
 
  private:
   Status Fill(const Json& json, OlmoTensor& tensor) {
-    if (!json.is_object()) return DataLoss("is described by no object");
+    if (!json.is_object()) return DataLoss("the description is not an object");
     const Json* const shape = Field(json, "shape");
     if (shape == nullptr) return DataLoss("has no shape");
     TENSORMOUNT_ASSIGN_OR_RETURN(tensor.shape, NumbersOf(*shape, "shape"));
-    // The dtype may not be known yet: what fits the largest elements fits all.
+    // The dtype may be unknown, so the shape must not overflow with the largest elements.
     if (const Status fits = CheckShape(DType::kC128, tensor.shape); !fits.ok()) {
       return DataLoss("shape " + tensor.shape.ToString() + " overflows");
     }
     if (const Json* const dtype = Field(json, "dtype")) {
-      if (!dtype->is_string()) return DataLoss("dtype is no string");
+      if (!dtype->is_string()) return DataLoss("dtype is not a string");
       const Result<DType> known = DTypeFromName(dtype->get_ref<const std::string&>());
       if (known.ok()) {
         tensor.dtype = known.value();
       } else {
-        // Told later, by whoever adds it: a dtype that we lack leaves out one tensor and is no
-        // damage.
+        // An unknown dtype is not damage: only this tensor is left out.
         tensor.problem = known.status();
       }
     }
     const Json* const specs = Field(json, "shard_spec_per_file");
     const Json* const older = Field(json, "flattened_offsets_per_file");
     if ((specs == nullptr) == (older == nullptr)) {
-      return DataLoss("has not one of shard_spec_per_file and flattened_offsets_per_file");
+      return DataLoss(
+          "must have exactly one of shard_spec_per_file and flattened_offsets_per_file");
     }
     const Json& files = specs != nullptr ? *specs : *older;
-    if (!files.is_object()) return DataLoss("its shards are no object");
+    if (!files.is_object()) return DataLoss("the shards are not an object");
     const Box whole = Box::Whole(tensor.shape);
     for (const auto& [name, spec] : files.items()) {
       OlmoShard shard;
-      // Absent shares are written as null, too.
+      // Null means that the file stores no part of the tensor.
       if (!spec.is_null()) {
         const Status status = specs != nullptr ? AddSpec(whole, spec, shard.regions)
                                                : AddRanges(whole, spec, shard.regions);
@@ -153,7 +153,7 @@ class OlmoMetadataReader {
     return Status();
   }
 
-  // The same few file names stand in every tensor.
+  // The index of a file in metadata.files, to which a new name is added.
   std::uint32_t NumberOf(const std::string& name) {
     const auto next = static_cast<std::uint32_t>(metadata.files.size());
     const auto [at, fresh] = numbers_.emplace(name, next);

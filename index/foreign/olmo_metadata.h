@@ -13,41 +13,39 @@
 #include "tensormount/status.h"
 
 // metadata.json of OLMo-core 0.1 (src/olmo_core/distributed/checkpoint.py of that release): which
-// part of every tensor stands in which rank's safetensors file.
+// part of each tensor is in which rank's safetensors file.
 
-// This is what the JSON says, checked in itself and nothing more: olmo.cc joins it with the headers
-// of the safetensors files. Only shares that hold something are kept: a tensor of 1,000 ranks, one
-// of which has it, is one OlmoShard.
+// The parser checks only the JSON; olmo.cc compares it with the headers of the safetensors files.
+// Empty shards are dropped: a tensor that only one of 1,000 ranks stores has one OlmoShard.
 namespace tensormount {
 
-// What a file holds of a tensor: a box in row-major order, or ranges of the flattened tensor one
-// after the other. Regions lie within the tensor; empty ones are left out.
-// Where in the file these bytes stand is in its safetensors header, under the key of the tensor.
+// The part of a tensor in a file: a box in row-major order, or consecutive ranges of the flattened
+// tensor. Regions are within the tensor and not empty. The header of the safetensors file gives the
+// position of the bytes, under the key of the tensor.
 struct OlmoShard {
   std::uint32_t file = 0;  // Index into OlmoMetadata::files.
   std::vector<Region> regions;
 };
 
-// `problem` instead of an error: one unknown dtype leaves one tensor out, while a shape that
-// overflows ends the read.
+// A tensor of metadata.json.
 struct OlmoTensor {
   std::string key;
-  std::optional<DType> dtype;  // The first releases did not say.
+  std::optional<DType> dtype;  // nullopt: not in the JSON, as in the first releases.
   Dims shape;
   std::vector<OlmoShard> shards;  // In the order of file names.
-  Status problem;                 // Why it cannot be shown: a dtype that we do not know.
+  Status problem;                 // Not OK for an unknown dtype; the tensor is left out.
 };
 
-// Files by first use; OlmoShard::file counts them. Names are as in the JSON, unchecked:
-// ForeignFolder refuses those that lead out.
+// The parsed metadata.json. `files` are names as in the JSON, in the order of their first use;
+// ForeignFolder refuses names that lead out of the bounds.
 struct OlmoMetadata {
-  std::vector<OlmoTensor> tensors;  // In the order of the file.
+  std::vector<OlmoTensor> tensors;  // In the order of the JSON.
   std::vector<std::string> files;
 };
 
-// kDataLoss: no such JSON (duplicate keys, wrong types), shapes that overflow, ranges and boxes
-// outside of their tensor; names the tensor. kUnsupported: more axes than tensors have.
-// `json` is not kept.
+// Parses metadata.json. kDataLoss: invalid JSON (duplicate keys, wrong types), shapes that
+// overflow, or ranges and boxes that are not within their tensor. kUnsupported: more axes than
+// kMaxRank.
 Result<OlmoMetadata> ParseOlmoMetadata(std::string_view json);
 
 }  // namespace tensormount

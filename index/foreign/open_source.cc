@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything that a user may name as a SOURCE, found and opened: the one way for library, mount and
-// commands (OpenFound). A folder of a checkpoint of ours is told from a foreign one by COMMIT, a
+// FindSource and OpenFound of open_source.h. A tensormount checkpoint is recognised by COMMIT, a
 // store by store.json, a training directory by the names of its steps.
 #include "index/foreign/open_source.h"
 
@@ -8,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/file_system_for.h"
 #include "index/foreign/foreign.h"
 #include "index/foreign/format.h"
 #include "index/foreign/weight_files.h"
@@ -20,9 +20,8 @@ namespace {
 
 constexpr std::string_view kLatest = "latest";
 
-// "run1" of "run1/latest", where no such name exists. nullopt: something else.
-// The name is a word of ours and no file: where somebody has a file or folder called "latest", that
-// is meant.
+// "run1" for "run1/latest", unless a file or directory of that name exists. nullopt for other
+// texts.
 std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
   const std::string path = WithoutTrailingSlashes(given);
   const std::size_t slash = path.rfind('/');
@@ -33,10 +32,9 @@ std::optional<std::string> LatestIn(FileSystem& fs, std::string_view given) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// A checkpoint that stands in a store is read by the rules of that store: one of a newer version is
-// refused before anything else is looked at. Others stand alone, as copies do.
-// A store.json that is damaged or cannot be read does not stand in the way: the checkpoint is whole
-// by itself, and fsck is for the store.
+// Refuses a checkpoint in a store with a newer version of the format. A checkpoint outside of a
+// store, such as a copy, passes. A checkpoint in a store whose store.json is damaged or unreadable
+// passes too, because the checkpoint does not need store.json, and fsck reports the damage.
 Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   const std::size_t slash = path.rfind('/');
   if (slash == std::string::npos || slash == 0) return Status();
@@ -46,31 +44,33 @@ Status CheckStoreAbove(FileSystem& fs, const std::string& path) {
   return opened.code() == Code::kUnsupported ? opened : Status();
 }
 
-// Ours first: a checkpoint of ours that holds safetensors files in data/ would pass for a foreign
-// one. LinkStat for COMMIT, since a link of that name is no sign of ours.
+// Looks for tensormount's files first, because a tensormount checkpoint with safetensors files in
+// data/ would match a foreign format. COMMIT must not be a symlink, hence LinkStat.
 Result<FoundSource> FindResolved(FileSystem& fs, const std::string& path,
                                  const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.Stat(path));
   if (info.kind == FileKind::kDirectory) {
     if (fs.LinkStat(JoinPath(path, kCommitName)).ok()) {
       TENSORMOUNT_RETURN_IF_ERROR(CheckStoreAbove(fs, path));
-      return FoundSource{.kind = SourceKind::kCheckpoint, .path = path};
+      return FoundSource{.fs = &fs, .kind = SourceKind::kCheckpoint, .path = path};
     }
     if (fs.Exists(JoinPath(path, store_paths::kSuperblockFile))) {
-      return FoundSource{.kind = SourceKind::kStore, .path = path};
+      return FoundSource{.fs = &fs, .kind = SourceKind::kStore, .path = path};
     }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder, ForeignFolder::Open(fs, path, roots));
   if (FindForeignFormat(folder) != nullptr) {
-    return FoundSource{.kind = SourceKind::kForeign, .path = path};
+    return FoundSource{.fs = &fs, .kind = SourceKind::kForeign, .path = path};
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ForeignSteps> steps, ReadForeignSteps(folder));
-  if (steps) return FoundSource{.kind = SourceKind::kForeignSteps, .path = path};
-  return ReadForeign(folder).status();  // Says what is there instead.
+  if (steps) return FoundSource{.fs = &fs, .kind = SourceKind::kForeignSteps, .path = path};
+  // ReadForeign fails with an error that describes the source.
+  return ReadForeign(folder).status();
 }
 
-// The path of an index of weights without links but for its own name: the files that it lists stand
-// beside the name and not beside what a hub's link leads to. nullopt: no such file.
+// The path of a weight index, of which only the directory is resolved: if the index is a link of a
+// hub's cache, the files that it lists are beside the link, not beside its target. nullopt: `text`
+// does not name an existing weight index.
 std::optional<std::string> AsWeightIndex(FileSystem& fs, const std::string& text) {
   if (!IsWeightIndex(text)) return std::nullopt;
   const Result<FileInfo> info = fs.Stat(text);
@@ -88,7 +88,6 @@ std::optional<std::string> AsWeightIndex(FileSystem& fs, const std::string& text
 
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
   std::vector<std::string> warnings;
   const std::optional<std::string> index = AsWeightIndex(fs, text);
   const Result<std::string> path =
@@ -102,15 +101,21 @@ Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
   if (!parent) return path.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(*parent));
   const Result<FoundSource> found = FindResolved(fs, resolved, roots);
-  // ResolveSourcePath knows stores; of training directories "latest" is looked up here. Its error
-  // is the better one where there is neither.
+  // ResolveSourcePath resolves "latest" in stores; here it is resolved in training directories. If
+  // the parent is neither, the error of ResolveSourcePath is returned.
   if (!found.ok() || found.value().kind != SourceKind::kForeignSteps) return path.status();
-  return LatestOf(fs, found.value(), roots);
+  return LatestOf(found.value(), roots);
 }
 
-Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundSource& source,
+Result<FoundSource> FindSource(const std::string& text, const std::vector<std::string>& roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(text));
+  return FindSource(*fs, text, roots);
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(const FoundSource& source,
                                                     const std::vector<std::string>& roots,
                                                     bool whole_only) {
+  FileSystem& fs = *source.fs;
   OpenedCheckpoint::Options options;
   options.roots = roots;
   switch (source.kind) {
@@ -122,11 +127,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
     case SourceKind::kForeign: {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                    ForeignFolder::Open(fs, source.path, roots));
-      // Metadata of gigabytes are legal. A command should say that memory ran out, and a mount
-      // should go on serving what it has.
+      // Valid metadata may need gigabytes. If memory does not suffice, a command reports this
+      // error, and a mount continues.
       try {
         TENSORMOUNT_ASSIGN_OR_RETURN(ForeignInventory inventory, ReadForeign(folder));
-        if (whole_only) LeaveOutLost(inventory);
+        if (whole_only) RemoveIncompleteTensors(inventory);
         TENSORMOUNT_ASSIGN_OR_RETURN(
             auto opened,
             OpenedCheckpoint::OpenForeign(fs, std::move(inventory), source.path, options));
@@ -140,15 +145,17 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundS
     case SourceKind::kForeignSteps:
       break;
   }
-  return Status(Code::kInvalidArgument, source.path + ": holds several checkpoints: name one");
+  return Status(Code::kInvalidArgument,
+                source.path + ": contains several checkpoints: name one of them");
 }
 
-Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
-                             const std::vector<std::string>& roots) {
+Result<FoundSource> LatestOf(const FoundSource& source, const std::vector<std::string>& roots) {
+  FileSystem& fs = *source.fs;
   if (source.kind == SourceKind::kStore) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::Open(fs, source.path));
     TENSORMOUNT_ASSIGN_OR_RETURN(LatestCheckpoint latest, store.Latest());
-    return FoundSource{.kind = SourceKind::kCheckpoint,
+    return FoundSource{.fs = &fs,
+                       .kind = SourceKind::kCheckpoint,
                        .path = store.CheckpointPath(latest.name),
                        .warnings = std::move(latest.warnings)};
   }
@@ -156,23 +163,29 @@ Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
   TENSORMOUNT_ASSIGN_OR_RETURN(const ForeignFolder folder,
                                ForeignFolder::Open(fs, source.path, roots));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::optional<ForeignSteps> steps, ReadForeignSteps(folder));
-  if (!steps) return Status(Code::kNotFound, source.path + ": no checkpoint in it any more");
+  if (!steps) return Status(Code::kNotFound, source.path + ": no longer contains a checkpoint");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path,
                                fs.Resolve(JoinPath(source.path, steps->latest)));
-  return FoundSource{.kind = SourceKind::kForeign, .path = path};
+  return FoundSource{.fs = &fs, .kind = SourceKind::kForeign, .path = path};
 }
 
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
                                                     const std::vector<std::string>& roots) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, roots));
-  return OpenFound(fs, found, roots);
+  return OpenFound(found, roots);
 }
 
-Result<std::shared_ptr<OpenedCheckpoint>> OpenWhole(FileSystem& fs, const std::string& text,
-                                                    const std::vector<std::string>& roots,
-                                                    bool partial) {
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(fs, text, roots));
-  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenFound(fs, found, roots, partial));
+Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(const std::string& text,
+                                                    const std::vector<std::string>& roots) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(text, roots));
+  return OpenFound(found, roots);
+}
+
+Result<std::shared_ptr<OpenedCheckpoint>> OpenComplete(const std::string& text,
+                                                       const std::vector<std::string>& roots,
+                                                       bool partial) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(text, roots));
+  TENSORMOUNT_ASSIGN_OR_RETURN(auto opened, OpenFound(found, roots, partial));
   if (!partial) {
     TENSORMOUNT_RETURN_IF_ERROR(CheckNoLoss(opened->lost()).WithContext(opened->directory()));
   }

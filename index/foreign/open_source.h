@@ -11,58 +11,61 @@
 #include "base/file_system.h"
 #include "index/read/checkpoint.h"
 
-// What a user may name as SOURCE, found and opened in one way for the library, the mount and
-// every command.
+// Finds and opens a SOURCE argument, in the same way for the library, mounts and all commands.
 
 namespace tensormount {
 
-// Told apart by names in the folder, never by what the user calls it.
+// The kind of a source, which follows from the files in the directory.
 enum class SourceKind {
-  kStore,         // A store of ours.
-  kCheckpoint,    // A checkpoint of ours (an adopted one too).
-  kForeign,       // A checkpoint in a foreign format, a folder or a file.
-  kForeignSteps,  // A training directory of such checkpoints.
+  kStore,         // A tensormount store.
+  kCheckpoint,    // A tensormount checkpoint, which may be an adopted one.
+  kForeign,       // A checkpoint in a foreign format: a directory or a file.
+  kForeignSteps,  // A training directory with several of kForeign.
 };
 
-// Finding and opening are two steps, since commands differ in what they take: `gc` wants a store,
-// `cat` one checkpoint, a mount either.
+// The result of FindSource. A source is found before it is opened, because commands accept
+// different kinds: `gc` a store, `cat` one checkpoint, a mount both.
 struct FoundSource {
+  FileSystem* fs = nullptr;  // The file system of the source.
   SourceKind kind = SourceKind::kStore;
-  std::string path;  // Resolved: symlinks and "latest" are taken once.
-  // Damaged checkpoints that were passed over for the latest, and such. OpenFound makes them
-  // warnings().
+  std::string path;  // The resolved path, without symlinks and "latest".
+  // Warnings of the search, such as damaged checkpoints that were skipped to find the latest.
+  // OpenFound adds them to the warnings of the opened checkpoint.
   std::vector<std::string> warnings = {};
 };
 
-// `roots`: folders that the operator named with --root: data of adopted checkpoints and links of
-// foreign ones may lie in them. kNotFound; kUnsupported for what is none of these, with what it is.
-// The order of the questions: COMMIT (ours), store.json, a foreign format, a training directory.
-// Reads names, and at most the small files that tell formats apart.
+// Looks for COMMIT, store.json, a foreign format and a training directory, in this order; reads
+// only names and the small files that tell formats apart. `roots`: the --root directories, in which
+// data of adopted checkpoints and targets of links may be. kNotFound: the path does not exist.
+// kUnsupported: the path is none of these; the message describes it.
 Result<FoundSource> FindSource(FileSystem& fs, const std::string& text,
                                const std::vector<std::string>& roots);
+// The same, on the file system that the text names (FileSystemFor).
+Result<FoundSource> FindSource(const std::string& text, const std::vector<std::string>& roots);
 
-// Opens a kCheckpoint or kForeign. For the others kInvalidArgument: choose one first
-// (LatestOf). `whole_only`: of a foreign one that lacks something, only the tensors that are whole
-// (LeaveOutLost).
-Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(FileSystem& fs, const FoundSource& source,
+// Opens a source of kind kCheckpoint or kForeign; kInvalidArgument for other kinds (call LatestOf
+// first). `whole_only`: whether to remove incomplete tensors of a foreign checkpoint
+// (RemoveIncompleteTensors).
+Result<std::shared_ptr<OpenedCheckpoint>> OpenFound(const FoundSource& source,
                                                     const std::vector<std::string>& roots,
                                                     bool whole_only = false);
 
-// The latest checkpoint of a kStore or kForeignSteps; others as they are. kNotFound: it has none.
-// Resolved once here: what is published later does not change the answer that somebody works with.
-Result<FoundSource> LatestOf(FileSystem& fs, const FoundSource& source,
-                             const std::vector<std::string>& roots);
+// The latest checkpoint of a kStore or kForeignSteps; other kinds are returned unchanged.
+// kNotFound: there is no checkpoint.
+Result<FoundSource> LatestOf(const FoundSource& source, const std::vector<std::string>& roots);
 
-// FindSource and OpenFound.
-// A kStore or kForeignSteps is refused as OpenFound says; RUN/latest names one.
+// Calls FindSource and OpenFound. A store or training directory RUN is refused, but RUN/latest is
+// its latest checkpoint.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(FileSystem& fs, const std::string& text,
                                                     const std::vector<std::string>& roots);
+Result<std::shared_ptr<OpenedCheckpoint>> OpenNamed(const std::string& text,
+                                                    const std::vector<std::string>& roots);
 
-// The same for who makes something of it that could not be told from a whole one: kDataLoss names
-// what the files of a foreign checkpoint lack, unless `partial`, which takes the rest.
-Result<std::shared_ptr<OpenedCheckpoint>> OpenWhole(FileSystem& fs, const std::string& text,
-                                                    const std::vector<std::string>& roots,
-                                                    bool partial);
+// OpenNamed for commands whose output must be complete. kDataLoss: a foreign checkpoint lacks data,
+// which the message names. With `partial` incomplete tensors are left out instead.
+Result<std::shared_ptr<OpenedCheckpoint>> OpenComplete(const std::string& text,
+                                                       const std::vector<std::string>& roots,
+                                                       bool partial);
 
 }  // namespace tensormount
 

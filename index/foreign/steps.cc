@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training directories of format.h: which folders of one are its steps, and which is the latest.
-// Apart from the formats, because it looks at names only.
-//
-// A training directory is listed every time that somebody looks into a mount of it, so this costs a
-// list, a few stats a step, and a small file; nothing of a step is opened.
+// Training directories (format.h): which directories are steps, and which is the latest. A mount
+// reads a training directory at each listing, so this costs only one listing, a probe for each
+// step, and one small file.
 #include <algorithm>
 #include <charconv>
 #include <optional>
@@ -20,8 +18,8 @@ namespace {
 
 constexpr std::string_view kLatestFile = "latest_checkpointed_iteration.txt";
 constexpr std::uint64_t kMaxLatestBytes = 256;
-// What formats write last, or describe themselves in: a save that replaces a checkpoint in place
-// replaces these.
+// Files that formats write last, or metadata. A save that replaces a checkpoint in the same
+// directory writes them again.
 constexpr std::string_view kMarks[] = {
     ".metadata",
     "metadata.json",
@@ -32,12 +30,12 @@ constexpr std::string_view kMarks[] = {
     "model.safetensors.index.json",
     "model.safetensors",
 };
-// Of a folder without any of them, so many files are looked at.
+// Number of files that are examined in a directory without any file of kMarks.
 constexpr std::size_t kMaxLookedAt = 1000;
 
 }  // namespace
 
-// from_chars must eat all that is left: "step10.tmp" is a save under way.
+// The name must end with the number: "step10.tmp" is a save in progress.
 std::optional<std::uint64_t> IterationOf(std::string_view name) {
   if (name == "release") return 0;
   for (const std::string_view prefix : {"iter_", "step-", "step_", "step", "checkpoint-"}) {
@@ -58,10 +56,9 @@ std::string Trimmed(const std::string& text) {
   return text.substr(first, text.find_last_not_of(" \t\r\n") - first + 1);
 }
 
-// What Megatron-LM's file of the last save says, where it names one of the steps.
-// The file may be stale, or written by a run that died: a name that is not among the steps is
-// ignored.
-std::string SaidLatest(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
+// The step that Megatron-LM's file names as latest; empty if the file is missing or names none of
+// the steps.
+std::string NamedLatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
   const Result<std::string> text = folder.ReadFile(kLatestFile, kMaxLatestBytes);
   if (!text.ok()) return {};
   const std::string said = Trimmed(text.value());
@@ -74,9 +71,9 @@ std::string SaidLatest(const ForeignFolder& folder, const std::vector<ForeignSte
   return {};
 }
 
-// Everything that changes when a file is replaced (inode) or rewritten (size, time) goes into one
-// hash.
-void AddMark(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3Stream& stream) {
+// Adds to the hash what changes when a file is replaced (inode) or rewritten (size, time). Copies
+// `info` to `mark` if the file is newer than those before.
+void AddToStamp(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3Stream& stream) {
   ByteWriter out;
   out.String(name);
   out.U64(info.device);
@@ -94,7 +91,7 @@ void AddMark(const FileInfo& info, std::string_view name, FileInfo& mark, Xxh3St
 }  // namespace
 
 std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignStep>& steps) {
-  std::string said = SaidLatest(folder, steps);
+  std::string said = NamedLatestStep(folder, steps);
   if (!said.empty() || steps.empty()) return said;
   return std::max_element(steps.begin(), steps.end(),
                           [](const ForeignStep& a, const ForeignStep& b) {
@@ -103,9 +100,8 @@ std::string LatestStep(const ForeignFolder& folder, const std::vector<ForeignSte
       ->name;
 }
 
-// The result looks like a FileInfo, for callers compare it as they compare that of a file; its
-// inode is the hash.
-Result<FileInfo> MarkOf(const ForeignFolder& folder) {
+// The result is a FileInfo, so that callers compare it like that of a file; its inode is the hash.
+Result<FileInfo> FormatStamp(const ForeignFolder& folder) {
   if (!folder.file().empty()) return folder.Stat(folder.file());
   FileInfo mark;
   mark.kind = FileKind::kDirectory;
@@ -113,7 +109,7 @@ Result<FileInfo> MarkOf(const ForeignFolder& folder) {
   for (const std::string_view name : kMarks) {
     const Result<FileInfo> info = folder.Stat(name);
     if (info.ok() && info.value().kind == FileKind::kFile) {
-      AddMark(info.value(), name, mark, stream);
+      AddToStamp(info.value(), name, mark, stream);
     }
   }
   if (mark.kind != FileKind::kFile) {
@@ -121,7 +117,7 @@ Result<FileInfo> MarkOf(const ForeignFolder& folder) {
     for (std::size_t i = 0; i < std::min(entries.size(), kMaxLookedAt); ++i) {
       const Result<FileInfo> info = folder.Stat(entries[i].name);
       if (info.ok() && info.value().kind == FileKind::kFile) {
-        AddMark(info.value(), entries[i].name, mark, stream);
+        AddToStamp(info.value(), entries[i].name, mark, stream);
       }
     }
   }
@@ -135,12 +131,12 @@ Result<std::optional<ForeignSteps>> ReadForeignSteps(const ForeignFolder& folder
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, folder.List(""));
   ForeignSteps out;
   for (const DirectoryEntry& entry : entries) {
-    // Below() says whether a link leads to a folder inside of the root.
+    // A symlink is a step if Subfolder() accepts its target.
     if (entry.kind != FileKind::kDirectory && entry.kind != FileKind::kSymlink) continue;
     const std::optional<std::uint64_t> iteration = IterationOf(entry.name);
     if (!iteration) continue;
-    const Result<ForeignFolder> below = folder.Below(entry.name);
-    // A save that has not ended, or something else by that name.
+    const Result<ForeignFolder> below = folder.Subfolder(entry.name);
+    // The directory is of a save that has not ended, or is not a checkpoint.
     if (!below.ok() || FindForeignFormat(below.value()) == nullptr) continue;
     out.steps.push_back({.name = entry.name, .generation = *iteration});
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ForeignFormat of format.h. Files that torch.save wrote since 1.6: single ones, the sharded form
-// that Hugging Face's transformers wrote before safetensors, and Megatron-LM's legacy folders of
-// one a rank.
+// A ForeignFormat of format.h: files of torch.save since 1.6. The source is a single file; a
+// directory of Hugging Face's transformers before safetensors, which may have an index; or a legacy
+// directory of Megatron-LM with files for each rank.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -24,21 +24,20 @@ namespace {
 
 constexpr std::string_view kRankFolder = "mp_rank_";
 constexpr std::array<std::string_view, 2> kRankModels = {"model_optim_rng.pt", "model_rng.pt"};
-// Of all paths, in the common values, which are read whole when a checkpoint is opened.
-// Bytes.
+// Largest size of the paths of nested keys, which are a common value and so read when a checkpoint
+// is opened.
 constexpr std::size_t kMaxPaths = std::size_t{1} << 20;
 constexpr std::uint64_t kMaxTorchPickle = std::uint64_t{256} << 20;
-// Without its folder and what follows the last dot.
+// The file name without its directory and extension.
 std::string StemOf(std::string_view name) {
   name = name.substr(name.rfind('/') + 1);
   const std::size_t dot = name.rfind('.');
   return std::string(dot == 0 ? name : name.substr(0, dot));
 }
 
-// Whether the names at the end of an archive are those of a program.
-// A TorchScript archive also begins with "PK" and may have a data.pkl. The names in its central
-// directory, at the end, tell: 256 KiB of them are enough, and a damaged archive can be asked as
-// well.
+// Whether a zip is a TorchScript program. A TorchScript archive may have a data.pkl, but also has a
+// constants.pkl, whose name is in the central directory. The last 256 KiB are searched for the
+// name, which also works if the archive is damaged.
 bool IsTorchScript(File& file, std::uint64_t length) {
   std::string tail(std::min<std::uint64_t>(length, 256 << 10), '\0');
   if (!file.ReadExactAt(length - tail.size(), tail.data(), tail.size()).ok()) return false;
@@ -50,34 +49,35 @@ class TorchSaveReader {
   TorchSaveReader(const ForeignFolder& folder, ForeignBuilder& builder)
       : folder_(folder), builder_(builder) {}
 
-  // `listed`: the keys that an index says are in it; null: all are wanted.
+  // Adds the tensors and values of a file. `listed`: the keys that an index lists for the file;
+  // null: all keys are added.
   Status AddFile(const std::string& name, const std::string& prefix,
                  const std::set<std::string>* listed = nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t number, builder_.AddFile(name));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<File> file, builder_.OpenFile(number));
-    const FileBegin begin = BeginOf(*file);
-    if (begin == FileBegin::kLfsPointer) return IsLfsPointer(folder_.Shown(name));
-    if (begin == FileBegin::kLegacyTorch) {
+    const FileType begin = FileTypeOf(*file);
+    if (begin == FileType::kLfsPointer) return IsLfsPointer(folder_.Shown(name));
+    if (begin == FileType::kLegacyTorch) {
       return Status(Code::kUnsupported,
                     folder_.Shown(name) +
-                        ": written by torch.save before 1.6, or told to write no zip: load it and "
-                        "save it again");
+                        ": in the legacy format of torch.save (before PyTorch 1.6, not a zip "
+                        "archive); load it with torch and save it again");
     }
     const std::uint64_t length = builder_.FileLength(number);
     pickle::Options options;
     options.max_bytes = kMaxTorchPickle;
     options.unknown = pickle::Unknown::kForeignClasses;
-    // Looked at below: that it is a program is the better answer where both are true.
+    // An error of this read is returned after the check for TorchScript, which has the better
+    // error.
     const Result<TorchArchive> archive = TorchArchive::Read(*file, 0, length, options);
     if (IsTorchScript(*file, length)) {
-      return Status(Code::kUnsupported, folder_.Shown(name) +
-                                            ": a TorchScript archive, which is a program and no "
-                                            "table of tensors");
+      return Status(Code::kUnsupported,
+                    folder_.Shown(name) + ": a TorchScript program, not a checkpoint");
     }
     if (!archive.ok()) return archive.status();
     TorchTreeOptions tree;
     tree.prefix = prefix;
-    tree.alone = StemOf(name);
+    tree.root_key = StemOf(name);
     tree.added = [&](const std::string& key) { held_[name].insert(key); };
     if (prefix.empty()) {
       tree.nested = [&](const std::string& key, const std::vector<TorchNames::Part>& path) {
@@ -86,7 +86,7 @@ class TorchSaveReader {
         }
       };
     }
-    // Of files with an index each has its names for itself: that two have one is for it to settle.
+    // Files of an index have separate names, because the index decides to which file a key belongs.
     TorchNames own;
     builder_.TakeOnly(listed);
     const Status status = TorchTree(builder_, archive.value(), number,
@@ -96,33 +96,32 @@ class TorchSaveReader {
     return status.WithContext(folder_.Shown(name));
   }
 
-  // When all files are added: where in nested dicts and lists everything stands, as DCP says it.
-  // "torch.planner_data" as DCP has it, so that exports of both forms nest keys in the same way.
+  // Adds the paths of nested keys as the common value "torch.planner_data", in the form of DCP, so
+  // that exports nest keys as after a load from DCP. Call it after all files were added.
   void AddPaths() {
     if (path_bytes_ > kMaxPaths) {
-      builder_.Warn("the paths of its nested dicts are larger than 1 MiB and left out");
+      builder_.Warn("the paths of its nested dicts take more than 1 MiB and are left out");
     } else if (!paths_.items.empty()) {
       builder_.AddCommon(std::string(kPlannerData), std::move(paths_));
     }
   }
 
-  // The form of several files: which tensor stands in which.
-  // As with safetensors the index decides: a tensor belongs to the file that the index names for
-  // it, wherever else that key occurs.
+  // Adds the files of an index. As with safetensors a tensor belongs to the file that the index
+  // lists, even if the key is in other files too.
   Status AddIndexed(const std::string& index) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap files, ReadWeightMap(folder_, index));
     Status first;
     std::size_t read = 0;
     for (const auto& [name, keys] : files) {
       const Status status = AddFile(name, "", &keys);
-      // One file that is missing or damaged takes away its own tensors and no others.
+      // If a file is missing or damaged, only its tensors are lost.
       if (status.code() == Code::kNotFound || status.code() == Code::kDataLoss ||
           status.code() == Code::kUnsupported) {
         const bool missing = status.code() == Code::kNotFound;
         if (!missing && first.ok()) first = status;
         for (const std::string& key : keys) {
-          builder_.Lose(name, missing ? "the file is missing" : ReasonOf(status, name),
-                        ForeignBuilder::What::kTensor, key);
+          builder_.ReportLost(name, missing ? "the file is missing" : ReasonOf(status, name),
+                              ForeignBuilder::LostKind::kTensor, key);
         }
         continue;
       }
@@ -133,26 +132,25 @@ class TorchSaveReader {
           held, [&listed = keys](const std::string& key) { return !listed.contains(key); });
       if (unlisted > 0) {
         builder_.Warn(name + ": " + std::to_string(unlisted) +
-                      " tensors in it are not those of the index: left out");
+                      " tensors in it are not in the index: left out");
       }
       for (const std::string& key : keys) {
         if (held.contains(key)) continue;
-        builder_.Lose(name, "does not hold what the index says", ForeignBuilder::What::kTensor,
-                      key);
+        builder_.ReportLost(name, "does not contain what the index lists",
+                            ForeignBuilder::LostKind::kTensor, key);
       }
     }
     return read > 0 ? Status() : first;
   }
 
-  // A file of tensors, or an index and what it lists.
+  // Adds a file of tensors, or an index and the files that it lists.
   Status AddNamed(const std::string& name) {
     return IsWeightIndex(name) ? AddIndexed(name) : AddFile(name, "");
   }
 
-  // Megatron-LM before dist_checkpointing: nothing says how the ranks' tensors go together.
-  // Ranks of tensor and pipeline parallelism are shown side by side: how they were cut is in no
-  // file, and guessing would show wrong tensors. Fails only where no file of any rank could be
-  // read.
+  // Adds the directories that Megatron-LM wrote before dist_checkpointing. No file describes how
+  // tensor and pipeline parallelism divided the tensors, so the tensors of each rank are shown
+  // separately. Fails if no file of any rank can be read.
   Status AddRankFolders(const std::vector<std::string>& ranks) {
     Status first;
     std::size_t added = 0;
@@ -173,7 +171,7 @@ class TorchSaveReader {
                    status.code() == Code::kNotFound) {
           if (first.ok()) first = status;
           if (status.code() != Code::kUnsupported) {
-            builder_.LoseFile(name, ReasonOf(status, name));
+            builder_.ReportLostFile(name, ReasonOf(status, name));
           } else {
             builder_.Warn("file " + name + ": left out: " + status.message());
           }
@@ -187,15 +185,15 @@ class TorchSaveReader {
   }
 
  private:
-  // A loss begins with the name of its file: the reason without it.
+  // The message without the file name, which a loss has in a field of its own.
   static std::string ReasonOf(const Status& status, const std::string& name) {
     const std::size_t at = status.message().rfind(name + ": ");
     return at == std::string::npos ? status.message()
                                    : status.message().substr(at + name.size() + 2);
   }
 
-  // 16 bytes stand for what records cost beside texts. Past the limit all are dropped, and the
-  // count stays above it.
+  // Adds a path to paths_. Each text counts 16 bytes more, for its record. If the sum exceeds
+  // kMaxPaths, all paths are dropped, and AddPaths warns.
   void AddPath(const std::string& key, const std::vector<TorchNames::Part>& path) {
     path_bytes_ += key.size() + 16;
     for (const TorchNames::Part& part : path) path_bytes_ += part.text.size() + 16;
@@ -205,8 +203,9 @@ class TorchSaveReader {
     }
     CommonTuple parts;
     for (const TorchNames::Part& part : path) {
-      // In planner_data integers are positions in lists. torch's planners make text of keys that
-      // are numbers; a list of one says that it was a number, which optimizers are told by.
+      // In planner_data integers are positions in lists, and torch's planners write numeric dict
+      // keys as text. Here a numeric dict key is a list of one number, because optimizers need it
+      // as a number.
       if (part.position) {
         parts.items.emplace_back(std::stoll(part.text));
       } else if (part.number) {
@@ -223,12 +222,13 @@ class TorchSaveReader {
   TorchNames tensors_;
   TorchNames common_;
   ValueBudget budget_;
-  std::map<std::string, std::set<std::string>> held_;  // Keys by file.
+  // The keys of tensors in each file.
+  std::map<std::string, std::set<std::string>> held_;
   CommonDict paths_;
   std::size_t path_bytes_ = 0;
 };
 
-// Only folders with the model file count: mp_rank_00 may hold an optimizer alone.
+// The directories of ranks, if they have the file of the model.
 std::vector<std::string> RankFolders(const ForeignFolder& folder) {
   std::vector<std::string> out;
   const Result<std::vector<DirectoryEntry>> entries = folder.List("");
@@ -252,14 +252,14 @@ class TorchSave : public ForeignFormat {
       return !WeightsOf(folder).empty() || !RankFolders(folder).empty();
     }
     if (IsWeightIndex(folder.file())) return folder.file().ends_with(".bin.index.json");
-    // The name says it of whatever could be such a file; bytes do where a hub or a link gave it
-    // another name.
-    switch (BeginOf(folder, folder.file())) {
-      case FileBegin::kTorchZip:
-      case FileBegin::kLegacyTorch:
+    // The bytes decide, because in a hub's cache, or by a link, a file may have any name. A zip
+    // whose bytes do not tell its purpose is recognised by its name.
+    switch (FileTypeOf(folder, folder.file())) {
+      case FileType::kTorchZip:
+      case FileType::kLegacyTorch:
         return true;
-      case FileBegin::kZip:
-      case FileBegin::kNumpyZip:
+      case FileType::kZip:
+      case FileType::kNumpyZip:
         for (const std::string_view end : {".pt", ".pth", ".pth.tar", ".bin", ".ckpt"}) {
           if (folder.file().ends_with(end)) return true;
         }
@@ -274,7 +274,7 @@ class TorchSave : public ForeignFormat {
     const WeightFiles files = folder.file().empty() ? WeightsOf(folder) : WeightFiles();
     TENSORMOUNT_RETURN_IF_ERROR(ReadAll(folder, files, builder, reader));
     reader.AddPaths();
-    // A model of transformers from before safetensors.
+    // Directories of transformers models have configuration and tokenizer, too.
     const bool model = !files.empty() || IsWeightIndex(folder.file());
     return model ? AddModelFiles(folder, builder) : Status();
   }

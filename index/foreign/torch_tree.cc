@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names for tensors in nested dicts and lists of a pickle, and the rest as common values. A value
-// that is shared may be reached by any number of paths; work is bounded by what the tree would come
-// to, not by the size of the stream.
+// Adds the tensors in nested dicts and lists of a pickle, and the rest as common values
+// (torch_tree.h). A shared value may be reached by any number of paths, so the number of visited
+// values is limited.
 //
-// Two passes over the same order of values. Scan counts, for every value, how many values lie below
-// it and whether a tensor is among them; it fails where the count passes what an honest file could
-// have. Emit walks again, goes into what holds tensors, and makes a common value of everything else
-// at the highest level at which there is no tensor. nodes_ carries what Scan found from one to the
-// other, so nothing is hashed or looked up.
+// There are two passes in the same order. Scan counts the values below each value, and records in
+// nodes_ whether a tensor is among them; it fails if there are more than a real file could have.
+// Emit visits values with tensors below them, and makes one common value of each other value.
 #include "index/foreign/torch_tree.h"
 
 #include <algorithm>
@@ -24,13 +22,13 @@ using pickle::Kind;
 using pickle::KnownClass;
 using pickle::Value;
 
-// The walk is recursive, and cycles have no end.
+// Deepest value that is visited: the passes are recursive, and values may contain themselves.
 constexpr int kMaxTreeDepth = 200;
-// Values may be shared: a stream of n bytes can describe 2^n paths. Honest ones share a few.
-// What is allowed besides two values a byte of the stream.
+// The limit of visited values is this number plus two for each byte of the pickle. Values may be
+// shared, so n bytes of a pickle can describe 2^n paths, but real files share few values.
 constexpr std::size_t kMinValues = std::size_t{1} << 20;
 constexpr std::uint32_t kHoldsTensor = std::uint32_t{1} << 31;
-// Names of one checkpoint together; so many of one spelling.
+// Largest total length of a checkpoint's keys, and number of attempts to make a key unique.
 constexpr std::size_t kMaxTreeNameBytes = std::size_t{128} << 20;
 constexpr int kMaxSpellings = 8;
 
@@ -43,8 +41,9 @@ std::string JoinedPath(const std::vector<TorchNames::Part>& path) {
   return out;
 }
 
-// ["a.b"][0], with quotes and backslashes escaped: different paths have different spellings.
-std::string SpelledOut(const std::vector<TorchNames::Part>& path) {
+// Spells a path as ["a.b"][0], with quotes and backslashes escaped, so that different paths have
+// different spellings.
+std::string PythonSpelling(const std::vector<TorchNames::Part>& path) {
   std::string out;
   for (const TorchNames::Part& part : path) {
     out += '[';
@@ -65,7 +64,8 @@ bool IsDict(const Value& value) {
           value.Is(KnownClass::kCounter) || value.Is(KnownClass::kDictLike));
 }
 
-// nullopt: neither text nor a number, or a text of which no key can be made.
+// The part of a path for a dict key or a position in a list; nullopt if the key is neither text nor
+// an integer, or too long.
 std::optional<TorchNames::Part> PartOf(const Value& key) {
   if (key.kind() == Kind::kString && key.text().size() <= kMaxKeyBytes) {
     return TorchNames::Part{std::string(key.text()), false, false};
@@ -76,28 +76,29 @@ std::optional<TorchNames::Part> PartOf(const Value& key) {
 
 TorchNames::Part PartOf(std::size_t index) { return {std::to_string(index), true, true}; }
 
-// Calls f(key or index, value) for what a value holds, always in the same order, until it fails.
-// A state that Python would set on a dict changes attributes of it, which have no key in a listing:
-// only bags of names (Namespace) show them as their items.
+// Calls f(key or position, child) for the children of a value, in a fixed order, until f fails.
+// Attributes, which are in the state of an object, are children only of Namespace objects.
 template <typename F>
 Status ForEachChild(const Value& value, F f) {
   if (IsDict(value)) {
     const bool bag = value.Is(KnownClass::kDictLike) && value.callee().name() != "dict";
     if (bag && value.size() > 0) {
-      return Status(Code::kUnsupported, std::string(value.callee().name()) + " that has items");
+      return Status(Code::kUnsupported, std::string(value.callee().name()) +
+                                            " objects that contain items are not supported");
     }
     for (std::size_t i = 0; i < value.size(); ++i) {
       TENSORMOUNT_RETURN_IF_ERROR(f(value.key(i), value.item(i)));
     }
     if (value.kind() == Kind::kDict || !value.built()) return Status();
     const Value state = value.state();
-    // Python sets attributes of a pair (dict, slots) too, and others have none.
+    // Other states are refused, such as a pair (dict, slots), whose attributes Python would set,
+    // too.
     const bool has_attributes =
         bag || value.Is(KnownClass::kOrderedDict) || value.Is(KnownClass::kCounter);
     if (!has_attributes || state.kind() != Kind::kDict) {
-      return Status(Code::kUnsupported, std::string(value.callee().name()) +
-                                            " that is given a state which is no dict " +
-                                            "of attributes");
+      return Status(Code::kUnsupported,
+                    std::string(value.callee().name()) +
+                        " objects are supported only if their state is a dict of attributes");
     }
     if (!bag) return Status();
     for (std::size_t i = 0; i < state.size(); ++i) {
@@ -115,27 +116,34 @@ std::string ForeignClass(const Value& foreign) {
   return pickle::FullName(foreign.kind() == Kind::kGlobal ? foreign : foreign.callee());
 }
 
-// Nothing that a stream does to a value of these changes it.
+// Whether the value has an identity (Value::record), so that the pickle may share it, or change it
+// later.
+bool HasIdentity(const Value& value) {
+  return value.kind() == Kind::kDict || value.kind() == Kind::kList || value.kind() == Kind::kSet ||
+         value.kind() == Kind::kObject;
+}
+
+// Whether a pickle cannot change objects of this class.
 bool IsImmutable(const Value& object) {
   return object.Is(KnownClass::kTorchSize) || object.Is(KnownClass::kTorchDevice) ||
          object.Is(KnownClass::kTorchLayout) || object.Is(KnownClass::kPath) ||
          object.Is(KnownClass::kDatetime) || object.Is(KnownClass::kNumpyDtype);
 }
 
-// Whether it concerns one tensor only.
-bool LeavesOut(const Status& status) {
+// Whether only one tensor is left out because of this error.
+bool IsTensorError(const Status& status) {
   return status.code() == Code::kUnsupported || status.code() == Code::kDataLoss;
 }
 
 }  // namespace
 
-// Deterministic: the same stream gives the same names in the same order, so that a checkpoint keeps
-// its keys from one open to the next.
+// The same file always gives the same keys.
 std::optional<std::string> TorchNames::Of(const std::string& prefix,
                                           const std::vector<Part>& path) {
   std::string name = prefix + JoinedPath(path);
-  if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + SpelledOut(path);
-  // Only a key that is itself such a spelling gets here, or one that is said again.
+  if (name.size() == prefix.size() || taken_.contains(name)) name = prefix + PythonSpelling(path);
+  // The spelling was returned before only if some key looks like a spelling, or if a path is
+  // repeated.
   for (int i = 0; taken_.contains(name); ++i) {
     if (i == kMaxSpellings) return std::nullopt;
     name += '\'';
@@ -163,10 +171,11 @@ Status TorchTree::Add() {
   const Value root = options_.root ? *options_.root : archive_.document().root();
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool any, Scan(root, 0));
   if (!foreign_.empty()) TENSORMOUNT_RETURN_IF_ERROR(CheckForeign(root));
-  // A root that is a list without tensors is one common value, called like the file.
+  // If the root is not a dict, and not a list or tuple with tensors, it is one tensor or value with
+  // the name of the file.
   const bool container =
       IsDict(root) || (any && (root.kind() == Kind::kList || root.kind() == Kind::kTuple));
-  if (!container) path_.push_back({options_.alone, false, false});
+  if (!container) path_.push_back({options_.root_key, false, false});
   if (any || container) return Emit(root);
   AddCommon(root);
   return Status();
@@ -174,14 +183,15 @@ Status TorchTree::Add() {
 
 Result<bool> TorchTree::Scan(const Value& value, int depth) {
   const std::size_t at = nodes_.size();
-  // The top bit of a node is the mark for tensors.
+  // Numbers in nodes_ must not use the top bit, which marks tensors.
   if (at >= kMinValues + 2 * archive_.document().bytes() || at >= kHoldsTensor - 1) {
-    return Status(Code::kDataLoss, "values that hold each other so often that they have no end");
+    return Status(Code::kDataLoss,
+                  "values of the file refer to each other in an endless loop, or too often");
   }
   nodes_.push_back(0);
   bool any = TorchArchive::IsTensor(value);
   tensors_ += any ? 1 : 0;
-  // Met again by Emit, as tensors are.
+  // Emit must visit objects of unknown classes, as it visits tensors.
   if (pickle::IsForeign(value)) {
     if (foreign_.empty()) foreign_ = ForeignClass(value);
     any = true;
@@ -192,22 +202,58 @@ Result<bool> TorchTree::Scan(const Value& value, int depth) {
       any = any || (below.ok() && below.value());
       return below.status();
     }));
-    // Not listed, but walked by whoever makes a common value of it.
+    // The arguments of a call are not shown, but the conversion to a common value visits them, so
+    // they count for the limits.
     if (value.kind() == Kind::kObject) {
       TENSORMOUNT_RETURN_IF_ERROR(Scan(value.args(), depth + 1).status());
     }
   }
+  if (!any && depth >= kMaxTreeDepth) TENSORMOUNT_RETURN_IF_ERROR(CheckBelow(value));
   nodes_[at] = static_cast<std::uint32_t>(nodes_.size() - at) | (any ? kHoldsTensor : 0);
   return any;
 }
 
-Status TorchTree::NoteAll(const Value& value, int depth, Records& into) {
+// Checks values below the deepest level that is shown. If an object of an unknown class is among
+// them, the whole file is refused, because its code could have changed a tensor that is shown.
+Status TorchTree::CheckBelow(const Value& top) {
+  std::vector<Value> left{top};
+  while (!left.empty()) {
+    const Value value = left.back();
+    left.pop_back();
+    if (value.kind() == Kind::kObject && pickle::IsForeign(value)) {
+      return Status(Code::kUnsupported, "contains a Python object (" + ForeignClass(value) +
+                                            ") that is not loaded for safety, nested deeper than " +
+                                            std::to_string(kMaxTreeDepth) +
+                                            " levels; save its state_dict() instead");
+    }
+    if (TorchArchive::IsTensor(value) ||
+        (HasIdentity(value) && !below_.insert(value.record()).second)) {
+      continue;
+    }
+    // Tuples may be shared and have no identity, so a small file may have very many values.
+    if (++noted_ > kMinValues + 2 * archive_.document().bytes()) {
+      return Status(Code::kDataLoss, "values of the file refer to each other too often");
+    }
+    if (value.kind() == Kind::kObject) {
+      left.push_back(value.args());
+      left.push_back(value.state());
+    }
+    TENSORMOUNT_RETURN_IF_ERROR(ForEachChild(value, [&](const auto&, const Value& child) {
+      left.push_back(child);
+      return Status();
+    }));
+  }
+  return {};
+}
+
+Status TorchTree::CollectRecords(const Value& value, int depth, Records& into) {
   if (++noted_ > kMinValues + 2 * archive_.document().bytes() || depth > kMaxTreeDepth) {
-    return Status(Code::kUnsupported, "asks for " + foreign_ + ", which is given too many values");
+    return Status(Code::kUnsupported,
+                  "contains a Python object (" + foreign_ + ") with too many values");
   }
   const auto items = [&]() -> Status {
     for (std::size_t i = 0; i < value.size(); ++i) {
-      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.item(i), depth + 1, into));
+      TENSORMOUNT_RETURN_IF_ERROR(CollectRecords(value.item(i), depth + 1, into));
     }
     return {};
   };
@@ -217,7 +263,7 @@ Status TorchTree::NoteAll(const Value& value, int depth, Records& into) {
     case Kind::kDict:
     case Kind::kList:
     case Kind::kSet:
-      // What it holds was noted with it.
+      // A value whose identifier is known was visited with its content.
       return into.insert(std::to_string(value.record())).second ? items() : Status();
     case Kind::kPersistent: {
       const Value id = value.args();
@@ -229,61 +275,61 @@ Status TorchTree::NoteAll(const Value& value, int depth, Records& into) {
     case Kind::kObject:
       if (IsImmutable(value)) return {};
       if (!into.insert(std::to_string(value.record())).second) return {};
-      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.args(), depth + 1, into));
-      TENSORMOUNT_RETURN_IF_ERROR(NoteAll(value.state(), depth + 1, into));
+      TENSORMOUNT_RETURN_IF_ERROR(CollectRecords(value.args(), depth + 1, into));
+      TENSORMOUNT_RETURN_IF_ERROR(CollectRecords(value.state(), depth + 1, into));
       return items();
     default:
       return {};
   }
 }
 
-Status TorchTree::NoteApart(const Value& value, int depth, Records& shown, Records& given) {
-  if (pickle::IsForeign(value)) return NoteAll(value, depth, given);
-  if (TorchArchive::IsTensor(value)) return NoteAll(value, depth, shown);
+Status TorchTree::CollectShownAndGiven(const Value& value, int depth, Records& shown,
+                                       Records& given) {
+  if (pickle::IsForeign(value)) return CollectRecords(value, depth, given);
+  if (TorchArchive::IsTensor(value)) return CollectRecords(value, depth, shown);
   if (depth >= kMaxTreeDepth) return {};
-  const bool record = value.kind() == Kind::kDict || value.kind() == Kind::kList ||
-                      value.kind() == Kind::kSet || value.kind() == Kind::kObject;
-  if (record && !IsImmutable(value) && !shown.insert(std::to_string(value.record())).second) {
+  if (HasIdentity(value) && !IsImmutable(value) &&
+      !shown.insert(std::to_string(value.record())).second) {
     return {};
   }
   if (value.kind() == Kind::kObject) {
-    TENSORMOUNT_RETURN_IF_ERROR(NoteApart(value.args(), depth + 1, shown, given));
-    TENSORMOUNT_RETURN_IF_ERROR(NoteApart(value.state(), depth + 1, shown, given));
+    TENSORMOUNT_RETURN_IF_ERROR(CollectShownAndGiven(value.args(), depth + 1, shown, given));
+    TENSORMOUNT_RETURN_IF_ERROR(CollectShownAndGiven(value.state(), depth + 1, shown, given));
   }
   return ForEachChild(value, [&](const auto&, const Value& child) {
-    return NoteApart(child, depth + 1, shown, given);
+    return CollectShownAndGiven(child, depth + 1, shown, given);
   });
 }
 
 Status TorchTree::CheckForeign(const Value& root) {
   const auto refused = [&](const std::string& why) {
-    return Status(Code::kUnsupported,
-                  "asks for " + foreign_ +
-                      ", which is not among the names that a checkpoint may speak of" + why);
+    return Status(Code::kUnsupported, "contains a Python object (" + foreign_ +
+                                          ") that is not loaded for safety" + why +
+                                          "; save its state_dict() instead");
   };
   if (tensors_ == 0) return refused("");
   Records shown;
   Records given;
-  TENSORMOUNT_RETURN_IF_ERROR(NoteApart(root, 0, shown, given));
+  TENSORMOUNT_RETURN_IF_ERROR(CollectShownAndGiven(root, 0, shown, given));
   const bool apart =
       std::ranges::none_of(given, [&](const std::string& one) { return shown.contains(one); });
-  return apart ? Status() : refused(", and may change what others of its values show");
+  return apart ? Status() : refused(" and may change other values");
 }
 
-// Adds what was found in `value`, which is the next one of nodes_.
-// Items that cannot be named are passed over with their whole subtree: next_ jumps to the end of
-// it.
+// Adds the value at position next_ of nodes_. An item without a usable key is skipped with all
+// values below it.
 Status TorchTree::Emit(const Value& value) {
   ++next_;
   if (TorchArchive::IsTensor(value)) return AddTensor(value);
   if (pickle::IsForeign(value)) {
-    builder_.Lose({},
-                  "it is of " + ForeignClass(value) +
-                      ", which is not loaded: save plain values or a state_dict() instead",
-                  ForeignBuilder::What::kObject, Shown());
+    builder_.ReportLost(
+        {},
+        "it is a Python object (" + ForeignClass(value) +
+            ") that is not loaded for safety; save plain values or a state_dict() instead",
+        ForeignBuilder::LostKind::kObject, Shown());
     return Status();
   }
-  std::uint64_t number = 0;  // Names an item whose key is none.
+  std::uint64_t number = 0;  // Position of the item, for messages.
   return ForEachChild(value, [&](const auto& key, const Value& child) {
     ++number;
     const std::uint32_t node = nodes_[next_];
@@ -317,21 +363,23 @@ Status TorchTree::Emit(const Value& value) {
   });
 }
 
-// A tensor that cannot be read in place leaves the others alone; errors of reading end the walk.
+// Adds a tensor. A tensor that cannot be read in place is left out with a warning; an error of
+// reading fails.
 Status TorchTree::AddTensor(const Value& value) {
   const Result<StoredTensor> stored = archive_.TensorOf(value);
   Status status = stored.status();
   if (status.ok()) {
     const std::optional<std::string> key = tensor_names_.Of(options_.prefix, path_);
     if (!key) {
-      status = Status(Code::kDataLoss, "there are too many of that name, or of long names");
+      status =
+          Status(Code::kDataLoss, "too many values have this name, or names are too long in total");
     } else if (const Status good = CheckKey(*key); !good.ok()) {
       status = Status(Code::kDataLoss, good.message());
     } else {
       status = AddStored(*key, stored.value());
     }
   }
-  if (status.ok() || !LeavesOut(status)) return status;
+  if (status.ok() || !IsTensorError(status)) return status;
   builder_.Warn("tensor " + Shown() + ": left out: " + status.message());
   return Status();
 }
@@ -340,18 +388,18 @@ Status TorchTree::AddStored(const std::string& key, const StoredTensor& stored) 
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t tensor,
                                builder_.AddTensor(key, stored.dtype, stored.shape));
   if (options_.added) options_.added(key);
-  TellPath(key);
+  ReportPath(key);
   const Status status =
       builder_.AddChunk(tensor, Box::Whole(stored.shape), file_, options_.at + stored.offset,
                         stored.length, stored.packed ? Dims() : stored.strides);
-  if (LeavesOut(status)) {
+  if (IsTensorError(status)) {
     builder_.Drop(tensor, status.message());
     return Status();
   }
   return status;
 }
 
-void TorchTree::TellPath(const std::string& name) const {
+void TorchTree::ReportPath(const std::string& name) const {
   const bool plain = path_.size() == 1 && path_[0].text == name;
   if (options_.nested && !plain) options_.nested(name, path_);
 }
@@ -360,13 +408,13 @@ void TorchTree::AddCommon(const Value& value) {
   if (options_.tensors_only) return;
   std::optional<CommonValue> plain = budget_.Convert(value);
   if (!plain) {
-    builder_.Warn("common value " + Shown() + ": left out: it is no plain data, or too much");
+    builder_.Warn("common value " + Shown() + ": left out: it is not plain data, or too large");
   } else if (std::optional<std::string> name = common_names_.Of(options_.prefix, path_)) {
-    TellPath(*name);
+    ReportPath(*name);
     builder_.AddCommon(*name, *std::move(plain));
   } else {
     builder_.Warn("common value " + Shown() +
-                  ": left out: there are too many of that name, or of long names");
+                  ": left out: too many values have this name, or names are too long in total");
   }
 }
 

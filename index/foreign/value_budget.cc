@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How large a common value would become, before it is made.
-//
-// The limits of CommonFromPickle are a call's; a checkpoint of a million small pickles, each with a
-// million nodes, would keep within them and run for days. The walk here makes nothing, so it is
-// much cheaper than the conversion that it may forbid.
+// Computes the size of a common value before it is made (value_budget.h). The limits of
+// CommonFromPickle apply to one call, so a million small pickles, each of which describes a million
+// values, would be within those limits and take days.
 #include "index/foreign/value_budget.h"
 
 namespace tensormount {
@@ -16,10 +14,8 @@ std::optional<CommonValue> ValueBudget::Convert(const Value& value) {
   return CommonFromPickle(value);
 }
 
-// Walks what the conversion would walk, without making anything.
 bool ValueBudget::Take(const Value& value, int depth) {
   if (depth > kMaxCommonDepth) return false;
-  // A node, or 64 bytes of text that are copied.
   std::size_t cost = 1;
   const Kind kind = value.kind();
   if (kind == Kind::kString || kind == Kind::kBytes || kind == Kind::kLong) {

@@ -12,23 +12,21 @@
 
 namespace tensormount {
 
-// Bounds the work of making common values of all pickles of a checkpoint together: a value may hold
-// another one many times, in every one of many pickles. Four million nodes are far more than the
-// settings of any run. Once spent it stays spent: the warnings then say that values were left out.
-// Not thread-safe; one a checkpoint.
+// Limits the work of making common values from all pickles of a checkpoint together, because a
+// value may contain another value many times, in each of many pickles. Four million values are far
+// more than the settings of any run. Not thread-safe; one for each checkpoint.
 class ValueBudget {
  public:
   explicit ValueBudget(std::size_t nodes = std::size_t{4} << 20) : left_(nodes) {}
-  // CommonFromPickle; nullopt also where too much was made already.
-  // Walks the value twice: once to learn what it would cost, once to make it. A value over the
-  // budget costs the walk up to where the budget ends, and nothing is made of it.
+  // Calls CommonFromPickle if the cost of the value is within the budget; nullopt if not. The cost
+  // is computed before, without allocations.
   std::optional<CommonValue> Convert(const pickle::Value& value);
 
  private:
-  // What converting it would cost; false where the budget is spent.
+  // Takes the cost of the conversion from the budget; false if the budget does not suffice.
   bool Take(const pickle::Value& value, int depth);
 
-  // Nodes, a text counting one for every 64 bytes besides.
+  // The rest of the budget: each value costs 1, and a text 1 more for every 64 bytes.
   std::size_t left_;
 };
 

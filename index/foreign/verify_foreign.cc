@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// `verify` of what other programs saved.
-//
-// Formats of others have no hashes, so "whole" means: what describes it can be read and is
-// consistent, every item is the chunk that the metadata say, zip entries have their CRC, every byte
-// can be read, and no file changes meanwhile. Losses and warnings that the open told are taken
-// over: losses are damage, what is merely left out is not.
+// Verification of foreign checkpoints (verify_foreign.h). Foreign formats have no hashes, so a
+// checkpoint is intact if its metadata can be read and are consistent, every item matches its chunk
+// in the metadata, zip entries match their CRCs, all bytes can be read, and no file changes
+// meanwhile. Losses found at opening are reported as damage, other warnings as warnings.
 #include "index/foreign/verify_foreign.h"
 
 #include <algorithm>
@@ -33,21 +31,20 @@ bool BeginsZip(File& file, std::uint64_t offset, std::uint64_t length) {
          std::string_view(head.data(), head.size()) == std::string_view("PK\3\4", 4);
 }
 
-// Reads every byte that the records of a foreign checkpoint point at. There are no hashes to
-// compare them with, but zip archives have a CRC an entry: those are read by entries, all else by a
-// scan.
+// Reads all bytes that the records refer to: zip archives entry by entry, to check the CRCs, and
+// all other ranges with a Scan.
 class ForeignVerifier {
  public:
   ForeignVerifier(const OpenedCheckpoint& opened, const VerifyOptions& options)
       : opened_(opened), options_(options) {}
 
   Result<VerifyReport> Run() {
-    // A loss is among the warnings as well, in the same words: it is reported once, as damage.
+    // Each loss is also a warning with the same text, which is not repeated.
     std::unordered_set<std::string> told;
     for (const ForeignLoss& loss : opened_.lost()) {
       told.insert(loss.ToString());
       const bool parts = loss.holes && !loss.file.empty();
-      VerifyReport::Damage damage{.object = (parts ? "parts of " : "") + loss.What(),
+      VerifyReport::Damage damage{.object = (parts ? "parts of " : "") + loss.Summary(),
                                   .file = loss.file,
                                   .offset = 0,
                                   .reason = loss.reason + loss.Examples(),
@@ -66,15 +63,16 @@ class ForeignVerifier {
       TENSORMOUNT_RETURN_IF_ERROR(FindRanges());
       ReadArchives();
       TENSORMOUNT_RETURN_IF_ERROR(ended_);
-      TENSORMOUNT_RETURN_IF_ERROR(ReadOthers());
+      TENSORMOUNT_RETURN_IF_ERROR(ScanOutsideArchives());
     }
-    return Concluded(std::move(report_), unread_);
+    return ConcludeReport(std::move(report_), unread_);
   }
 
  private:
-  // It could not be read, or not as what it should be.
-  void Failed(std::string object, std::string file, std::uint64_t offset, const Status& status) {
-    if (ProvesDamage(status) || status.code() == Code::kStale) {  // It changed.
+  // Records an object that cannot be read, or does not match its description.
+  void AddFailure(std::string object, std::string file, std::uint64_t offset,
+                  const Status& status) {
+    if (ProvesDamage(status) || status.code() == Code::kStale) {  // kStale: the file changed.
       report_.damages.push_back({.object = std::move(object),
                                  .file = std::move(file),
                                  .offset = offset,
@@ -86,9 +84,8 @@ class ForeignVerifier {
   std::string Name(const ScanRange& range) const { return RangeName(inventory_, range); }
   const std::string& FileName(std::uint32_t file) const { return inventory_.files[file].name; }
 
-  // Ranges in the order of files, and what has items that are none.
-  // Resolving every pending item here reads each archive's directory and pickle, which is the check
-  // of items.
+  // Fills ranges_, sorted by file. Extents() locates the bytes of each item from its zip directory
+  // and pickle, and so checks all items.
   Status FindRanges() {
     const CheckpointIndex& index = opened_.index();
     TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
@@ -96,13 +93,13 @@ class ForeignVerifier {
     TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& tensor) {
       const auto found = opened_.Extents(tensor);
       unknown[tensor.ordinal] = !found.ok();
-      if (!found.ok()) Failed("tensor " + tensor.meta.key(), {}, 0, found.status());
+      if (!found.ok()) AddFailure("tensor " + tensor.meta.key(), {}, 0, found.status());
       return true;
     }));
     for (ScanRange& range : RangesOf(inventory_)) {
-      range.digest = false;  // There is none to compare it with.
-      // That an item is none is known by now: its bytes, of which there may be any number, say
-      // nothing more.
+      range.digest = false;  // Foreign tensors have no digest.
+      // An invalid item was reported above, and its range is not read, because its length may be
+      // wrong.
       if (range.kind == ScanRange::Kind::kChunk && unknown[range.owner] && IsItem(range)) continue;
       ranges_.push_back(range);
       total_ += range.length;
@@ -113,20 +110,18 @@ class ForeignVerifier {
     return Status();
   }
 
-  // What an adapter looks into, an archive perhaps. All of its bytes are looked at, of which the
-  // tensor's are a part.
+  // Whether the range may be an archive: an item of a tensor that was not located, or an object.
   bool IsItem(const ScanRange& range) const {
     if (range.kind != ScanRange::Kind::kChunk) return true;
     const auto chunk = inventory_.tensors[range.owner].extents.At(range.row);
     return chunk.ok() && chunk.value().pending;
   }
 
-  // Checks what is in archives, whole files and items, and takes it from the ranges.
-  // Files are taken one by one, each opened once. Two kinds hold archives: a file that is one
-  // (torch.save, .npz), and a file of items that are one each (.distcp).
+  // Checks the archives and removes their ranges from ranges_. A file is one archive (torch.save,
+  // .npz), or has many items, each of which is an archive (.distcp), or neither.
   void ReadArchives() {
     std::vector<ScanRange> others;
-    for (std::size_t i = 0; i < ranges_.size() && !Ended();) {
+    for (std::size_t i = 0; i < ranges_.size() && !IsStopped();) {
       const std::uint32_t number = ranges_[i].file;
       std::size_t end = i;
       while (end < ranges_.size() && ranges_[end].file == number) ++end;
@@ -136,24 +131,25 @@ class ForeignVerifier {
       bool archives = false;
       if (file.ok()) {
         archives = ReadArchivesOf(*file.value(), ranges, others);
-      } else {  // The scan says so.
+      } else {  // The scan will report the error.
         others.insert(others.end(), ranges.begin(), ranges.end());
       }
       if (!archives) continue;
-      if (const Status still = opened_.CheckStill(number, *file.value()); !still.ok()) {
-        Failed(Name(ranges.front()), FileName(number), 0, still);
+      if (const Status still = opened_.CheckFileUnchanged(number, *file.value()); !still.ok()) {
+        AddFailure(Name(ranges.front()), FileName(number), 0, still);
       }
     }
     ranges_ = std::move(others);
   }
 
-  // `ranges`: all of one file. Whether there was an archive; ranges in none of them go to `others`.
+  // Checks the archives in one file. `ranges`: all ranges of the file. Returns whether the file has
+  // archives; ranges that are in no archive are added to `others`.
   bool ReadArchivesOf(File& file, std::span<const ScanRange> ranges,
                       std::vector<ScanRange>& others) {
     const std::uint32_t number = ranges.front().file;
     const std::uint64_t length = inventory_.files[number].length;
     if (BeginsZip(file, 0, length)) {
-      // A file of many archives is none itself.
+      // A file of many items cannot be read as one archive.
       const Result<ZipArchive> whole = ZipArchive::Read(file, 0, length);
       if (whole.ok()) {
         CheckEntries(file, whole.value(), ranges);
@@ -172,25 +168,25 @@ class ForeignVerifier {
       if (item.ok()) {
         CheckEntries(file, item.value(), std::span(&range, 1));
       } else {
-        Failed(Name(range), FileName(number), range.offset, item.status());
+        AddFailure(Name(range), FileName(number), range.offset, item.status());
       }
       Count(range.length);
     }
     return archives;
   }
 
-  // Damage is said of those of `ranges` that an entry holds bytes of.
-  // An entry may hold bytes of several tensors (views of one storage), and each is told. One that
-  // belongs to no range (data.pkl) is named itself.
+  // Checks the CRCs of an archive. Damage of an entry is reported for each range with bytes in the
+  // entry (several tensors may be views of one storage), or, if no range has any, by the entry's
+  // name (data.pkl).
   void CheckEntries(File& file, const ZipArchive& archive, std::span<const ScanRange> ranges) {
     const std::string& name = FileName(ranges.front().file);
     for (const ZipEntry& entry : archive.entries()) {
-      if (Ended()) return;
+      if (IsStopped()) return;
       const Status checked = CheckZipCrc(file, entry, [&](std::uint64_t bytes) {
         in_archive_ += bytes;
-        return Ended() ? ended_ : Status();
+        return IsStopped() ? ended_ : Status();
       });
-      if (!ended_.ok()) return;  // No finding about the entry.
+      if (!ended_.ok()) return;  // The check of the entry was not finished.
       if (checked.ok()) continue;
       bool owned = false;
       for (const ScanRange& range : ranges) {
@@ -198,10 +194,10 @@ class ForeignVerifier {
             entry.offset >= range.offset + range.length) {
           continue;
         }
-        Failed(Name(range), name, entry.offset, checked);
+        AddFailure(Name(range), name, entry.offset, checked);
         owned = true;
       }
-      if (!owned) Failed("archive entry " + entry.name, name, entry.offset, checked);
+      if (!owned) AddFailure("archive entry " + entry.name, name, entry.offset, checked);
     }
   }
 
@@ -211,26 +207,26 @@ class ForeignVerifier {
     in_archive_ = 0;
   }
 
-  // Whether the watch wants no more; asked before each archive and after each block of an entry.
-  bool Ended() {
+  // Whether the caller's watch ended the verification. Called before each archive and after each
+  // block of an entry.
+  bool IsStopped() {
     if (ended_.ok() && options_.watch) {
       ended_ = options_.watch(std::min(report_.bytes_checked + in_archive_, total_), total_);
     }
     return !ended_.ok();
   }
 
-  // What is in no archive is only read. A file that changed is one finding, however many ranges of
-  // it were looked at.
-  Status ReadOthers() {
+  // Scans the ranges outside of archives. A file that changed is reported once, not for each range.
+  Status ScanOutsideArchives() {
     const std::uint64_t before = report_.bytes_checked;
     Scan scan(inventory_,
               {.open = [this](std::uint32_t file) { return opened_.OpenFile(file); },
                .check = [this](std::uint32_t file,
-                               File& open) { return opened_.CheckStill(file, open); }},
+                               File& open) { return opened_.CheckFileUnchanged(file, open); }},
               options_.threads, [&](std::uint64_t done, std::uint64_t) {
                 return options_.watch ? options_.watch(before + done, total_) : Status();
               });
-    // What was found is told in the order of ranges, not in that of threads.
+    // Failures are collected by range, so that they are reported in the order of ranges.
     std::mutex mutex;
     std::map<std::size_t, ScanFinding> failures;
     TENSORMOUNT_RETURN_IF_ERROR(scan.Run(ranges_, [&](std::size_t i, ScanFinding& found) {
@@ -244,10 +240,11 @@ class ForeignVerifier {
     for (const auto& [i, found] : failures) {
       const ScanRange& range = ranges_[i];
       const bool whole_file = found.step == ScanFinding::Step::kCheck;
-      if (whole_file && range.file == changed) continue;  // Said once.
+      // The change of this file is already reported.
+      if (whole_file && range.file == changed) continue;
       if (whole_file) changed = range.file;
-      Failed(Name(range), FileName(range.file), whole_file ? 0 : range.offset + found.read.bytes,
-             found.failure);
+      AddFailure(Name(range), FileName(range.file),
+                 whole_file ? 0 : range.offset + found.read.bytes, found.failure);
     }
     return Status();
   }
@@ -256,8 +253,8 @@ class ForeignVerifier {
   const VerifyOptions& options_;
   VerifyReport report_;
   Status unread_;                 // Why something was not checked.
-  Status ended_;                  // By the watch.
-  std::uint64_t in_archive_ = 0;  // Bytes of the archive that is looked at.
+  Status ended_;                  // The error of the watch, if it ended the verification.
+  std::uint64_t in_archive_ = 0;  // Bytes read of the current archive.
   Inventory inventory_;
   std::vector<ScanRange> ranges_;
   std::uint64_t total_ = 0;

@@ -11,13 +11,12 @@
 
 namespace tensormount {
 
-// What can be checked of a checkpoint in a foreign format at `path` (as resolved), which has no
-// hashes: everything that describes it, every item that stands for a tensor, that the chunks of
-// each tensor are all there and none twice, the CRCs of zip archives (torch.save, .npz, items of
-// DCP), and that every byte of tensors and objects can be read while no file changes. `quick`:
-// without reading items and data. Fails only where the source cannot be opened at all (kDataLoss:
-// because of damage); what was left out at open is damage in the report.
-// The scan of data is on threads; zip entries are read one after the other.
+// Verifies the foreign checkpoint at `path` (resolved), which has no hashes. Checks its metadata,
+// every item, that each element of a tensor is stored exactly once, the CRCs of zip archives
+// (torch.save, .npz, DCP items), that all bytes of tensors and objects can be read, and that no
+// file changes meanwhile. With options.quick, items and data are not read. Losses found at opening
+// are damage in the report. Fails only if the source cannot be opened at all (kDataLoss: because of
+// damage). Data are read by several threads, zip entries by one.
 Result<VerifyReport> VerifyForeign(FileSystem& fs, const std::string& path,
                                    const VerifyOptions& options);
 

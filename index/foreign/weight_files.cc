@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which files of a folder are its weights: the names that readers look for, and what happens where
-// several of them are there.
+// Finds the files with the weights of a directory (weight_files.h), by the names that the usual
+// readers look for.
 //
-// transformers takes model.safetensors before its index and pytorch_model.bin before its index;
-// diffusers takes an index first; vLLM takes *.safetensors and leaves those out that an index does
-// not list. Nothing in a folder says which of them its writer had in mind.
+// transformers prefers model.safetensors and pytorch_model.bin to their indices; diffusers prefers
+// an index; vLLM reads *.safetensors except files that an index omits. So a directory with several
+// sets of weights may be ambiguous.
 #include "index/foreign/weight_files.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr std::string_view kSafetensors = ".safetensors";
 constexpr std::string_view kIndexEnd = ".index.json";
 constexpr std::string_view kSafetensorsIndex = ".safetensors.index.json";
 constexpr std::string_view kTorchSingle = "pytorch_model.bin";
-// By usual readers, in the order in which they count where a folder has both.
+// Names that the usual readers look for. The first that exists in a directory is used.
 struct UsualName {
   std::string_view stem;
   bool index_first;
@@ -34,13 +34,13 @@ bool Counts(const DirectoryEntry& entry) {
   return entry.kind != FileKind::kDirectory && !entry.name.starts_with('.');
 }
 
-// What stands beside a model and is none: readers take it where they are told to.
-bool IsBesideAModel(std::string_view name) {
+// Whether the file is an adapter or a consolidated copy, which readers use only on request.
+bool IsAdapterOrConsolidated(std::string_view name) {
   return name.starts_with("adapter") || name.starts_with("consolidated");
 }
 
-void LeaveOutBeside(std::vector<std::string>& names, bool other_weights) {
-  const auto beside = [](const std::string& name) { return IsBesideAModel(name); };
+void DropAdapters(std::vector<std::string>& names, bool other_weights) {
+  const auto beside = [](const std::string& name) { return IsAdapterOrConsolidated(name); };
   if (other_weights || !std::ranges::all_of(names, beside)) std::erase_if(names, beside);
 }
 
@@ -76,15 +76,15 @@ WeightFiles SafetensorsFiles(std::span<const DirectoryEntry> entries) {
     if (!out.empty()) return out;
   }
   const bool torch = !TorchWeightFiles(entries).empty();
-  LeaveOutBeside(indices, torch || std::ranges::any_of(files, [](const std::string& name) {
-                            return !IsBesideAModel(name);
-                          }));
+  DropAdapters(indices, torch || std::ranges::any_of(files, [](const std::string& name) {
+                          return !IsAdapterOrConsolidated(name);
+                        }));
   if (indices.size() == 1) {
     out.index = indices.front();
   } else if (!indices.empty()) {
     out.indices = std::move(indices);
   } else {
-    LeaveOutBeside(files, torch);
+    DropAdapters(files, torch);
     out.loose = std::move(files);
   }
   return out;
@@ -104,21 +104,21 @@ WeightFiles TorchWeightFiles(std::span<const DirectoryEntry> entries) {
 Result<WeightMap> ReadWeightMap(const ForeignFolder& folder, const std::string& index) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, folder.Stat(index));
   if (info.size > kMaxWeightIndexBytes) {
-    return Status(Code::kUnsupported, folder.Shown(index) + ": " + std::to_string(info.size) +
-                                          " bytes; an index of at most " +
-                                          std::to_string(kMaxWeightIndexBytes) + " is read");
+    return Status(Code::kUnsupported, folder.Shown(index) + ": the index has " +
+                                          std::to_string(info.size) + " bytes, at most " +
+                                          std::to_string(kMaxWeightIndexBytes) + " are allowed");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text,
                                folder.ReadFile(index, kMaxWeightIndexBytes, "{"));
   WeightMap out;
-  // Called for each member of weight_map as the parser meets it, so that an index of 100 MB never
-  // becomes a tree in memory.
+  // The parser calls this for each member of weight_map, so that an index of 100 MB is never all in
+  // memory as JSON values.
   const auto member = [&](const std::string& key, nlohmann::json& value) -> Status {
     if (!value.is_string())
-      return DataLoss("weight_map: '" + key.substr(0, 256) + "' is in no file");
+      return DataLoss("weight_map: the file name of '" + key.substr(0, 256) + "' is not a string");
     std::string_view file = value.get_ref<const std::string&>();
     while (file.starts_with("./")) file.remove_prefix(2);
-    TENSORMOUNT_RETURN_IF_ERROR(folder.BelowRoot(file).status());
+    TENSORMOUNT_RETURN_IF_ERROR(folder.PathFromRoot(file).status());
     out[std::string(file)].insert(key);
     return {};
   };
@@ -126,9 +126,10 @@ Result<WeightMap> ReadWeightMap(const ForeignFolder& folder, const std::string& 
   if (!rest.ok()) return rest.status().WithContext(folder.Shown(index));
   const auto map = rest.value().find("weight_map");
   if (map != rest.value().end() && !map->is_object()) {
-    return DataLoss(folder.Shown(index) + ": weight_map is no object");
+    return DataLoss(folder.Shown(index) + ": weight_map is not an object");
   }
-  // Members went to the callback and are not in `rest`: an empty map looks like none there.
+  // The parser passed all members to the callback, so the result does not show whether weight_map
+  // is empty or missing.
   if (out.empty() && text.find("\"weight_map\"") == std::string::npos) {
     return DataLoss(folder.Shown(index) + ": no weight_map");
   }
@@ -139,7 +140,7 @@ Status AmbiguousWeights(const ForeignFolder& folder, std::string_view why,
                         std::span<const std::string> names) {
   constexpr std::size_t kShown = 8;
   std::string text = folder.Shown("") + ": " + std::string(why) +
-                     ": name one of them, with --file or as the source: ";
+                     ": choose one of them with --file, or as the source: ";
   for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
     text += (i == 0 ? "" : ", ") + names[i];
   }
@@ -152,7 +153,7 @@ Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& buil
   const ForeignFolder& folder = builder.folder();
   TENSORMOUNT_ASSIGN_OR_RETURN(const WeightMap map, ReadWeightMap(folder, files.index));
   if (map.size() == 1 && map.contains(files.single)) return files.index;
-  // Left over from a save in parts: nobody can read it.
+  // If none of its files exists, the index is left from an earlier save and cannot be read.
   if (std::ranges::none_of(map, [&](const auto& item) { return folder.Has(item.first); })) {
     return files.single;
   }
@@ -163,10 +164,10 @@ Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& buil
   if (!a.ok() || !b.ok() || !SameTensors(a.value(), b.value())) {
     const std::array<std::string, 2> both = {files.single, files.index};
     return AmbiguousWeights(
-        folder, "holds two sets of weights that are not of the same keys, shapes and types", both);
+        folder, "contains two sets of weights with different keys, shapes or types", both);
   }
-  builder.Warn("the weights are there twice, with the same keys, shapes and types: " + first +
-               " is read, and not " + second + " (--file chooses)");
+  builder.Warn("the weights are stored twice, with the same keys, shapes and types: " + first +
+               " is read and " + second + " is ignored (choose with --file)");
   return first;
 }
 

@@ -16,53 +16,54 @@
 #include "base/file_system.h"
 #include "index/foreign/foreign.h"
 
-// Which files of a folder of the Hugging Face kind are its weights. Several could be; what readers
-// of such folders (transformers, diffusers, vLLM) take is what counts.
+// Finds the files with the weights in a Hugging Face directory. If there are several sets of
+// weights, those that the usual readers (transformers, diffusers, vLLM) choose are used.
 
 namespace tensormount {
 
-// As they stand in the folder; names that begin with a dot never count, and neither do folders.
+// Names of files with weights in a directory, without hidden files.
 struct WeightFiles {
-  // The files of one model: in one file, and by an index. Either may be empty.
+  // The file with all weights, and the index of several files; each is empty if it does not exist.
   std::string single;
   std::string index;
-  // Who reads the folder takes the index first, as diffusers does; else the single file.
+  // Whether the usual reader prefers the index, as diffusers does.
   bool index_first = false;
-  // Without the two: several indices, of which none has a usual name, or files without any.
+  // Set only without `single` and `index`: several indices with unusual names, or files without an
+  // index.
   std::vector<std::string> indices;
   std::vector<std::string> loose;
 
   bool empty() const { return single.empty() && index.empty() && indices.empty() && loose.empty(); }
 };
 
-// *.safetensors and their indices. Adapters (adapter*) and consolidated copies (consolidated*)
-// count only where nothing else is there.
+// Finds *.safetensors and their indices. Adapters (adapter*) and consolidated copies
+// (consolidated*) are used only if there are no other weights.
 WeightFiles SafetensorsFiles(std::span<const DirectoryEntry> entries);
-// pytorch_model.bin and its index.
+// Finds pytorch_model.bin and its index.
 WeightFiles TorchWeightFiles(std::span<const DirectoryEntry> entries);
 
-// Whether the name is that of an index: it ends with ".index.json".
+// Whether the name ends with ".index.json".
 bool IsWeightIndex(std::string_view name);
 
-// A larger index is not read: one of six million keys.
+// Largest index; it has about six million keys.
 inline constexpr std::uint64_t kMaxWeightIndexBytes = std::uint64_t{1} << 30;
 
-// The weight_map of an index: keys by file. kDataLoss: it is none, names a key twice, or a file
-// that is no name below the folder (kPermissionDenied by ".."). kUnsupported: over
+// Reads the weight_map of an index: the keys in each file. kDataLoss: it is malformed, has a key
+// twice, or a file name is invalid (kPermissionDenied for ".."). kUnsupported: over
 // kMaxWeightIndexBytes.
 using WeightMap = std::map<std::string, std::set<std::string>>;
 Result<WeightMap> ReadWeightMap(const ForeignFolder& folder, const std::string& index);
 
-// Which of the two, `files.single` and `files.index`, is read: the one that the usual reader takes.
-// `list` reads one of them. Where both hold the same keys, shapes and types a warning names both;
-// where they do not, kUnsupported does (AmbiguousWeights), since readers differ in which they take.
-// An index of which no file is there is no candidate, and one that lists nothing but the single
-// file is the one that is read.
+// Chooses between files.single and files.index. `list` reads the tensors of one of them. If both
+// have the same keys, shapes and types, the choice is that of the usual reader, and a warning names
+// both; if not, the result is kUnsupported (AmbiguousWeights), because readers choose differently.
+// An index is ignored if none of its files exists, and chosen if it lists only the single file.
 using ListWeights = std::function<Result<ForeignInventory>(const std::string& name)>;
 Result<std::string> ChooseWeights(const WeightFiles& files, ForeignBuilder& builder,
                                   const ListWeights& list);
 
-// kUnsupported: "FOLDER: WHY: name one of them, by --file or as the source: A, B".
+// The error (kUnsupported) "DIRECTORY: WHY: choose one of them with --file, or as the source: A,
+// B".
 Status AmbiguousWeights(const ForeignFolder& folder, std::string_view why,
                         std::span<const std::string> names);
 

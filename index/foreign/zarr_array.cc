@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// .zarray files: shape, chunks, dtype, order, and the codec: what is compressed is refused by its
-// name.
+// The parser of .zarray files: shape, chunks, dtype, order and codec. The error for a compressed
+// array names the codec.
 //
-// JSON of others, so: bounded depth and size, every field checked for its type, and shapes and
-// chunks checked for overflow with the dtype that they have, so that code behind this may multiply.
+// The JSON may be hostile: its depth and size are limited, the type of every field is checked, and
+// shape and chunks are checked for overflow, so that later code may multiply their extents.
 #include "index/foreign/zarr_array.h"
 
 #include <charconv>
@@ -28,7 +28,7 @@ Status UnsupportedZarray(const std::string& why) {
 Result<Dims> Numbers(const Json& json, const char* name) {
   const auto found = json.find(name);
   if (found == json.end() || !found->is_array())
-    return BadZarray(std::string(name) + " is no list");
+    return BadZarray(std::string(name) + " is not a list");
   if (found->size() > static_cast<std::size_t>(kMaxRank)) {
     return UnsupportedZarray(std::string(name) + " has more than " + std::to_string(kMaxRank) +
                              " axes");
@@ -36,14 +36,14 @@ Result<Dims> Numbers(const Json& json, const char* name) {
   Dims out;
   for (const Json& item : *found) {
     if (!item.is_number_unsigned() || item.get<std::uint64_t>() > std::uint64_t{INT64_MAX}) {
-      return BadZarray(std::string(name) + " holds what is no whole number");
+      return BadZarray(std::string(name) + " has an element that is not a whole number");
     }
     out.push_back(static_cast<std::int64_t>(item.get<std::uint64_t>()));
   }
   return out;
 }
 
-// The name of a codec, {"id": "blosc", ...}.
+// The codec's name in {"id": "blosc", ...}.
 std::string CodecName(const Json& codec) {
   if (codec.is_object() && codec.contains("id") && codec["id"].is_string()) {
     return codec["id"].get_ref<const std::string&>().substr(0, 64);
@@ -51,26 +51,29 @@ std::string CodecName(const Json& codec) {
   return "a codec without a name";
 }
 
-// Both may be null, and filters may be an empty list too. Anything else means that the bytes in
-// chunk files are not the elements.
+// Fails if the array has a compressor or filters, because then the bytes in chunk files are not the
+// elements.
 Status CheckStoredPlainly(const Json& json) {
   const auto compressor = json.find("compressor");
   if (compressor != json.end() && !compressor->is_null()) {
-    return UnsupportedZarray("compressed with " + CodecName(*compressor));
+    return UnsupportedZarray("compressed with " + CodecName(*compressor) +
+                             "; only uncompressed arrays are supported");
   }
   const auto filters = json.find("filters");
   if (filters == json.end() || filters->is_null()) return Status();
-  if (!filters->is_array()) return BadZarray("filters are no list");
+  if (!filters->is_array()) return BadZarray("filters are not a list");
   if (filters->empty()) return Status();
-  return UnsupportedZarray("filtered with " + CodecName((*filters)[0]));
+  return UnsupportedZarray("filtered with " + CodecName((*filters)[0]) +
+                           "; only arrays without filters are supported");
 }
 
-// NumPy's type strings ("<f4"), and bfloat16 by its name, since NumPy has no type string for it.
+// The dtype, which is a type string of NumPy ("<f4"), or "bfloat16", for which NumPy has no type
+// string.
 Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
   const auto found = json.find("dtype");
   if (found == json.end()) return BadZarray("has no dtype");
-  if (found->is_array()) return UnsupportedZarray("elements are records of several fields");
-  if (!found->is_string()) return BadZarray("dtype is no string");
+  if (found->is_array()) return UnsupportedZarray("elements with several fields are not supported");
+  if (!found->is_string()) return BadZarray("dtype is not a string");
   const auto& name = found->get_ref<const std::string&>();
   if (name == "bfloat16" || (raw_is_bf16 && name == "|V2")) return DType::kBF16;
   const Result<DType> dtype = DTypeFromNpyDescr(name);
@@ -80,7 +83,7 @@ Result<DType> ParseDType(const Json& json, bool raw_is_bf16) {
 
 }  // namespace
 
-// Rounded up without the sum that could overflow.
+// Rounds up without an addition, which could overflow.
 Dims ZarrArray::Grid() const {
   Dims grid;
   for (int a = 0; a < shape.rank(); ++a) {
@@ -95,17 +98,21 @@ Result<ZarrArray> ParseZarray(std::string_view text, bool raw_is_bf16) {
   const Json& json = parsed.value();
   const auto version = json.find("zarr_format");
   if (version == json.end()) return BadZarray("has no zarr_format");
-  if (*version != 2) return UnsupportedZarray("zarr_format " + version->dump().substr(0, 32));
+  if (*version != 2)
+    return UnsupportedZarray("zarr_format " + version->dump().substr(0, 32) +
+                             " is not supported (supported: 2)");
   TENSORMOUNT_RETURN_IF_ERROR(CheckStoredPlainly(json));
   ZarrArray array;
   TENSORMOUNT_ASSIGN_OR_RETURN(array.dtype, ParseDType(json, raw_is_bf16));
   TENSORMOUNT_ASSIGN_OR_RETURN(array.shape, Numbers(json, "shape"));
   TENSORMOUNT_ASSIGN_OR_RETURN(array.chunks, Numbers(json, "chunks"));
   if (array.chunks.rank() != array.shape.rank()) {
-    return BadZarray("chunks " + array.chunks.ToString() + " of shape " + array.shape.ToString());
+    return BadZarray("chunks " + array.chunks.ToString() + " do not have as many axes as shape " +
+                     array.shape.ToString());
   }
   for (const std::int64_t extent : array.chunks) {
-    if (extent < 1) return BadZarray("chunks " + array.chunks.ToString());
+    if (extent < 1)
+      return BadZarray("chunks " + array.chunks.ToString() + ": extents must be at least 1");
   }
   if (const Status fits = CheckShape(array.dtype, array.shape); !fits.ok()) {
     return BadZarray(fits.message());
@@ -133,11 +140,11 @@ Status ParseZgroup(std::string_view text) {
   if (version == json.value().end()) return {Code::kDataLoss, "has no zarr_format"};
   if (*version == 2) return {};
   return {Code::kUnsupported,
-          "zarr_format " + version->dump().substr(0, 32) + ", we read version 2"};
+          "zarr_format " + version->dump().substr(0, 32) + " is not supported (supported: 2)"};
 }
 
-// "1.02", "+1.2" and "1.2.3" of two axes are no chunks: one chunk must have one name, or two files
-// could claim it.
+// "1.02", "+1.2" and "1.2.3" are not names of chunks of an array with two axes: if a chunk had two
+// names, two files could be the same chunk.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator) {
   if (rank == 0) return name == "0" ? std::optional(Dims()) : std::nullopt;
   Dims out;

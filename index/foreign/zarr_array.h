@@ -10,37 +10,40 @@
 #include "tensormount/dtype.h"
 #include "tensormount/status.h"
 
-// .zarray: one array of a Zarr hierarchy of version 2 (zarr-specs, "Zarr storage specification
-// version 2").
+// .zarray, the metadata of one array of a Zarr hierarchy of version 2 (zarr-specs, "Zarr storage
+// specification version 2").
 
 namespace tensormount {
 
-// Chunks are all of the same extents. Those at the end of an axis hang over the shape and are
-// stored whole.
+// All chunks have the same extents. A chunk at the end of an axis may exceed the shape, but its
+// file has the full size.
 struct ZarrArray {
   DType dtype = DType::kU8;
   Dims shape;
-  Dims chunks;  // Extents of every chunk, those at the edges too; at least 1.
+  Dims chunks;  // Extents of every chunk, at least 1.
   bool fortran_order = false;
-  char separator = '.';                   // Of numbers in the names of chunks.
-  std::optional<std::string> fill_value;  // As JSON; what chunks that are not stored stand for.
+  char separator = '.';  // The character between the numbers in the name of a chunk.
+  // The value of elements in missing chunks, as JSON; nullopt: null.
+  std::optional<std::string> fill_value;
 
-  // Chunks along each axis.
+  // The number of chunks along each axis.
   Dims Grid() const;
 };
 
-// `raw_is_bf16`: "|V2" is bfloat16, as Megatron-Core stored it; otherwise raw bytes.
-// kDataLoss: no such JSON, shapes and chunks that do not go together or overflow; kUnsupported by
-// name: another format version, a compressor, filters, element types as DTypeFromNpyDescr says.
-// Shape and chunks fit 64 bits in bytes, so products of extents need no further checks.
+// Parses .zarray. `raw_is_bf16`: whether "|V2" means bfloat16, which Megatron-Core stored so, and
+// not raw bytes. kDataLoss: invalid JSON, or shape and chunks that do not match or overflow.
+// kUnsupported: another format version, a compressor, filters, or an element type that
+// DTypeFromNpyDescr does not support. The sizes in bytes of the shape and of a chunk fit 64 bits,
+// so products of extents need no checks.
 Result<ZarrArray> ParseZarray(std::string_view json, bool raw_is_bf16 = false);
 
-// "1.0.2" as numbers, written as zarr does (no signs, no leading zeros). nullopt: no name of a
-// chunk of that many axes. A chunk of no axes is called "0" and has no numbers.
+// The index of the chunk with a name like "1.0.2" (no signs, no leading zeros). nullopt if this is
+// not the name of a chunk with `rank` axes. The chunk of an array without axes has the name "0" and
+// an empty index.
 std::optional<Dims> ParseChunkName(std::string_view name, int rank, char separator);
 
-// The .zgroup of a group: kUnsupported where its format is not version 2, kDataLoss where it is
-// none.
+// Checks the .zgroup of a group: kUnsupported if its format is not version 2, kDataLoss if it is
+// invalid.
 Status ParseZgroup(std::string_view text);
 
 }  // namespace tensormount

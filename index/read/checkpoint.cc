@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// OpenedCheckpoint: opening (COMMIT, then the index, then nothing until somebody reads), and
-// finding the files of records. Reads are in region_reader.cc.
+// OpenedCheckpoint: opens COMMIT and the index, and finds the files in their records. Reads are in
+// checkpoint_read.cc.
 //
-// Opening reads COMMIT and, of an index that is not small, only its tail: a mount opens every
-// checkpoint of a store that somebody looks into, and must not read all of their metadata. Damage
-// is made good where that is possible (the other copy of COMMIT, an index that fsck rebuilt, the
-// manifests), with a warning that names it; it fails the open only where nothing is left.
+// An open reads COMMIT and, of a large index, only the tail, because a mount opens every checkpoint
+// that a user looks into. Damage that has a substitute (the other copy of COMMIT, an index that
+// fsck rebuilt, the manifests) becomes a warning. The open fails only when no substitute is left.
 #include "index/read/checkpoint.h"
 
 #include "base/checked.h"
@@ -29,7 +28,8 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   std::shared_ptr<OpenedCheckpoint> opened(new OpenedCheckpoint);
   opened->fs_ = &fs;
   opened->directory_ = directory;
-  // First of all, since from here on nobody deletes the checkpoint: gc wants the lock alone.
+  // The lock is taken first: gc needs the exclusive lock, so the checkpoint cannot be deleted after
+  // this.
   TENSORMOUNT_ASSIGN_OR_RETURN(PinnedCommit commit_file, PinCommit(fs, directory, options.pinned));
   opened->pinned_ = std::move(commit_file.directory);
   opened->lock_ = std::move(commit_file.file);
@@ -41,12 +41,11 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   if (opened->commit_.one_copy_damaged) opened->warnings_.push_back(opened->commit_.damage);
 
   const CommitRecord& commit = opened->commit_.record;
-  // Called by the index when a record cannot be read, on whatever thread meets the damage, perhaps
-  // after this object is gone: so it owns copies of what it needs (the pin, the commit), and refers
-  // to the file system alone.
+  // The index calls this function when a later read meets a damaged record. The call may come on
+  // any thread, and after this object is gone. The function therefore owns copies of the pin and
+  // the commit; only the file system is a reference.
   std::function<Result<std::shared_ptr<const Table>>()> again;
   if (options.rebuild_index) {
-    // For damage that shows at a later read.
     again = [&fs, pinned = opened->pinned_, directory,
              commit]() -> Result<std::shared_ptr<const Table>> {
       if (const auto derived = OpenDerivedIndex(fs, directory, commit); derived.ok()) {
@@ -60,26 +59,27 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   }
   Result<std::shared_ptr<const CheckpointIndex>> index =
       CheckpointIndex::OpenSst(fs, root, commit, options.check_index_bytes, std::move(again));
-  // An index of another version is as good as none, manifests have versions of their own; and so is
-  // what is no file, or cannot be read.
+  // An index of another version, an index that is not a regular file, and an index that cannot be
+  // read are treated as missing. Manifests have a version of their own.
   const Status damage = index.status();
-  // What fsck rebuilt first: it costs no more than a whole index; a rebuild reads all manifests and
-  // keeps all records in memory.
-  if (CheckpointIndex::IsLost(damage) && options.rebuild_index) {
+  // The index that fsck rebuilt is tried first. It costs no more than the original, while a rebuild
+  // reads all manifests and keeps all records in memory.
+  if (CheckpointIndex::IsCopyDamaged(damage) && options.rebuild_index) {
     index = OpenDerivedIndex(fs, directory, commit);
     if (index.ok()) {
-      opened->warnings_.push_back(damage.message() + "; using the one that fsck rebuilt");
+      opened->warnings_.push_back(damage.message() + "; using the index that fsck rebuilt");
     } else {
       Result<Inventory> inventory = RebuildInventory(fs, root, commit);
       if (!inventory.ok()) {
-        // A manifest of a newer version is no damage: say so, instead of sending the user to fsck.
+        // A newer manifest version is not damage, so the message must not advise fsck.
         const bool newer = inventory.status().code() == Code::kUnsupported;
-        return Status(newer ? Code::kUnsupported : Code::kDataLoss,
-                      damage.message() + "; rebuilding it failed: " + inventory.status().message());
+        return Status(
+            newer ? Code::kUnsupported : Code::kDataLoss,
+            damage.message() + "; rebuilding the index failed: " + inventory.status().message());
       }
       index = CheckpointIndex::FromInventory(inventory.value());
       opened->index_rebuilt_ = true;
-      opened->warnings_.push_back(damage.message() + "; rebuilt from the manifests");
+      opened->warnings_.push_back(damage.message() + "; rebuilt the index from the manifests");
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(index.status());
@@ -91,15 +91,14 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::Open(FileSystem& fs,
   return opened;
 }
 
-// recovered(): damage that showed in a later read of the index.
+// Includes CheckpointIndex::recovered(), the damage that later reads of the index met.
 std::vector<std::string> OpenedCheckpoint::warnings() const {
   std::vector<std::string> all = warnings_;
   if (std::string since = index_->recovered(); !since.empty()) all.push_back(std::move(since));
   return all;
 }
 
-// From here on a foreign checkpoint is like any other: the same index (in memory), the same plans
-// and reads. What differs is told by placement of its files and by a null commit().
+// Like Open, except that the index is in memory, commit() is null, and the files are foreign.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSystem& fs,
                                                                         ForeignInventory inventory,
                                                                         const std::string& path,
@@ -120,7 +119,7 @@ Result<std::shared_ptr<OpenedCheckpoint>> OpenedCheckpoint::OpenForeign(FileSyst
       return Status(Code::kInternal, path + ": " + file.name + " is not recorded as foreign");
     }
   }
-  // Its name then is that of the file without its extension.
+  // A foreign checkpoint of one file. Its name is the file's name without the extension.
   opened->is_file_ =
       found.files.size() == 1 && JoinPath(found.info.root, found.files[0].name) == path;
   TENSORMOUNT_ASSIGN_OR_RETURN(opened->index_, CheckpointIndex::FromInventory(found));
@@ -142,7 +141,7 @@ std::string OpenedCheckpoint::name() const {
   return std::string(name);
 }
 
-// For messages and for keys of caches; AccessPath is the one to open.
+// The path is for messages and cache keys. Files are opened by AccessPath.
 std::string OpenedCheckpoint::FilePath(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   return JoinPath(record.placement == Placement::kForeign ? index_->info().root : directory_,
@@ -158,8 +157,8 @@ std::string OpenedCheckpoint::AccessPath(std::uint32_t file) const {
   return record.placement == Placement::kForeign ? FilePath(file) : JoinPath(*pinned_, record.name);
 }
 
-// Files of ours are opened below the pinned folder with no link followed, foreign ones below their
-// root.
+// A checkpoint's own files are opened below the pinned directory without following links; foreign
+// files are opened below their root.
 Result<std::unique_ptr<File>> OpenedCheckpoint::OpenFile(std::uint32_t file) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return OpenListedFile(*fs_, *pinned_, record.name);
@@ -175,11 +174,21 @@ std::shared_ptr<const void> OpenedCheckpoint::ReadInOrder() const {
   return {nullptr, [files = files_.get()](const void*) { files->ahead.End(); }};
 }
 
-void OpenedCheckpoint::LetGo(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
+Result<std::shared_ptr<File>> OpenedCheckpoint::SharedFile(std::uint32_t file) const {
+  Result<std::shared_ptr<OpenDataFile>> open = files_->Open(*this, file);
+  if (open.status().code() == Code::kNotFound) {
+    return Status(Code::kDataLoss, FilePath(file) + ": the file is missing");
+  }
+  if (!open.ok()) return open.status();
+  File* const shared = &open.value()->file();
+  return std::shared_ptr<File>(std::move(open).value(), shared);
+}
 
-// Size and mtime against the record, then the change time against what it was when this process saw
-// the file first: an mtime can be put back, a change time cannot.
-Status OpenedCheckpoint::CheckStill(std::uint32_t file, File& open) const {
+void OpenedCheckpoint::EvictFile(std::uint32_t file) const { files_->open.Erase(FilePath(file)); }
+
+// Compares size and mtime with the record, and the change time with its value at the first use of
+// the file in this process. A program can restore an mtime but not a change time.
+Status OpenedCheckpoint::CheckFileUnchanged(std::uint32_t file, File& open) const {
   const FileRecord& record = index_->files()[file];
   if (record.placement != Placement::kForeign) return Status();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, open.Stat());
@@ -194,7 +203,8 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::Extents(
   return lookup->shared_table();
 }
 
-// The file of the chunk before is kept open, since neighbours often stand in one file.
+// Keeps the file of the previous chunk open, because neighbouring chunks are often in the same
+// file.
 Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
     const TensorEntry& tensor, const ExtentTable& table) const {
   const TensorMeta& meta = tensor.meta;
@@ -209,7 +219,7 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
         return why.WithContext("tensor " + meta.key() + " " + chunk.region.ToString());
       };
       if (!resolver_ || chunk.file >= index_->files().size()) {
-        return failed(Status(Code::kDataLoss, "index: nothing tells where its bytes are"));
+        return failed(Status(Code::kDataLoss, "index: the location of its bytes is not recorded"));
       }
       if (!file || number != chunk.file) {
         Result<std::shared_ptr<OpenDataFile>> open = files_->Open(*this, chunk.file);
@@ -220,22 +230,22 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
         file = std::move(open).value();
         number = chunk.file;
       }
-      // The resolver may change offset, length and strides. Which cells the chunk holds was checked
-      // when the checkpoint was opened, and stays as it was whatever the resolver does.
+      // The resolver may change offset, length and strides, but not the region, which was checked
+      // when the checkpoint was opened.
       const Region region = chunk.region;
       const Status found = resolver_(meta, file->file(), chunk);
-      // Asked after the item was read, and before its answer is believed: of a file that changed,
-      // damage proves nothing.
-      if (Status still = CheckStill(number, file->file()); !still.ok()) return failed(still);
+      // The file is checked after the item was read and before the result is used. If the file
+      // changed, an error of the resolver does not prove damage.
+      if (Status still = CheckFileUnchanged(number, file->file()); !still.ok())
+        return failed(still);
       if (!found.ok()) return failed(found);
       chunk.pending = false;
       chunk.region = region;
       chunk.file = number;
-      // A resolver reads archives of others: its result is checked like a number of the metadata.
+      // The resolver parses another program's archive, so its result is checked like metadata.
       if (!RangeWithin(chunk.offset, chunk.length, index_->files()[number].length)) {
-        return failed(Status(
-            Code::kDataLoss,
-            index_->files()[number].name + ": its bytes would end past the end of the file"));
+        return failed(Status(Code::kDataLoss, index_->files()[number].name +
+                                                  ": its bytes reach past the end of the file"));
       }
       if (!region.is_flat() &&
           ArePackedStrides(meta.dtype(), region.box().extent(), chunk.strides)) {
@@ -247,21 +257,27 @@ Result<std::shared_ptr<const ExtentTable>> OpenedCheckpoint::ResolvePending(
   return std::shared_ptr<const ExtentTable>(std::move(resolved));
 }
 
-// The kernel reads such a file directly (passthrough), so everything that a read would check is
-// checked here: size, that it is a file, that it did not change.
+Result<std::optional<ExtentLookup::FileRun>> OpenedCheckpoint::FileRunOf(
+    const TensorEntry& tensor) const {
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
+  return lookup->file_run();
+}
+
+// In a mount the kernel reads such a file directly (passthrough), so every check of a read is made
+// here: the size, that it is a regular file, and that it did not change.
 Result<std::uint32_t> OpenedCheckpoint::WholeFileOf(const TensorEntry& tensor) const {
   const Status none(Code::kNotFound,
-                    "tensor " + tensor.meta.key() + ": no file holds it and nothing else");
+                    "tensor " + tensor.meta.key() + ": it is not stored in a file of its own");
   if (tensor.meta.bytes() == 0 || tensor.chunks == 0) return none;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const ExtentLookup> lookup, Lookup(tensor));
-  if (!lookup->linear_file()) return none;
-  const std::uint32_t file = *lookup->linear_file();
+  if (!lookup->file_run() || lookup->file_run()->offset != 0) return none;
+  const std::uint32_t file = lookup->file_run()->file;
   if (file >= index_->files().size() || index_->files()[file].length != tensor.meta.bytes()) {
     return none;
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_->LinkStat(AccessPath(file)));
   const bool foreign = index_->files()[file].placement == Placement::kForeign;
-  if (foreign && info.kind == FileKind::kSymlink) return none;  // To be opened with care only.
+  if (foreign && info.kind == FileKind::kSymlink) return none;  // A link needs the guarded open.
   TENSORMOUNT_RETURN_IF_ERROR(CheckUnchanged(index_->files()[file], info, has_commit_));
   if (info.kind != FileKind::kFile || info.size != tensor.meta.bytes()) {
     return Status(Code::kDataLoss, "tensor " + tensor.meta.key() + ": " +

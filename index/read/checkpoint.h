@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "index/read/foreign_loss.h"
 #include "index/records/checkpoint_index.h"
 #include "index/records/commit_record.h"
+#include "index/records/extent_lookup.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
@@ -28,21 +30,21 @@ class ProvingRead;
 struct ForeignBase;
 struct ForeignInventory;
 
-// How much a read checks.
+// Which of the bytes that are read are compared with hashes.
 enum class ReadVerify {
   kOff,
-  kWholeLeaves,   // Leaves that are read whole anyway.
-  kExtendLeaves,  // Reads are widened to whole leaves, or pages that have hashes, so that every
-                  // byte is checked.
-  // The same, but not again for what is known to be good since its file last changed
+  kWholeLeaves,  // Compares only leaves that the read covers anyway.
+  // Reads whole leaves (or pages, if they have hashes), so that every byte is compared.
+  kExtendLeaves,
+  // Like kExtendLeaves, but skips bytes that were proven since the file last changed
   // (OpenedCheckpoint::proven).
   kOnce,
 };
 
 struct ReadStats {
   std::uint64_t bytes_wanted = 0;
-  std::uint64_t bytes_read = 0;     // From storage, widening and gaps included.
-  std::uint64_t bytes_by_leaf = 0;  // Of the wanted ones, proved by leaf or page hashes.
+  std::uint64_t bytes_read = 0;     // Bytes read from storage, including extension and gaps.
+  std::uint64_t bytes_by_leaf = 0;  // The part of bytes_wanted that leaf or page hashes proved.
   void Add(const ReadStats& o) {
     bytes_wanted += o.bytes_wanted;
     bytes_read += o.bytes_read;
@@ -50,149 +52,161 @@ struct ReadStats {
   }
 };
 
-// An opened committed checkpoint (or a foreign one in the same clothes). Read-only, immutable,
-// thread-safe. Holds a shared flock on COMMIT, so that gc waits for it. Data files are opened
-// when first read, at most `max_open_files` at a time.
-// Lifetime: readers hold it by shared_ptr; what it hands out (lookups, mappings, extents) is shared
-// and outlives it.
+// An opened checkpoint, either committed or foreign. Read-only, immutable, thread-safe. The object
+// has a shared flock on COMMIT, so that gc does not delete the checkpoint. Data files are opened at
+// the first read, at most `max_open_files` at a time.
+// Readers keep a shared_ptr to the object. Lookups, mappings and extents that it returns are shared
+// and may outlive it.
 class OpenedCheckpoint {
  public:
   struct Options {
-    // Where index/ is missing or damaged, rebuild it in memory from the manifests (with a
-    // warning); false: fail.
+    // Whether to rebuild a missing or damaged index in memory from the manifests, with a warning.
+    // If false, the open fails.
     bool rebuild_index = true;
-    // An index of up to this size is compared with its hash now; of a larger one only the tail, and
-    // damage elsewhere shows, and is made good, when it is read.
-    std::uint64_t check_index_bytes = kIndexCheckedWhole;
+    // An index of up to this many bytes is compared with its hash at open. Of a larger index only
+    // the tail is compared; other damage is found, and bypassed, when a read meets it.
+    std::uint64_t check_index_bytes = kMaxFullyCheckedIndexBytes;
     std::size_t max_open_files = 512;
-    // Folders of which the operator said that data of adopted checkpoints may lie below them,
-    // whoever published these (index/read/foreign_file.h).
+    // Directories in which the operator allows data of adopted checkpoints, no matter who published
+    // the checkpoint (index/read/foreign_file.h).
     std::vector<std::string> roots;
-    // The folder, pinned by the caller (FileSystem::PinDirectory). Null: done here, where a symlink
-    // as last component is followed.
+    // The checkpoint's directory, if the caller has pinned it (FileSystem::PinDirectory). Null:
+    // Open pins `directory`, and follows a symlink as its last component.
     std::shared_ptr<const std::string> pinned;
-    // What is known of this very checkpoint from before. Null: nothing yet.
+    // Ranges that earlier opens of the same checkpoint (uuid) have proven. Null: none.
     std::shared_ptr<ProvenRanges> proven;
   };
 
-  // A checkpoint folder. kNotFound: no COMMIT here. kStale: it is being deleted, or was. kDataLoss:
-  // both copies of COMMIT, or the index and what it could be rebuilt from, are damaged.
-  // kUnsupported: written in a newer format. kPermissionDenied: its data lie elsewhere, where only
-  // the operator may send us (Options::roots).
+  // Opens a checkpoint directory. kNotFound: no COMMIT. kStale: the checkpoint is being deleted, or
+  // was deleted. kDataLoss: both copies of COMMIT are damaged, or the index is damaged and cannot
+  // be rebuilt. kUnsupported: a newer format. kPermissionDenied: the data are outside of the
+  // directory, in a place that only the operator may allow (Options::roots).
   static Result<std::shared_ptr<OpenedCheckpoint>> Open(FileSystem& fs,
                                                         const std::string& directory,
                                                         const Options& options);
-  // What an adapter found of a foreign checkpoint at `path`, a folder or a file, as resolved. Its
-  // warnings become warnings().
+  // Opens a foreign checkpoint. `inventory` is the result of the adapter for `path`, the resolved
+  // path of a directory or file. The adapter's warnings become warnings().
   static Result<std::shared_ptr<OpenedCheckpoint>> OpenForeign(FileSystem& fs,
                                                                ForeignInventory inventory,
                                                                const std::string& path,
                                                                const Options& options);
   ~OpenedCheckpoint();
 
+  FileSystem& fs() const { return *fs_; }
   const std::string& directory() const { return directory_; }
-  // For opening what is in it: leads there as long as this lives.
+  // Path for opening files of the checkpoint. Valid while this object lives, even after a rename.
   const std::string& pinned_directory() const { return *pinned_; }
-  std::string name() const;  // Last component.
+  std::string name() const;  // Last component of directory().
   const CheckpointIndex& index() const { return *index_; }
-  // Null for foreign checkpoints that are read in place.
+  // The decoded COMMIT. Null for foreign checkpoints that are read in place.
   const DecodedCommit* commit() const { return has_commit_ ? &commit_ : nullptr; }
-  // What was out of order, at open or since, but could be mended (damaged copy, rebuilt index);
-  // empty: nothing.
+  // Problems that were found at open or later and did not stop reading (a damaged copy, a rebuilt
+  // index).
   std::vector<std::string> warnings() const;
-  // What whoever chose this one has to say. Before it is shared.
+  // Adds a warning of the caller that selected this checkpoint. Call it before the object is
+  // shared.
   void AddWarning(std::string warning) { warnings_.push_back(std::move(warning)); }
-  // What a foreign checkpoint names and its files lack; its warnings tell of it too. Those of ours
-  // have none: what they lack fails the open or the read.
+  // Data that a foreign checkpoint names and its files lack. warnings() repeats the losses. Empty
+  // for native checkpoints, where missing data fail the open or the read.
   const std::vector<ForeignLoss>& lost() const { return lost_; }
-  // What else holds data in the folder of a foreign checkpoint and is no part of it
+  // Names of other data in a foreign checkpoint's directory, which are not part of the checkpoint
   // (ForeignInventory::beside).
   const std::vector<std::string>& beside() const { return beside_; }
   bool index_was_rebuilt() const { return index_rebuilt_; }
-  // Which bytes of data files were found good by reads with kOnce.
+  // Ranges of data files that reads with kOnce have proven.
   ProvenRanges& proven() const { return *proven_; }
 
-  // Where the chunks of a tensor are. Those that were pending are looked up now, which reads a
-  // little of each of their items: kDataLoss, kUnsupported (ItemResolver), kStale, the errno of a
-  // read. The bytes of no tensor but this one are concerned.
+  // The chunks of a tensor. Locates pending chunks, which reads a few bytes of each item that
+  // contains a chunk of the tensor. Errors: kDataLoss and kUnsupported (ItemResolver), kStale, or
+  // the errno of a read.
   Result<std::shared_ptr<const ExtentTable>> Extents(const TensorEntry& tensor) const;
 
-  // What reads of a tensor need, made and kept: for who starts several at a time, each of which
-  // would make it. Errors as of Extents.
+  // Makes and caches the lookup that reads of a tensor use. Call it before starting several reads
+  // at once, because each of them would make the lookup. Errors as for Extents.
   Status Prepare(const TensorEntry& tensor) const;
-  // Reads `region` of a tensor into `out` (whose shape is the region's extents; may be strided).
-  // `digest`, where not null, receives the contribution of the bytes *as they arrived in `out`*
-  // to the tensor's digest (base/hash.h). Errors: kInvalidArgument (region, dtype, shape);
-  // kDataLoss naming tensor, box, file and byte (checksum differs, short file, missing file);
-  // kStale where a foreign file changed before its bytes were here and no hash proved them;
-  // or the errno of the read. On error the contents of `out` are undefined.
+  // Reads `region` of a tensor into `out`, whose shape is the region's extents. `out` may be
+  // strided. `digest`, if not null, receives the contribution to the tensor's digest of the bytes
+  // *as they arrived in `out`* (base/hash.h). After an error the contents of `out` are undefined.
+  // Errors: kInvalidArgument (region, dtype, shape); kDataLoss with tensor, box, file and byte
+  // (checksum mismatch, short or missing file); kStale if a foreign file changed before its bytes
+  // were read and no hash proved them; or the errno of the read.
   Status Read(const TensorEntry& tensor, const Region& region, const BufferView& out,
               ReadVerify verify, ReadStats* stats, Crc64* digest) const;
-  // The same into memory that is described as placed boxes of bytes of the tensor (disjoint,
-  // shard/tensor_meta.h), relative to `base`. They must lie within the tensor.
+  // Like Read, into memory that `want` describes: disjoint placed boxes of the tensor's bytes
+  // (shard/tensor_meta.h), relative to `base`. The boxes must be within the tensor.
   Status ReadPlaced(const TensorEntry& tensor, std::span<const PlacedBox> want, std::byte* base,
                     ReadVerify verify, ReadStats& stats, Crc64* digest) const;
-  // Bytes [offset, offset + size) of the row-major byte string: what the mount serves. The range
-  // must lie within the tensor. Same errors.
+  // Reads bytes [offset, offset + size) of the tensor in row-major order, the order of its file in
+  // a mount. The range must be within the tensor. Errors as for Read.
   Status ReadBytes(const TensorEntry& tensor, std::uint64_t offset, void* out, std::size_t size,
                    ReadVerify verify, ReadStats* stats) const;
-  // While the result lives, small reads that follow each other in a file are parts of larger ones:
-  // for who reads much of a checkpoint in the order of its files. Not to outlive this.
+  // Turns on read-ahead while the result lives: small consecutive reads of a file are served from
+  // larger reads. For callers that read most of a checkpoint in file order. The result must not
+  // outlive this object.
   [[nodiscard]] std::shared_ptr<const void> ReadInOrder() const;
-  // The same bytes where they are stored, without a copy: ranges in order, at most kMaxMapped of
-  // them. Empty where they are not long runs of files that can be mapped, or would have to
-  // be compared with their hashes as `verify` wants it; then read. A file that somebody truncates
-  // later raises SIGBUS where a program touches the bytes; a system call that takes them fails with
-  // EFAULT, so hand them to one.
+  // Maps the bytes that ReadBytes would copy. Returns ranges in order, at most kMaxMapped. Empty if
+  // the bytes are not a few long runs of mappable files, or if `verify` requires comparing them
+  // with hashes; the caller then reads. Pass the ranges to a system call: if somebody truncates the
+  // file later, a system call fails with EFAULT, but an access raises SIGBUS.
   static constexpr std::size_t kMaxMapped = 8;
   struct MappedRange {
     const std::byte* data = nullptr;
     std::size_t size = 0;
-    std::shared_ptr<const void> keep;  // The mapping lives as long as this.
+    std::shared_ptr<const void> keep;  // The mapping lives as long as this pointer.
   };
-  // A foreign file is mapped only for who takes it as it will be: nobody looks afterwards whether
-  // it still was what the checkpoint says.
+  // kMap maps foreign files too. The caller then accepts that nothing checks afterwards whether the
+  // file changed.
   enum class ForeignFiles { kRead, kMap };
   Result<std::vector<MappedRange>> MapBytes(const TensorEntry& tensor, std::uint64_t offset,
                                             std::size_t size, ReadVerify verify,
                                             ForeignFiles foreign = ForeignFiles::kRead) const;
-  // The same for placed boxes as ReadPlaced takes them; they must fill their destination without
-  // gaps.
+  // Like MapBytes, for the placed boxes of ReadPlaced. The boxes must fill their destination
+  // without gaps.
   Result<std::vector<MappedRange>> MapPlaced(const TensorEntry& tensor,
                                              std::span<const PlacedBox> want, ReadVerify verify,
                                              ForeignFiles foreign = ForeignFiles::kRead) const;
-  // A part of an object. By default verified where all of it is read and it has a hash.
+  // Reads a part of an object. By default only the leaves that the read covers completely are
+  // compared with their hashes.
   Status ReadObject(const ObjectRecord& object, std::uint64_t offset, void* out, std::size_t size,
                     ReadVerify verify = ReadVerify::kWholeLeaves) const;
 
-  // The only file that is the tensor's row-major bytes from offset 0, if there is one: what
-  // passthrough and adoption want. Its number (FilePath, OpenFile), or kNotFound.
+  // The position of the tensor's bytes, if the whole tensor is one contiguous range of a file
+  // (ExtentLookup::FileRun). Errors as for Extents.
+  Result<std::optional<ExtentLookup::FileRun>> FileRunOf(const TensorEntry& tensor) const;
+  // The number (for FilePath, OpenFile) of a file that has exactly the tensor's row-major bytes
+  // from offset 0. For passthrough and adoption. kNotFound if there is no such file.
   Result<std::uint32_t> WholeFileOf(const TensorEntry& tensor) const;
-  // Path of file number n on the host, for people; it must be below index().files().size().
+  // Path of file number `file` on the host, for messages. `file` must be less than
+  // index().files().size().
   std::string FilePath(std::uint32_t file) const;
-  // A path that leads there as long as this lives, whatever the checkpoint is called meanwhile.
+  // Path of file number `file` that stays valid while this object lives, even if the checkpoint is
+  // renamed.
   std::string AccessPath(std::uint32_t file) const;
-  // Whether another program wrote it.
+  // Whether another program wrote file number `file`.
   bool IsForeignFile(std::uint32_t file) const;
 
-  // Opens that file; of a checkpoint's own files nothing outside of its folder, of foreign ones
-  // nothing outside of info().root, whatever links somebody put there. kStale where a foreign one
-  // is not what it was (index/read/foreign_file.h).
+  // Opens file number `file`. Links cannot lead outside of the checkpoint's directory (own files)
+  // or of info().root (foreign files). kStale if a foreign file changed
+  // (index/read/foreign_file.h).
   Result<std::unique_ptr<File>> OpenFile(std::uint32_t file) const;
-  // Keeps file number n open no longer: the next read opens what has its name then, say a good copy
-  // that somebody put instead of a damaged one.
-  void LetGo(std::uint32_t file) const;
-  // To be called after bytes of a foreign file were read which no hash proves: whether it still is
-  // what it was. kStale. Ok for a checkpoint's own files.
-  Status CheckStill(std::uint32_t file, File& open) const;
+  // Like OpenFile, but the file is opened once for all readers and cached (EvictFile). kDataLoss if
+  // the file is missing.
+  Result<std::shared_ptr<File>> SharedFile(std::uint32_t file) const;
+  // Removes file number `file` from the cache. The next read opens the file's name again, which may
+  // then be a repaired copy.
+  void EvictFile(std::uint32_t file) const;
+  // Checks that a foreign file did not change since it was opened; kStale if it did. Call this
+  // after reading foreign bytes that no hash proves. Always OK for the checkpoint's own files.
+  Status CheckFileUnchanged(std::uint32_t file, File& open) const;
 
-  struct Files;  // index/read/file_cache.h; not for users.
+  struct Files;  // Private to index/read/ (file_cache.h).
 
  private:
   OpenedCheckpoint();
-  struct PlannedRead;  // The chunks that a read touches, and the plan over them.
+  struct PlannedRead;  // The chunks that a read touches, and the copy plan over them.
   Result<PlannedRead> PlanRead(const TensorEntry& tensor, std::span<const PlacedBox> want) const;
-  // ReadPlaced, where `once` is null, or verify is kOnce.
+  std::size_t StartParts(const PlannedRead& planned, std::size_t first, ReadVerify verify) const;
+  // Reads all parts of a plan once. `once` is null unless `verify` is kOnce.
   Status ReadPlan(const TensorEntry& tensor, const PlannedRead& planned,
                   std::span<const PlacedBox> want, std::byte* base, ReadVerify verify,
                   ProvingRead* once, ReadStats& stats, Crc64* digest) const;
@@ -200,15 +214,16 @@ class OpenedCheckpoint {
   Result<std::shared_ptr<const ExtentTable>> ResolvePending(const TensorEntry& tensor,
                                                             const ExtentTable& table) const;
   FileSystem* fs_ = nullptr;
-  std::string directory_;  // Of a foreign file: its own path.
-  // Leads to the same folder, whatever it is called since it was opened: removed and replaced ones
-  // are read to the end. For a foreign checkpoint: directory_.
+  // Path of the checkpoint's directory, or of the file of a foreign checkpoint that is one file.
+  std::string directory_;
+  // Path that leads to the same directory after a rename, so that removed and replaced checkpoints
+  // can be read to the end. Equal to directory_ for foreign checkpoints.
   std::shared_ptr<const std::string> pinned_;
   std::shared_ptr<const CheckpointIndex> index_;
-  // Of the adapter that read a foreign checkpoint (ItemResolver of foreign_inventory.h). Empty:
-  // nothing is pending.
+  // ItemResolver of a foreign checkpoint's adapter (foreign_inventory.h). Empty if no chunk is
+  // pending.
   std::function<Status(const TensorMeta& meta, File& file, ChunkRecord& chunk)> resolver_;
-  bool is_file_ = false;  // A foreign checkpoint of one file.
+  bool is_file_ = false;  // Whether this is a foreign checkpoint of one file.
   DecodedCommit commit_;
   bool has_commit_ = false;
   std::unique_ptr<const ForeignBase> foreign_base_;
@@ -221,49 +236,54 @@ class OpenedCheckpoint {
   std::unique_ptr<Files> files_;
 };
 
-// The index again from manifest/ (merged, completeness checked): same answers. Every manifest is
-// checked against COMMIT first.
+// Rebuilds the records of the index from manifest/. Each manifest is compared with COMMIT, and the
+// result is checked for completeness.
 Result<Inventory> RebuildInventory(FileSystem& fs, const std::string& directory,
                                    const CommitRecord& commit);
 
 struct VerifyOptions {
-  bool quick = false;              // Commit record, lengths and index only.
-  std::vector<std::string> roots;  // OpenedCheckpoint::Options::roots.
-  int threads = 0;                 // 0: as many as cores.
-  Watch watch;                     // May be empty.
+  bool quick = false;  // Check only COMMIT, lengths and the index.
+  // Directories in which data of adopted checkpoints are allowed
+  // (OpenedCheckpoint::Options::roots).
+  std::vector<std::string> roots;
+  int threads = 0;  // Number of threads; 0: the number of cores.
+  Watch watch;      // Progress and cancellation; may be empty.
 };
 struct VerifyReport {
-  // One a damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs". Empty: whole.
+  // One entry for each damage: "tensor w [0:16, 128:256]: data/…: byte 4096: checksum differs".
   struct Damage {
     std::string
         object;  // "tensor w [0:16, 128:256]", "object rng", "COMMIT", "index", "manifest/…".
-    std::string file;  // Below the checkpoint.
+    std::string file;  // Path below the checkpoint.
     std::uint64_t offset = 0;
     std::string reason;
-    bool surplus = false;  // It stands there and belongs to no checkpoint.
-    // The files of a foreign checkpoint lack it: what is left may be whole.
+    bool surplus = false;  // Whether this is a file that belongs to no checkpoint.
+    // Whether the data are missing from the files of a foreign checkpoint. Its other data may be
+    // intact.
     bool lost = false;
-    // Other checkpoints of the store that have this very file, by name. Not filled in by
-    // VerifyCheckpoint, which knows of no store (NameSharers of index/store/costs.h).
+    // Names of other checkpoints of the store whose data file is this one (a hard link).
+    // VerifyCheckpoint leaves this empty, because it does not know the store; NameSharers of
+    // index/store/costs.h fills it.
     std::vector<std::string> shared_with = {};
-    // Of what is lost: keys of tensors, then of objects, all of them. `object` counts them.
+    // If `lost`: all keys of the missing data, tensors before objects. `object` has only their
+    // number.
     std::vector<std::string> keys = {};
   };
   std::vector<Damage> damages;
-  // What is damaged, and of which something else in the store serves whole (an index that fsck
-  // rebuilt). Of a foreign one: what else the open told.
+  // Damage for which the store has a substitute (an index that fsck rebuilt). For a foreign
+  // checkpoint: warnings of the open that are not losses.
   std::vector<std::string> warnings;
   std::uint64_t bytes_checked = 0;
-  // Of them, of tensors and objects that have no hash: they could only be read. Foreign formats
-  // hold none, and `adopt --quick` makes none.
+  // The part of bytes_checked that could only be read, because there are no hashes (foreign
+  // formats, `adopt --quick`).
   std::uint64_t bytes_without_hash = 0;
   std::uint64_t tensors = 0;
   std::uint64_t chunks = 0;
 };
-// Everything that belongs to the checkpoint against COMMIT: both copies, every manifest and index
-// file whole, index records against the manifests', every extent, every leaf of every data file,
-// digests of tensors whose chunks were read in full, files that do not belong there. Fails only
-// where it could not check at all; damage is in the report.
+// Checks everything that belongs to the checkpoint: both copies of COMMIT, every manifest and index
+// file, index records against the manifests, every extent, every leaf of every data file, digests
+// of tensors whose chunks were all read, and surplus files. Damage is in the report. The call fails
+// only if something could not be checked and no damage was found.
 Result<VerifyReport> VerifyCheckpoint(FileSystem& fs, const std::string& directory,
                                       const VerifyOptions& options);
 

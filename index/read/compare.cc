@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// `diff`: two checkpoints key by key, as a merge of two sorted lists, so that neither is in memory.
-// What digests tell is not read; what they cannot tell (other chunks of a foreign file, values
-// wanted) is read in both, a batch of tensors at a time on several threads.
+// Implements `diff` as a merge of two sorted key lists, so that neither list is in memory as a
+// whole. If both sides have digests, the digests decide; other tensors (foreign files, values
+// requested) are read.
 //
-// One thread merges and judges; what it cannot judge without reading becomes a Job. When
-// kMostPending keys have gathered, threads read the blocks of all jobs, and results are handed out
-// in the order of keys. Memory is bounded by the batch, whatever the checkpoints hold.
+// One thread merges. A tensor that has to be read becomes a Job. When kMostPending keys have been
+// collected, several threads read the blocks of all jobs, and the results are reported in key
+// order. The size of a batch bounds the memory.
 #include "index/read/compare.h"
 
 #include <algorithm>
@@ -26,19 +26,18 @@ namespace {
 
 using Each = std::function<Status(const Mismatch&)>;
 
-// No element is different, so far.
+// Value of Job::first_element while no differing element is known.
 constexpr std::uint64_t kNoElement = std::numeric_limits<std::uint64_t>::max();
-// Keys and tensors to be read that are worked on together; what is known of them is in memory.
+// Largest number of keys in a batch. The metadata and results of a batch are in memory.
 constexpr std::size_t kMostPending = 4096;
 
-bool Wanted(const std::string& glob, const std::string& key) {
+bool MatchesGlob(const std::string& glob, const std::string& key) {
   return glob.empty() || GlobMatches(glob, key);
 }
 
-// The tensors of one side in the order of the names that they are compared by.
-// Without renames the index gives keys in order, page by page. With renames the order is another
-// one, so ordinals are sorted by name first (4 bytes a tensor) and tensors are looked up one by
-// one.
+// The tensors of one side in the order of the compared names. Without renames the index gives keys
+// in order, page by page. With renames, ordinals are first sorted by name (4 bytes for each
+// tensor), and tensors are looked up one by one.
 class Cursor {
  public:
   Cursor(const CheckpointIndex& index, const std::string& glob, const KeyRenames* names)
@@ -52,7 +51,7 @@ class Cursor {
     });
   }
 
-  // Null at the end; valid until Pop.
+  // The current tensor; null at the end. Valid until Pop.
   Result<const TensorEntry*> Peek() {
     while (at_ == page_.size()) {
       if (end_) return static_cast<const TensorEntry*>(nullptr);
@@ -73,7 +72,7 @@ class Cursor {
   Status FillInKeyOrder() {
     std::size_t seen = 0;
     TENSORMOUNT_RETURN_IF_ERROR(index_.ForEachTensor(next_, [&](const TensorEntry& tensor) {
-      if (Wanted(glob_, tensor.meta.key())) page_.push_back(tensor);
+      if (MatchesGlob(glob_, tensor.meta.key())) page_.push_back(tensor);
       return ++seen < kPage;
     }));
     next_ += static_cast<std::uint32_t>(seen);
@@ -83,7 +82,7 @@ class Cursor {
   Status FillByName() {
     while (page_.size() < kPage && next_ < order_.size()) {
       const std::uint32_t ordinal = order_[next_++];
-      if (!Wanted(glob_, names_->tensors()[ordinal])) continue;
+      if (!MatchesGlob(glob_, names_->tensors()[ordinal])) continue;
       TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry tensor, index_.At(ordinal));
       page_.push_back(std::move(tensor));
     }
@@ -94,24 +93,26 @@ class Cursor {
   const CheckpointIndex& index_;
   const std::string& glob_;
   const KeyRenames* names_;
-  std::vector<std::uint32_t> order_;  // Ordinals by name, of renamed ones.
+  // Ordinals by new name. Used only with renames.
+  std::vector<std::uint32_t> order_;
   std::uint32_t next_ = 0;
   std::vector<TensorEntry> page_;
   std::size_t at_ = 0;
   bool end_ = false;
 };
 
-// Two tensors whose bytes are to be read: of one shape, and of one dtype unless values are
-// compared.
+// Two tensors whose bytes have to be read. They have the same shape and, unless values are
+// compared, the same dtype.
 struct Job {
   TensorEntry first;
   TensorEntry second;
   bool values = false;
-  bool by_digest = false;   // Known to differ.
-  std::size_t entry = 0;    // Its position in the batch.
-  std::uint64_t block = 0;  // Elements a unit; whole bytes.
+  bool by_digest = false;   // Whether the digests differ, so that the tensors differ.
+  std::size_t entry = 0;    // Position of the result in the batch.
+  std::uint64_t block = 0;  // Elements in a unit. A unit is a whole number of bytes.
   std::uint64_t units = 0;
-  // Threads lower it; only the minimum matters, and no other memory depends on it.
+  // Position of the first differing element. Threads lower it atomically; no other memory depends
+  // on its value.
   std::atomic<std::uint64_t> first_element{kNoElement};
   std::mutex mutex;
   ValueMismatch sum;
@@ -134,7 +135,7 @@ class CheckpointComparison {
   }
 
  private:
-  // What became of one key: a mismatch, or none where both sides are equal.
+  // The result for one key. Empty: the sides are equal.
   using Outcome = std::optional<Mismatch>;
 
   Status Tensors() {
@@ -147,7 +148,7 @@ class CheckpointComparison {
       int order = mine == nullptr ? 1 : -1;
       if (mine != nullptr && theirs != nullptr) order = a.Name(*mine).compare(theirs->meta.key());
       if (order == 0) {
-        Judge(*mine, *theirs);
+        CompareTensors(*mine, *theirs);
       } else {
         Mismatch& alone = batch_.emplace_back().emplace();
         alone.kind = order < 0 ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
@@ -161,8 +162,8 @@ class CheckpointComparison {
     return Flush();
   }
 
-  // What can be said of two tensors without reading; the rest becomes a job.
-  void Judge(const TensorEntry& a, const TensorEntry& b) {
+  // Compares two tensors of one key by metadata and digests, or adds a job.
+  void CompareTensors(const TensorEntry& a, const TensorEntry& b) {
     Outcome& outcome = batch_.emplace_back();
     Mismatch& d = outcome.emplace();
     d.key = b.meta.key();
@@ -194,8 +195,8 @@ class CheckpointComparison {
     if ((values || bytes) && a.meta.elements() > 0) AddJob(a, b, values, by_digest);
   }
 
-  // A block is a multiple of 8 elements, so that blocks of f4 and of narrower types begin and end
-  // at whole bytes.
+  // Adds a job. A block is a multiple of 8 elements, so that blocks of f4 and narrower types begin
+  // and end at whole bytes.
   void AddJob(const TensorEntry& a, const TensorEntry& b, bool values, bool by_digest) {
     Job& job = *jobs_.emplace_back(std::make_unique<Job>());
     job.first = a;
@@ -209,7 +210,8 @@ class CheckpointComparison {
     total_ += a.meta.bytes() + b.meta.bytes();
   }
 
-  // Jobs refer to entries of the batch by position: the batch grows while jobs are added.
+  // Runs the jobs and reports the results of the batch. Jobs refer to batch entries by position,
+  // because the batch grows while jobs are added.
   Status Flush() {
     TENSORMOUNT_RETURN_IF_ERROR(RunJobs());
     for (const auto& job : jobs_) {
@@ -226,14 +228,14 @@ class CheckpointComparison {
     return {};
   }
 
-  // Digests that differ over equal bytes mean that a record lies, which is worth a line: verify
-  // will say which.
+  // Sets the result of a job. If the digests differ but the bytes are equal, a record is wrong: the
+  // mismatch is reported, and verify finds which record.
   static void Conclude(const Job& job, Mismatch& d) {
     const std::uint64_t at = job.first_element;
     if (at != kNoElement) {
       d.first_element = at;
     } else if (job.same_type()) {
-      d.reason = "digests differ, bytes do not: one digest is wrong";
+      d.reason = "digests differ, but the bytes are equal: one digest is wrong";
     }
     if (job.values) d.values = job.sum;
   }
@@ -257,12 +259,12 @@ class CheckpointComparison {
     return each_(*outcome);
   }
 
-  // All units of all jobs by several threads, in order, so that what the threads read at one time
-  // lies side by side.
-  // A unit is one block of one job. Threads take units by a counter: blocks of a tensor are read
-  // one after the other, and all threads are busy to the end.
+  // Reads all units of all jobs on several threads. A unit is one block of one job. Threads take
+  // units in order from a counter, so that concurrent reads are neighbours in storage and all
+  // threads are busy to the end.
   Status RunJobs() {
-    std::vector<std::uint64_t> ends;  // Of each job's units among all.
+    // For each job, the number of units in it and all jobs before it.
+    std::vector<std::uint64_t> ends;
     std::uint64_t units = 0;
     for (const auto& job : jobs_) ends.push_back(units += job->units);
     if (units == 0) return {};
@@ -295,7 +297,7 @@ class CheckpointComparison {
       if (failure.ok()) failure = status;
     };
     {
-      // Joined at the end of the block, before `failure` is read.
+      // The threads are joined at the end of this block, before `failure` is read.
       std::vector<std::jthread> others;
       for (std::uint64_t i = 1; i < threads; ++i) others.emplace_back(work);
       work();
@@ -303,12 +305,11 @@ class CheckpointComparison {
     return failure;
   }
 
-  // Only a thread that reads a block in front of everything found so far can lower the minimum, so
-  // later blocks are skipped unless values are wanted.
+  // Compares one unit. Without `values` only the first differing element counts, so blocks behind a
+  // known differing element are skipped.
   Status RunUnit(Job& job, std::uint64_t unit, std::vector<std::byte>& a,
                  std::vector<std::byte>& b) {
     const std::uint64_t begin = unit * job.block;
-    // What lies behind a mismatch that was found already cannot become the first one.
     if (!job.values && begin >= job.first_element) return {};
     const TensorMeta& mine = job.first.meta;
     const std::uint64_t count = std::min(job.block, mine.elements() - begin);
@@ -320,7 +321,7 @@ class CheckpointComparison {
           std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin());
       found = begin + byte * 8 / mine.bits();
     }
-    // Lowers the minimum, unless another thread has put a lower one there.
+    // Stores the smaller of `found` and the known position.
     std::uint64_t known = job.first_element;
     while (found < known && !job.first_element.compare_exchange_weak(known, found)) {
     }
@@ -334,8 +335,8 @@ class CheckpointComparison {
     return options_.watch ? options_.watch(done, total_) : Status();
   }
 
-  // Elements as they stand in the row-major bytes. `begin` and `count` are whole bytes: `begin` is
-  // a multiple of 8 elements, and the end one of them or the tensor's.
+  // Reads elements in row-major order as whole bytes. `begin` is a multiple of 8 elements; the end
+  // is too, or it is the tensor's end.
   static Status ReadBlock(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
                           std::uint64_t begin, std::uint64_t count, std::vector<std::byte>& out) {
     const std::uint64_t bits = tensor.meta.bits();
@@ -347,7 +348,7 @@ class CheckpointComparison {
   // ---- Objects ----
 
   struct Part {
-    std::string name;  // The key that it is compared by.
+    std::string name;  // The key under which the part is compared.
     ObjectRecord object;
     std::vector<std::int64_t> index;
     auto order() const { return std::tie(name, index); }
@@ -356,13 +357,13 @@ class CheckpointComparison {
     }
   };
 
-  // Object parts of both sides are kept and sorted in memory: they are few beside chunks.
+  // The object parts of one side, sorted. They are in memory, because there are few.
   Result<std::vector<Part>> PartsOf(const OpenedCheckpoint& checkpoint, const KeyRenames* names) {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> objects, checkpoint.index().Objects());
     std::vector<Part> parts;
     for (ObjectRecord& object : objects) {
       std::string name = names == nullptr ? object.key : names->Object(object.key);
-      if (name.empty() || !Wanted(options_.keys, name)) continue;
+      if (name.empty() || !MatchesGlob(options_.keys, name)) continue;
       std::vector<std::int64_t> index(object.index.begin(), object.index.end());
       parts.push_back(
           {.name = std::move(name), .object = std::move(object), .index = std::move(index)});
@@ -383,14 +384,14 @@ class CheckpointComparison {
       const bool only_b = a == mine.end() || (b != theirs.end() && b->order() < a->order());
       Outcome outcome;
       Mismatch& d = outcome.emplace();
-      d.what = Mismatch::What::kObject;
+      d.subject = Mismatch::Subject::kObject;
       d.key = only_a ? a->Text() : b->Text();
       if (!only_b) d.first_bytes = a->object.length;
       if (!only_a) d.second_bytes = b->object.length;
       if (only_a || only_b) {
         d.kind = only_a ? Mismatch::Kind::kRemoved : Mismatch::Kind::kAdded;
       } else {
-        TENSORMOUNT_RETURN_IF_ERROR(JudgeObjects(a->object, b->object, outcome));
+        TENSORMOUNT_RETURN_IF_ERROR(CompareObjectParts(a->object, b->object, outcome));
       }
       TENSORMOUNT_RETURN_IF_ERROR(Emit(outcome));
       if (!only_b) ++a;
@@ -399,7 +400,7 @@ class CheckpointComparison {
     return {};
   }
 
-  Status JudgeObjects(const ObjectRecord& a, const ObjectRecord& b, Outcome& outcome) {
+  Status CompareObjectParts(const ObjectRecord& a, const ObjectRecord& b, Outcome& outcome) {
     std::string& reason = outcome->reason;
     bool equal = false;
     if (a.grid != b.grid) {
@@ -419,7 +420,7 @@ class CheckpointComparison {
     return {};
   }
 
-  // Stops at the first block that differs.
+  // Compares the bytes of two object parts up to the first block that differs.
   Result<bool> SameBytes(const ObjectRecord& a, const ObjectRecord& b) {
     std::vector<std::byte> left;
     std::vector<std::byte> right;

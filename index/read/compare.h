@@ -15,81 +15,84 @@
 #include "shard/compare_values.h"
 #include "shard/tensor_meta.h"
 
-// What differs between two opened checkpoints, ours or foreign ones, however they are cut.
+// Compares two opened checkpoints, native or foreign, whatever their sharding.
 
-// Cheap where that can be: tensors of one dtype and shape are compared by their digests, which do
-// not depend on how a tensor is cut into chunks. Foreign checkpoints have none and are read.
+// Tensors of the same dtype and shape are compared by their digests, which do not depend on the
+// sharding. Foreign checkpoints have no digests, so their data are read.
 namespace tensormount {
 
 class KeyRenames;
 
-// One line of a diff. Which members mean something depends on `what` and `kind`; the others are
-// empty.
+// One mismatch. `subject` and `kind` determine which members are set; the others are empty.
 struct Mismatch {
-  enum class What { kTensor, kObject, kCommon };
-  enum class Kind { kAdded, kRemoved, kChanged };  // Added: only the second has it.
-  What what = What::kTensor;
+  enum class Subject { kTensor, kObject, kCommon };
+  enum class Kind { kAdded, kRemoved, kChanged };  // kAdded: only in the second.
+  Subject subject = Subject::kTensor;
   Kind kind = Kind::kChanged;
-  // The key; "rng [0]" of an object part; the path of a common value ("args.lr", "rank 3: seed",
-  // "content: run.name", "layers of w").
+  // Key of a tensor or object, or "rng [0]" for an object part, or the path of a common value
+  // ("args.lr", "rank 3: seed", "content: run.name", "layers of w").
   std::string key;
-  std::optional<TensorMeta> first;  // Of tensors, where it is there.
+  // Tensors: the metadata on each side that has the key.
+  std::optional<TensorMeta> first;
   std::optional<TensorMeta> second;
-  std::optional<std::uint64_t> first_bytes;  // Of objects.
+  // Objects: the size on each side that has the key.
+  std::optional<std::uint64_t> first_bytes;
   std::optional<std::uint64_t> second_bytes;
-  // Of what changed, and how: "dtype bf16 and f32", "shape [4] and [5]", "digests differ", "bytes
-  // differ", "0.1 and 0.2". Of common values that one side has: the value, cut.
+  // For kChanged: how the sides differ, such as "dtype bf16 and f32", "shape [4] and [5]", "digests
+  // differ", "bytes differ", "0.1 and 0.2". For a common value that only one side has: the value,
+  // shortened.
   std::string reason;
-  // The first element of a tensor with other bytes, where bytes were compared.
+  // Position of the first differing element of a tensor, if bytes were compared.
   std::optional<std::uint64_t> first_element;
-  // How far values are apart; where values were asked for and both are of numbers.
+  // Numeric differences, if CompareOptions::values is set and both sides are numeric.
   std::optional<ValueMismatch> values;
 };
 
-// Over all keys that the glob lets through. added + removed + changed is how often `each` was
-// called.
+// Numbers of the keys that match the glob. added + removed + changed is the number of calls of
+// `each`.
 struct CompareSummary {
   std::uint64_t added = 0;
   std::uint64_t removed = 0;
   std::uint64_t changed = 0;
   std::uint64_t equal = 0;
-  // Of the tensors and objects that both have with one dtype and shape: how they were compared.
-  std::uint64_t by_digest = 0;  // Without reading.
+  // Tensors and objects with equal dtype and shape on both sides, by the kind of comparison.
+  std::uint64_t by_digest = 0;  // Compared without reading data.
+  // Compared by reading data.
   std::uint64_t by_bytes = 0;
-  std::uint64_t bytes_read = 0;  // On both sides together.
+  std::uint64_t bytes_read = 0;  // Bytes read of both sides together.
   bool same() const { return added + removed + changed == 0; }
 };
 
 struct CompareOptions {
-  bool values = false;                      // Read what differs and fill Mismatch::values.
-  std::string keys;                         // Glob (fnmatch, '*' crosses '/'); empty: all.
-  const KeyRenames* first_names = nullptr;  // What the keys of the first are called; must live.
-  int threads = 0;                          // 0: as many as cores, at most 8.
-  std::size_t block_bytes = std::size_t{4} << 20;  // Each thread has two.
-  Watch watch;                                     // May be empty. Bytes of both are counted.
+  bool values = false;  // Also read tensors that differ, and fill Mismatch::values.
+  // Compare only keys that match this glob (fnmatch, '*' crosses '/'). Empty: all.
+  std::string keys;
+  // Renames the first side's keys before the comparison. Null: no renames. Must outlive the call.
+  const KeyRenames* first_names = nullptr;
+  int threads = 0;  // Number of threads; 0: the number of cores, at most 8.
+  std::size_t block_bytes = std::size_t{4} << 20;  // Size of a block. Each thread has two blocks.
+  Watch watch;                                     // Counts the bytes of both sides. May be empty.
 };
 
-// Calls `each` for every mismatch, on this thread: tensors by key, then objects, then common
-// values. Nothing is read where both sides have a digest (objects: a hash) and values are not asked
-// for. The data of a tensor are read in blocks of its row-major bytes, by several threads; memory
-// is two blocks a thread and what a few thousand keys take. Every byte that is read is verified
-// where there are hashes. An error of reading ends it and names tensor and file; an error of `each`
-// ends it too. Keys of the first are renamed first (first_names), so that a rename alone is no
-// mismatch. Memory does not grow with the size of tensors, and with their number only where keys
-// are renamed.
+// Calls `each` on this thread for every mismatch: tensors by key, then objects, then common values.
+// Keys of the first side are renamed before (first_names), so that a rename alone is no mismatch.
+// Data are read only where a side has no digest (objects: no hash), or if `values` is set. Several
+// threads read blocks in row-major order; every byte that has a hash is verified. Memory is two
+// blocks for each thread and a few thousand keys, and with renames 4 bytes for each tensor. The
+// first error of a read (with tensor and file) or of `each` ends the call.
 Result<CompareSummary> CompareCheckpoints(const OpenedCheckpoint& first,
                                           const OpenedCheckpoint& second,
                                           const CompareOptions& options,
                                           const std::function<Status(const Mismatch&)>& each);
 
-// The common state alone (compare_common.cc): values, those of single ranks, content metadata,
-// patterns of layers' names. Dicts are compared entry by entry, lists to their first mismatch.
+// Compares only the common state (compare_common.cc): values, per-rank values, content metadata,
+// layer-name patterns. Dicts are compared entry by entry, lists up to the first mismatch.
 Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second,
                      const CompareOptions& options, CompareSummary& summary,
                      const std::function<Status(const Mismatch&)>& each);
 
-// Multi-dimensional index of a row-major position, which must lie within the shape.
-// Example: element 7 of [2, 4] is [1, 3].
+// Multi-dimensional index of the element at a row-major position within the shape. Example: element
+// 7 of [2, 4] is [1, 3].
 Dims IndexOf(std::uint64_t element, const Dims& shape);
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of compare.h that is about common values and objects; tensors are in compare.cc. One is
-// a walk over trees, the other a merge of lists; they share the report and nothing else.
+// Compares common values and layer-name patterns for compare.h. Tensors and objects are in
+// compare.cc.
 #include <set>
 
 #include "base/glob.h"
@@ -14,9 +14,9 @@ namespace {
 
 using Each = std::function<Status(const Mismatch&)>;
 
-constexpr std::size_t kMostText = 60;  // Bytes of a value that are shown.
+constexpr std::size_t kMostText = 60;  // Longest text of a value in a report, in bytes.
 
-// Cut at a character, not within one.
+// The text of a value, cut at a character boundary.
 std::string Shown(const CommonValue& value) {
   std::string text = CommonToJson(value);
   if (text.size() <= kMostText) return text;
@@ -25,14 +25,15 @@ std::string Shown(const CommonValue& value) {
   return text.substr(0, end) + "...";
 }
 
-// Recursion over dicts, which decoding has bounded in depth. A path is written as users write it in
-// globs: "args.lr".
+// Compares dicts recursively. Their depth was limited when they were decoded. Paths have the form
+// of the user's globs: "args.lr".
 class Walk {
  public:
   Walk(const std::string& glob, CompareSummary& summary, const Each& each)
       : glob_(glob), summary_(summary), each_(each) {}
 
-  // `prefix` says whose dict it is and is no part of paths, so that globs are about paths alone.
+  // Compares two dicts. `prefix` is the beginning of the name for the report, such as "rank 3: ".
+  // It is not part of the path that globs match.
   Status Dicts(const std::string& prefix, const std::string& path, const CommonDict& a,
                const CommonDict& b) {
     std::set<CommonKey> keys;
@@ -45,7 +46,7 @@ class Walk {
     return {};
   }
 
-  // What a name stands for, without parts. Empty: nothing.
+  // Compares two texts of one name. An empty text means that a side does not have the name.
   Status Texts(const std::string& name, const std::string& a, const std::string& b) {
     const CommonValue first(a);
     const CommonValue second(b);
@@ -53,7 +54,8 @@ class Walk {
   }
 
  private:
-  // Two dicts are compared entry by entry; two empty ones are one equal value, so that they count.
+  // Compares two values; null means that a side has none. Dicts are compared entry by entry. Two
+  // empty dicts count as one equal value.
   Status Values(const std::string& prefix, const std::string& path, const CommonValue* a,
                 const CommonValue* b) {
     if (a != nullptr && b != nullptr) {
@@ -66,7 +68,7 @@ class Walk {
     }
     if (!glob_.empty() && !GlobMatches(glob_, path)) return {};
     Mismatch d;
-    d.what = Mismatch::What::kCommon;
+    d.subject = Mismatch::Subject::kCommon;
     d.key = prefix + path;
     if (a == nullptr || b == nullptr) {
       d.kind = a == nullptr ? Mismatch::Kind::kAdded : Mismatch::Kind::kRemoved;
@@ -81,7 +83,7 @@ class Walk {
     }
     ++summary_.changed;
     d.key = prefix + sides->path;
-    d.reason = sides->What("in the first", "in the second");
+    d.reason = sides->SidesText("in the first", "in the second");
     return each_(d);
   }
 
@@ -96,9 +98,8 @@ CommonDict AsDict(const CommonValues& values) {
   return dict;
 }
 
-// By the name of the stacked key, renamed.
-// Names of layers in stacked tensors are records of their own, and a rename of the key moves its
-// pattern along.
+// Layer-name patterns by the key of the stacked tensor. If a key is renamed, its pattern is renamed
+// too.
 Result<std::map<std::string, std::string>> PatternsOf(const CheckpointIndex& index,
                                                       const KeyRenames* names) {
   if (names == nullptr) {
@@ -135,7 +136,8 @@ Status CompareCommon(const CheckpointIndex& first, const CheckpointIndex& second
 
   TENSORMOUNT_ASSIGN_OR_RETURN(auto mine, PatternsOf(first, options.first_names));
   TENSORMOUNT_ASSIGN_OR_RETURN(auto theirs, PatternsOf(second, nullptr));
-  // Keys of both sides: an empty pattern stands for none.
+  // A key that only this side has is added to the other side with an empty pattern, which means
+  // "none".
   for (const auto& [key, pattern] : mine) theirs.try_emplace(key, "");
   for (const auto& [key, pattern] : theirs) {
     TENSORMOUNT_RETURN_IF_ERROR(walk.Texts("layers of " + key, mine[key], pattern));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where an index that fsck rebuilt lies (.derived/ of the store, by uuid) and whether it is the one
-// that belongs to a COMMIT. A checkpoint itself is never changed.
+// Position and checks of an index that fsck rebuilt.
 //
-// It is not put into the checkpoint, because that is immutable once published: COMMIT lists its
-// files by hash, and copies and readers rely on that. .derived/ is keyed by uuid, so a checkpoint
-// that is renamed finds it, and one that was replaced does not find that of another.
+// A rebuilt index is in the store's .derived/ and not in the checkpoint, because published
+// checkpoints are immutable: COMMIT lists their files by hash, and copies and readers rely on that.
+// The key is the uuid. A renamed checkpoint therefore still finds its index, and a checkpoint that
+// replaced another under the same name does not get the index of the old one.
 #include "index/read/derived_index.h"
 
 #include <utility>
@@ -24,8 +24,8 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
   const std::string derived = JoinPath(JoinPath(directory, ".."), store_paths::kDerivedFolder);
   TENSORMOUNT_RETURN_IF_ERROR(fs.EnsureDirectory(derived));
   const std::string target = JoinPath(derived, commit.uuid.ToString());
-  // Built aside and renamed: a reader sees a whole one or none. Files, then folders, are durable
-  // before the rename.
+  // The index is built under a temporary name and renamed, so that a reader sees a complete index
+  // or none. Files, then directories, are synced before the rename.
   const std::string temporary = target + ".tmp-" + Uuid::Random().Short();
   const auto build = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(temporary));
@@ -42,7 +42,7 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(temporary));
     Status moved = fs.RenameNoReplace(temporary, target);
     if (moved.code() == Code::kAlreadyExists) {
-      // A derived copy is never the truth: an older one, perhaps damaged too, gives way.
+      // An older derived index is replaced, because it may be damaged too.
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(target));
       moved = fs.RenameNoReplace(temporary, target);
     }
@@ -50,7 +50,7 @@ Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const Com
     return fs.SyncDirectory(derived);
   };
   const Status built = build();
-  if (!built.ok()) (void)fs.RemoveTree(temporary);  // Gc takes what stays.
+  if (!built.ok()) (void)fs.RemoveTree(temporary);  // If this fails, gc removes it.
   return built.WithContext("rebuild the index of " + directory);
 }
 
@@ -61,11 +61,13 @@ Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
   const std::string path = JoinPath(derived, "RECORD");
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string bytes, fs.ReadFile(path, kMaxCommitBytes));
   TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit decoded, DecodeCommit(bytes, path));
-  // Anybody may have copied folders around in a store.
+  // The uuid and the content root are compared because somebody may have copied the directory by
+  // hand from another checkpoint.
   if (decoded.record.uuid != commit.uuid || decoded.record.content_root != commit.content_root) {
     return Status(Code::kDataLoss, path + ": belongs to another checkpoint");
   }
-  // It stands in for one that is damaged: a second damage must show now, not at some later read.
+  // A derived index replaces a damaged one, so all of it is checked now: damage must not show at a
+  // later read.
   return CheckpointIndex::OpenSst(fs, derived, decoded.record,
                                   /*check_bytes=*/~std::uint64_t{0});
 }

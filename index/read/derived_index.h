@@ -11,20 +11,20 @@
 #include "index/records/checkpoint_index.h"
 #include "index/records/commit_record.h"
 
-// An index that fsck rebuilt: STORE/.derived/UUID/ with a RECORD (an encoded commit record whose
-// only file is the index) beside it. Never the truth. `directory` is the checkpoint's, below its
-// store.
+// The derived index of a checkpoint, which fsck rebuilt: STORE/.derived/UUID/ has the index and a
+// RECORD, an encoded commit record that lists only the index. A derived index is used only if the
+// checkpoint's own index is damaged. `directory` is the checkpoint's directory in its store.
 
 namespace tensormount {
 
-// A path with ".." in it, for `directory` may be named by whoever opened it and the store is the
-// folder above.
+// Path of the derived index. The path contains "..", because the store is the parent of
+// `directory`, which may be a path that a user typed.
 std::string DerivedDirectory(const std::string& directory, const Uuid& uuid);
-// Replaces what stands there.
-// Needs whole manifests, all of which are read and merged in memory. Durable when it returns.
+// Writes the derived index durably, replacing an older one. All manifests must be intact: they are
+// read and merged in memory.
 Status WriteDerivedIndex(FileSystem& fs, const std::string& directory, const CommitRecord& commit);
-// Checked against `commit`: same uuid and content root, its own hashes whole. kNotFound where there
-// is none.
+// Opens the derived index and checks it against `commit` (uuid, content root) and its own hashes.
+// kNotFound if there is no derived index.
 Result<std::shared_ptr<const CheckpointIndex>> OpenDerivedIndex(FileSystem& fs,
                                                                 const std::string& directory,
                                                                 const CommitRecord& commit);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files that stay open between reads, and their mappings.
 //
-// Opening a file costs several system calls (each component of the path is checked), so files of a
-// checkpoint stay open, up to max_open_files; the least recently used one is closed when its last
-// reader lets go of it.
+// An open costs several system calls (each path component is checked), so up to max_open_files
+// files of a checkpoint stay open. The least recently used file leaves the cache, and is closed
+// when its last reader releases it.
 #include "index/read/file_cache.h"
 
 #include <algorithm>
@@ -17,9 +17,9 @@ OpenDataFile::~OpenDataFile() {
   if (map_ != nullptr) munmap(map_, map_bytes_);
 }
 
-// The size is asked for each time, without the lock: a file that ends before `end` now would raise
-// SIGBUS when it is touched. That it is cut later cannot be excluded; see RunOnMapping. A mapping
-// is made once, of the whole file, and a failure is remembered: it would fail again.
+// The size is read anew in each call, without the lock, because touching a page behind the file's
+// end raises SIGBUS. A later truncation cannot be excluded; see RunOnMapping. The whole file is
+// mapped once. A failure is remembered, because it would repeat.
 const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
   const int fd = file_->descriptor();
   if (fd < 0) return nullptr;
@@ -33,8 +33,8 @@ const std::byte* OpenDataFile::MappingTo(std::uint64_t end) {
     } else {
       map_ = map;
       map_bytes_ = info.value().size;
-      // Linux tells the truth about pages only to the owner of a file or who may write it; to
-      // others every page looks resident.
+      // mincore is accurate only for the file's owner and for users who may write the file; for
+      // other users every page looks resident.
       mincore_is_true_ = info.value().uid == geteuid();
     }
   }
@@ -47,8 +47,8 @@ void ReadAhead::End() {
   windows_.clear();
 }
 
-// A read that does not follow the one before it in the file is a read of its own: whoever jumps
-// about gets nothing read ahead.
+// A read that does not start at the end of the file's previous read, or shortly behind it, is
+// passed through, so that random access causes no read-ahead.
 Result<std::size_t> ReadAhead::ReadAt(const std::shared_ptr<OpenDataFile>& file,
                                       std::uint64_t offset, void* out, std::size_t size,
                                       std::uint64_t* read) {
@@ -80,14 +80,16 @@ Result<std::size_t> ReadAhead::ReadAt(const std::shared_ptr<OpenDataFile>& file,
     window.bytes.resize(kWindowBytes);
     Result<std::size_t> got = file->file().ReadAt(offset, window.bytes.data(), kWindowBytes);
     window.bytes.resize(got.ok() ? got.value() : 0);
-    if (!has()) return plain();  // Fails by itself, or ends where the file does.
+    // If the window does not have the bytes, a plain read returns the error or the end of the file.
+    if (!has()) return plain();
     *read += window.bytes.size();
   }
   std::memcpy(out, window.bytes.data() + (offset - window.begin), size);
   return size;
 }
 
-// Two threads may open one file at the same time; the first stays in the cache, and both use it.
+// Two threads may open the same file at the same time. The file of the first stays in the cache,
+// and both threads use it.
 Result<std::shared_ptr<OpenDataFile>> OpenedCheckpoint::Files::Open(
     const std::string& path, bool foreign,
     const std::function<Result<std::unique_ptr<File>>()>& opener) {

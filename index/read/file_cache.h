@@ -19,14 +19,13 @@
 #include "index/records/extent_lookup.h"
 #include "index/records/lru_cache.h"
 
-// Weights: open files count one each, so their number is bounded; lookups, leaves and pages count
-// bytes, 16, 8 and 8 MiB. What is dropped lives on while a reader holds it (shared_ptr), so no
-// reader is ever told that something was evicted under it.
+// The caches of an opened checkpoint have weights: 1 for each open file, so that the number of
+// files is bounded; bytes for lookups (16 MiB), leaves and pages (8 MiB each). An evicted value
+// lives as long as a reader has a shared_ptr to it.
 namespace tensormount {
 
-// A data file or manifest that is open for reading. Thread-safe.
-// Closed, and unmapped, when the cache and the last reader have let go of it. The mapping is shared
-// by all readers of the file.
+// A data file or manifest that is open for reading, with one mapping for all readers. Closed and
+// unmapped when the cache and the last reader have released it. Thread-safe.
 class OpenDataFile {
  public:
   explicit OpenDataFile(std::unique_ptr<File> file, bool foreign)
@@ -36,23 +35,25 @@ class OpenDataFile {
   OpenDataFile& operator=(const OpenDataFile&) = delete;
 
   File& file() { return *file_; }
-  // The state that it is in by `info`, which is of this file.
+  // State of this file according to `info`, a stat result of this file.
   FileStamp StampOf(const FileInfo& info) const {
-    return foreign_ ? FileStamp::Of(info) : FileStamp::OfOurs(info);
+    return foreign_ ? FileStamp::OfForeignFile(info) : FileStamp::OfStoreFile(info);
   }
 
-  // All of the file, mapped read-only, where bytes [0, end) are there now; null where there is
-  // nothing to map (no descriptor, mmap refused) or the file ends before. A file that somebody
-  // truncates while it is read ends the process with SIGBUS (sealed files are never truncated by
-  // us; docs/format.md, "Sealed files").
+  // The mapping of the whole file, read-only, if the file now has bytes [0, end). Null if the file
+  // is shorter or cannot be mapped (no descriptor, mmap refused). A truncation during a read of the
+  // mapping raises SIGBUS; tensormount never truncates sealed files (docs/format.md, "Sealed
+  // files").
   const std::byte* MappingTo(std::uint64_t end);
-  // After MappingTo gave one: whether mincore says of it what is true (base/mapping.h).
+  // Whether mincore is accurate for this file (base/mapping.h). Valid after a successful MappingTo.
   bool mincore_is_true() const { return mincore_is_true_; }
 
  private:
   std::unique_ptr<File> file_;
-  const bool foreign_;  // Another program's: nobody knows who links it.
-  // Over the four members of the mapping; the file itself is thread-safe.
+  // Whether another program wrote the file. Hard links to such a file are not made by saves, so the
+  // stamp ignores them.
+  const bool foreign_;
+  // Guards the mapping's members below. The file itself is thread-safe.
   std::mutex mutex_;
   void* map_ = nullptr;
   std::size_t map_bytes_ = 0;
@@ -60,27 +61,30 @@ class OpenDataFile {
   std::atomic<bool> mincore_is_true_{false};
 };
 
-// Leaf hashes of one chunk, proved by its root.
-// `root` and `length` say of which range they are: the key of the cache is a position in a
-// manifest, which a damaged index may give to two ranges.
+// Leaf hashes of one stored range, proved by its root. `root` and `length` identify the range. The
+// cache's key cannot, because it is a position in a manifest, which a damaged index may give to two
+// ranges.
 struct ProvenLeaves {
   Hash128 root;
   std::uint64_t length = 0;
   std::vector<Hash128> leaves;
-  bool paged = false;  // Page hashes of the range stand behind them.
+  bool paged = false;  // Whether the range's page hashes follow its leaf hashes.
 };
 
-// Page hashes of some neighbouring leaves of a range. `root`, `length`: as above.
+// Page hashes of some neighbouring leaves of a range. `root` and `length` identify the range, as in
+// ProvenLeaves.
 struct PageBlocks {
   Hash128 root;
   std::uint64_t length = 0;
-  std::vector<Hash128> hashes;  // kPageBlockHashes a leaf, fewer for the last of the range.
-  std::vector<bool> good;       // Of each leaf: whether its check holds.
+  // kPageBlockHashes hashes for each leaf; fewer for the last leaf of the range.
+  std::vector<Hash128> hashes;
+  // For each leaf, whether its page hashes match their checksum.
+  std::vector<bool> good;
 };
 
-// Small reads of files that are read from front to back: thousands of tensors of some hundred bytes
-// each are a few reads of 64 KiB then. Only while somebody says that he reads so
-// (OpenedCheckpoint::ReadInOrder): what was read ahead may be older than the file. Thread-safe.
+// Serves small reads in file order (thousands of tensors of some hundred bytes) from windows of 64
+// KiB. Used only while a caller asks for it (OpenedCheckpoint::ReadInOrder), because the bytes in a
+// window may be older than the file. Thread-safe.
 class ReadAhead {
  public:
   static constexpr std::size_t kMostSmall = 4096;
@@ -90,28 +94,28 @@ class ReadAhead {
   bool on() const { return users_.load(std::memory_order_relaxed) > 0; }
   void Begin() { users_.fetch_add(1, std::memory_order_relaxed); }
   void End();
-  // As File::ReadAt. *read grows by what was read from storage.
+  // Like File::ReadAt. *read grows by the number of bytes that were read from storage.
   Result<std::size_t> ReadAt(const std::shared_ptr<OpenDataFile>& file, std::uint64_t offset,
                              void* out, std::size_t size, std::uint64_t* read);
 
  private:
   struct Window {
-    std::weak_ptr<OpenDataFile> file;  // Keeps nothing open.
-    std::uint64_t next = 0;            // Where the last read ended.
+    std::weak_ptr<OpenDataFile> file;  // Does not keep the file open.
+    std::uint64_t next = 0;            // End of the last read.
     std::uint64_t begin = 0;
     std::vector<std::byte> bytes;
   };
   std::atomic<int> users_{0};
   std::mutex mutex_;
-  std::vector<Window> windows_;  // The last used one first.
+  std::vector<Window> windows_;  // Most recently used first.
 };
 
-// What an opened checkpoint keeps for its readers, all bounded.
-// The caches lock for themselves, and no lock of one is held while another is taken.
+// The bounded caches of an opened checkpoint. Each cache has its own lock. A thread holds at most
+// one of these locks at a time.
 struct OpenedCheckpoint::Files {
   Files(FileSystem& f, std::size_t max_open) : fs(f), open(max_open) {}
 
-  // Finds `path` open, or opens it by `opener`.
+  // Returns the cached file `path`, or opens it by `opener`.
   Result<std::shared_ptr<OpenDataFile>> Open(
       const std::string& path, bool foreign,
       const std::function<Result<std::unique_ptr<File>>()>& opener);
@@ -124,16 +128,17 @@ struct OpenedCheckpoint::Files {
   FileSystem& fs;
   LruCache<std::string, OpenDataFile> open;
   ReadAhead ahead;
-  // Where the process runs out of descriptors, files that are only cached are closed.
+  // Closes cached files without readers when the process runs out of descriptors.
   const SpareDescriptors spare{[this](bool may_wait) { open.Clear(may_wait); }};
-  // Change times of foreign files, as they were when this process saw each first.
+  // Change times of foreign files, as of their first use by this process.
   ForeignChanges changes;
-  // Where chunks of a tensor are found, with pending ones resolved: what a mount asks for thousands
-  // of times.
-  LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};  // By ordinal.
-  // Of ranges, by the manifest and the first leaf in it.
+  // Lookups by tensor ordinal, with pending chunks located. Cached because a mount uses a tensor's
+  // lookup thousands of times.
+  LruCache<std::uint32_t, const ExtentLookup> lookups{std::size_t{16} << 20};
+  // Leaf hashes of ranges. The key combines the number of the manifest and the range's first leaf.
   LruCache<std::uint64_t, const ProvenLeaves> leaves{std::size_t{8} << 20};
-  // Likewise, by the first of their hashes.
+  // Page hashes. The key combines the number of the manifest and the position of the first of these
+  // page hashes in it.
   LruCache<std::uint64_t, const PageBlocks> pages{std::size_t{8} << 20};
 };
 

@@ -1,35 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// Foreign files are somebody else's: they may change, go, or be links to elsewhere at any time.
-// Each is opened below its root without leaving it, and its size and times are compared with the
-// record, before bytes are taken and after.
+// Foreign files belong to other programs, so they may change, disappear, or become links to other
+// places at any time. Each file is opened below its root without leaving it, and its size and times
+// are compared with the record before and after bytes are read.
 #include "index/read/foreign_file.h"
 
 #include <cerrno>
 
 namespace tensormount {
 
-// Size and mtime, to the nanosecond, are all that a record has of a foreign file.
+// Compares the size and the mtime (in nanoseconds), which are all that a record has of a foreign
+// file.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted) {
   if (record.placement != Placement::kForeign) return Status();
   const auto changed = [&](const std::string& how) {
     return Status(Code::kStale, record.name + ": changed since it was " +
                                     (adopted ? "adopted" : "opened") + " (" + how + ")");
   };
-  if (info.kind != FileKind::kFile) return changed("it is no file any more");
+  if (info.kind != FileKind::kFile) return changed("the file is no longer a regular file");
   if (info.size != record.length) {
-    return changed(std::to_string(info.size) + " bytes, " + std::to_string(record.length) +
-                   " then");
+    return changed("size is " + std::to_string(info.size) + " bytes, was " +
+                   std::to_string(record.length));
   }
   if (info.mtime_seconds != record.mtime_seconds ||
       info.mtime_nanoseconds != record.mtime_nanoseconds) {
-    return changed("written at another time");
+    return changed("the modification time differs");
   }
   return Status();
 }
 
-// The kernel sets the change time of an inode to now whenever bytes, mode, owner, links or names
-// change, and programs cannot set it: so a write whose mtime was put back still shows. A change of
-// mode, owner or links alone is told by these fields and accepted, with the new time from then on.
+// The kernel sets an inode's change time whenever bytes, mode, owner, links or names change, and
+// programs cannot set it; so a write with a restored mtime still shows. A change of only mode,
+// owner or link count is accepted, and the new change time applies from then on.
 Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, const FileInfo& info) {
   const std::lock_guard lock(mutex_);
   const auto [at, first] = seen_.try_emplace(number, info);
@@ -38,13 +39,15 @@ Status ForeignChanges::Check(std::uint32_t number, const FileRecord& record, con
                 info.ctime_nanoseconds == before.ctime_nanoseconds)) {
     return Status();
   }
-  // What changes the time without a byte being written.
+  // Changes of these attributes set the change time without a write.
   const bool attributes = info.links != before.links || info.mode != before.mode ||
                           info.uid != before.uid || info.gid != before.gid;
   if (info.inode == before.inode && !attributes) {
-    return Status(Code::kStale, record.name +
-                                    ": changed since it was opened (its old time was put "
-                                    "back, or it was renamed)");
+    return Status(
+        Code::kStale,
+        record.name +
+            ": changed since it was opened (its change time differs: it was renamed, or rewritten "
+            "with its old modification time)");
   }
   before = info;
   return Status();
@@ -67,21 +70,22 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
   const auto within = NameWithin(base.bounds, JoinPath(base.directory, name));
   Result<std::unique_ptr<File>> file = within ? fs.OpenReadBeneath(within->bound, within->name)
                                               : fs.OpenReadBeneath(base.directory, name);
-  // Says whether the file or its whole root is gone (an unmounted disk): two different repairs.
+  // The message tells a missing file from a missing root (an unmounted disk), because the remedies
+  // differ.
   if (file.status().code() == Code::kNotFound) {
     const std::string root =
         base.below.empty() ? base.directory : JoinPath(base.directory, base.below);
     const std::string gone = fs.Exists(root) ? JoinPath(root, record.name) : root;
-    return Status(Code::kNotFound, record.name + ": " + gone + " is gone");
+    return Status(Code::kNotFound, record.name + ": " + gone + " does not exist");
   }
   if (!file.ok() && file.status().ToErrno() == EXDEV) {
     const std::string out = JoinPath(base.directory, name) + " leads out of " + base.directory;
-    // Nothing that does is adopted.
+    // Adoption refuses files outside of the root, so an adopted file was changed since.
     return adopted
                ? Status(Code::kStale, record.name + ": changed since it was adopted (" + out + ")")
                : Status(Code::kPermissionDenied, record.name + ": " + out);
   }
-  // A handle that a server forgot says nothing of the file.
+  // A stale NFS handle does not mean that the file changed.
   const auto unless_changed = [](const Status& status) {
     return status.code() == Code::kStale ? Status(Code::kUnavailable, status.message()) : status;
   };
@@ -92,9 +96,9 @@ Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase&
   return file;
 }
 
-// Why this matters: whoever can write a folder could publish a "checkpoint" whose records point at
-// your private files, and a mount or a job of yours would read it for them. COMMIT that belongs to
-// you or root is trusted, since only you or root could have written it.
+// Without this check, anybody who can write the directory could publish a "checkpoint" whose
+// records point to your private files, and your mount or job would read them. A COMMIT that belongs
+// to you or root is trusted, because nobody else could have written it.
 Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& directory,
                                         const CheckpointInfo& info, const FileInfo& commit,
                                         const std::vector<std::string>& roots) {
@@ -110,10 +114,11 @@ Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& direc
       return ForeignBase{root.value(), info.root.substr(above.size())};
     }
   }
-  return Status(Code::kPermissionDenied,
-                directory + ": its data lie outside of it, below " + info.root +
-                    ", and neither you nor root published it: name that folder with --root if you "
-                    "trust whoever did");
+  return Status(
+      Code::kPermissionDenied,
+      directory + ": its data are outside of it, below " + info.root +
+          ", and it was published neither by you nor by root: pass that directory with --root if "
+          "you trust its publisher");
 }
 
 }  // namespace tensormount

@@ -15,42 +15,42 @@
 #include "base/file_system.h"
 #include "index/records/inventory.h"
 
-// Foreign files that records point into: what must hold before and after bytes of them are
-// believed.
+// Checks on foreign files before and after their bytes are used.
 
 namespace tensormount {
 
-// kStale "NAME: changed since it was adopted (1024 bytes, 2048 then)" where a foreign file is not
-// what it was when it was looked at. `adopted`: a store has the record; else it was made when the
-// source was opened. Files of our own are never changed: ok.
+// Compares a foreign file with its record. kStale "NAME: changed since it was adopted (size is 1024
+// bytes, was 2048)" if they differ. `adopted`: whether the record is stored in a checkpoint; if
+// not, it was made when the source was opened. Always OK for the checkpoint's own files.
 Status CheckUnchanged(const FileRecord& record, const FileInfo& info, bool adopted);
 
-// When inodes of foreign files were changed last, as it was when each was first opened here.
-// Records lack that: a copy has another. Whoever writes in place and puts the old time back changes
-// it. Thread-safe.
+// The change time of each foreign file at its first use by this process, for detecting writes that
+// restored the mtime. A record does not have the change time, because a copy of the file has
+// another. Thread-safe.
 class ForeignChanges {
  public:
-  // kStale where file `number`, which is as `info` says, was changed since it was first asked
-  // about, and not only its mode, owner or names.
+  // kStale if the foreign file `number` was changed since the first call for it. `info` is its
+  // present state. A change of only mode, owner or link count is accepted.
   Status Check(std::uint32_t number, const FileRecord& record, const FileInfo& info);
 
  private:
   std::mutex mutex_;
-  std::map<std::uint32_t, FileInfo> seen_;  // By number of file, as it was last found unchanged.
+  std::map<std::uint32_t, FileInfo> seen_;  // Last accepted state, by file number.
 };
 
-// The folder that nothing of a checkpoint's foreign files may lead out of, and where below it they
-// are: info.root itself where that is trusted, else the folder that the operator named. Whoever can
-// write there could make info.root a link to elsewhere at any time.
+// The directory that no path of a checkpoint's foreign files may leave, and the path of info.root
+// below it. `directory` is info.root if COMMIT is trusted. If not, it is the directory that the
+// operator named, because the publisher could make info.root a link to another place at any time.
 struct ForeignBase {
   std::string directory;
-  std::string below;  // Empty: directly in it.
-  // Folders in `directory`: each file is opened below the one that holds it. Empty: all below
-  // `directory` itself.
+  std::string below;  // Path of info.root below `directory`; empty if equal.
+  // Narrower limits inside `directory`: a file is opened below the deepest of these directories
+  // that contains it. Empty: `directory` is the only limit.
   std::vector<std::string> bounds = {};
 };
 
-// The deepest of `bounds` that `path` lies below, and its name there. nullopt: none.
+// The deepest of `bounds` that contains `path`, and the path below it. nullopt if no bound contains
+// `path`.
 struct BoundedName {
   std::string bound;
   std::string name;
@@ -58,15 +58,17 @@ struct BoundedName {
 std::optional<BoundedName> NameWithin(const std::vector<std::string>& bounds,
                                       const std::string& path);
 
-// Opens it below the base, which nothing leads out of (kPermissionDenied; adopted: kStale, it did
-// not), and checks that it did not change (kStale; nothing else is). kNotFound names the file and
-// the root where it is gone, or the root is.
+// Opens a foreign file below the base. kStale: the file changed; no other failure has this code.
+// kPermissionDenied: the file's path leaves the base (kStale if `adopted`, because the path did not
+// leave it at adoption). kNotFound: the file or its root is missing; the message names the missing
+// one.
 Result<std::unique_ptr<File>> OpenForeignFile(FileSystem& fs, const ForeignBase& base,
                                               const FileRecord& record, bool adopted);
 
-// Whether a stored checkpoint may have us read what lies outside of it, with our rights: its COMMIT
-// belongs to us or to root, or info.root lies in one of the folders that the operator named.
-// kPermissionDenied says how to name it. Ok for a checkpoint that has all its data.
+// Checks whether a stored checkpoint may make us read data outside of its directory with our
+// permissions: COMMIT must belong to us or root, or info.root must be in a directory that the
+// operator named. The message of kPermissionDenied says how to name it. Always OK for a
+// self-contained checkpoint.
 Result<ForeignBase> CheckMayReadForeign(FileSystem& fs, const std::string& directory,
                                         const CheckpointInfo& info, const FileInfo& commit,
                                         const std::vector<std::string>& roots);

@@ -13,31 +13,30 @@
 #include "index/records/inventory.h"
 #include "shard/tensor_meta.h"
 
-// What an adapter of a foreign format hands over to be opened.
+// Result of an adapter for a foreign format.
 
-// It is in read/ and not in foreign/, because opening knows nothing of formats: an adapter fills
-// this in, and OpenedCheckpoint::OpenForeign takes it.
+// Declared in read/ because opening a checkpoint does not know the formats: an adapter of foreign/
+// fills the inventory, and OpenedCheckpoint::OpenForeign takes it.
 namespace tensormount {
 
-// Finds where in a foreign item the bytes of a chunk are, when they are wanted for the first time:
-// a checkpoint of a million items opens without a million small reads. Called by readers on any
-// thread, several at a time.
-// `chunk` is pending: its offset and length name the item in `file`. Replaces them and the strides
-// by those of the bytes, which hold chunk.region. kDataLoss where the item is not what the metadata
-// says (dtype, shape, size), kUnsupported where its bytes cannot be read in place.
+// Locates the bytes of a pending chunk at the first read, so that a checkpoint of a million items
+// opens without a million small reads. Called on any thread, several at a time.
+// On entry, offset and length of `chunk` describe an item of `file`. The resolver replaces these
+// two and the strides by those of the bytes of chunk.region. kDataLoss: the item contradicts the
+// metadata (dtype, shape, size). kUnsupported: the item's bytes cannot be read in place.
 using ItemResolver = std::function<Status(const TensorMeta& meta, File& file, ChunkRecord& chunk)>;
 
 // A foreign checkpoint, ready to be opened.
 struct ForeignInventory {
   Inventory inventory;
-  ItemResolver resolver;  // Empty: no chunk is pending.
-  // What was left out or is not whole, and why, cut at some number. What is lost comes first.
+  ItemResolver resolver;  // Empty if no chunk is pending.
+  // Texts about omitted or incomplete data, with the reason; losses first. Limited in number.
   std::vector<std::string> warnings;
   std::vector<ForeignLoss> lost;
-  // Names of files and folders in the folder that hold data as well and are no part of this:
-  // optimizer.pt beside a model. Cut at some number.
+  // Names of files and directories beside the checkpoint that hold data but are not part of it
+  // (optimizer.pt beside a model). Limited in number.
   std::vector<std::string> beside = {};
-  // ForeignBase::bounds.
+  // Narrower limits for opening files (ForeignBase::bounds).
   std::vector<std::string> bounds = {};
 };
 

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a loss is put into words.
-//
-// Texts are the same wherever a loss is told (warnings, verify, content "lost"), because they are
-// made here. Keys are cut and only a few are named: a missing file may have held ten thousand
-// tensors.
+// Texts for losses, for warnings, verify and content "lost". They name only a few keys, because a
+// missing file may have contained ten thousand tensors.
 #include "index/read/foreign_loss.h"
 
 #include <algorithm>
@@ -22,12 +19,12 @@ constexpr std::size_t kShownKeyBytes = 256;
 
 }  // namespace
 
-std::string ForeignLoss::What() const {
+std::string ForeignLoss::Summary() const {
   if (tensors.size() == 1 && objects.empty())
     return "tensor " + tensors[0].substr(0, kShownKeyBytes);
   if (objects.size() == 1 && tensors.empty())
     return "object " + objects[0].substr(0, kShownKeyBytes);
-  if (tensors.empty() && objects.empty()) return "what it held";
+  if (tensors.empty() && objects.empty()) return "its contents";
   if (objects.empty()) return Counted(tensors.size(), "tensor");
   if (tensors.empty()) return Counted(objects.size(), "object");
   return Counted(tensors.size(), "tensor") + " and " + Counted(objects.size(), "object");
@@ -48,12 +45,12 @@ std::string ForeignLoss::Examples() const {
 
 std::string ForeignLoss::ToString() const {
   if (file.empty()) {
-    return What() + ": " + (holes ? "" : "left out: ") + reason + Examples();
+    return Summary() + ": " + (holes ? "" : "left out: ") + reason + Examples();
   }
-  if (tensors.empty() && objects.empty()) return file + ": " + reason + ": what it held is lost";
-  if (holes) return file + ": " + reason + ": parts of " + What() + " are lost" + Examples();
+  if (tensors.empty() && objects.empty()) return file + ": " + reason + ": its contents are lost";
+  if (holes) return file + ": " + reason + ": parts of " + Summary() + " are lost" + Examples();
   const bool one = tensors.size() + objects.size() <= 1;
-  return file + ": " + reason + ": " + What() + (one ? " is left out" : " are left out") +
+  return file + ": " + reason + ": " + Summary() + (one ? " is left out" : " are left out") +
          Examples();
 }
 

@@ -10,30 +10,32 @@
 
 namespace tensormount {
 
-// What a foreign checkpoint names and its files lack, or hold as something else than it says:
-// damage to whoever wants all of it. What is there in a form that we do not read is none: it is
-// left out with a warning.
+// Data that a foreign checkpoint names, but that its files lack or contradict. Data in a form that
+// tensormount does not support are not a loss; they are left out with a warning.
 struct ForeignLoss {
-  std::string file;    // Below the folder; empty: no one file.
+  // Path of the file below the checkpoint. Empty: the loss concerns no single file.
+  std::string file;
   std::string reason;  // "the file is missing"
-  // All keys that it concerns. None of either: nobody knows which.
+  // All keys of the lost data. If both lists are empty, the keys are unknown.
   std::vector<std::string> tensors;
   std::vector<std::string> objects;
-  // The tensors are there, with cells that are stored nowhere; otherwise they are left out.
+  // Whether the tensors can be read, except for cells that no file has. If false, the tensors are
+  // left out.
   bool holes = false;
 
-  // "tensor w", "14 tensors and 2 objects", "what it held".
-  std::string What() const;
-  // The first few keys where What() only counts: ": a, b, c, ..."; else empty.
+  // The lost data in a few words: "tensor w", "14 tensors and 2 objects", "what it held" (if no
+  // keys are known).
+  std::string Summary() const;
+  // The first few keys, ": a, b, c, ...", if Summary() has only numbers; else empty.
   std::string Examples() const;
-  // "__2_0.distcp: the file is missing: 14 tensors are left out: a, b, c, ...", or, of one thing
-  // without a file, "tensor w: left out: ...". With holes "parts of 14 tensors are lost".
+  // The loss as a sentence: "__2_0.distcp: the file is missing: 14 tensors are left out: a, b, c,
+  // ...". For one key without a file: "tensor w: left out: ...". With holes: "parts of 14 tensors
+  // are lost".
   std::string ToString() const;
 };
 
-// kDataLoss tells the first of them that concerns a key which the glob matches (empty: all), or of
-// which nobody knows what it concerns, and counts the others: a lost file of a large model may be a
-// loss of thousands of tensors.
+// kDataLoss if a loss concerns a key that matches the glob `keys` (empty: all keys), or concerns
+// unknown keys. The message describes the first such loss and gives the number of the others.
 Status CheckNoLoss(std::span<const ForeignLoss> lost, const std::string& keys = {});
 
 }  // namespace tensormount

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One list of checks over what a checkpoint says of itself: kChecks. A check looks at the
-// structures of state dicts and at common values first, and at data only where these name what it
-// looks for.
+// The list of all checks is kChecks. A check looks at saved structures and common values first, and
+// reads tensor data only if these show the kind of state that the check is for.
 #include "index/read/known_defects.h"
 
 #include <algorithm>
@@ -20,7 +19,8 @@ namespace tensormount {
 namespace {
 
 constexpr std::size_t kMostListed = 3;
-constexpr std::size_t kMostMoments = 64;  // Whose numbers are read.
+constexpr std::size_t kMostMoments = 64;  // Largest number of moments whose values are read.
+// Largest number of values that are read of one tensor.
 constexpr std::size_t kMostNumbers = 1024;
 
 struct Subject {
@@ -29,7 +29,7 @@ struct Subject {
 };
 using Notes = std::vector<std::string>;
 
-std::string Listed(const std::vector<std::string>& names) {
+std::string ListText(const std::vector<std::string>& names) {
   std::string text;
   for (std::size_t i = 0; i < std::min(names.size(), kMostListed); ++i) {
     text += (i == 0 ? "" : ", ") + names[i];
@@ -40,7 +40,7 @@ std::string Listed(const std::vector<std::string>& names) {
 
 bool HasTensor(const Subject& of, std::string_view key) { return of.opened.index().Find(key).ok(); }
 
-// The first numbers of a tensor; empty where they cannot be told.
+// The first values of a tensor, at most kMostNumbers. Empty if they cannot be read.
 std::vector<double> FirstNumbers(const Subject& of, std::string_view key) {
   const Result<TensorEntry> tensor = of.opened.index().Find(key);
   if (!tensor.ok()) return {};
@@ -61,7 +61,8 @@ std::vector<double> FirstNumbers(const Subject& of, std::string_view key) {
   return numbers;
 }
 
-// A save through torch.distributed.checkpoint with plan caching wrote nothing from the second on.
+// Until November 28, 2026, if torch.distributed.checkpoint cached its plans, the second and later
+// saves through our Writer stored no tensors.
 void CheckEmpty(const Subject& of, Notes& notes) {
   const CheckpointIndex& index = of.opened.index();
   std::vector<std::string> mapped;
@@ -75,22 +76,23 @@ void CheckEmpty(const Subject& of, Notes& notes) {
     }
   }
   const char* const reason =
-      "; a save through torch.distributed.checkpoint with enable_plan_caching=True made such "
-      "checkpoints up to November 28, 2026";
+      "; up to November 28, 2026, saves through torch.distributed.checkpoint with "
+      "enable_plan_caching=True made such checkpoints";
   if (!mapped.empty() && !some) {
     notes.push_back("its state dict had " + Counted(mapped.size(), "value") + " (" +
-                    Listed(mapped) + "), of which none is stored" + reason);
+                    ListText(mapped) + "), but none of them is stored" + reason);
     return;
   }
   const Result<std::vector<ObjectRecord>> objects = index.Objects();
   if (mapped.empty() && of.opened.commit() != nullptr && index.tensor_count() == 0 &&
       of.common.values.empty() && of.common.ranks.empty() && objects.ok() &&
       objects.value().empty()) {
-    notes.push_back(std::string("it holds no tensor, no object and no value") + reason);
+    notes.push_back(std::string("it contains no tensor, no object and no common value") + reason);
   }
 }
 
-// Integers that were keys of an optimizer's state became text; load_state_dict then finds nothing.
+// Until November 28, 2026, imports and exports of torch files turned the integer keys of an
+// optimizer's state into text, so that load_state_dict found no state.
 void CheckTextKeys(const Subject& of, Notes& notes) {
   const auto found = of.common.values.find(std::string(kPlannerData));
   if (found == of.common.values.end()) return;
@@ -99,8 +101,9 @@ void CheckTextKeys(const Subject& of, Notes& notes) {
   const auto is_number = [](const std::string& text) {
     return !text.empty() && text.find_first_not_of("0123456789") == text.npos;
   };
-  // Of an optimizer whether its groups name parameters by numbers. torch.distributed.checkpoint has
-  // each value of a group as an item of its own, and text is right there.
+  // For each optimizer, whether its groups name parameters by integers.
+  // torch.distributed.checkpoint stores each value of a group as a separate item, and text keys are
+  // correct there.
   std::map<std::string, bool> numbered;
   const auto has_numbers = [&](const std::string& optimizer) {
     const auto groups = of.common.values.find(optimizer + "param_groups");
@@ -125,10 +128,10 @@ void CheckTextKeys(const Subject& of, Notes& notes) {
         if (added) at->second = has_numbers(before);
         if (at->second && told.insert(before).second) {
           notes.push_back(
-              before + "state has text as keys (\"" + *next + "\") where " + before +
-              "param_groups has numbers: load_state_dict of an optimizer finds no moments there, "
-              "without an error; imports and exports up to November 28, 2026, made such "
-              "checkpoints of torch.save files. Import or export the file again");
+              before + "state has text keys (\"" + *next + "\") where " + before +
+              "param_groups has integers, so load_state_dict of an optimizer silently skips its "
+              "moments; up to November 28, 2026, imports and exports of torch.save files made such "
+              "checkpoints. Import or export the file again");
         }
       }
       before += *name + ".";
@@ -136,7 +139,8 @@ void CheckTextKeys(const Subject& of, Notes& notes) {
   }
 }
 
-// Parts without cells that lie in one buffer were taken for one tensor by the rank that had them.
+// Until November 28, 2026, a rank with several empty shards in one buffer took these shards for
+// tied tensors.
 void CheckFalseTies(const Subject& of, Notes& notes) {
   std::map<SavedPath, std::set<std::string>> names;
   std::set<SavedPath> tied;
@@ -155,7 +159,7 @@ void CheckFalseTies(const Subject& of, Notes& notes) {
   for (const SavedPath& path : tied) {
     const std::string own = Dotted(path);
     const std::set<std::string>& all = names.at(path);
-    // Stored by itself, by a rank with a structure or without one.
+    // A tensor with the path's own name is stored too, by a rank with or without a structure.
     if ((all.size() > 1 || !all.contains(own)) && HasTensor(of, own)) {
       const auto other = std::ranges::find_if(all, [&](const auto& name) { return name != own; });
       listed.push_back(own + " with " + *other);
@@ -163,19 +167,23 @@ void CheckFalseTies(const Subject& of, Notes& notes) {
   }
   if (listed.empty()) return;
   notes.push_back(
-      "some ranks had tensors tied that others stored each by itself: " + Listed(listed) +
-      "; up to November 28, 2026, parts without cells were taken for one tensor, and one was "
-      "loaded with the other's numbers. What is stored is right, and so are loads with this "
-      "version");
+      "some ranks had tied tensors that other ranks stored separately: " + ListText(listed) +
+      "; up to November 28, 2026, empty shards were taken for tied tensors, and loads gave one "
+      "tensor the values of the other. The stored data are correct, and this version loads them "
+      "correctly");
 }
 
-// A save of an optimizer before its first step took a step with a learning rate of 0 and then set
-// the counter back.
+// Until November 28, 2026, tensormount.torch ran a step with a learning rate of 0 when it saved or
+// loaded an optimizer before its first step, and then reset the step counter. That step changed the
+// moments of some optimizers.
 struct FreshMoments {
   std::string_view optimizer;
-  std::string_view option;  // Of its groups alone.
+  // An option that only the parameter groups of this optimizer have.
+  std::string_view option;
   std::string_view moment;
-  double number;  // A fresh optimizer has this in the moment, or, where not `is_fresh`, never.
+  // If `is_fresh`: the value of the moment before any step. If not: a value that the moment has
+  // only after the step with a learning rate of 0.
+  double number;
   bool is_fresh;
 };
 constexpr FreshMoments kFreshMoments[] = {{"NAdam", ".momentum_decay", ".mu_product", 1.0, true},
@@ -208,10 +216,10 @@ void CheckFreshMoments(const Subject& of, Notes& notes) {
     }
     if (wrong.empty()) continue;
     notes.push_back(
-        "the moments of " + std::string(kind.optimizer) + " (" + Listed(wrong) +
-        ") say step 0, but their" + std::string(kind.moment) +
-        " is of no fresh optimizer: up to November 28, 2026, a save or load before the "
-        "first step left it so, and training from it differs. Start the optimizer anew");
+        "the moments of " + std::string(kind.optimizer) + " (" + ListText(wrong) +
+        ") have step 0, but their " + std::string(kind.moment.substr(1)) +
+        " is not that of a fresh optimizer: up to November 28, 2026, a save or load before the "
+        "first step left it changed, and training from it differs. Reset the optimizer");
   }
 }
 

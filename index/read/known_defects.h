@@ -9,12 +9,12 @@
 
 namespace tensormount {
 
-// What earlier versions of this library did wrong when they saved, imported or exported the
-// checkpoint, where what is stored tells: a sentence each, with the reason. The bytes are those
-// that were saved; hashes cannot tell. docs/reliability.md ("Checkpoints that old defects made")
-// lists the checks, and what cannot be told. Reads the common values, of some optimizers a few
-// small tensors, and walks over the keys only where such optimizers are named. What cannot be read
-// is passed over.
+// Finds defects that earlier versions of this library caused in the checkpoint when they saved,
+// imported or exported it, as far as the stored data show them. Returns one sentence for each
+// defect, with the reason. Hashes cannot show these defects, because the bytes are those that were
+// saved. docs/reliability.md ("Checkpoints that old defects made") lists the checks and their
+// limits. Reads the common values, and for some optimizers also the key list and a few small
+// tensors. Skips data that cannot be read.
 std::vector<std::string> FindKnownDefects(const OpenedCheckpoint& opened);
 
 }  // namespace tensormount

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The folder and the COMMIT of a checkpoint, held open: paths may be renamed and removed under a
-// reader, which then still reads the checkpoint that it began with. Gc sees the lock and waits.
+// Keeps a checkpoint's directory and COMMIT open, so that a reader continues with the same
+// checkpoint after a rename or removal. Gc sees the lock and keeps the checkpoint.
 #include "index/read/pinned_commit.h"
 
 #include <atomic>
@@ -13,17 +13,18 @@
 namespace tensormount {
 namespace {
 
-// kBusy where gc deletes it. Ok without a lock where there are none; the first time that is logged.
-// Filesystems without locks are read all the same; gc there deletes only what has been in .trash
-// for the grace that the operator vouches for.
-Status LockAsReader(File& commit) {
-  const Status locked = commit.TryLockShared();
+// Takes the reader's lock. kBusy while gc deletes the checkpoint. On filesystems without locks the
+// function succeeds, and logs that once. There gc deletes only checkpoints that have been in .trash
+// for as long as the operator specifies with --grace.
+Status LockAsReader(const FileSystem& fs, File& commit) {
+  const Status lockable = fs.Need(Ability::kLocks, commit.path());
+  const Status locked = lockable.ok() ? commit.TryLockShared() : lockable;
   if (!HasNoLocks(locked)) return locked;
   static std::atomic<bool> said{false};
   if (!said.exchange(true)) {
     Log(LogLevel::kWarning, locked.message() +
-                                ": read without a lock; gc there cannot see readers and keeps what "
-                                "was removed unless it is given --grace");
+                                ": reading without a lock; gc cannot see readers there and deletes "
+                                "removed checkpoints only with --grace");
   }
   return Status();
 }
@@ -47,8 +48,8 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   PinnedCommit commit;
   commit.directory = std::move(pinned);
   if (commit.directory == nullptr) {
-    // "directory/." follows a symlink as the last component: a user may name a checkpoint by a
-    // link.
+    // "directory/." follows a symlink as the last component, because a user may name a checkpoint
+    // by a symlink.
     TENSORMOUNT_ASSIGN_OR_RETURN(commit.directory, fs.PinDirectory(JoinPath(directory, ".")));
   }
   Result<std::unique_ptr<File>> file =
@@ -58,16 +59,18 @@ Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
   }
   TENSORMOUNT_RETURN_IF_ERROR(file.status());
   commit.file = std::move(file).value();
-  // The order open, lock, stat is what makes it safe: gc deletes COMMIT while it has the lock
-  // alone, so whoever gets the lock and still sees a link to COMMIT has a checkpoint that stays.
-  if (Status locked = LockAsReader(*commit.file); !locked.ok()) {
-    // Only gc asks for it alone, and only for what was removed.
+  // The order open, lock, stat matters: gc deletes COMMIT while it has the exclusive lock. If a
+  // reader has the lock and the link count is above 0, the checkpoint stays.
+  if (Status locked = LockAsReader(fs, *commit.file); !locked.ok()) {
+    // Only gc takes the exclusive lock, and only on removed checkpoints.
     if (locked.code() != Code::kBusy) return locked;
     return Status(Code::kStale, directory + ": it is being deleted");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(commit.info, commit.file->Stat());
-  // Gc had it before we had the lock.
-  if (commit.info.links == 0) return Status(Code::kStale, directory + ": it was deleted");
+  // A link count of 0 means that gc had the lock before us and deleted COMMIT.
+  if (fs.Can(Ability::kStamps) && commit.info.links == 0) {
+    return Status(Code::kStale, directory + ": it was deleted");
+  }
   return commit;
 }
 

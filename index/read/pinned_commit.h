@@ -9,29 +9,32 @@
 
 #include "base/file_system.h"
 
-// How readers hold a checkpoint: nobody deletes it while they read, whatever becomes of its name.
+// Readers lock a checkpoint, so that it is not deleted while they read, even if it is renamed or
+// removed.
 
-// Gc takes the same lock alone before it deletes anything, and moves what it deletes to .trash
-// first. So a reader that has the lock keeps the checkpoint, and one that comes too late is told
-// kStale instead of finding half of it.
+// Gc moves a checkpoint to .trash and takes the same lock exclusively before it deletes anything.
+// If a reader has the lock, gc keeps the checkpoint; a reader that comes later gets kStale instead
+// of half a checkpoint.
 namespace tensormount {
 
-// Keep it as long as anything of the checkpoint is read.
+// A reader's lock on a checkpoint. Keep the object as long as any file of the checkpoint is read.
+// The directory and the open COMMIT of a checkpoint.
 struct PinnedCommit {
-  // FileSystem::PinDirectory: everything is opened below this very folder, which may be renamed,
-  // removed or replaced.
+  // Result of FileSystem::PinDirectory: opens below this path reach the same directory even after
+  // it was renamed, removed or replaced.
   std::shared_ptr<const std::string> directory;
-  std::unique_ptr<File> file;  // COMMIT. The shared lock on it ends with the file.
-  FileInfo info;               // Of COMMIT, once the lock was held.
+  std::unique_ptr<File> file;  // COMMIT; has the shared lock until closed.
+  FileInfo info;               // State of COMMIT under the lock.
 };
 
-// `pinned`: the folder where the caller has pinned it; null: done here. kNotFound: there is no
-// COMMIT; kStale: gc deletes the checkpoint, or has.
+// Pins the directory and locks COMMIT. `pinned` is the directory if the caller has pinned it
+// already, else null. kNotFound: no COMMIT. kStale: gc is deleting the checkpoint, or has deleted
+// it.
 Result<PinnedCommit> PinCommit(FileSystem& fs, const std::string& directory,
                                std::shared_ptr<const std::string> pinned = nullptr);
 
-// Whether a lock was refused because the filesystem has none (some network filesystems: Lustre
-// without -o flock, NFS version 3 without its lock daemon), not because somebody holds it.
+// Whether a lock failed because the filesystem has no locks (Lustre without -o flock, NFS version 3
+// without its lock daemon), and not because another process has the lock.
 bool HasNoLocks(const Status& locked);
 
 }  // namespace tensormount

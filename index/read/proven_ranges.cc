@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which bytes of which files were compared with their hashes since the process started: ranges of
-// whole leaves or pages, for each file with the state (inode, size, change time) that it was in. A
-// file that was replaced, or written to, has proved nothing.
+// Records which bytes of which files were compared with their hashes since the process started:
+// ranges of whole leaves or pages, with the state of the file.
 //
-// Why a state and not a number of bytes read: what is in the page cache may be replaced under a
-// reader. A range counts only while device, inode, size, mtime and change time are those under
-// which it was compared, and only where a write in between would have changed one of these
-// (Settled). A hard link changes the change time of a file, too, and later saves link files of
-// ours; so there another change time is no change where the number of names differs.
+// The page cache may be replaced while a file is read. A range is therefore valid only while
+// device, inode, size, mtime and change time are the same as when it was compared, and only if a
+// write in between would have changed one of them (IsSettled). A hard link also changes the change
+// time, and later saves link our files, so a new change time together with a new link count is not
+// a write.
 #include "index/read/proven_ranges.h"
 
 #include <algorithm>
@@ -19,7 +18,7 @@
 
 namespace tensormount {
 
-FileStamp FileStamp::Of(const FileInfo& info) {
+FileStamp FileStamp::OfForeignFile(const FileInfo& info) {
   return {.device = info.device,
           .inode = info.inode,
           .size = info.size,
@@ -29,13 +28,13 @@ FileStamp FileStamp::Of(const FileInfo& info) {
           .changed_nanoseconds = info.ctime_nanoseconds};
 }
 
-FileStamp FileStamp::OfOurs(const FileInfo& info) {
-  FileStamp stamp = Of(info);
+FileStamp FileStamp::OfStoreFile(const FileInfo& info) {
+  FileStamp stamp = OfForeignFile(info);
   stamp.links = info.links;
   return stamp;
 }
 
-bool FileStamp::SameBytes(const FileStamp& before) const {
+bool FileStamp::IsUnwrittenSince(const FileStamp& before) const {
   FileStamp then = before;
   if (links != 0 && then.links != 0 && links != then.links) {
     then.links = links;
@@ -45,13 +44,15 @@ bool FileStamp::SameBytes(const FileStamp& before) const {
   return then == *this;
 }
 
-// A file that was changed within the grain of its timestamps could be changed again without another
-// time. 50 ms are more than a tick of any kernel configuration (10 ms at most); whole seconds in
-// the change time hint at a filesystem that keeps no more, where 2 s are taken.
-bool FileStamp::Settled() const {
+// Whether the file's change time is old enough. A file that was changed within the granularity of
+// its timestamps may be changed again with the same time. 50 ms exceed a tick of any kernel
+// configuration (at most 10 ms). A change time in whole seconds suggests a file system without
+// fractions, for which 2 s are used.
+bool FileStamp::IsSettled() const {
+  if (inode == 0) return false;  // Without Ability::kStamps the stamp does not show writes.
   using std::chrono::nanoseconds;
   using std::chrono::seconds;
-  // Linux's own file systems keep the time of the last tick, the oldest ones whole seconds.
+  // Linux's file systems store the time of the last tick; the oldest store only whole seconds.
   const nanoseconds grain = changed_nanoseconds == 0 ? nanoseconds(seconds(2))
                                                      : nanoseconds(std::chrono::milliseconds(50));
   timespec now{};
@@ -60,19 +61,19 @@ bool FileStamp::Settled() const {
   if (__builtin_sub_overflow(std::int64_t{now.tv_sec}, changed_seconds, &apart)) return true;
   if (apart > 3600 || apart < -3600) return true;
   const nanoseconds age = seconds(apart) + nanoseconds(now.tv_nsec - changed_nanoseconds);
-  // One of the future would be changed to the present.
+  // If the time is in the future, a write now would set another time.
   return age > grain || age < -grain;
 }
 
-// Ranges are apart from each other and merged when they meet, so a range that is known is within
-// one run. O(log runs), under a shared lock: every read asks.
-bool ProvenRanges::Hold(std::uint32_t file, const FileStamp& now, ByteRange bytes) const {
+// Ranges are disjoint and merged when they meet, so proven bytes are in one range. O(log n) in the
+// number of ranges, usually under a shared lock, because every read calls this function.
+bool ProvenRanges::AreProven(std::uint32_t file, const FileStamp& now, ByteRange bytes) const {
   {
     const std::shared_lock lock(mutex_);
     const auto known = files_.find(file);
     if (known == files_.end()) return false;
     if (known->second.stamp == now) return Holds(known->second, bytes);
-    if (!now.SameBytes(known->second.stamp)) return false;
+    if (!now.IsUnwrittenSince(known->second.stamp)) return false;
   }
   const std::lock_guard lock(mutex_);
   File& known = files_[file];
@@ -84,18 +85,19 @@ bool ProvenRanges::Holds(const File& known, ByteRange bytes) {
   return after != known.ranges.begin() && std::prev(after)->second >= bytes.end;
 }
 
-// A thread that looked before the link must not lead the state back to where it was: with the
-// number of names of then, a change that came after the link would look like another link.
+// A thread may have taken its stamp before the link: that stamp equals `before`. It is accepted
+// without moving the state back, because with the old link count a write after the link would look
+// like another link.
 bool ProvenRanges::Follow(File& known, const FileStamp& now) {
   if (known.stamp == now || known.before == now) return true;
-  if (!now.SameBytes(known.stamp)) return false;
+  if (!now.IsUnwrittenSince(known.stamp)) return false;
   known.before = known.stamp;
   known.stamp = now;
   return true;
 }
 
-// A file in another state forgets all that was known of it. Where the limit is reached, ranges that
-// touch a known one are still merged, which never adds a run.
+// If the state is new, the file's ranges are discarded. At the limit, bytes that touch a known
+// range are still merged, which never adds a range.
 void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange bytes) {
   if (bytes.begin >= bytes.end) return;
   const std::lock_guard lock(mutex_);
@@ -105,7 +107,7 @@ void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange byte
     known = File{.stamp = then, .before = then, .ranges = {}};
   }
   auto& ranges = known.ranges;
-  // The first that touches or meets these bytes.
+  // The first range that overlaps or adjoins the new bytes.
   auto at = ranges.upper_bound(bytes.begin);
   if (at != ranges.begin() && std::prev(at)->second >= bytes.begin) --at;
   const bool touches = at != ranges.end() && at->first <= bytes.end;
@@ -125,25 +127,26 @@ void ProvenRanges::Add(std::uint32_t file, const FileStamp& then, ByteRange byte
 std::uint64_t ProvenRanges::Bytes(std::uint32_t file, const FileStamp& now) const {
   const std::shared_lock lock(mutex_);
   const auto known = files_.find(file);
-  return known != files_.end() && now.SameBytes(known->second.stamp) ? known->second.bytes : 0;
+  return known != files_.end() && now.IsUnwrittenSince(known->second.stamp) ? known->second.bytes
+                                                                            : 0;
 }
 
-void ProvingRead::Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file) {
+void ProvingRead::BeginFile(std::uint32_t number, std::shared_ptr<OpenDataFile> file) {
   if (file_ == file && number_ == number) return;
-  Leave();
+  EndFile();
   const Result<FileInfo> info = file->file().Stat();
   if (!info.ok()) return;
   number_ = number;
   file_ = std::move(file);
   stamp_ = file_->StampOf(info.value());
-  settled_ = stamp_.Settled();
+  settled_ = stamp_.IsSettled();
 }
 
-bool ProvingRead::Hold(ByteRange bytes) const {
-  return file_ && proven_.Hold(number_, stamp_, bytes);
+bool ProvingRead::AreProven(ByteRange bytes) const {
+  return file_ && proven_.AreProven(number_, stamp_, bytes);
 }
 
-void ProvingRead::Found(ByteRange bytes) {
+void ProvingRead::AddProven(ByteRange bytes) {
   if (!found_.empty() && found_.back().end == bytes.begin) {
     found_.back().end = bytes.end;
   } else {
@@ -151,13 +154,13 @@ void ProvingRead::Found(ByteRange bytes) {
   }
 }
 
-// Stat after the bytes were read: the same state before and after means that what was compared is
-// what the file holds.
-void ProvingRead::Leave() {
+// Takes the file's state after the bytes were read. Equal states before and after mean that the
+// compared bytes are those of the file.
+void ProvingRead::EndFile() {
   if (file_) {
     const Result<FileInfo> info = file_->file().Stat();
     const FileStamp now = info.ok() ? file_->StampOf(info.value()) : FileStamp();
-    if (!info.ok() || !now.SameBytes(stamp_)) {
+    if (!info.ok() || !now.IsUnwrittenSince(stamp_)) {
       changed_ = true;
     } else if (settled_) {
       for (const ByteRange& bytes : found_) proven_.Add(number_, now, bytes);
@@ -168,7 +171,7 @@ void ProvingRead::Leave() {
 }
 
 bool ProvingRead::End() {
-  Leave();
+  EndFile();
   return !changed_;
 }
 

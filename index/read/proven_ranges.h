@@ -18,99 +18,100 @@ namespace tensormount {
 
 class OpenDataFile;
 
-// The state that a file is in. As long as it stays the same nobody has written to the file; the
-// reverse does not hold (a hard link changes it).
-// Device and inode tell whether the name leads to the same file; the rest, whether that was written
-// to. The change time is what a program cannot set.
+// Identity and state of a file. Equal stamps mean that nobody wrote to the file in between.
+// Different stamps do not prove a write, because a hard link changes the stamp too. Device and
+// inode identify the file. A program cannot set the change time.
 struct FileStamp {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t modified_seconds = 0, modified_nanoseconds = 0;
   std::int64_t changed_seconds = 0, changed_nanoseconds = 0;
-  std::uint64_t links = 0;  // Names that a file of ours has; 0: nobody's business.
-  // `info` must be of the open file and not of its name, which may lead elsewhere by now.
-  static FileStamp Of(const FileInfo& info);
-  // Of a sealed file of a store, which later saves link and removals unlink.
-  static FileStamp OfOurs(const FileInfo& info);
-  // Whether nobody wrote to a file that was in state `before` and is in this one. That its change
-  // time is another one is no write where its number of names is another one too: a save linked it,
-  // or a checkpoint that shared it was deleted. Not transitive: whoever goes on comparing must do
-  // so with the last state that he saw.
-  bool SameBytes(const FileStamp& before) const;
-  // How long it may take until it is Settled().
-  static constexpr std::chrono::milliseconds kSettles{3000};
-  // Whether a write from now on would show. File systems keep times in steps: of what was changed a
-  // moment ago, another change may leave all as it is.
-  bool Settled() const;
+  // Link count of files of a store. 0 for foreign files, where the link count is ignored.
+  std::uint64_t links = 0;
+  // Stamp of a foreign file. `info` must come from the open file, because the file's name may lead
+  // to another file by now.
+  static FileStamp OfForeignFile(const FileInfo& info);
+  // Stamp of a sealed file of a store. Saves make hard links to such files, and removals of
+  // checkpoints remove links.
+  static FileStamp OfStoreFile(const FileInfo& info);
+  // Whether a file in state `before` reached this state without a write. A new change time with a
+  // new link count is not a write: a save linked the file, or a checkpoint that shared it was
+  // deleted. Not transitive: pass the latest known state.
+  bool IsUnwrittenSince(const FileStamp& before) const;
+  // Longest time until a file is IsSettled().
+  static constexpr std::chrono::milliseconds kSettleTime{3000};
+  // Whether a write from now on would change the stamp. Timestamps are coarse, so a second write
+  // shortly after the first may leave the stamp unchanged.
+  bool IsSettled() const;
   friend bool operator==(const FileStamp&, const FileStamp&) = default;
 };
 
-// Which bytes of one checkpoint's data files were compared with their hashes, and in what state
-// each file was then: known only while it stays in that. Kept by whoever wants it to outlive the
-// opened checkpoint. Thread-safe.
-// By number of file, as the index has it: so one object serves one checkpoint (uuid), but any
-// number of opens of it.
+// The byte ranges of one checkpoint's data files that were compared with their hashes. A file's
+// ranges are valid while its state does not change. Files are identified by their number in the
+// index, so an object serves one checkpoint (uuid), but any number of opens of it. Thread-safe.
 class ProvenRanges {
  public:
-  // Runs of bytes that are kept for all files together, 48 bytes each. What does not fit is proven
-  // again by the next read; neighbours are one run, so that files that were read whole always fit.
+  // Largest number of ranges of all files together, 48 bytes each. Bytes above the limit are
+  // compared again by the next read. Neighbouring ranges are merged, so files that were read as a
+  // whole always fit.
   static constexpr std::size_t kMaxRanges = std::size_t{1} << 17;
 
-  // Whether all of these bytes of data file number `file` were found good, which is in state `now`.
-  // O(log runs).
-  bool Hold(std::uint32_t file, const FileStamp& now, ByteRange bytes) const;
-  // They were, and the file was in state `then`, settled, from before they were read to after.
+  // Whether all of these bytes of file number `file` are proven. `now` is the file's present state.
+  // O(log n) in the number of ranges.
+  bool AreProven(std::uint32_t file, const FileStamp& now, ByteRange bytes) const;
+  // Records proven bytes. The file must have been in the settled state `then` from before the read
+  // until after it.
   void Add(std::uint32_t file, const FileStamp& then, ByteRange bytes);
-  // How many bytes of it were found good.
+  // Number of proven bytes of the file, which is now in state `now`.
   std::uint64_t Bytes(std::uint32_t file, const FileStamp& now) const;
 
  private:
-  // A state, and the runs of bytes that were good in it.
   struct File {
     FileStamp stamp;
-    FileStamp before;  // The state that a link turned into `stamp`: of who looked a moment earlier.
-    std::map<std::uint64_t, std::uint64_t> ranges;  // Begin to end; apart from each other.
+    // State before the last change that only links made, for threads that took a stamp before it.
+    FileStamp before;
+    std::map<std::uint64_t, std::uint64_t> ranges;  // Begin to end; disjoint.
     std::uint64_t bytes = 0;
   };
-  // Whether what is known of a file holds in state `now`. One that was linked or unlinked since is
-  // followed, so that a change after that is seen: under the lock alone.
+  // Whether the ranges of `known` are valid in state `now`. If only links changed, stores `now` as
+  // the file's state, so that a later write is detected. Needs the exclusive lock.
   static bool Follow(File& known, const FileStamp& now);
   static bool Holds(const File& known, ByteRange bytes);
 
-  // Reads of mounts only ask, most of the time, so they share it.
+  // Reads of mounts usually only call AreProven, so they share the lock.
   mutable std::shared_mutex mutex_;
   mutable std::unordered_map<std::uint32_t, File> files_;
   std::size_t ranges_ = 0;
 };
 
-// What one read that proves bytes once (ReadVerify::kOnce) knows of the file that it is at. For one
-// call; not thread-safe.
-// Enter, then any number of Hold and Found, for each file in turn; End last. What was Found counts
-// only once End, or the next Enter, has seen that the file did not change meanwhile.
+// Keeps track of the proven bytes in one read with ReadVerify::kOnce. For each file call BeginFile,
+// then AreProven and AddProven any number of times; call End last. Ranges of AddProven are recorded
+// by End or the next BeginFile, if the file did not change meanwhile. For one read; not
+// thread-safe.
 class ProvingRead {
  public:
   explicit ProvingRead(ProvenRanges& proven) : proven_(proven) {}
   ProvingRead(const ProvingRead&) = delete;
   ProvingRead& operator=(const ProvingRead&) = delete;
 
-  // The read goes on in this file.
-  void Enter(std::uint32_t number, std::shared_ptr<OpenDataFile> file);
-  // Whether bytes of it need not be compared.
-  bool Hold(ByteRange bytes) const;
-  // Bytes of it were compared and are good.
-  // They must be whole leaves, or pages where these have hashes: less cannot be compared.
-  void Found(ByteRange bytes);
-  // The read is over. False where a file changed while bytes of it were taken for good: these must
-  // be read and compared again.
+  // Begins the part of the read that reads this file.
+  void BeginFile(std::uint32_t number, std::shared_ptr<OpenDataFile> file);
+  // Whether these bytes of the current file are proven, so that they need no comparison.
+  bool AreProven(ByteRange bytes) const;
+  // Adds proven bytes of the current file: whole leaves, or pages if the leaves have page hashes.
+  void AddProven(ByteRange bytes);
+  // Ends the read. Returns false if a file changed while its bytes were used without comparison.
+  // The bytes must then be read again and compared.
   bool End();
 
  private:
-  void Leave();
+  void EndFile();
 
   ProvenRanges& proven_;
   std::uint32_t number_ = 0;
-  std::shared_ptr<OpenDataFile> file_;  // Null: none, or its state is not known.
+  // The current file. Null if there is none, or if its state is unknown.
+  std::shared_ptr<OpenDataFile> file_;
   FileStamp stamp_;
-  bool settled_ = false;  // When it was taken.
+  bool settled_ = false;  // Whether stamp_ was settled at BeginFile.
   std::vector<ByteRange> found_;
   bool changed_ = false;
 };

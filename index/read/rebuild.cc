@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An inventory out of manifests that COMMIT lists, checked against COMMIT's content root: what
-// `verify`, `fsck --rebuild` and a reader without an index have in common.
+// Builds an inventory from the manifests that COMMIT lists and checks it against COMMIT's content
+// root, for `verify`, `fsck --rebuild` and readers without an index.
 #include "index/read/rebuild.h"
 
 #include <cerrno>
@@ -10,16 +10,16 @@
 
 namespace tensormount {
 
-// OpenReadBelow follows no link at all: what a checkpoint of ours lists are plain files in its
-// folder, and a link would let whoever can write there choose what we read.
+// OpenReadBelow follows no symbolic link. A checkpoint lists only regular files in its own
+// directory, and whoever can write there could make us read other files through a link.
 Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
                                              const std::string& name) {
   Result<std::unique_ptr<File>> file = fs.OpenReadBelow(directory, name);
   const Status& status = file.status();
   if (status.code() == Code::kNotFound) return DataLoss(name, "the file is missing");
-  // A folder, a link (also instead of a folder above), a FIFO, a socket.
+  // The name is a directory, a link (also as a parent directory), a FIFO or a socket.
   if (status.code() == Code::kInvalidArgument || (!status.ok() && status.ToErrno() == ENXIO)) {
-    return DataLoss(name, "something else has its name: " + status.message());
+    return DataLoss(name, "not a regular file: " + status.message());
   }
   return file;
 }
@@ -35,34 +35,35 @@ Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory
   }
   std::string bytes(static_cast<std::size_t>(entry.length), '\0');
   TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(0, bytes.data(), bytes.size()));
-  // Before decoding: a decoder sees only bytes that COMMIT vouches for.
-  if (Xxh3(bytes) != entry.hash) return DataLoss(entry.name, "checksum differs");
+  // The hash is compared before decoding, so that the decoder only sees bytes that COMMIT vouches
+  // for.
+  if (Xxh3(bytes) != entry.hash) return DataLoss(entry.name, "checksum mismatch");
   return DecodeManifest(bytes, entry.name);
 }
 
-// The content root is a hash of everything that the inventory says, so if it agrees the rebuilt
-// index has the same records as the one that was published.
+// The content root hashes the logical content of the inventory. If it agrees, the rebuilt index has
+// the records of the published one.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit) {
   TENSORMOUNT_ASSIGN_OR_RETURN(Inventory inventory, merger.Finish());
   const CheckpointInfo& info = inventory.info;
   if (info.uuid != commit.uuid || info.generation != commit.generation ||
       info.parent != commit.parent) {
-    return DataLoss("manifests", "they are of another checkpoint than COMMIT");
+    return DataLoss("manifests", "uuid, generation or parent differs from COMMIT");
   }
   for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign && info.self_contained) {
-      return DataLoss(file.name, "a foreign file without a root");
+      return DataLoss(file.name, "a foreign file, but no root directory is recorded");
     }
   }
   TENSORMOUNT_RETURN_IF_ERROR(CheckComplete(inventory));
   if (ContentRoot(inventory) != commit.content_root) {
-    return DataLoss("manifests", "the content root is not what COMMIT says");
+    return DataLoss("manifests", "the content root differs from COMMIT");
   }
   for (const FileRecord& file : inventory.files) {
     if (file.placement == Placement::kForeign) continue;
     const CommitRecord::Entry* entry = commit.Find(file.name);
     if (entry == nullptr || entry->length != file.length || entry->hash != file.root) {
-      return DataLoss(file.name, "length or file root is not what COMMIT says");
+      return DataLoss(file.name, "length or file root differs from COMMIT");
     }
   }
   return inventory;

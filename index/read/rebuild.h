@@ -9,22 +9,21 @@
 #include "index/records/commit_record.h"
 #include "index/records/manifest.h"
 
-// The steps of RebuildInventory, which verify takes too.
+// The steps of RebuildInventory. Verify uses them, too.
 
 namespace tensormount {
 
-// Opens a file of a checkpoint of ours that COMMIT lists, below its folder `directory`; no symlink
-// is followed. kDataLoss "data/x: the file is missing", or that something else stands in its place;
-// other codes where it could not be opened, which says nothing about it.
+// Opens a file that COMMIT lists, below the checkpoint's `directory`. No symlink is followed.
+// kDataLoss: the file is missing ("data/x: the file is missing") or not a regular file. Any other
+// code means that the file could not be opened, which does not prove damage.
 Result<std::unique_ptr<File>> OpenListedFile(FileSystem& fs, const std::string& directory,
                                              const std::string& name);
-// A manifest that COMMIT lists, checked against its entry. kDataLoss.
-// Length and hash are compared before it is decoded.
+// Reads a manifest that COMMIT lists. Its length and hash are compared with the entry in COMMIT
+// before it is decoded. kDataLoss if they differ or the manifest is malformed.
 Result<Manifest> ReadListedManifest(FileSystem& fs, const std::string& directory,
                                     const CommitRecord::Entry& entry);
-// What was merged, checked against COMMIT: identity, completeness, content root, file roots.
-// kDataLoss where any of these disagrees: an inventory that is not exactly the one that was
-// published is none. `merger` is empty afterwards.
+// Finishes the merge and compares the result with COMMIT: identity, completeness, content root,
+// file roots. kDataLoss if one of these differs. `merger` is empty afterwards.
 Result<Inventory> FinishRebuild(InventoryMerger& merger, const CommitRecord& commit);
 
 }  // namespace tensormount

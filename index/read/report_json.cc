@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Findings of verify and diff as JSON.
+// JSON of the results of verify and diff.
 #include "index/read/report_json.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-// JSON has no infinity.
+// A number, or "inf" for values that are not finite, because JSON has no infinity.
 OrderedJson NumberJson(double value) {
   return std::isfinite(value) ? OrderedJson(value) : OrderedJson("inf");
 }
@@ -43,7 +43,7 @@ OrderedJson ValuesJson(const ValueMismatch& v, const Dims& shape) {
   return json;
 }
 
-// A tensor as it is on one side; of an object or value only its size is known.
+// The JSON for one side of a mismatch. Tensors have metadata; objects have only a size.
 OrderedJson SideJson(const std::optional<TensorMeta>& meta,
                      const std::optional<std::uint64_t>& bytes) {
   if (!meta) return OrderedJson{{"bytes", *bytes}};
@@ -88,10 +88,10 @@ nlohmann::ordered_json VerifiedJson(const VerifyReport& report, bool quick) {
 }
 
 nlohmann::ordered_json MismatchJson(const Mismatch& d) {
-  // In the order of Mismatch::What.
+  // Names in the order of Mismatch::Subject.
   static constexpr const char* kWhat[] = {"tensor", "object", "common"};
   OrderedJson json = {{"event", EventName(d.kind)},
-                      {"what", kWhat[static_cast<std::size_t>(d.what)]},
+                      {"what", kWhat[static_cast<std::size_t>(d.subject)]},
                       {"key", d.key}};
   if (d.first || d.first_bytes) json["first"] = SideJson(d.first, d.first_bytes);
   if (d.second || d.second_bytes) json["second"] = SideJson(d.second, d.second_bytes);

@@ -7,14 +7,13 @@
 #include "index/read/checkpoint.h"
 #include "index/read/compare.h"
 
-// What verify and diff find, as the command (--json) and the C interface give it to programs.
-// docs/cli.md lists the fields, which are only ever added. Include <nlohmann/json.hpp> where they
-// are used.
+// JSON of the results of verify and diff, for the command (--json) and the C interface. docs/cli.md
+// lists the fields; later versions only add fields. Callers include <nlohmann/json.hpp>.
 
 namespace tensormount {
 
 nlohmann::ordered_json DamageJson(const VerifyReport::Damage& damage);
-// The numbers of a report; not its damages.
+// The counters of a report, without its damages.
 nlohmann::ordered_json VerifiedJson(const VerifyReport& report, bool quick);
 
 nlohmann::ordered_json MismatchJson(const Mismatch& mismatch);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the three forms in which a checkpoint says how its state dict was nested.
+// Reads the three forms in which a checkpoint records how its state dict was nested.
 #include "index/read/saved_paths.h"
 
 #include <algorithm>
@@ -13,17 +13,18 @@ namespace {
 
 using StepKind = PathStep::Kind;
 
-// As deep as state dicts may be, so that no input can exhaust a stack.
+// Largest depth of nesting, so that no input can exhaust the stack.
 constexpr std::size_t kMostNested = 64;
-// Of all paths of a structure: a leaf has the keys of all that it lies in, so that a short input
-// may mean a very long list.
+// Limit of the size of all paths of a structure. Each leaf repeats the keys above it, so a short
+// input can expand to very long paths.
 constexpr std::size_t kMostPathBytes = std::size_t{64} << 20;
 constexpr std::size_t kMostKeyBytes = 2048;
-// A list may lack items that were left out: its positions go at most so far past their number.
+// A list may lack items that were left out. Its last position may exceed its number of items by
+// this much at most: kListGaps, and kListGapsPerItem for each item.
 constexpr std::int64_t kListGaps = 64;
 constexpr std::int64_t kListGapsPerItem = 4;
 
-// Empty where it is no sequence of names and positions.
+// Converts a sequence of names and positions. Empty if `value` is anything else.
 SavedPath PathFrom(const CommonValue& value) {
   const std::vector<CommonValue>* items = ListItems(value);
   SavedPath path;
@@ -43,11 +44,11 @@ SavedPath PathFrom(const CommonValue& value) {
   return path;
 }
 
-// Sets `bad` for those of the sorted paths [begin, end), equal in their first `depth` steps, of
-// which no state dict can be made. Recursive; the length of paths bounds it.
+// Marks in `bad` the paths for which no state dict exists. Paths [begin, end) are sorted and equal
+// in the first `depth` steps. The recursion depth is bounded by the length of the paths.
 void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begin, std::size_t end,
                     std::size_t depth, std::vector<bool>& bad) {
-  // A value, and others within it or under its very path.
+  // The path of a value that is repeated, or that is the beginning of another path.
   while (begin + 1 < end && paths[begin]->size() == depth) bad[begin++] = true;
   if (begin == end || paths[begin]->size() == depth) return;
   std::size_t items = 0;
@@ -79,7 +80,7 @@ void FindImpossible(const std::vector<const SavedPath*>& paths, std::size_t begi
   }
 }
 
-// One structure, node by node.
+// Reads one structure, entry by entry.
 class StructureReader {
  public:
   explicit StructureReader(const CommonValue& structure) {
@@ -101,7 +102,7 @@ class StructureReader {
 
  private:
   using Container = SavedPaths::Container;
-  // The container of the path; null below a key of another type.
+  // Adds the container at path_. Returns null below a key that is neither text nor an integer.
   Container* AddContainer(Container::Kind kind, std::int64_t items) {
     if (odd_ > 0) return nullptr;
     bytes_ += path_bytes_ + path_.size() * sizeof(PathStep);
@@ -122,12 +123,12 @@ class StructureReader {
     if (*word == "tensor" || *word == "value" || *word == "rank") {
       const auto* name = more != nullptr ? more->get_if<std::string>() : nullptr;
       if (more != nullptr && name == nullptr) return false;
-      // A value of each rank has no one place in what is exported.
+      // Per-rank values have no single position in an export, so they are skipped.
       if (*word == "rank") return true;
       bytes_ += path_bytes_ + path_.size() * sizeof(PathStep);
       if (bytes_ > kMostPathBytes) return false;
       std::string found = name != nullptr ? *name : Dotted(path_);
-      // Below a key of another type it stands at the root, by its name.
+      // A leaf below a key that is neither text nor an integer gets a path of one step, its name.
       SavedPath path = odd_ > 0 ? SavedPath{{found, StepKind::kName}} : path_;
       leaves.push_back({std::move(path), std::move(found), *word == "tensor"});
       return true;
@@ -150,7 +151,7 @@ class StructureReader {
       const auto* number = key.get_if<std::int64_t>();
       if (name != nullptr && name->size() > kMostKeyBytes) return false;
       const std::size_t size = name != nullptr ? name->size() : 8;
-      // None, bools, floats, tuples: what planners of torch name values by has no such keys.
+      // None, bool, float and tuple keys, which never occur in paths of torch's planners.
       const bool odd = name == nullptr && number == nullptr;
       if (number != nullptr) {
         path_.push_back({*number, StepKind::kNumberKey});
@@ -189,10 +190,10 @@ class StructureReader {
   SavedPath path_;
   std::size_t path_bytes_ = 0;
   std::size_t bytes_ = 0;
-  int odd_ = 0;  // Keys of other types in the path.
+  int odd_ = 0;  // Number of keys in the path that are neither text nor integers.
 };
 
-// {"dict": [[KEY, PATH], ...]}; null for anything else.
+// The pairs in {"dict": [[KEY, PATH], ...]}; null for any other value.
 const std::vector<CommonValue>* PairsOf(const CommonValue& mappings) {
   const auto* dict = mappings.get_if<CommonDict>();
   const CommonValue* pairs = dict != nullptr ? dict->Find(std::string("dict")) : nullptr;
@@ -239,7 +240,7 @@ bool SavedPaths::IsInternal(std::string_view name) {
          name.starts_with(kMappingsPrefix) || name.starts_with(kStructurePrefix);
 }
 
-// `name` null: a key that is no text.
+// Adds the path of a planner. `name` is null if the key is not text.
 void SavedPaths::AddPath(const std::string* name, const CommonValue& path) {
   SavedPath found = PathFrom(path);
   if (name == nullptr || found.empty()) return;
@@ -284,8 +285,8 @@ void SavedPaths::AddMappings(const CommonValue& value) {
 SavedPaths SavedPaths::Make(const CommonValues& values,
                             const std::function<bool(std::string_view)>& has_tensor) {
   SavedPaths out;
-  // Of each path the name; of two structures that differ the one whose name is that path's alone. A
-  // rank had it tied where another has it not.
+  // The stored name of each path. If the structures of two ranks differ (tied on one, separate on
+  // the other), the name that belongs only to this path is used.
   struct Named {
     std::string name;
     bool tensor = false;
@@ -344,7 +345,7 @@ SavedPaths SavedPaths::Make(const CommonValues& values,
 }
 
 std::vector<SavedPath> SavedPaths::Of(std::string_view shown, std::string_view stored) const {
-  // A path belongs to the key that was stored: a map that renamed the key has said where it goes.
+  // Stored paths apply to stored keys. A key that a key map renamed is its own path.
   if (shown == stored) {
     const auto it = paths_.find(shown);
     if (it != paths_.end()) return it->second;
@@ -360,7 +361,7 @@ SavedPath SavedPaths::OfValue(std::string_view shown, std::string_view stored) c
   return {{std::string(shown), StepKind::kName}};
 }
 
-std::map<std::string, std::vector<std::string>> SavedPaths::Tied() const {
+std::map<std::string, std::vector<std::string>> SavedPaths::TiedPaths() const {
   std::map<std::string, std::vector<std::string>> tied;
   for (const auto& [key, paths] : paths_) {
     if (paths.size() < 2) continue;
@@ -372,7 +373,7 @@ std::map<std::string, std::vector<std::string>> SavedPaths::Tied() const {
   return tied;
 }
 
-std::vector<CommonKey> SavedPaths::ForPlanner(const SavedPath& path) {
+std::vector<CommonKey> SavedPaths::ToPlannerPath(const SavedPath& path) {
   std::vector<CommonKey> keys;
   for (const PathStep& step : path) {
     keys.push_back(step.kind == PathStep::Kind::kNumberKey

@@ -13,20 +13,20 @@
 
 #include "index/records/common_state.h"
 
-// Where the values of a checkpoint stood in the nested state dict that was saved.
+// Paths of a checkpoint's values in the nested state dict that was saved.
 
 namespace tensormount {
 
-// The common value that says where values stand in nested dicts and lists: a dict from key to the
-// tuple of names and positions, as torch.distributed.checkpoint's planners have it. Kept when such
-// a checkpoint is adopted or imported, so that an export can give the nesting back.
+// Name of the common value with the paths of nested values: a dict that maps a key to a tuple of
+// names and positions, as in torch.distributed.checkpoint's planners. Adoption and import store it,
+// so that an export can restore the nesting.
 inline constexpr std::string_view kPlannerData = "torch.planner_data";
 
-// Of a list or tuple; null for anything else.
+// The items of a list or tuple; null for other values.
 const std::vector<CommonValue>* ListItems(const CommonValue& value);
 
 struct PathStep {
-  // A number that is no key of a dict is the position in a list or tuple.
+  // Kinds of steps. A number is a dict key (kNumberKey) or a position in a list or tuple.
   enum class Kind { kName, kNumberKey, kListItem, kTupleItem };
   CommonKey key;
   Kind kind = Kind::kName;
@@ -34,73 +34,77 @@ struct PathStep {
   friend auto operator<=>(const PathStep&, const PathStep&) = default;
 };
 using SavedPath = std::vector<PathStep>;
-// The names of the common values that a structure, or what our writer for DCP keeps, begin with.
+// Prefixes of the names of common values: kStructurePrefix for a structure that the Python package
+// saved, kMappingsPrefix for the mappings of our DCP writer.
 inline constexpr std::string_view kStructurePrefix = "tensormount.tree.";
 inline constexpr std::string_view kMappingsPrefix = "tensormount.dcp.";
 
-// A tensor or value of a structure: where it stood, and the key or name that it is stored under.
+// A tensor or value of a structure: its path, and the key or name under which it is stored.
 struct StructureLeaf {
   SavedPath path;
   std::string name;
   bool tensor = false;
 };
-// Of a structure that the Python package saved; none of what is malformed.
+// The leaves of a structure that the Python package saved; empty if it is malformed.
 std::vector<StructureLeaf> StructureLeaves(const CommonValue& structure);
-// The keys that the mappings of our writer for DCP speak of.
+// The keys in mappings of our DCP writer.
 std::vector<std::string> MappedKeys(const CommonValue& mappings);
 
-// The steps joined by ".", as DCP and the Python package name values.
+// The steps of a path joined by ".", as DCP and the Python package name values.
 std::string Dotted(const SavedPath& path);
 
-// Paths of the keys of tensors and the names of values. They come from kPlannerData, in which a key
-// of a dict that is a number is a list of one ([0]); from what our writer for DCP keeps
-// ("tensormount.dcp.H"); and from the structures of state dicts that the Python package saved
-// ("tensormount.tree.H", docs/python.md). A key that none of them tells has itself as its path.
-// Example: the key "optim.state.0.exp_avg" has the path ("optim", "state", [0], "exp_avg"), which
-// no rule could tell from the key: the 0 is a number, and a key may have dots. What is malformed is
-// passed over, and so are paths of planners that contradict each other or have positions that are
-// negative or far past the end of their list: keys then stand for themselves. Immutable.
+// Paths of values in the nested state dict that was saved, by tensor key or value name. A key
+// without a stored path is its own path. Example: "optim.state.0.exp_avg" has the path ("optim",
+// "state", [0], "exp_avg"); the key does not show that 0 is a number, and keys may contain dots.
+// There are three sources: kPlannerData, in which a numeric dict key is a list with one item ([0]);
+// mappings of our DCP writer ("tensormount.dcp.H"); and structures of the Python package
+// ("tensormount.tree.H", docs/state-dicts.md). Malformed data are skipped. Planner paths are
+// skipped if they contradict each other or have positions that are negative or far behind the end
+// of their list. Immutable.
 class SavedPaths {
  public:
-  // `has_tensor`: whether a tensor is stored under a key.
+  // Collects the paths in `values`. `has_tensor` returns whether a tensor is stored under a key.
   static SavedPaths Make(const CommonValues& values,
                          const std::function<bool(std::string_view)>& has_tensor);
-  // Whether a common value, of all ranks or of one, tells paths and is no value of the program.
+  // Whether a common value (shared or per-rank) only holds paths, and is not a value of the user's
+  // program.
   static bool IsInternal(std::string_view name);
 
   bool nested() const { return !paths_.empty() || !value_paths_.empty(); }
-  // Of a tensor: at least one; one that was tied has several. `stored`: the key that the checkpoint
-  // has; paths hold only where it is the shown one, too.
+  // Paths of a tensor: one, or several if it was tied. `stored` is its key in the checkpoint,
+  // `shown` the key after a key map. If the two differ, the path is `shown` itself.
   std::vector<SavedPath> Of(std::string_view shown, std::string_view stored) const;
-  // Of a plain value. Values and tensors are named apart.
+  // Path of a plain value. Names of values and keys of tensors are separate namespaces.
   SavedPath OfValue(std::string_view shown, std::string_view stored) const;
-  // As DCP's planners have a path: keys that are numbers as text.
-  static std::vector<CommonKey> ForPlanner(const SavedPath& path);
-  // Of each tensor that stood in several places: its stored key, and the dotted names of the
-  // others.
-  std::map<std::string, std::vector<std::string>> Tied() const;
-  // Whether a common value is in the form of the Python package (docs/python.md, "Encoded values").
+  // The path as DCP's planners write it: numeric keys as text.
+  static std::vector<CommonKey> ToPlannerPath(const SavedPath& path);
+  // For each tied tensor, its stored key and the dotted names of its other paths.
+  std::map<std::string, std::vector<std::string>> TiedPaths() const;
+  // Whether the value of a common value is in the Python package's encoding (docs/state-dicts.md,
+  // "Encoded values").
   bool IsEncoded(std::string_view name) const { return encoded_.contains(name); }
-  // Containers that were saved empty, so that no key or name leads through them.
+  // Containers that were empty when they were saved, so that no key or name shows them.
   struct Empty {
     SavedPath path;
     CommonValue value;
-    bool ordered = false;  // An OrderedDict.
+    bool ordered = false;  // Whether it was an OrderedDict.
   };
   const std::vector<Empty>& empty() const { return empty_; }
-  // Of the containers of structures what paths do not tell.
+  // Properties of a saved container that paths do not show.
   struct Container {
     enum class Kind { kDict, kOrderedDict, kList, kTuple };
     Kind kind = Kind::kDict;
-    std::vector<CommonKey> order;  // Of the keys of a dict, but those that are no text or number.
-    std::int64_t items = 0;        // Of a list or tuple.
+    // Keys of a dict in order, without keys that are neither text nor integers.
+    std::vector<CommonKey> order;
+    std::int64_t items = 0;  // Length of a list or tuple.
   };
-  // By path; that of the outermost is empty. Of a container that ranks had differently the first.
+  // Containers by path; the outermost container has the empty path. If the ranks' containers at a
+  // path differ, the kind is that of the first, and their keys and lengths are united.
   const std::map<SavedPath, Container>& containers() const { return containers_; }
 
  private:
   void AddPath(const std::string* name, const CommonValue& path);
-  // Takes away the paths of planners of which no state dict can be made.
+  // Removes planner paths for which no state dict exists.
   void DropImpossible();
   void AddPlannerData(const CommonValue& value);
   void AddMappings(const CommonValue& value);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of a scan, its threads, and what is found in one range.
+// The order of a scan, its threads, and the findings of one range.
 #include "index/read/scan.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace tensormount {
 
-// Positions in the result are names: adopt writes hashes back in this order.
+// Positions in the result are identifiers: adoption writes hashes back by position.
 std::vector<ScanRange> RangesOf(const Inventory& inventory) {
   std::vector<ScanRange> ranges;
   for (std::uint32_t t = 0; t < inventory.tensors.size(); ++t) {
@@ -65,16 +65,17 @@ std::string RangeName(const Inventory& inventory, const ScanRange& range) {
   return "header";
 }
 
-// One a thread, made by ForEachParallel: buffer and open file live as long as the thread.
+// State of a thread. ForEachParallel makes one for each thread; the buffer and the open file live
+// as long as the thread.
 struct Scan::Worker {
-  StretchReader reader;
-  std::unique_ptr<File> file;  // Of the range before.
+  StoredRangeScanner reader;
+  std::unique_ptr<File> file;  // File of the previous range.
   std::uint32_t number = kNoFile;
-  Status ended;  // By the watch.
+  Status ended;  // Failure of the watch.
 };
 
-// Threads take ranges in file order, so several of them read neighbouring parts of one file:
-// readahead works, and each opens a file once for many ranges.
+// Threads take ranges in file order, so they read neighbouring parts of a file: read-ahead works,
+// and a thread opens a file once for many ranges.
 Status Scan::Run(const std::vector<ScanRange>& ranges, const Visit& visit) {
   std::vector<std::size_t> order(ranges.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -87,13 +88,12 @@ Status Scan::Run(const std::vector<ScanRange>& ranges, const Visit& visit) {
   return ForEachParallel<Worker>(order.size(), threads_, [&](std::size_t i, Worker& worker) {
     ScanFinding found;
     Read(ranges[order[i]], worker, found);
-    TENSORMOUNT_RETURN_IF_ERROR(worker.ended);  // No finding about the range.
+    TENSORMOUNT_RETURN_IF_ERROR(worker.ended);  // This ends the scan; it is not a finding.
     return visit(order[i], found);
   });
 }
 
-// Every way out fills `found`: a step and a status. It never throws a range away, because verify
-// has to name it.
+// Every failure sets a step and a status in `found`, because verify has to name each range.
 void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
   const auto failed = [&](ScanFinding::Step step, Status why) {
     found.step = step;
@@ -115,11 +115,12 @@ void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
     }
   }
   if (range.file >= inventory_.files.size()) {
-    return failed(ScanFinding::Step::kRecord,
-                  Status(Code::kDataLoss, "its file is not in the table"));
+    return failed(
+        ScanFinding::Step::kRecord,
+        Status(Code::kDataLoss, "its record refers to a file that is not in the file table"));
   }
   if (!worker.file || worker.number != range.file) {
-    worker.file.reset();  // One at a time: threads need no more descriptors than they are.
+    worker.file.reset();  // Closed before the next open, so that each thread needs one descriptor.
     auto file = files_.open(range.file);
     if (!file.ok()) return failed(ScanFinding::Step::kOpen, file.status());
     worker.file = std::move(file).value();
@@ -129,12 +130,14 @@ void Scan::Read(const ScanRange& range, Worker& worker, ScanFinding& found) {
       *worker.file, range.offset, range.length, boxes, byte_shape,
       [&](std::uint64_t bytes) {
         const std::uint64_t done = done_ += bytes;
-        // Ranges of foreign files may overlap, and some are read twice.
+        // `done` may exceed the total, because ranges of foreign files may overlap and some bytes
+        // are read twice.
         if (watch_) worker.ended = watch_(std::min(done, total_), total_);
         return worker.ended;
       },
       found.read);
-  // Before a failure to read: of a file that was replaced or cut meanwhile this is the reason.
+  // The file is checked before a read failure is reported, because a replaced or truncated file may
+  // be the cause.
   if (Status still = files_.check(range.file, *worker.file); !still.ok()) {
     return failed(ScanFinding::Step::kCheck, std::move(still));
   }

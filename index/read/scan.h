@@ -15,91 +15,92 @@
 
 #include "base/file_system.h"
 #include "base/watch.h"
-#include "index/read/stretch_read.h"
+#include "index/read/stored_range_scanner.h"
 #include "index/records/inventory.h"
 
-// The one way to read all that a checkpoint has stored, each byte once: `verify` compares what a
-// scan finds with the hashes of the records, `verify` of a foreign checkpoint only wants the bytes
-// to be readable, and adoption writes down the hashes that it finds.
+// Reads all data that a checkpoint stores, each byte once. `verify` compares the findings with the
+// recorded hashes (for a foreign checkpoint it only checks that the bytes are readable). Adoption
+// records the hashes.
 
-// A scan reads each stored range once, hashes its leaves, and takes what it contributes to the
-// digest of its tensor; it judges nothing. What cannot be read is a finding and not an error, so
-// that verify can go on; whoever wants to stop says so from the visit.
+// A scan hashes the leaves of each range and computes the range's contribution to the tensor's
+// digest, but compares nothing. Unreadable data are a finding and not an error, so that verify
+// continues. A Visit function can end the scan.
 namespace tensormount {
 
-// Bytes that stand side by side in a data file: a chunk of a tensor, a part of an object, or what
-// belongs to neither.
-// Plain numbers, since there may be millions: the names and regions stay in the inventory.
+// One stored range of a data file. Plain numbers, because there may be millions of ranges; names
+// and regions stay in the inventory.
 struct ScanRange {
   enum class Kind : std::uint8_t { kChunk, kObject, kExtra };
   Kind kind = Kind::kChunk;
-  std::uint32_t owner = 0;  // The number of the tensor, object part or extra range.
-  std::uint32_t row = 0;    // Of a chunk: in the extents of its tensor.
+  std::uint32_t owner = 0;  // Number of the tensor, object part or extra range.
+  std::uint32_t row = 0;    // kChunk: table row in the tensor's extents.
   std::uint32_t file = kNoFile;
-  std::uint64_t offset = 0;  // In the file.
+  std::uint64_t offset = 0;  // Offset in the file.
   std::uint64_t length = 0;
-  // Whether what a chunk contributes to the digest of its tensor is wanted; it costs a second pass
-  // over bytes that are in cache.
+  // Whether to compute the chunk's contribution to its tensor's digest, which takes a second pass
+  // over bytes in the cache.
   bool digest = true;
 };
 
-// All of them: the chunks of each tensor, then object parts, then extra ranges. A row of extents
-// that cannot be decoded is a range without a file, of which a scan tells why.
-// The order is fixed, and callers rely on it: adopt gives hashes back by position.
+// All stored ranges in a fixed order: chunks by tensor, then object parts, then extra ranges.
+// Adoption relies on the order. A table row that cannot be decoded becomes a range without a file,
+// and its finding has the reason.
 std::vector<ScanRange> RangesOf(const Inventory& inventory);
 
-// "tensor w [0:16, :]", "object rng part [1]", "header".
+// Name of a range for messages: "tensor w [0:16, :]", "object rng part [1]", "header".
 std::string RangeName(const Inventory& inventory, const ScanRange& range);
 
-// What was found in a range.
+// The result for one range.
 struct ScanFinding {
-  // What could not be done, and why; `failure` is ok with kNone alone.
+  // The step that failed. `failure` is OK only with kNone.
   enum class Step : std::uint8_t {
     kNone,
-    kRecord,  // Its record says nothing that can be read: no file, no region.
-    kOpen,    // Its file does not open.
-    kRead,    // Its bytes end, or could not be read, read.bytes behind its first.
-    kCheck,   // Its file is not, or not for certain, what it was when it was opened.
+    kRecord,  // The record has no valid file or region.
+    kOpen,    // The file cannot be opened.
+    kRead,    // The file ends, or a read fails, at byte read.bytes of the range.
+    // The file changed since it was opened, or whether it changed could not be checked.
+    kCheck,
   };
   Step step = Step::kNone;
   Status failure;
-  // Leaves of all of its bytes, where nothing failed. The contribution to a digest is 0 for what is
-  // no chunk, and for items that are pending still: where in them the tensor is, nobody knows.
-  StretchReader::Findings read;
+  // Leaf hashes of the whole range if nothing failed. The contribution to the digest is 0 for
+  // objects, extra ranges and pending chunks, whose position in their item is unknown.
+  StoredRangeScanner::Findings read;
 };
 
-// Memory: a buffer of some MiB a thread, and an open file each. Neither grows with the checkpoint.
+// Reads stored ranges on several threads. Each thread needs a buffer of some MiB and an open file,
+// whatever the checkpoint's size.
 class Scan {
  public:
-  // Both are called on several threads.
-  // Two functions, because files of a stored checkpoint, of a foreign one, and of one that is
-  // verified without opening it are opened in different ways.
+  // Functions that open and check files. Stored checkpoints, foreign checkpoints, and checkpoints
+  // that verify reads without opening have different ones. They are called on several threads.
   struct Files {
     std::function<Result<std::unique_ptr<File>>(std::uint32_t file)> open;
-    // Whether the file is still what it was: called after bytes of it were read.
+    // Called after a read. Returns OK if the file is unchanged.
     std::function<Status(std::uint32_t file, File& open)> check;
   };
-  // Told of each range once, on some thread, by its position in the vector. Not ok ends the scan.
+  // Called once for each range, on some thread, with the position of the range in the vector. A
+  // failure ends the scan.
   using Visit = std::function<Status(std::size_t position, ScanFinding& found)>;
 
-  // `inventory` must outlive this. `threads`: 0 as many as cores. `watch` may be empty.
+  // `inventory` must outlive this object. `threads` is the number of threads, 0 for the number of
+  // cores. `watch` may be empty.
   Scan(const Inventory& inventory, Files files, int threads, Watch watch)
       : inventory_(inventory),
         files_(std::move(files)),
         threads_(threads),
         watch_(std::move(watch)) {}
 
-  // Reads the ranges, which are of the inventory, in the order in which they stand in files: what
-  // storage likes best, and each thread keeps open the file of the range before. The failure of
-  // `visit` or of the watch, or kResourceExhausted where memory ran out.
+  // Reads the ranges, which must be of the inventory, in file order. That order is best for
+  // storage, and each thread keeps its file open for the next range. Returns the failure of `visit`
+  // or the watch, or kResourceExhausted if memory runs out.
   Status Run(const std::vector<ScanRange>& ranges, const Visit& visit);
-  // Read in the last run, in whole blocks.
+  // Bytes read in the last run, in whole blocks.
   std::uint64_t bytes() const { return done_; }
 
  private:
-  // What a thread keeps from one range to the next.
+  // State that a thread keeps between ranges.
   struct Worker;
-  // Fills `found`, whatever happens.
   void Read(const ScanRange& range, Worker& worker, ScanFinding& found);
 
   const Inventory& inventory_;

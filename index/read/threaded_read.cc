@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A read shared out between threads: each placed box is cut along one axis, so that every thread
-// has a part of each, and plans and reads it by itself.
+// Splits a read between threads. Each placed box is cut along one axis, and every thread plans and
+// reads its part of each box by itself.
 #include "index/read/threaded_read.h"
 
 #include <algorithm>
@@ -8,18 +8,19 @@
 #include <vector>
 
 #include "base/parallel.h"
-#include "index/read/region_reader.h"
+#include "index/read/stored_range_reader.h"
 #include "shard/box_access.h"
 #include "shard/tensor_meta.h"
 
 namespace tensormount {
 namespace {
 
-// Starting a thread costs some tens of microseconds; this much takes a millisecond.
+// Number of bytes for which a thread pays off. Starting a thread takes some tens of microseconds,
+// reading this many bytes a millisecond.
 constexpr std::uint64_t kBytesOfAThread = std::uint64_t{4} << 20;
-// A shorter run costs as much as this: it is in a page of its own.
+// Cost of a run that is shorter than this, in bytes, because the run needs a page of its own.
 constexpr std::uint64_t kRunBytes = 4096;
-// More readers gain nothing on the storage and memory of one machine.
+// Largest number of threads. More gain nothing on one machine's storage and memory.
 constexpr std::size_t kMostThreads = 8;
 
 std::size_t SharesFor(std::uint64_t bytes, int threads) {
@@ -28,7 +29,8 @@ std::size_t SharesFor(std::uint64_t bytes, int threads) {
   return static_cast<std::size_t>(std::clamp<std::uint64_t>(bytes / kBytesOfAThread, 1, most));
 }
 
-// Of the first `axes` the outermost that gives everybody something: long runs stay long.
+// The axis along which a box is cut: of the first `axes` axes the outermost that gives every thread
+// a part, so that runs stay long.
 int AxisToCut(const Box& box, int axes, std::size_t shares) {
   int best = 0;
   for (int a = 0; a < axes; ++a) {
@@ -38,8 +40,8 @@ int AxisToCut(const Box& box, int axes, std::size_t shares) {
   return best;
 }
 
-std::vector<std::vector<PlacedBox>> Share(std::span<const PlacedBox> want, int axes,
-                                          std::size_t shares) {
+std::vector<std::vector<PlacedBox>> SplitIntoShares(std::span<const PlacedBox> want, int axes,
+                                                    std::size_t shares) {
   std::vector<std::vector<PlacedBox>> shared(shares);
   for (const PlacedBox& placed : want) {
     const int axis = AxisToCut(placed.box, axes, shares);
@@ -59,8 +61,8 @@ std::vector<std::vector<PlacedBox>> Share(std::span<const PlacedBox> want, int a
   return shared;
 }
 
-// What the boxes cost to read, as bytes. Axes that are wanted whole make the runs of those before
-// them longer.
+// Estimated cost of reading the boxes, in bytes. Inner axes that the boxes cover completely make
+// the runs longer.
 std::uint64_t CostOf(std::span<const PlacedBox> want, const Dims& byte_shape) {
   std::uint64_t cost = 0;
   for (const PlacedBox& placed : want) {
@@ -82,9 +84,11 @@ Status ReadPlacedByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry
   const std::size_t shares = SharesFor(CostOf(want, byte_shape), threads);
   ReadStats stats;
   if (shares == 1) return checkpoint.ReadPlaced(tensor, want, base, verify, stats, nullptr);
-  // Bytes of one element are nobody's alone: the last axis counts them, where they are whole.
+  // If elements are whole bytes, the last axis counts the bytes of an element. It is not cut, so
+  // that elements stay together.
   const int axes = tensor.meta.bits() % 8 == 0 ? byte_shape.rank() - 1 : byte_shape.rank();
-  const std::vector<std::vector<PlacedBox>> shared = Share(want, std::max(axes, 1), shares);
+  const std::vector<std::vector<PlacedBox>> shared =
+      SplitIntoShares(want, std::max(axes, 1), shares);
   TENSORMOUNT_RETURN_IF_ERROR(checkpoint.Prepare(tensor));
   struct Nothing {};
   return ForEachParallel<Nothing>(

@@ -13,10 +13,10 @@
 
 namespace tensormount {
 
-// OpenedCheckpoint::Read and ReadBytes by several threads, for who reads alone on a machine: the
-// ranks of a load are threads enough. One thread for each 4 MiB, or 1,024 runs under a page, at
-// most `threads` (0: as many as cores, at most 8), of which the caller's is one; smaller reads take
-// no other. All have ended when this returns; where several fail, the failure of one of them.
+// OpenedCheckpoint::Read and ReadBytes on several threads, for a single reader on a machine. (The
+// ranks of a load are enough threads.) Uses one thread for each 4 MiB or 1,024 runs below a page,
+// at most `threads` (0: the number of cores, at most 8), including the caller's. All threads have
+// ended at return. If several fail, one of their errors is returned.
 Status ReadByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,
                      const Region& region, const BufferView& out, ReadVerify verify, int threads);
 Status ReadBytesByThreads(const OpenedCheckpoint& checkpoint, const TensorEntry& tensor,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// VerifyCheckpoint of checkpoint.h: COMMIT, the listing, manifests, index, data files, in this
-// order and each as far as the one before allows. It goes on after damage, because an operator
-// wants all of it; whatever could not be looked at is told apart from what is damaged
+// VerifyCheckpoint of checkpoint.h checks COMMIT, the listing, manifests, index and data files in
+// this order, each as far as the previous ones allow. It continues after damage, because an
+// operator wants the whole list. Data that could not be read are not reported as damaged
 // (ProvesDamage).
 #include <algorithm>
 #include <atomic>
@@ -25,8 +25,8 @@
 namespace tensormount {
 namespace {
 
-// Reads and checks everything, collecting damages. One thread; the data are checked by
-// VerifyRanges.
+// Collects all damages of a checkpoint. Single-threaded, except for the data, which VerifyRanges
+// reads.
 class CheckpointVerifier {
  public:
   CheckpointVerifier(FileSystem& fs, std::string directory, const VerifyOptions& options)
@@ -52,13 +52,13 @@ class CheckpointVerifier {
         if (unread_.ok()) unread_ = data;
       }
     }
-    return Concluded(std::move(report_), unread_);
+    return ConcludeReport(std::move(report_), unread_);
   }
 
  private:
-  // What could not be read: damage where the disk or the bytes say so; nothing is known where this
-  // process has no descriptors or no permission.
-  void Unreadable(const std::string& object, const std::string& file, const Status& status) {
+  // Reports an unreadable file as damage if the failure proves damage. If not (no descriptors, no
+  // permission), the verification is incomplete.
+  void ReportUnreadable(const std::string& object, const std::string& file, const Status& status) {
     if (ProvesDamage(status)) {
       Damage(object, file, status.message());
     } else if (unread_.ok()) {
@@ -87,8 +87,8 @@ class CheckpointVerifier {
   }
   const CommitRecord& commit() const { return decoded_->record; }
 
-  // What stands there and is not listed.
-  // Surplus files are told apart (surplus) from damage that harms readers.
+  // Reports files that COMMIT does not list as surplus, which is separate from damage that harms
+  // readers.
   void CheckListing() {
     std::set<std::string, std::less<>> folders;
     for (const CommitRecord::Entry& entry : commit().files) {
@@ -106,12 +106,12 @@ class CheckpointVerifier {
     Result<std::vector<DirectoryEntry>> entries = fs_.List(
         below.empty() ? JoinPath(*pinned_.directory, ".") : JoinPath(*pinned_.directory, below));
     if (!entries.ok()) {
-      Unreadable(below, below, entries.status());
+      ReportUnreadable(below, below, entries.status());
       return;
     }
     for (const DirectoryEntry& entry : entries.value()) {
       const std::string name = below.empty() ? entry.name : below + "/" + entry.name;
-      // What a publisher that died did not come to take away; gc does.
+      // Such a file was left by a publisher that died. Gc removes it.
       if (!swept_ && commit().Find(name) == nullptr &&
           (store_paths::IsSharedLeftover(name) || name.starts_with("data/"))) {
         continue;
@@ -122,7 +122,7 @@ class CheckpointVerifier {
         Damage(name, name, "not part of this checkpoint");
         report_.damages.back().surplus = true;
       } else if (entry.kind != FileKind::kFile) {
-        Damage(name, name, "not a file");
+        Damage(name, name, "not a regular file");
       }
     }
   }
@@ -135,7 +135,8 @@ class CheckpointVerifier {
       Result<Manifest> manifest = ReadListedManifest(fs_, *pinned_.directory, entry);
       if (manifest.ok()) {
         report_.bytes_checked += entry.length;
-        // Each is named for what is wrong with itself; without one of them none can be merged.
+        // Each bad manifest is reported as damage. After the first, manifests are no longer merged,
+        // because the merge needs all of them.
         const Status added =
             status.ok() ? merger.Add(manifest.value().inventory, entry.name) : Status();
         if (!added.ok()) {
@@ -145,7 +146,7 @@ class CheckpointVerifier {
         leaves_[entry.name] = std::move(manifest.value().leaves);
       } else {
         status = manifest.status();
-        Unreadable(entry.name, entry.name, status);
+        ReportUnreadable(entry.name, entry.name, status);
       }
     }
     if (!status.ok()) return;
@@ -157,10 +158,9 @@ class CheckpointVerifier {
     }
   }
 
-  // The index by its hash and record by record. One that is damaged is no matter where another made
-  // from the manifests stands in for it, which is checked in the same way.
-  // The whole index by its hash, then record by record: a hash that agrees with COMMIT does not
-  // prove that the writer put the right records in.
+  // Checks the index by its hash, then record by record, because a matching hash does not prove
+  // that the writer stored the right records. A damaged index is only a warning if the manifests
+  // are intact and a derived index passes the same checks.
   Status CheckIndex() {
     const std::string name(kIndexName);
     const CommitRecord::Entry* entry = commit().Find(name);
@@ -169,21 +169,22 @@ class CheckpointVerifier {
     if (entry != nullptr) report_.bytes_checked += entry->length;
     const Status damage = index.ok() ? CheckRecords(*index.value()) : index.status();
     if (damage.ok()) return Status();
-    if (!CheckpointIndex::IsLost(damage)) return damage;
+    if (!CheckpointIndex::IsCopyDamaged(damage)) return damage;
     index = OpenDerivedIndex(fs_, directory_, commit());
     Status derived = index.status();
     if (derived.ok()) derived = CheckRecords(*index.value());
     if (derived.ok() && inventory_) {
-      report_.warnings.push_back(damage.message() + "; the one that fsck rebuilt serves");
+      report_.warnings.push_back(damage.message() + "; using the index that fsck rebuilt");
     } else {
-      Unreadable("index", name, Status(damage.code(), ReasonWithout("index: " + name, damage)));
+      ReportUnreadable("index", name,
+                       Status(damage.code(), ReasonWithoutFile("index: " + name, damage)));
     }
     return Status();
   }
 
-  // Every record against what the manifests say.
+  // Compares every record of the index with the manifests.
   Status CheckRecords(const CheckpointIndex& index) {
-    if (!inventory_) {  // The index is the only one left to say what the data should be.
+    if (!inventory_) {  // If the manifests are damaged, the index describes the data.
       TENSORMOUNT_ASSIGN_OR_RETURN(inventory_, index.ToInventory());
       return Status();
     }
@@ -201,11 +202,12 @@ class CheckpointVerifier {
         }));
     if (differ == 0 && seen == wanted_->size()) return Status();
     return {Code::kDataLoss, std::to_string(differ) + " of " + std::to_string(seen) +
-                                 " records differ from what the manifests say (" +
-                                 std::to_string(wanted_->size()) + " wanted)"};
+                                 " records differ from the manifests (" +
+                                 std::to_string(wanted_->size()) + " expected)"};
   }
 
-  // Lengths only, by lstat; bytes are for VerifyRanges, which `--quick` leaves out.
+  // Compares only the lengths of the data files. VerifyRanges reads the bytes, except with
+  // `--quick`.
   void CheckDataFiles() {
     for (const CommitRecord::Entry& entry : commit().files) {
       if (!entry.name.starts_with("data/")) continue;
@@ -213,7 +215,7 @@ class CheckpointVerifier {
       if (info.status().code() == Code::kNotFound) {
         Damage(entry.name, entry.name, "the file is missing");
       } else if (!info.ok()) {
-        Unreadable(entry.name, entry.name, info.status());
+        ReportUnreadable(entry.name, entry.name, info.status());
       } else if (info.value().kind == FileKind::kFile && info.value().size != entry.length) {
         Damage(entry.name, entry.name,
                std::to_string(info.value().size) + " bytes, " + std::to_string(entry.length) +
@@ -222,15 +224,16 @@ class CheckpointVerifier {
     }
   }
 
-  // Damage of each is named once, here; their ranges then say nothing more of it.
+  // Reports each foreign file that changed or cannot be opened once. VerifyRanges does not report
+  // its ranges.
   void CheckForeignFiles(const ForeignBase& base) {
     for (const FileRecord& file : inventory_->files) {
       if (file.placement != Placement::kForeign) continue;
       const Status opened = OpenForeignFile(fs_, base, file, true).status();
-      if (opened.code() == Code::kStale) {  // It changed.
+      if (opened.code() == Code::kStale) {  // The file changed.
         Damage(file.name, file.name, opened.message());
       } else if (!opened.ok()) {
-        Unreadable(file.name, file.name, opened);
+        ReportUnreadable(file.name, file.name, opened);
       }
     }
   }
@@ -241,11 +244,14 @@ class CheckpointVerifier {
   VerifyReport report_;
   PinnedCommit pinned_;
   std::optional<DecodedCommit> decoded_;
-  Status unread_;  // Why a part of it could not be checked at all.
-  std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
-  bool swept_ = true;  // False: leftovers of a shared staging may stand here.
+  // The first reason why something could not be checked.
+  Status unread_;
+  // Leaf hashes of each manifest, by the manifest's name.
+  std::map<std::string, std::vector<Hash128>> leaves_;
+  // False if staging.json exists, so that files of a shared staging may be left.
+  bool swept_ = true;
   std::optional<Inventory> inventory_;
-  std::shared_ptr<const MemoryTable> wanted_;  // Its records.
+  std::shared_ptr<const MemoryTable> wanted_;  // The records of inventory_.
 };
 
 }  // namespace

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a scan of a stored checkpoint finds, compared with the hashes of its records.
+// Compares a scan of a stored checkpoint with the hashes of its records.
 //
-// All ranges are read once, on threads, in file order. A range is whole where the root of its
-// leaves is that of its record; a tensor is whole where the digests of its chunks come to the
-// digest of its record, which also shows rows of an index that point at whole bytes of something
-// else.
+// A range is whole if the root of its leaves equals the root in its record. A tensor is whole if
+// the digests of its chunks add up to the digest in its record. The digest also finds table rows
+// that point to intact bytes of other data.
 #include "index/read/verify_ranges.h"
 
 #include <algorithm>
@@ -21,7 +20,7 @@
 namespace tensormount {
 namespace {
 
-// What a record says of the hashes of a range.
+// The hashes in the record of a range.
 struct StoredHash {
   bool known = true;
   Hash128 root;
@@ -36,7 +35,7 @@ StoredHash HashOf(const Inventory& inventory, const ScanRange& range) {
   switch (range.kind) {
     case ScanRange::Kind::kChunk: {
       const auto chunk = inventory.tensors[range.owner].extents.At(range.row);
-      return of(chunk.value(), chunk.value().has_hash);  // Was read by it.
+      return of(chunk.value(), chunk.value().has_hash);  // The scan decoded the row before.
     }
     case ScanRange::Kind::kObject:
       return of(inventory.objects[range.owner], inventory.objects[range.owner].has_hash());
@@ -69,13 +68,14 @@ class RangeVerifier {
     }
     Scan scan(inventory_,
               {.open = [this](std::uint32_t file) { return Open(file); },
-               .check = [this](std::uint32_t file, File& open) { return CheckStill(file, open); }},
+               .check = [this](std::uint32_t file,
+                               File& open) { return CheckFileUnchanged(file, open); }},
               options_.threads, options_.watch);
     TENSORMOUNT_RETURN_IF_ERROR(
         scan.Run(ranges_,
                  [this](std::size_t i, ScanFinding& found) {
-                   Judge(ranges_[i], found);
-                   return Status();  // Damage of one range says nothing of others.
+                   CheckFinding(ranges_[i], found);
+                   return Status();  // Damage of one range does not end the scan.
                  })
             .WithContext("verify"));
     CompareDigests();
@@ -89,8 +89,8 @@ class RangeVerifier {
   }
 
  private:
-  // `whole` goes false with the first chunk that is not: then the digest would differ for a reason
-  // that is told already.
+  // Digest of a tensor, computed from its chunks. `whole` becomes false at the first damaged chunk,
+  // because the digest then differs for a known reason.
   struct TensorDigest {
     std::atomic<Crc64> value{0};
     std::atomic<bool> whole{true};
@@ -106,10 +106,10 @@ class RangeVerifier {
                            : OpenListedFile(fs_, directory_, record.name);
   }
 
-  Status CheckStill(std::uint32_t file, File& open) const {
+  Status CheckFileUnchanged(std::uint32_t file, File& open) const {
     if (!IsForeign(file)) return Status();
     const Result<FileInfo> now = open.Stat();
-    if (now.status().code() == Code::kStale) {  // A handle that a server forgot: nothing is known.
+    if (now.status().code() == Code::kStale) {  // A stale handle proves nothing about the file.
       return {Code::kUnavailable, now.status().message()};
     }
     TENSORMOUNT_RETURN_IF_ERROR(now.status());
@@ -125,19 +125,18 @@ class RangeVerifier {
                         .reason = std::move(reason)});
   }
 
-  // Its bytes from `at` on could not be had.
-  // Damage where the failure proves it; otherwise nothing is known, and the verification fails in
-  // the end with the first such reason.
-  void Failed(const ScanRange& range, std::uint64_t at, const Status& status) {
+  // Reports that bytes from `at` on could not be read. If the failure proves damage, it is added to
+  // the damages. If not, the verification fails at its end with the first such reason.
+  void ReportReadFailure(const ScanRange& range, std::uint64_t at, const Status& status) {
     if (!ProvesDamage(status)) {
       std::lock_guard lock(mutex_);
       if (unread_.ok()) unread_ = status.WithContext(RangeName(inventory_, range));
       return;
     }
-    Damage(range, at, ReasonWithout(inventory_.files[range.file].name, status));
+    Damage(range, at, ReasonWithoutFile(inventory_.files[range.file].name, status));
   }
 
-  void Judge(const ScanRange& range, const ScanFinding& found) {
+  void CheckFinding(const ScanRange& range, const ScanFinding& found) {
     bool whole = false;
     switch (found.step) {
       case ScanFinding::Step::kNone:
@@ -147,18 +146,19 @@ class RangeVerifier {
         Damage(range, 0, found.failure.message());
         break;
       case ScanFinding::Step::kOpen:
-        // Of a foreign file that was said once for all of it.
-        if (!IsForeign(range.file)) Failed(range, 0, found.failure);
+        // An unusable foreign file was reported once for the whole file.
+        if (!IsForeign(range.file)) ReportReadFailure(range, 0, found.failure);
         break;
       case ScanFinding::Step::kRead:
-        Failed(range, found.read.bytes, found.failure);
+        ReportReadFailure(range, found.read.bytes, found.failure);
         break;
       case ScanFinding::Step::kCheck:
-        // That it changed is what the record says against: damage, though it is kStale.
+        // kStale means that the file no longer matches its record, which is damage of the
+        // checkpoint.
         if (found.failure.code() == Code::kStale) {
           Damage(range, 0, found.failure.message());
         } else {
-          Failed(range, 0, found.failure);
+          ReportReadFailure(range, 0, found.failure);
         }
         break;
     }
@@ -171,8 +171,8 @@ class RangeVerifier {
     }
   }
 
-  // Says where they do not.
-  // Ranges without a hash could be read, and that is all that can be said of them.
+  // Compares a range with its hashes and reports a difference. A range without hashes only has to
+  // be readable.
   bool HashesAgree(const ScanRange& range, const std::vector<Hash128>& leaves) {
     const StoredHash stored = HashOf(inventory_, range);
     if (!stored.known) {
@@ -180,14 +180,14 @@ class RangeVerifier {
       return true;
     }
     if (ChunkRoot(leaves, range.length) == stored.root) return true;
-    SayWhere(range, stored, leaves);
+    ReportFirstDifference(range, stored, leaves);
     return false;
   }
 
-  // Names the first byte of the first leaf that differs.
-  // Leaves of the manifest are believed only where their root is that of the record.
-  void SayWhere(const ScanRange& range, const StoredHash& hash,
-                const std::vector<Hash128>& leaves) {
+  // Reports the first byte of the first differing leaf. The leaf hashes of the manifest are used
+  // only if their root is the root in the record.
+  void ReportFirstDifference(const ScanRange& range, const StoredHash& hash,
+                             const std::vector<Hash128>& leaves) {
     if (hash.manifest < inventory_.manifests.size()) {
       const auto known = leaves_.find(inventory_.manifests[hash.manifest]);
       if (known != leaves_.end() &&
@@ -202,19 +202,19 @@ class RangeVerifier {
             ++differing;
             if (!first) first = i * kLeafBytes;
           }
-          std::string reason = "checksum differs";
+          std::string reason = "checksum mismatch";
           if (differing > 1) {
-            reason += " (" + std::to_string(differing) + " leaves of 64 KiB)";
+            reason += " (in " + std::to_string(differing) + " leaves of 64 KiB)";
           }
           Damage(range, first.value_or(0), std::move(reason));
           return;
         }
       }
     }
-    Damage(range, 0, "checksum differs (which leaf is not known)");
+    Damage(range, 0, "checksum mismatch (the damaged 64 KiB leaf is unknown)");
   }
 
-  // After the threads have ended. Only tensors of which every chunk was read and agreed.
+  // Called after the threads have ended. Skips tensors with chunks that are unread or damaged.
   void CompareDigests() {
     for (std::size_t t = 0; t < digests_.size(); ++t) {
       const TensorRecord& tensor = inventory_.tensors[t];
@@ -222,7 +222,7 @@ class RangeVerifier {
       damages_.push_back({.object = "tensor " + tensor.meta.key(),
                           .file = std::string(kIndexName),
                           .offset = 0,
-                          .reason = "its digest is not that of its bytes"});
+                          .reason = "its digest does not match its bytes"});
     }
   }
 
@@ -238,13 +238,13 @@ class RangeVerifier {
   std::atomic<std::uint64_t> unhashed_{0};
   std::mutex mutex_;
   std::vector<VerifyReport::Damage> damages_;
-  Status unread_;  // Why some range was not checked.
+  Status unread_;  // First reason why a range was not checked.
 };
 
 }  // namespace
 
-// Codes that speak of this process, this machine or this moment. Everything else (I/O errors,
-// missing files, short reads) speaks of the stored bytes. What a newer program wrote may be whole.
+// The codes below concern the process, the machine or the moment. All other codes (I/O errors,
+// missing files, short reads) concern the stored bytes. Data of a newer format may be intact.
 bool ProvesDamage(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
@@ -262,19 +262,19 @@ bool ProvesDamage(const Status& status) {
   }
 }
 
-std::string ReasonWithout(std::string_view file, const Status& status) {
+std::string ReasonWithoutFile(std::string_view file, const Status& status) {
   const std::string prefix = std::string(file) + ": ";
   const std::string_view why = status.message();
   return std::string(why.starts_with(prefix) ? why.substr(prefix.size()) : why);
 }
 
-Result<VerifyReport> Concluded(VerifyReport report, const Status& unread) {
+Result<VerifyReport> ConcludeReport(VerifyReport report, const Status& unread) {
   if (unread.ok()) return report;
   if (report.damages.empty()) {
-    // kStale would mean that the checkpoint was deleted.
+    // kStale is replaced, because callers take it to mean that the checkpoint was deleted.
     return unread.code() == Code::kStale ? Status(Code::kUnavailable, unread.message()) : unread;
   }
-  report.warnings.push_back("not all could be checked: " + unread.message());
+  report.warnings.push_back("not everything could be checked: " + unread.message());
   return report;
 }
 

@@ -12,20 +12,21 @@
 
 namespace tensormount {
 
-// Whether a failure to read something says that it is damaged. Where this process has no
-// descriptors or no permission, the storage does not answer or has lost a handle, nothing is known.
+// Whether a read failure proves damage of the stored data. A failure does not if the process lacks
+// descriptors or permissions, if the storage does not answer, or if a handle is stale.
 bool ProvesDamage(const Status& status);
-// The reason without the name of its file, which a Damage has for itself.
-std::string ReasonWithout(std::string_view file, const Status& status);
-// What a verification ends with: `unread` is why something was not checked (ok: everything was). An
-// error, unless there is damage, which is damage whatever else could not be looked at.
-Result<VerifyReport> Concluded(VerifyReport report, const Status& unread);
+// The message of `status` without the file name, because VerifyReport::Damage has the file name
+// separately.
+std::string ReasonWithoutFile(std::string_view file, const Status& status);
+// The result of a verification. `unread` is the reason why something was not checked, or OK. If the
+// report has no damage, `unread` is returned as an error.
+Result<VerifyReport> ConcludeReport(VerifyReport report, const Status& unread);
 
-// Reads every stored range of `inventory` on several threads (index/read/scan.h), compares their
-// roots, and the digests of tensors of which every chunk was whole. `leaves`: leaf hashes by name
-// of manifest, to say which byte is wrong; where a manifest is not there, only the range is named.
-// Adds damages and bytes to `report`. Fails where some range could not be checked, after all
-// others. `base`: what foreign files are opened below.
+// Reads every stored range of `inventory` on several threads (index/read/scan.h), and compares the
+// roots of ranges, and the digests of tensors whose chunks are all intact. `leaves` has the leaf
+// hashes of each manifest, by name, to locate damage; without the manifest's hashes only the range
+// is named. `base` is the directory for foreign files. Adds the findings to `report`. After reading
+// all ranges, fails if one could not be checked.
 Status VerifyRanges(FileSystem& fs, const std::string& directory, const ForeignBase& base,
                     const Inventory& inventory,
                     const std::map<std::string, std::vector<Hash128>>& leaves,

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opening an index and looking things up in it. An index that is small is compared with its hash at
-// open, of a large one only its end; what lies between is covered by the checksums of RocksDB's
-// blocks when it is read. So opening costs the same for ten tensors and for ten thousand. Damage
-// that shows later is repaired on the spot where the manifests still have the records
-// (recovering_table.h).
+// Opening an index and look-ups in it. An open compares a small index with its hash, but only the
+// end of a large one, so an open costs the same for ten tensors and for ten thousand. Checksums of
+// RocksDB's blocks cover the rest when it is read. Damage found later is bypassed if the manifests
+// still have the records (recovering_table.h).
 #include "index/records/checkpoint_index.h"
 
 #include <algorithm>
@@ -26,9 +25,8 @@ Status BadIndex(std::string message) {
   return Status(Code::kDataLoss, "index: " + std::move(message));
 }
 
-// All of an index file against its hash.
-// In blocks of 1 MiB: the file may be read from a network, and is at most 4 MiB at an ordinary
-// open, but `verify` asks for any size.
+// Compares the whole file with its hash. Reads blocks of 1 MiB, because the index may be large:
+// `verify` checks files of any size, perhaps over a network.
 Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
   Xxh3Stream hash;
   std::string block(std::min<std::uint64_t>(entry.length, std::uint64_t{1} << 20), '\0');
@@ -38,15 +36,16 @@ Status CheckWholeFile(File& file, const CommitRecord::Entry& entry) {
     hash.Update(block.data(), n);
     at += n;
   }
-  return hash.Value() == entry.hash ? Status() : BadIndex(entry.name + ": checksum differs");
+  return hash.Value() == entry.hash ? Status() : BadIndex(entry.name + ": checksum mismatch");
 }
 
-// Hex in both: values of user properties are strings.
+// The identity as SstTable stores it. Hex, because the values of user properties are strings.
 SstIdentity IdentityOf(const Uuid& uuid, const Hash128& content_root) {
   return {uuid.ToString(), content_root.ToHex()};
 }
 
-// The records of an inventory. Not `to_memory`: the very ones that its SST file has.
+// The records of an inventory in memory. With `to_memory` false they are exactly the records of the
+// inventory's SST file.
 Result<std::unique_ptr<MemoryTable>> ToMemory(const Inventory& inventory, bool to_memory) {
   auto table = std::make_unique<MemoryTable>();
   TENSORMOUNT_RETURN_IF_ERROR(record::ForEach(inventory, to_memory, record::AllTensors(inventory),
@@ -57,8 +56,7 @@ Result<std::unique_ptr<MemoryTable>> ToMemory(const Inventory& inventory, bool t
   return table;
 }
 
-// Calls fn(key, value) for the records with this prefix in key order, until one fails. A scan's own
-// callback only says whether to go on, so that a Table need not know what its values mean.
+// Calls fn(key, value) for the records with this prefix in key order, until fn fails.
 template <typename Fn>
 Status ForEachRecord(const Table& table, std::string_view prefix, Fn fn) {
   Status failure;
@@ -70,7 +68,7 @@ Status ForEachRecord(const Table& table, std::string_view prefix, Fn fn) {
   return failure;
 }
 
-// The objects' parts whose keys in the table have this prefix.
+// The object parts whose keys in the table have this prefix.
 Result<std::vector<ObjectRecord>> ScanObjects(const Table& table, std::string_view prefix) {
   std::vector<ObjectRecord> parts;
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -118,10 +116,10 @@ Result<std::shared_ptr<const MemoryTable>> CheckpointIndex::RecordsOf(const Inve
   return std::shared_ptr<const MemoryTable>(std::move(table));
 }
 
-// What is left out is a failure of this process (no memory, no descriptors, a bug) or its will: the
-// same records from elsewhere would not help. Not found is a loss: an index file that was deleted
-// can be rebuilt.
-bool CheckpointIndex::IsLost(const Status& status) {
+// The other codes are failures of this process (memory, descriptors, cancellation, a bug), for
+// which another copy of the records would not help. kNotFound counts as lost, because a deleted
+// index can be rebuilt.
+bool CheckpointIndex::IsCopyDamaged(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
     case Code::kResourceExhausted:
@@ -137,12 +135,12 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
     FileSystem& fs, const std::string& directory, const CommitRecord& commit,
     std::uint64_t check_bytes, std::function<Result<std::shared_ptr<const Table>>()> again) {
   const std::string name(kIndexName);
-  // Everything that COMMIT says of the file is compared before RocksDB sees it: its parser then
-  // meets damaged bytes only where a block's own checksum finds them.
+  // COMMIT is compared before RocksDB reads the file, so that RocksDB's parser meets damage only
+  // where the checksum of a block finds it.
   const std::string path = JoinPath(directory, name);
   const CommitRecord::Entry* entry = commit.Find(name);
   if (entry == nullptr) return BadIndex(std::string(kCommitName) + " does not list " + name);
-  // The tail is what RocksDB does not check itself: footer, properties, its own index.
+  // RocksDB does not check the end of the file: footer, properties and block index.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, fs.OpenReadBelow(directory, name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
   if (info.size != entry->length) {
@@ -156,12 +154,11 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   const std::uint64_t tail_offset = entry->length - tail.size();
   TENSORMOUNT_RETURN_IF_ERROR(file->ReadExactAt(tail_offset, tail.data(), tail.size()));
   if (Xxh3(tail) != entry->tail) {
-    return BadIndex(name + ": checksum of its last " + std::to_string(tail.size()) +
-                    " bytes differs");
+    return BadIndex(name + ": checksum mismatch in its last " + std::to_string(tail.size()) +
+                    " bytes");
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::unique_ptr<SstTable> sst, SstTable::Open(fs, path));
-  // A file that is whole and listed with the right hash, of another checkpoint: somebody copied a
-  // COMMIT or an index by hand.
+  // An intact index of another checkpoint means that somebody copied COMMIT or the index by hand.
   if (sst->identity() != IdentityOf(commit.uuid, commit.content_root)) {
     return BadIndex(name + ": it is the index of another checkpoint");
   }
@@ -171,12 +168,11 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::OpenSst(
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(std::shared_ptr<const CheckpointIndex> index,
                                Load(std::move(table), false));
-  // The info record repeats what COMMIT says, so that a reader of the index alone knows them; two
-  // places can disagree only where one is wrong.
+  // The info record repeats fields of COMMIT for readers that have only the index. If they differ,
+  // one of the two files is wrong.
   if (index->info().uuid != commit.uuid || index->info().generation != commit.generation ||
       index->info().parent != commit.parent) {
-    return BadIndex(name + ": uuid, generation or parent is not what " + std::string(kCommitName) +
-                    " says");
+    return BadIndex(name + ": uuid, generation or parent differs from " + std::string(kCommitName));
   }
   return index;
 }
@@ -192,7 +188,8 @@ Result<std::shared_ptr<const CheckpointIndex>> CheckpointIndex::Load(std::unique
 
 Status CheckpointIndex::LoadLists() {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string info, table_->Get(record::Key(record::kInfo)));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const record::Counts counts, record::DecodeInfoRecord(info, info_));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const record::Counts counts,
+                               record::DecodeInfoRecord(info, in_memory_, info_));
   tensor_count_ = counts.tensors;
   tensor_bytes_ = counts.tensor_bytes;
   chunk_count_ = counts.chunks;
@@ -207,7 +204,7 @@ Status CheckpointIndex::LoadLists() {
         TENSORMOUNT_ASSIGN_OR_RETURN(FileRecord file, DecodeFile(in));
         if (Status left = in.Finish(); !left.ok()) return left;
         if (info_.self_contained && file.placement == Placement::kForeign) {
-          return BadIndex(file.name + ": a foreign file without a root");
+          return BadIndex(file.name + ": a foreign file, but no root directory is recorded");
         }
         files_.push_back(std::move(file));
         return Status();
@@ -219,14 +216,14 @@ Status CheckpointIndex::LoadLists() {
           return BadIndex("manifests are not numbered in order");
         }
         if (!value.starts_with("manifest/") || !IsSafeName(value)) {
-          return BadIndex("\"" + std::string(value) + "\" is not a name of a manifest");
+          return BadIndex("\"" + std::string(value) + "\" is not a manifest name");
         }
         manifests_.emplace_back(value);
         return Status();
       }));
   // Numbers are dense, as checked above, so only the end can be missing.
   if (files_.size() != counts.files || manifests_.size() != counts.manifests) {
-    return BadIndex("files or manifests are missing");
+    return BadIndex("records of files or manifests are missing");
   }
   return Status();
 }
@@ -237,12 +234,13 @@ Result<TensorEntry> CheckpointIndex::Find(std::string_view key) const {
     return Status(Code::kNotFound, "no tensor " + std::string(key)).With({.key = std::string(key)});
   }
   TENSORMOUNT_RETURN_IF_ERROR(ordinal.status());
-  if (ordinal.value().size() != 4) return BadIndex("tensor " + std::string(key) + ": bad number");
-  // Two look-ups: key to ordinal, ordinal to record. The record is kept by ordinal so that listings
-  // in order read neighbours, and the extents' keys are short.
+  if (ordinal.value().size() != 4)
+    return BadIndex("tensor " + std::string(key) + ": malformed tensor number");
+  // A key takes two look-ups, key to ordinal and ordinal to record. Records are stored by ordinal,
+  // so that sequential listings read neighbours and keys of extents are short.
   TENSORMOUNT_ASSIGN_OR_RETURN(TensorEntry entry, At(record::LoadBig32(ordinal.value().data())));
   if (entry.meta.key() != key) {
-    return BadIndex("tensor " + std::string(key) + ": its record is of " + entry.meta.key());
+    return BadIndex("tensor " + std::string(key) + ": its record has key " + entry.meta.key());
   }
   return entry;
 }
@@ -251,7 +249,7 @@ Result<TensorEntry> CheckpointIndex::At(std::uint32_t ordinal) const {
   Result<std::string> value = table_->Get(record::Key(record::kTensor, ordinal));
   if (value.status().code() == Code::kNotFound) {
     const std::string what = "no tensor number " + std::to_string(ordinal);
-    // Inside of the count a record that is not there is damage, beyond it a question about nothing.
+    // Below the count, a missing record is damage. Above it, the ordinal is invalid.
     return ordinal < tensor_count_ ? BadIndex(what) : Status(Code::kNotFound, what);
   }
   TENSORMOUNT_RETURN_IF_ERROR(value.status());
@@ -281,12 +279,12 @@ Status CheckpointIndex::ForEachTensor(std::uint32_t first,
                      return !stopped;
                    }));
   TENSORMOUNT_RETURN_IF_ERROR(inner);
-  if (!stopped && next != tensor_count_) return BadIndex("tensors are missing");
+  if (!stopped && next != tensor_count_) return BadIndex("records of tensors are missing");
   return Status();
 }
 
-// The `k` records are sorted by key, so the first at or behind `key` has the answer. None: all keys
-// are smaller.
+// The `k` records are sorted by key, so the first record whose key is not less than `key` has the
+// answer. If there is none, all keys are smaller.
 Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
   std::uint32_t ordinal = tensor_count_;
   Status inner;
@@ -296,7 +294,7 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
                                              if (value.size() == 4) {
                                                ordinal = record::LoadBig32(value.data());
                                              } else {
-                                               inner = BadIndex("a key without a number");
+                                               inner = BadIndex("a key has no tensor number");
                                              }
                                              return false;
                                            }));
@@ -305,14 +303,14 @@ Result<std::uint32_t> CheckpointIndex::LowerBound(std::string_view key) const {
 }
 
 Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_t ordinal) const {
-  // No lock is held while a table is read: two threads may read the same one, and share the first
-  // that was put (LruCache::Put).
+  // No lock is held during the read: two threads may read the same table, and the first one put
+  // into the cache wins (LruCache::Put).
   if (std::shared_ptr<const ExtentTable> known = extents_.Get(ordinal)) return known;
   TENSORMOUNT_ASSIGN_OR_RETURN(const TensorEntry entry, At(ordinal));
   const std::string prefix = record::Key(record::kExtents, ordinal);
   std::string rows;
   std::uint32_t page = 0;
-  // Pages are numbered from 0; a gap would shift all rows behind it into regions of others.
+  // Pages are numbered from 0 without gaps.
   bool in_order = true;
   TENSORMOUNT_RETURN_IF_ERROR(
       table_->Scan(prefix, {}, [&](std::string_view key, std::string_view value) {
@@ -320,7 +318,8 @@ Result<std::shared_ptr<const ExtentTable>> CheckpointIndex::Extents(std::uint32_
         if (in_order) rows.append(value);
         return in_order;
       }));
-  if (!in_order) return BadIndex("tensor " + entry.meta.key() + ": a page of extents is missing");
+  if (!in_order)
+    return BadIndex("tensor " + entry.meta.key() + ": a record of its chunks is missing");
   Result<ExtentTable> table = ExtentTable::FromPacked(entry.meta.shape().rank(), std::move(rows),
                                                       entry.wide, entry.pending);
   if (!table.ok()) return table.status().WithContext("index: tensor " + entry.meta.key());
@@ -343,7 +342,7 @@ Result<std::vector<ObjectRecord>> CheckpointIndex::ObjectParts(std::string_view 
   TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<ObjectRecord> parts, ScanObjects(*table_, prefix));
   for (const ObjectRecord& part : parts) {
     if (part.key != key) {
-      return BadIndex("object " + std::string(key) + ": its record is of another");
+      return BadIndex("object " + std::string(key) + ": its record has another key");
     }
   }
   if (parts.empty()) {
@@ -357,7 +356,7 @@ Result<std::vector<ExtraRange>> CheckpointIndex::Extras() const {
   TENSORMOUNT_RETURN_IF_ERROR(
       ForEachRecord(*table_, record::Key(record::kExtra),
                     [&](std::string_view, std::string_view value) -> Status {
-                      ByteReader in(value, "index: extra piece");
+                      ByteReader in(value, "index: extra range");
                       TENSORMOUNT_ASSIGN_OR_RETURN(const ExtraRange extra, DecodeExtra(in));
                       extras.push_back(extra);
                       return in.Finish();
@@ -397,20 +396,19 @@ Result<CommonValue> CheckpointIndex::CommonRecord(std::string_view name) const {
 }
 
 Result<std::shared_ptr<const LayerNames>> CheckpointIndex::Layers() const {
-  // Held during the scan: it is short, and done once in the life of an index. A failure is not
-  // kept.
+  // The mutex stays locked during the scan, which is short and runs once. A failure is not cached.
   const std::lock_guard lock(layers_mutex_);
   if (layers_) return layers_;
   std::map<std::string, std::string> patterns;
   TENSORMOUNT_RETURN_IF_ERROR(
       ForEachRecord(*table_, record::Key(record::kCommon, kLayersRecordPrefix),
                     [&](std::string_view key, std::string_view encoded) -> Status {
-                      ByteReader in(encoded, "index: names of layers");
+                      ByteReader in(encoded, "index: layer names");
                       TENSORMOUNT_ASSIGN_OR_RETURN(const CommonValue value,
-                                                   DecodeCommon(in, "index: names of layers"));
+                                                   DecodeCommon(in, "index: layer names"));
                       if (Status left = in.Finish(); !left.ok()) return left;
                       const auto* pattern = value.get_if<std::string>();
-                      if (pattern == nullptr) return BadIndex("names of layers: not a string");
+                      if (pattern == nullptr) return BadIndex("layer names: not a string");
                       patterns.emplace(key.substr(1 + kLayersRecordPrefix.size()), *pattern);
                       return Status();
                     }));
@@ -423,10 +421,11 @@ Result<std::optional<LayerEntry>> CheckpointIndex::ResolveLayer(std::string_view
   return FindLayer(*this, *names, key);
 }
 
-// Pages are joined without a look at their numbers: a page that is missing shows in the length.
+// Page numbers are not checked: a missing page shows in the length.
 Result<std::string> CheckpointIndex::SafetensorsHeader() const {
   if (safetensors_header_bytes_ == 0) {
-    return Status(Code::kUnsupported, "the header of model.safetensors would be too long");
+    return Status(Code::kUnsupported,
+                  "model.safetensors is not available: its header would be too long");
   }
   std::string header;
   TENSORMOUNT_RETURN_IF_ERROR(table_->Scan(record::Key(record::kSafetensors), {},
@@ -434,7 +433,8 @@ Result<std::string> CheckpointIndex::SafetensorsHeader() const {
                                              header.append(value);
                                              return true;
                                            }));
-  if (header.size() != safetensors_header_bytes_) return BadIndex("the safetensors header is cut");
+  if (header.size() != safetensors_header_bytes_)
+    return BadIndex("the safetensors header is truncated");
   return header;
 }
 

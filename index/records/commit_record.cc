@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// COMMIT (docs/format.md, "Commit record"): two copies of one record, each with its checksum, that
-// share no page of the disk. Whoever reads it takes the one that is whole; a difference between two
-// whole ones is damage, never a choice.
+// COMMIT (docs/format.md, "Commit record"): two copies of one record that share no disk page, each
+// with a checksum. A reader takes the sound copy; two sound copies that differ are damage.
 #include "index/records/commit_record.h"
 
 #include <algorithm>
@@ -12,9 +11,8 @@
 namespace tensormount {
 namespace {
 
-// docs/format.md, "Commit record".
-// Offsets that are used before a copy is decoded: the length at 40. The first 40 bytes keep their
-// places in every version of the format.
+// Magic of a copy. The length at offset 40 is read before a copy is decoded, because the first 40
+// bytes keep their positions in every version of the format (docs/format.md, "Commit record").
 constexpr std::string_view kCommitMagic{"TMCOMMIT", 8};
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCommitHeaderBytes = 112;
@@ -28,7 +26,7 @@ std::string EncodeCopy(const CommitRecord& record) {
   out.U64(record.compatible);
   out.U64(record.read_compatible);
   out.U64(record.incompatible);
-  out.U64(0);  // Length, below.
+  out.U64(0);  // Length, filled in below.
   EncodeUuid(out, record.uuid);
   out.U64(record.generation);
   EncodeUuid(out, record.parent);
@@ -45,8 +43,8 @@ std::string EncodeCopy(const CommitRecord& record) {
   return std::move(out.bytes());
 }
 
-// One copy with its padding. kDataLoss, or kUnsupported where the checksum holds but a feature is
-// unknown.
+// Decodes one copy including its padding. kUnsupported if the checksum matches but a feature is
+// unknown; kDataLoss for any other fault.
 Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   const auto bad = [](std::string why) { return Status(Code::kDataLoss, std::move(why)); };
   if (bytes.size() < kCommitHeaderBytes + kCommitHashBytes) return bad("truncated");
@@ -54,19 +52,20 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
   const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
   if (length < kCommitHeaderBytes + kCommitHashBytes || length > bytes.size())
     return bad("wrong length");
-  // Checksum first, then version and feature bits: damage must never look like a newer format,
-  // which tools answer differently (kUnsupported and not kDataLoss).
+  // The checksum is compared before version and feature bits: damage must not look like a newer
+  // format, which tools handle differently (kUnsupported, not kDataLoss).
   const std::string_view body = bytes.substr(0, length - kCommitHashBytes);
   ByteReader sum(bytes.substr(body.size(), kCommitHashBytes), "checksum");
-  if (sum.Hash() != Xxh3(body)) return bad("checksum differs");
-  // Each byte as the one before it, by one memcmp: a loop over them was what took longest of a
-  // decode, and a save beside thousands of checkpoints makes thousands.
+  if (sum.Hash() != Xxh3(body)) return bad("checksum mismatch");
+  // The padding is zero if its first byte is zero and each byte equals its predecessor, which one
+  // memcmp finds. A loop took most of the decoding time, and a save beside thousands of checkpoints
+  // decodes thousands of records.
   const std::string_view padding = bytes.substr(static_cast<std::size_t>(length));
   const bool is_zero =
       padding.empty() ||
       (padding[0] == '\0' && padding.substr(1) == padding.substr(0, padding.size() - 1));
   if (!is_zero) {
-    return bad("bytes after its end");
+    return bad("unexpected bytes after its end");
   }
   CommitRecord record;
   ByteReader in(body.substr(kCommitMagic.size()), "commit record");
@@ -88,7 +87,7 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
     return Status(Code::kUnsupported,
                   "written in a newer format: incompatible feature bits 0x" + hex);
   }
-  (void)in.U64();  // The length.
+  (void)in.U64();  // Length.
   record.uuid = DecodeUuid(in);
   record.generation = in.U64();
   record.parent = DecodeUuid(in);
@@ -101,9 +100,10 @@ Result<CommitRecord> DecodeCopy(std::string_view bytes) {
     file.hash = in.Hash();
     file.tail = in.Hash();
     if (!in.status().ok()) break;
-    // Names are joined to the checkpoint's folder later; "../x" must not get that far, also with a
-    // checksum that holds.
-    if (!IsSafeName(file.name)) return bad("\"" + file.name + "\" is not a name below it");
+    // Names are joined to the checkpoint's directory later, so "../x" is refused even if the
+    // checksum matches.
+    if (!IsSafeName(file.name))
+      return bad("\"" + file.name + "\" is not a path inside the checkpoint");
     if (i > 0 && !(record.files[i - 1].name < file.name)) return bad("files are not in order");
   }
   TENSORMOUNT_RETURN_IF_ERROR(in.Finish());
@@ -121,17 +121,16 @@ const CommitRecord::Entry* CommitRecord::Find(std::string_view name) const {
 
 std::string EncodeCommit(const CommitRecord& record) {
   std::string copy = EncodeCopy(record);
-  // The copies share no page, so that no torn or bad page takes both.
+  // The copies share no page, so that a torn or bad page damages only one.
   copy.resize((copy.size() + kPage - 1) / kPage * kPage, '\0');
   return copy + copy;
 }
 
-// Where the second copy begins follows from the first one's length, or, where that is damaged, from
-// the file's size: both copies have the same padded size. Four outcomes: both whole and equal; one
-// damaged (a warning); both damaged; both whole and unequal, which no crash can make, so nothing is
-// guessed.
+// Decodes both copies, which have the same padded size. The position of the second copy follows
+// from the length of the first, or, if that is damaged, from the size of the file. The copies may
+// both be sound and equal; or one is damaged (a warning); or both are damaged; or they are sound
+// but different, which no crash can cause, so it is damage.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name) {
-  // The first copy says how long both are; where it cannot, they are the halves of the file.
   std::uint64_t copy_bytes = bytes.size() >= 48 ? LoadLittle<std::uint64_t>(bytes.data() + 40) : 0;
   copy_bytes = std::min<std::uint64_t>(copy_bytes, kMaxCommitBytes);
   copy_bytes = (copy_bytes + kPage - 1) / kPage * kPage;
@@ -139,8 +138,8 @@ Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name
       DecodeCopy(bytes.substr(0, copy_bytes)),
       Result<CommitRecord>(Status(Code::kDataLoss, "the file has the wrong length"))};
   if (!copies[0].ok()) copy_bytes = (bytes.size() + 1) / 2;
-  // Copies of equal bytes say the same, which need not be found out: of thousands of checkpoints
-  // that are listed nearly all are such.
+  // Byte-equal copies need no second decoding. Nearly all checkpoints have them, and a listing
+  // decodes thousands.
   if (copies[0].ok() && bytes.size() == 2 * copy_bytes &&
       bytes.substr(0, copy_bytes) == bytes.substr(copy_bytes)) {
     return DecodedCommit{.record = std::move(copies[0]).value(), .damage = {}};
@@ -179,15 +178,16 @@ Result<std::string> ReadCommitBytes(File& file, std::string_view name) {
   std::string bytes(static_cast<std::size_t>(info.size), '\0');
   const Status whole = file.ReadExactAt(0, bytes.data(), bytes.size());
   if (whole.ok()) return bytes;
-  // A bad sector fails the read of the whole file. Read by pages it costs the copy that it lies in,
-  // whose checksum then differs.
+  // A bad sector fails the read of the whole file. Reading page by page loses only the copy in that
+  // sector, because its checksum then differs.
   for (std::size_t at = 0; at < bytes.size(); at += kPage) {
     const std::size_t size = std::min<std::size_t>(kPage, bytes.size() - at);
     if (!file.ReadExactAt(at, bytes.data() + at, size).ok()) {
       std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), size, '\0');
     }
   }
-  // Nothing is proven damaged that was not read.
+  // If no copy is intact, return the read error: a page that could not be read does not prove
+  // damage.
   if (DecodeCommit(bytes, name).status().code() == Code::kDataLoss) return whole;
   return bytes;
 }

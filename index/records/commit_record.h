@@ -14,68 +14,76 @@
 
 namespace tensormount {
 
-// Of COMMIT and of manifests; the index has a version of its own, since it can always be made
-// again.
+// Version of COMMIT and of manifests. The index has its own, because it can be rebuilt.
 inline constexpr std::uint32_t kFormatVersion = 1;
-// Feature bits that this version knows. Unknown incompatible: refused; unknown read-compatible:
-// opened, never written below; unknown compatible: ignored.
+// Feature bits that this version knows. A checkpoint with unknown incompatible bits is refused. A
+// checkpoint with unknown read-compatible bits is read, but nothing is written into it. Unknown
+// compatible bits are ignored.
 inline constexpr std::uint64_t kKnownIncompatible = 0;
-// Compatible bits of COMMIT: made of another checkpoint by `derive`, so it is no step of a run.
+// Compatible bit of COMMIT: the checkpoint was made by `derive`, so it is no step of a run.
 inline constexpr std::uint64_t kCommitDerived = 1;
 
-// The file COMMIT, which makes a checkpoint exist (docs/format.md, "Commit record"): two copies,
-// each with its own checksum.
+// The file COMMIT, whose existence makes a directory a checkpoint (docs/format.md, "Commit
+// record"): two copies, each with its own checksum.
 struct CommitRecord {
-  // The version and the three sets of feature bits have fixed places at the begin of every version.
+  // The version and the feature bits have fixed offsets in every version.
   std::uint32_t version = kFormatVersion;
   std::uint64_t compatible = 0;
   std::uint64_t read_compatible = 0;
   std::uint64_t incompatible = 0;
-  // Of this save: tells a checkpoint from another that was published under the same name.
+  // Identifies this save: checkpoints of the same name have different uuids.
   Uuid uuid;
-  // Numbers the saves of a store: claimed when the staging is made, so that it orders saves by
-  // their begin and not by their publish. The highest published one is `latest`.
+  // Number of the save in its store, claimed when the staging is made. Generations therefore order
+  // saves by their begin, not by their publish. The published checkpoint with the highest
+  // generation is `latest`.
   std::uint64_t generation = 0;
-  // Which checkpoint the mtimes were decided against (docs/format.md, "Mtimes"); zero: none.
+  // Uuid of the checkpoint against which the mtimes were decided (docs/format.md, "Mtimes"). Zero:
+  // there is no such checkpoint.
   Uuid parent;
-  // ContentRoot() of the inventory: a rebuilt index is compared with it.
+  // ContentRoot() of the inventory; a rebuilt index is compared with it.
   Hash128 content_root;
   struct Entry {
     std::string name;  // Below the checkpoint: "data/…", "manifest/…", "index/…".
     std::uint64_t length = 0;
-    Hash128 hash;  // File root for data, hash of the whole file otherwise.
-    Hash128 tail;  // index/ only: of the last min(length, 64 KiB), checked at open.
+    // Of a data file: the file root. Of a manifest or an index: the hash of the whole file.
+    Hash128 hash;
+    // Only for the index: the hash of its last min(length, 64 KiB) bytes, checked at open.
+    Hash128 tail;
   };
-  // Every data file, manifest and index of the checkpoint, but no foreign file. What is not in this
-  // list belongs to nobody: publish removes it from the staging, `verify` reports it as surplus.
-  // A million files are found by binary search; an entry a file and nothing a chunk, so that COMMIT
-  // stays small.
-  std::vector<Entry> files;                        // Sorted by name.
-  const Entry* Find(std::string_view name) const;  // Null: no such file.
+  // Every data file, manifest and index of the checkpoint, except foreign files. A file that is not
+  // listed does not belong to the checkpoint: publish removes it from the staging, and `verify`
+  // reports it as surplus. COMMIT stays small because chunks have no entries.
+  std::vector<Entry> files;  // Sorted by name.
+  // The entry of file `name`; null if there is none. Binary search.
+  const Entry* Find(std::string_view name) const;
 };
 
 inline constexpr std::string_view kCommitName = "COMMIT";
-// Two copies, about 100 bytes a file each: room for millions of files.
+// Upper limit of the size of COMMIT. An entry takes about 100 bytes in each of the two copies, so
+// this is room for millions of files.
 inline constexpr std::uint64_t kMaxCommitBytes = std::uint64_t{1} << 30;
 
-// Both copies, each padded to whole pages: what is written to the file.
+// The content of the file COMMIT: two copies of `record`, each padded to whole pages.
 std::string EncodeCommit(const CommitRecord& record);
 
-// A record, and whether both of its copies were whole.
+// A decoded COMMIT, and whether both of its copies were intact.
 struct DecodedCommit {
   CommitRecord record;
-  bool one_copy_damaged = false;  // Opened with a warning; `verify` says so and exits 1.
-  std::string damage;             // Which copy and why, in words.
+  // The record is usable, but one copy is damaged. An open warns; `verify` reports the damage and
+  // exits 1.
+  bool one_copy_damaged = false;
+  // Which copy is damaged, and why. Empty: none.
+  std::string damage;
 };
-// kDataLoss where both copies are damaged or disagree; kUnsupported "... newer format: incompatible
-// feature bits 0x…" where a bit is unknown.
+// Decodes the content of COMMIT. kDataLoss if both copies are damaged, or if they disagree.
+// kUnsupported "... newer format: incompatible feature bits 0x…" for an unknown bit.
 Result<DecodedCommit> DecodeCommit(std::string_view bytes, std::string_view name);
 
-// The bytes of it, to be decoded. A page that cannot be read comes as zeros, and so costs the copy
-// in which it lies; where no copy is left that failure is the answer. kDataLoss for a size that
-// cannot be.
+// Reads the content of COMMIT, for DecodeCommit. If the file cannot be read as a whole, an
+// unreadable page is returned as zeros, so that only the copy in that page is lost. If no copy is
+// left, the error of the read is returned. kDataLoss if the file is larger than kMaxCommitBytes.
 Result<std::string> ReadCommitBytes(File& file, std::string_view name);
-// Both: bytes, then the record. Blocks as file reads do; on a network filesystem that may be long.
+// Reads and decodes COMMIT. Blocks like any file read, possibly long on a network filesystem.
 Result<DecodedCommit> ReadCommitFile(File& file, std::string_view name);
 
 }  // namespace tensormount

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Common values as JSON and back: CommonToJson and CommonFromJson of tensormount/common_value.h.
-// Here and not in common_value.cc because only this half needs a JSON library. What JSON has no
-// form for (bytes, tuples, integer keys, NaN) is an object with one key that begins with '$'; an
-// honest dict with such a key is escaped in the same way, so that each value has one text and each
-// text one value.
+// CommonToJson and CommonFromJson of tensormount/common_value.h. They have a file of their own
+// because only they need a JSON library. Values without a JSON form (bytes, tuples, integer keys,
+// NaN) become an object with one key that begins with '$'. A real dict with such a key is escaped
+// the same way, so that each value has exactly one text.
 #include <bit>
 #include <cmath>
 #include <utility>
@@ -23,8 +22,8 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::uint64_t kQuietNan = 0x7ff8000000000000;
-// One level of a tree takes at most three of JSON ({"$dict": [[key, value]]}), a scalar one more.
-// The parser is stopped at this depth before the tree's own limit can be looked at.
+// A tree level takes at most three JSON levels ({"$dict": [[key, value]]}), a scalar one more. The
+// parser stops at this depth, before CheckCommon can compare the depth of the tree with its limit.
 constexpr std::size_t kMaxJsonDepth = 3 * static_cast<std::size_t>(kMaxCommonDepth) + 1;
 
 // ---- Writing ----
@@ -54,7 +53,8 @@ void AppendString(std::string& out, const std::string& text) {
   }
 }
 
-// JSON has no NaN and no infinities, and a NaN's payload is data like any other.
+// Floats without a JSON form become tagged values: JSON has no NaN or infinity, and the payload of
+// a NaN is data.
 void AppendFloat(std::string& out, double value) {
   if (std::isnan(value)) {
     const std::uint64_t bits = std::bit_cast<std::uint64_t>(value);
@@ -70,9 +70,8 @@ void AppendFloat(std::string& out, double value) {
   }
 }
 
-// Whether the dict can be an object of JSON that is read back as what it is.
-// Integer keys, keys that are no UTF-8 and keys that begin with '$' need the form {"$dict": [[key,
-// value], ...]}.
+// Whether the dict can be a JSON object and be read back as the same dict. Integer keys, keys that
+// are not UTF-8 and keys that begin with '$' need {"$dict": [[key, value], ...]}.
 bool IsPlainObject(const CommonDict& dict) {
   for (const auto& [key, value] : dict.items) {
     const auto* text = std::get_if<std::string>(&key);
@@ -150,7 +149,7 @@ Result<std::string> FromHex(const CommonValue& value, std::string_view tag) {
   };
   const auto* text = value.get_if<std::string>();
   const auto bad = [&] {
-    return Refused(std::string(tag) + " wants an even number of hex digits (0-9, a-f)");
+    return Refused(std::string(tag) + " must be an even number of hex digits (0-9, a-f)");
   };
   if (text == nullptr || text->size() % 2 != 0) return bad();
   std::string bytes;
@@ -166,7 +165,7 @@ Result<std::string> FromHex(const CommonValue& value, std::string_view tag) {
 
 Result<CommonValue> UntagFloat(const Members& members) {
   const auto* name = members[0].second.get_if<std::string>();
-  if (name == nullptr) return Refused("$float is a string");
+  if (name == nullptr) return Refused("$float must be a string");
   if (members.size() == 1) {
     if (*name == "inf") return CommonValue(HUGE_VAL);
     if (*name == "-inf") return CommonValue(-HUGE_VAL);
@@ -176,20 +175,20 @@ Result<CommonValue> UntagFloat(const Members& members) {
     std::uint64_t bits = 0;
     for (const char c : bytes) bits = bits << 8 | static_cast<unsigned char>(c);
     const double value = std::bit_cast<double>(bits);
-    if (bytes.size() != 8 || !std::isnan(value)) return Refused("bits are not those of a NaN");
+    if (bytes.size() != 8 || !std::isnan(value)) return Refused("\"bits\" do not encode a NaN");
     return CommonValue(value);
   }
-  return Refused(R"($float is "inf", "-inf" or "nan", and "nan" may have bits)");
+  return Refused(R"($float must be "inf", "-inf" or "nan"; only "nan" may have "bits")");
 }
 
 Result<CommonValue> UntagDict(CommonValue& value) {
   auto* pairs = value.get_if<CommonList>();
-  if (pairs == nullptr) return Refused("$dict wants an array of [key, value]");
+  if (pairs == nullptr) return Refused("$dict must be an array of [key, value] pairs");
   CommonDict dict;
   for (CommonValue& item : pairs->items) {
     auto* pair = item.get_if<CommonList>();
     if (pair == nullptr || pair->items.size() != 2) {
-      return Refused("$dict wants an array of [key, value]");
+      return Refused("$dict must be an array of [key, value] pairs");
     }
     CommonKey key;
     if (const auto* number = pair->items[0].get_if<std::int64_t>()) {
@@ -201,18 +200,17 @@ Result<CommonValue> UntagDict(CommonValue& value) {
                      ", not an int or a string");
     }
     const auto [it, added] = dict.items.emplace(std::move(key), std::move(pair->items[1]));
-    if (!added) return Refused("the key " + CommonPathPart(it->first, true) + " is there twice");
+    if (!added) return Refused("key " + CommonPathPart(it->first, true) + " occurs twice");
   }
   return CommonValue(std::move(dict));
 }
 
-// The value of an object that has a key beginning with '$'.
-// Strict, so that each value has one text: a tag beside other keys, or one that is not known, is an
-// error and not a plain dict.
+// The value of an object with a key that begins with '$'. An unknown tag, or a tag beside other
+// keys, is an error and not a plain dict, so that each value has one text.
 Result<CommonValue> Untag(Members& members) {
   if (!members[0].first.starts_with('$') || (members.size() > 1 && members[0].first != "$float") ||
       members.size() > 2) {
-    return Refused("a key that begins with '$' must be the only one");
+    return Refused("a key that begins with '$' must be the only key of its object");
   }
   const std::string& tag = members[0].first;
   CommonValue& value = members[0].second;
@@ -224,18 +222,18 @@ Result<CommonValue> Untag(Members& members) {
   }
   if (tag == "$string") {
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes, FromHex(value, tag));
-    if (IsUtf8(bytes)) return Refused("$string is for what is no UTF-8");
+    if (IsUtf8(bytes)) return Refused("$string is only for text that is not UTF-8");
     return CommonValue(std::move(bytes));
   }
   if (tag == "$tuple") {
     auto* list = value.get_if<CommonList>();
-    if (list == nullptr) return Refused("$tuple wants an array");
+    if (list == nullptr) return Refused("$tuple must be an array");
     return CommonValue(CommonTuple{std::move(list->items)});
   }
   return Refused("unknown tag " + QuoteJson(tag));
 }
 
-// Builds the tree from the parser's events. Nothing recurses: depth costs memory only, and that is
+// Builds the tree from the parser's events without recursion: depth costs only memory, and is
 // limited.
 class TreeBuilder : public nlohmann::json_sax<Json> {
  public:
@@ -244,7 +242,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
   bool number_integer(std::int64_t value) override { return Put(value); }
   bool number_unsigned(std::uint64_t value) override { return Put(value); }
   bool number_float(double value, const std::string& text) override {
-    // The parser makes a float of what is too large for an integer.
+    // The parser turns integers that are too large into floats. They are refused here.
     if (text.find_first_of(".eE") == std::string::npos) {
       return Fail(Refused("the integer " + text.substr(0, 40) + " does not fit in 64 bits"));
     }
@@ -255,12 +253,12 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
 
   bool start_object(std::size_t) override { return Open(true); }
   bool start_array(std::size_t) override { return Open(false); }
-  // The value is not known yet: the next event fills it in.
+  // Begins a member of the object; the next event sets its value.
   bool key(std::string& value) override {
     frames_.back().members.emplace_back(std::move(value), CommonValue());
     return true;
   }
-  // Only now is it known whether the object is a dict or a tagged value.
+  // Ends an object. Only now is it known whether the object is a dict or a tagged value.
   bool end_object() override {
     Members members = std::move(frames_.back().members);
     frames_.pop_back();
@@ -274,7 +272,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
     for (auto& [name, value] : members) {
       const auto [it, added] = dict.items.emplace(std::move(name), std::move(value));
       if (!added) {
-        return Fail(Refused("the key " + CommonPathPart(it->first, true) + " is there twice"));
+        return Fail(Refused("key " + CommonPathPart(it->first, true) + " occurs twice"));
       }
     }
     return Put(std::move(dict));
@@ -285,7 +283,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
     return Put(std::move(list));
   }
   bool parse_error(std::size_t at, const std::string&, const Json::exception& error) override {
-    // "[json.exception...] what": without the first part.
+    // Drops the leading "[json.exception...]" of the parser's message.
     std::string_view why = error.what();
     if (const std::size_t end = why.find("] "); end != why.npos) why.remove_prefix(end + 2);
     status_ = Refused("byte " + std::to_string(at) + ": " + std::string(why.substr(0, 300)));
@@ -298,7 +296,8 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
  private:
   struct Frame {
     bool is_object;
-    Members members;  // The last one is being filled.
+    // Members of an open object. The next event fills in the last one.
+    Members members;
     std::vector<CommonValue> items;
   };
 
@@ -309,8 +308,8 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
   }
 
   bool Put(CommonValue value) {
-    // Arrays of pairs in $dict are nodes here and none of the tree, so this is wider than the
-    // limit, which CheckCommon compares afterwards. Here it bounds memory while parsing.
+    // Bounds memory during parsing. The pairs in $dict count here but not in the tree, so this
+    // limit is wider than the limit of CheckCommon, which is checked afterwards.
     if (++nodes_ > 2 * kMaxCommonNodes) return Fail(Refused("too many values"));
     if (frames_.empty()) {
       value_ = std::move(value);
@@ -322,7 +321,7 @@ class TreeBuilder : public nlohmann::json_sax<Json> {
     return true;
   }
 
-  // Says where, as the text has it.
+  // Adds the position in the text to the failure.
   bool Fail(const Status& failure) {
     std::string path;
     for (const Frame& frame : frames_) {

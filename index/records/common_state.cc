@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of the records that hold a rank's own values, and what of all records a load or a `ls`
-// sees.
+// Names of per-rank records, and the split of records into the state that a load or `ls` shows.
 #include "index/records/common_state.h"
 
 #include <charconv>
@@ -11,16 +10,18 @@
 namespace tensormount {
 namespace {
 
-// Of a record's name; nothing where it does not name a rank in the one form that RankRecordName
-// has.
+// The rank in the name of a per-rank record. Fails unless the name is exactly RankRecordName of a
+// rank.
 Result<int> RankOf(std::string_view name) {
   std::string_view digits = name;
   digits.remove_prefix(kRankRecordPrefix.size());
   int rank = 0;
   const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), rank);
-  // Spelling it again refuses "007", "+7" and what follows the digits: each rank has one record.
+  // Formatting the number again refuses "007", "+7" and trailing text, so that each rank has one
+  // record.
   if (error != std::errc() || rank < 0 || RankRecordName(rank) != name) {
-    return Status(Code::kDataLoss, "common record " + std::string(name) + ": names no rank");
+    return Status(Code::kDataLoss, "common record " + std::string(name) +
+                                       ": its name does not end with a rank number");
   }
   return rank;
 }
@@ -55,7 +56,7 @@ Result<CommonValues> ValuesOf(CommonValue value, std::string_view what) {
   for (auto& [key, item] : dict->items) {
     const auto* name = std::get_if<std::string>(&key);
     if (name == nullptr) {
-      return Status(Code::kDataLoss, std::string(what) + ": has a key that is no string");
+      return Status(Code::kDataLoss, std::string(what) + ": has a key that is not a string");
     }
     values.emplace_hint(values.end(), *name, std::move(item));
   }

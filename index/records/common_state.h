@@ -12,44 +12,50 @@
 
 #include "shard/tensor_meta.h"
 
-// The common state of a checkpoint, and the records that hold it: one common value a name.
-// Names that begin with '$' are reserved (docs/format.md, "Common state").
+// The common state of a checkpoint, stored as one record for each common value. Names that begin
+// with '$' are reserved (docs/format.md, "Common state").
 
 namespace tensormount {
 
-// Sorted by name, so that ranks encode and compare equal states alike.
+// Common values by name. Sorted, so that ranks encode and compare equal states alike.
 using CommonValues = std::map<std::string, CommonValue>;
 
-// Records with reserved names. An old reader passes over those that it does not know, so a new one
-// needs no new version of the format.
+// Reserved record names. Old readers skip unknown reserved names, so a new name needs no new format
+// version.
 inline constexpr std::string_view kContentMetadataRecord = "$content";
 inline constexpr std::string_view kRankRecordPrefix = "$rank.";
 
-// Of a record's name: a reserved one may have a key after its prefix.
+// Longest name of a common record. A reserved name may be a prefix followed by a key.
 inline constexpr std::size_t kMaxCommonRecordName = kMaxKeyBytes + 64;
 
-// "$rank.3"; `rank` is not negative.
-// Decimal without leading zeros, so that each rank has exactly one name.
+// The record name of a rank's values: "$rank.3" for rank 3. Decimal without leading zeros, so that
+// each rank has exactly one name. `rank` is not negative.
 std::string RankRecordName(int rank);
 
 inline bool IsReservedCommonName(std::string_view name) { return name.starts_with('$'); }
-// Of names that applications give: a key (CheckKey) that is not reserved. kInvalidArgument.
+// Checks the name of an application's common value. kInvalidArgument unless the name is a valid key
+// (CheckKey) that is not reserved.
 Status CheckCommonName(std::string_view name);
 
-// The values of one rank travel and are stored as one dict; these two go there and back.
+// The values of one rank as one dict. In this form they are sent and stored; ValuesOf converts them
+// back.
 CommonValue DictOf(const CommonValues& values);
-// kDataLoss where the value is not a dict with string keys alone; `what` begins the message.
+// Converts a dict to common values. kDataLoss unless `value` is a dict with only string keys.
+// `what` begins the message.
 Result<CommonValues> ValuesOf(CommonValue value, std::string_view what);
 
-// The records of a checkpoint, sorted out by what their names say.
-// Copies are deep: trees of up to 64 MiB each. Callers who want one value ask the index for it
-// (CheckpointIndex::CommonRecord).
+// The common records of a checkpoint, sorted by kind. Copies are deep (trees of up to 64 MiB each).
+// CheckpointIndex::CommonRecord reads a single value.
 struct CommonState {
-  CommonValues values;                // The same on every rank.
-  std::map<int, CommonValues> ranks;  // What each rank set for itself; ranks that did, only.
-  CommonDict content;                 // Content metadata.
+  // Values that are equal on every rank.
+  CommonValues values;
+  // Values that single ranks set for themselves; other ranks have no entry.
+  std::map<int, CommonValues> ranks;
+  // Content metadata of the checkpoint ($content).
+  CommonDict content;
 };
-// Reserved names that it does not know are left out: they are of newer versions. kDataLoss.
+// Sorts records by their kind. Unknown reserved names, which a newer version wrote, are skipped.
+// kDataLoss if a record has an invalid name or value.
 Result<CommonState> SplitCommonRecords(CommonValues records);
 
 }  // namespace tensormount

@@ -10,45 +10,42 @@
 #include "tensormount/common_value.h"
 #include "tensormount/status.h"
 
-// What the code of common values shares beyond the public header.
+// Internal functions for common values.
 
 namespace tensormount {
 
-// A JSON string with its quotes; bytes that are no UTF-8 become U+FFFD.
+// `text` as a JSON string with quotes. Invalid UTF-8 becomes U+FFFD.
 std::string QuoteJson(std::string_view text);
-// Of a JSON string with its quotes. kInvalidArgument.
+// Inverse of QuoteJson. kInvalidArgument.
 Result<std::string> UnquoteJson(std::string_view text);
 
-// The shortest text that reads back as this finite number, always with '.' or 'e'.
-// So 1.0 and 1 stay apart in JSON and in messages.
+// The shortest text that reads back as this finite number. It always contains '.' or 'e', so that
+// 1.0 and 1 differ in JSON and in messages.
 std::string FloatText(double value);
 
-// What a key adds to the path of its dict: `lr` (first: no dot), `.lr`, `."a.b"`, `{3}`.
+// The part that a key adds to a path: `lr` (first part: no dot), `.lr`, `."a.b"`, `{3}`.
 std::string CommonPathPart(const CommonKey& key, bool first);
 
-// By path; null: compare everything.
-// Says which entries of dicts are not compared. Called with the path of each, before its value is
-// looked at, so that it must be cheap.
+// Decides whether a comparison skips the dict entry at `path`. A null function skips nothing.
+// Called for each entry before its value is compared, so the function must be cheap.
 using CommonExempt = std::function<bool(std::string_view path)>;
 
-// A difference in its two sides, for callers that know more of them than first and second.
-// Two users, two wordings: FirstDifference says "in the second", the check before a save names the
-// ranks that hold each side.
+// A difference between two common values: its path, and both sides as text. FirstDifference names
+// the second side "in the second"; the check before a save names the ranks of each side.
 struct CommonSides {
   enum class Kind { kValues, kOnlyFirst, kOnlySecond };
   std::string path;
   Kind kind = Kind::kValues;
-  std::string first;  // Of kValues, as people read it: "0.1", "int 1", "has 2 items".
+  std::string first;  // The first value as text, for kValues: "0.1", "int 1", "has 2 items".
   std::string second;
 
-  // "0.1 on rank 0 and 0.2 on rank 3", "only on rank 3".
-  std::string What(std::string_view where_first, std::string_view where_second) const;
+  // Both sides for a message: "0.1 on rank 0 and 0.2 on rank 3", or "only on rank 3".
+  std::string SidesText(std::string_view where_first, std::string_view where_second) const;
 };
 
-// The first difference of two values that stand at `path`, without the entries of dicts, at any
-// depth, whose path `exempt` names.
-// Stops at the first one: linear in the size of the trees, and cheap where they are equal, as they
-// are in nearly every save.
+// Finds the first difference between two values at `path`. Dict entries that `exempt` selects, at
+// any depth, are not compared. Linear in the trees' size, and fast for equal trees, which nearly
+// every save has.
 std::optional<CommonSides> CompareAt(std::string path, const CommonValue& a, const CommonValue& b,
                                      const CommonExempt& exempt);
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CommonValue of the public API: equality, lookup by path, the first mismatch of two values as
-// people read it. Walks are bounded in depth where values come from outside, by whoever decoded
-// them.
+// CommonValue of the public API: equality, look-up by path, the first mismatch of two values as
+// text. Recursion is bounded, because decoders limit the depth of values from outside.
 #include "tensormount/common_value.h"
 
 #include <algorithm>
@@ -14,14 +13,14 @@
 namespace tensormount {
 namespace {
 
-// How much of a string or of bytes a message shows.
+// Most bytes of a string or byte value that a message shows.
 constexpr std::size_t kShown = 48;
 
 bool SameItems(const std::vector<CommonValue>& a, const std::vector<CommonValue>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
-// A key that a path can hold without quotes: none of the characters that begin another part.
+// Whether a path can contain `key` without quotes.
 bool IsPlainWord(std::string_view key) {
   return !key.empty() && std::all_of(key.begin(), key.end(), [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
@@ -36,7 +35,7 @@ std::string Hex16(std::uint64_t bits) {
   return text;
 }
 
-// Of `text` from about `from` on, as people read it: cut on the borders of UTF-8 sequences.
+// A part of `text` for messages, beginning at about byte `from`, cut at UTF-8 boundaries.
 std::string Excerpt(std::string_view text, std::size_t from) {
   const auto inside = [&](std::size_t at) {
     return at < text.size() && (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80;
@@ -65,7 +64,7 @@ std::string Items(std::size_t n) {
   return "of " + std::to_string(n) + (n == 1 ? " item" : " items");
 }
 
-// Without the kind; strings and bytes from about `from` on.
+// Text of a value without its kind. Strings and bytes are shown from about byte `from` on.
 std::string Describe(const CommonValue& value, std::size_t from) {
   if (const bool* b = value.get_if<bool>()) return *b ? "true" : "false";
   if (const auto* i = value.get_if<std::int64_t>()) return std::to_string(*i);
@@ -88,22 +87,23 @@ std::string DescribeWithKind(const CommonValue& value) {
   return std::string(value.kind_name()) + (text.empty() ? "" : " ") + text;
 }
 
-// Where to begin to show two strings so that what differs is seen.
-// Two long strings that differ at their end would be shown as the same 48 bytes otherwise.
+// Byte from which to show two strings so that their difference is visible. Without it, long strings
+// that differ at the end would show the same 48 bytes.
 std::size_t ShowFrom(std::string_view a, std::string_view b) {
   const auto at = static_cast<std::size_t>(
       std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
   return at < kShown / 2 ? 0 : at - kShown / 4;
 }
 
-// Appends to one path while it goes down, so that equal trees cost few allocations.
+// Compares two values. The path is one buffer that grows during the descent, so that equal trees
+// cost few allocations.
 class ValueComparison {
  public:
   ValueComparison(std::string path, const CommonExempt& exempt)
       : path_(std::move(path)), exempt_(exempt) {}
 
   std::optional<CommonSides> Values(const CommonValue& a, const CommonValue& b) {
-    if (a.kind() != b.kind()) return Here(DescribeWithKind(a), DescribeWithKind(b));
+    if (a.kind() != b.kind()) return ValuesDiffer(DescribeWithKind(a), DescribeWithKind(b));
     if (const auto* list = a.get_if<CommonList>()) {
       return Sequence(list->items, b.get_if<CommonList>()->items, '[', ']');
     }
@@ -118,11 +118,11 @@ class ValueComparison {
     if (const auto* bytes = a.get_if<CommonBytes>()) {
       from = ShowFrom(bytes->data, b.get_if<CommonBytes>()->data);
     }
-    return Here(Describe(a, from), Describe(b, from));
+    return ValuesDiffer(Describe(a, from), Describe(b, from));
   }
 
  private:
-  std::optional<CommonSides> Here(std::string first, std::string second) const {
+  std::optional<CommonSides> ValuesDiffer(std::string first, std::string second) const {
     return CommonSides{path_, CommonSides::Kind::kValues, std::move(first), std::move(second)};
   }
   std::optional<CommonSides> OnlyIn(CommonSides::Kind kind) const {
@@ -132,8 +132,8 @@ class ValueComparison {
   std::optional<CommonSides> Sequence(const std::vector<CommonValue>& a,
                                       const std::vector<CommonValue>& b, char open, char close) {
     if (a.size() != b.size()) {
-      return Here("has " + std::to_string(a.size()) + (a.size() == 1 ? " item" : " items"),
-                  std::to_string(b.size()));
+      return ValuesDiffer("has " + std::to_string(a.size()) + (a.size() == 1 ? " item" : " items"),
+                          std::to_string(b.size()));
     }
     const std::size_t length = path_.size();
     for (std::size_t i = 0; i < a.size(); ++i) {
@@ -149,8 +149,8 @@ class ValueComparison {
     auto x = a.items.begin();
     auto y = b.items.begin();
     while (x != a.items.end() || y != b.items.end()) {
-      // A merge of two sorted maps: `first` and `second` say that the smaller key is in one side
-      // only; neither, that both have it.
+      // Merges two sorted maps. `first` is true if the smaller key is only in `a`, `second` if it
+      // is only in `b`. If both are false, both maps have the key.
       const bool first = y == b.items.end() || (x != a.items.end() && x->first < y->first);
       const bool second = x == a.items.end() || (y != b.items.end() && y->first < x->first);
       path_ += CommonPathPart(first ? x->first : y->first, path_.empty());
@@ -170,21 +170,22 @@ class ValueComparison {
   const CommonExempt& exempt_;
 };
 
-// Takes one part off the front of a path.
+// One part of a path.
 struct PathPart {
   enum class Kind { kKey, kListItem, kTupleItem } kind = Kind::kKey;
   CommonKey key;
   std::size_t index = 0;
-  std::string_view text;  // As it was written, for messages.
+  std::string_view text;  // The part as written in the path, for messages.
 };
 
-// Grammar: a path is parts side by side. [n] item of a list, (n) of a tuple, {n} integer key; a
-// string key is a word, or a JSON string, with a dot before it unless it begins the path.
+// Takes the part at position `at` from a path, which is a sequence of parts: [n] list item, (n)
+// tuple item, {n} integer key. A string key is a word or a JSON string, with a dot before it unless
+// it begins the path.
 Result<PathPart> TakePart(std::string_view path, std::size_t& at) {
   const std::size_t begin = at;
   const auto bad = [&] {
-    return Status(Code::kInvalidArgument, "path " + std::string(path) + ": not a path from byte " +
-                                              std::to_string(begin) + " on");
+    return Status(Code::kInvalidArgument,
+                  "path " + std::string(path) + ": syntax error at byte " + std::to_string(begin));
   };
   PathPart part;
   const char open = path[at];
@@ -257,7 +258,7 @@ const CommonValue* CommonDict::Find(const CommonKey& key) const {
 }
 
 CommonValue::Kind CommonValue::kind() const {
-  // In the order of the variant.
+  // Kinds in the order of the variant's alternatives.
   constexpr Kind kKinds[] = {Kind::kNone,  Kind::kBool,   Kind::kInt,   Kind::kUnsigned,
                              Kind::kFloat, Kind::kString, Kind::kBytes, Kind::kList,
                              Kind::kTuple, Kind::kDict};
@@ -309,8 +310,8 @@ Result<CommonValue> CommonValue::At(std::string_view path) const {
   return *value;
 }
 
-// Floats by their bits, so that a value that was stored and read again is equal to itself, also
-// NaN.
+// Compares floats by their bits, so that a stored value equals itself when it is read again, NaN
+// included.
 bool operator==(const CommonValue& a, const CommonValue& b) {
   if (a.value_.index() != b.value_.index()) return false;
   if (const double* d = a.get_if<double>()) {
@@ -337,7 +338,7 @@ bool operator==(const CommonValue& a, const CommonValue& b) {
 std::string FloatText(double value) {
   char buffer[32];
   const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
-  (void)error;  // 24 characters are enough for every double.
+  (void)error;  // 24 characters suffice for every double.
   std::string text(buffer, end);
   if (text.find_first_of(".e") == std::string::npos) text += ".0";
   return text;
@@ -351,7 +352,8 @@ std::string CommonPathPart(const CommonKey& key, bool first) {
   return (first ? "" : ".") + (IsPlainWord(text) ? text : QuoteJson(text));
 }
 
-std::string CommonSides::What(std::string_view where_first, std::string_view where_second) const {
+std::string CommonSides::SidesText(std::string_view where_first,
+                                   std::string_view where_second) const {
   const auto at = [](std::string_view where) {
     return where.empty() ? std::string() : ' ' + std::string(where);
   };
@@ -375,7 +377,8 @@ std::optional<CommonMismatch> FirstDifference(const CommonValue& a, const Common
   std::optional<CommonSides> sides = CompareAt({}, a, b, {});
   if (!sides) return std::nullopt;
   const bool values = sides->kind == CommonSides::Kind::kValues;
-  std::string what = values ? sides->What("", "") : sides->What("in the first", "in the second");
+  std::string what =
+      values ? sides->SidesText("", "") : sides->SidesText("in the first", "in the second");
   return CommonMismatch{std::move(sides->path), std::move(what)};
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// That the chunks of a tensor cover it: rows of its extents go into a RegionSet undecoded, and
-// IsPartition (shard/coverage.h) answers. There is no other proof of this in the index. Only where
-// the answer is no are rows decoded one by one, to say which is wrong and which cells are missing.
+// Checks that a tensor's chunks cover it. Undecoded table rows go into a RegionSet, and IsPartition
+// (shard/coverage.h) decides. Only after a failure are rows decoded one by one, to find the wrong
+// row and the missing cells.
 #include "index/records/completeness.h"
 
 #include <array>
@@ -14,15 +14,15 @@
 namespace tensormount {
 namespace {
 
-// Whether a row has the length of its `count` elements. False says nothing yet: CheckDecoded does.
-// This and AddRow answer in yes and "not sure", with a few loads a row and no allocation; a million
-// rows pass here. "Not sure" is decided by CheckDecoded, which may be slow, because it speaks of
-// one row and usually ends the check.
+// Whether a table row has the length of `count` elements. False means "not sure", and CheckDecoded
+// then decides. Like AddRow, this takes a few loads for each row and no allocation, because a
+// million rows are checked here.
 bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& meta,
                   std::uint64_t count) {
   const std::uint32_t flags = extent_row::Flags(row);
-  if (meta.bits() % 8 != 0) return false;                // Where it begins must be a byte as well.
-  if ((flags & extent_row::kPending) != 0) return true;  // Of an item, which is not looked at yet.
+  if (meta.bits() % 8 != 0) return false;  // The position must also be a whole byte.
+  // A pending row has the length of an item of the file, not of its region.
+  if ((flags & extent_row::kPending) != 0) return true;
   const auto length = LoadLittle<std::uint64_t>(row + extent_row::kLength);
   if ((flags & extent_row::kStrided) == 0) return length == count * meta.bits() / 8;
   if (!table.wide()) return false;
@@ -36,10 +36,12 @@ bool HasItsLength(const ExtentTable& table, const char* row, const TensorMeta& m
   return span.ok() && span.value() == length;
 }
 
-// File, place and hash of a row; its length is the caller's to compare.
+// Checks the file, the position, the flags and the manifest number of a table row, but not its
+// length.
 Status CheckPlace(const Inventory& inventory, const ExtentTable& table, const char* row) {
   const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
-  if (file >= inventory.files.size()) return DataLoss("a chunk in a file that is not in the table");
+  if (file >= inventory.files.size())
+    return DataLoss("a chunk refers to a file that is not in the file table");
   const FileRecord& record = inventory.files[file];
   if (!RangeWithin(LoadLittle<std::uint64_t>(row + extent_row::kOffset),
                    LoadLittle<std::uint64_t>(row + extent_row::kLength), record.length)) {
@@ -48,21 +50,23 @@ Status CheckPlace(const Inventory& inventory, const ExtentTable& table, const ch
   const std::uint32_t flags = extent_row::Flags(row);
   const std::uint32_t known =
       extent_row::kKnownFlags | (table.pending() ? extent_row::kPending : 0u);
-  if ((flags & ~known) != 0) return DataLoss(record.name + ": a chunk of unknown kind");
+  if ((flags & ~known) != 0) return DataLoss(record.name + ": a chunk with unknown flags");
   const bool foreign = record.placement == Placement::kForeign;
   if (!foreign && (flags & (extent_row::kStrided | extent_row::kPending)) != 0) {
-    return DataLoss(record.name + ": a strided chunk");
+    return DataLoss(record.name + ": a strided chunk, which only foreign files may have");
   }
   if ((flags & extent_row::kHasHash) == 0) {
     return foreign ? Status() : DataLoss(record.name + ": a chunk without a hash");
   }
   if (LoadLittle<std::uint32_t>(row + extent_row::kManifest) >= inventory.manifests.size()) {
-    return DataLoss(record.name + ": a chunk of a manifest that is not in the table");
+    return DataLoss(record.name +
+                    ": a chunk refers to a manifest that is not in the manifest table");
   }
   return Status();
 }
 
-// The row's region into the set, as `owner`. False says nothing yet: CheckDecoded does.
+// Adds the region of table row `row` to the set, and sets the number of its elements. False means
+// "not sure", and CheckDecoded then decides.
 bool AddRow(const ExtentTable& table, std::size_t row, RegionSet& regions, std::uint64_t* count) {
   const char* bytes = table.Row(row).data();
   const int rank = table.rank();
@@ -81,18 +85,19 @@ bool AddRow(const ExtentTable& table, std::size_t row, RegionSet& regions, std::
            : first != 0 || elements != 0 || !regions.AddBox(begin.data(), extent.data(), owner)) {
     return false;
   }
-  const bool added = regions.size() > before;  // Not what is empty.
+  const bool added = regions.size() > before;  // Empty regions are not added.
   *count = added ? static_cast<std::uint64_t>(regions.volume(before)) : 0;
-  // A flat range that is really a box, written as a range, would make equal contents hash
-  // differently (content root), so it is refused.
-  return flat == (added && regions.is_flat(before));  // Records are canonical.
+  // A region has one encoding. A flat range that equals a box must be stored as a box; else equal
+  // contents would have different content roots.
+  return flat == (added && regions.is_flat(before));
 }
 
 // Whether a decoded chunk has the length of its region.
 Status CheckChunkLength(const Inventory& inventory, const TensorMeta& meta,
                         const ChunkRecord& chunk) {
   if (!chunk.region.Within(meta.shape())) {
-    return DataLoss(chunk.region.ToString() + " is not within " + meta.shape().ToString());
+    return DataLoss("region " + chunk.region.ToString() + " is not within shape " +
+                    meta.shape().ToString());
   }
   Result<std::uint64_t> bytes = ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
   if (!bytes.ok()) return DataLoss(chunk.region.ToString() + ": " + bytes.status().message());
@@ -102,7 +107,7 @@ Status CheckChunkLength(const Inventory& inventory, const TensorMeta& meta,
                   " needed");
 }
 
-// The same checks on a decoded row, which say what is wrong.
+// Checks a table row after decoding it, with a message for each fault.
 Status CheckDecoded(const Inventory& inventory, const TensorRecord& tensor, std::size_t row) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, tensor.extents.At(row));
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -118,8 +123,8 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
     return TensorCheck{Completeness::kBad, status.message(), {}};
   };
   if (table.size() > 0 && table.rank() != tensor.meta.shape().rank()) {
-    return bad(DataLoss("chunks of rank " + std::to_string(table.rank()) + " for shape " +
-                        tensor.meta.shape().ToString()));
+    return bad(DataLoss("the chunks have " + std::to_string(table.rank()) + " axes" +
+                        ", which does not fit shape " + tensor.meta.shape().ToString()));
   }
   regions_.Reset(tensor.meta.shape());
   regions_.Reserve(table.size());
@@ -134,8 +139,8 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
     }
     if (!status.ok()) return bad(status);
   }
-  // The whole proof for sound tensors. What follows finds out what is wrong, with at most four
-  // findings of a kind, since one is named.
+  // Sound tensors return here. The code below finds at most four missing or doubled boxes, because
+  // only the first is reported.
   if (IsPartition(regions_)) return {};
   CoverageReport report = CheckCoverage(regions_, 4);
   const auto file = [&](std::uint32_t row) -> const std::string& {
@@ -148,17 +153,16 @@ TensorCheck CompletenessCheck::Check(const Inventory& inventory, const TensorRec
                           " and " + file(overlap.second);
     return {Completeness::kOverlap, std::move(message), std::move(report)};
   }
-  // The first hole is named; the sum tells one lost rank from a wrong layout.
+  // Names the first hole. The sum of all holes tells a lost rank from a wrong layout.
   std::string message = report.missing.front().ToString() + " is stored in no chunk";
   if (report.missing.size() > 1 || report.truncated) {
-    message += " (" + std::to_string(report.missing_elements) + " elements are missing in all)";
+    message += " (" + std::to_string(report.missing_elements) + " elements are missing in total)";
   }
   return {Completeness::kHole, std::move(message), std::move(report)};
 }
 
-// Objects are sorted by key and index, so parts of one object are neighbours, and a grid is
-// complete where there are as many parts as cells: indices were checked against the grid when they
-// were decoded, and the merger refuses doubles.
+// Objects are sorted by key and index. A grid is complete if it has as many parts as cells, because
+// decoding checked the indices and the merger refuses duplicates.
 Status CheckObjects(const Inventory& inventory) {
   for (std::size_t i = 0; i < inventory.objects.size();) {
     const ObjectRecord& first = inventory.objects[i];
@@ -166,7 +170,7 @@ Status CheckObjects(const Inventory& inventory) {
     for (; end < inventory.objects.size() && inventory.objects[end].key == first.key; ++end) {
       const ObjectRecord& part = inventory.objects[end];
       if (!(part.grid == first.grid)) {
-        return DataLoss("object " + first.key + ": its parts are on grids " +
+        return DataLoss("object " + first.key + ": its parts have different grids, " +
                         first.grid.ToString() + " and " + part.grid.ToString());
       }
       const bool in_tables =
@@ -175,12 +179,13 @@ Status CheckObjects(const Inventory& inventory) {
                            : inventory.files[part.file].placement == Placement::kForeign);
       if (!in_tables || !RangeWithin(part.offset, part.length, inventory.files[part.file].length)) {
         return DataLoss("object " + first.key + ": part " + part.index.ToString() +
-                        " is not within a file of the table");
+                        " is not within a file of the file table");
       }
     }
     const std::optional<std::int64_t> parts = CheckedProduct(first.grid);
     if (!parts || static_cast<std::uint64_t>(*parts) != end - i) {
-      // Parts are distinct and in order: the first one out of step is missing.
+      // Parts are distinct and sorted, so the first part that does not have the expected index
+      // shows which part is missing.
       Dims want = Dims::Filled(first.grid.rank(), 0);
       for (std::size_t p = i; p < end && inventory.objects[p].index == want; ++p) {
         for (int a = want.rank() - 1; a >= 0; --a) {

@@ -12,50 +12,52 @@
 
 namespace tensormount {
 
-// What chunks make of one tensor.
+// Result of checking the chunks of one tensor.
 enum class Completeness {
   kWhole,
-  kHole,     // A box is stored in no chunk; no cell is stored twice.
-  kOverlap,  // A box is stored twice.
-  kBad,      // A chunk breaks a rule: outside of its file or the shape, not as long as its region.
+  kHole,     // Some cells are in no chunk, and no cell is in two chunks.
+  kOverlap,  // Some cells are in more than one chunk.
+  // A chunk breaks a rule: it exceeds its file or the shape, or its length does not match its
+  // region.
+  kBad,
 };
-// `why` is for messages and `coverage` for programs: a foreign checkpoint with holes is opened, and
-// its boxes are reported as losses.
+// Result of the check of one tensor. `why` is for messages, `coverage` for programs: a foreign
+// checkpoint with holes can be opened, and its missing boxes are reported as losses.
 struct TensorCheck {
   Completeness verdict = Completeness::kWhole;
-  std::string why;          // Without the name of the tensor; empty: it is whole.
-  CoverageReport coverage;  // Of a hole or an overlap: what is missing, and what is double.
+  std::string why;          // The finding without the tensor's name. Empty if the tensor is whole.
+  CoverageReport coverage;  // The missing boxes of a hole, or the doubled boxes of an overlap.
 };
 
-// Judges tensors one after the other, in memory that it keeps: a checkpoint has very many, most of
-// them of one chunk. Whether regions cover a shape is for IsPartition (shard/coverage.h) to say,
-// here as in a layout of ranks. Thread-compatible.
+// Checks tensors one after the other. The memory is reused from tensor to tensor, because a
+// checkpoint has many tensors, and most of them have one chunk. IsPartition (shard/coverage.h)
+// decides whether regions cover a shape. Thread-compatible.
 class CompletenessCheck {
  public:
-  // `tensor`: its chunks' files and manifests are numbers of `inventory`.
-  // Findings are in the order of the checks: a row that breaks a rule is kBad whatever else is
-  // wrong, because its region cannot be trusted to mean anything; an overlap goes before a hole.
+  // Checks the chunks of `tensor`, whose file and manifest numbers refer to `inventory`. Reports
+  // only one kind of finding: kBad before kOverlap, because the region of a bad table row cannot be
+  // trusted, and kOverlap before kHole.
   TensorCheck Check(const Inventory& inventory, const TensorRecord& tensor);
 
  private:
-  RegionSet regions_;  // Of the tensor's chunks; owners are their rows.
+  // The regions of the tensor's chunks. The number of each region (`owner`) is its table row.
+  RegionSet regions_;
 };
 
-// Whether the chunks of every tensor cover it exactly, and its objects' parts their grids; whether
-// every chunk lies in its file and has the length of its region. kDataLoss names tensor, the exact
-// missing or doubled box, and the files concerned.
+// Checks that the chunks of every tensor cover the tensor exactly, that object parts cover their
+// grids, and that every chunk lies within its file and has the length of its region. kDataLoss
+// names the tensor, the exact missing or doubled box, and the files.
 //
-// Run at every publish over the merged manifests, at every rebuild of an index, and over what an
-// adapter for a foreign format found. It is the last check between what ranks say that they wrote
-// and a COMMIT that promises it, so it believes no field of a row: rows come from files of other
-// processes.
+// This check runs at every publish over the merged manifests, at every rebuild of an index, and on
+// the result of a foreign adapter. It is the last check before COMMIT vouches for the ranks'
+// reports, so it trusts no field of a table row.
 //
-// Cost: linear in the number of chunks. Rows are compared as packed bytes; only a tensor that fails
-// is decoded, to say what is wrong with it. No data is read.
+// Takes time linear in the number of chunks. Table rows are compared as packed bytes, and decoded
+// only for a tensor that fails. No data file is read.
 Status CheckComplete(const Inventory& inventory);
-// The part of it that is about objects.
+// Checks only the objects, like CheckComplete.
 Status CheckObjects(const Inventory& inventory);
-// The part of it that is about one tensor, in the words of the whole.
+// Checks one tensor, with the same messages as CheckComplete.
 Status CheckTensor(CompletenessCheck& check, const Inventory& inventory,
                    const TensorRecord& tensor);
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which chunks a read may touch, without looking at all of them. Rows are sorted by the first cell
-// of their region in row-major order; beside them stands how far any row up to here reaches. Two
-// binary searches then bound the candidates: O(log n) where regions are ranges or rows, more
-// candidates where they are columns, each of which a comparison of bounds takes out.
+// Finds the chunks that a read may touch. Table rows are sorted by the first cell of their region
+// in row-major order. For each table row, max_end_ holds the largest end of this row and all rows
+// before it. Two binary searches then bound the candidates. For ranges of bytes or tensor rows that
+// takes O(log n); for tensor columns there are more candidates, which MayTouch removes.
 #include "index/records/extent_lookup.h"
 
 #include <algorithm>
 
 namespace tensormount {
 
-// By way of the first and the last element.
+// Computes the bounds from the first and the last element of the region.
 ByteBounds BoundsOf(const TensorMeta& meta, const Region& region) {
   const Dims& shape = meta.shape();
   const Box& box = region.box();
@@ -37,6 +37,16 @@ ByteBounds BoundsOf(const TensorMeta& meta, const Region& region) {
   return {first * bits / 8, ((last + 1) * bits + 7) / 8};
 }
 
+// For elements smaller than a byte the bounds are whole bytes, so equal sizes also mean that the
+// region begins and ends at a byte.
+std::optional<ByteBounds> RunInTensor(const TensorMeta& meta, const Region& region) {
+  if (region.empty()) return std::nullopt;
+  const ByteBounds bounds = BoundsOf(meta, region);
+  const std::uint64_t bits = static_cast<std::uint64_t>(region.volume()) * meta.bits();
+  if (bits != (bounds.end - bounds.first) * 8) return std::nullopt;
+  return bounds;
+}
+
 Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     const TensorMeta& meta, std::shared_ptr<const ExtentTable> table) {
   std::shared_ptr<ExtentLookup> lookup(new ExtentLookup);
@@ -44,12 +54,12 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
   lookup->first_.reserve(n);
   lookup->end_.reserve(n);
   lookup->max_end_.reserve(n);
-  // `before` is where the last row began. It must not fall: the binary search over first_ relies on
-  // it, and a table of an index that was tampered with may have any order.
+  // Start of the previous table row. Starts must not decrease, because the binary search over
+  // first_ relies on the order, and a tampered index may have any.
   std::uint64_t before = 0;
   std::uint64_t max_end = 0;
-  bool linear = n > 0 && meta.bytes() > 0;
-  std::uint32_t linear_file = 0;
+  bool one_run = n > 0 && meta.bytes() > 0;
+  std::optional<FileRun> run;
   for (std::size_t i = 0; i < n; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, table->At(i));
     const auto bad = [&](std::string_view why) {
@@ -57,23 +67,21 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
                                          ": " + std::string(why));
     };
     if (!chunk.region.Within(meta.shape())) return bad("not within the tensor's shape");
-    if (chunk.pending) return bad("its chunk is not resolved");
+    if (chunk.pending) return bad("the location of its bytes is not recorded");
     Result<std::uint64_t> bytes =
         ChunkBytes(meta.dtype(), meta.shape(), chunk.region, chunk.strides);
     if (!bytes.ok()) return bad(bytes.status().message());
-    if (bytes.value() != chunk.length) return bad("its length is not its region's");
-    std::uint64_t first = before;  // Empty ones stand where they are and hold nothing.
+    if (bytes.value() != chunk.length) return bad("the length does not match its region");
+    std::uint64_t first = before;  // An empty region gets the position of the row before.
     std::uint64_t end = before;
     if (!chunk.region.empty()) {
       const ByteBounds bounds = BoundsOf(meta, chunk.region);
       first = bounds.first;
       end = bounds.end;
       if (first < before) return bad("chunks are not in order");
-      if (linear) {
-        if (lookup->max_end_.empty()) linear_file = chunk.file;
-        linear = chunk.strides.rank() == 0 && chunk.file == linear_file && chunk.offset == first &&
-                 chunk.length == end - first;
-      }
+      if (one_run && !run && chunk.offset >= first) run = {chunk.file, chunk.offset - first};
+      one_run = one_run && run && chunk.strides.rank() == 0 && chunk.file == run->file &&
+                chunk.offset == run->offset + first && chunk.length == end - first;
     }
     max_end = std::max(max_end, end);
     lookup->first_.push_back(first);
@@ -81,15 +89,15 @@ Result<std::shared_ptr<const ExtentLookup>> ExtentLookup::Make(
     lookup->max_end_.push_back(max_end);
     before = first;
   }
-  if (linear) lookup->linear_file_ = linear_file;
+  if (one_run) lookup->file_run_ = run;
   lookup->table_ = std::move(table);
   return std::shared_ptr<const ExtentLookup>(std::move(lookup));
 }
 
-// Row i can hold a byte at or behind `first` only if some row up to it reaches past `first`:
-// max_end_ never falls, so the first such row is found by binary search. And no row that begins at
-// or behind `end` can hold one before it. Example: rows of 10 bytes each, [25, 31): max_end_ 10 20
-// 30 40, so begin is row 2; first_ 0 10 20 30, so end is 4.
+// Table row i can hold a byte at or behind `first` only if one of the rows up to i reaches past
+// `first`. max_end_ never decreases, so binary search finds the first such i. A row that begins at
+// or behind `end` holds no byte before `end`. Example: rows of 10 bytes each and the range [25,
+// 31). max_end_ is 10 20 30 40, so begin is row 2; first_ is 0 10 20 30, so end is 4.
 ExtentLookup::Rows ExtentLookup::Candidates(std::uint64_t first, std::uint64_t end) const {
   Rows rows;
   rows.begin = static_cast<std::size_t>(std::upper_bound(max_end_.begin(), max_end_.end(), first) -

@@ -14,61 +14,68 @@
 
 namespace tensormount {
 
-// Bytes of a tensor's row-major order, from the first that a region has to the end of the last; a
-// column of a matrix has few of those in between.
+// A byte range in a tensor's row-major order, from the first byte of a region to the end of its
+// last byte. The range may contain bytes that are not in the region: nearly all of them, for a
+// column of a matrix.
 struct ByteBounds {
   std::uint64_t first = 0;
   std::uint64_t end = 0;
 };
-// `region` must not be empty and lie within the shape. Where elements are less than a byte, widened
-// to whole bytes.
+// Bounds of a non-empty `region` within the shape. For elements smaller than a byte the bounds are
+// widened to whole bytes.
 ByteBounds BoundsOf(const TensorMeta& meta, const Region& region);
+// The bounds of `region` (within the shape) if every byte between them belongs to the region, as
+// for whole tensor rows. Empty for all other regions, and for a region without cells.
+std::optional<ByteBounds> RunInTensor(const TensorMeta& meta, const Region& region);
 
-// The extents of one tensor, made ready for finding the few chunks that a read touches. Immutable.
-// Three arrays of u64 beside the packed rows, indexed by row. A read asks Candidates for a range of
-// rows, passes over those that MayTouch refuses, and decodes the rest: O(log n + candidates).
-// Thread-safe, as nothing changes.
+// The extents of one tensor, prepared for finding the few chunks that a read touches. Beside the
+// packed table rows it has three arrays of u64. A read calls Candidates for a range of table rows,
+// skips those that MayTouch refuses, and decodes the others: O(log n + candidates). Immutable, so
+// thread-safe.
 class ExtentLookup {
  public:
-  // kDataLoss where a row breaks a rule, is pending, lies outside the shape or has not its region's
-  // length.
-  // O(n), once a tensor: decodes and checks every row, so that readers who go on with table().At(i)
-  // meet no row that they must distrust.
+  // Decodes and checks every table row (O(n), once for each tensor), so that readers may trust
+  // table().At(i). kDataLoss if a row breaks a rule, is pending, exceeds the shape, or does not
+  // have the length of its region.
   static Result<std::shared_ptr<const ExtentLookup>> Make(const TensorMeta& meta,
                                                           std::shared_ptr<const ExtentTable> table);
 
-  // Rows that may hold bytes [first, end) of the tensor's row-major order: all that do, and maybe
-  // others.
-  // A range of row numbers, not of bytes: [begin, end).
+  // A range [begin, end) of table rows.
   struct Rows {
     std::size_t begin = 0;
     std::size_t end = 0;
+    // The table rows that may hold bytes [first, end) of the tensor's row-major order. The range
+    // contains all such rows, and possibly others.
   };
   Rows Candidates(std::uint64_t first, std::uint64_t end) const;
-  // Whether bytes [begin, end) of row i may be in this stretch; false only where certain.
-  // `first` and `end` are bytes of the tensor's row-major order, as above. A row's own bounds are
-  // from its first to its last byte there; a column of a matrix holds few of the bytes in between.
+  // False if table row i has no byte of [first, end) in row-major order. True means "perhaps",
+  // because only the row's first and last byte are compared.
   bool MayTouch(std::size_t i, std::uint64_t first, std::uint64_t end) const {
     return first_[i] < end && end_[i] > first;
   }
   const ExtentTable& table() const { return *table_; }
   const std::shared_ptr<const ExtentTable>& shared_table() const { return table_; }
 
-  // The file of which byte n is byte n of the tensor, for every stored chunk; nullopt: none.
-  // Such a tensor can be read, mapped or passed through as a plain range of one file.
-  std::optional<std::uint32_t> linear_file() const { return linear_file_; }
-  // Bytes that a cache should count for it: three u64 a row, and the packed rows.
+  // Set if the whole tensor is one contiguous range of a file, whatever its chunks: byte n of the
+  // tensor is byte offset + n of the file. The tensor can then be read, mapped or passed through as
+  // a plain range. Empty for other tensors and for tensors without bytes.
+  struct FileRun {
+    std::uint32_t file = 0;
+    std::uint64_t offset = 0;
+  };
+  std::optional<FileRun> file_run() const { return file_run_; }
+  // Weight of this object in a cache, in bytes: three u64 for each table row, and the packed rows.
   std::size_t memory() const { return first_.size() * 24 + table_->packed().size() + 128; }
 
  private:
   ExtentLookup() = default;
   std::shared_ptr<const ExtentTable> table_;
-  // Byte positions in the tensor of each row's first byte and of the end of its last; the largest
-  // such end of all rows up to it.
+  // For each table row, positions in the tensor's bytes: the first byte, the end of the last byte,
+  // and the largest end of this row and all rows before it.
   std::vector<std::uint64_t> first_;
   std::vector<std::uint64_t> end_;
   std::vector<std::uint64_t> max_end_;
-  std::optional<std::uint32_t> linear_file_;
+  std::optional<FileRun> file_run_;
 };
 
 }  // namespace tensormount

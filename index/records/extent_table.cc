@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks of one tensor as fixed-size rows, in the form in which they stand on disk: merging a
-// million of them moves bytes and decodes nothing. So a row that was not decoded yet must be taken
-// for anything at all: code here wraps rather than overflows, and At() is where every field is
-// checked.
+// Chunks of one tensor as fixed-size table rows in their on-disk form. Merging a million rows moves
+// bytes and decodes nothing. Undecoded rows are untrusted: arithmetic on them wraps instead of
+// overflowing, and At() checks every field.
 #include "index/records/extent_table.h"
 
 #include <algorithm>
@@ -23,8 +22,8 @@ Status BrokenRow(std::size_t row, std::string_view why) {
                 "extent table: row " + std::to_string(row) + ": " + std::string(why));
 }
 
-// Coordinates of the first element of a row's region. Rows are unchecked here, so everything wraps
-// instead of overflowing; At() refuses what is wrong.
+// Coordinates of the first element of a table row's region. The arithmetic wraps, because unchecked
+// values may overflow; At() refuses bad values.
 void FirstElement(const char* row, int rank, std::int64_t* out) {
   for (int a = 0; a < rank; ++a) out[a] = Begin(row, a);
   if ((LoadLittle<std::uint32_t>(row + extent_row::kFlags) & extent_row::kFlat) == 0) return;
@@ -37,16 +36,17 @@ void FirstElement(const char* row, int rank, std::int64_t* out) {
   }
 }
 
-// Of a wide row, whose region is decoded.
+// Decodes the strides of a wide table row. The chunk's region is already decoded.
 Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
   const bool strided = (extent_row::Flags(row) & extent_row::kStrided) != 0;
   const auto bad = [](std::string_view why) { return Status(Code::kDataLoss, std::string(why)); };
-  if (strided && (rank == 0 || chunk.region.is_flat())) return bad("strides of what is no box");
+  if (strided && (rank == 0 || chunk.region.is_flat()))
+    return bad("strides for a region that is not a box");
   std::int64_t reach = 0;
   for (int a = 0; a < rank; ++a) {
     const std::int64_t stride = extent_row::Stride(row, rank, a);
     if (!strided) {
-      if (stride != 0) return bad("strides that are not said to be");
+      if (stride != 0) return bad("strides are present without their flag");
       continue;
     }
     if (stride < 0) return bad("a negative stride");
@@ -66,18 +66,18 @@ Status DecodeStrides(const char* row, int rank, ChunkRecord& chunk) {
 
 std::size_t ExtentTable::row_bytes() const { return extent_row::Bytes(rank_, wide_); }
 
-// O(1) but for the look for pending rows: the bytes are taken over as they are, and nothing in them
-// is believed yet.
+// Takes the bytes unchecked. O(1), except for the search for pending rows if `from_memory` is set.
 Result<ExtentTable> ExtentTable::FromPacked(int rank, std::string rows, bool wide,
                                             bool from_memory) {
   if (rank < 0 || rank > kMaxRank) {
-    return Status(Code::kDataLoss, "extent table: rank " + std::to_string(rank));
+    return Status(Code::kDataLoss,
+                  "extent table: its regions cannot have " + std::to_string(rank) + " axes");
   }
   ExtentTable table(rank, wide);
   const std::size_t row_bytes = table.row_bytes();
   if (rows.size() % row_bytes != 0) {
     return Status(Code::kDataLoss, "extent table: " + std::to_string(rows.size()) +
-                                       " bytes are no multiple of a row's " +
+                                       " bytes are not a multiple of the row size, " +
                                        std::to_string(row_bytes));
   }
   table.rows_ = std::move(rows);
@@ -98,7 +98,8 @@ std::uint64_t ExtentTable::DataBytes() const {
   return bytes;
 }
 
-// A narrow row is a wide one without its last rank * 8 bytes, so widening appends zeros to each.
+// A narrow table row is a wide row without its last rank * 8 bytes, so zeros are appended to each
+// row.
 void ExtentTable::Widen() {
   if (wide_) return;
   const std::size_t narrow = row_bytes();
@@ -112,7 +113,7 @@ void ExtentTable::Widen() {
   rows_ = std::move(rows);
 }
 
-// The layout of a row is docs/format.md, "Extent table"; At() below reads what is written here.
+// Encodes the chunk in the layout of docs/format.md, "Extent table".
 void ExtentTable::Append(const ChunkRecord& chunk) {
   const bool strided = chunk.strides.rank() > 0;
   if (strided) Widen();
@@ -146,7 +147,8 @@ void ExtentTable::Append(const ChunkRecord& chunk) {
 }
 
 Status ExtentTable::AppendAll(const ExtentTable& other) {
-  if (other.rank_ != rank_) return Status(Code::kDataLoss, "extent table: ranks differ");
+  if (other.rank_ != rank_)
+    return Status(Code::kDataLoss, "extent table: regions have different numbers of axes");
   if (wide_ && !other.wide_) {
     ExtentTable wide = other;
     wide.Widen();
@@ -158,7 +160,8 @@ Status ExtentTable::AppendAll(const ExtentTable& other) {
   return Status();
 }
 
-// On failure rows of `other` stay in part: callers give the whole inventory up then.
+// After a failure some rows of `other` remain in the table; callers then discard the whole
+// inventory.
 Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::uint32_t> file_map,
                                  std::uint32_t manifest) {
   const std::size_t before = size();
@@ -169,7 +172,7 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
     if (file >= file_map.size()) {
       return Status(Code::kDataLoss,
-                    "extent table: file number " + std::to_string(file) + " is not in the table");
+                    "extent table: file number " + std::to_string(file) + " is out of range");
     }
     StoreLittle(row + extent_row::kFile, file_map[file]);
     StoreLittle(row + extent_row::kManifest, manifest);
@@ -177,7 +180,7 @@ Status ExtentTable::AppendMapped(const ExtentTable& other, std::span<const std::
   return Status();
 }
 
-// Between one table of numbers and another, after files and manifests were sorted by name.
+// InventoryMerger calls this after files and manifests were sorted by name.
 Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
                           std::span<const std::uint32_t> manifest_map) {
   const std::size_t row_bytes = this->row_bytes();
@@ -185,9 +188,10 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
     char* row = rows_.data() + at;
     const auto file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
     const auto manifest = LoadLittle<std::uint32_t>(row + extent_row::kManifest);
-    if (file >= file_map.size()) return BrokenRow(at / row_bytes, "file number out of range");
+    if (file >= file_map.size())
+      return BrokenRow(at / row_bytes, "the file number is out of range");
     if (manifest >= manifest_map.size()) {
-      return BrokenRow(at / row_bytes, "manifest number out of range");
+      return BrokenRow(at / row_bytes, "the manifest number is out of range");
     }
     StoreLittle(row + extent_row::kFile, file_map[file]);
     StoreLittle(row + extent_row::kManifest, manifest_map[manifest]);
@@ -195,11 +199,11 @@ Status ExtentTable::Remap(std::span<const std::uint32_t> file_map,
   return Status();
 }
 
-// Refuses everything that has a second spelling too (a hash without its flag, a flat range that is
-// a box, strides of zero in packed rows): content roots hash rows as they lie, so equal records
-// must be equal bytes.
+// Also refuses a second encoding of the same record (a hash without its flag, a flat range that
+// equals a box, strides of zero in packed rows): content roots hash the bytes of rows, so equal
+// records must have equal bytes.
 Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
-  if (i >= size()) return BrokenRow(i, "there is no such row");
+  if (i >= size()) return BrokenRow(i, "the table has fewer rows");
   const char* row = rows_.data() + i * row_bytes();
   ChunkRecord chunk;
   chunk.file = LoadLittle<std::uint32_t>(row + extent_row::kFile);
@@ -215,7 +219,7 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   chunk.pending = (flags & extent_row::kPending) != 0;
   chunk.has_hash = (flags & extent_row::kHasHash) != 0;
   if (!chunk.has_hash && chunk.hash != Hash128{})
-    return BrokenRow(i, "a hash that is not said to be");
+    return BrokenRow(i, "a hash is present without its flag");
   Dims begin;
   Dims extent;
   for (int a = 0; a < rank_; ++a) {
@@ -227,12 +231,12 @@ Result<ChunkRecord> ExtentTable::At(std::size_t i) const {
   const auto first = LoadLittle<std::int64_t>(row + extent_row::kFlatFirst);
   const auto count = LoadLittle<std::int64_t>(row + extent_row::kFlatCount);
   if ((flags & extent_row::kFlat) == 0) {
-    if (first != 0 || count != 0) return BrokenRow(i, "a box with a flat range");
+    if (first != 0 || count != 0) return BrokenRow(i, "a box has fields of a flat range");
     chunk.region = Region(box.value());
   } else {
     Result<Region> region = Region::Flat(box.value(), first, count);
     if (!region.ok()) return BrokenRow(i, region.status().message());
-    if (!region.value().is_flat()) return BrokenRow(i, "a flat range that is a box");
+    if (!region.value().is_flat()) return BrokenRow(i, "a flat range is equal to a box");
     chunk.region = std::move(region).value();
   }
   if (chunk.offset + chunk.length < chunk.offset ||
@@ -262,7 +266,7 @@ void ExtentTable::Sort() {
   const std::size_t n = size();
   if (n < 2) return;
   const std::size_t row_bytes = this->row_bytes();
-  // Lexicographic order of coordinates is row-major order, whatever the shape.
+  // Lexicographic order of coordinates is row-major order for every shape.
   const auto key_len = static_cast<std::size_t>(rank_);
   std::vector<std::int64_t> keys(n * key_len);
   for (std::size_t i = 0; i < n; ++i) {
@@ -282,8 +286,7 @@ void ExtentTable::Sort() {
     return LoadLittle<std::uint64_t>(ra + extent_row::kOffset) <
            LoadLittle<std::uint64_t>(rb + extent_row::kOffset);
   };
-  // Writers append in order, and a merge of one writer's rows is in order already: a pass without
-  // moves is the usual case.
+  // Rows are usually sorted already, because a writer appends in order. Sorted rows are not moved.
   bool sorted = true;
   for (std::size_t i = 1; i < n && sorted; ++i) sorted = !less(i, i - 1);
   if (sorted) return;

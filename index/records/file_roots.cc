@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Roots of data files. Overlaps and ends are checked on the way, because a root over ranges that
-// overlap would vouch for nothing.
+// Roots of data files. Overlaps and ends of ranges are checked too, because a root over overlapping
+// ranges would prove nothing.
 #include "index/records/file_roots.h"
 
 #include <algorithm>
@@ -15,14 +15,14 @@
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kFileDomain{"tensormount file v1", 20};  // With its NUL.
+constexpr std::string_view kFileDomain{"tensormount file v1", 20};  // With the terminating NUL.
 
 Status BadRange(const FileRecord& file, const RangeHash& range, std::string_view why) {
-  return DataLoss(file.name, "the piece of " + std::to_string(range.length) + " bytes at " +
+  return DataLoss(file.name, "the range of " + std::to_string(range.length) + " bytes at " +
                                  std::to_string(range.offset) + " " + std::string(why));
 }
 
-// Calls fn(file, range, has_hash) for the chunk of every row.
+// Calls fn(file, range, has_hash) for the chunk of every table row.
 template <typename Fn>
 Status ForEachRow(const ExtentTable& table, Fn fn) {
   const std::string_view rows = table.packed();
@@ -40,8 +40,8 @@ Status ForEachRow(const ExtentTable& table, Fn fn) {
   return Status();
 }
 
-// Every stored range: the chunks of tensors, the parts of objects, and the extra ranges, in the
-// order of the inventory, not in that of the files. What a coordinator only lists is in no file.
+// Calls fn for every stored range in inventory order: chunks, object parts, extra ranges. Skips the
+// objects of a coordinator's list, which have no file.
 template <typename Fn>
 Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
   for (const TensorRecord& tensor : inventory.tensors) {
@@ -59,7 +59,8 @@ Status ForEachStoredRange(const Inventory& inventory, Fn fn) {
   return Status();
 }
 
-// Sorts `ranges`, all of the file, and drops empty ones from their end.
+// The root of a file. Sorts `ranges`, which are all ranges of the file, and checks that they do not
+// overlap or exceed the file.
 Result<Hash128> RootOf(const FileRecord& file, std::span<RangeHash> ranges) {
   const auto less = [](const RangeHash& a, const RangeHash& b) {
     return a.offset != b.offset ? a.offset < b.offset : a.length < b.length;
@@ -71,7 +72,7 @@ Result<Hash128> RootOf(const FileRecord& file, std::span<RangeHash> ranges) {
                                   [](const RangeHash& r) { return r.length == 0; });
   for (auto it = ranges.begin(); it != end && it + 1 != end; ++it) {
     if (it->offset + it->length > (it + 1)->offset) {
-      return BadRange(file, *(it + 1), "overlaps the one before it");
+      return BadRange(file, *(it + 1), "overlaps the range before it");
     }
   }
   const auto count = static_cast<std::size_t>(end - ranges.begin());
@@ -87,21 +88,21 @@ Result<Hash128> RootOf(const FileRecord& file, std::span<RangeHash> ranges) {
 
 }  // namespace
 
-// A counting sort by file, then a sort by offset inside of each: two passes over the rows, 32 bytes
-// each in between, where one map by file would take an allocation a range. O(n), plus a sort of
-// files whose ranges are not in order yet.
+// A counting sort by file, then a sort by offset in each file: two passes over the extents with 32
+// bytes for each range. A map by file would allocate for each range. O(n), plus the sorting of
+// files whose ranges are not in order.
 Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory) {
   const std::size_t files = inventory.files.size();
   std::vector<FileRoot> roots(files);
   TENSORMOUNT_RETURN_IF_ERROR(
       ForEachStoredRange(inventory, [&](std::uint32_t file, const RangeHash& range, bool has_hash) {
         if (file >= files) {
-          return DataLoss("file number " + std::to_string(file) + " is not in the file table");
+          return DataLoss("file number " + std::to_string(file) + " is out of range");
         }
         const FileRecord& record = inventory.files[file];
         if (!RangeWithin(range.offset, range.length, record.length)) {
           return BadRange(record, range,
-                          "reaches past the end of its " + std::to_string(record.length));
+                          "reaches past the end of the file at " + std::to_string(record.length));
         }
         if (!has_hash && record.placement != Placement::kForeign) {
           return BadRange(record, range, "has no hash");
@@ -109,7 +110,7 @@ Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory) {
         ++roots[file].ranges;
         return Status();
       }));
-  std::vector<std::size_t> begin(files + 1, 0);  // Where the ranges of a file begin in `ranges`.
+  std::vector<std::size_t> begin(files + 1, 0);  // Start of each file's ranges in `ranges`.
   for (std::size_t f = 0; f < files; ++f) begin[f + 1] = begin[f] + roots[f].ranges;
   std::vector<RangeHash> ranges(begin[files]);
   std::vector<std::size_t> next(begin.begin(), begin.end() - 1);
@@ -119,7 +120,7 @@ Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory) {
         return Status();
       }));
   for (std::size_t f = 0; f < files; ++f) {
-    // Ranges of a foreign file may overlap: tensors that share a storage.
+    // Ranges of a foreign file may overlap (tensors that share a storage).
     if (inventory.files[f].placement == Placement::kForeign) continue;
     TENSORMOUNT_ASSIGN_OR_RETURN(
         roots[f].root,
@@ -140,7 +141,7 @@ Status SharedFileRoots::Add(std::vector<FileRecord>& files, const ExtentTable& r
   });
 }
 
-// That the range lies in its file and has a hash was checked with its manifest.
+// The manifest's decoding checked that the range is in its file and has a hash.
 Status SharedFileRoots::Add(std::vector<FileRecord>& files, std::uint32_t file,
                             const RangeHash& range) {
   if (file >= files_.size() || files_[file].expected == 0) return Status();
@@ -156,9 +157,9 @@ Status SharedFileRoots::Add(std::vector<FileRecord>& files, std::uint32_t file,
 Status SharedFileRoots::Finish(const std::vector<FileRecord>& files) const {
   for (std::size_t f = 0; f < files_.size(); ++f) {
     if (files_[f].expected == 0) continue;
-    return Status(Code::kInternal, files[f].name + ": " + std::to_string(files_[f].ranges.size()) +
-                                       " of " + std::to_string(files_[f].expected) +
-                                       " ranges came by");
+    return Status(Code::kInternal, files[f].name + ": internal error: only " +
+                                       std::to_string(files_[f].ranges.size()) + " of " +
+                                       std::to_string(files_[f].expected) + " ranges were added");
   }
   return Status();
 }

@@ -13,12 +13,12 @@
 
 namespace tensormount {
 
-// Roots of data files (docs/format.md, "Hashes"): over length and hash of every stored range of a
-// file in the order of offsets, without a look at data. InventoryMerger fills FileRecord::root with
-// them: for a file that one manifest names, which is nearly every one, by FileRootsOf; for a file
-// that several writers share by SharedFileRoots, while the rows of tensors come by.
+// Roots of data files (docs/format.md, "Hashes"). A root is the hash of the lengths and hashes of a
+// file's stored ranges, in the order of their offsets; no data are read. InventoryMerger sets
+// FileRecord::root. A file that one manifest names, as nearly all, gets its root from FileRootsOf.
+// A file of several writers gets its root from SharedFileRoots, while the tensors' extents pass.
 
-// A stored range as a file root hashes it, as it lies: u64 offset, u64 length, hash.
+// A stored range in the form that the file root hashes: u64 offset, u64 length, hash.
 struct RangeHash {
   std::uint64_t offset;
   std::uint64_t length;
@@ -28,34 +28,36 @@ static_assert(sizeof(RangeHash) == 32);
 
 struct FileRoot {
   Hash128 root;              // Zero for a foreign file.
-  std::uint64_t ranges = 0;  // Stored ranges that were counted in it, empty ones too.
+  std::uint64_t ranges = 0;  // Number of stored ranges in the file, empty ones included.
 };
 
-// Of each file of `inventory`, by position. kDataLoss names file and range: one that is in no file
-// of the table, reaches past the end of its file, overlaps another one, or has no hash (of foreign
-// files ranges may overlap and lack hashes). 32 bytes of memory for each range.
+// The root of each file of `inventory`, in the order of its file table. kDataLoss, with file and
+// range, if a range has no file, exceeds its file, overlaps another range, or has no hash. Ranges
+// of foreign files may overlap and lack hashes. Needs 32 bytes of memory for each range.
 Result<std::vector<FileRoot>> FileRootsOf(const Inventory& inventory);
 
-// Collects the ranges of files that several manifests name, and makes the root of each when its
-// last range came: of a file that holds one tensor when the tensor was passed, so that memory is
-// for the ranges of few files. Not thread-safe.
+// Collects the ranges of files that several manifests name, and computes the root of a file when
+// its last range was added. A file with the data of one tensor is complete when the tensor has
+// passed, so memory holds the ranges of few files at a time. Not thread-safe.
 class SharedFileRoots {
  public:
-  // `file` of the table will get `ranges` ranges, as several manifests together say.
+  // Announces a file that gets `ranges` ranges from all its manifests together.
   void Expect(std::uint32_t file, std::uint64_t ranges);
-  // Ranges by numbers of the final table `files`, whose roots are filled in. Those of other files
-  // are passed over. kDataLoss as above, and for more ranges than expected.
+  // Add ranges whose file numbers are positions in `files`, and set the roots of files that are now
+  // complete. Ranges of files that were not announced are ignored. kDataLoss as for FileRootsOf,
+  // and for more ranges than announced.
   Status Add(std::vector<FileRecord>& files, const ExtentTable& rows);
   Status Add(std::vector<FileRecord>& files, std::uint32_t file, const RangeHash& range);
-  // Whether every file that was expected got its ranges.
+  // Fails if an announced file lacks ranges.
   Status Finish(const std::vector<FileRecord>& files) const;
 
  private:
   struct Collected {
-    std::uint64_t expected = 0;  // 0: none of ours, or done.
+    // Number of ranges that Expect announced. 0: the file was not announced, or its root is set.
+    std::uint64_t expected = 0;
     std::vector<RangeHash> ranges;
   };
-  std::vector<Collected> files_;  // By number; only as long as the last that is expected.
+  std::vector<Collected> files_;  // By file number, up to the last announced file.
 };
 
 }  // namespace tensormount

@@ -8,12 +8,12 @@
 
 namespace tensormount {
 
-// What each '*' of `pattern` stands for in `text`, in order; nothing where it does not match. '*'
-// is the only character with a meaning and stands for any bytes, none too; each takes as few as the
-// rest of the pattern lets it, from left to right. Time linear in the text for each '*'.
-// The captures point into `text`. Example: "layers.*.attn.*" on "layers.3.attn.q.weight" gives "3"
-// and "q.weight". Never exponential: a match that takes as few bytes as possible for each star
-// never needs to be undone, because what stands behind it can only move to the right.
+// The text that each '*' of `pattern` matches in `text`, in order; nullopt if `text` does not
+// match. '*' is the only special character and matches any bytes, also none. From left to right,
+// each '*' takes as few bytes as possible. The captures point into `text`. Example:
+// "layers.*.attn.*" on "layers.3.attn.q.weight" gives "3" and "q.weight".
+// Takes time linear in the text for each '*'. A shortest match never has to be undone, because the
+// rest of the pattern could only match further right.
 inline std::optional<std::vector<std::string_view>> GlobCaptures(std::string_view pattern,
                                                                  std::string_view text) {
   std::vector<std::string_view> captures;
@@ -29,7 +29,8 @@ inline std::optional<std::vector<std::string_view>> GlobCaptures(std::string_vie
     star = pattern.find('*');
     const std::string_view literal = pattern.substr(0, star);
     if (star == std::string_view::npos) {
-      // The last piece stands at the end; whatever is left before it is the last '*''s.
+      // The part of the pattern after the last '*' must end the text; the last '*' takes everything
+      // before it.
       if (!text.ends_with(literal)) return std::nullopt;
       captures.push_back(text.substr(0, text.size() - literal.size()));
       return captures;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values of the index (docs/format.md, "Index"): a letter for the kind, then big-endian
-// numbers or a name, so that the order of bytes is the order in which records are wanted.
+// Keys and values of the index (docs/format.md, "Index"). A key is the letter of its kind, then
+// big-endian numbers or a name, so that byte order is the order of listings.
 #include "index/records/index_records.h"
 
 #include "base/coding.h"
@@ -11,11 +11,11 @@
 namespace tensormount::index_record {
 namespace {
 
-// Flags of a `t` record. kPending never gets to disk: ForEach refuses pending chunks there.
+// Flags of a `t` record.
 constexpr std::uint8_t kRecordHasDigest = 1;
 constexpr std::uint8_t kInSafetensors = 2;
 constexpr std::uint8_t kRecordWide = 4;
-constexpr std::uint8_t kPending = 8;  // In memory alone.
+constexpr std::uint8_t kPending = 8;  // Only in memory; ForEach refuses pending chunks on disk.
 
 void AppendBig32(std::string& out, std::uint32_t v) {
   for (int shift = 24; shift >= 0; shift -= 8) out += static_cast<char>((v >> shift) & 255);
@@ -73,16 +73,15 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   counts.tensors = static_cast<std::uint32_t>(inventory.tensors.size());
   counts.safetensors_header_bytes = layout.header.size();
 
-  // Kinds in the order of their letters.
-  // SstFileWriter takes keys in rising order only, so records are made in one pass in that order,
-  // each forgotten when it was handed on: memory for one value at a time, not for an index.
+  // Kinds follow in the order of their letters, because SstFileWriter needs rising keys. Each
+  // tensor's extents may be freed as soon as they were passed on.
   ByteWriter value;
   for (const auto& [key, common] : inventory.common) {
     value.bytes().clear();
     EncodeCommon(value, common);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kCommon, key), value.bytes()));
   }
-  // What records of tensors say of extents that have passed by.
+  // Properties of each tensor's extents, found in the pass, for the tensor records that follow.
   struct Passed {
     std::uint64_t chunks = 0;
     bool wide = false;
@@ -93,15 +92,15 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   const TensorUse write = [&](const TensorRecord& tensor) -> Status {
     const ExtentTable& extents = tensor.extents;
     if (extents.pending() && !to_memory) {
-      return Status(Code::kInvalidArgument,
-                    "index: tensor " + tensor.meta.key() + ": its chunks are not resolved");
+      return Status(Code::kInvalidArgument, "index: tensor " + tensor.meta.key() +
+                                                ": the location of its bytes is not recorded");
     }
     const auto i = static_cast<std::uint32_t>(passed.size());
     passed.push_back({extents.size(), extents.wide(), extents.pending()});
     counts.tensor_bytes += tensor.meta.bytes();
     counts.chunks += extents.size();
     const std::size_t row = extents.row_bytes();
-    // Whole rows only, so that no row is in two pages.
+    // A page holds whole table rows.
     const std::size_t page = kPageBytes / row * row;
     const std::string_view rows = extents.packed();
     for (std::size_t at = 0; at < rows.size(); at += page) {
@@ -112,8 +111,9 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   };
   TENSORMOUNT_RETURN_IF_ERROR(pass(write));
   if (passed.size() != counts.tensors) {
-    return Status(Code::kInternal, "index: " + std::to_string(passed.size()) + " of " +
-                                       std::to_string(counts.tensors) + " tensors came by");
+    return Status(Code::kInternal, "index: internal error: only " + std::to_string(passed.size()) +
+                                       " of " + std::to_string(counts.tensors) +
+                                       " tensors were written");
   }
   for (std::uint32_t i = 0; i < inventory.files.size(); ++i) {
     value.bytes().clear();
@@ -135,8 +135,7 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   value.U32(static_cast<std::uint32_t>(inventory.manifests.size()));
   TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kInfo), value.bytes()));
   for (std::uint32_t i = 0; i < counts.tensors; ++i) {
-    // Big-endian as in keys, though it is a value: ordinals are written in one way everywhere in
-    // the index.
+    // Big-endian like ordinals in keys.
     std::string number;
     AppendBig32(number, i);
     TENSORMOUNT_RETURN_IF_ERROR(fn(Key(kKey, inventory.tensors[i].meta.key()), number));
@@ -147,7 +146,7 @@ Status ForEach(const Inventory& inventory, bool to_memory, const TensorPass& pas
   std::uint32_t part = 0;
   for (std::size_t i = 0; i < inventory.objects.size(); ++i) {
     const ObjectRecord& object = inventory.objects[i];
-    // Parts of one object follow each other: its number is its position among them.
+    // Parts of an object are neighbours; the part number counts from 0.
     part = i > 0 && inventory.objects[i - 1].key == object.key ? part + 1 : 0;
     value.bytes().clear();
     EncodeObject(value, object);
@@ -201,16 +200,16 @@ Result<TensorEntry> DecodeTensor(std::string_view value, std::uint32_t ordinal, 
   return entry;
 }
 
-Result<Counts> DecodeInfoRecord(std::string_view value, CheckpointInfo& info) {
+Result<Counts> DecodeInfoRecord(std::string_view value, bool from_memory, CheckpointInfo& info) {
   ByteReader in(value, "index: info");
-  // Of the index alone. It is kUnsupported here, and whoever opens the checkpoint rebuilds the
-  // index from the manifests, whose own version counts.
+  // The version of the index only. kUnsupported makes the opener rebuild the index from the
+  // manifests, which have a version of their own.
   if (const std::uint32_t version = in.U32(); version != kVersion) {
     TENSORMOUNT_RETURN_IF_ERROR(in.status());
     return Status(Code::kUnsupported,
                   "index: written in a newer format: version " + std::to_string(version));
   }
-  TENSORMOUNT_ASSIGN_OR_RETURN(info, DecodeInfo(in));
+  TENSORMOUNT_ASSIGN_OR_RETURN(info, DecodeInfo(in, from_memory));
   Counts counts;
   counts.tensors = in.U32();
   counts.tensor_bytes = in.U64();

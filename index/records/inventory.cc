@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parts of an inventory have in common, and its hashes: the roots of data files, and the
-// content root, which is what COMMIT vouches for. Roots are over lengths and hashes in a fixed
-// order, so that they do not depend on how many ranks wrote what.
+// Types shared by all parts of an inventory, and the content root, which COMMIT vouches for. The
+// root hashes the logical content in a fixed order, so it does not depend on the order of writers.
 #include "index/records/inventory.h"
 
 #include <algorithm>
@@ -16,7 +15,8 @@
 namespace tensormount {
 namespace {
 
-constexpr std::string_view kContentDomain{"tensormount content v1", 23};  // With its NUL.
+// 23 bytes: the terminating NUL is included.
+constexpr std::string_view kContentDomain{"tensormount content v1", 23};
 constexpr std::size_t kRootBlock = 32 * 1024;
 
 }  // namespace
@@ -26,7 +26,7 @@ Uuid Uuid::Random() {
   unsigned char bytes[16];
   std::size_t got = 0;
   while (got < sizeof(bytes)) {
-    // Interrupted calls and short ones are tried again; there is no answer without randomness.
+    // Interrupted and short calls are repeated. Without random bits there is no fallback.
     const ssize_t n = getrandom(bytes + got, sizeof(bytes) - got, 0);
     if (n > 0) got += static_cast<std::size_t>(n);
   }
@@ -105,8 +105,8 @@ void RootHasher::Flush() {
   pending_.clear();
 }
 
-// What readers see and nothing else. Moving a chunk to another file, or renumbering files, leaves
-// the root as it is: of a row only what stands from its flags on is hashed.
+// Hashes what readers see. A table row is hashed from its flags on, so that moving a chunk to
+// another file or renumbering files keeps the root.
 void RootHasher::Add(const TensorRecord& tensor) {
   EncodeMeta(field_, tensor.meta);
   field_.U64(tensor.extents.size());
@@ -154,8 +154,7 @@ Inventory CoordinatorInventory(const Inventory& merged) {
     t.mtime = tensor.mtime;
   }
   for (ObjectRecord object : merged.objects) {
-    // The coordinator only lists what there must be; where it is stands in the manifest of its
-    // writer.
+    // The coordinator only lists the objects; the writer's manifest has their position.
     object.file = kNoFile;
     object.offset = 0;
     if (object.has_hash()) object.manifest = 0;

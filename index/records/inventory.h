@@ -24,7 +24,7 @@
 namespace tensormount {
 
 struct TensorRecord;
-// A pass over the tensors of an inventory calls it for each, in order, with its extents.
+// A TensorPass calls a TensorUse for each tensor in order, with its extents.
 using TensorUse = std::function<Status(const TensorRecord&)>;
 using TensorPass = std::function<Status(const TensorUse&)>;
 
@@ -32,49 +32,53 @@ using TensorPass = std::function<Status(const TensorUse&)>;
 struct Uuid {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
-  // From the kernel's generator, never a fork's copy of a seed: two ranks or two containers that
-  // start at the same moment must not get the same one.
+  // Random bits from the kernel's generator, so that ranks, containers or forked processes that
+  // start at the same time get different uuids.
   static Uuid Random();
-  // 32 lower-case hex digits, the one form that ToString has; anything else is nullopt.
+  // Accepts only 32 lower-case hex digits, the form of ToString. Returns nullopt for other text.
   static std::optional<Uuid> Parse(std::string_view hex);
   std::string ToString() const;
-  std::string Short() const { return ToString().substr(0, 8); }  // In names of data files.
+  // The first 8 hex digits, which are part of data file names.
+  std::string Short() const { return ToString().substr(0, 8); }
   bool IsZero() const { return high == 0 && low == 0; }
   friend auto operator<=>(const Uuid&, const Uuid&) = default;
 };
 
-// What a data file is; numbers are on disk.
-// It says how a data file may be read: byte n of a kTensorFile is byte n of its tensor; kRankShard
-// and kSafetensors are read by other programs too; a kPack only makes sense with our records.
+// Kind of a data file, and how the file may be read. Byte n of a kTensorFile is byte n of its
+// tensor. Other programs can read kRankShard and kSafetensors. A kPack can be read only with
+// tensormount's records. The numbers are on disk.
 enum class Placement : std::uint8_t {
-  kTensorFile = 1,   // One tensor, global row-major order, offset 0.
-  kRankShard = 2,    // All regions of one writer, a valid safetensors file.
-  kPack = 3,         // Small tensors and objects of one writer.
-  kForeign = 4,      // Somebody else's file, adopted in place.
-  kSafetensors = 5,  // One writer, whole tensors, a valid safetensors file with true names.
+  kTensorFile = 1,  // One tensor in global row-major order, from offset 0.
+  kRankShard = 2,   // All regions of one writer; a valid safetensors file.
+  kPack = 3,        // Small tensors and objects of one writer.
+  kForeign = 4,     // Another program's file, adopted in place.
+  // Whole tensors of one writer; a valid safetensors file with the tensors' keys.
+  kSafetensors = 5,
 };
 std::string_view PlacementName(Placement p);
 
 struct FileRecord {
-  // "data/<short uuid>-r0.safetensors", below the checkpoint; of a foreign file below info.root.
+  // Path below the checkpoint: "data/<short uuid>-r0.safetensors". Foreign files: path below
+  // CheckpointInfo::root.
   std::string name;
   Placement placement = Placement::kRankShard;
   std::uint64_t length = 0;
-  Hash128 root;  // Over its stored ranges (index/records/file_roots.h); zero for foreign files.
-  // Of a foreign file: when it was written last, as it was when it was looked at. One that has
-  // another length or time now is refused.
+  // Hash over the file's stored ranges (index/records/file_roots.h). Zero for foreign files.
+  Hash128 root;
+  // Foreign files: the mtime when the file was recorded. A file whose length or mtime differs now
+  // is refused.
   std::int64_t mtime_seconds = 0;
   std::int64_t mtime_nanoseconds = 0;
 };
 
-// Bytes of a data file that belong to no tensor or object (safetensors headers): hashed and
-// listed like chunks, so that every byte of a data file is vouched for.
+// Bytes of a data file outside of tensors and objects (safetensors headers). They are hashed and
+// listed like chunks, so that every byte of the file is covered.
 struct ExtraRange {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  // Chunk hash over its leaves, which stand in that manifest's leaf section from `first_leaf` on;
-  // the same three fields as in ChunkRecord and ObjectRecord.
+  // ChunkRoot of the range's leaf hashes. The leaf hashes begin at position `first_leaf` in the
+  // leaf section of manifest number `manifest`.
   Hash128 hash;
   std::uint32_t manifest = 0;
   std::uint64_t first_leaf = 0;
@@ -85,18 +89,20 @@ struct TensorRecord {
   TensorMeta meta;
   ExtentTable extents{0};
   Crc64 digest = 0;
-  bool has_digest = false;  // False only for foreign files.
-  std::int64_t mtime = 0;   // Whole seconds; decided at publish.
+  bool has_digest = false;  // False only for tensors of foreign files.
+  std::int64_t mtime = 0;   // Seconds since 1970; decided at publish.
   explicit TensorRecord(TensorMeta m) : meta(std::move(m)), extents(meta.shape().rank()) {}
 };
 
-// Instead of a file number, in the coordinator's manifest: where the bytes are stands elsewhere.
+// File number of an object part in the coordinator's manifest, which lists objects without file
+// positions.
 inline constexpr std::uint32_t kNoFile = 0xFFFFFFFF;
-// Instead of a manifest number: there are no hashes, which only foreign files may lack.
+// Manifest number of a stored range without hashes. Only foreign files may have such ranges.
 inline constexpr std::uint32_t kNoManifest = 0xFFFFFFFF;
 
-// An opaque object, or one part of it on a grid (index within grid; both empty for the plain kind).
-// Objects are never cut: a part is one stored range.
+// An opaque object without parts, or one part of an object. Parts form a grid: `index` is the
+// position of the part in `grid`. Both are empty for an object without parts. A part is one stored
+// range.
 struct ObjectRecord {
   std::string key;
   Dims index;
@@ -111,33 +117,34 @@ struct ObjectRecord {
   bool has_hash() const { return manifest != kNoManifest; }
 };
 
-// Facts of a checkpoint as a whole.
+// Facts about a checkpoint as a whole.
 struct CheckpointInfo {
   Uuid uuid;
   std::uint64_t generation = 0;
-  Uuid parent;  // Zero: none.
+  // Uuid of the parent. Zero: no parent.
+  Uuid parent;
   std::string parent_name;
-  std::string producer;  // "tensormount 0.1".
+  // Program that made the checkpoint: "tensormount 0.1".
+  std::string producer;
   std::uint32_t world_size = 0;
-  std::int64_t created = 0;     // Seconds since 1970, when published.
-  std::int64_t json_mtime = 0;  // Of checkpoint.json.
+  std::int64_t created = 0;     // Time of the publish, in seconds since 1970.
+  std::int64_t json_mtime = 0;  // Mtime of checkpoint.json.
   std::int64_t common_mtime = 0;
-  bool self_contained = true;  // False: data live in foreign files,
-  std::string root;            // all of them below this folder, which is an absolute path.
+  // False: all data are in foreign files below the directory `root` (absolute path).
+  bool self_contained = true;
+  std::string root;
 };
 
-// Every logical record of a checkpoint: merged from manifests, or made from a foreign file. What
-// the index is built from, what the content root is over.
-// The one form in which a checkpoint's metadata goes from one part of the program to another:
+// All logical records of a checkpoint, merged from manifests or made from a foreign checkpoint: the
+// form in which metadata pass between the parts of the program.
 //
 //   manifests --InventoryMerger--> Inventory --index_record::ForEach--> index (SST file or memory)
 //   foreign formats --ForeignBuilder--^         --ContentRoot--> COMMIT
-//   index --CheckpointIndex::ToInventory--^     --CheckComplete--> the proof before a publish
+//   index --CheckpointIndex::ToInventory--^     --CheckComplete--> the check before a publish
 //
-// Numbers of files and manifests in its records are positions in its own two tables. "Sorted" below
-// holds for what InventoryMerger::Finish returned and for what an index gives back; a manifest's
-// own inventory is in the order of its writer. Needs memory for all rows: 100 bytes a chunk of a
-// matrix. A value without locks.
+// File and manifest numbers in the records are positions in the inventory's own tables. "Sorted"
+// below is true for results of InventoryMerger::Finish and of an index; the inventory of a manifest
+// has its writer's order. Takes 100 bytes for a chunk of a matrix. A value type without locks.
 struct Inventory {
   CheckpointInfo info;
   std::vector<FileRecord> files;       // Sorted by name.
@@ -148,18 +155,18 @@ struct Inventory {
   std::map<std::string, CommonValue> common;
 };
 
-// XXH3-128 over the sorted logical records (key, dtype, shape, region, content hash; objects;
-// common values) without file positions or mtimes: equal for the same logical content and cuts.
-// Two saves of the same state with the same sharding have the same root. Cut otherwise, they have
-// another, though all digests are equal: chunks are part of it.
+// XXH3-128 of the sorted logical records (key, dtype, shape, region, content hash; objects; common
+// values) without file positions and mtimes. Two saves of the same state with the same sharding
+// have the same root; another sharding changes it, though all digests are equal.
 Hash128 ContentRoot(const Inventory& inventory);
 
-// The same, for tensors that come one by one. Not thread-safe.
+// Computes ContentRoot for tensors that are passed one by one. Not thread-safe.
 class RootHasher {
  public:
-  // `inventory` must outlive this: its objects and common values, and how many tensors it has.
+  // `inventory` must outlive this object; it provides the objects, the common values and the number
+  // of tensors.
   explicit RootHasher(const Inventory& inventory);
-  // Each tensor once, in the order of the inventory.
+  // Adds a tensor. Call it once for each tensor, in the order of the inventory.
   void Add(const TensorRecord& tensor);
   Hash128 Finish();
 
@@ -170,43 +177,45 @@ class RootHasher {
 
   const Inventory& inventory_;
   Xxh3Stream stream_;
-  // Fields of a few bytes each, millions of them: one call of the hash for each would cost more
-  // than the hashing.
+  // Input that is not hashed yet. Hashing each of millions of small fields by a call of its own
+  // would cost more than the hash.
   std::string pending_;
   ByteWriter field_;
 };
 
-// What the coordinator's manifest holds of merged content: info and common values as they are; of
-// every tensor key, dtype, shape, digest and mtime without chunks; of every object part key, index,
-// grid, length, hash and mtime with kNoFile. No files, extras or manifests.
+// The coordinator's manifest for a merged inventory. It has info and common values. It lists
+// tensors without chunks (key, dtype, shape, digest, mtime), and object parts without file
+// positions (key, index, grid, length, hash, mtime; the file is kNoFile). It has no files, extra
+// ranges or manifests.
 Inventory CoordinatorInventory(const Inventory& merged);
 
-// Merges what writers' manifests say. The one called kCoordinatorManifest has info and common
-// values, and, where it was written already, mtimes and the list of all there must be.
-// kDataLoss where writers disagree on uuid, dtype or shape, name the same file with different
-// lengths, repeat an object part, or differ from the coordinator's list or digests, and where
-// stored ranges of a file overlap or reach past its end (index/records/file_roots.h).
-// One merger for one merge: Add each manifest once, then Finish once, or FinishTables and TakeRows.
-// Not thread-safe. On a failure the merger is of no more use.
+// Merges the manifests of all writers. kCoordinatorManifest holds info and common values. If it was
+// written already, it also has mtimes and the list of all tensors and objects. kDataLoss if writers
+// disagree on uuid, dtype or shape, give a file different lengths, repeat an object part, or differ
+// from the coordinator's list or digests, or if stored ranges overlap or exceed their file
+// (index/records/file_roots.h).
+// Use an object for one merge: Add each manifest once, then call Finish, or FinishTables and
+// TakeRows. Discard the object after a failure. Not thread-safe.
 class InventoryMerger {
  public:
-  // Rows of chunks wait in memory until they are taken.
+  // A merger that keeps all extents in memory until they are taken.
   InventoryMerger() = default;
-  // Those over `memory` bytes wait in a file that is made at `path`, where nothing may be, and has
-  // no name afterwards (index/records/row_spool.h). `fs` must outlive the merger.
+  // A merger that moves extents above `memory` bytes to a file at `path`
+  // (index/records/row_spool.h). `path` must not exist; the file is unlinked when it is made. `fs`
+  // must outlive the merger.
   InventoryMerger(FileSystem& fs, std::string path, std::uint64_t memory)
       : spool_fs_(&fs), spool_path_(std::move(path)), spool_memory_(memory) {}
 
-  // Inventory numbered by the manifest's own file table.
+  // Adds a manifest. File numbers of `from_manifest` are positions in its own file table.
   Status Add(const Inventory& from_manifest, const std::string& manifest_name);
-  // Sorts everything, so that the order of Add does not matter. Digests of tensors are the XORs of
-  // the writers' contributions. Chunk rows are not decoded.
+  // Merges and sorts everything, so the order of Add does not matter. A tensor's digest is the XOR
+  // of the writers' contributions. Table rows are not decoded.
   Result<Inventory> Finish();
-  // The same but for rows: the extents of all tensors are empty, and roots of files that several
-  // manifests name are not final. Memory for tensors and files, not for chunks.
+  // Like Finish, but all extents are empty, and roots of files that several manifests name are not
+  // set yet. Needs memory for tensors and files, not for chunks.
   Result<Inventory> FinishTables();
-  // For each tensor of what FinishTables returned, in order: puts its rows in and calls `use`,
-  // which may move them away again. Fills in the roots that were left open.
+  // Sets the extents of each tensor in order and calls `use`, which may move them away. `inventory`
+  // is the result of FinishTables. Then sets the roots of files that several manifests name.
   Status TakeRows(Inventory& inventory, const std::function<Status(TensorRecord&)>& use);
 
  private:
@@ -214,38 +223,41 @@ class InventoryMerger {
                    std::uint32_t manifest);
   Status AddObject(const ObjectRecord& object, std::span<const std::uint32_t> file_map,
                    std::uint32_t manifest);
-  // Compares with the coordinator's list, and takes its mtimes.
+  // Compares the merged tensors and objects with the coordinator's list, and takes the list's
+  // mtimes.
   Status ApplyCoordinator();
-  // Numbers files and manifests by sorted names: Add gave numbers in the order of its calls, and
-  // the same manifests must give the same index in whatever order a folder lists them. False: that
-  // changed no number.
+  // Renumbers files and manifests by sorted name, so that the same manifests give the same index in
+  // any order of Add. Returns false if no number changed.
   bool SortNumbers();
-  // Positions of merged_.tensors by key.
+  // Positions in merged_.tensors, in the order of the keys.
   std::vector<std::uint32_t> TensorsByKey() const;
 
   Inventory merged_;
   std::map<std::string, std::uint32_t, std::less<>> file_number_;
-  // Position in merged_.tensors by key: they are sorted only at the end.
+  // Maps a key to the tensor's position in merged_.tensors, which are sorted only at the end.
   std::unordered_map<std::string, std::size_t> tensor_number_;
-  // By that position, with numbers of files and manifests in the order of Add.
+  // The extents of each tensor, by position in merged_.tensors. File and manifest numbers are in
+  // the order of Add.
   RowSpool rows_;
   FileSystem* spool_fs_ = nullptr;
   std::string spool_path_;
   std::uint64_t spool_memory_ = 0;
-  // By number of the file in the order of Add.
+  // Use of each file, by file number in the order of Add.
   struct FileUse {
     std::uint64_t ranges = 0;
-    bool shared = false;  // Several manifests name it, so its root is not that of one of them.
+    // Whether several manifests name the file. No single manifest gives the root of such a file.
+    bool shared = false;
   };
   std::vector<FileUse> file_use_;
-  // Set by FinishTables: numbers by sorted names, of the numbers in the order of Add; and the
-  // latter of tensors by their final position.
+  // Set by FinishTables. file_map_ and manifest_map_ map numbers in the order of Add to numbers by
+  // sorted name; tensor_order_ maps final positions of tensors to positions in the order of Add.
   std::vector<std::uint32_t> file_map_;
   std::vector<std::uint32_t> manifest_map_;
   std::vector<std::uint32_t> tensor_order_;
   bool renumbered_ = false;
   std::optional<Inventory> coordinator_;
-  Uuid uuid_;  // Of the first manifest that has one.
+  // Uuid of the first manifest that has one. The others must have the same.
+  Uuid uuid_;
 };
 
 }  // namespace tensormount

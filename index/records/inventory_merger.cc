@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// InventoryMerger of inventory.h: one inventory out of those of all manifests. A publish runs it
-// over millions of chunks, which is why it is apart: it moves rows and renumbers files and
-// manifests in place, without decoding. What two manifests both say of a key must be equal.
+// InventoryMerger of inventory.h. A publish merges millions of chunks, so table rows are moved and
+// renumbered in place, without decoding. Records of the same key in two manifests must agree.
 #include <algorithm>
 #include <numeric>
 
@@ -25,8 +24,8 @@ bool PartLess(const ObjectRecord& a, const ObjectRecord& b) {
                                       b.index.end());
 }
 
-// Old number -> position after sorting by name.
-// Sorts numbers and not items, so that the map falls out of it; items are moved once.
+// Sorts by name and returns the map from old numbers to new positions. The numbers are sorted
+// first, so that each item is moved once.
 template <typename T, typename Name>
 std::vector<std::uint32_t> SortByName(std::vector<T>& items, Name name) {
   std::vector<std::uint32_t> order(items.size());
@@ -58,12 +57,12 @@ RangeHash HashedRange(const ExtraRange& extra) { return {extra.offset, extra.len
 
 }  // namespace
 
-// Files are known by name: two writers of one shared tensor file both list it, and must say the
-// same of it.
+// Files are identified by name. The writers of a shared tensor file all list it, with equal
+// properties.
 Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_name) {
   if (std::find(merged_.manifests.begin(), merged_.manifests.end(), manifest_name) !=
       merged_.manifests.end()) {
-    return DataLoss(manifest_name + ": there twice");
+    return DataLoss(manifest_name + ": listed twice");
   }
   if (!from.info.uuid.IsZero()) {
     if (uuid_.IsZero()) uuid_ = from.info.uuid;
@@ -107,8 +106,8 @@ Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_n
     }
     file_map.push_back(it->second);
   }
-  // The coordinator's objects without a file are its list, compared in Finish; those that have one
-  // it wrote itself.
+  // Objects without a file are the coordinator's list of all objects, which FinishTables compares.
+  // Objects with a file were written by the coordinator itself.
   if (manifest_name == kCoordinatorManifest) {
     for (const ObjectRecord& object : from.objects) {
       if (object.file == kNoFile) continue;
@@ -124,7 +123,8 @@ Status InventoryMerger::Add(const Inventory& from, const std::string& manifest_n
   }
   for (ExtraRange extra : from.extras) {
     if (extra.file >= file_map.size()) {
-      return DataLoss(manifest_name + ": an extra piece in a file that is not in the table");
+      return DataLoss(manifest_name +
+                      ": an extra range refers to a file that is not in the file table");
     }
     extra.file = file_map[extra.file];
     extra.manifest = manifest;
@@ -156,19 +156,19 @@ Status InventoryMerger::AddTensor(const TensorRecord& tensor,
                     merged.meta.shape().ToString() + " and " +
                     std::string(InfoOf(tensor.meta.dtype()).name) + tensor.meta.shape().ToString());
   }
-  // CRCs are linear: each writer's digest is the contribution of its own chunks, and their XOR is
-  // the digest of the whole (docs/format.md, "Hashes").
+  // CRCs are linear: each writer's digest is the contribution of its chunks, and the XOR of all
+  // contributions is the tensor's digest (docs/format.md, "Hashes").
   merged.has_digest = merged.has_digest && tensor.has_digest;
   merged.digest ^= tensor.digest;
   return rows_.Append(static_cast<std::uint32_t>(it->second), tensor.extents, file_map, manifest)
       .WithContext("tensor " + tensor.meta.key());
 }
 
-// Doubles are found in Finish, where parts are sorted.
+// FinishTables finds duplicate parts after sorting them.
 Status InventoryMerger::AddObject(const ObjectRecord& object,
                                   std::span<const std::uint32_t> file_map, std::uint32_t manifest) {
   if (object.file >= file_map.size()) {
-    return DataLoss(PartName(object) + ": in a file that is not in the table");
+    return DataLoss(PartName(object) + ": refers to a file that is not in the file table");
   }
   ObjectRecord& merged = merged_.objects.emplace_back(object);
   merged.file = file_map[object.file];
@@ -176,9 +176,9 @@ Status InventoryMerger::AddObject(const ObjectRecord& object,
   return Status();
 }
 
-// What each writer wrote is vouched for by its manifest; that no writer's manifest is missing, or
-// is one of another save, only this list can tell. Empty while a publish is under way: the list is
-// made from this very merge.
+// A writer's manifest proves only its own records. The coordinator's list shows that a manifest is
+// missing or belongs to another save. During a publish the list is empty, because it is made from
+// this merge.
 Status InventoryMerger::ApplyCoordinator() {
   const Inventory& list = *coordinator_;
   if (list.tensors.empty() && list.objects.empty()) return Status();  // Not written yet.
@@ -190,14 +190,14 @@ Status InventoryMerger::ApplyCoordinator() {
   for (const TensorRecord& tensor : list.tensors) {
     const auto it = tensor_number_.find(tensor.meta.key());
     if (it == tensor_number_.end()) {
-      return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer has it");
+      return DataLoss(who + ": tensor " + tensor.meta.key() + ": no writer wrote it");
     }
     TensorRecord& merged = merged_.tensors[it->second];
     if (merged.meta.dtype() != tensor.meta.dtype() ||
         !(merged.meta.shape() == tensor.meta.shape()) || merged.has_digest != tensor.has_digest ||
         (merged.has_digest && merged.digest != tensor.digest)) {
       return DataLoss(who + ": tensor " + tensor.meta.key() +
-                      ": dtype, shape or digest is not what the writers say");
+                      ": dtype, shape or digest differs from the writers' manifests");
     }
     merged.mtime = tensor.mtime;
   }
@@ -214,7 +214,7 @@ Status InventoryMerger::ApplyCoordinator() {
     ObjectRecord& merged = merged_.objects[i];
     if (merged.key != parts[i]->key || !(merged.index == parts[i]->index) ||
         merged.length != parts[i]->length || merged.hash != parts[i]->hash) {
-      return DataLoss(who + ": " + PartName(*parts[i]) + ": not what the writers say");
+      return DataLoss(who + ": " + PartName(*parts[i]) + ": differs from the writers' manifests");
     }
     merged.mtime = parts[i]->mtime;
   }
@@ -246,8 +246,8 @@ std::vector<std::uint32_t> InventoryMerger::TensorsByKey() const {
   return order;
 }
 
-// Order of steps: objects are sorted for the comparison with the coordinator's list; tensors stay
-// in the order of Add until then, because tensor_number_ holds positions.
+// Objects are sorted first, for the comparison with the coordinator's list. Tensors keep the order
+// of Add until after that comparison, because tensor_number_ holds positions.
 Result<Inventory> InventoryMerger::FinishTables() {
   std::sort(merged_.objects.begin(), merged_.objects.end(), PartLess);
   for (std::size_t i = 1; i < merged_.objects.size(); ++i) {
@@ -275,7 +275,7 @@ Result<Inventory> InventoryMerger::FinishTables() {
   return std::move(merged_);
 }
 
-// Rows are sorted here, by numbers of files that are final.
+// Extents are sorted here, because only now are their file numbers final.
 Status InventoryMerger::TakeRows(Inventory& inventory,
                                  const std::function<Status(TensorRecord&)>& use) {
   SharedFileRoots shared;

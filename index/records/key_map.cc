@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules that give keys other names (tensormount/key_map.h): patterns with stars, the first that
-// matches holds. JSON of rules is read strictly, with the field named that is wrong.
+// Key renaming rules (tensormount/key_map.h): patterns with stars. The first rule that matches a
+// key applies. The rules' JSON is parsed strictly, and errors name the field.
 #include "tensormount/key_map.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ std::size_t Stars(std::string_view text) {
   return static_cast<std::size_t>(std::count(text.begin(), text.end(), '*'));
 }
 
-// `to` with its stars replaced, in order.
+// `to` with its stars replaced by the captures in order.
 std::string Fill(std::string_view to, const std::vector<std::string_view>& captures) {
   std::string out;
   std::size_t n = 0;
@@ -47,8 +47,8 @@ std::string Fill(std::string_view to, const std::vector<std::string_view>& captu
   return out;
 }
 
-// What a rule makes of a key: nothing where it does not match. `dropped` tells a key that goes from
-// one whose new name is empty.
+// Result of applying a rule to a matching key. `dropped` tells a dropped key from an empty new
+// name.
 struct Renamed {
   std::string name;
   bool dropped = false;
@@ -73,7 +73,7 @@ std::optional<Renamed> ApplyRule(const Rule& rule, std::string_view key) {
   return std::nullopt;
 }
 
-// The first rule that matches holds; a key that none matches stays.
+// The new name by the first matching rule. A key that no rule matches keeps its name.
 Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
   for (const Rule& rule : rules) {
     if (std::optional<Renamed> renamed = ApplyRule(rule, key)) return *std::move(renamed);
@@ -81,13 +81,13 @@ Renamed ApplyRules(const std::vector<Rule>& rules, std::string_view key) {
   return {.name = std::string(key)};
 }
 
-// One object of the list.
+// Parses one rule, an object of the JSON list.
 Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
   static constexpr std::pair<const char*, RuleKind> kKinds[] = {{"key", RuleKind::kKey},
                                                                 {"prefix", RuleKind::kPrefix},
                                                                 {"match", RuleKind::kMatch},
                                                                 {"drop", RuleKind::kDrop}};
-  if (!json.is_object()) return BadRule(number, "an object is wanted");
+  if (!json.is_object()) return BadRule(number, "expected an object");
   Rule rule;
   bool has_kind = false;
   bool has_to = false;
@@ -101,14 +101,14 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
     const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds),
                                     [&, &n = name](const auto& k) { return n == k.first; });
     if (kind == std::end(kKinds)) return BadRule(number, "unknown field " + QuotedJson(name));
-    if (has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted, not two");
+    if (has_kind) return BadRule(number, "expected only one of key, prefix, match and drop");
     has_kind = true;
     rule.kind = kind->second;
     rule.from = value.get<std::string>();
   }
-  if (!has_kind) return BadRule(number, "one of key, prefix, match and drop is wanted");
+  if (!has_kind) return BadRule(number, "expected one of key, prefix, match and drop");
   if (has_to != (rule.kind != RuleKind::kDrop)) {
-    return BadRule(number, has_to ? "drop has no \"to\"" : "\"to\" is missing");
+    return BadRule(number, has_to ? "drop takes no \"to\"" : "\"to\" is missing");
   }
   return rule;
 }
@@ -116,8 +116,8 @@ Result<Rule> RuleFromJson(const Json& json, std::size_t number) {
 }  // namespace
 
 Result<KeyMap> KeyMap::FromJson(std::string_view json) {
-  // The parser would let the last of two equal fields win in silence.
-  // So names are watched as they are parsed, a set for each open object.
+  // Of two fields with the same name the parser silently keeps the last. Names are therefore
+  // checked during parsing, with one set for each open object.
   std::vector<std::set<std::string>> fields;
   std::string repeated;
   const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
@@ -132,9 +132,10 @@ Result<KeyMap> KeyMap::FromJson(std::string_view json) {
   const Json parsed = Json::parse(json, watch, /*allow_exceptions=*/false);
   if (parsed.is_discarded()) return Status(Code::kInvalidArgument, "key map: not JSON");
   if (!repeated.empty()) {
-    return Status(Code::kInvalidArgument, "key map: field " + QuotedJson(repeated) + " twice");
+    return Status(Code::kInvalidArgument,
+                  "key map: field " + QuotedJson(repeated) + " occurs twice");
   }
-  if (!parsed.is_array()) return Status(Code::kInvalidArgument, "key map: a list is wanted");
+  if (!parsed.is_array()) return Status(Code::kInvalidArgument, "key map: expected a list");
   std::vector<Rule> rules;
   for (std::size_t i = 0; i < parsed.size(); ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(Rule rule, RuleFromJson(parsed[i], i));
@@ -146,8 +147,8 @@ Result<KeyMap> KeyMap::FromJson(std::string_view json) {
 Result<KeyMap> KeyMap::Make(std::vector<Rule> rules) {
   for (std::size_t i = 0; i < rules.size(); ++i) {
     const Rule& rule = rules[i];
-    if (rule.from.empty()) return BadRule(i, "matches nothing: what it is for is empty");
-    if (rule.kind == RuleKind::kDrop && !rule.to.empty()) return BadRule(i, "drop has no \"to\"");
+    if (rule.from.empty()) return BadRule(i, "the key, prefix or pattern to match is empty");
+    if (rule.kind == RuleKind::kDrop && !rule.to.empty()) return BadRule(i, "drop takes no \"to\"");
     if (rule.kind == RuleKind::kKey) {
       const Status legal = CheckKey(rule.to);
       if (!legal.ok()) return BadRule(i, "\"to\": " + legal.message());
@@ -179,12 +180,12 @@ Result<std::vector<std::string>> KeyMap::ApplyToAll(std::span<const std::string>
       if (!legal.ok()) {
         return Status(Code::kInvalidArgument, "key map: " + key + " becomes " +
                                                   QuotedJson(renamed.name) +
-                                                  ", which no key may be: " + legal.message());
+                                                  ", which is not a valid key: " + legal.message());
       }
     }
     names.push_back(std::move(renamed.name));
   }
-  // Views into `names`, which does not grow any more.
+  // The keys are views into `names`, which no longer grows.
   std::unordered_map<std::string_view, std::size_t> first;
   first.reserve(names.size());
   for (std::size_t i = 0; i < names.size(); ++i) {

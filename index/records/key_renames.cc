@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A map applied to all keys of a checkpoint at once, to refuse two keys that would become one.
+// Applies a key map to all keys of a checkpoint at once, so that collisions are refused.
 #include "index/records/key_renames.h"
 
 #include "index/records/layer_names.h"
@@ -8,7 +8,7 @@ namespace tensormount {
 
 namespace {
 
-// The map over those keys that are kept; the others get none.
+// New names of the kept keys; dropped keys get an empty name.
 Result<std::vector<std::string>> NamesOf(const std::vector<std::string>& keys, const KeyMap& map,
                                          const std::function<bool(const std::string& key)>& keeps) {
   if (!keeps) return map.ApplyToAll(keys);
@@ -37,7 +37,7 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
   }));
   const std::size_t tensors = keys.size();
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> parts, index.Objects());
-  // Parts of one object are neighbours; each key once.
+  // Parts of an object are neighbours, so a key equal to the previous one is skipped.
   for (const ObjectRecord& part : parts) {
     if (keys.size() == tensors || keys.back() != part.key) keys.push_back(part.key);
   }
@@ -58,8 +58,8 @@ Result<KeyRenames> KeyRenames::Make(const CheckpointIndex& index, const KeyMap& 
       return entry.status();
     }
     std::string name = map.Apply(pattern);
-    // A stack that is dropped has no layers, and a pattern that lost its "{}" names none; neither
-    // is an error, since the tensor itself is still well named.
+    // A dropped stack has no layers, and a pattern without "{}" names no layer. Neither is an
+    // error, because the tensor's own name is valid.
     if (out.tensors_[entry.value().ordinal].empty() || !CheckLayerPattern(name).ok()) continue;
     out.layers_.emplace_back(entry.value().ordinal, std::move(name));
   }
@@ -88,7 +88,7 @@ Status KeyRenames::Apply(Inventory& inventory) const {
 
   for (ObjectRecord& object : inventory.objects) object.key = Object(object.key);
   std::erase_if(inventory.objects, [](const ObjectRecord& object) { return object.key.empty(); });
-  // Parts of one object keep their order.
+  // A stable sort keeps the order of an object's parts.
   std::stable_sort(inventory.objects.begin(), inventory.objects.end(),
                    [](const ObjectRecord& a, const ObjectRecord& b) { return a.key < b.key; });
   return Status();

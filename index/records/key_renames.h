@@ -17,30 +17,30 @@
 
 namespace tensormount {
 
-// What a map of keys makes of all keys of a checkpoint.
+// The result of a key map for all keys of a checkpoint.
 class KeyRenames {
  public:
-  // kInvalidArgument as KeyMap::ApplyToAll, over tensors and objects together. Common values keep
-  // their names. Costs one scan of the keys and a string for each.
-  // All at once and before anything is read or copied, because a map may give two keys one name,
-  // and that must be refused while nothing has happened yet.
-  // `keeps`, where not empty, is asked of each key first: what it does not keep is dropped, and the
-  // map never sees it.
+  // Applies the map to tensor and object keys together, before any data are read or copied, so that
+  // collisions are refused early. kInvalidArgument as for KeyMap::ApplyToAll. Common values keep
+  // their names. Costs one scan of the keys and a string for each key.
+  // `keeps`, if not empty, selects the keys: a key for which it returns false is dropped, and the
+  // map is not applied to that key.
   static Result<KeyRenames> Make(const CheckpointIndex& index, const KeyMap& map,
                                  const std::function<bool(const std::string& key)>& keeps = {});
 
-  // New names; empty where the key is dropped.
-  const std::vector<std::string>& tensors() const { return tensors_; }  // By ordinal.
-  // Empty, too, for an object that the checkpoint does not have.
+  // The new name of each tensor, by ordinal. Empty: the tensor is dropped.
+  const std::vector<std::string>& tensors() const { return tensors_; }
+  // The new name of object `key`. Empty for a dropped object, and for an object that the checkpoint
+  // does not have.
   const std::string& Object(const std::string& key) const;
-  // Stacked tensors that are kept (ordinal), and the new pattern of their layers' names: the map is
-  // applied to the pattern as to a key, so that a '*' may stand for "{}". Those whose pattern is
-  // dropped or lost its "{}" have no names.
+  // Ordinals of stacked tensors that are kept, each with the new pattern of its layer names. The
+  // map is applied to the pattern as to a key, so that a '*' may match "{}". A stack is omitted if
+  // its pattern is dropped or has lost its "{}".
   const std::vector<std::pair<std::uint32_t, std::string>>& layers() const { return layers_; }
 
-  // The same to all records of the checkpoint that this was made for: what is dropped is gone, the
-  // rest is sorted by its new names; files stay as they are. kInvalidArgument names what cannot be
-  // a key.
+  // Renames the records in `inventory`, removes dropped records, and sorts the others by their new
+  // names. `inventory` must have the records of the checkpoint that Make received; its files do not
+  // change. kInvalidArgument names an invalid new key.
   Status Apply(Inventory& inventory) const;
 
  private:

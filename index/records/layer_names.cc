@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stacked tensors: one stored tensor, seen as one for each index of its first axis. A layer is
-// arithmetic on the stack's bytes, so nothing is stored for it; only whole bytes can be a layer.
+// Stacked tensors: each index of the first axis is readable as a tensor, its layer. A layer is a
+// part of the stacked tensor's bytes, so nothing is stored for it. It must be a whole number of
+// bytes.
 #include "index/records/layer_names.h"
 
 #include <algorithm>
@@ -28,17 +29,17 @@ std::string LayerKey(std::string_view pattern, std::int64_t layer) {
 Status CheckLayerPattern(std::string_view pattern) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kInvalidArgument,
-                  "name of layers \"" + std::string(pattern) + "\": " + std::string(why));
+                  "layer name pattern \"" + std::string(pattern) + "\": " + std::string(why));
   };
   const std::size_t at = pattern.find(kSlot);
   if (at == std::string_view::npos || pattern.find(kSlot, at + kSlot.size()) != pattern.npos) {
-    return bad("exactly one {} is wanted");
+    return bad("must contain exactly one {}");
   }
   if ((at > 0 && IsDigit(pattern[at - 1])) ||
       (at + kSlot.size() < pattern.size() && IsDigit(pattern[at + kSlot.size()]))) {
-    return bad("a digit stands beside {}");
+    return bad("must not have a digit next to {}");
   }
-  return CheckKey(pattern).WithContext("name of layers");
+  return CheckKey(pattern).WithContext("layer name pattern");
 }
 
 LayerNames::LayerNames(std::map<std::string, std::string> patterns)
@@ -50,8 +51,9 @@ LayerNames::LayerNames(std::map<std::string, std::string> patterns)
 
 std::optional<LayerNames::Found> LayerNames::Find(std::string_view key) const {
   if (key_of_.empty()) return std::nullopt;
-  // Each run of digits may be the layer's number: put "{}" in its place and look the pattern up.
-  // Keys have few such runs, so the cost does not grow with the number of stacks.
+  // Each run of digits may be the layer number: the run is replaced by "{}", and the resulting
+  // pattern is looked up. Keys have few runs of digits, so the cost does not depend on the number
+  // of stacked tensors.
   for (std::size_t i = 0; i < key.size();) {
     if (!IsDigit(key[i])) {
       ++i;
@@ -59,7 +61,7 @@ std::optional<LayerNames::Found> LayerNames::Find(std::string_view key) const {
     }
     std::size_t end = i;
     while (end < key.size() && IsDigit(key[end])) ++end;
-    // As LayerKey spells it: no leading zeros.
+    // Numbers with leading zeros name no layer, because LayerKey writes none.
     std::int64_t layer = 0;
     const auto parsed = std::from_chars(key.data() + i, key.data() + end, layer);
     if (parsed.ec == std::errc() && (key[i] != '0' || end - i == 1)) {
@@ -77,7 +79,7 @@ std::optional<LayerNames::Found> LayerNames::Find(std::string_view key) const {
 Result<Region> LayerEntry::InStack(const Region& of_layer) const {
   if (!of_layer.Within(meta.shape())) {
     return Status(Code::kInvalidArgument, "tensor " + meta.key() + ": region " +
-                                              of_layer.ToString() + " lies outside of " +
+                                              of_layer.ToString() + " lies outside of shape " +
                                               meta.shape().ToString());
   }
   Dims begin{layer};
@@ -90,7 +92,7 @@ Result<Region> LayerEntry::InStack(const Region& of_layer) const {
 }
 
 BufferView LayerEntry::InStack(const BufferView& of_layer, const Region& region) const {
-  // Memory of one axis for a flat range (or for the box that it is) serves the stack as it is.
+  // Memory of a flat range is one-dimensional and serves the stacked tensor unchanged.
   if (region.is_flat() || of_layer.shape.rank() != region.box().rank()) return of_layer;
   BufferView out = of_layer;
   out.shape = Dims{1};
@@ -112,7 +114,7 @@ Result<TensorMeta> LayerMeta(const TensorMeta& stack, std::string key, std::int6
   Dims of_layer;
   for (int axis = 1; axis < shape.rank(); ++axis) of_layer.push_back(shape[axis]);
   Result<TensorMeta> meta = TensorMeta::Make(std::move(key), stack.dtype(), of_layer);
-  // Elements under a byte: no tensor begins inside of one.
+  // The layer is not a whole number of bytes, and a tensor cannot begin inside a byte.
   if (!meta.ok()) return Status(Code::kNotFound, meta.status().message());
   return meta;
 }
@@ -123,7 +125,7 @@ Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const 
   if (!found) return std::optional<LayerEntry>();
   Result<TensorEntry> stacked = index.Find(found->stacked_key);
   if (!stacked.ok()) {
-    // Left out of this checkpoint; its names stayed.
+    // The stacked tensor was left out of this checkpoint, but its pattern remains.
     if (stacked.status().code() == Code::kNotFound) return std::optional<LayerEntry>();
     return stacked.status();
   }
@@ -133,13 +135,13 @@ Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const 
   LayerEntry entry;
   entry.layer = found->layer;
   entry.meta = std::move(meta).value();
-  // Within the stack's bytes, which fit 63 bits.
+  // The product does not overflow: it is within the stacked tensor's bytes, which fit in 63 bits.
   entry.offset = static_cast<std::uint64_t>(found->layer) * entry.meta.bytes();
   entry.stacked = std::move(stacked).value();
   return std::optional<LayerEntry>(std::move(entry));
 }
 
-Status CheckLayersApart(const Inventory& inventory) {
+Status CheckLayerNamesUnique(const Inventory& inventory) {
   const auto find = [&](std::string_view key) -> const TensorMeta* {
     const auto at = std::lower_bound(
         inventory.tensors.begin(), inventory.tensors.end(), key,
@@ -147,7 +149,8 @@ Status CheckLayersApart(const Inventory& inventory) {
     return at != inventory.tensors.end() && at->meta.key() == key ? &at->meta : nullptr;
   };
   std::map<std::string, std::string> patterns;
-  std::map<std::string_view, std::string_view> key_of;  // By pattern.
+  // Maps a pattern to the key of its stacked tensor.
+  std::map<std::string_view, std::string_view> key_of;
   const std::string first(kLayersRecordPrefix);
   for (auto at = inventory.common.lower_bound(first);
        at != inventory.common.end() && at->first.starts_with(first); ++at) {
@@ -169,7 +172,7 @@ Status CheckLayersApart(const Inventory& inventory) {
     if (!found) return Status();
     const Dims& shape = find(found->stacked_key)->shape();
     if (shape.rank() == 0 || found->layer >= shape[0]) return Status();
-    return Status(Code::kInvalidArgument, "\"" + key + "\" is the name of layer " +
+    return Status(Code::kInvalidArgument, "\"" + key + "\" is already the name of layer " +
                                               std::to_string(found->layer) + " of tensor " +
                                               std::string(found->stacked_key));
   };

@@ -14,72 +14,75 @@
 
 #include "index/records/checkpoint_index.h"
 
-// Tensors whose first axis counts layers, and the names by which one layer of them can be read
-// (docs/format.md, "Names of layers"). A layer is a tensor of its own to whoever reads: the bytes
-// of the stack from `offset` on. It is not among the keys that are listed.
+// Stacked tensors, whose first axis counts layers, and the names of their layers (docs/format.md,
+// "Common state"). Readers can open a layer like a tensor. Its bytes are a part of the stacked
+// tensor's bytes. Listings do not contain layers.
 
 namespace tensormount {
 
-// The common record that holds the pattern of a stacked key, as a string: each its own, so that
-// ranks that have different keys do not differ.
+// Prefix of the common records that hold the pattern of the layer names of a stacked tensor (a
+// string). The tensor's key follows the prefix. Each stacked tensor has its own record, so that
+// ranks with different keys do not conflict.
 inline constexpr std::string_view kLayersRecordPrefix = "$layers.";
 
-// "layers.{}.w" for number 3: "layers.3.w".
-// The inverse of LayerNames::Find.
+// The name of a layer: "layers.{}.w" and 3 give "layers.3.w". LayerNames::Find is the inverse.
 std::string LayerKey(std::string_view pattern, std::int64_t layer);
-// kInvalidArgument unless `pattern` has exactly one "{}", without a digit beside it (then a number
-// could not be told from it), and could be part of a key.
+// Checks the pattern of layer names. kInvalidArgument unless `pattern` is a valid key with exactly
+// one "{}". A digit next to the "{}" is refused too, because layer names would be ambiguous.
 Status CheckLayerPattern(std::string_view pattern);
 
-// Which names stand for layers of which stacked key. Immutable.
+// Maps layer names to stacked keys. Immutable.
 class LayerNames {
  public:
   LayerNames() = default;
-  // Stacked key to pattern. Of two keys with one pattern the first has it; patterns that
-  // CheckLayerPattern refuses stand for nothing.
+  // `patterns` maps keys of stacked tensors to patterns. If two keys have the same pattern, the
+  // first key gets it. Find ignores invalid patterns (CheckLayerPattern).
   explicit LayerNames(std::map<std::string, std::string> patterns);
 
   bool empty() const { return patterns_.empty(); }
-  // As given, those that stand for nothing included.
+  // The patterns that the constructor received, including invalid ones.
   const std::map<std::string, std::string>& patterns() const { return patterns_; }
 
-  // A name of a layer, taken apart. The view is into this object.
+  // The parts of a layer name. The view points into this object.
   struct Found {
     std::string_view stacked_key;
     std::int64_t layer = 0;
   };
-  // Costs a hash look-up for each run of digits in `key`. Does not know how many layers there are.
+  // Splits a layer name; nullopt if no pattern matches. One hash look-up for each run of digits in
+  // `key`. The layer may not exist, because the number of layers is unknown here.
   std::optional<Found> Find(std::string_view key) const;
 
  private:
   std::map<std::string, std::string> patterns_;
-  // By pattern.
+  // Maps a valid pattern to the key of its stacked tensor.
   std::unordered_map<std::string, std::string> key_of_;
 };
 
-// kInvalidArgument, naming both, where a key is the name of a layer of another one, or two stacks
-// give one name to their layers: whoever reads that name would get one of two tensors. Keys of
-// `inventory` are sorted; patterns are among its common values.
-Status CheckLayersApart(const Inventory& inventory);
+// Checks that each name belongs to one tensor or layer. kInvalidArgument, with both names, if a key
+// is also the name of a layer, or if two stacked tensors have a layer name in common. `inventory`
+// has sorted keys and holds the patterns among its common values.
+Status CheckLayerNamesUnique(const Inventory& inventory);
 
-// One layer of a stacked tensor.
-// Who reads it reads `stacked` and adds `offset` (bytes), or maps a region with InStack.
+// One layer of a stacked tensor. To read the layer, read `stacked` from byte `offset` on, or
+// convert a region with InStack.
 struct LayerEntry {
   TensorEntry stacked;
   std::int64_t layer = 0;
-  TensorMeta meta;           // Of the layer: its key, the stack's dtype, its shape less an axis.
-  std::uint64_t offset = 0;  // Where its bytes begin in the stack's row-major bytes.
+  // Metadata of the layer: its key, the stack's dtype, the shape without the first axis.
+  TensorMeta meta;
+  std::uint64_t offset = 0;  // Start of the layer in the stack's row-major bytes.
 
-  // A region of the layer as a region of the stack, and memory for it as memory for that.
+  // Converts a region of the layer to a region of the stacked tensor.
   Result<Region> InStack(const Region& of_layer) const;
   BufferView InStack(const BufferView& of_layer, const Region& region) const;
 };
 
-// The tensor that one layer of a stack is. kNotFound where there is no such layer, or where it is
-// no whole number of bytes.
+// Metadata of one layer. kNotFound if the layer does not exist, or if its size is not a whole
+// number of bytes.
 Result<TensorMeta> LayerMeta(const TensorMeta& stack, std::string key, std::int64_t layer);
 
-// CheckpointIndex::ResolveLayer.
+// The layer with the name `key`; nullopt if no layer has that name. CheckpointIndex::ResolveLayer
+// calls this function.
 Result<std::optional<LayerEntry>> FindLayer(const CheckpointIndex& index, const LayerNames& names,
                                             std::string_view key);
 

@@ -11,19 +11,18 @@
 
 namespace tensormount {
 
-// Shared values by key, the least recently used dropped where their weights pass `capacity`; the
-// newest always stays. Values live on while somebody holds them. Thread-safe.
-// All calls are O(1) expected and hold one mutex for a few pointer moves: values are made by the
-// caller before Put and destroyed after the lock is released, so a slow destructor or a failure to
-// make one holds up nobody. Two threads that miss at the same time both make the value, and the
-// first Put wins. The unit of weights is the caller's; bytes everywhere today.
+// Shared values by key. When the weights exceed `capacity`, the least recently used values are
+// dropped, but never the newest value. A dropped value lives as long as somebody uses it.
+// Thread-safe.
+// A call takes O(1) expected time and locks one mutex for a few pointer moves: values are made
+// before Put, and destroyed after the lock is released. If two threads miss at the same time, both
+// make the value, and the first Put wins. The caller defines the unit of weights.
 template <typename Key, typename Value>
 class LruCache {
  public:
   explicit LruCache(std::size_t capacity) : capacity_(capacity) {}
 
-  // Null where it is not there.
-  // Counts as a use.
+  // The value of `key`; null if it is not cached. Counts as a use.
   std::shared_ptr<Value> Get(const Key& key) {
     std::lock_guard lock(mutex_);
     const auto it = map_.find(key);
@@ -32,9 +31,10 @@ class LruCache {
     return it->second->value;
   }
 
-  // What is in the cache afterwards: `value`, or what somebody else put there meanwhile.
+  // Adds a value and returns the cached value: `value`, or the value that another thread put
+  // before.
   std::shared_ptr<Value> Put(const Key& key, std::shared_ptr<Value> value, std::size_t weight) {
-    std::list<Entry> dropped;  // Outlives the lock, so that values are destroyed outside it.
+    std::list<Entry> dropped;  // Destroys the values after the lock is released.
     std::lock_guard lock(mutex_);
     const auto it = map_.find(key);
     if (it != map_.end()) return it->second->value;
@@ -49,8 +49,8 @@ class LruCache {
     return value;
   }
 
-  // Values that somebody holds stay alive; they are just not found any more. No-op where it may not
-  // wait and somebody has the lock.
+  // Removes all values; values in use live on. With `may_wait` false, does nothing if another
+  // thread has the lock.
   void Clear(bool may_wait = true) {
     std::list<Entry> dropped;  // Destroyed outside the lock.
     std::unique_lock lock(mutex_, std::defer_lock);
@@ -64,7 +64,7 @@ class LruCache {
     weight_ = 0;
   }
 
-  // No-op where it is not there.
+  // Removes the value of `key`. Does nothing if the value is not cached.
   void Erase(const Key& key) {
     std::shared_ptr<Value> dropped;  // Destroyed outside the lock.
     std::lock_guard lock(mutex_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Manifests (docs/format.md, "Manifest"): encoder and decoder of each field stand side by side.
-// Sizes that a header announces are compared with the file before anything is allocated, and what
-// the decoder would refuse the encoder does not write.
+// Manifests (docs/format.md, "Manifest"). The encoder and the decoder of each field are side by
+// side. Announced sizes are compared with the file before memory is allocated. The encoder refuses
+// everything that the decoder would refuse.
 #include "index/records/manifest.h"
 
 #include "base/checked.h"
@@ -14,7 +14,7 @@
 namespace tensormount {
 namespace {
 
-// docs/format.md, "Manifest".
+// Constants of docs/format.md, "Manifest".
 constexpr std::string_view kManifestMagic{"TMMANIF\0", 8};
 constexpr std::size_t kManifestHeaderBytes = 128;
 constexpr std::size_t kLeafAlign = 64;
@@ -27,7 +27,7 @@ constexpr std::uint8_t kManifestWide = 2;
 // Compatible feature bits.
 constexpr std::uint64_t kHasPageHashes = 1;
 
-// The 128 bytes at the begin of a manifest, field by field as docs/format.md, "Manifest", has them.
+// The first 128 bytes of a manifest in the order of docs/format.md, "Manifest".
 struct Header {
   std::uint32_t version = kFormatVersion;
   std::uint64_t compatible = 0;
@@ -81,22 +81,23 @@ Result<Header> DecodeHeader(std::string_view bytes, std::string_view name) {
   h.records_hash = in.Hash();
   h.leaves_hash = in.Hash();
   const std::uint64_t reserved = in.U64();
-  // Before versions and bits, as in COMMIT.
+  // The checksum is compared before versions and feature bits, as in COMMIT, so that damage does
+  // not look like a newer format.
   if (in.Hash() != Xxh3(bytes.substr(0, kManifestHeaderBytes - kManifestHashBytes))) {
-    return bad("checksum of the header differs");
+    return bad("checksum mismatch in its header");
   }
   if (h.version != kFormatVersion || header_bytes != kManifestHeaderBytes || reserved != 0 ||
       (h.incompatible & ~kKnownIncompatible) != 0) {
     return Status(Code::kUnsupported, std::string(name) + ": written in a newer format");
   }
-  // Sums of announced sizes may overflow: a checksum that holds says that somebody wrote this, not
-  // that it is sane. Nothing is allocated before this.
+  // Announced sizes are checked before any allocation. They may be absurd, and their sums may
+  // overflow, even if the checksum matches.
   const auto records_end = CheckedAdd<std::uint64_t>(kManifestHeaderBytes, h.records_bytes);
   const auto leaves_bytes = CheckedMul<std::uint64_t>(h.leaves, kManifestHashBytes);
   if (!records_end || !leaves_bytes || h.leaves_offset < *records_end ||
       h.leaves_offset - *records_end >= kLeafAlign ||
       CheckedAdd(h.leaves_offset, *leaves_bytes) != h.file_bytes) {
-    return bad("its parts do not fit together");
+    return bad("the sizes in its header are inconsistent");
   }
   return h;
 }
@@ -105,11 +106,12 @@ Status TooLarge(std::string_view what) {
   return Status(Code::kInvalidArgument, "manifest: too many " + std::string(what));
 }
 
-// Whether records from a manifest point at leaves that it has.
+// Whether the leaves of a record that begin at `first` can exist in a manifest with `leaves` leaf
+// hashes.
 bool LeavesExist(std::uint64_t first, std::uint64_t leaves) { return first <= leaves; }
 
-// In the order of docs/format.md, "Manifest". Counts come before what they count and are not
-// trusted: each item takes bytes, and a reader past the end fails the next decoder.
+// Decodes the records in the order of docs/format.md, "Manifest". Counts are untrusted, but each
+// item takes bytes, and a reader past its end fails the next decoder.
 Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves, Inventory& out) {
   const auto bad = [&](std::string why) {
     return Status(Code::kDataLoss, std::string(name) + ": " + why);
@@ -134,7 +136,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
     const int rank = tensor.meta.shape().rank();
     const bool wide = (flags & kManifestWide) != 0;
     const auto row_bytes = CheckedMul<std::uint64_t>(rows, ExtentTable(rank, wide).row_bytes());
-    // Compared with what is left before rows are copied.
+    // The size is compared with the remaining bytes before table rows are copied.
     if (!row_bytes || *row_bytes > in.left()) {
       return bad("tensor " + tensor.meta.key() + ": truncated");
     }
@@ -145,13 +147,13 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
   for (std::uint32_t i = 0; i < objects; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ObjectRecord object, DecodeObject(in, name));
     if (object.has_hash() && !LeavesExist(object.first_leaf, leaves))
-      return bad("object " + object.key + ": no leaves");
+      return bad("object " + object.key + ": its leaf hashes are missing");
     out.objects.push_back(std::move(object));
   }
   const std::uint32_t extras = in.U32();
   for (std::uint32_t i = 0; i < extras; ++i) {
     TENSORMOUNT_ASSIGN_OR_RETURN(ExtraRange extra, DecodeExtra(in));
-    if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra piece without leaves");
+    if (!LeavesExist(extra.first_leaf, leaves)) return bad("an extra range without leaf hashes");
     out.extras.push_back(extra);
   }
   const std::uint32_t common = in.U32();
@@ -159,7 +161,7 @@ Status DecodeRecords(ByteReader& in, std::string_view name, std::uint64_t leaves
     std::string key(in.String(kMaxCommonRecordName));
     TENSORMOUNT_ASSIGN_OR_RETURN(CommonValue value, DecodeCommon(in, name));
     if (!out.common.emplace(std::move(key), std::move(value)).second) {
-      return bad("a common value is there twice");
+      return bad("a common value occurs twice");
     }
   }
   return in.Finish();
@@ -172,17 +174,17 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   std::size_t row_bytes = 0;
   for (const TensorRecord& tensor : inventory.tensors) row_bytes += tensor.extents.packed().size();
   ByteWriter out;
-  // One allocation for nearly all: rows and leaves are most of it, 128 bytes stand for a tensor's
-  // other fields.
+  // One allocation in most cases: table rows and leaf hashes are most of the size, and 128 bytes
+  // estimate the other fields of a tensor.
   out.bytes().reserve(kManifestHeaderBytes + row_bytes + inventory.tensors.size() * 128 +
                       leaves.size() * kManifestHashBytes + 4096);
   out.bytes().resize(kManifestHeaderBytes, '\0');
   if (inventory.files.size() > UINT32_MAX) return TooLarge("files");
   if (inventory.tensors.size() > UINT32_MAX) return TooLarge("tensors");
   if (inventory.objects.size() > UINT32_MAX) return TooLarge("objects");
-  if (inventory.extras.size() > UINT32_MAX) return TooLarge("extra pieces");
+  if (inventory.extras.size() > UINT32_MAX) return TooLarge("extra ranges");
   if (inventory.common.size() > UINT32_MAX) return TooLarge("common values");
-  // What decoding refuses must not be written: it would be committed and never opened again.
+  // Values that the decoder refuses must not be committed.
   if (inventory.info.producer.size() > kMaxTextBytes) {
     return Status(Code::kInvalidArgument,
                   "the name of the producer has " + std::to_string(inventory.info.producer.size()) +
@@ -194,8 +196,8 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
   out.U32(static_cast<std::uint32_t>(inventory.tensors.size()));
   for (const TensorRecord& tensor : inventory.tensors) {
     if (tensor.extents.pending()) {
-      return Status(Code::kInvalidArgument,
-                    "manifest: tensor " + tensor.meta.key() + ": its chunks are not resolved");
+      return Status(Code::kInvalidArgument, "manifest: tensor " + tensor.meta.key() +
+                                                ": the location of its bytes is not recorded");
     }
     EncodeMeta(out, tensor.meta);
     out.U8(static_cast<std::uint8_t>((tensor.has_digest ? kHasDigest : 0) |
@@ -221,8 +223,8 @@ Result<std::string> EncodeManifest(const Inventory& inventory, std::span<const H
     out.String(key);
     EncodeCommon(out, value);
   }
-  // Records stand behind 128 bytes of room already; the header is filled in when all sizes and
-  // hashes are known.
+  // The records follow 128 reserved bytes. The header is written there when all sizes and hashes
+  // are known.
   Header header;
   header.compatible = paged ? kHasPageHashes : 0;
   header.records_bytes = out.size() - kManifestHeaderBytes;
@@ -256,12 +258,12 @@ Result<Manifest> DecodeManifest(std::string_view bytes, std::string_view name) {
                std::to_string(header.file_bytes));
   }
   const std::string_view records = bytes.substr(kManifestHeaderBytes, header.records_bytes);
-  if (Xxh3(records) != header.records_hash) return bad("checksum of the records differs");
+  if (Xxh3(records) != header.records_hash) return bad("checksum mismatch in its records");
   const std::size_t records_end = kManifestHeaderBytes + records.size();
   const std::string_view padding = bytes.substr(records_end, header.leaves_offset - records_end);
   if (padding.find_first_not_of('\0') != std::string_view::npos) return bad("padding is not zero");
   const std::string_view leaf_bytes = bytes.substr(header.leaves_offset);
-  if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum of the leaves differs");
+  if (Xxh3(leaf_bytes) != header.leaves_hash) return bad("checksum mismatch in its leaf hashes");
   Manifest manifest;
   manifest.paged = (header.compatible & kHasPageHashes) != 0;
   manifest.leaves.resize(header.leaves);
@@ -283,10 +285,10 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
                                DecodeHeader({head, sizeof(head)}, file.path()));
   if (!RangeWithin(first, count, header.leaves)) {
     return Status(Code::kDataLoss, file.path() + ": has " + std::to_string(header.leaves) +
-                                       " leaves, not " + std::to_string(count) + " from " +
-                                       std::to_string(first));
+                                       " leaf hashes, not " + std::to_string(count) +
+                                       " from number " + std::to_string(first) + " on");
   }
-  // The header may lie about the file: nothing is allocated for what is not there.
+  // The header is untrusted, so the file's size is checked before the allocation.
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   if (info.size < header.file_bytes) {
     return Status(Code::kDataLoss, file.path() + ": " + std::to_string(info.size) +
@@ -296,8 +298,8 @@ Result<std::vector<Hash128>> ReadManifestLeaves(File& file, std::uint64_t first,
   if (paged != nullptr) {
     *paged = (header.compatible & kHasPageHashes) != 0 && first + count < header.leaves;
   }
-  // Not hashed here: leaves_hash is over all of them. The chunk hash of the caller's record proves
-  // these.
+  // The header's leaves_hash covers all leaves, so it is not compared here. The caller proves these
+  // leaves with its chunk hash.
   std::vector<Hash128> leaves(count);
   TENSORMOUNT_RETURN_IF_ERROR(file.ReadExactAt(header.leaves_offset + first * kManifestHashBytes,
                                                leaves.data(), count * kManifestHashBytes));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records of an index in memory, packed into few strings.
+// Index records in memory, packed into few blocks.
 #include "index/records/memory_table.h"
 
 #include <algorithm>
@@ -9,7 +9,8 @@ namespace tensormount {
 void MemoryTable::Append(std::string_view key, std::string_view value) {
   constexpr std::size_t kBlock = std::size_t{256} << 10;
   const std::size_t size = key.size() + value.size();
-  // What is left of the old block is given up: blocks are 256 KiB, records some hundred bytes.
+  // The rest of the old block is wasted. That is little: blocks have 256 KiB, records some hundred
+  // bytes.
   if (size > left_) {
     left_ = std::max(kBlock, size);
     blocks_.push_back(std::make_unique_for_overwrite<char[]>(left_));

@@ -13,17 +13,16 @@
 
 namespace tensormount {
 
-// Records in memory: indexes of foreign files and rebuilt ones. Packed, because a checkpoint of a
-// million tensors has three million of them.
-// Needed because foreign checkpoints have no SST file and writing one would need a folder that we
-// may write to; sharing the records' form with SstTable means that there is one decoder for both.
+// Index records in memory: for rebuilt indexes, and for foreign checkpoints, which have no SST file
+// and may be in a directory that tensormount cannot write. The records have the same form as in
+// SstTable, so that one decoder serves both. They are packed, because a million tensors have three
+// million records.
 class MemoryTable : public Table {
  public:
   std::size_t size() const { return records_.size(); }
-  // Keys must rise from call to call; each of both is less than 4 GiB.
-  // Not while others read: a table is filled first and shared afterwards, never changed then. That
-  // is why reads need no lock. Get is a binary search, O(log n); Scan finds its start in the same
-  // way.
+  // Adds a record. Keys must rise from call to call; key and value must be smaller than 4 GiB each.
+  // Append only before the table is shared, because reads take no lock. Get and the start of a Scan
+  // are binary searches.
   void Append(std::string_view key, std::string_view value);
 
   Result<std::string> Get(std::string_view key) const override;
@@ -32,19 +31,20 @@ class MemoryTable : public Table {
       const std::function<bool(std::string_view key, std::string_view value)>& fn) const override;
 
  private:
-  // 16 bytes a record beside its own: a node of a map would take several times that.
+  // A record takes 16 bytes of overhead, a few times less than a node of std::map.
   struct Record {
-    const char* key = nullptr;  // The value follows it.
+    const char* key = nullptr;  // The value follows the key.
     std::uint32_t key_size = 0;
     std::uint32_t value_size = 0;
     std::string_view Key() const { return {key, key_size}; }
     std::string_view Value() const { return {key + key_size, value_size}; }
   };
-  // The first record whose key is not below this one.
+  // The first record whose key is not less than `key`.
   std::vector<Record>::const_iterator Seek(std::string_view key) const;
 
-  std::vector<std::unique_ptr<char[]>> blocks_;  // Of what is appended, never moved.
-  std::size_t left_ = 0;                         // Bytes at the end of the last one.
+  // Memory of the records, which never move.
+  std::vector<std::unique_ptr<char[]>> blocks_;
+  std::size_t left_ = 0;  // Free bytes in the last block.
   char* next_ = nullptr;
   std::vector<Record> records_;
 };

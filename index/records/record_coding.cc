@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Coding of the records that manifests and the index share: tensors, objects, files, common values.
-// Values from outside are trees of any shape: depth, count and bytes are checked before memory is
-// taken for what is announced.
+// Encoders and decoders of the records in manifests and the index: tensors, objects, files, common
+// values. Common values from outside may be trees of any shape, so depth, counts and sizes are
+// checked before allocation.
 #include "index/records/record_coding.h"
 
 #include <utility>
@@ -15,20 +15,20 @@ namespace {
 
 using ValueKind = CommonValue::Kind;
 
-// Of a list or a tuple; null for others.
+// Items of a list or tuple; null for other values.
 const std::vector<CommonValue>* ItemsOf(const CommonValue& value) {
   if (const auto* list = value.get_if<CommonList>()) return &list->items;
   if (const auto* tuple = value.get_if<CommonTuple>()) return &tuple->items;
   return nullptr;
 }
 
-// What the encoding of a tree takes.
-// Before encoding, so that a tree that could not be decoded again is refused where it is set.
+// Size of a tree's encoding. It is computed when a value is set, so that a tree that could not be
+// decoded is refused early.
 struct CommonSize {
   std::size_t bytes = 0;
   std::size_t nodes = 0;
 
-  // False where the tree is too deep.
+  // Adds the size of `value`. Returns false if the tree is too deep.
   bool Add(const CommonValue& value, int depth) {
     ++nodes;
     ++bytes;
@@ -59,21 +59,21 @@ struct CommonSize {
   }
 };
 
-// Reads one tree. Every check is made before anything is allocated for what is announced.
+// Decodes one tree. A count of items is checked before memory is allocated for them.
 class CommonDecoder {
  public:
   CommonDecoder(ByteReader& in, std::string_view what)
       : in_(in), what_(what), begin_(in.position()) {}
 
-  // Bytes are compared with the limit after each value, nodes counted as they come, so a small
-  // record cannot make a huge tree.
+  // Decodes the value at `depth`. After each value, the bytes read and the number of values are
+  // compared with their limits, so that a small record cannot make a huge tree.
   Result<CommonValue> Value(int depth) {
     const std::uint8_t kind = in_.U8();
     CommonValue value;
     switch (static_cast<ValueKind>(kind)) {
       case ValueKind::kBool: {
         const std::uint8_t b = in_.U8();
-        if (b > 1) return DataLoss(what_, "a bool that is neither");
+        if (b > 1) return DataLoss(what_, "a bool value is neither 0 nor 1");
         value = b != 0;
         break;
       }
@@ -83,9 +83,10 @@ class CommonDecoder {
       case ValueKind::kUnsigned: {
         const std::uint64_t u = in_.U64();
         value = u;
-        // CommonValue makes an int of what fits in one; such bytes would be a second spelling.
+        // Only values above the range of int64 are unsigned. A second encoding of an int is
+        // refused.
         if (value.kind() != ValueKind::kUnsigned && in_.status().ok()) {
-          return DataLoss(what_, "an unsigned value that fits in an int");
+          return DataLoss(what_, "an unsigned value that fits an int is not stored as one");
         }
         break;
       }
@@ -123,22 +124,24 @@ class CommonDecoder {
     }
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
     if (in_.position() - begin_ > kMaxCommonBytes || ++nodes_ > kMaxCommonNodes) {
-      return DataLoss(what_, "a common value that is too large");
+      return DataLoss(what_, "a common value is too large");
     }
     return value;
   }
 
  private:
-  // The number of items of a container at `depth`.
+  // Reads the number of items of a container at `depth`.
   Result<std::uint32_t> Count(int depth) {
     if (depth >= kMaxCommonDepth) {
-      return DataLoss(what_, "nested more than " + std::to_string(kMaxCommonDepth) + " deep");
+      return DataLoss(what_,
+                      "nested more than " + std::to_string(kMaxCommonDepth) + " levels deep");
     }
     const std::uint32_t count = in_.U32();
     TENSORMOUNT_RETURN_IF_ERROR(in_.status());
-    // Every item takes at least its kind's byte, so a count over the bytes that are left is a lie,
-    // found before memory is taken for it.
-    if (count > in_.left()) return DataLoss(what_, "more items are announced than there are bytes");
+    // Every item takes at least one byte, so a count above the remaining bytes is refused before
+    // memory is allocated.
+    if (count > in_.left())
+      return DataLoss(what_, "the number of items exceeds the remaining bytes");
     return count;
   }
 
@@ -164,7 +167,7 @@ class CommonDecoder {
         return DataLoss(what_, "unknown kind of key " + std::to_string(kind));
       }
       TENSORMOUNT_RETURN_IF_ERROR(in_.status());
-      // Rising keys: one dict has one encoding, and a doubled key is seen here as well.
+      // Keys must rise, so that a dict has one encoding and no key twice.
       if (!dict.items.empty() && !(dict.items.rbegin()->first < key)) {
         return DataLoss(what_, "the keys of a dict are not in order");
       }
@@ -182,8 +185,8 @@ class CommonDecoder {
 
 }  // namespace
 
-// By components and not by searching "..": "a..b" is a name, "a/../b" is not. Backslashes mean
-// nothing here.
+// Checks whole components instead of searching "..": "a..b" is a name, "a/../b" is not relative.
+// Backslashes are ordinary characters.
 bool IsRelativeName(std::string_view name) {
   if (name.size() > kMaxFileNameBytes || name.find('\0') != std::string_view::npos) return false;
   while (true) {
@@ -227,7 +230,7 @@ void EncodeInfo(ByteWriter& out, const CheckpointInfo& info) {
   if (!info.self_contained) out.String(info.root);
 }
 
-Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
+Result<CheckpointInfo> DecodeInfo(ByteReader& in, bool from_memory) {
   CheckpointInfo info;
   info.uuid = DecodeUuid(in);
   info.generation = in.U64();
@@ -241,11 +244,16 @@ Result<CheckpointInfo> DecodeInfo(ByteReader& in) {
   info.self_contained = in.U8() != 0;
   if (!info.self_contained) info.root = in.String(kMaxFileNameBytes);
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
-  if (!info.self_contained &&
-      !(info.root == "/" || (info.root.starts_with('/') && IsRelativeName(info.root.substr(1))))) {
-    return DataLoss("info", "\"" + info.root + "\" is not the path of a folder");
-  }
-  return info;
+  if (info.self_contained) return info;
+  std::string_view path = info.root;
+  const std::size_t scheme = path.find("://");
+  const bool has_scheme =
+      from_memory && scheme != std::string_view::npos && !path.starts_with('/') && scheme > 0;
+  if (has_scheme) path.remove_prefix(scheme + 3);
+  const bool absolute = path.starts_with('/');
+  if (absolute) path.remove_prefix(1);
+  if ((absolute && path.empty()) || ((absolute || has_scheme) && IsRelativeName(path))) return info;
+  return DataLoss("info", "\"" + info.root + "\" is not an absolute path");
 }
 
 void EncodeFile(ByteWriter& out, const FileRecord& file) {
@@ -275,16 +283,16 @@ Result<FileRecord> DecodeFile(ByteReader& in) {
     return DataLoss("file " + file.name, "unknown placement " + std::to_string(placement));
   }
   file.placement = static_cast<Placement>(placement);
-  // A foreign file's name is below the root of info, any other below data/: a record from outside
-  // must not lead a reader elsewhere.
+  // The name of a foreign file is below CheckpointInfo::root, any other name below data/. An
+  // untrusted record must not lead elsewhere.
   const bool named_well = file.placement == Placement::kForeign
                               ? IsRelativeName(file.name)
                               : file.name.starts_with("data/") && IsSafeName(file.name);
-  if (!named_well) return DataLoss("file " + file.name, "not a name of a data file");
+  if (!named_well) return DataLoss("file " + file.name, "not a valid data file name");
   return file;
 }
 
-// Pairs of encoder and decoder, each in the order of its row in docs/format.md, "Records".
+// Encoders and decoders in pairs, each in the field order of docs/format.md, "Records".
 void EncodeObject(ByteWriter& out, const ObjectRecord& object) {
   out.String(object.key);
   EncodeDims(out, object.index);
@@ -311,7 +319,7 @@ Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what) {
   object.mtime = in.I64();
   TENSORMOUNT_RETURN_IF_ERROR(in.status());
   if (Status s = CheckKey(object.key); !s.ok()) return DataLoss(what, s.message());
-  // Sums of both are compared with lengths of files later, and must not wrap there.
+  // The sum must not wrap, because it is compared with file lengths later.
   if (object.offset + object.length < object.offset) {
     return DataLoss(what, "object " + object.key + ": offset and length overflow");
   }
@@ -342,8 +350,9 @@ Result<ExtraRange> DecodeExtra(ByteReader& in) {
 Status CheckCommon(const CommonValue& value, int outer) {
   CommonSize size;
   if (!size.Add(value, outer)) {
-    return Status(Code::kInvalidArgument,
-                  "is nested more than " + std::to_string(kMaxCommonDepth - outer) + " deep");
+    return Status(
+        Code::kInvalidArgument,
+        "is nested more than " + std::to_string(kMaxCommonDepth - outer) + " levels deep");
   }
   if (size.bytes > kMaxCommonBytes) {
     return Status(Code::kInvalidArgument, "has " + std::to_string(size.bytes) + " bytes, at most " +
@@ -351,7 +360,7 @@ Status CheckCommon(const CommonValue& value, int outer) {
   }
   if (size.nodes > kMaxCommonNodes) {
     return Status(Code::kInvalidArgument, "has " + std::to_string(size.nodes) +
-                                              " values in it, at most " +
+                                              " nested values, at most " +
                                               std::to_string(kMaxCommonNodes) + " are allowed");
   }
   return Status();
@@ -377,7 +386,7 @@ void EncodeCommon(ByteWriter& out, const CommonValue& value) {
   } else if (const auto* dict = value.get_if<CommonDict>()) {
     out.U32(static_cast<std::uint32_t>(dict->items.size()));
     for (const auto& [key, item] : dict->items) {
-      // As values of that kind.
+      // An integer key is encoded like an integer value.
       if (const auto* number = std::get_if<std::int64_t>(&key)) {
         out.U8(static_cast<std::uint8_t>(ValueKind::kInt));
         out.I64(*number);

@@ -11,42 +11,43 @@
 #include "base/coding.h"
 #include "index/records/inventory.h"
 
-// Logical records as manifests and the index write them (docs/format.md, "Records"), above those of
-// shard/coding.h. Encoders
-// append; decoders check every field and give kDataLoss that begins with the reader's name.
+// Records of manifests and the index (docs/format.md, "Records"), above the coding of
+// shard/coding.h. Encoders append to a ByteWriter. Decoders check every field; a kDataLoss message
+// begins with the name of the ByteReader.
 
 namespace tensormount {
 
-// Limits of docs/format.md, "Limits". Encoders and decoders use the same ones: what was written can
-// always be read again.
+// Limits of docs/format.md, "Limits". Encoders and decoders share them, so that everything written
+// can be read.
 inline constexpr std::size_t kMaxFileNameBytes = 4096;
-// The producer, the name of the parent.
+// Longest producer and longest name of a parent.
 inline constexpr std::size_t kMaxTextBytes = 4096;
-// Of the encoding of one common value, and of the values in its tree, itself included: a node in
-// memory is much larger than its one byte on disk.
+// Limits of one common value: bytes of its encoding, and number of values in its tree. The second
+// limit exists because a value that takes one byte on disk takes much more memory.
 inline constexpr std::size_t kMaxCommonBytes = std::size_t{64} << 20;
 inline constexpr std::size_t kMaxCommonNodes = std::size_t{4} << 20;
 
-// Whether `name` is a path below a folder, without empty, "." or ".." parts.
+// Whether `name` is a relative path without empty, "." or ".." parts.
 bool IsRelativeName(std::string_view name);
-// Whether `name` is a relative path below a checkpoint's data/, manifest/ or index/ that can lead
-// nowhere else.
-// The last line of defence before a name from a record is joined to a path; files are opened below
-// a descriptor without following links besides.
+// Whether `name` is a relative path below data/, manifest/ or index/ of a checkpoint that cannot
+// lead elsewhere. This is the last check before the name in a record is joined to a path. Opens
+// below the directory's descriptor also follow no symbolic links.
 bool IsSafeName(std::string_view name);
 
-// kInvalidArgument where a tree is nested over kMaxCommonDepth deep or larger than the limits
-// above: "has 70000000 bytes, at most 67108864 are allowed". What passes can be encoded and
-// decoded, also inside of `outer` more containers.
+// kInvalidArgument if a tree is deeper than kMaxCommonDepth or exceeds the limits above: "has
+// 70000000 bytes, at most 67108864 are allowed". A tree that passes can be encoded and decoded,
+// also inside `outer` more containers.
 Status CheckCommon(const CommonValue& value, int outer = 0);
 
-// Pairs. A decoder that returns no Result leaves failures in the reader (ByteReader::status), where
-// its caller finds them.
+// Encoders and decoders in pairs. A decoder that returns no Result leaves a failure in the reader
+// (ByteReader::status), where the caller checks it.
 void EncodeUuid(ByteWriter& out, const Uuid& uuid);
 Uuid DecodeUuid(ByteReader& in);
 
 void EncodeInfo(ByteWriter& out, const CheckpointInfo& info);
-Result<CheckpointInfo> DecodeInfo(ByteReader& in);
+// `from_memory`: the record was never on disk. Only then may the root (of a foreign checkpoint)
+// begin with a URL scheme; a stored root is a path on the host.
+Result<CheckpointInfo> DecodeInfo(ByteReader& in, bool from_memory = false);
 
 void EncodeFile(ByteWriter& out, const FileRecord& file);
 Result<FileRecord> DecodeFile(ByteReader& in);
@@ -57,9 +58,8 @@ Result<ObjectRecord> DecodeObject(ByteReader& in, std::string_view what);
 void EncodeExtra(ByteWriter& out, const ExtraRange& extra);
 Result<ExtraRange> DecodeExtra(ByteReader& in);
 
-// The value alone. Equal values have equal bytes, and decoding takes no others. To be checked
-// first (CheckCommon).
-// Recursive, at most kMaxCommonDepth deep.
+// Encodes a value without its name. The value must have passed CheckCommon. Equal values have equal
+// bytes, and DecodeCommon refuses any other encoding. Recursive, at most kMaxCommonDepth deep.
 void EncodeCommon(ByteWriter& out, const CommonValue& value);
 Result<CommonValue> DecodeCommon(ByteReader& in, std::string_view what);
 

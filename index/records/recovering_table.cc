@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the first damaged block on, the same records from the manifests. That a record is not there
-// is an answer and not damage.
+// After the first damaged block all reads use the second copy of the records. kNotFound is an
+// answer, not damage.
 #include "index/records/recovering_table.h"
 
 #include <utility>
@@ -8,9 +8,8 @@
 namespace tensormount {
 namespace {
 
-// A record that is not there is an answer, not damage.
 bool IsDamage(const Status& status) {
-  return status.code() != Code::kNotFound && CheckpointIndex::IsLost(status);
+  return status.code() != Code::kNotFound && CheckpointIndex::IsCopyDamaged(status);
 }
 
 }  // namespace
@@ -27,17 +26,18 @@ std::string RecoveringTable::recovered() const {
 
 Result<const Table*> RecoveringTable::Recover(const Status& damage) const {
   std::lock_guard lock(mutex_);
-  // Under the lock, which may be long (a rebuild reads all manifests): whoever else met damage
-  // needs the same result, and would only do the same work.
+  // The lock is kept during a rebuild, which may be long, because other threads that met damage
+  // need the same result.
   if (second_ == nullptr) {
-    Result<std::shared_ptr<const Table>> again = again_();
+    Result<std::shared_ptr<const Table>> again = make_fallback_();
     if (!again.ok()) {
       const bool newer = again.status().code() == Code::kUnsupported;
-      return Status(newer ? Code::kUnsupported : Code::kDataLoss,
-                    damage.message() + "; rebuilding it failed: " + again.status().message());
+      return Status(
+          newer ? Code::kUnsupported : Code::kDataLoss,
+          damage.message() + "; rebuilding the index failed: " + again.status().message());
     }
     second_ = std::move(again).value();
-    recovered_ = damage.message() + "; read from elsewhere since";
+    recovered_ = damage.message() + "; reading a rebuilt index since then";
   }
   return second_.get();
 }
@@ -59,9 +59,8 @@ Status RecoveringTable::Scan(
   const Status scanned =
       first_->Scan(prefix, from, [&](std::string_view key, std::string_view value) {
         next = key;
-        // Kept for each record, also while all is well: where the scan breaks is only known
-        // afterwards.
-        next += '\0';  // The first key behind it.
+        // The position is remembered for each record, because the scan may fail at the next record.
+        next += '\0';  // The smallest key greater than `key`.
         stopped = !fn(key, value);
         return !stopped;
       });

@@ -14,19 +14,18 @@
 
 namespace tensormount {
 
-// A table whose damage shows only where it is read: then the same records are taken from elsewhere,
-// from that record on, and for good. Thread-safe.
-// An index over 4 MiB is not hashed as a whole at open, so a damaged block is met by some read much
-// later, perhaps by a mount that has been up for weeks. Without this class that read, and all
-// others in the block, would fail until somebody remounts.
+// A table that switches permanently to another copy of its records when a read meets the first
+// damaged block. An index over 4 MiB is not hashed at open, so damage may show much later, perhaps
+// in a mount that has been up for weeks. Without this class all reads of the block would fail until
+// a remount. Thread-safe.
 class RecoveringTable : public Table {
  public:
-  using Again = std::function<Result<std::shared_ptr<const Table>>()>;
-  // `again` must give the very same records.
-  // A scan that breaks off goes on behind the last key that its caller saw: no record is given
-  // twice or left out. That only holds for the same records in the same order.
-  RecoveringTable(std::unique_ptr<Table> first, Again again)
-      : first_(std::move(first)), again_(std::move(again)) {}
+  using MakeFallback = std::function<Result<std::shared_ptr<const Table>>()>;
+  // `again` makes the other copy. The copy must have the same records in the same order: a scan
+  // that fails continues behind the last key that its caller received, so that no record is
+  // repeated or omitted.
+  RecoveringTable(std::unique_ptr<Table> first, MakeFallback again)
+      : first_(std::move(first)), make_fallback_(std::move(again)) {}
 
   Result<std::string> Get(std::string_view key) const override;
   Status Scan(
@@ -36,14 +35,13 @@ class RecoveringTable : public Table {
 
  private:
   const Table* second() const;
-  // The second table, made where it is not there yet; under the mutex, so that of several threads
-  // that meet damage one rebuilds and the others wait for it. Not retried by time: each read that
-  // meets damage tries again until one succeeds.
+  // Makes the second table if there is none yet. The mutex is locked meanwhile, so that one thread
+  // rebuilds and the others wait. After a failure, the next read that meets damage tries again.
   Result<const Table*> Recover(const Status& damage) const;
 
   const std::unique_ptr<Table> first_;
-  const Again again_;
-  mutable std::mutex mutex_;  // For what follows.
+  const MakeFallback make_fallback_;
+  mutable std::mutex mutex_;  // Guards the members below.
   mutable std::shared_ptr<const Table> second_;
   mutable std::string recovered_;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RocksDB's file interface over ours. RocksDB's own would write to paths behind the back of fault
-// injection, and Debian's build ends the process in places where an error is enough.
+// RocksDB's file interface over FileSystem. RocksDB's own file system would bypass fault injection,
+// and Debian's build aborts the process where an error suffices.
 #include "index/records/rocksdb_files.h"
 
 #include <rocksdb/env.h>
@@ -11,8 +11,8 @@
 namespace tensormount {
 namespace {
 
-// The first failure is kept whole for FromRocks: through RocksDB's status our code and errno would
-// come back as an I/O error of unknown cause, and "disk full" could not be told from damage.
+// Keeps the first failure for FromRocks. RocksDB's status would turn our code and errno into an
+// unspecific I/O error, which does not tell "disk full" from damage.
 rocksdb::IOStatus Report(RocksFileLog& log, const Status& status) {
   if (status.ok()) return rocksdb::IOStatus::OK();
   std::lock_guard lock(log.mutex);
@@ -20,7 +20,7 @@ rocksdb::IOStatus Report(RocksFileLog& log, const Status& status) {
   return rocksdb::IOStatus::IOError(status.message());
 }
 
-// Appends, and hashes what it appends; the tail is kept as a window over the last 64 KiB.
+// Writes a file sequentially, hashes its bytes, and keeps the last 64 KiB as the tail.
 class SequentialWriter : public rocksdb::FSWritableFile {
  public:
   SequentialWriter(std::unique_ptr<File> file, RocksFileLog& log)
@@ -61,7 +61,7 @@ class SequentialWriter : public rocksdb::FSWritableFile {
   RocksFileLog& log_;
 };
 
-// pread below: no position, so threads need no lock.
+// Reads with pread, so that threads need no lock.
 class RandomReader : public rocksdb::FSRandomAccessFile {
  public:
   RandomReader(std::unique_ptr<File> file, RocksFileLog& log) : file_(std::move(file)), log_(log) {}
@@ -74,9 +74,9 @@ class RandomReader : public rocksdb::FSRandomAccessFile {
     *result = rocksdb::Slice(scratch, got.value());
     return rocksdb::IOStatus::OK();
   }
-  // Where a file cannot, RocksDB copies the last 512 KiB of each table that it opens, and what it
-  // reads ahead in scans, into buffers of its own. Scans are more and smaller reads this way, and
-  // not slower (docs/performance.md, "Beside the tree of November 22").
+  // Without this function, RocksDB copies the last 512 KiB of each table that it opens, and the
+  // read-ahead of scans, into its own buffers. Scans do more and smaller reads, but are not slower
+  // (docs/performance.md, "Beside the tree of November 22").
   rocksdb::IOStatus Prefetch(std::uint64_t offset, std::size_t n, const rocksdb::IOOptions&,
                              rocksdb::IODebugContext*) override {
     file_->StartReading(offset, n);
@@ -88,11 +88,11 @@ class RandomReader : public rocksdb::FSRandomAccessFile {
   RocksFileLog& log_;
 };
 
-// Files by path, opened, created and measured through ours; folders, locks and clocks stay the
-// machine's, since SstFileWriter and SstFileReader touch none.
-class OurFiles : public rocksdb::FileSystemWrapper {
+// Opens, creates and measures files through our FileSystem. Calls for directories, locks and clocks
+// go to RocksDB's own file system, because SstFileWriter and SstFileReader do not use them.
+class EnvFileSystem : public rocksdb::FileSystemWrapper {
  public:
-  OurFiles(tensormount::FileSystem& fs, RocksFileLog& log)
+  EnvFileSystem(tensormount::FileSystem& fs, RocksFileLog& log)
       : rocksdb::FileSystemWrapper(rocksdb::FileSystem::Default()), fs_(fs), log_(log) {}
 
   const char* Name() const override { return "tensormount"; }
@@ -129,7 +129,7 @@ class OurFiles : public rocksdb::FileSystemWrapper {
 }  // namespace
 
 std::unique_ptr<rocksdb::Env> MakeRocksEnv(FileSystem& fs, RocksFileLog& log) {
-  return rocksdb::NewCompositeEnv(std::make_shared<OurFiles>(fs, log));
+  return rocksdb::NewCompositeEnv(std::make_shared<EnvFileSystem>(fs, log));
 }
 
 }  // namespace tensormount

@@ -17,22 +17,21 @@ class Env;
 
 namespace tensormount {
 
-// What RocksDB did to the one file that it was given: its own Status has no room for our codes.
-// The hash and the tail are taken while the file is written, so that COMMIT's entry needs no second
-// pass over it; they are right because an SST file is only ever appended to.
+// State of the one file that an Env serves. RocksDB's Status cannot carry our error codes, so the
+// first failure is kept here. Hash and tail are computed during writing, because an SST file is
+// only appended to; COMMIT's entry then needs no second pass.
 struct RocksFileLog {
-  // Of the failure only: reads come from several threads; one thread writes.
+  // Guards first_failure, because several threads read.
   std::mutex mutex;
-  Status first_failure;  // Of our file layer.
+  Status first_failure;  // Failure of the FileSystem.
   std::uint64_t written = 0;
-  Xxh3Stream hash;   // Over everything appended.
+  Xxh3Stream hash;   // Hash of all appended bytes.
   std::string tail;  // The last bytes appended, at most 64 KiB.
 };
 
-// An Env whose SST files go through `fs`, so that fault injection and crash tests see them. Only
-// what SstFileWriter and SstFileReader call; the rest is the machine's and not used. `fs` and `log`
-// must outlive it.
-// One Env and one log for one file: `log` would mix the bytes of two.
+// An Env whose SST files go through `fs`, so that fault injection and crash tests see them.
+// Supports only the calls of SstFileWriter and SstFileReader. Use one Env and one log for each
+// file; `fs` and `log` must outlive it.
 std::unique_ptr<rocksdb::Env> MakeRocksEnv(FileSystem& fs, RocksFileLog& log);
 
 }  // namespace tensormount

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that wait between the manifests they come from and the tensor they belong to: the runs of an
-// external sort, but that a directory in memory stands in for the merge.
+// Keeps the table rows of chunks between the reading of manifests and the writing of tensors. Works
+// like the runs of an external sort; a directory in memory finds the segments, so no merge is
+// needed.
 #include "index/records/row_spool.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 namespace tensormount {
 namespace {
 
-// Segments of a run are collected up to this many bytes for one write.
+// Segments of a run are collected until a write has this many bytes.
 constexpr std::size_t kSpoolWriteBytes = std::size_t{1} << 20;
 
 }  // namespace

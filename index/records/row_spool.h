@@ -15,29 +15,28 @@
 
 namespace tensormount {
 
-// Rows of chunks of many tensors: they come in by manifest and go out by tensor. What is more than
-// the caller wants in memory stands in a file of its own meanwhile, in one run for each Spill, of
-// which a tensor has at most one segment; so a publish needs memory for the rows of one tensor and
-// not for those of all. Not thread-safe.
+// Extents of many tensors, added manifest by manifest and taken tensor by tensor. Spill moves the
+// rows in memory to a temporary file as one run, in which each tensor has at most one segment. A
+// publish therefore needs memory for the caller's limit and for one tensor. Not thread-safe.
 class RowSpool {
  public:
-  // Appends rows to those of `tensor`, a number of the caller's, dense from 0, of tensors that all
-  // have their own rank; numbers of files and the manifest replaced as by
+  // Appends rows to the extents of `tensor`. The caller numbers tensors from 0 without gaps;
+  // tensors may have different numbers of axes. Replaces file and manifest numbers like
   // ExtentTable::AppendMapped.
   Status Append(std::uint32_t tensor, const ExtentTable& rows,
                 std::span<const std::uint32_t> file_map, std::uint32_t manifest);
   // Bytes of rows that are in memory.
   std::uint64_t held_bytes() const { return held_bytes_; }
-  // Moves what is in memory to the end of a file, which is made at `path` at the first call and has
-  // no name from then on, so that nothing of it is left whatever happens. `order`: all numbers in
-  // the order in which they will be taken, so that taking reads runs from their begin to their end.
-  // kResourceExhausted where the disk is full.
+  // Moves the rows in memory to the end of a file. The first call makes the file at `path` and
+  // unlinks it, so that nothing remains after a crash. `order` lists all tensors in the order in
+  // which they will be taken, so that runs are read sequentially. kResourceExhausted: the disk is
+  // full.
   Status Spill(FileSystem& fs, const std::string& path, std::span<const std::uint32_t> order);
-  // All rows of `tensor` in the order in which they were appended; the spool forgets them.
+  // All rows of `tensor` in the order of Append. Removes them from the spool.
   Result<ExtentTable> Take(std::uint32_t tensor);
 
  private:
-  // What one run has of a tensor.
+  // The part of a run that belongs to one tensor.
   struct Segment {
     std::uint64_t offset = 0;
     std::uint64_t bytes = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of tensors in a safetensors file: by falling element size, so that none needs padding,
-// which the format does not allow.
+// The order of tensors in a safetensors file: by falling element size, so that no tensor needs
+// padding, which the format does not allow.
 #include "index/records/safetensors_order.h"
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace tensormount {
 
-bool SafetensorsHolds(DType dtype, std::string_view key) {
-  // "__metadata__" means something else there.
+bool CanStoreInSafetensors(DType dtype, std::string_view key) {
+  // The format reserves "__metadata__".
   return !InfoOf(dtype).safetensors.empty() && key != "__metadata__";
 }
 
-bool SafetensorsHolds(const TensorMeta& tensor) {
-  return SafetensorsHolds(tensor.dtype(), tensor.key());
+bool CanStoreInSafetensors(const TensorMeta& tensor) {
+  return CanStoreInSafetensors(tensor.dtype(), tensor.key());
 }
 
 Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors,
@@ -25,13 +25,13 @@ Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> te
   layout.held.assign(tensors.size(), false);
   std::vector<std::size_t> order;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (SafetensorsHolds(tensors[i]->dtype(), tensors[i]->key())) order.push_back(i);
+    if (CanStoreInSafetensors(tensors[i]->dtype(), tensors[i]->key())) order.push_back(i);
   }
-  // The format wants no gaps and readers want aligned elements: large elements first.
+  // Large elements come first: the format allows no gaps, and readers want aligned elements.
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return tensors[a]->bits() > tensors[b]->bits();
   });
-  // "pt" is what readers of the Hugging Face family ask for before they load anything.
+  // Hugging Face readers refuse a file without the "format" entry.
   metadata["format"] = "pt";
   const auto write = [&]() -> Result<std::string> {
     SafetensorsHeaderWriter writer(order.size());
@@ -46,7 +46,7 @@ Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> te
   Result<std::string> header = write();
   if (!header.ok()) {
     if (header.status().code() != Code::kInvalidArgument) return header.status();
-    layout.offsets.assign(tensors.size(), 0);  // Over the limit.
+    layout.offsets.assign(tensors.size(), 0);  // The header exceeds the format's limit.
     return layout;
   }
   layout.header = std::move(header).value();

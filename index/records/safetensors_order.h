@@ -15,25 +15,25 @@
 
 namespace tensormount {
 
-// Whether the format can hold a tensor of this type under this key.
-bool SafetensorsHolds(DType dtype, std::string_view key);
+// Whether a safetensors file can hold a tensor of this dtype under this key.
+bool CanStoreInSafetensors(DType dtype, std::string_view key);
 
-// Whether the format can hold the tensor: its dtype, and its key.
-bool SafetensorsHolds(const TensorMeta& tensor);
+bool CanStoreInSafetensors(const TensorMeta& tensor);
 
-// How tensors stand in model.safetensors: by falling element size, then in the order given, so that
-// each is aligned.
-// Example: an f32 "b", a bf16 "a" and an f64 "c" stand as c, b, a: 8, 4 and 2 bytes an element.
-// Since sizes of elements are powers of two and larger ones come first, each is aligned for its
-// own.
+// Layout of model.safetensors: tensors by falling element size, and tensors of equal size in the
+// given order. Element sizes are powers of two, so each tensor is aligned. Example: an f32 "b", a
+// bf16 "a" and an f64 "c" are stored as c, b, a.
 struct SafetensorsOrder {
-  std::string header;                  // Bytes before the data. Empty: over the format's limit.
-  std::vector<std::uint64_t> offsets;  // In the file, by position in `tensors`.
-  std::vector<bool> held;              // False: a dtype or key that the format lacks.
+  std::string header;  // Empty if the header would exceed the format's limit.
+  // Offset of each tensor in the file, by position in `tensors`.
+  std::vector<std::uint64_t> offsets;
+  // Whether the file has the tensor, by position. False: the format lacks the dtype or reserves the
+  // key, or there is no header.
+  std::vector<bool> held;
 };
-// Shared by the index, which stores the header, and by views and exports that must show the same
-// file. O(n log n) in the number of tensors.
-// `metadata`: entries of the header's metadata besides "format".
+// Lays out a safetensors file, for the index, which stores the header, and for views and exports.
+// O(n log n) in the number of tensors. `metadata`: entries of the header's metadata besides
+// "format".
 Result<SafetensorsOrder> LayOutSafetensors(std::span<const TensorMeta* const> tensors,
                                            std::map<std::string, std::string> metadata = {});
 

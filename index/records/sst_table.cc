@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One SST file, written and read without a database around it. The checkpoint's identity goes into
-// the file's properties, so that an index of another checkpoint is told at open. Rows are stored
-// uncompressed: they are mostly hashes.
+// One SST file, written and read without a RocksDB database. The checkpoint's identity is in the
+// file's properties, so that the index of another checkpoint is detected at open.
 #include "index/records/sst_table.h"
 
 #include <algorithm>
@@ -24,20 +23,22 @@ namespace {
 
 constexpr char kUuidProperty[] = "tensormount.uuid";
 constexpr char kRootProperty[] = "tensormount.content_root";
-// 16 KiB blocks: a look-up reads one, a scan few; smaller ones make the index of blocks larger,
-// which stays in memory. The cache is small: tables that are asked for again are cached decoded.
+// With blocks of 16 KiB a look-up reads one block and a scan few. Smaller blocks would enlarge the
+// block index, which stays in memory. The cache is small, because CheckpointIndex caches decoded
+// tables.
 constexpr std::size_t kSstBlockBytes = 16 * 1024;
 constexpr std::size_t kBlockCacheBytes = std::size_t{2} << 20;
 
-// Debian's RocksDB ends the process when it cannot write a log of its own.
+// A logger that writes nothing: Debian's RocksDB aborts the process when it cannot write its own
+// log.
 class NoLog : public rocksdb::Logger {
  public:
   using rocksdb::Logger::Logv;
   void Logv(const char*, va_list) override {}
 };
 
-// RocksDB takes user properties only from a collector that looks at each key, made by a factory for
-// each file; both do nothing but hand the two texts over when the file is finished.
+// Collectors that add the two identity strings at the end of a file. RocksDB takes user properties
+// only from a collector that a factory makes for each file.
 class IdentityCollector : public rocksdb::TablePropertiesCollector {
  public:
   explicit IdentityCollector(const SstIdentity* identity) : identity_(identity) {}
@@ -74,20 +75,21 @@ rocksdb::Options MakeOptions(rocksdb::Env* env) {
   rocksdb::BlockBasedTableOptions table;
   table.block_size = kSstBlockBytes;
   table.checksum = rocksdb::kXXH3;
-  // Part of the format on disk: RocksDB's default differs between releases.
+  // Part of the on-disk format. It is set because RocksDB's default differs between releases.
   table.format_version = 5;
   table.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes, 0);
   rocksdb::Options options;
   options.env = env;
   options.info_log = std::make_shared<NoLog>();
-  options.db_host_id = "";  // Instead of the name of this machine.
-  // Rows are mostly hashes: LZ4 takes longer than the disk saves.
+  options.db_host_id = "";  // The default is the machine's name.
+  // Values are mostly hashes: LZ4 would take longer than the disk saves.
   options.compression = rocksdb::kNoCompression;
   options.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
   return options;
 }
 
-// Without a failure of our file layer what RocksDB complains of is in the bytes.
+// Converts a RocksDB status. If our file layer reported no failure, the bytes themselves are
+// damaged.
 Status FromRocks(const rocksdb::Status& status, RocksFileLog& log, const std::string& path) {
   if (status.ok()) return Status();
   std::lock_guard lock(log.mutex);
@@ -100,30 +102,32 @@ rocksdb::Slice ToSlice(std::string_view view) { return {view.data(), view.size()
 
 }  // namespace
 
-// Members in the order in which they must be made.
+// The members are declared in the order of construction.
 struct SstTable::Rep {
   std::string path;
   RocksFileLog log;
   std::unique_ptr<rocksdb::Env> env;
   std::unique_ptr<rocksdb::SstFileReader> reader;
-  // Iterators that nobody uses, for the next Get or Scan: where records are asked for in their
-  // order one often stands there already, or a step before. Each holds a block of the table.
+  // An iterator that waits for the next Get or Scan. With sequential access an idle iterator is
+  // often already at the record, or one step before it. Each iterator keeps a block of the table in
+  // memory.
   struct Cursor {
     std::unique_ptr<rocksdb::Iterator> it;
-    // Of a scan that went to its end: the iterator stands on the first key behind all that begin
-    // so.
+    // Prefix of the last complete scan; the iterator is at the first key behind the keys with this
+    // prefix. Empty: no scan was completed.
     std::string passed = {};
 
-    // Whether it stands on the first key that is not before `start`.
-    bool StandsAt(std::string_view start) const {
+    // Whether the iterator is certainly at the first key that is not less than `start`.
+    bool IsAt(std::string_view start) const {
       return !passed.empty() && passed < start && !start.starts_with(passed) && it->Valid() &&
              View(it->key()) >= start;
     }
   };
   std::mutex mutex;
-  // Apart, since a reader does both in turns, and each would lead the other's away.
-  std::vector<Cursor> of_gets;
-  std::vector<Cursor> of_scans;
+  // Gets and scans have separate iterators, because a reader alternates between the two calls, and
+  // each would move the other's iterator away.
+  std::vector<Cursor> get_cursors;
+  std::vector<Cursor> scan_cursors;
   static constexpr std::size_t kMostIdle = 4;
 
   Cursor Take(std::vector<Cursor>& idle) {
@@ -147,9 +151,7 @@ SstTable::SstTable() : rep_(std::make_unique<Rep>()) {}
 SstTable::~SstTable() = default;
 
 void SstTable::PrepareProcess() {
-  RocksFileLog log;
-  const std::unique_ptr<rocksdb::Env> env = MakeRocksEnv(HostFileSystem(), log);
-  const rocksdb::Options options = MakeOptions(env.get());
+  const rocksdb::Options options = MakeOptions(rocksdb::Env::Default());
   const rocksdb::SstFileWriter writer(rocksdb::EnvOptions(), options);
   const rocksdb::SstFileReader reader(options);
 }
@@ -160,7 +162,7 @@ Result<CommitRecord::Entry> SstTable::Write(
   RocksFileLog log;
   const std::unique_ptr<rocksdb::Env> env = MakeRocksEnv(fs, log);
   rocksdb::Options options = MakeOptions(env.get());
-  SstIdentity identity;  // Known only when all records are; outlives the writer.
+  SstIdentity identity;  // The identity is known after all records. It must outlive the writer.
   options.table_properties_collector_factories.push_back(
       std::make_shared<IdentityCollectorFactory>(&identity));
   rocksdb::SstFileWriter writer(rocksdb::EnvOptions(), options, nullptr,
@@ -201,30 +203,30 @@ SstIdentity SstTable::identity() const {
 }
 
 Result<std::string> SstTable::Get(std::string_view key) const {
-  // An iterator is one caller's at a time, so that callers share no state but the block cache,
-  // which has its own locks. The reader verifies checksums of blocks by default; a mismatch ends
-  // the iterator with a status, and such a one is not used again.
-  Rep::Cursor cursor = rep_->Take(rep_->of_gets);
+  // Each iterator has one user at a time, so callers share only the block cache, which has its own
+  // locks. The reader verifies block checksums by default. After a mismatch the iterator is
+  // discarded.
+  Rep::Cursor cursor = rep_->Take(rep_->get_cursors);
   rocksdb::Iterator* const it = cursor.it.get();
   if (it->Valid() && View(it->key()) < key) it->Next();
   if (!it->Valid() || View(it->key()) != key) it->Seek(ToSlice(key));
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
   if (!it->Valid() || View(it->key()) != key) {
-    rep_->Give(rep_->of_gets, std::move(cursor));
+    rep_->Give(rep_->get_cursors, std::move(cursor));
     return Status(Code::kNotFound, "index: no such record");
   }
   std::string value = it->value().ToString();
-  rep_->Give(rep_->of_gets, std::move(cursor));
+  rep_->Give(rep_->get_cursors, std::move(cursor));
   return value;
 }
 
 Status SstTable::Scan(std::string_view prefix, std::string_view from,
                       const std::function<bool(std::string_view, std::string_view)>& fn) const {
   const std::string_view start = std::max(prefix, from);
-  // Not shared while `fn` runs, which may read the table itself.
-  Rep::Cursor cursor = rep_->Take(rep_->of_scans);
+  // The iterator is not shared while `fn` runs, because `fn` may read the table.
+  Rep::Cursor cursor = rep_->Take(rep_->scan_cursors);
   rocksdb::Iterator* const it = cursor.it.get();
-  if (!cursor.StandsAt(start)) it->Seek(ToSlice(start));
+  if (!cursor.IsAt(start)) it->Seek(ToSlice(start));
   cursor.passed.clear();
   for (; it->Valid(); it->Next()) {
     if (!View(it->key()).starts_with(prefix)) {
@@ -234,7 +236,7 @@ Status SstTable::Scan(std::string_view prefix, std::string_view from,
     if (!fn(View(it->key()), View(it->value()))) break;
   }
   TENSORMOUNT_RETURN_IF_ERROR(FromRocks(it->status(), rep_->log, rep_->path));
-  rep_->Give(rep_->of_scans, std::move(cursor));
+  rep_->Give(rep_->scan_cursors, std::move(cursor));
   return Status();
 }
 

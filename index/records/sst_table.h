@@ -13,37 +13,35 @@
 
 namespace tensormount {
 
-// What an SST file says about itself in its user properties.
-// Compared at open with what COMMIT says.
+// Identity of the checkpoint in the properties of an SST file. An open compares it with COMMIT.
 struct SstIdentity {
   std::string uuid;          // Hex.
   std::string content_root;  // Hex.
   friend bool operator==(const SstIdentity&, const SstIdentity&) = default;
 };
 
-// An immutable RocksDB SST file as a Table: no database around it, no threads, no other files.
-// Thread-safe. Damage that a block's checksum shows is kDataLoss with the file's name.
-// The file format is RocksDB's (block-based): a sorted run of 16 KiB blocks, each with a checksum,
-// and an index of blocks at its end, so that a look-up is two binary searches and at most one block
-// read. Its blocks go through a cache of 2 MiB a table. Nothing of RocksDB is seen outside of these
-// files.
+// An immutable RocksDB SST file as a Table, without a database, threads or other files.
+// Thread-safe. A block checksum mismatch is kDataLoss with the file's name.
+// The format is RocksDB's block-based table: sorted 16 KiB blocks with checksums, and a block index
+// at the end. A look-up is two binary searches and at most one block read. Each table caches 2 MiB
+// of blocks. RocksDB's types appear only in sst_table.cc and rocksdb_files.cc.
 class SstTable : public Table {
  public:
   using Emit = std::function<Status(std::string_view key, std::string_view value)>;
-  // Writes and fsyncs a new file. `produce` calls the Emit it is given for every record in key
-  // order, and then knows whose they are. The entry has no name yet.
+  // Writes and syncs a new file. `produce` calls Emit for every record in key order and returns the
+  // identity. The caller sets the name of the returned entry.
   static Result<CommitRecord::Entry> Write(
       FileSystem& fs, const std::string& path,
       const std::function<Result<SstIdentity>(const Emit&)>& produce);
-  // Reads the footer, the properties and the index of blocks; no data block. `fs` must outlive the
+  // Reads the footer, the properties and the block index, but no data block. `fs` must outlive the
   // table.
   static Result<std::unique_ptr<SstTable>> Open(FileSystem& fs, const std::string& path);
   ~SstTable() override;
-  // Makes what RocksDB makes of the process when it is first used: what is to run at the end of the
-  // process and needs tables must be registered after this, as that is destroyed before otherwise.
+  // Creates RocksDB's process-wide state. Exit handlers that use tables must be registered after
+  // this call, because handlers run in reverse order.
   static void PrepareProcess();
 
-  // What the properties say; empty strings where a property is missing.
+  // The identity in the file's properties. A string is empty if its property is missing.
   SstIdentity identity() const;
   Result<std::string> Get(std::string_view key) const override;
   Status Scan(

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names of what a staging and a store consist of, where more than one file of ours has to know
-// them.
+// Names in stagings and stores that several files of the library share.
 #include "index/records/store_paths.h"
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 namespace tensormount::store_paths {
 namespace {
 
-// Folders and files of a shared staging besides data/ and manifest/.
+// Entries of a shared staging besides data/ and manifest/.
 constexpr std::array<std::string_view, 9> kLeftovers = {
     "journal",    "schema",  "done",    "common",  "report.json",
     "report.txt", kLockFile, kUuidFile, kBaseFile,
@@ -22,13 +21,13 @@ bool IsSharedLeftover(std::string_view name) {
   const std::string_view top = name.substr(0, name.find('/'));
   if (top == kSharedFile) return true;
   return std::any_of(kLeftovers.begin(), kLeftovers.end(), [&](std::string_view known) {
-    // Also what ReplaceFile makes and exchanges.
+    // The suffix ".new" is that of files that ReplaceFile makes and exchanges.
     return top == known || (top.starts_with(known) && top.substr(known.size()) == ".new");
   });
 }
 
-bool EvidentlyStore(FileSystem& fs, const std::string& folder) {
-  // No links: what they lead to belongs to another folder.
+bool LooksLikeStore(FileSystem& fs, const std::string& folder) {
+  // Symbolic links do not count, because their targets belong to another directory.
   const auto is = [&](const std::string& path, FileKind kind) {
     const Result<FileInfo> info = fs.LinkStat(path);
     return info.ok() && info.value().kind == kind;
@@ -46,9 +45,9 @@ bool EvidentlyStore(FileSystem& fs, const std::string& folder) {
   });
 }
 
-std::string LostSuperblock(const std::string& folder) {
-  return "no store.json, but what a store holds: `tensormount fsck " + folder +
-         " --rebuild` makes store.json again";
+std::string MissingSuperblockMessage(const std::string& folder) {
+  return "store.json is missing, but the rest of a store exists; run `tensormount fsck " + folder +
+         " --rebuild` to recreate it";
 }
 
 }  // namespace tensormount::store_paths

@@ -12,8 +12,8 @@
 
 namespace tensormount::store_paths {
 
-// No checkpoint may be called so: names of checkpoints have no leading dot, and "store.json" and
-// "policy.json" are refused.
+// Files of a store. A checkpoint cannot have such a name: "store.json", "policy.json" and names
+// with a leading dot are refused.
 inline constexpr std::string_view kSuperblockFile = "store.json";
 inline constexpr std::string_view kPolicyFile = "policy.json";
 inline constexpr std::string_view kStagingFolder = ".staging";
@@ -23,35 +23,37 @@ inline constexpr std::string_view kGenerationsFolder = ".generations";
 inline constexpr std::string_view kPinsFolder = ".pins";
 inline constexpr std::string_view kEphemeralFolder = ".ephemeral";
 inline constexpr std::string_view kCommitFile = kCommitName;
-inline constexpr std::string_view kUuidFile = "UUID";  // In a staging that has no COMMIT yet.
-// In a staging whose save links files: the uuids of the checkpoints that these are of.
+// File with the staging's uuid, in a staging without COMMIT.
+inline constexpr std::string_view kUuidFile = "UUID";
+// File in a staging whose save links data files: the uuids of the checkpoints that the linked files
+// belong to.
 inline constexpr std::string_view kBaseFile = "BASE";
 inline constexpr std::string_view kManifestSuffix = ".tmm";
-// Of a staging that several writers share (docs/format.md, "Staging of mounts"): makes it one.
+// File that marks a staging that several writers share (docs/format.md, "Staging of mounts").
 inline constexpr std::string_view kSharedFile = "staging.json";
-inline constexpr std::string_view kLockFile = "lock";  // Beside it; writers and publishers lock it.
-// ".copy-<uuid>" in .staging/: where a checkpoint of another store is copied to (docs/format.md,
-// "Copies"). No name of a checkpoint begins with a dot, so it is nobody's staging.
+// File beside staging.json that writers and publishers lock.
+inline constexpr std::string_view kLockFile = "lock";
+// ".copy-<uuid>" in .staging/: work directory for copying a checkpoint from another store
+// (docs/format.md, "Copies"). The leading dot keeps it apart from stagings.
 inline constexpr std::string_view kCopyPrefix = ".copy-";
-// In .staging/: where a repair builds files (docs/format.md, "Repair"). One for a store.
+// Work directory of repairs in .staging/ (docs/format.md, "Repair"). A store has one.
 inline constexpr std::string_view kRepairFolder = ".repair";
-// In .trash: UUID.aborted was never published, UUID was. Beside each stands ENTRY.since, a file
-// whose mtime says since when.
+// Suffixes in .trash. A checkpoint that was published has the entry UUID, an unpublished one
+// UUID.aborted. The mtime of the file ENTRY.since is the time at which ENTRY was moved to .trash.
 inline constexpr std::string_view kAbortedSuffix = ".aborted";
 inline constexpr std::string_view kSinceSuffix = ".since";
 
-// Whether `name`, in a folder that has a staging.json, is there because the folder is or was a
-// shared staging, and belongs to no checkpoint.
-// Shared by publish, verify and gc, which must agree on it: what one of them took for a leftover
-// and another for a file of the checkpoint would be deleted or reported wrongly.
+// Whether `name`, in a directory with staging.json, is left from a shared staging and belongs to no
+// checkpoint. Publish, verify and gc must agree, or one would delete or report a file that another
+// needs.
 bool IsSharedLeftover(std::string_view name);
 
-// Whether a folder that has no store.json evidently is a store all the same: .generations/ or
-// .staging/ is in it, or a folder with COMMIT and manifest/ directly below. What cannot be looked
-// at is no evidence. One listing, and at most three stats an entry.
-bool EvidentlyStore(FileSystem& fs, const std::string& folder);
-// What to tell of one: where store.json went, and what makes it again.
-std::string LostSuperblock(const std::string& folder);
+// Whether a directory without store.json is evidently a store: it has .generations/ or .staging/,
+// or a checkpoint, that is, a directory with COMMIT and manifest/. Unreadable entries are ignored.
+// Costs one listing and at most three stat calls for each entry.
+bool LooksLikeStore(FileSystem& fs, const std::string& folder);
+// Message for a directory that LooksLikeStore: store.json is missing, and how to restore it.
+std::string MissingSuperblockMessage(const std::string& folder);
 
 }  // namespace tensormount::store_paths
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies of checkpoints to another store (docs/format.md, "Copies").
 //
-// A copy is put together in a folder of its own below the destination's .staging/, whose name says
-// which checkpoint it is: whoever copies that one again finds it and goes on. A file gets its name
-// there when it is whole and synced; whatever stands there is compared with its hashes before it is
-// relied on. The folder becomes the checkpoint by one rename, as in every publish.
+// A copy is assembled in a directory of its own below the destination's .staging/. The name of the
+// directory contains the checkpoint's uuid, so that a later copy of the same checkpoint continues
+// there. A file gets its final name after it is complete and synced. Existing files are compared
+// with their hashes before they are used. One rename publishes the checkpoint.
 #include "index/store/copy.h"
 
 #include <algorithm>
@@ -25,6 +25,7 @@
 #include "base/counted.h"
 #include "base/deadline.h"
 #include "base/errors.h"
+#include "base/file_system_for.h"
 #include "index/read/checkpoint.h"
 #include "index/read/pinned_commit.h"
 #include "index/read/proven_ranges.h"
@@ -39,25 +40,25 @@
 namespace tensormount {
 namespace {
 
-// Read, hashed and written at a time.
+// Block size for reading, hashing and writing.
 constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
-// The device begins with what is written after so much; the sync at the end waits for less then.
+// Number of bytes after which writeback is started, so that the final sync has less to wait for.
 constexpr std::uint64_t kWritebackBytes = std::uint64_t{8} << 20;
-// Below the folder of a copy: what becomes the checkpoint, and files that are not whole yet.
+// Name of the future checkpoint in a copy's directory. Files beside it are incomplete.
 constexpr std::string_view kWholeFolder = "checkpoint";
 constexpr std::string_view kPartPrefix = "part-";
 
-// Says how far the copy is, and holds it back to its rate. For one thread.
+// Reports progress and limits the rate. For one thread.
 class Pace {
  public:
   Pace(const CopyOptions& options, std::uint64_t total) : options_(options), total_(total) {}
 
-  // So many bytes were read.
+  // Counts `bytes` that were read, and sleeps if they came faster than the rate limit.
   Status Read(std::uint64_t bytes) {
-    TENSORMOUNT_RETURN_IF_ERROR(Tell());
+    TENSORMOUNT_RETURN_IF_ERROR(ReportProgress());
     if (options_.limit_rate == 0) return Status();
     using Clock = std::chrono::steady_clock;
-    // What was not used of a moment in which nothing could be read is not made up for afterwards.
+    // At most 100 ms of idle time may be caught up by reading faster.
     next_ = std::max(next_, Clock::now() - std::chrono::milliseconds(100));
     next_ += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
         static_cast<double>(bytes) / static_cast<double>(options_.limit_rate)));
@@ -65,16 +66,16 @@ class Pace {
     while (!until.Passed()) {
       const std::chrono::nanoseconds most = std::chrono::milliseconds(100);
       std::this_thread::sleep_for(std::min(most, until.Left()));
-      TENSORMOUNT_RETURN_IF_ERROR(Tell());
+      TENSORMOUNT_RETURN_IF_ERROR(ReportProgress());
     }
     return Status();
   }
-  // So many bytes of a checkpoint are where they should be.
+  // Counts `bytes` of a checkpoint that are in place, and reports progress.
   Status Done(std::uint64_t bytes) {
     done_ += bytes;
-    return Tell();
+    return ReportProgress();
   }
-  // How much is read at a time: where the rate is low, less than a block.
+  // Size of a read. Smaller than a block if the rate limit is low.
   std::size_t Block() const {
     if (options_.limit_rate == 0) return kBlockBytes;
     return static_cast<std::size_t>(
@@ -82,7 +83,9 @@ class Pace {
   }
 
  private:
-  Status Tell() const { return options_.watch ? options_.watch(done_, total_) : Status(); }
+  Status ReportProgress() const {
+    return options_.watch ? options_.watch(done_, total_) : Status();
+  }
 
   const CopyOptions& options_;
   const std::uint64_t total_;
@@ -90,27 +93,29 @@ class Pace {
   std::chrono::steady_clock::time_point next_{};
 };
 
-// A checkpoint that is to be copied, as it was when the copy began.
-struct WantedCopy {
+// A checkpoint to copy, as it was when the copy began.
+struct CopyRequest {
   std::string directory;
   std::string name;
   Uuid uuid;
   std::uint64_t generation = 0;
   std::uint64_t bytes = 0;
   std::uint64_t files = 0;
-  Status problem;       // Why it cannot even be looked at.
-  bool of_all = false;  // Nobody named it: the whole store is copied.
+  Status problem;  // Why the checkpoint cannot be read.
+  // Whether the checkpoint was selected by copying a whole store, and not by name.
+  bool from_whole_store = false;
 };
 
-// The same where it is held open, with all that its bytes are compared with.
+// A source that is open and locked, with the records that its bytes are compared with.
 struct OpenedSource {
   PinnedCommit pinned;
-  std::string commit;  // The file, as it is.
+  std::string commit;  // Content of the file COMMIT.
   CommitRecord record;
   Inventory inventory;
-  std::map<std::string, std::vector<ScanRange>, std::less<>> ranges;  // By file; by rising offset.
+  // Stored ranges of each file, by file name; sorted by offset.
+  std::map<std::string, std::vector<ScanRange>, std::less<>> ranges;
 
-  // Whether it was deleted under us: no code of a failed open or read says so.
+  // Whether the source was deleted meanwhile. No error code of an open or read shows that.
   bool Deleted() const {
     const Result<FileInfo> now = pinned.file->Stat();
     return now.status().code() == Code::kStale || (now.ok() && now.value().links == 0);
@@ -129,9 +134,9 @@ Hash128 HashOfRange(const Inventory& inventory, const ScanRange& range) {
   return inventory.extras[range.owner].hash;
 }
 
-// Compares a file, whose bytes come in order, with what COMMIT vouches for: each stored range of a
-// data file with its chunk hash (these make the file root, which RebuildInventory has compared with
-// COMMIT), any other file as a whole.
+// Compares a file's bytes, which are added in order, with the hashes that COMMIT covers. In a data
+// file each stored range is compared with its chunk hash. (RebuildInventory has compared the file
+// root of these hashes with COMMIT.) Any other file is compared as a whole.
 class FileProof {
  public:
   FileProof(const OpenedSource& source, const CommitRecord::Entry& entry)
@@ -159,25 +164,26 @@ class FileProof {
   Status Finish() const {
     if (whole_ && whole_->Value() != entry_.hash) return Differs("");
     if (check_ && !check_->all_good()) {
-      return DataLoss(entry_.name, "it ends before what its manifest says");
+      return DataLoss(entry_.name, "the file ends before the last range of its manifest");
     }
     return Status();
   }
 
  private:
   Status Differs(const std::string& what) const {
-    return DataLoss(entry_.name, what + "checksum differs").With({.file = entry_.name});
+    return DataLoss(entry_.name, what + "checksum mismatch").With({.file = entry_.name});
   }
 
   const OpenedSource& source_;
   const CommitRecord::Entry& entry_;
   const std::vector<ScanRange>* ranges_ = nullptr;
-  std::vector<CheckedRange> hashed_;  // Of ranges_.
+  std::vector<CheckedRange> hashed_;  // Hashes of ranges_.
   std::optional<RangeCheck> check_;
   std::optional<Xxh3Stream> whole_;
 };
 
-// What two checkpoints list alike where they may share a file.
+// Key of a file by name, length and hash: two checkpoints that list a file with the same key may
+// share it.
 Hash128 AlikeKey(const CommitRecord::Entry& entry) {
   ByteWriter out;
   out.U64(entry.length);
@@ -190,8 +196,8 @@ struct KeyHasher {
 };
 using Keys = std::unordered_set<Hash128, KeyHasher>;
 
-// Failures of one checkpoint, after which others can be copied.
-bool IsOfOne(const Status& status) {
+// Whether a failure concerns only one checkpoint, so that the others are still copied.
+bool ConcernsOneCheckpoint(const Status& status) {
   switch (status.code()) {
     case Code::kNotFound:
     case Code::kStale:
@@ -212,13 +218,13 @@ class Copier {
   Copier(FileSystem& fs, const Store& destination, const CopyOptions& options, std::uint64_t total)
       : fs_(fs), store_(destination), pace_(options, total) {}
 
-  // What of `keys` the destination has, and under which names it has which checkpoints.
-  Status LookAtDestination(Keys keys) {
+  // Finds out which checkpoints the destination has, and which of the files in `keys`.
+  Status InspectDestination(Keys keys) {
     keys_ = std::move(keys);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store_.Names());
     for (const std::string& name : names) {
       CommitRecord record;
-      const CheckpointListing listing = store_.Look(name, &record);
+      const CheckpointListing listing = store_.FindListing(name, &record);
       if (!listing.problem.ok()) continue;
       names_[listing.uuid] = name;
       Remember(name, record);
@@ -226,16 +232,16 @@ class Copier {
     return Status();
   }
 
-  Status Copy(const WantedCopy& wanted, CopiedCheckpoint& out);
-  // Takes away what copies that are done needed. Failing is no harm: gc does it.
+  Status Copy(const CopyRequest& wanted, CopiedCheckpoint& out);
+  // Removes work directories of finished copies. After a failure gc removes them.
   void CleanUp();
 
  private:
-  Status CopySteps(const WantedCopy& wanted, const std::string& outer, OpenedSource& source,
+  Status CopySteps(const CopyRequest& wanted, const std::string& outer, OpenedSource& source,
                    CopiedCheckpoint& out);
-  Result<OpenedSource> Open(const WantedCopy& wanted);
-  CheckpointListing LookHere(const std::string& name) const;
-  Status CheckName(const WantedCopy& wanted, CopiedCheckpoint& out);
+  Result<OpenedSource> Open(const CopyRequest& wanted);
+  CheckpointListing DestinationEntry(const std::string& name) const;
+  Status CheckName(const CopyRequest& wanted, CopiedCheckpoint& out);
   Result<std::unique_ptr<File>> Lock(const std::string& outer);
   Status Sweep(const std::string& inner, const std::string& below, const CommitRecord& record,
                const std::set<std::string>& folders);
@@ -247,7 +253,7 @@ class Copier {
                   bool sealed, const std::string& outer, const std::string& to);
   Result<bool> IsWhole(const OpenedSource& source, const CommitRecord::Entry& entry,
                        const std::string& folder, bool sealed);
-  Status Publish(const WantedCopy& wanted, const std::string& outer, const std::string& inner,
+  Status Publish(const CopyRequest& wanted, const std::string& outer, const std::string& inner,
                  CopiedCheckpoint& out);
   Status MakeDurable(const std::string& checkpoint, const std::string& from);
 
@@ -261,7 +267,7 @@ class Copier {
   std::string StagingFolder() const { return JoinPath(store_.path(), store_paths::kStagingFolder); }
   void RememberProven(const std::string& path) {
     if (const Result<FileInfo> info = fs_.LinkStat(path); info.ok()) {
-      proven_[{info.value().device, info.value().inode}] = FileStamp::OfOurs(info.value());
+      proven_[{info.value().device, info.value().inode}] = FileStamp::OfStoreFile(info.value());
     }
   }
 
@@ -269,20 +275,23 @@ class Copier {
   const Store& store_;
   Pace pace_;
   Keys keys_;
-  std::unordered_map<Hash128, std::string, KeyHasher> holders_;  // A checkpoint that has the file.
-  std::map<Uuid, std::string> names_;                            // Of checkpoints there.
-  // Files in the destination whose bytes were compared by this copy, and their states then.
+  // For each key of a file, a checkpoint of the destination that has the file.
+  std::unordered_map<Hash128, std::string, KeyHasher> holders_;
+  std::map<Uuid, std::string> names_;  // Checkpoints of the destination.
+  // Files of the destination that this copy has verified, by device and inode, with their state at
+  // that time.
   std::map<std::pair<std::uint64_t, std::uint64_t>, FileStamp> proven_;
-  std::vector<std::string> finished_;  // Folders of copies that are done.
+  std::vector<std::string> finished_;  // Work directories of finished copies.
   std::vector<std::byte> buffer_;
 };
 
-Result<OpenedSource> Copier::Open(const WantedCopy& wanted) {
+Result<OpenedSource> Copier::Open(const CopyRequest& wanted) {
   OpenedSource source;
   TENSORMOUNT_ASSIGN_OR_RETURN(source.pinned, PinCommit(fs_, wanted.directory));
   TENSORMOUNT_ASSIGN_OR_RETURN(source.commit, ReadCommitBytes(*source.pinned.file, kCommitName));
   TENSORMOUNT_ASSIGN_OR_RETURN(DecodedCommit decoded, DecodeCommit(source.commit, kCommitName));
-  // A copy of it would be as damaged, and one with both copies mended another file.
+  // If one copy of COMMIT is damaged, the checkpoint is not copied. A copy would have the same
+  // damage, and writing both copies of COMMIT anew would change the file.
   if (decoded.one_copy_damaged) return DataLoss(decoded.damage).With({.file = "COMMIT"});
   source.record = std::move(decoded.record);
   if (source.record.uuid != wanted.uuid) {
@@ -297,10 +306,11 @@ Result<OpenedSource> Copier::Open(const WantedCopy& wanted) {
   }
   source.inventory = std::move(inventory).value();
   if (!source.inventory.info.self_contained) {
-    return Status(
-        Code::kUnsupported,
-        wanted.directory + ": an adopted checkpoint: its data are files of others below " +
-            source.inventory.info.root + "; copy these, and adopt the copy, or import it");
+    return Status(Code::kUnsupported,
+                  wanted.directory +
+                      ": is an adopted checkpoint, whose data stay in the original files below " +
+                      source.inventory.info.root +
+                      "; copy those files and adopt the copy, or import the checkpoint");
   }
   for (const ScanRange& range : RangesOf(source.inventory)) {
     if (range.length == 0 || range.file >= source.inventory.files.size()) continue;
@@ -313,24 +323,26 @@ Result<OpenedSource> Copier::Open(const WantedCopy& wanted) {
   return source;
 }
 
-// What the destination itself holds: a link to a checkpoint elsewhere is no copy of it.
-CheckpointListing Copier::LookHere(const std::string& name) const {
+// The destination's own entry of this name. Symbolic links are not followed, because a link to a
+// checkpoint elsewhere is not a copy.
+CheckpointListing Copier::DestinationEntry(const std::string& name) const {
   const std::string path = store_.CheckpointPath(name);
   const Result<FileInfo> info = fs_.LinkStat(path);
-  if (!info.ok() || info.value().kind == FileKind::kDirectory) return store_.Look(name);
+  if (!info.ok() || info.value().kind == FileKind::kDirectory) return store_.FindListing(name);
   CheckpointListing listing;
   listing.name = name;
   listing.state = CheckpointListing::State::kNoCheckpoint;
   listing.problem = Status(Code::kDataLoss, info.value().kind == FileKind::kSymlink
-                                                ? "a symbolic link, and no checkpoint of this store"
-                                                : "no folder");
+                                                ? "a symbolic link, not a checkpoint of this store"
+                                                : "not a directory");
   return listing;
 }
 
-// Ok: the name is free, or `out.was_there`.
-Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
+// Checks the name in the destination. OK if it is free, or if it has this checkpoint already, which
+// sets `out.was_there`.
+Status Copier::CheckName(const CopyRequest& wanted, CopiedCheckpoint& out) {
   const std::string path = store_.CheckpointPath(wanted.name);
-  const CheckpointListing now = LookHere(wanted.name);
+  const CheckpointListing now = DestinationEntry(wanted.name);
   if (now.problem.ok()) {
     out.was_there = now.uuid == wanted.uuid;
     if (out.was_there) return Status();
@@ -343,20 +355,21 @@ Status Copier::CheckName(const WantedCopy& wanted, CopiedCheckpoint& out) {
   }
   const auto named = names_.find(wanted.uuid);
   if (named == names_.end()) return Status();
-  const CheckpointListing other = LookHere(named->second);
+  const CheckpointListing other = DestinationEntry(named->second);
   if (!other.problem.ok() || other.uuid != wanted.uuid) return Status();
-  return Status(Code::kAlreadyExists,
-                store_.CheckpointPath(named->second) + ": is this checkpoint, under another name");
+  return Status(Code::kAlreadyExists, store_.CheckpointPath(named->second) +
+                                          ": already holds this checkpoint under another name");
 }
 
-// Gc and other copies of the same checkpoint keep away from it while this is held. Where the
-// filesystem has no locks nobody does; then files and the checkpoint are still named by renames
-// that replace nothing.
+// The lock keeps gc and other copies of the same checkpoint away. On a filesystem without locks
+// nothing does, but files and the checkpoint are still published by renames that never replace
+// anything.
 Result<std::unique_ptr<File>> Copier::Lock(const std::string& outer) {
-  return store_moves::LockWorkFolder(fs_, outer, "another copy of this checkpoint is under way");
+  return store_moves::LockWorkFolder(fs_, outer, "another copy of this checkpoint is running");
 }
 
-// What an earlier copy left that belongs to no copy: COMMIT, too, which is written last.
+// Removes files of an earlier copy that are not part of this copy, and COMMIT, which is written
+// last.
 Status Copier::Sweep(const std::string& inner, const std::string& below, const CommitRecord& record,
                      const std::set<std::string>& folders) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
@@ -372,8 +385,8 @@ Status Copier::Sweep(const std::string& inner, const std::string& below, const C
   return Status();
 }
 
-// Whether the file that stands in `folder` is that of the source, byte for byte. Only what ends the
-// copy is an error.
+// Whether the file in `folder` has the bytes of the source's file. Returns an error only for a
+// failure that ends the copy.
 Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Entry& entry,
                              const std::string& folder, bool sealed) {
   const Result<std::unique_ptr<File>> file = OpenListedFile(fs_, folder, entry.name);
@@ -381,10 +394,10 @@ Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Ent
   const Result<FileInfo> info = file.value()->Stat();
   if (!info.ok() || info.value().size != entry.length) return false;
   if (sealed && !info.value().sealed()) return false;
-  const FileStamp stamp = FileStamp::OfOurs(info.value());
+  const FileStamp stamp = FileStamp::OfStoreFile(info.value());
   const std::pair<std::uint64_t, std::uint64_t> id{info.value().device, info.value().inode};
   if (const auto known = proven_.find(id);
-      known != proven_.end() && stamp.SameBytes(known->second)) {
+      known != proven_.end() && stamp.IsUnwrittenSince(known->second)) {
     known->second = stamp;
     return true;
   }
@@ -403,7 +416,8 @@ Result<bool> Copier::IsWhole(const OpenedSource& source, const CommitRecord::Ent
   return true;
 }
 
-// False: it is to be copied.
+// Hard-links the file from another checkpoint of the destination. Returns false if the file must be
+// copied.
 Result<bool> Copier::TryLink(const OpenedSource& source, const CommitRecord::Entry& entry,
                              const std::string& inner, bool sealed, CopiedCheckpoint& out) {
   const auto holder = holders_.find(AlikeKey(entry));
@@ -411,23 +425,24 @@ Result<bool> Copier::TryLink(const OpenedSource& source, const CommitRecord::Ent
   const std::string from = JoinPath(store_.CheckpointPath(holder->second), entry.name);
   const std::string to = JoinPath(inner, entry.name);
   const Status linked = fs_.Link(from, to);
-  // That checkpoint was removed, or the file is lost.
+  // The other checkpoint, or its file, does not exist any more.
   if (linked.code() == Code::kNotFound || linked.code() == Code::kStale) return false;
   if (!linked.ok()) {
-    if (!store_moves::LinkIsRefused(linked)) return linked;
+    if (!store_moves::IsLinkRefused(linked)) return linked;
     if (out.links_refused++ == 0) out.refusal = linked.message();
     return false;
   }
-  // What now has the name is looked at, whoever had the other one.
+  // Verify the file that the new link leads to.
   TENSORMOUNT_ASSIGN_OR_RETURN(const bool whole, IsWhole(source, entry, inner, sealed));
   if (whole) return true;
-  out.warnings.push_back(from + ": damaged or not sealed, so it was copied and not linked");
+  out.warnings.push_back(from +
+                         ": damaged or not sealed, so the file was copied instead of hard-linked");
   holders_.erase(holder);
   TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
   return false;
 }
 
-// Under a name of its own until it is whole, sealed and synced.
+// Copies a file under a temporary name, and renames it after it is complete, sealed and synced.
 Status Copier::CopyFile(const OpenedSource& source, const CommitRecord::Entry& entry, File& from,
                         bool sealed, const std::string& outer, const std::string& to) {
   const std::string part = JoinPath(outer, std::string(kPartPrefix) + Uuid::Random().Short());
@@ -459,7 +474,7 @@ Status Copier::CopyFile(const OpenedSource& source, const CommitRecord::Entry& e
   if (written.ok()) {
     RememberProven(to);
   } else {
-    (void)fs_.RemoveFile(part);  // The next copy does it otherwise.
+    (void)fs_.RemoveFile(part);  // If this fails, the next copy removes it.
   }
   return written;
 }
@@ -496,44 +511,48 @@ Status Copier::Place(const OpenedSource& source, const CommitRecord::Entry& entr
 
 Status Copier::MakeDurable(const std::string& checkpoint, const std::string& from) {
   Status synced = fs_.SyncMovedFolder(checkpoint, store_.path(), from);
-  // Where there are no locks another copy of it may have taken that folder away, which is durable
-  // with the folder that it was in.
+  // Without locks another copy may have removed the work directory. Syncing its parent then makes
+  // the move durable.
   if (synced.code() == Code::kNotFound && fs_.LinkStat(from).status().code() == Code::kNotFound) {
     synced = fs_.SyncMovedFolder(checkpoint, store_.path(), StagingFolder());
   }
-  // The claim of its generation, too: it outlives the checkpoint.
+  // The claim of the generation is made durable too, because it outlives the checkpoint.
   if (synced.ok()) {
     synced = fs_.SyncDirectory(JoinPath(store_.path(), store_paths::kGenerationsFolder));
   }
   if (synced.ok()) return Status();
-  return Status(Code::kUnknown, checkpoint + ": it is there, but a power cut may undo it or not: " +
+  return Status(Code::kUnknown, checkpoint +
+                                    ": the copy was published, but a power failure may undo it: " +
                                     synced.message());
 }
 
-Status Copier::Publish(const WantedCopy& wanted, const std::string& outer, const std::string& inner,
-                       CopiedCheckpoint& out) {
+Status Copier::Publish(const CopyRequest& wanted, const std::string& outer,
+                       const std::string& inner, CopiedCheckpoint& out) {
   const std::string to = store_.CheckpointPath(wanted.name);
   const Status moved = fs_.RenameNoReplace(inner, to);
   if (!moved.ok()) {
-    // The truth is where the checkpoint is: over NFS a rename that happened may be reported as
-    // failed, and where there are no locks somebody else may have copied it.
+    // The result is determined from where the checkpoint is. Over NFS a successful rename may be
+    // reported as failed, and without locks another process may have copied the checkpoint.
     const bool here = fs_.LinkStat(inner).status().code() != Code::kNotFound;
-    const CheckpointListing now = LookHere(wanted.name);
+    const CheckpointListing now = DestinationEntry(wanted.name);
     if (!now.problem.ok() || now.uuid != wanted.uuid) {
-      if (!here) return Status(Code::kUnknown, to + ": renamed or not: " + moved.message());
+      if (!here)
+        return Status(Code::kUnknown, "cannot tell whether " + to +
+                                          " was published: " + moved.message() +
+                                          "; run `tensormount fsck " + store_.path() + "`");
       if (moved.code() != Code::kAlreadyExists) return moved;
-      return Status(Code::kAlreadyExists, to + ": the name was taken meanwhile");
+      return Status(Code::kAlreadyExists, to + ": the name was taken during the copy");
     }
     out.was_there = here;
   }
   return MakeDurable(to, outer);
 }
 
-Status Copier::CopySteps(const WantedCopy& wanted, const std::string& outer, OpenedSource& source,
+Status Copier::CopySteps(const CopyRequest& wanted, const std::string& outer, OpenedSource& source,
                          CopiedCheckpoint& out) {
   const std::string inner = JoinPath(outer, kWholeFolder);
   const CommitRecord& record = source.record;
-  // Inner ones behind those that they are in.
+  // Sorted, so that a directory comes before the directories in it.
   std::set<std::string> folders{"data", "manifest", "index"};
   for (const CommitRecord::Entry& entry : record.files) {
     for (std::size_t at = entry.name.find('/'); at != std::string::npos;
@@ -554,7 +573,8 @@ Status Copier::CopySteps(const WantedCopy& wanted, const std::string& outer, Ope
   for (const CommitRecord::Entry& entry : record.files) {
     TENSORMOUNT_RETURN_IF_ERROR(Place(source, entry, outer, inner, out));
   }
-  // As in a publish: names before COMMIT vouches for them, and COMMIT's own before the rename.
+  // As in a publish: directory entries are synced before COMMIT is written, and the entry of COMMIT
+  // is synced before the rename.
   for (auto it = folders.rbegin(); it != folders.rend(); ++it) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(JoinPath(inner, *it)));
   }
@@ -568,14 +588,15 @@ Status Copier::CopySteps(const WantedCopy& wanted, const std::string& outer, Ope
   return Publish(wanted, outer, inner, out);
 }
 
-Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
+Status Copier::Copy(const CopyRequest& wanted, CopiedCheckpoint& out) {
   TENSORMOUNT_RETURN_IF_ERROR(wanted.problem);
   if (wanted.generation >= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
-    return InvalidArgument("its generation leaves none for the saves after it");
+    return InvalidArgument("generation " + std::to_string(wanted.generation) +
+                           " is the largest possible: no later save could follow it");
   }
   const std::string outer =
       JoinPath(StagingFolder(), std::string(store_paths::kCopyPrefix) + wanted.uuid.ToString());
-  // What the one that copied it may have failed to make durable.
+  // An earlier copy may have failed to make the checkpoint and its claim durable.
   const auto already = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(store_.ClaimUpTo(wanted.generation));
     TENSORMOUNT_RETURN_IF_ERROR(MakeDurable(store_.CheckpointPath(wanted.name), StagingFolder()));
@@ -583,13 +604,13 @@ Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
   };
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
   if (out.was_there) {
-    // What it left, unless it is still at work there.
+    // The work directory is a leftover, unless another copy has its lock.
     if (fs_.LinkStat(outer).ok() && Lock(outer).ok()) finished_.push_back(outer);
     return already();
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(OpenedSource source, Open(wanted));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, Lock(outer));
-  // Another copy may have been done while we opened it.
+  // Another copy may have finished while the source was opened.
   TENSORMOUNT_RETURN_IF_ERROR(CheckName(wanted, out));
   if (out.was_there) {
     finished_.push_back(outer);
@@ -603,7 +624,7 @@ Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
     }
     if (copied.code() == Code::kNotFound &&
         fs_.LinkStat(outer).status().code() == Code::kNotFound) {
-      return Status(Code::kStale, outer + ": it was removed meanwhile: " + copied.message());
+      return Status(Code::kStale, outer + ": it was removed during the copy: " + copied.message());
     }
     return copied;
   }
@@ -613,12 +634,12 @@ Status Copier::Copy(const WantedCopy& wanted, CopiedCheckpoint& out) {
   return Status();
 }
 
-// All at once, and what was deleted is made durable at once: without a journal what is copied next
-// could get the inode of such a folder, and lose it to a repair after a power cut.
+// All deletions are synced together. Without a journal a file that is written next could get the
+// inode of a deleted directory, and be lost in a repair of the filesystem.
 void Copier::CleanUp() {
   if (finished_.empty()) return;
   for (const std::string& outer : finished_) {
-    // Another one may have begun there since: what it is about to publish is not ours to delete.
+    // A new copy may have begun in this directory and then has its lock, so the directory stays.
     if (!fs_.LinkStat(outer).ok()) continue;
     const Result<std::unique_ptr<File>> lock = Lock(outer);
     if (lock.ok()) (void)fs_.RemoveTree(outer);
@@ -626,14 +647,15 @@ void Copier::CleanUp() {
   (void)fs_.SyncFileSystem(StagingFolder());
 }
 
-// What the caller named, in the order in which it is copied. Data files of all of them in `keys`.
-Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<std::string>& sources,
-                                            const std::string& destination, Keys& keys) {
-  std::vector<WantedCopy> wanted;
+// The checkpoints that the caller named, in the order of copying. Adds the keys of all their data
+// files to `keys`.
+Result<std::vector<CopyRequest>> FindSources(FileSystem& fs,
+                                             const std::vector<std::string>& sources,
+                                             const std::string& destination, Keys& keys) {
+  std::vector<CopyRequest> wanted;
   std::set<std::string> seen;
   const Result<FileInfo> target = fs.Stat(destination);
   for (const std::string& text : sources) {
-    TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(text));
     Result<Store> store = Store::Open(fs, text);
     const bool all = store.ok();
     std::vector<std::string> names;
@@ -648,14 +670,16 @@ Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<st
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo from, fs.Stat(store.value().path()));
     if (target.ok() && target.value().device == from.device && target.value().inode == from.inode) {
-      return InvalidArgument(destination + ": is the store that " + text + " is to be copied from");
+      return InvalidArgument(destination + ": is the store of the source " + text +
+                             "; choose another destination");
     }
     for (const std::string& name : names) {
-      WantedCopy one{.directory = store.value().CheckpointPath(name), .name = name, .of_all = all};
+      CopyRequest one{
+          .directory = store.value().CheckpointPath(name), .name = name, .from_whole_store = all};
       if (!seen.insert(one.directory).second) continue;
       CommitRecord record;
-      const CheckpointListing listing = store.value().Look(name, &record);
-      // Removed since it was listed, or a folder that never was one.
+      const CheckpointListing listing = store.value().FindListing(name, &record);
+      // The checkpoint was removed since the listing, or the directory is not a checkpoint.
       if (all && (listing.problem.code() == Code::kNotFound ||
                   listing.state == CheckpointListing::State::kNoCheckpoint)) {
         continue;
@@ -673,7 +697,7 @@ Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<st
       wanted.push_back(std::move(one));
     }
   }
-  std::stable_sort(wanted.begin(), wanted.end(), [](const WantedCopy& a, const WantedCopy& b) {
+  std::stable_sort(wanted.begin(), wanted.end(), [](const CopyRequest& a, const CopyRequest& b) {
     return std::tie(a.generation, a.uuid) < std::tie(b.generation, b.uuid);
   });
   return wanted;
@@ -683,20 +707,21 @@ Result<std::vector<WantedCopy>> FindSources(FileSystem& fs, const std::vector<st
 
 Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(destination));
-  if (sources.empty()) return InvalidArgument("copy to " + destination + ": name what to copy");
+  TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, destination));
+  if (sources.empty())
+    return InvalidArgument("copy to " + destination + ": no checkpoint to copy was given");
   Keys keys;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<WantedCopy> wanted,
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CopyRequest> wanted,
                                FindSources(fs, sources, destination, keys));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Store store, Store::OpenOrCreate(fs, destination));
   TENSORMOUNT_RETURN_IF_ERROR(store.PrepareToWrite());
   std::uint64_t total = 0;
-  for (const WantedCopy& one : wanted) total += one.bytes;
+  for (const CopyRequest& one : wanted) total += one.bytes;
   Copier copier(fs, store, options, total);
-  TENSORMOUNT_RETURN_IF_ERROR(copier.LookAtDestination(std::move(keys)));
+  TENSORMOUNT_RETURN_IF_ERROR(copier.InspectDestination(std::move(keys)));
   const AtExit clean_up([&copier] { copier.CleanUp(); });
   CopyReport report{.destination = store.path(), .checkpoints = {}};
-  for (const WantedCopy& one : wanted) {
+  for (const CopyRequest& one : wanted) {
     CopiedCheckpoint out{.name = one.name,
                          .uuid = one.uuid.ToString(),
                          .generation = one.generation,
@@ -708,12 +733,13 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
         (out.status.code() == Code::kNotFound || out.status.code() == Code::kStale) &&
         fs.LinkStat(one.directory).status().code() == Code::kNotFound;
     if (removed) {
-      // Somebody prunes the source, and all that it has now is copied.
-      if (one.of_all) continue;
+      // The checkpoint was removed from the source meanwhile. In a copy of a whole store that is
+      // not an error.
+      if (one.from_whole_store) continue;
       out.status = Status(Code::kStale, "copy " + one.name + ": " + one.directory +
                                             " was removed while it was copied");
     }
-    const bool goes_on = out.status.ok() || !one.problem.ok() || IsOfOne(out.status);
+    const bool goes_on = out.status.ok() || !one.problem.ok() || ConcernsOneCheckpoint(out.status);
     if (!goes_on || (!out.status.ok() && wanted.size() == 1)) return out.status;
     report.checkpoints.push_back(std::move(out));
   }
@@ -722,7 +748,17 @@ Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string
 
 Result<CopyReport> CopyCheckpoints(const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options) {
-  return CopyCheckpoints(HostFileSystem(), sources, destination, options);
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(destination));
+  for (const std::string& source : sources) {
+    TENSORMOUNT_ASSIGN_OR_RETURN(const FileSystem* const from, FileSystemFor(source));
+    if (from != fs) {
+      return Status(
+          Code::kUnsupported,
+          "copy " + source + " to " + destination +
+              ": source and destination are on different file systems; import the source instead");
+    }
+  }
+  return CopyCheckpoints(*fs, sources, destination, options);
 }
 
 }  // namespace tensormount

@@ -12,7 +12,7 @@
 
 namespace tensormount {
 
-// CopyCheckpoints of the public interface over any file system, which both stores are on.
+// CopyCheckpoints of tensormount/copy.h, for stores that are all on the file system `fs`.
 Result<CopyReport> CopyCheckpoints(FileSystem& fs, const std::vector<std::string>& sources,
                                    const std::string& destination, const CopyOptions& options);
 

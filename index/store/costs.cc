@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Costs of checkpoints that share files.
 //
-// COMMIT lists name, length and hash of each file, and a link has the name of its first writer: so
-// two checkpoints can only share what both COMMITs list alike. That finds the candidates without a
-// look at any file; whether they are one inode, or copies because a link was refused, only stat
-// says.
+// A link keeps the name that the first writer gave the file, so two checkpoints can share a file
+// only if both COMMITs list it with the same name, length and hash. That finds the candidates
+// without touching files. Only stat tells links from copies (which exist where a link was refused).
 #include "index/store/costs.h"
 
 #include <algorithm>
@@ -20,13 +19,13 @@
 namespace tensormount {
 namespace {
 
-// Work is split by the hash of what is alike, so that threads need no lock.
+// Number of parts into which files are split by hash, so that threads need no lock.
 constexpr std::size_t kBuckets = 64;
 constexpr std::uint32_t kNoMember = 0xffffffff;
 
 struct NoState {};
 
-// What stands in data/ may be shared, and is worth naming; damage of anything else is its own.
+// Whether other checkpoints may have the same damage. Only files in data/ are shared.
 bool MayBeShared(const VerifyReport::Damage& damage) {
   return damage.file.starts_with("data/") && !damage.surplus && !damage.lost;
 }
@@ -34,19 +33,20 @@ bool MayBeShared(const VerifyReport::Damage& damage) {
 }  // namespace
 
 struct StoreCosts::Gathered {
-  // A file of a checkpoint. `key`: what is alike where two may be one file.
+  // A file of a checkpoint. Files with equal keys may be the same file.
   struct Item {
     Hash128 key;
     std::uint64_t length = 0;
     std::uint32_t checkpoint = 0;
-    std::uint32_t name = 0;  // Where it begins in the names of the checkpoint.
+    std::uint32_t name = 0;  // Offset of the file's name in Checkpoint::names.
   };
   struct Checkpoint {
     std::vector<Item> items;
-    std::string names;  // Each with a NUL behind it.
+    std::string names;  // Names, each followed by a NUL.
   };
   std::vector<Checkpoint> checkpoints;
-  // How many folders in .trash/ and .staging/ have a file of that name.
+  // For each file name, the number of directories in .trash/ and .staging/ with a file of this
+  // name.
   std::unordered_map<std::string, std::uint64_t> elsewhere;
 
   std::string_view NameOf(const Item& item) const {
@@ -54,7 +54,7 @@ struct StoreCosts::Gathered {
   }
 };
 
-// Gone meanwhile: they are left out in the end.
+// Reads all COMMITs. Checkpoints that disappear meanwhile are removed at the end.
 Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store.Names());
   if (names.size() >= kNoMember) {
@@ -65,7 +65,7 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
   return ForEachParallel<NoState>(names.size(), 0, [&](std::size_t i, NoState&) {
     CheckpointCost& cost = checkpoints_[i];
     CommitRecord commit;
-    cost.listing = store.Look(names[i], &commit);
+    cost.listing = store.FindListing(names[i], &commit);
     if (!cost.listing.problem.ok()) return Status();
     Gathered::Checkpoint& of = gathered.checkpoints[i];
     ByteWriter alike;
@@ -85,7 +85,7 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
     };
     of.items.reserve(commit.files.size() + 1);
     for (const CommitRecord::Entry& file : commit.files) add(file.name, file.length, file.hash);
-    // Of a checkpoint that somebody copied by links (`cp -al`) COMMIT is shared as well.
+    // COMMIT is a file like the others: a checkpoint that was copied by `cp -al` shares it.
     add(std::string(store_paths::kCommitFile), cost.listing.commit_bytes, commit.content_root);
 
     const std::string directory = store.CheckpointPath(names[i]);
@@ -108,7 +108,8 @@ Status StoreCosts::Gather(FileSystem& fs, const Store& store, Gathered& gathered
   });
 }
 
-// What was removed, or is being saved or copied, has names of the files, too.
+// Counts files in .trash/ and .staging/, because removed checkpoints, stagings and copies also have
+// links to files.
 void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& gathered) {
   for (const std::string_view folder : {store_paths::kTrashFolder, store_paths::kStagingFolder}) {
     const std::string path = JoinPath(store.path(), folder);
@@ -127,11 +128,12 @@ void StoreCosts::CountElsewhere(FileSystem& fs, const Store& store, Gathered& ga
   }
 }
 
-// A store of thousands of steps has millions of names, and looking at each takes a minute. So of
-// those that are listed alike the first and the last are looked at: where they are one file that
-// has as many names as there are such checkpoints (and folders elsewhere in the store), these are
-// its names. That holds unless a link was refused and the file has as many names outside of the
-// store as it has copies in it. Where the numbers differ every name is looked at.
+// A store of thousands of steps has millions of names, and a stat of each would take a minute. Of
+// the names that are listed alike, only the first and the last are therefore looked at. If both are
+// the same file, and its link count equals the number of these checkpoints (and of directories in
+// .trash/ and .staging/ with this name), then these are the file's links. That is wrong only if a
+// refused link made copies in the store and the file has equally many links outside of the store.
+// If the numbers differ, every name is looked at.
 Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gathered) {
   using Item = Gathered::Item;
   std::vector<std::vector<Item>> buckets(kBuckets);
@@ -139,7 +141,7 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
     for (const Item& item : of.items) buckets[item.key.low % kBuckets].push_back(item);
     of.items = {};
   }
-  // What each bucket found, in its order; put together afterwards.
+  // Results of each part. They are joined in order afterwards.
   struct Found {
     std::vector<SharedFile> files;
     std::vector<std::uint32_t> members;
@@ -165,10 +167,10 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
           end - i + (outside == gathered.elsewhere.end() ? 0 : outside->second);
       const Result<FileInfo> first = look(i);
       const Result<FileInfo> last = look(end - 1);
-      // What cannot be looked at may be shared: a number that leaves it out would be a wrong one.
+      // A file that cannot be looked at may be shared. Ignoring it would give a wrong number, so
+      // the call fails.
       const auto unknown = [](const Result<FileInfo>& info) {
-        return !info.ok() && info.status().code() != Code::kNotFound &&
-               info.status().code() != Code::kStale;
+        return !info.ok() && info.status().code() != Code::kNotFound;
       };
       for (const Result<FileInfo>* info : {&first, &last}) {
         if (unknown(*info)) return info->status();
@@ -189,7 +191,7 @@ Status StoreCosts::FindShared(FileSystem& fs, const Store& store, Gathered& gath
       for (std::size_t m = i; m < end; ++m) {
         const Result<FileInfo> info = m == i ? first : m == end - 1 ? last : look(m);
         if (unknown(info)) return info.status();
-        // What is not there, or no link, is shared with nobody.
+        // Missing files and files with one link are not shared.
         if (!info.ok() || info.value().links < 2) continue;
         inodes.emplace_back(info.value().device, info.value().inode, items[m].checkpoint);
       }
@@ -235,7 +237,8 @@ Result<StoreCosts> StoreCosts::Of(FileSystem& fs, const Store& store) {
     costs.shared_bytes_ += file.length;
     costs.stored_bytes_ -= (file.end - file.begin - 1) * file.length;
   }
-  // Those that went away while they were looked at had no items; positions stay good for the rest.
+  // Checkpoints that disappeared have no items. They are removed, and positions of the others
+  // change.
   std::vector<std::uint32_t> moved(costs.checkpoints_.size(), kNoMember);
   std::uint32_t kept = 0;
   for (std::uint32_t i = 0; i < costs.checkpoints_.size(); ++i) {
@@ -266,7 +269,8 @@ std::vector<StoreCosts::Sharer> StoreCosts::SharersOf(std::string_view name) con
   const CheckpointCost* const of = Find(name);
   if (of == nullptr) return {};
   const auto own = static_cast<std::uint32_t>(of - checkpoints_.data());
-  std::map<std::uint32_t, Sharer> sharers;  // Positions are in the order of names.
+  // Sharers by position in checkpoints_, which is the order of names.
+  std::map<std::uint32_t, Sharer> sharers;
   for (const SharedFile& file : shared_) {
     const auto begin = members_.begin() + static_cast<std::ptrdiff_t>(file.begin);
     const auto end = members_.begin() + static_cast<std::ptrdiff_t>(file.end);
@@ -288,21 +292,24 @@ std::vector<StoreCosts::Sharer> StoreCosts::SharersOf(std::string_view name) con
 
 void OwnBytes::Add(const std::string& path, int depth) {
   const Result<FileInfo> info = fs_.LinkStat(path);
-  if (!info.ok()) return NotSeen(info.status());
+  if (!info.ok()) return NoteUnseen(info.status());
   if (info.value().kind == FileKind::kFile) {
-    Names& names = files_[{info.value().device, info.value().inode}];
+    // On a filesystem without inode numbers, each name counts as a separate file.
+    const bool stamps = fs_.Can(Ability::kStamps);
+    Names& names = files_[stamps ? std::pair{info.value().device, info.value().inode}
+                                 : std::pair{std::uint64_t{0}, std::uint64_t{files_.size() + 1}}];
     ++names.seen;
     names.links = info.value().links;
     names.bytes = info.value().size;
   }
   if (info.value().kind != FileKind::kDirectory || depth == 0) return;
   const auto entries = fs_.List(path);
-  if (!entries.ok()) return NotSeen(entries.status());
+  if (!entries.ok()) return NoteUnseen(entries.status());
   for (const DirectoryEntry& e : entries.value()) Add(JoinPath(path, e.name), depth - 1);
 }
 
-void OwnBytes::NotSeen(const Status& why) {
-  // What was removed meanwhile takes nothing.
+void OwnBytes::NoteUnseen(const Status& why) {
+  // A path that was deleted meanwhile takes no space, so it is not an error.
   if (status_.ok() && why.code() != Code::kNotFound) status_ = why;
 }
 
@@ -315,7 +322,8 @@ std::uint64_t OwnBytes::Sum() const {
 }
 
 Result<std::uint64_t> OwnBytes::Below(FileSystem& fs, const std::string& folder) {
-  constexpr int kMostFolders = 9;  // One in another: no checkpoint and no staging has so many.
+  // A depth that no checkpoint or staging reaches.
+  constexpr int kMostFolders = 9;
   OwnBytes own(fs);
   own.Add(folder, kMostFolders);
   TENSORMOUNT_RETURN_IF_ERROR(own.status_);

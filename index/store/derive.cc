@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Derive of tensormount/derive.h: everything of a base that is kept is taken, by one process; the
-// publish is that of a save.
+// Derive of tensormount/derive.h: one process takes the kept tensors and objects from a base, and
+// publishes the new checkpoint like a save.
 #include "tensormount/derive.h"
 
 #include <algorithm>
 #include <functional>
 #include <utility>
 
+#include "base/file_system_for.h"
 #include "base/glob.h"
 #include "index/read/checkpoint.h"
 #include "index/records/key_renames.h"
@@ -18,7 +19,7 @@
 namespace tensormount {
 namespace {
 
-// Whether keys are kept, and which of the globs matched one.
+// Selects the kept keys, and records which globs and rules matched a key.
 class KeyFilter {
  public:
   explicit KeyFilter(const DeriveOptions& options)
@@ -34,7 +35,8 @@ class KeyFilter {
     return stays;
   }
 
-  // What matches nothing is a slip in it.
+  // kInvalidArgument for a glob or rule that matches nothing, because it is probably a typing
+  // error.
   Status CheckUsed(const LayerNames& layers) {
     for (const auto& [key, pattern] : layers.patterns()) NoteRenames(pattern);
     TENSORMOUNT_RETURN_IF_ERROR(CheckUsed(options_.keep, keep_used_, "keep"));
@@ -65,7 +67,7 @@ class KeyFilter {
     if (unused == used.end()) return Status();
     return Status(Code::kNotFound, std::string(what) + " " +
                                        globs[static_cast<std::size_t>(unused - used.begin())] +
-                                       ": no tensor or object has such a key");
+                                       ": matches no tensor and no object");
   }
 
   const DeriveOptions& options_;
@@ -74,11 +76,11 @@ class KeyFilter {
   std::vector<bool> renames_used_;
 };
 
-// What is taken, under which keys.
-Result<TakenFromBase> Choose(const CheckpointIndex& index, const KeyRenames& names,
-                             DeriveReport& report) {
+// Selects the tensors and objects that are taken, with their new keys.
+Result<ReusedFromBase> Choose(const CheckpointIndex& index, const KeyRenames& names,
+                              DeriveReport& report) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
-  TakenFromBase taken = TakenFromBase::Nothing(index.tensor_count(), objects.size());
+  ReusedFromBase taken = ReusedFromBase::Nothing(index.tensor_count(), objects.size());
   taken.tensor_keys = names.tensors();
   taken.object_keys.resize(objects.size());
   for (std::size_t i = 0; i < taken.tensors.size(); ++i) {
@@ -109,11 +111,11 @@ Result<Inventory> Coordinator(const CheckpointIndex& index, const KeyRenames& na
 }
 
 Status FillStaging(FileSystem& fs, const OpenedCheckpoint& base, const Staging& staging,
-                   const TakenFromBase& taken, DeriveReport& report) {
+                   const ReusedFromBase& taken, DeriveReport& report) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const LinkPlan plan, PlanLinks(base, staging, taken));
   BaseLinker linker(fs, base, staging, taken, plan);
   LinkCounts counts;
-  TENSORMOUNT_RETURN_IF_ERROR(linker.LinkAll(SavesInARowThatReused(base.index()) + 1, counts));
+  TENSORMOUNT_RETURN_IF_ERROR(linker.LinkAll(ConsecutiveLinkedSaves(base.index()) + 1, counts));
   report.files_linked = counts.files_linked;
   report.bytes_linked = counts.bytes_linked;
   report.files_copied = counts.files_copied;
@@ -141,7 +143,7 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
                                }));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::shared_ptr<const LayerNames> layers, index.Layers());
   TENSORMOUNT_RETURN_IF_ERROR(filter.CheckUsed(*layers));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const TakenFromBase taken, Choose(index, names, report));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ReusedFromBase taken, Choose(index, names, report));
   TENSORMOUNT_ASSIGN_OR_RETURN(const Inventory coordinator, Coordinator(index, names));
 
   TENSORMOUNT_ASSIGN_OR_RETURN(Staging staging, store.Begin(target.name, options.if_exists,
@@ -156,13 +158,14 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
     TENSORMOUNT_RETURN_IF_ERROR(FillStaging(fs, *base, staging, taken, report));
     Store::PublishOptions how;
     how.if_exists = options.if_exists;
-    how.layers_apart = !options.rename.empty();
+    how.check_layer_names = !options.rename.empty();
     how.derived = true;
     return store.Publish(staging, coordinator, how);
   };
   const Result<Store::Published> published = publish();
   if (!published.ok()) {
-    // kUnknown: it may be the checkpoint. Where this fails, gc takes it in a day.
+    // With kUnknown the checkpoint may be published. If the abort fails, gc removes the staging
+    // after a day.
     if (published.status().code() != Code::kUnknown) (void)store.AbortOrDecide(staging);
     return published.status();
   }
@@ -173,7 +176,9 @@ Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string
 
 Result<DeriveReport> Derive(std::string_view path, std::string_view from,
                             const DeriveOptions& options) {
-  return DeriveOn(HostFileSystem(), path, from, options);
+  TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName target, SplitCheckpointPath(std::string(path)));
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(target.store));
+  return DeriveOn(*fs, path, from, options);
 }
 
 }  // namespace tensormount

@@ -11,7 +11,7 @@
 
 namespace tensormount {
 
-// Derive on any file system.
+// Derive of tensormount/derive.h on the file system `fs`.
 Result<DeriveReport> DeriveOn(FileSystem& fs, std::string_view path, std::string_view from,
                               const DeriveOptions& options);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Links and records out of a base. The unit of the work is a manifest of the base: it says all that
-// its writer wrote, with the contributions to digests and the leaf hashes, so that a rank that has
-// read it can tell for each range whether it is taken, dead, or in a file of which nothing is
-// wanted, and no rank needs the records of the whole.
+// Links and records from a base. The unit of work is a manifest of the base. A manifest has all
+// records of its writer, with digest contributions and leaf hashes. A rank that has read it can
+// therefore decide for each range whether it is taken, dead, or in a file that is not used, without
+// the records of the whole checkpoint.
 #include "index/store/linking.h"
 
 #include <algorithm>
@@ -21,6 +21,7 @@
 #include "index/records/manifest.h"
 #include "index/records/store_paths.h"
 #include "index/store/store_moves.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/leaf_hash.h"
 #include "shard/page_hash.h"
 
@@ -34,7 +35,7 @@ Status Cancelled(const std::atomic<bool>* cancel) {
   return Status(Code::kCancelled, "the save is being cancelled");
 }
 
-// Of an object part, as the base's lists are sorted.
+// Key and grid index of an object part, which is the order of the base's objects.
 using PartKey = std::pair<std::string, std::vector<std::int64_t>>;
 PartKey KeyOf(const ObjectRecord& object) {
   const auto span = object.index.span();
@@ -43,14 +44,14 @@ PartKey KeyOf(const ObjectRecord& object) {
 
 }  // namespace
 
-TakenFromBase TakenFromBase::Nothing(std::size_t tensors, std::size_t objects) {
-  TakenFromBase taken;
+ReusedFromBase ReusedFromBase::Nothing(std::size_t tensors, std::size_t objects) {
+  ReusedFromBase taken;
   taken.tensors.assign(tensors, false);
   taken.objects.assign(objects, false);
   return taken;
 }
 
-bool TakenFromBase::any() const {
+bool ReusedFromBase::any() const {
   const auto is_set = [](bool b) { return b; };
   return std::any_of(tensors.begin(), tensors.end(), is_set) ||
          std::any_of(objects.begin(), objects.end(), is_set);
@@ -65,15 +66,15 @@ void LinkCounts::Add(const LinkCounts& o) {
 }
 
 Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
-                           const TakenFromBase& taken) {
+                           const ReusedFromBase& taken) {
   const CheckpointIndex& index = base.index();
   const std::vector<FileRecord>& files = index.files();
   std::vector<std::uint64_t> live(files.size(), 0);
   std::vector<std::uint64_t> dead(files.size(), 0);
   std::vector<bool> wanted(files.size(), false);
   LinkPlan plan;
-  plan.header_lies.assign(files.size(), false);
-  // Of those that get another key.
+  plan.stale_safetensors_header.assign(files.size(), false);
+  // Whether each tensor is taken with a new key.
   std::vector<bool> renamed(index.tensor_count(), false);
   if (!taken.tensor_keys.empty()) {
     TENSORMOUNT_RETURN_IF_ERROR(index.ForEachTensor(0, [&](const TensorEntry& entry) {
@@ -83,10 +84,11 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
     }));
   }
   const auto count = [&](std::uint32_t file, std::uint64_t length, bool taken_too) -> Status {
-    if (file >= files.size()) return DataLoss("a range in a file that is not in the table");
+    if (file >= files.size())
+      return DataLoss("a range refers to a file that is not in the file table");
     std::uint64_t& sum = taken_too ? live[file] : dead[file];
     const auto more = CheckedAdd(sum, length);
-    if (!more) return DataLoss(files[file].name, "ranges longer than a file can be");
+    if (!more) return DataLoss(files[file].name, "its ranges add up to more than 2^64 bytes");
     sum = *more;
     if (taken_too) wanted[file] = true;
     return Status();
@@ -96,7 +98,7 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
     for (std::size_t i = 0; i < extents->size(); ++i) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkRecord chunk, extents->At(i));
       TENSORMOUNT_RETURN_IF_ERROR(count(chunk.file, chunk.length, taken.tensors[t]));
-      if (renamed[t]) plan.header_lies[chunk.file] = true;
+      if (renamed[t]) plan.stale_safetensors_header[chunk.file] = true;
     }
   }
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<ObjectRecord> objects, index.Objects());
@@ -112,14 +114,15 @@ Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
       plan.files[f] = BaseFileUse::kForeign;
       continue;
     }
-    // What a pack holds beside its ranges is nobody's. In any other file it is a header, which may
-    // be longer than what it speaks of.
+    // A file without dead ranges is linked. Its other bytes are the header, which may be longer
+    // than the data. A pack is the exception, because bytes that belong to no record have no use in
+    // it.
     const bool whole = dead[f] == 0 && files[f].placement != Placement::kPack;
     const bool enough = whole || live[f] >= files[f].length - std::min(live[f], files[f].length);
-    // A name that the new checkpoint may give to a file of its own is not to be had.
+    // A file is not linked if the new checkpoint may use its name for a file of its own.
     plan.files[f] =
         enough && !files[f].name.starts_with(own) ? BaseFileUse::kLink : BaseFileUse::kCopy;
-    if (dead[f] > 0) plan.header_lies[f] = true;
+    if (dead[f] > 0) plan.stale_safetensors_header[f] = true;
   }
   return plan;
 }
@@ -153,15 +156,15 @@ std::string CopiedPackName(const Staging& staging, std::uint32_t part) {
   return "data/" + staging.ShortId() + "-c" + std::to_string(part) + ".bin";
 }
 
-std::string LinkedManifestName(std::uint32_t part, std::uint64_t in_a_row) {
-  return "manifest/l" + std::to_string(part) + "-" + std::to_string(in_a_row) + ".tmm";
+std::string LinkedManifestName(std::uint32_t part, std::uint64_t consecutive_linked) {
+  return "manifest/l" + std::to_string(part) + "-" + std::to_string(consecutive_linked) + ".tmm";
 }
 
-std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
+std::uint64_t ConsecutiveLinkedSaves(const CheckpointIndex& index) {
   std::uint64_t most = 0;
   for (const std::string& name : index.manifests()) {
     std::uint32_t part = 0;
-    std::uint64_t in_a_row = 0;
+    std::uint64_t consecutive_linked = 0;
     std::string_view rest = name;
     const auto take = [&](std::string_view word) {
       const bool there = rest.starts_with(word);
@@ -173,8 +176,9 @@ std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
       rest.remove_prefix(static_cast<std::size_t>(end.ptr - rest.data()));
       return end.ec == std::errc();
     };
-    if (take("manifest/l") && number(part) && take("-") && number(in_a_row) && rest == ".tmm") {
-      most = std::max(most, in_a_row);
+    if (take("manifest/l") && number(part) && take("-") && number(consecutive_linked) &&
+        rest == ".tmm") {
+      most = std::max(most, consecutive_linked);
     }
   }
   return most;
@@ -182,13 +186,13 @@ std::uint64_t SavesInARowThatReused(const CheckpointIndex& index) {
 
 // ---- Files ----
 
-Status BaseLinker::LinkAll(std::uint64_t in_a_row, LinkCounts& counts) {
+Status BaseLinker::LinkAll(std::uint64_t consecutive_linked, LinkCounts& counts) {
   TENSORMOUNT_RETURN_IF_ERROR(LinkFiles(0, 1, counts));
   TENSORMOUNT_ASSIGN_OR_RETURN(const LinkedRecords records, Records(0, 1, counts));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string manifest,
                                EncodeManifest(records.inventory, records.leaves, records.paged));
-  return fs_.WriteFileDurably(JoinPath(staging_.directory, LinkedManifestName(0, in_a_row)),
-                              manifest);
+  return fs_.WriteFileDurably(
+      JoinPath(staging_.directory, LinkedManifestName(0, consecutive_linked)), manifest);
 }
 
 Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts) {
@@ -201,7 +205,7 @@ Status BaseLinker::LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts
 Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint32_t parts,
                             LinkCounts& counts) {
   const FileRecord& file = base_.index().files()[number];
-  // Not through links of the base's folders, which may lead anywhere.
+  // Links in the base's directories are not followed, because they could lead anywhere.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> opened,
                                OpenListedFile(fs_, base_.pinned_directory(), file.name));
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo listed, opened->Stat());
@@ -210,32 +214,32 @@ Status BaseLinker::LinkFile(std::uint32_t number, std::uint32_t part, std::uint3
   if (file.name.rfind('/') != file.name.find('/')) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectories(to.substr(0, to.rfind('/'))));
   }
-  // Whoever may write to it would change both.
+  // An unsealed file is not linked: somebody could write to it and change both checkpoints.
   const bool sealed = listed.sealed();
   const auto link = [&] {
     return sealed ? fs_.Link(from, to)
-                  : Status::FromErrno(EPERM, "link, as it is not sealed,", from);
+                  : Status::FromErrno(EPERM, "hard-link the unsealed file", from);
   };
   Status linked = link();
   if (linked.code() == Code::kAlreadyExists || (!sealed && fs_.Exists(to))) {
-    // Of an earlier try to publish this staging.
+    // An earlier attempt to publish this staging has left a file.
     TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveFile(to));
     linked = link();
   }
   if (linked.ok()) {
-    // What has the name may have been cut short, or have been exchanged.
+    // By now the name may lead to a truncated or exchanged file.
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs_.LinkStat(to));
     if (info.kind != FileKind::kFile || info.size != file.length || info.device != listed.device ||
         info.inode != listed.inode) {
       return DataLoss(
           JoinPath(base_.directory(), file.name),
-          "not the file of " + std::to_string(file.length) + " bytes that its checkpoint says");
+          "not the file of " + std::to_string(file.length) + " bytes that its checkpoint lists");
     }
     ++counts.files_linked;
     counts.bytes_linked += file.length;
     return Status();
   }
-  if (!store_moves::LinkIsRefused(linked)) return linked;
+  if (!store_moves::IsLinkRefused(linked)) return linked;
   if (counts.refused.empty()) counts.refused = linked.message();
   TENSORMOUNT_RETURN_IF_ERROR(FindRanges(part, parts));
   TENSORMOUNT_RETURN_IF_ERROR(CopyFile(number, *opened, to));
@@ -252,7 +256,8 @@ void BaseLinker::Discard(std::uint32_t part, std::uint32_t parts) {
   (void)fs_.RemoveFile(JoinPath(staging_.directory, CopiedPackName(staging_, part)));
 }
 
-// The hashed ranges of each file of a share, once one of them must be copied.
+// Collects the hashed ranges of all files of a share. Called when the first of these files has to
+// be copied.
 Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   if (!ranges_.empty()) return Status();
   const CheckpointIndex& index = base_.index();
@@ -283,27 +288,28 @@ Status BaseLinker::FindRanges(std::uint32_t part, std::uint32_t parts) {
   return Status();
 }
 
-// Compared with the hashes on the way: a copy of damaged bytes would be one more.
+// The bytes are compared with their hashes during the copy, so that damage is not copied.
 Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string& to) {
   const FileRecord& file = base_.index().files()[number];
   RangeCheck check(ranges_[number]);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out, fs_.CreateExclusive(to));
   std::vector<std::byte> block(static_cast<std::size_t>(
       std::min<std::uint64_t>(std::max<std::uint64_t>(file.length, 1), kCopyBytes)));
-  for (std::uint64_t at = 0; at < file.length;) {
-    TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
-    const auto n =
-        static_cast<std::size_t>(std::min<std::uint64_t>(block.size(), file.length - at));
-    TENSORMOUNT_RETURN_IF_ERROR(from.ReadExactAt(at, block.data(), n));
-    if (!check.Add(block.data(), n)) break;
-    TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, block.data(), n));
-    at += n;
-  }
-  if (!check.all_good()) {
+  const auto damaged = [&] {
     return DataLoss(JoinPath(base_.directory(), file.name),
                     "bytes from " + std::to_string(ranges_[number][check.next()].offset) +
-                        " on: checksum differs");
-  }
+                        " on: checksum mismatch");
+  };
+  const auto read = [&](std::uint64_t at, std::span<std::byte> bytes) {
+    TENSORMOUNT_RETURN_IF_ERROR(Cancelled(cancel_));
+    return from.ReadExactAt(at, bytes.data(), bytes.size());
+  };
+  const auto write = [&](std::uint64_t at, std::span<const std::byte> bytes) {
+    if (!check.Add(bytes.data(), bytes.size())) return damaged();
+    return out->WriteAt(at, bytes.data(), bytes.size());
+  };
+  TENSORMOUNT_RETURN_IF_ERROR(PassBytes(file.length, block, read, write));
+  if (!check.all_good()) return damaged();
   TENSORMOUNT_RETURN_IF_ERROR(out->Seal());
   TENSORMOUNT_RETURN_IF_ERROR(out->Sync());
   return out->Close();
@@ -311,7 +317,7 @@ Status BaseLinker::CopyFile(std::uint32_t number, File& from, const std::string&
 
 // ---- Records ----
 
-// Puts the records of one manifest together.
+// Builds the records of a new manifest.
 class BaseLinker::Gatherer {
  public:
   Gatherer(BaseLinker& linker, std::uint32_t part, LinkCounts& counts)
@@ -340,10 +346,11 @@ class BaseLinker::Gatherer {
     own_numbers_.clear();
     for (const FileRecord& file : manifest.inventory.files) {
       const auto known = file_numbers_.find(file.name);
-      if (known == file_numbers_.end()) return Bad("names a file that the index does not have");
+      if (known == file_numbers_.end()) return Bad("lists a file that is not in the index");
       own_numbers_.push_back(known->second);
     }
-    // The coordinator lists what others wrote; of its own there are objects and extra ranges.
+    // The coordinator's manifest lists tensors of other writers. Its own records are objects and
+    // extra ranges.
     if (name != kCoordinatorManifest) {
       for (const TensorRecord& tensor : manifest.inventory.tensors) {
         TENSORMOUNT_RETURN_IF_ERROR(AddTensor(tensor).WithContext("tensor " + tensor.meta.key()));
@@ -372,33 +379,37 @@ class BaseLinker::Gatherer {
   }
 
  private:
-  // A live range of a file that is not linked; where it comes to stand, its record learns at the
-  // end. Wide elements come first, so that each is aligned for them without gaps.
-  struct Copied {
+  // A live range of a file that is not linked. Its record gets the new position at the end. Ranges
+  // with wide elements are written first, so that all are aligned without gaps.
+  struct LiveRange {
     std::uint32_t bits = 8;
-    std::uint32_t file = 0;  // Of the base.
+    std::uint32_t file = 0;  // Number in the base.
     std::uint64_t offset = 0;
     std::uint64_t length = 0;
     Hash128 hash;
-    std::optional<std::uint32_t> tensor = {};  // Ordinal; none: an object,
+    // Ordinal of the tensor; nullopt for an object.
+    std::optional<std::uint32_t> tensor = {};
     ChunkRecord chunk = {};
-    std::size_t object = 0;  // which is this one of the inventory's.
+    // Position of the object in the new inventory.
+    std::size_t object = 0;
   };
 
   Status Bad(std::string_view why) const { return DataLoss(*manifest_name_, why); }
   BaseFileUse Use(std::uint32_t file) const { return linker_.plan_.files[file]; }
   Result<std::uint32_t> BaseFile(std::uint32_t own) const {
-    if (own >= own_numbers_.size()) return Bad("a range in a file that is not in its table");
+    if (own >= own_numbers_.size())
+      return Bad("a range refers to a file that is not in the file table");
     return own_numbers_[own];
   }
 
-  // The number of a file of the base in the new manifest.
+  // Number, in the new manifest, of a file of the base.
   std::uint32_t NewFile(std::uint32_t file) {
     const auto next = static_cast<std::uint32_t>(out_.inventory.files.size());
     const auto [at, fresh] = new_numbers_.try_emplace(file, next);
     if (fresh) {
       FileRecord record = linker_.base_.index().files()[file];
-      if (record.placement == Placement::kSafetensors && linker_.plan_.header_lies[file]) {
+      if (record.placement == Placement::kSafetensors &&
+          linker_.plan_.stale_safetensors_header[file]) {
         record.placement = Placement::kPack;
       }
       out_.inventory.files.push_back(std::move(record));
@@ -406,11 +417,11 @@ class BaseLinker::Gatherer {
     return at->second;
   }
 
-  // Takes the leaves of a range over, and its page hashes where it has them.
+  // Appends the leaf hashes of a range to the new manifest, and its page hashes if it has them.
   Result<std::uint64_t> TakeLeaves(std::uint64_t first, std::uint64_t length, const Hash128& hash) {
     const std::vector<Hash128>& leaves = manifest_->leaves;
     const std::uint64_t count = LeafCount(length);
-    if (!RangeWithin(first, count, leaves.size())) return Bad("leaf hashes that are not there");
+    if (!RangeWithin(first, count, leaves.size())) return Bad("leaf hashes of a range are missing");
     std::uint64_t all = count;
     if (manifest_->paged && length > kLeafBytes && first + count < leaves.size() &&
         leaves[first + count] == PagesMark(hash)) {
@@ -441,7 +452,7 @@ class BaseLinker::Gatherer {
 
   Status AddTensor(const TensorRecord& tensor) {
     const auto known = ordinals_.find(tensor.meta.key());
-    if (known == ordinals_.end()) return Bad("names a tensor that the index does not have");
+    if (known == ordinals_.end()) return Bad("lists a tensor that is not in the index");
     const std::uint32_t ordinal = known->second;
     const bool taken = linker_.taken_.tensors[ordinal];
     TensorRecord* record = nullptr;
@@ -460,13 +471,13 @@ class BaseLinker::Gatherer {
             AddDead(file, chunk.offset, chunk.length, chunk.hash, chunk.first_leaf));
         continue;
       }
-      if (use == BaseFileUse::kNone) return Bad("a taken range in a file that is not");
+      if (use == BaseFileUse::kNone) return Bad("a reused range is in a file that is not reused");
       if (chunk.has_hash) {
         TENSORMOUNT_ASSIGN_OR_RETURN(chunk.first_leaf,
                                      TakeLeaves(chunk.first_leaf, chunk.length, chunk.hash));
       }
       if (use == BaseFileUse::kCopy) {
-        if (!chunk.has_hash) return Bad("a range without a hash");
+        if (!chunk.has_hash) return Bad("a range that must be copied has no hash");
         copied_.push_back({.bits = tensor.meta.bits() % 8 == 0 ? tensor.meta.bits() : 1,
                            .file = file,
                            .offset = chunk.offset,
@@ -497,14 +508,14 @@ class BaseLinker::Gatherer {
 
   Status AddObject(const ObjectRecord& object) {
     const auto known = positions_.find(KeyOf(object));
-    if (known == positions_.end()) return Bad("names an object that the index does not have");
+    if (known == positions_.end()) return Bad("lists an object that is not in the index");
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint32_t file, BaseFile(object.file));
     const BaseFileUse use = Use(file);
     if (!linker_.taken_.objects[known->second]) {
       if (use != BaseFileUse::kLink) return Status();
       return AddDead(file, object.offset, object.length, object.hash, object.first_leaf);
     }
-    if (use == BaseFileUse::kNone) return Bad("a taken object in a file that is not");
+    if (use == BaseFileUse::kNone) return Bad("a reused object is in a file that is not reused");
     ObjectRecord record = object;
     if (!linker_.taken_.object_keys.empty()) {
       record.key = linker_.taken_.object_keys[known->second];
@@ -514,7 +525,7 @@ class BaseLinker::Gatherer {
                                    TakeLeaves(object.first_leaf, object.length, object.hash));
     }
     if (use == BaseFileUse::kCopy) {
-      if (!record.has_hash()) return Bad("an object without a hash");
+      if (!record.has_hash()) return Bad("an object that must be copied has no hash");
       copied_.push_back({.bits = 0,
                          .file = file,
                          .offset = object.offset,
@@ -531,11 +542,12 @@ class BaseLinker::Gatherer {
   Status CopyLive() {
     if (copied_.empty()) return Status();
     std::stable_sort(copied_.begin(), copied_.end(),
-                     [](const Copied& a, const Copied& b) { return a.bits > b.bits; });
+                     [](const LiveRange& a, const LiveRange& b) { return a.bits > b.bits; });
     const std::string name = CopiedPackName(linker_.staging_, part_);
     const auto number = static_cast<std::uint32_t>(out_.inventory.files.size());
     const std::string path = JoinPath(linker_.staging_.directory, name);
-    if (linker_.fs_.Exists(path)) {  // Likewise.
+    // An earlier attempt has left a file, as in LinkFile.
+    if (linker_.fs_.Exists(path)) {
       TENSORMOUNT_RETURN_IF_ERROR(linker_.fs_.RemoveFile(path));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<File> out,
@@ -544,26 +556,24 @@ class BaseLinker::Gatherer {
     std::vector<std::byte> block(kCopyBytes);
     std::unique_ptr<File> from;
     std::uint32_t open = 0;
-    for (Copied& range : copied_) {
+    for (LiveRange& range : copied_) {
       if (from == nullptr || open != range.file) {
         from.reset();
         TENSORMOUNT_ASSIGN_OR_RETURN(from, linker_.base_.OpenFile(range.file));
         open = range.file;
       }
-      LeafHasher hasher;
-      for (std::uint64_t done = 0; done < range.length;) {
+      const auto read = [&](std::uint64_t at, std::span<std::byte> bytes) {
         TENSORMOUNT_RETURN_IF_ERROR(Cancelled(linker_.cancel_));
-        const auto n =
-            static_cast<std::size_t>(std::min<std::uint64_t>(kCopyBytes, range.length - done));
-        TENSORMOUNT_RETURN_IF_ERROR(from->ReadExactAt(range.offset + done, block.data(), n));
-        hasher.Update(block.data(), n);
-        TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(end + done, block.data(), n));
-        done += n;
-      }
-      hasher.Finish();
-      if (hasher.Root() != range.hash) {
+        return from->ReadExactAt(range.offset + at, bytes.data(), bytes.size());
+      };
+      const auto write = [&](std::uint64_t at, std::span<const std::byte> bytes) {
+        return out->WriteAt(end + at, bytes.data(), bytes.size());
+      };
+      TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkHashes found,
+                                   PassChunk(range.length, block, read, write));
+      if (found.root != range.hash) {
         return DataLoss(linker_.base_.FilePath(range.file),
-                        "bytes from " + std::to_string(range.offset) + " on: checksum differs");
+                        "bytes from " + std::to_string(range.offset) + " on: checksum mismatch");
       }
       if (range.tensor) {
         range.chunk.file = number;
@@ -586,18 +596,19 @@ class BaseLinker::Gatherer {
   const std::uint32_t part_;
   LinkCounts& counts_;
   LinkedRecords out_;
-  // Of the base.
+  // Numbers of files, ordinals of tensors and positions of objects in the base.
   std::unordered_map<std::string, std::uint32_t> file_numbers_;
   std::unordered_map<std::string, std::uint32_t> ordinals_;
   std::map<PartKey, std::size_t> positions_;
-  // Of the manifest that is being added.
+  // The manifest of the base that is being added.
   const std::string* manifest_name_ = nullptr;
   const Manifest* manifest_ = nullptr;
   std::vector<std::uint32_t> own_numbers_;
-  // Of the new one.
+  // Parts of the new manifest.
   std::map<std::uint32_t, std::uint32_t> new_numbers_;
-  std::map<std::uint32_t, TensorRecord> tensors_;  // By ordinal: sorted by the base's keys.
-  std::vector<Copied> copied_;
+  // Tensors of the new manifest by ordinal in the base, which is the order of the base's keys.
+  std::map<std::uint32_t, TensorRecord> tensors_;
+  std::vector<LiveRange> copied_;
 };
 
 Result<LinkedRecords> BaseLinker::Records(std::uint32_t part, std::uint32_t parts,
@@ -606,7 +617,7 @@ Result<LinkedRecords> BaseLinker::Records(std::uint32_t part, std::uint32_t part
   TENSORMOUNT_RETURN_IF_ERROR(gatherer.Prepare());
   const DecodedCommit* commit = base_.commit();
   if (commit == nullptr) {
-    return Status(Code::kInvalidArgument, base_.directory() + ": no checkpoint of a store");
+    return Status(Code::kInvalidArgument, base_.directory() + ": not a checkpoint of a store");
   }
   std::uint32_t number = 0;
   for (const CommitRecord::Entry& entry : commit->record.files) {

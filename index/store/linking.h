@@ -17,63 +17,70 @@
 #include "index/store/range_check.h"
 #include "index/store/store.h"
 
-// A new checkpoint that has data files in common with an earlier one of its store, its base
-// (docs/format.md, "Steps that share data files"): by a save that finds tensors unchanged, by one
-// that inherits what it does not save, by `derive`. Who decides what is taken is not known here.
+// Makes a new checkpoint that shares data files with an earlier checkpoint of its store, its base
+// (docs/format.md, "Steps that share data files"). Used by saves that find tensors unchanged, by
+// saves that inherit tensors, and by `derive`. The caller decides which tensors and objects are
+// taken:
 //
-//   TakenFromBase taken = ...;                        // Which tensors and objects.
-//   PlanLinks(base, staging, taken)                   // Once: which files are linked, which
-//   copied. BaseLinker::LinkFiles(part, parts)                // On each of `parts` ranks, its
-//   share. BaseLinker::Records(part, parts) -> a manifest    // Likewise.
+//   ReusedFromBase taken = ...;                  // Which tensors and objects.
+//   PlanLinks(base, staging, taken)             // Once: which files are linked or copied.
+//   BaseLinker::LinkFiles(part, parts)          // On each of `parts` ranks: its share.
+//   BaseLinker::Records(part, parts)            // On each rank: the records of its manifest.
 //
-// No function here changes the base: its files get names in the staging, and that is all.
+// The base does not change, except that its files get links in the staging.
 
 namespace tensormount {
 
-// What a new checkpoint has of its base, as it is there.
-struct TakenFromBase {
-  std::vector<bool> tensors;  // By ordinal in the base.
-  std::vector<bool> objects;  // By position in the base's Objects(): parts, not keys.
-  // New keys, by ordinal and by position; empty: all as they are.
+// The tensors and objects that a new checkpoint takes from its base.
+struct ReusedFromBase {
+  // Whether each tensor is taken, by its ordinal in the base.
+  std::vector<bool> tensors;
+  // Whether each object part is taken, by its position in the base's Objects().
+  std::vector<bool> objects;
+  // New keys of tensors by ordinal, and of object parts by position. An empty vector: keys do not
+  // change.
   std::vector<std::string> tensor_keys;
   std::vector<std::string> object_keys;
-  static TakenFromBase Nothing(std::size_t tensors, std::size_t objects);
+  static ReusedFromBase Nothing(std::size_t tensors, std::size_t objects);
   bool any() const;
 };
 
-// What becomes of a data file of the base. Numbers travel between ranks.
+// How a new checkpoint uses a data file of its base. The numbers are sent between ranks.
 enum class BaseFileUse : std::uint8_t {
-  kNone = 0,     // Nothing of it is wanted.
-  kLink = 1,     // It gets a name in the new checkpoint.
-  kCopy = 2,     // What is live in it is copied: there is too little of that.
-  kForeign = 3,  // Of an adopted base: its records are taken, nothing else.
+  kNone = 0,     // Nothing in the file is taken.
+  kLink = 1,     // The file is hard-linked into the new checkpoint.
+  kCopy = 2,     // The live ranges are copied, because too little of the file is live.
+  kForeign = 3,  // A file of an adopted base: only records are taken.
 };
 
 struct LinkPlan {
-  std::vector<BaseFileUse> files;  // By number in the base's index.
-  // By number: whether the header of a linked file would speak of tensors that are dead, or that go
-  // by other keys.
-  std::vector<bool> header_lies;
-  std::uint64_t live_bytes = 0;  // Of what is taken, as it is stored.
+  // The use of each file, by its number in the base's index.
+  std::vector<BaseFileUse> files;
+  // Whether the header of a file, by number, lists tensors that are dead or have new keys.
+  std::vector<bool> stale_safetensors_header;
+  std::uint64_t live_bytes = 0;  // Stored bytes that are taken.
 };
 
-// Decides by how much of each file is live. Reads the extents of all tensors of the base, which
-// must be one of a store (it has a COMMIT). kDataLoss where its records break a rule.
+// Decides the use of each file of the base by the live share of its bytes. Reads the extents of all
+// tensors of the base, which must be a checkpoint of a store. kDataLoss if a record of the base
+// breaks a rule.
 Result<LinkPlan> PlanLinks(const OpenedCheckpoint& base, const Staging& staging,
-                           const TakenFromBase& taken);
+                           const ReusedFromBase& taken);
 
-// What was done, of one rank or of all.
+// Statistics of one rank, or the sums of all ranks.
 struct LinkCounts {
   std::uint64_t files_linked = 0;
-  std::uint64_t bytes_linked = 0;  // Lengths of these files.
-  // Copied as a whole, because links were refused, and why the first of them was.
+  std::uint64_t bytes_linked = 0;  // Sum of the lengths of the linked files.
+  // Number of files that were copied because a link was refused. `refused` is the first reason.
   std::uint64_t files_copied = 0;
-  std::uint64_t bytes_copied = 0;  // Live ranges that were copied into a pack, too.
+  // Bytes of copied files and of live ranges that were copied into a pack.
+  std::uint64_t bytes_copied = 0;
   std::string refused;
   void Add(const LinkCounts& o);
 };
 
-// Records for one manifest, numbered by itself, and their hashes.
+// Records for one new manifest, with their leaf hashes. File numbers are positions in that
+// manifest.
 struct LinkedRecords {
   Inventory inventory;
   std::vector<Hash128> leaves;
@@ -81,35 +88,35 @@ struct LinkedRecords {
   bool empty() const { return inventory.files.empty() && inventory.tensors.empty(); }
 };
 
-// Does what a plan says, in `parts` shares that need not know of each other (ranks, one process).
-// Everything that it refers to must outlive it. Of one thread.
+// Executes a plan in `parts` independent shares (ranks, or one process). The arguments of the
+// constructor must outlive the object. For one thread.
 class BaseLinker {
  public:
-  // `cancel`, where not null, set: ends with kCancelled.
+  // If `cancel` is not null and becomes true, calls return kCancelled.
   BaseLinker(FileSystem& fs, const OpenedCheckpoint& base, const Staging& staging,
-             const TakenFromBase& taken, const LinkPlan& plan,
+             const ReusedFromBase& taken, const LinkPlan& plan,
              const std::atomic<bool>* cancel = nullptr)
       : fs_(fs), base_(base), staging_(staging), taken_(taken), plan_(plan), cancel_(cancel) {}
 
-  // Gives share `part` of the linked files their names in the staging; where that is refused,
-  // copies them, sealed and synced. The folder is not synced. Errors name the file.
+  // Links the files of share number `part` into the staging. If a link is refused, copies the file,
+  // seals and syncs it. Does not sync the directory. Errors name the file.
   Status LinkFiles(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
-  // What share `part` of the base's manifests say of what is taken, and of the dead ranges of
-  // linked files. Copies live ranges of files that are not linked into a pack of its own, compared
-  // with their hashes, sealed and synced. kDataLoss where the base is damaged.
+  // Makes the records of share number `part`: for everything that is taken, and for the dead ranges
+  // of linked files. Copies the live ranges of other files into a new pack, verified, sealed and
+  // synced. kDataLoss: the base is damaged.
   Result<LinkedRecords> Records(std::uint32_t part, std::uint32_t parts, LinkCounts& counts);
 
-  // All of it as one share, and its manifest (LinkedManifestName), durably.
-  Status LinkAll(std::uint64_t in_a_row, LinkCounts& counts);
+  // Calls LinkFiles and Records for a single share, and writes the share's manifest
+  // (LinkedManifestName) durably.
+  Status LinkAll(std::uint64_t consecutive_linked, LinkCounts& counts);
 
-  // Takes the names and files of a share away again, as far as it made them, where nothing is taken
-  // after all.
+  // Removes the links and files that a share made, when the new checkpoint takes nothing after all.
   void Discard(std::uint32_t part, std::uint32_t parts);
 
  private:
   class Gatherer;
-  // `use(number of the file)` for each linked file of a share.
+  // Calls `use(file number)` for each linked file of a share.
   template <typename Use>
   Status ForEachLinked(std::uint32_t part, std::uint32_t parts, Use use) {
     std::uint32_t number = 0;
@@ -127,28 +134,30 @@ class BaseLinker {
   FileSystem& fs_;
   const OpenedCheckpoint& base_;
   const Staging& staging_;
-  const TakenFromBase& taken_;
+  const ReusedFromBase& taken_;
   const LinkPlan& plan_;
   const std::atomic<bool>* const cancel_;
-  std::vector<std::vector<CheckedRange>> ranges_;  // By file, of a share; empty: not found yet.
+  // Hashed ranges of each file, for one share. Empty: not collected yet.
+  std::vector<std::vector<CheckedRange>> ranges_;
 };
 
-// The base of a staging: the checkpoint of this uuid at STORE/NAME, or in .trash where it was moved
-// to meanwhile. Looks a few times: who prunes may be moving it back, since the staging names it.
-// kNotFound, kStale: it is gone, or another one has its name; others: what opening it failed with.
+// Opens the base of a staging: the checkpoint `uuid` at STORE/NAME, or in .trash. Tries a few
+// times, because a pruner that sees the staging's BASE may be moving the checkpoint back. kNotFound
+// or kStale: the checkpoint does not exist any more, or another one has its name. Other codes: the
+// error of the open.
 Result<std::shared_ptr<OpenedCheckpoint>> OpenBase(FileSystem& fs, const std::string& store,
                                                    const std::string& name, const Uuid& uuid);
 
-// "data/<short uuid>-c3.bin": what share `part` copied of files that are not linked.
+// Name of the pack with the ranges that share number `part` copied: "data/<short uuid>-c3.bin".
 std::string CopiedPackName(const Staging& staging, std::uint32_t part);
 
-// "manifest/l3-12.tmm": what share `part` linked, in the `in_a_row`th save in a row that links
-// files.
-std::string LinkedManifestName(std::uint32_t part, std::uint64_t in_a_row);
+// Name of the manifest with the records that share number `part` linked: "manifest/l3-12.tmm".
+// `consecutive_linked` is the number of consecutive saves that linked files.
+std::string LinkedManifestName(std::uint32_t part, std::uint64_t consecutive_linked);
 
-// How many saves in a row have linked files, up to this checkpoint, as the names of its manifests
-// say: 0 where it linked none.
-std::uint64_t SavesInARowThatReused(const CheckpointIndex& index);
+// Number of consecutive saves that linked files, up to this checkpoint, taken from the names of its
+// manifests. 0 if this checkpoint linked no files.
+std::uint64_t ConsecutiveLinkedSaves(const CheckpointIndex& index);
 
 }  // namespace tensormount
 

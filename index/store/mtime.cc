@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modification times of tensors and objects: a part that is equal to that of the checkpoint before
-// keeps its time, so that rsync and make see what changed and nothing else.
+// Modification times of tensors and objects. A file that is equal in the previous checkpoint keeps
+// its time, so that rsync and make see only changes.
 #include "index/store/mtime.h"
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 namespace tensormount {
 namespace {
 
-// What the priors say of one file of the tree.
-// "Differs" wins over "the same": a file that changed and changed back must not get an old time, or
-// a copy of the version between would look newer.
-struct Seen {
+// Result of comparing one file with the priors. If any prior differs, the file counts as changed: a
+// file that changed and changed back must not get an old time, or a copy of the version in between
+// would look newer.
+struct PriorComparison {
   bool any = false;
   bool differs = false;
   std::int64_t latest = std::numeric_limits<std::int64_t>::min();
@@ -25,19 +25,19 @@ struct Seen {
   }
 };
 
-std::int64_t After(std::int64_t now, std::int64_t earlier) {
-  // A time at the end of time can only be damage; it must not wrap round to a past one.
+std::int64_t TimeAfter(std::int64_t now, std::int64_t earlier) {
+  // Only damage gives the largest possible time. Adding 1 to it must not wrap to the past.
   const bool last = earlier == std::numeric_limits<std::int64_t>::max();
   return std::max(now, last ? earlier : earlier + 1);
 }
 
-// The table is in mtime.h.
-std::int64_t Decide(const Seen& seen, std::int64_t now, std::int64_t fresh) {
+// Applies the table of mtime.h to one file.
+std::int64_t Decide(const PriorComparison& seen, std::int64_t now, std::int64_t fresh) {
   if (!seen.any) return fresh;
-  return seen.differs ? After(now, seen.latest) : seen.latest;
+  return seen.differs ? TimeAfter(now, seen.latest) : seen.latest;
 }
 
-// Digest, dtype and shape: without digests nothing is known to be the same.
+// Whether digest, dtype and shape are equal. Tensors without digests are never equal.
 bool SameTensor(const TensorRecord& a, const TensorEntry& b) {
   return a.has_digest && b.has_digest && a.digest == b.digest && a.meta.dtype() == b.meta.dtype() &&
          a.meta.shape() == b.meta.shape();
@@ -55,12 +55,12 @@ int ComparePart(const ObjectRecord& a, const ObjectRecord& b) {
 
 Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t now,
                     Inventory& inventory) {
-  std::vector<Seen> tensors(inventory.tensors.size());
-  std::vector<Seen> objects(inventory.objects.size());
-  Seen common;
-  Seen json;
+  std::vector<PriorComparison> tensors(inventory.tensors.size());
+  std::vector<PriorComparison> objects(inventory.objects.size());
+  PriorComparison common;
+  PriorComparison json;
   for (const CheckpointIndex* prior : priors) {
-    // Both sides are sorted by key: one pass.
+    // Both lists are sorted by key, so one pass suffices.
     std::size_t i = 0;
     TENSORMOUNT_RETURN_IF_ERROR(prior->ForEachTensor(0, [&](const TensorEntry& entry) {
       int order = 1;
@@ -87,7 +87,7 @@ Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t
     common.Add(inventory.common == values, prior->info().common_mtime);
     json.Add(false, prior->info().json_mtime);
   }
-  const std::int64_t fresh = json.any ? After(now, json.latest) : now;
+  const std::int64_t fresh = json.any ? TimeAfter(now, json.latest) : now;
   inventory.info.json_mtime = fresh;
   inventory.info.common_mtime = Decide(common, now, fresh);
   for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -12,16 +12,17 @@
 
 namespace tensormount {
 
-// Decides the whole-second mtimes of a checkpoint that is being published (tensors, objects,
-// common.json, checkpoint.json), so that `rsync -a` of it over a copy of any of `priors` (its
-// parent, and the checkpoint that it replaces) moves what differs and nothing else:
-//   the same as in every prior that has it   the latest of their mtimes
+// Decides the mtimes (whole seconds) in a checkpoint that is being published (tensors, objects,
+// common.json, checkpoint.json). Aim: `rsync -a` of the checkpoint over a copy of any of `priors`
+// (its parent, and the checkpoint that it replaces) transfers exactly the differences. For each
+// file:
+//   the same in every prior that has it      the latest of their mtimes
 //   differs from one                         max(now, latest + 1)
-//   in none of them                          max(now, the latest checkpoint.json's + 1), which no
+//   in no prior                              max(now, the latest checkpoint.json's + 1), which no
 //                                            file of an earlier checkpoint of the chain can have
-// checkpoint.json always changes, so its mtime is above all others of the priors.
-// "The same" is key, dtype, shape and digest, or an object part's length and hash, or the common
-// values bit by bit. `inventory` must be sorted as InventoryMerger leaves it. `now` in seconds.
+// checkpoint.json always changes, so its mtime is above all others of the priors. "The same" means
+// key, dtype, shape and digest; for an object part length and hash; for common values every bit.
+// `inventory` must be sorted as by InventoryMerger. `now` in seconds since 1970.
 Status DecideMtimes(std::span<const CheckpointIndex* const> priors, std::int64_t now,
                     Inventory& inventory);
 

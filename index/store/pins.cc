@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of pins.h what is about single checkpoints: pins, ephemeral marks, bases of saves under way, the
-// lock, and what gc takes of them. Whatever cannot be understood here holds its checkpoint: a pin
-// that is ignored is a checkpoint that is lost.
+// The part of pins.h about single checkpoints: pins, ephemeral marks, bases of running saves, the
+// lock, and their removal by gc. A pin that cannot be parsed protects its checkpoint, because
+// ignoring it could delete a checkpoint.
 #include "index/store/pins.h"
 
 #include <algorithm>
@@ -25,22 +25,22 @@ constexpr std::string_view kPinFormat = "tensormount-pin";
 constexpr std::string_view kPruneLock = ".lock";
 constexpr std::size_t kUuidDigits = 32;
 constexpr std::size_t kMaxReason = 4096;
-// A checkpoint shares files of a few others.
+// Largest file BASE. It suffices, because a checkpoint shares files with only a few others.
 constexpr std::uint64_t kMaxBaseBytes = std::uint64_t{1} << 20;
-// For whom removes to be done, or to have undone it.
+// Longest wait for a removal to finish or to be undone.
 constexpr double kRemovalSeconds = 30;
 
 std::string PinsFolder(const std::string& store) {
   return JoinPath(store, store_paths::kPinsFolder);
 }
 
-// Of "<uuid>" and "<uuid>.<8 hex digits>".
+// The uuid in a file name "<uuid>" or "<uuid>.<8 hex digits>".
 std::optional<Uuid> UuidOfName(std::string_view name) {
   return name.size() < kUuidDigits ? std::nullopt : Uuid::Parse(name.substr(0, kUuidDigits));
 }
 
-// Who this is, for people: names of users would take a look into the system's databases.
-std::string Myself() {
+// "user 1000 on HOST", for messages. A user name would need a look-up in system databases.
+std::string ProcessText() {
   char host[256] = {};
   if (gethostname(host, sizeof host - 1) != 0) host[0] = '\0';
   return "user " + std::to_string(geteuid()) + " on " + (host[0] == '\0' ? "?" : host);
@@ -59,9 +59,12 @@ std::string EncodePin(const PinnedCheckpoint& pin) {
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-// What is wrong with it becomes its problem, and then it has no expiry.
-PinnedCheckpoint DecodePin(const Uuid& uuid, const Result<std::string>& text, std::int64_t now) {
+// Decodes the file of a pin. If the file cannot be read or parsed, the result has the problem and
+// never expires.
+PinnedCheckpoint DecodePin(const Uuid& uuid, const RetainedText& read, std::int64_t now) {
+  const Result<std::string>& text = read.text;
   PinnedCheckpoint pin;
+  pin.unread = read.unread;
   pin.uuid = uuid.ToString();
   const auto bad = [&](std::string why) {
     pin.problem = std::move(why);
@@ -82,9 +85,9 @@ PinnedCheckpoint DecodePin(const Uuid& uuid, const Result<std::string>& text, st
   if (word("format") != kPinFormat) return bad("\"format\" is not that of a pin");
   const auto version = json.find("version");
   if (version == json.end() || !version->is_number_unsigned() || *version != 1) {
-    return bad("of a newer version");
+    return bad("written by a newer version of tensormount");
   }
-  if (word("uuid") != pin.uuid) return bad("\"uuid\" is another one than that of its name");
+  if (word("uuid") != pin.uuid) return bad("\"uuid\" differs from the file name");
   const auto created = json.find("created");
   if (created != json.end() && created->is_number_integer()) pin.created = *created;
   const auto expires = json.find("expires");
@@ -99,10 +102,10 @@ PinnedCheckpoint DecodePin(const Uuid& uuid, const Result<std::string>& text, st
 
 PinnedCheckpoint ReadPin(FileSystem& fs, const std::string& folder, const std::string& name,
                          const Uuid& uuid, std::int64_t now) {
-  return DecodePin(uuid, fs.ReadFile(JoinPath(folder, name), kMaxRetainedFileBytes), now);
+  return DecodePin(uuid, ReadRetained(fs, JoinPath(folder, name)), now);
 }
 
-// Whether `a` holds longer than `b`, or as long and is newer.
+// Whether `a` expires later than `b`, or at the same time and is newer.
 bool HoldsLonger(const PinnedCheckpoint& a, const PinnedCheckpoint& b) {
   const auto rank = [](const PinnedCheckpoint& p) {
     return std::pair(p.expires == 0 ? INT64_MAX : p.expires, p.created);
@@ -110,24 +113,25 @@ bool HoldsLonger(const PinnedCheckpoint& a, const PinnedCheckpoint& b) {
   return rank(a) > rank(b);
 }
 
-// The uuid of what stands at `name`. kNotFound: nothing does. A link to a checkpoint is none.
+// The uuid of the checkpoint at `directory`, which must not be a symbolic link. kNotFound: there is
+// no checkpoint.
 Result<Uuid> UuidAt(FileSystem& fs, const std::string& directory) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(directory));
   if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kInvalidArgument, directory + ": not a checkpoint: no folder");
+    return Status(Code::kInvalidArgument, directory + ": not a checkpoint: not a directory");
   }
   Result<DecodedCommit> commit = store_moves::ReadCommit(fs, directory);
-  // Perhaps another one has just taken its place.
+  // The first read may have failed because another checkpoint was just replacing this one.
   if (!commit.ok()) commit = store_moves::ReadCommit(fs, directory);
   if (!commit.ok()) return commit.status();
   return commit.value().record.uuid;
 }
 
-// All files that pin one checkpoint.
+// Names of all files that are pins of one checkpoint.
 Result<std::vector<std::string>> PinsOf(FileSystem& fs, const std::string& folder,
                                         const std::string& uuid) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
+                               store_moves::ListIfExists(fs, folder));
   std::vector<std::string> names;
   for (const DirectoryEntry& e : entries) {
     if (e.name.starts_with(uuid)) names.push_back(e.name);
@@ -135,18 +139,18 @@ Result<std::vector<std::string>> PinsOf(FileSystem& fs, const std::string& folde
   return names;
 }
 
-// In place of all that pinned it before. Of two who do this at once each takes away only what he
-// found before he put his own there, so one of the two stays.
+// Writes a pin and removes all older pins of the checkpoint. Each of two concurrent callers removes
+// only pins that existed before its own, so at least one of the two pins stays.
 Status WritePin(FileSystem& fs, const std::string& store, const PinnedCheckpoint& pin) {
   const std::string folder = PinsFolder(store);
   TENSORMOUNT_RETURN_IF_ERROR(EnsureFolderDurably(fs, store, store_paths::kPinsFolder));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> before, PinsOf(fs, folder, pin.uuid));
   TENSORMOUNT_RETURN_IF_ERROR(
-      ReplaceRetained(fs, folder, pin.uuid, EncodePin(pin), InsteadOfExchange::kSecondName));
+      ReplaceRetained(fs, folder, pin.uuid, EncodePin(pin), ExchangeFallback::kSecondName));
   for (const std::string& name : before) {
-    if (name == pin.uuid) continue;  // That was replaced.
+    if (name == pin.uuid) continue;  // ReplaceRetained has replaced it.
     TENSORMOUNT_RETURN_IF_ERROR(
-        fs.RemoveTree(JoinPath(folder, name)).WithContext("an older pin holds it, too"));
+        fs.RemoveTree(JoinPath(folder, name)).WithContext("remove the older pin"));
   }
   return before.empty() ? Status() : fs.SyncDirectory(folder);
 }
@@ -162,15 +166,16 @@ std::string TimeText(std::int64_t seconds) {
   return text;
 }
 
-// All that is in a staging, in .trash or a checkpoint. False: of some nobody can tell which it is.
+// Collects the uuids of all stagings, entries of .trash and checkpoints. Returns false if a uuid
+// could not be determined.
 Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known) {
   for (const std::string_view folder : {store_paths::kStagingFolder, store_paths::kTrashFolder}) {
     const std::string path = JoinPath(store.path(), folder);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                                 store_moves::ListIfThere(fs, path));
+                                 store_moves::ListIfExists(fs, path));
     for (const DirectoryEntry& e : entries) {
       if (e.kind != FileKind::kDirectory) continue;
-      // A copy under way has no COMMIT yet: its name says of which checkpoint it is.
+      // A copy in progress has no COMMIT yet, but its directory name contains the uuid.
       if (e.name.starts_with(store_paths::kCopyPrefix)) {
         const auto copied =
             Uuid::Parse(std::string_view(e.name).substr(store_paths::kCopyPrefix.size()));
@@ -179,7 +184,7 @@ Result<bool> FindUuids(FileSystem& fs, const Store& store, std::set<Uuid>& known
       }
       const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs, JoinPath(path, e.name));
       if (uuid.ok()) known.insert(uuid.value());
-      // A staging that is being made or taken away, or one that nobody can read.
+      // The staging is being created or removed, or it cannot be read.
       if (!uuid.ok() && uuid.status().code() != Code::kNotFound) return false;
     }
   }
@@ -200,21 +205,22 @@ std::string Describe(const PinnedCheckpoint& pin) {
   std::string text = "pinned";
   if (!pin.reason.empty()) text += " (" + pin.reason + ")";
   if (pin.expires != 0) {
-    text += (pin.expired ? ", but only until " : ", until ") + TimeText(pin.expires);
+    text += (pin.expired ? ", expired " : ", until ") + TimeText(pin.expires);
   }
-  if (!pin.problem.empty()) text += "; the pin cannot be read, and holds: " + pin.problem;
+  if (!pin.problem.empty())
+    text += "; the pin cannot be read, so it does not expire: " + pin.problem;
   return text;
 }
 
 Result<PinMap> ReadAll(FileSystem& fs, const std::string& store, std::int64_t now) {
   const std::string folder = PinsFolder(store);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
+                               store_moves::ListIfExists(fs, folder));
   PinMap pins;
   for (const DirectoryEntry& e : entries) {
     const std::optional<Uuid> uuid = UuidOfName(e.name);
     if (!uuid) continue;
-    // Also where it went since it was listed: it was there when we looked.
+    // The pin is included even if its file disappeared since, because it existed at the listing.
     PinnedCheckpoint pin = ReadPin(fs, folder, e.name, *uuid, now);
     const auto [it, inserted] = pins.try_emplace(*uuid, pin);
     if (!inserted && HoldsLonger(pin, it->second)) it->second = std::move(pin);
@@ -255,18 +261,19 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   pin.uuid = uuid.value().ToString();
   pin.name = name;
   pin.reason = options.reason;
-  pin.by = Myself();
+  pin.by = ProcessText();
   pin.created = fs.NowSeconds();
   pin.expires = options.expires;
   pin.expired = pin.expires != 0 && pin.created >= pin.expires;
   TENSORMOUNT_RETURN_IF_ERROR(
       retention::WithTrashHint(fs, store.path(), WritePin(fs, store.path(), pin)));
-  // Who removes looks for pins after the rename, and moves what is pinned back: so it is there, or
-  // comes back before he lets go of the lock, or was gone before the pin was there.
+  // A removal looks for pins after its rename, and moves a pinned checkpoint back before it
+  // releases the lock. Therefore the checkpoint is at its name now, or will be back, or was removed
+  // before the pin existed.
   Result<Uuid> still = UuidAt(fs, directory);
   if (still.status().code() == Code::kNotFound) {
     const Result<std::unique_ptr<File>> lock = Lock(fs, store.path(), kRemovalSeconds);
-    // Without locks time is all there is.
+    // Without locks the only way is to wait.
     const int most = lock.ok() && lock.value() != nullptr ? 50 : 500;
     still = UuidAt(fs, directory);
     for (int again = 0; again < most && still.status().code() == Code::kNotFound; ++again) {
@@ -277,8 +284,8 @@ Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::stri
   const bool gone =
       still.ok() ? still.value() != uuid.value() : still.status().code() == Code::kNotFound;
   if (gone) {
-    // Else it would hold in .trash what nobody asked to be kept there. Not that of another one who
-    // pinned it since.
+    // The pin is removed, because it would keep the checkpoint in .trash. A pin that another caller
+    // wrote meanwhile stays.
     const std::string path = JoinPath(PinsFolder(store.path()), pin.uuid);
     const Result<std::string> there = fs.ReadFile(path, kMaxRetainedFileBytes);
     if (there.ok() && there.value() == EncodePin(pin)) (void)fs.RemoveFile(path);
@@ -329,7 +336,7 @@ Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin, Find(fs, store, uuid.value(), now));
     return pin ? refuse(*pin) : Status();
   }
-  // Which one it is cannot be read: what was pinned under this name may be it.
+  // The checkpoint's uuid cannot be read, so any pin with this checkpoint's name may be its pin.
   TENSORMOUNT_ASSIGN_OR_RETURN(const PinMap all, ReadAll(fs, store, now));
   for (const auto& [pinned, pin] : all) {
     if (!pin.expired && pin.name == name) return refuse(pin);
@@ -353,7 +360,7 @@ Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uui
 Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::string& store) {
   const std::string folder = JoinPath(store, store_paths::kEphemeralFolder);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
+                               store_moves::ListIfExists(fs, folder));
   std::map<Uuid, std::string> marked;
   for (const DirectoryEntry& e : entries) {
     const std::optional<Uuid> uuid = Uuid::Parse(e.name);
@@ -367,10 +374,10 @@ Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::str
 Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string& store) {
   const std::string folder = JoinPath(store, store_paths::kStagingFolder);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                               store_moves::ListIfThere(fs, folder));
+                               store_moves::ListIfExists(fs, folder));
   std::map<Uuid, std::string> bases;
   for (const DirectoryEntry& e : entries) {
-    // One that begins with a dot is being made, and links nothing yet.
+    // A staging that is still being created links nothing yet.
     if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) continue;
     const std::string staging = JoinPath(folder, e.name);
     const std::string below = std::string(store_paths::kStagingFolder) + "/" + e.name;
@@ -383,9 +390,10 @@ Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string&
         const std::size_t end = std::min(rest.find('\n'), rest.size());
         const std::optional<Uuid> uuid = Uuid::Parse(rest.substr(0, end));
         if (!uuid) {
-          return Status(Code::kDataLoss, path +
-                                             ": a line is not 32 hex digits, so what that save "
-                                             "shares files with is not known");
+          return Status(Code::kDataLoss,
+                        path +
+                            ": a line is not 32 hex digits, so the checkpoint that this save "
+                            "shares files with is unknown");
         }
         bases.try_emplace(*uuid, below);
         rest.remove_prefix(std::min(end + 1, rest.size()));
@@ -401,9 +409,10 @@ Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string&
                                          ? Uuid::Parse(parent->get_ref<const std::string&>())
                                          : std::nullopt;
     if (!uuid) {
-      return Status(Code::kDataLoss, shared +
-                                         ": \"parent\" is not 32 hex digits, so what that save "
-                                         "shares files with is not known");
+      return Status(Code::kDataLoss,
+                    shared +
+                        ": \"parent\" is not 32 hex digits, so the checkpoint that this save "
+                        "shares files with is unknown");
     }
     if (!uuid->IsZero()) bases.try_emplace(*uuid, below);
   }
@@ -417,12 +426,13 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
     return fs.OpenShared(path);
   };
   Result<std::unique_ptr<File>> opened = open();
-  // On a full disk whoever makes room must not need some.
+  // Without space for the lock file there is no lock, because removing checkpoints on a full disk
+  // must work.
   if (opened.status().code() == Code::kResourceExhausted) return std::unique_ptr<File>();
   TENSORMOUNT_RETURN_IF_ERROR(opened.status());
   std::unique_ptr<File> file = std::move(opened).value();
   constexpr std::chrono::milliseconds kPause(10);
-  // Not a number is no time at all.
+  // NaN means not to wait.
   const std::int64_t pauses =
       wait_seconds > 0 ? static_cast<std::int64_t>(std::min(wait_seconds, 1e9) * 100) : 0;
   for (std::int64_t waited = 0;; ++waited) {
@@ -431,7 +441,7 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
     if (HasNoLocks(locked)) return std::unique_ptr<File>();
     if (locked.code() != Code::kBusy) return locked;
     if (waited >= pauses) {
-      return Status(Code::kBusy, store + ": somebody else removes checkpoints by rule");
+      return Status(Code::kBusy, store + ": another process is pruning the store");
     }
     fs.SleepFor(kPause);
   }
@@ -439,8 +449,8 @@ Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, dou
 
 void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
            Store::GcReport& report) {
-  // In this order: a mark that we see was made for what was there before, which then is in one of
-  // the lists that follow. Under the lock nobody moves anything back from .trash.
+  // Marks are listed first. The checkpoint of each mark existed before, so it is in one of the
+  // lists that follow. While the lock is taken, nobody moves entries back from .trash.
   std::vector<std::pair<std::string, Uuid>> marks;
   std::vector<std::string> leftovers;
   const auto fail = [&](std::string_view below, const Status& why) {
@@ -449,7 +459,7 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     }
   };
   for (const std::string_view folder : {store_paths::kPinsFolder, store_paths::kEphemeralFolder}) {
-    const auto entries = store_moves::ListIfThere(fs, JoinPath(store.path(), folder));
+    const auto entries = store_moves::ListIfExists(fs, JoinPath(store.path(), folder));
     if (!entries.ok()) return fail(folder, entries.status());
     for (const DirectoryEntry& e : entries.value()) {
       const std::string below = std::string(folder) + "/" + e.name;
@@ -458,8 +468,8 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
       if (!uuid && !hidden) continue;
       const Result<FileInfo> info = fs.LinkStat(JoinPath(store.path(), below));
       if (!info.ok()) continue;
-      // What is written right now under its hidden name, and marks that came before what they are
-      // of, as a copy of a store by files brings them. Of a clock that is ahead they stay.
+      // Skips hidden files that a writer may still be writing. Also skips marks that came before
+      // their checkpoints, as in a file-by-file copy of the store. Marks with future times stay.
       const std::int64_t written = info.value().mtime_seconds;
       const std::int64_t came = std::max(written, info.value().ctime_seconds);
       const auto limit = uuid ? options.staging_age : std::max(options.grace, kHiddenFileAge);
@@ -469,13 +479,14 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     }
   }
   if (marks.empty() && leftovers.empty()) return;
-  std::unique_ptr<File> held;  // Until all is removed.
+  std::unique_ptr<File> held;  // Released at the end.
   if (!options.dry_run) {
     Result<std::unique_ptr<File>> lock = Lock(fs, store.path(), 0);
     if (lock.status().code() == Code::kBusy) return;
     if (!lock.ok()) return fail(store_paths::kPinsFolder, lock.status());
     held = std::move(lock).value();
-    if (held == nullptr) return;  // Without locks they stay: they are small.
+    // Without locks marks stay. They are small.
+    if (held == nullptr) return;
   }
 
   std::set<Uuid> known;
@@ -483,8 +494,8 @@ void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
     return std::ranges::all_of(marks,
                                [&](const auto& mark) { return known.contains(mark.second); });
   };
-  // Twice where something seems gone: a checkpoint that is replaced goes from its name to .staging
-  // and from there to .trash, and may pass us on the way.
+  // If a uuid was not found, the search is repeated. A checkpoint that is being replaced moves to
+  // .staging and then to .trash, and may have moved past the first search.
   for (int pass = 0; pass < 2 && (pass == 0 || !all_known()); ++pass) {
     const Result<bool> sure = FindUuids(fs, store, known);
     if (!sure.ok()) return fail(".", sure.status());

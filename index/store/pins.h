@@ -17,66 +17,73 @@
 #include "index/records/inventory.h"
 #include "index/store/store.h"
 
-// What a store says of its checkpoints beside them: pins, marks of ephemeral ones, its policy, and
-// of which checkpoints saves under way take files (docs/format.md, "Keeping and removing").
-// `store` is its path. Thread-safe, and so are several processes.
+// Data that a store keeps beside its checkpoints: pins, ephemeral marks, the retention policy, and
+// the bases of running saves (docs/format.md, "Keeping and removing"). `store` is the store's path.
+// Safe for concurrent threads and processes.
 
 namespace tensormount::pins {
 
 // ---- Pins ----
 
-// By uuid; where several files pin one, the one that holds longest. One that cannot be read is in
-// it with its problem. A store without pins has none. `now`: seconds since 1970.
+// Pins by uuid. If a checkpoint has several pins, the one that expires last. A pin that cannot be
+// read is included, with its problem. Empty for a store without pins. `now` is in seconds since
+// 1970.
 using PinMap = std::map<Uuid, PinnedCheckpoint>;
 Result<PinMap> ReadAll(FileSystem& fs, const std::string& store, std::int64_t now);
-// Of one checkpoint. nullopt: it is not pinned, or no more.
+// The pin of one checkpoint. nullopt if the checkpoint is not pinned, or its pins have expired.
 Result<std::optional<PinnedCheckpoint>> Find(FileSystem& fs, const std::string& store,
                                              const Uuid& uuid, std::int64_t now);
-// "pinned (for the paper), until 2027-01-31 12:00 UTC".
+// A pin as text: "pinned (for the paper), until 2027-01-31 12:00 UTC".
 std::string Describe(const PinnedCheckpoint& pin);
 
-// Durably. kNotFound: no such checkpoint, or it was removed while it was being pinned.
+// Pins a checkpoint durably. kNotFound: there is no such checkpoint, or it was removed meanwhile.
 Result<PinnedCheckpoint> Pin(FileSystem& fs, const Store& store, const std::string& name,
                              const PinOptions& options);
 Status Unpin(FileSystem& fs, const Store& store, const std::string& name);
-// Takes all pins of one checkpoint away, durably. Whether there were any.
+// Removes all pins of one checkpoint durably. False: there were no pins.
 Result<bool> RemovePins(FileSystem& fs, const std::string& store, const Uuid& uuid);
-// What whoever removes answers where something holds the checkpoint at `directory`.
+// The error of a removal of the checkpoint at `directory`. `held` is the reason why the checkpoint
+// must stay.
 Status Refusal(const std::string& directory, const std::string& held);
-// kPermissionDenied where a pin holds the checkpoint that stands at `name`.
+// kPermissionDenied if a pin protects the checkpoint at STORE/`name`.
 Status CheckUnpinned(FileSystem& fs, const std::string& store, const std::string& name);
 
 // ---- Ephemeral checkpoints ----
 
-// Durably, before it is published as `name`: a copy under another one is to keep it.
+// Marks a checkpoint as ephemeral, durably, before it is published as `name`. A copy of it under
+// another name is not ephemeral.
 Status MarkEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid,
                      const std::string& name);
-// Not durably: gc does it, too.
+// Removes the mark. Not durable; gc also removes marks of deleted checkpoints.
 Status ForgetEphemeral(FileSystem& fs, const std::string& store, const Uuid& uuid);
-// With their names; empty: that is not known (an older program marked it).
+// Marked checkpoints with their names. The name is empty if an older version made the mark without
+// a name.
 Result<std::map<Uuid, std::string>> ReadEphemeral(FileSystem& fs, const std::string& store);
 
-// ---- Saves under way ----
+// ---- Running saves ----
 
-// Checkpoints of which stagings say that they take files or times from them, each with the staging.
-// Fails where one that is there cannot be read: then nobody knows what it needs.
+// Checkpoints whose files or mtimes a staging uses, each with the path of the staging. Fails if a
+// file BASE cannot be read, because the base is then unknown.
 Result<std::map<Uuid, std::string>> ReadBases(FileSystem& fs, const std::string& store);
 
 // ---- Policy ----
 
-// nullopt: there is none. kDataLoss: damaged; kUnsupported: of a newer program.
-Result<std::optional<RetentionRules>> ReadPolicy(FileSystem& fs, const std::string& store);
+// The policy of a store; nullopt: there is none. kDataLoss: the policy is damaged. kUnsupported: a
+// newer version wrote the policy. `unread`, if not null, is set to RetainedText::unread.
+Result<std::optional<RetentionRules>> ReadPolicy(FileSystem& fs, const std::string& store,
+                                                 bool* unread = nullptr);
 Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRules& rules);
 Status RemovePolicy(FileSystem& fs, const std::string& store);
 
-// ---- One at a time ----
+// ---- The removal lock ----
 
-// The lock of those who remove what somebody may pin, held as long as the file is open. Null: this
-// filesystem has no locks, or no room for one. kBusy after `wait_seconds`.
+// Takes the lock that removals and policy changes take in turn. The lock is released when the file
+// is closed. Returns null if the filesystem has no locks, or no space for the lock file. kBusy if
+// the lock is not free within `wait_seconds`.
 Result<std::unique_ptr<File>> Lock(FileSystem& fs, const std::string& store, double wait_seconds);
 
-// Removes pins and ephemeral marks of what is gone; appends to `report`, as gc does. Not durably:
-// what comes back goes the next time.
+// Removes pins and ephemeral marks of deleted checkpoints, and adds them to the report of gc. Not
+// durable: a file that reappears after a crash is removed by the next gc.
 void Sweep(FileSystem& fs, const Store& store, const Store::GcOptions& options,
            Store::GcReport& report);
 

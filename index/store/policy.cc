@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// policy.json, of pins.h. Apart from pins because it is about no checkpoint: what cannot be
-// understood here stops whoever would remove.
+// policy.json, part of pins.h. A policy that cannot be parsed stops all removals by rule.
 #include <nlohmann/json.hpp>
 
 #include "base/counted.h"
@@ -16,7 +15,7 @@ namespace {
 
 constexpr std::string_view kPolicyFormat = "tensormount-retention";
 constexpr std::uint64_t kPolicyVersion = 1;
-// For whom prunes by the rules before.
+// Longest wait for a running prune by the old rules.
 constexpr double kPolicyLockSeconds = 10;
 
 Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& path) {
@@ -30,16 +29,17 @@ Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& pa
       format->get_ref<const std::string&>() != kPolicyFormat) {
     return bad("\"format\" is not \"" + std::string(kPolicyFormat) + "\"");
   }
-  // What a newer program may mean by the rules is not known before these are. One that may only be
-  // read by old programs says nothing that they may remove by.
+  // The feature bits are checked before the rules, because they may change the meaning of the
+  // rules. If this version can only read the policy safely, it must not remove anything.
   for (const char* name : {"incompatible", "read_compatible"}) {
     const auto bits = json.find(name);
     if (bits == json.end() || !bits->is_number_unsigned()) {
       return bad("\"" + std::string(name) + "\" is not a number");
     }
     if (bits->get<std::uint64_t>() != 0) {
-      return Status(Code::kUnsupported,
-                    path + ": the rules of a newer program: it has unknown " + name + " bits");
+      return Status(
+          Code::kUnsupported,
+          path + ": written by a newer version of tensormount: unknown " + name + " bits");
     }
   }
   const auto version = json.find("version");
@@ -47,22 +47,26 @@ Result<RetentionRules> DecodePolicy(std::string_view text, const std::string& pa
     return bad("\"version\" is not a number");
   }
   if (version->get<std::uint64_t>() > kPolicyVersion) {
-    return Status(Code::kUnsupported, path + ": the rules of a newer program: version " +
+    return Status(Code::kUnsupported, path +
+                                          ": written by a newer version of tensormount: version " +
                                           std::to_string(version->get<std::uint64_t>()));
   }
   const auto rules = json.find("rules");
-  if (rules == json.end() || !rules->is_string()) return bad("\"rules\" is not a text");
+  if (rules == json.end() || !rules->is_string()) return bad("\"rules\" is not a string");
   Result<RetentionRules> parsed = RetentionRules::Parse(rules->get_ref<const std::string&>());
   if (!parsed.ok()) return bad(parsed.status().message());
-  if (parsed.value().of_store) return bad("\"rules\" are those of the store itself");
+  if (parsed.value().of_store) return bad("\"rules\" must not be \"policy\"");
   return parsed;
 }
 
 }  // namespace
 
-Result<std::optional<RetentionRules>> ReadPolicy(FileSystem& fs, const std::string& store) {
+Result<std::optional<RetentionRules>> ReadPolicy(FileSystem& fs, const std::string& store,
+                                                 bool* unread) {
   const std::string path = JoinPath(store, store_paths::kPolicyFile);
-  const Result<std::string> text = fs.ReadFile(path, kMaxRetainedFileBytes);
+  const RetainedText read = ReadRetained(fs, path);
+  const Result<std::string>& text = read.text;
+  if (unread != nullptr) *unread = read.unread;
   if (text.status().code() == Code::kNotFound) return std::optional<RetentionRules>();
   if (!text.ok()) return text.status();
   TENSORMOUNT_ASSIGN_OR_RETURN(RetentionRules rules, DecodePolicy(text.value(), path));
@@ -71,13 +75,13 @@ Result<std::optional<RetentionRules>> ReadPolicy(FileSystem& fs, const std::stri
 
 Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRules& rules) {
   if (rules.of_store || rules.empty()) {
-    return Status(Code::kInvalidArgument, "the policy of a store needs rules of its own");
+    return Status(Code::kInvalidArgument, "cannot save a policy without rules: give at least one");
   }
   const std::string text = rules.ToText();
   TENSORMOUNT_RETURN_IF_ERROR(RetentionRules::Parse(text).status());
-  // In JSON such bytes would become others, and so another rule.
+  // JSON would change bytes that are not UTF-8, and so the rule.
   if (!IsUtf8(text)) {
-    return Status(Code::kInvalidArgument, "the policy of a store: a metric that is no UTF-8");
+    return Status(Code::kInvalidArgument, "the policy of a store: a metric name is not UTF-8");
   }
   const Status there = ReadPolicy(fs, store).status();
   if (!there.ok() && there.code() != Code::kDataLoss) return there;
@@ -90,14 +94,14 @@ Status WritePolicy(FileSystem& fs, const std::string& store, const RetentionRule
   json["rules"] = text;
   const std::string file = json.dump(2) + "\n";
   if (file.size() > kMaxRetainedFileBytes) {
-    return Status(Code::kInvalidArgument, "the policy of a store: more than " +
-                                              HumanBytes(kMaxRetainedFileBytes) + " of rules");
+    return Status(Code::kInvalidArgument,
+                  "the policy of a store: the rules exceed " + HumanBytes(kMaxRetainedFileBytes));
   }
-  // Whoever prunes by the old ones has done so, or has not begun.
+  // The lock is taken, so that a prune by the old rules has finished or has not begun.
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto lock, Lock(fs, store, kPolicyLockSeconds));
   return retention::WithTrashHint(fs, store,
                                   ReplaceRetained(fs, store, store_paths::kPolicyFile, file,
-                                                  InsteadOfExchange::kNoneForAMoment));
+                                                  ExchangeFallback::kBrieflyMissing));
 }
 
 Status RemovePolicy(FileSystem& fs, const std::string& store) {

@@ -5,29 +5,30 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 
 #include "base/hash.h"
-#include "shard/leaf_hash.h"
+#include "shard/chunk_accumulator.h"
 
 namespace tensormount {
 
-// Bytes of a file, and what a chunk or object record says of them.
+// A byte range of a file, and its recorded hash.
 struct CheckedRange {
   std::uint64_t offset = 0;
-  std::uint64_t length = 0;  // Over 0.
-  Hash128 hash;              // The chunk root.
+  // Greater than 0.
+  std::uint64_t length = 0;
+  Hash128 hash;  // The chunk root.
 };
 
-// Compares the bytes of a file, which come in order from its begin, with ranges of it. Of one
+// Compares a file's bytes, which are added in order, with the hashes of ranges of the file. For one
 // thread.
 class RangeCheck {
  public:
-  // By rising offset, and apart; must outlive this.
+  // `ranges` must be disjoint and sorted by offset, and must outlive this object.
   explicit RangeCheck(std::span<const CheckedRange> ranges) : ranges_(ranges) {}
 
-  // The next `size` bytes. False: those of range number next() differ.
+  // Adds the next `size` bytes of the file. Returns false if the range with number next() does not
+  // match its hash.
   bool Add(const std::byte* data, std::size_t size) {
     const std::uint64_t end = at_ + size;
     while (next_ < ranges_.size()) {
@@ -36,27 +37,24 @@ class RangeCheck {
       const std::uint64_t range_end = range.offset + range.length;
       const std::uint64_t from = std::max(range.offset, at_);
       const std::uint64_t to = std::min(range_end, end);
-      if (!hasher_) hasher_.emplace();
-      if (to > from) hasher_->Update(data + (from - at_), static_cast<std::size_t>(to - from));
+      if (to > from) hashes_.Update(data + (from - at_), static_cast<std::size_t>(to - from));
       if (to < range_end) break;
-      hasher_->Finish();
-      if (hasher_->Root() != range.hash) return false;
-      hasher_.reset();
+      if (hashes_.Finish().root != range.hash) return false;
       ++next_;
     }
     at_ = end;
     return true;
   }
-  // Whether all ranges came and are what they should be.
+  // Whether all ranges were added completely and match.
   bool all_good() const { return next_ == ranges_.size(); }
-  // The first that is not known to be.
+  // Number of the first range that is not proven yet.
   std::size_t next() const { return next_; }
 
  private:
   const std::span<const CheckedRange> ranges_;
   std::size_t next_ = 0;
   std::uint64_t at_ = 0;
-  std::optional<LeafHasher> hasher_;
+  ChunkAccumulator hashes_;
 };
 
 }  // namespace tensormount

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Repair of a checkpoint out of another one (docs/format.md, "Repair").
+// Repair of a checkpoint with bytes of another checkpoint (docs/format.md, "Repair").
 //
-// COMMIT says what the manifests and the index must be, manifests say what each 64 KiB of each data
-// file must be, and nothing is kept that these hashes do not prove. A new file is built in
-// .staging/.repair/, synced, and exchanged with the damaged one; the names of other checkpoints
-// that share it come first, the checkpoint's own last: as long as that has the damaged file, the
-// next repair finds the others by its inode.
+// COMMIT gives the expected manifests and index. Manifests give the hash of each 64 KiB of a data
+// file. Only bytes that these hashes prove are used. A new file is built in .staging/.repair/,
+// synced, and exchanged with the damaged file. If other checkpoints have the damaged file too, it
+// is replaced there first and in the repaired checkpoint last, so that after an interruption the
+// next repair finds the others again by inode.
 #include "index/store/repair.h"
 
 #include <algorithm>
@@ -34,10 +34,11 @@
 namespace tensormount {
 namespace {
 
-// Of manifests and the index, compared as a whole.
+// Block size for reading manifests and the index, which are compared as a whole.
 constexpr std::size_t kRepairBlock = std::size_t{1} << 20;
 
-// To be synced: where the path leads through a descriptor its folder is a link there.
+// Path of the parent directory, for a sync. The "/." is needed if the path goes through a
+// descriptor, because the parent is then a link.
 std::string FolderOf(const std::string& path) {
   return JoinPath(path.substr(0, path.rfind('/')), ".");
 }
@@ -73,9 +74,10 @@ class Repairer {
     if (inventory_) {
       if (!inventory_->info.self_contained) {
         return Status(Code::kUnsupported, report_.path +
-                                              ": an adopted checkpoint: its data are files of "
+                                              ": is an adopted checkpoint, whose data are files of "
                                               "another program below " +
-                                              inventory_->info.root + ", which are not written to");
+                                              inventory_->info.root +
+                                              ", which tensormount does not modify");
       }
       TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles());
     }
@@ -84,28 +86,30 @@ class Repairer {
   }
 
  private:
-  // Another checkpoint of the store.
+  // Another checkpoint of the same store.
   struct Neighbour {
     std::string name;
     FileInfo folder;
     CommitRecord record;
   };
-  // What stands under a name of the checkpoint.
+  // The present file at one of the checkpoint's names.
   struct OldFile {
-    std::unique_ptr<File> file;  // Null: there is none that can be read.
-    // Of a file that is held by `file`, or by a link in the work folder: a file of a save beside
-    // this repair cannot get its inode number.
+    std::unique_ptr<File> file;  // Null: the file is missing or unreadable.
+    // Set only while `file` is open or a link to the file is in the work directory, so that a
+    // concurrent save cannot get the same inode number.
     std::optional<FileInfo> info;
-    std::string damage;  // Why there is none.
+    std::string damage;  // Why `file` is null.
   };
   struct SharedName {
-    std::string checkpoint;  // Empty: in .staging/ or .trash/.
+    // Name of the checkpoint; empty for a directory of .staging/ or .trash/.
+    std::string checkpoint;
     std::string folder;
     FileInfo folder_info;
-    bool lacks = false;  // There is nothing under its name.
+    // Whether the file does not exist under this name.
+    bool lacks = false;
   };
 
-  std::string Own(const std::string& file) const { return JoinPath(*directory_, file); }
+  std::string OwnPath(const std::string& file) const { return JoinPath(*directory_, file); }
 
   // ---- Begin and end ----
 
@@ -115,7 +119,7 @@ class Repairer {
       pinned_ = std::move(pinned).value();
       directory_ = pinned_.directory;
     } else {
-      // A checkpoint all the same, if it has manifests.
+      // A directory with manifests but without COMMIT is a checkpoint that lost its COMMIT.
       const bool is_one = pinned.status().code() == Code::kNotFound &&
                           fs_.LinkStat(JoinPath(report_.path, "manifest")).ok();
       if (!is_one) return pinned.status();
@@ -124,9 +128,9 @@ class Repairer {
     TENSORMOUNT_ASSIGN_OR_RETURN(folder_, fs_.Stat(JoinPath(*directory_, ".")));
     const Result<FileInfo> there = fs_.Stat(JoinPath(other_->pinned_directory(), "."));
     if (there.ok() && SameInode(folder_, there.value())) {
-      return InvalidArgument(report_.path +
-                             ": is the checkpoint that is to be repaired; name "
-                             "another one that holds the same tensors");
+      return InvalidArgument(
+          report_.path +
+          ": is the checkpoint to repair; pass another one that has the same tensors");
     }
     return Status();
   }
@@ -134,8 +138,8 @@ class Repairer {
   Status BeginWork() {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.EnsureDirectory(FolderOf(work_)));
     TENSORMOUNT_ASSIGN_OR_RETURN(
-        lock_, store_moves::LockWorkFolder(fs_, work_, "another repair is under way"));
-    // What one that was interrupted left.
+        lock_, store_moves::LockWorkFolder(fs_, work_, "another repair is running"));
+    // Files in the work directory are left from an interrupted repair.
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_.List(work_));
     for (const DirectoryEntry& e : entries) {
       if (e.name == store_paths::kLockFile) continue;
@@ -144,8 +148,9 @@ class Repairer {
     return Status();
   }
 
-  // Gc does it otherwise. What was deleted is made durable, too: without a journal a file that is
-  // written next could get its blocks, and lose them to a repair of the filesystem.
+  // Removes the work directory. After a failure gc removes it. Deletions are synced too: without a
+  // journal a file that is written next could get the blocks of a deleted file, and lose them in a
+  // repair of the filesystem.
   void EndWork() {
     if (lock_ == nullptr) return;
     (void)fs_.RemoveTree(work_);
@@ -154,13 +159,13 @@ class Repairer {
 
   std::string WorkPath() const { return JoinPath(work_, "part-" + Uuid::Random().Short()); }
 
-  void Left(const std::string& file, const std::string& object, std::uint64_t offset,
-            std::string reason) {
+  void ReportRemaining(const std::string& file, const std::string& object, std::uint64_t offset,
+                       std::string reason) {
     report_.left.push_back(
         {.file = file, .object = object, .offset = offset, .reason = std::move(reason)});
   }
 
-  Status Tell(std::uint64_t bytes) {
+  Status ReportProgress(std::uint64_t bytes) {
     report_.bytes_checked += bytes;
     return options_.watch ? options_.watch(report_.bytes_checked, total_) : Status();
   }
@@ -185,18 +190,20 @@ class Repairer {
         return damage;
       }
     }
-    RepairedFile file{.file = name, .damage = ReasonWithout(name, damage)};
+    RepairedFile file{.file = name, .damage = ReasonWithoutFile(name, damage)};
     if (bytes.empty()) {
       TENSORMOUNT_RETURN_IF_ERROR(TakeCommit(damage));
     } else {
       commit_ = EncodeCommit(record_);
-      // A record of a newer program may say more than this one would write.
+      // The bytes of the copies are compared, because the record of a newer version may have fields
+      // that this version would not write.
       file.bytes_damaged = commit_.size();
       const std::size_t copy = commit_.size() / 2;
       const std::string_view whole = std::string_view(commit_).substr(0, copy);
       const std::string_view there = bytes;
       if (!there.starts_with(whole) && (there.size() < copy || !there.ends_with(whole))) {
-        Left(name, name, 0, "its whole copy says more than this program knows");
+        ReportRemaining(name, name, 0,
+                        "its intact copy has fields that this version does not know");
         commit_.clear();
       }
     }
@@ -207,13 +214,14 @@ class Repairer {
     return Status();
   }
 
-  // Where no copy of COMMIT is left: that of the other checkpoint, if it is a copy of this one. A
-  // manifest has the uuid of its save, so one that is byte for byte the same proves it.
+  // If both copies of COMMIT are lost, takes the COMMIT of the other checkpoint, if that is a copy
+  // of this one. A byte-equal manifest proves that, because manifests contain the uuid of their
+  // save.
   Status TakeCommit(const Status& damage) {
     const Status refused = DataLoss(
         JoinPath(report_.path, kCommitName),
-        ReasonWithout(kCommitName, damage) + ", and " + other_->directory() +
-            " is no copy of this checkpoint: without COMMIT nothing says what the files should be");
+        ReasonWithoutFile(kCommitName, damage) + ", and " + other_->directory() +
+            " is not a copy of this checkpoint: without COMMIT the expected files are unknown");
     const DecodedCommit* commit = other_->commit();
     if (commit == nullptr) return refused;
     bool same = false;
@@ -231,13 +239,13 @@ class Repairer {
     if (!own.starts_with(std::string_view(commit_).substr(0, commit_.size() / 2)) &&
         !own.ends_with(std::string_view(commit_).substr(0, commit_.size() / 2))) {
       return DataLoss(JoinPath(other_->directory(), kCommitName),
-                      "says more than this program knows");
+                      "has fields that this version does not know");
     }
     return Status();
   }
 
-  // The entry in the other one's COMMIT, where it lists the same file.
-  bool OtherHas(const CommitRecord::Entry& entry) const {
+  // Whether the other checkpoint's COMMIT lists the same file (name, length and hash).
+  bool IsListedByOther(const CommitRecord::Entry& entry) const {
     const DecodedCommit* commit = other_->commit();
     const CommitRecord::Entry* there =
         commit == nullptr ? nullptr : commit->record.Find(entry.name);
@@ -254,13 +262,13 @@ class Repairer {
       if (!manifest.ok()) {
         if (!ProvesDamage(manifest.status())) return manifest.status();
         RepairedFile file{.file = entry.name,
-                          .damage = ReasonWithout(entry.name, manifest.status()),
+                          .damage = ReasonWithoutFile(entry.name, manifest.status()),
                           .bytes_damaged = entry.length};
         manifest = TakeManifest(entry);
         if (manifest.ok()) {
           TENSORMOUNT_RETURN_IF_ERROR(CopyWhole(entry, file));
         } else {
-          Left(entry.name, entry.name, 0, manifest.status().message());
+          ReportRemaining(entry.name, entry.name, 0, manifest.status().message());
         }
         report_.files.push_back(std::move(file));
       }
@@ -279,14 +287,14 @@ class Repairer {
   }
 
   Result<Manifest> TakeManifest(const CommitRecord::Entry& entry) const {
-    if (!OtherHas(entry)) {
+    if (!IsListedByOther(entry)) {
       return DataLoss(other_->directory() +
-                      " is no copy of this checkpoint, and only a copy has its manifests");
+                      " is not a copy of this checkpoint, and only a copy has its manifests");
     }
     return ReadListedManifest(fs_, other_->pinned_directory(), entry);
   }
 
-  // Without all manifests the index says what the data files should be.
+  // If a manifest is missing, the index gives the expected data.
   Status CheckIndex() {
     const CommitRecord::Entry* entry = record_.Find(kIndexName);
     if (entry == nullptr) return Status();
@@ -296,13 +304,14 @@ class Repairer {
     if (!damage.ok()) {
       RepairedFile file{
           .file = entry->name, .damage = damage.message(), .bytes_damaged = entry->length};
-      if (OtherHas(*entry)) {
+      if (IsListedByOther(*entry)) {
         TENSORMOUNT_RETURN_IF_ERROR(CopyWhole(*entry, file));
       } else {
-        Left(entry->name, entry->name, 0,
-             other_->directory() +
-                 " is no copy of this checkpoint, and only a copy has its index; `tensormount fsck "
-                 "STORE --rebuild` makes one that serves");
+        ReportRemaining(
+            entry->name, entry->name, 0,
+            other_->directory() +
+                " is not a copy of this checkpoint, and only a copy has its index; `tensormount "
+                "fsck STORE --rebuild` rebuilds a usable one");
       }
       report_.files.push_back(std::move(file));
     }
@@ -315,8 +324,8 @@ class Repairer {
     if (inventory.ok()) {
       inventory_ = std::move(inventory).value();
     } else {
-      Left("data", "all data files", 0,
-           "without all manifests, or the index, nothing says what they should be");
+      ReportRemaining("data", "all data files", 0,
+                      "their expected contents are unknown without all manifests or the index");
     }
     return Status();
   }
@@ -330,17 +339,17 @@ class Repairer {
       return old;
     }
     if (!ProvesDamage(opened.status())) return opened.status();
-    old.damage = ReasonWithout(name, opened.status());
-    const Result<FileInfo> info = fs_.LinkStat(Own(name));
+    old.damage = ReasonWithoutFile(name, opened.status());
+    const Result<FileInfo> info = fs_.LinkStat(OwnPath(name));
     if (options_.dry_run || !info.ok() || info.value().kind != FileKind::kFile) return old;
-    // Where the link is refused, too, the file is not looked for under other names.
+    // If this link is refused too, the file's other names are not searched.
     const std::string link = WorkPath();
-    if (!fs_.Link(Own(name), link).ok()) return old;
+    if (!fs_.Link(OwnPath(name), link).ok()) return old;
     TENSORMOUNT_ASSIGN_OR_RETURN(old.info, fs_.LinkStat(link));
     return old;
   }
 
-  // A file that COMMIT has a hash of all of. kDataLoss says what is wrong with it.
+  // Compares a file with the hash of the whole file in COMMIT. kDataLoss has the reason.
   Status CompareWhole(const CommitRecord::Entry& entry, File& file, File* out = nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
     if (info.size != entry.length) return DataLoss(LengthText(info.size, entry.length));
@@ -353,14 +362,14 @@ class Repairer {
       if (out != nullptr) TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(at, buffer_.data(), n));
       at += n;
     }
-    return hash.Value() == entry.hash ? Status() : DataLoss("checksum differs");
+    return hash.Value() == entry.hash ? Status() : DataLoss("checksum mismatch");
   }
 
   static std::string LengthText(std::uint64_t is, std::uint64_t wanted) {
     return std::to_string(is) + " bytes, " + std::to_string(wanted) + " expected";
   }
 
-  // A manifest or the index, of which the other checkpoint has the same.
+  // Copies a manifest or the index from the other checkpoint, whose COMMIT lists the same file.
   Status CopyWhole(const CommitRecord::Entry& entry, RepairedFile& file) {
     const std::string part = WorkPath();
     std::unique_ptr<File> out;
@@ -372,7 +381,7 @@ class Repairer {
     const Status copied = from.ok() ? CompareWhole(entry, *from.value(), out.get()) : from.status();
     if (copied.code() == Code::kResourceExhausted) return copied;
     if (!copied.ok()) {
-      Left(entry.name, entry.name, 0, other_->directory() + ": " + copied.message());
+      ReportRemaining(entry.name, entry.name, 0, other_->directory() + ": " + copied.message());
       return Status();
     }
     file.bytes_repaired = entry.length;
@@ -384,8 +393,8 @@ class Repairer {
     return GiveNames(part, entry, old.info, file);
   }
 
-  // Last, when all that it vouches for is in place. Gc looks for the lock of readers on the file of
-  // this name, so one that is read is not exchanged.
+  // COMMIT is repaired last, after all files that it lists. Readers lock this file and gc checks
+  // the lock, so it is not exchanged while somebody reads.
   Status FinishCommit() {
     if (commit_.empty() || options_.dry_run) return Status();
     const std::string name(kCommitName);
@@ -396,8 +405,9 @@ class Repairer {
       if (locked.code() == Code::kBusy) {
         file.whole = false;
         file.bytes_repaired = 0;
-        Left(name, name, 0,
-             "somebody reads the checkpoint: unmount it, end its readers, and repair it again");
+        ReportRemaining(
+            name, name, 0,
+            "the checkpoint is in use: unmount it, end its readers, and repair it again");
         return Status();
       }
       if (!locked.ok() && !HasNoLocks(locked)) return locked;
@@ -419,7 +429,7 @@ class Repairer {
     TENSORMOUNT_ASSIGN_OR_RETURN(source_,
                                  RepairSource::Make(other_, *inventory_, record_, writers));
     ranges_.emplace(*inventory_, leaves_, *source_, other_->directory(),
-                    [this](std::uint64_t bytes) { return Tell(bytes); });
+                    [this](std::uint64_t bytes) { return ReportProgress(bytes); });
     std::map<std::string, std::vector<ScanRange>, std::less<>> ranges;
     for (const ScanRange& range : RangesOf(*inventory_)) {
       if (range.length == 0 || range.file >= inventory_->files.size()) continue;
@@ -438,14 +448,14 @@ class Repairer {
     return Status();
   }
 
-  // Those that can be read: what others hold is not known, and stays as it is.
+  // Finds the other readable checkpoints of the store. Unreadable checkpoints stay unchanged.
   Status FindNeighbours() {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, store_.Names());
     for (const std::string& name : names) {
       const Result<FileInfo> info = fs_.LinkStat(store_.CheckpointPath(name));
       if (!info.ok() || SameInode(info.value(), folder_)) continue;
       Neighbour neighbour{.name = name, .folder = info.value(), .record = {}};
-      if (store_.Look(name, &neighbour.record).problem.ok()) {
+      if (store_.FindListing(name, &neighbour.record).problem.ok()) {
         neighbours_.push_back(std::move(neighbour));
       }
     }
@@ -470,16 +480,16 @@ class Repairer {
     }
     if (damaged == 0 && !length_differs) return Status();
     if (damaged > 0 && file.damage.empty()) {
-      file.damage = "checksums differ in " + std::to_string(damaged) + " of " +
+      file.damage = "checksum mismatch in " + std::to_string(damaged) + " of " +
                     Counted(ranges.size(), "stored range");
     }
-    TENSORMOUNT_RETURN_IF_ERROR(Mend(entry, ranges, old, file));
+    TENSORMOUNT_RETURN_IF_ERROR(RepairFile(entry, ranges, old, file));
     report_.files.push_back(std::move(file));
     return Status();
   }
 
-  Status Mend(const CommitRecord::Entry& entry, const std::vector<ScanRange>& ranges,
-              const OldFile& old, RepairedFile& file) {
+  Status RepairFile(const CommitRecord::Entry& entry, const std::vector<ScanRange>& ranges,
+                    const OldFile& old, RepairedFile& file) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string same, FindWhole(entry, ranges, old));
     if (!same.empty()) {
       file.bytes_repaired = file.bytes_damaged;
@@ -494,14 +504,16 @@ class Repairer {
     const std::size_t left = report_.left.size();
     std::uint64_t at = 0;
     for (const ScanRange& range : ranges) {
-      TENSORMOUNT_RETURN_IF_ERROR(ranges_->CopyAsItIs(old.file.get(), out.get(), at, range.offset));
+      TENSORMOUNT_RETURN_IF_ERROR(
+          ranges_->CopyUncovered(old.file.get(), out.get(), at, range.offset));
       TENSORMOUNT_ASSIGN_OR_RETURN(
           std::optional<RepairLeft> what,
-          ranges_->Mend(range, old.file.get(), out.get(), file.bytes_repaired));
+          ranges_->RepairRange(range, old.file.get(), out.get(), file.bytes_repaired));
       if (what) report_.left.push_back(std::move(*what));
-      at = range.offset + range.length;  // Within the file: the merger has checked it.
+      at = range.offset + range.length;  // Within the file; the merger has checked that.
     }
-    TENSORMOUNT_RETURN_IF_ERROR(ranges_->CopyAsItIs(old.file.get(), out.get(), at, entry.length));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        ranges_->CopyUncovered(old.file.get(), out.get(), at, entry.length));
     file.whole = report_.left.size() == left;
     if (out == nullptr) return Status();
     if (!file.whole && file.bytes_repaired == 0) {
@@ -515,8 +527,9 @@ class Repairer {
     return GiveNames(part, entry, old.info, file);
   }
 
-  // The same file in another checkpoint of the store, under an inode of its own and whole: of an
-  // earlier repair that was interrupted, or of a save that could not link it. Empty: there is none.
+  // Finds a whole copy of the file in another checkpoint of the store, with another inode. Such
+  // copies are left from an interrupted repair, or from a save whose link was refused. Returns its
+  // path, or a link to it in the work directory; empty if there is none.
   Result<std::string> FindWhole(const CommitRecord::Entry& entry,
                                 const std::vector<ScanRange>& ranges, const OldFile& old) {
     std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
@@ -538,7 +551,7 @@ class Repairer {
         if (!whole) break;
       }
       if (!whole) continue;
-      // What has the name is looked at once more: it was compared by its descriptor.
+      // The comparison used a descriptor. The name may lead to another file by now.
       const std::string path = JoinPath(folder, entry.name);
       const Result<FileInfo> named = fs_.LinkStat(path);
       if (!named.ok() || !SameInode(named.value(), info.value())) continue;
@@ -546,7 +559,7 @@ class Repairer {
       const std::string link = WorkPath();
       const Status linked = fs_.Link(path, link);
       if (linked.ok()) return link;
-      if (linked.code() == Code::kNotFound || store_moves::LinkIsRefused(linked)) continue;
+      if (linked.code() == Code::kNotFound || store_moves::IsLinkRefused(linked)) continue;
       return linked;
     }
     return std::string();
@@ -559,7 +572,7 @@ class Repairer {
 
   // ---- Names ----
 
-  // Whether all folders of `file` below `folder` are folders, and no links that lead elsewhere.
+  // Whether all parent directories of `file` below `folder` are directories and not symbolic links.
   Result<bool> HasFolders(const std::string& folder, const std::string& file) {
     for (std::size_t at = file.find('/'); at != std::string::npos; at = file.find('/', at + 1)) {
       const Result<FileInfo> info = fs_.LinkStat(JoinPath(folder, file.substr(0, at)));
@@ -570,27 +583,29 @@ class Repairer {
     return true;
   }
 
-  // Those of this checkpoint, made where they are lost.
+  // Recreates missing parent directories of a file in this checkpoint.
   Status MakeFolders(const std::string& file) {
     for (std::size_t at = file.find('/'); at != std::string::npos; at = file.find('/', at + 1)) {
-      const std::string folder = Own(file.substr(0, at));
+      const std::string folder = OwnPath(file.substr(0, at));
       if (fs_.LinkStat(folder).status().code() != Code::kNotFound) continue;
       TENSORMOUNT_RETURN_IF_ERROR(fs_.CreateDirectory(folder));
       TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(FolderOf(folder)));
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const bool there, HasFolders(*directory_, file));
     if (there) return Status();
-    return DataLoss(JoinPath(report_.path, file),
-                    "a link or a file has the name of a folder above it; remove that, and repair "
-                    "the checkpoint again");
+    return DataLoss(
+        JoinPath(report_.path, file),
+        "a link or a file has the name of one of its parent directories; remove that, and repair "
+        "the checkpoint again");
   }
 
-  // Where else the damaged file stands: by its inode, also in stagings and .trash; and other
-  // checkpoints that list it and have nothing under its name.
+  // Finds the other names to replace: names with the inode of the damaged file, also in stagings
+  // and .trash, and missing files of other checkpoints that list the same file.
   Result<std::vector<SharedName>> OtherNames(const CommitRecord::Entry& entry,
                                              const std::optional<FileInfo>& old) {
     std::vector<SharedName> names;
-    // What cannot be looked at may be the damaged file: then nothing is replaced.
+    // A name that cannot be looked at may be the damaged file, so the error ends the repair of the
+    // file.
     const auto look = [&](const std::string& checkpoint, const std::string& folder,
                           const Neighbour* lists) -> Status {
       const Result<FileInfo> there = fs_.LinkStat(folder);
@@ -602,7 +617,7 @@ class Repairer {
       const Result<FileInfo> info = fs_.LinkStat(JoinPath(folder, entry.name));
       if (!info.ok() && info.status().code() != Code::kNotFound) return info.status();
       const bool same = info.ok() && old && SameInode(info.value(), *old);
-      // Another checkpoint may have the name by now.
+      // The directory must still be that checkpoint, because another may have the name by now.
       const bool lacks = !info.ok() && lists != nullptr && SameInode(there.value(), lists->folder);
       if (same || lacks) {
         names.push_back({.checkpoint = checkpoint,
@@ -615,14 +630,14 @@ class Repairer {
     const auto look_below = [&](std::string_view below) -> Status {
       const std::string folder = JoinPath(store_.path(), below);
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                                   store_moves::ListIfThere(fs_, folder));
+                                   store_moves::ListIfExists(fs_, folder));
       for (const DirectoryEntry& e : entries) {
         if (e.kind != FileKind::kDirectory) continue;
         TENSORMOUNT_RETURN_IF_ERROR(look("", JoinPath(folder, e.name), nullptr));
       }
       return Status();
     };
-    // In the order in which most folders move.
+    // The order in which directories usually move: staging, store, trash.
     TENSORMOUNT_RETURN_IF_ERROR(look_below(store_paths::kStagingFolder));
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> published, store_.Names());
     for (const std::string& name : published) {
@@ -637,30 +652,32 @@ class Repairer {
     return names;
   }
 
-  // Gives `fresh`, a file of the work folder, all names of the damaged one, this checkpoint's last.
+  // Puts `fresh`, a file of the work directory, at all names of the damaged file. This checkpoint's
+  // own name is last.
   Status GiveNames(const std::string& fresh, const CommitRecord::Entry& entry,
                    const std::optional<FileInfo>& old, RepairedFile& file) {
     TENSORMOUNT_RETURN_IF_ERROR(MakeFolders(entry.name));
     changed_ = true;
     std::set<std::string> refused;
     TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(fresh, entry, old, refused, file));
-    TENSORMOUNT_RETURN_IF_ERROR(GiveOwnName(fresh, Own(entry.name)));
-    // A save may have linked the damaged file until then. That has the name `fresh` now, and keeps
-    // its inode until this is over. Other links: of a folder that was moved while it was looked
-    // for, or outside of the store.
+    TENSORMOUNT_RETURN_IF_ERROR(GiveOwnName(fresh, OwnPath(entry.name)));
+    // A save may have linked the damaged file until now. That file is now at `fresh` and keeps its
+    // inode until the end. Links that remain are in a directory that moved during the search, or
+    // outside of the store.
     for (int attempt = 0; attempt < 2; ++attempt) {
-      TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(Own(entry.name), entry, old, refused, file));
+      TENSORMOUNT_RETURN_IF_ERROR(GiveToOthers(OwnPath(entry.name), entry, old, refused, file));
       const Result<FileInfo> replaced = fs_.LinkStat(fresh);
       if (!replaced.ok() || replaced.value().links < 2) break;
     }
     return fs_.RemoveTree(fresh);
   }
 
-  // `refused`: folders that keep the damaged file, and are named already.
+  // Replaces the damaged file at its other names. `refused` has the directories that keep the
+  // damaged file and were reported.
   Status GiveToOthers(const std::string& from, const CommitRecord::Entry& entry,
                       const std::optional<FileInfo>& old, std::set<std::string>& refused,
                       RepairedFile& file) {
-    // More than once, as a save that shares the file may be published meanwhile.
+    // The search is repeated, because a save that shares the file may be published meanwhile.
     for (int attempt = 0; attempt < 3; ++attempt) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<SharedName> names, OtherNames(entry, old));
       bool any = false;
@@ -668,21 +685,21 @@ class Repairer {
         if (refused.contains(name.folder)) continue;
         const std::string link = WorkPath();
         const Status linked = fs_.Link(from, link);
-        if (store_moves::LinkIsRefused(linked)) {
+        if (store_moves::IsLinkRefused(linked)) {
           refused.insert(name.folder);
           if (!name.checkpoint.empty()) {
-            Left(entry.name, store_.CheckpointPath(name.checkpoint), 0,
-                 "has the damaged file still, since a link was refused (" + linked.message() +
-                     "): repair it by itself");
+            ReportRemaining(entry.name, store_.CheckpointPath(name.checkpoint), 0,
+                            "still has the damaged file, because a hard link was refused (" +
+                                linked.message() + "): repair that checkpoint separately");
           }
           continue;
         }
-        // The checkpoint itself was deleted meanwhile.
+        // This checkpoint was deleted meanwhile.
         if (linked.code() == Code::kNotFound) continue;
         TENSORMOUNT_RETURN_IF_ERROR(linked);
         const Result<bool> given = GiveOtherName(link, entry.name, name, old);
         TENSORMOUNT_RETURN_IF_ERROR(fs_.RemoveTree(link));
-        // Deleted, or moved: then the next look finds it.
+        // The other directory was deleted or moved. If it was moved, the next search finds it.
         any = any || given.status().code() == Code::kNotFound;
         if (given.status().code() == Code::kNotFound) continue;
         TENSORMOUNT_RETURN_IF_ERROR(given.status());
@@ -695,21 +712,23 @@ class Repairer {
     return Status();
   }
 
-  // This checkpoint's own name, durably. What had it has that of `fresh` then.
+  // Puts the repaired file `fresh` at `path` in this checkpoint, durably. If there was a damaged
+  // file, it is at `fresh` afterwards.
   Status GiveOwnName(const std::string& fresh, const std::string& path) {
     const bool taken = fs_.LinkStat(path).status().code() != Code::kNotFound;
     TENSORMOUNT_RETURN_IF_ERROR(taken ? Swap(fresh, path) : fs_.RenameNoReplace(fresh, path));
     return SyncNames(path);
   }
 
-  // False: the name has another file by now, and keeps it. kNotFound: it is gone, or its folder
-  // has another name.
+  // Puts a link to the repaired file at another name. Returns false if the name leads to another
+  // file by now, which stays. kNotFound: the file does not exist any more, or its directory was
+  // renamed.
   Result<bool> GiveOtherName(const std::string& fresh, const std::string& file,
                              const SharedName& name, const std::optional<FileInfo>& old) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto folder, fs_.PinDirectory(name.folder));
     TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo there, fs_.Stat(JoinPath(*folder, ".")));
     if (!SameInode(there, name.folder_info)) {
-      return Status(Code::kNotFound, name.folder + ": another folder has its name");
+      return Status(Code::kNotFound, name.folder + ": was replaced by another directory");
     }
     const std::string path = JoinPath(*folder, file);
     if (name.lacks) {
@@ -729,14 +748,15 @@ class Repairer {
     return meant;
   }
 
-  // In one step where the filesystem can.
+  // Exchanges two files; atomic if the filesystem can do that.
   Status Swap(const std::string& fresh, const std::string& path) {
     const Status swapped = fs_.Exchange(fresh, path);
     if (swapped.code() != Code::kUnsupported) return swapped;
-    // For a moment there is no file: the next repair finds it missing.
+    // Without an exchange the file is missing for a moment. After a crash in that moment, the next
+    // repair replaces it.
     const std::string aside = WorkPath();
     const Status moved = fs_.RenameNoReplace(path, aside);
-    // Without the flag of rename an empty folder cannot be moved.
+    // Without RENAME_NOREPLACE a directory at this name cannot be moved, so it is deleted.
     TENSORMOUNT_RETURN_IF_ERROR(moved.code() == Code::kUnsupported ? fs_.RemoveTree(path) : moved);
     const Status given = fs_.RenameNoReplace(fresh, path);
     if (!given.ok()) (void)fs_.RenameNoReplace(aside, path);
@@ -744,7 +764,7 @@ class Repairer {
     return moved.ok() ? fs_.RenameNoReplace(aside, fresh) : Status();
   }
 
-  // An exchange is durable once both folders are.
+  // Makes an exchange durable: both directories are synced.
   Status SyncNames(const std::string& path) {
     TENSORMOUNT_RETURN_IF_ERROR(fs_.SyncDirectory(FolderOf(path)));
     return fs_.SyncDirectory(work_);
@@ -757,14 +777,16 @@ class Repairer {
   const RepairOptions& options_;
   const std::string work_;
   RepairReport report_;
-  PinnedCommit pinned_;  // Without a file where COMMIT is missing.
+  PinnedCommit pinned_;  // Has no file if COMMIT is missing.
   std::shared_ptr<const std::string> directory_;
   FileInfo folder_;
-  std::unique_ptr<File> lock_;  // Of the work folder; null in a dry run.
+  std::unique_ptr<File> lock_;  // Lock of the work directory; null in a dry run.
   bool changed_ = false;
   CommitRecord record_;
-  std::string commit_;  // What COMMIT is to be; empty: it is whole, or cannot be mended.
-  std::map<std::string, std::vector<Hash128>> leaves_;  // By name of manifest.
+  // New content of COMMIT. Empty if COMMIT is intact or cannot be repaired.
+  std::string commit_;
+  // Leaf hashes of each manifest, by the manifest's name.
+  std::map<std::string, std::vector<Hash128>> leaves_;
   std::optional<Inventory> inventory_;
   std::vector<Neighbour> neighbours_;
   std::unique_ptr<RepairSource> source_;

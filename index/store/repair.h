@@ -13,7 +13,7 @@
 
 namespace tensormount {
 
-// RepairCheckpoint on any file system, from a checkpoint that is open.
+// RepairCheckpoint of tensormount/repair.h on the file system `fs`. `from` is the opened source.
 Result<RepairReport> RepairOn(FileSystem& fs, const std::string& path,
                               std::shared_ptr<OpenedCheckpoint> from, const RepairOptions& options);
 

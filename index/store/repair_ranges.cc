@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Leaves of stored ranges, compared with their recorded hashes wherever they come from: what is
-// written to a new file was proved, or is what stood there before.
+// Compares leaves of stored ranges with their recorded hashes, whatever the source of the leaves.
+// All bytes written to a new file were proven, or were in the old file.
 #include "index/store/repair_ranges.h"
 
 #include <algorithm>
@@ -8,11 +8,12 @@
 #include "base/checked.h"
 #include "base/errors.h"
 #include "index/read/verify_ranges.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/leaf_hash.h"
 
 namespace tensormount {
 
-// What a record says of the hashes of a range.
+// The hashes in the record of a range.
 struct RecordedHash {
   Hash128 root;
   std::uint32_t manifest = kNoManifest;
@@ -22,9 +23,10 @@ struct RecordedHash {
 
 namespace {
 
-// Leaves that are read and compared at a time: 1 MiB.
+// Number of leaves that are read and compared at once: 1 MiB.
 constexpr std::uint64_t kRepairLeaves = 16;
-constexpr const char* kOtherBytes = "it holds other bytes there, or is damaged itself";
+constexpr const char* kOtherBytes =
+    "the other checkpoint has different bytes there, or is damaged itself";
 constexpr RepairSource::Way kWays[] = {RepairSource::Way::kSameFile, RepairSource::Way::kContent};
 
 RecordedHash RecordedHashOf(const Inventory& inventory, const ScanRange& range) {
@@ -44,13 +46,13 @@ RecordedHash RecordedHashOf(const Inventory& inventory, const ScanRange& range) 
   return of(inventory.extras[range.owner], true);
 }
 
-// Bytes of leaves [first, first + count) of a range.
+// Number of bytes of leaves [first, first + count) of a range.
 std::size_t WindowBytes(const ScanRange& range, std::uint64_t first, std::uint64_t count) {
   return static_cast<std::size_t>(std::min(count * kLeafBytes, range.length - first * kLeafBytes));
 }
 
-// What a failed read of the source says of the whole repair: where this process has no memory or no
-// descriptors nothing is known of what the source holds.
+// Returns the failure if it ends the repair, else OK. Without memory or descriptors the content of
+// the source is unknown, so such a failure ends the repair.
 Status EndsRepair(const Status& read) {
   const bool ends = read.code() == Code::kResourceExhausted || read.code() == Code::kCancelled;
   return ends ? read : Status();
@@ -59,24 +61,24 @@ Status EndsRepair(const Status& read) {
 }  // namespace
 
 RangeRepair::RangeRepair(const Inventory& inventory, const Leaves& leaves, RepairSource& source,
-                         std::string from, Tell tell)
+                         std::string from, Progress progress)
     : inventory_(inventory),
       leaves_(leaves),
       source_(source),
       from_(std::move(from)),
-      tell_(std::move(tell)),
+      progress_(std::move(progress)),
       buffer_(static_cast<std::size_t>(kRepairLeaves * kLeafBytes)),
       fetched_(buffer_.size()) {}
 
-RepairLeft RangeRepair::Left(const ScanRange& range, std::uint64_t at,
-                             const std::string& reason) const {
+RepairLeft RangeRepair::RemainingDamage(const ScanRange& range, std::uint64_t at,
+                                        const std::string& reason) const {
   return {.file = inventory_.files[range.file].name,
           .object = RangeName(inventory_, range),
           .offset = range.offset + at,
           .reason = from_ + ": " + reason};
 }
 
-// None: only the root is known.
+// The leaf hashes of a range. Empty if only the root is known.
 std::span<const Hash128> RangeRepair::LeavesOf(const ScanRange& range,
                                                const RecordedHash& recorded) const {
   if (recorded.manifest >= inventory_.manifests.size()) return {};
@@ -91,33 +93,35 @@ std::span<const Hash128> RangeRepair::LeavesOf(const ScanRange& range,
   return ChunkRoot(leaves, range.length) == recorded.root ? leaves : std::span<const Hash128>();
 }
 
-// Leaves [first, first + count) into buffer_, and into there_ which of them could be read.
+// Reads leaves [first, first + count) into buffer_, and sets in is_present_ which of them could be
+// read.
 Status RangeRepair::ReadOld(File* old, const ScanRange& range, std::uint64_t first,
                             std::uint64_t count) {
-  there_.assign(static_cast<std::size_t>(count), false);
+  is_present_.assign(static_cast<std::size_t>(count), false);
   if (old == nullptr) return Status();
   const std::uint64_t at = range.offset + first * kLeafBytes;
   const Result<std::size_t> read =
       old->ReadAt(at, buffer_.data(), WindowBytes(range, first, count));
   if (read.ok()) {
-    for (std::size_t i = 0; i < there_.size(); ++i) {
-      there_[i] = WindowBytes(range, first, i + 1) <= read.value();
+    for (std::size_t i = 0; i < is_present_.size(); ++i) {
+      is_present_[i] = WindowBytes(range, first, i + 1) <= read.value();
     }
     return Status();
   }
   if (!ProvesDamage(read.status())) return read.status();
-  // One bad sector does not cost its neighbours.
-  for (std::size_t i = 0; i < there_.size(); ++i) {
+  // Leaves are read one by one, so that a bad sector costs only its own leaf.
+  for (std::size_t i = 0; i < is_present_.size(); ++i) {
     const std::size_t n = WindowBytes(range, first + i, 1);
     const Result<std::size_t> one =
         old->ReadAt(at + i * kLeafBytes, buffer_.data() + i * kLeafBytes, n);
     if (!one.ok() && !ProvesDamage(one.status())) return one.status();
-    there_[i] = one.ok() && one.value() == n;
+    is_present_[i] = one.ok() && one.value() == n;
   }
   return Status();
 }
 
-Result<std::uint64_t> RangeRepair::BadBytes(File* file, const ScanRange& range, bool tell) {
+Result<std::uint64_t> RangeRepair::BadBytes(File* file, const ScanRange& range,
+                                            bool report_progress) {
   const RecordedHash recorded = RecordedHashOf(inventory_, range);
   if (!recorded.known) return std::uint64_t{0};
   const std::span<const Hash128> leaves = LeavesOf(range, recorded);
@@ -128,20 +132,20 @@ Result<std::uint64_t> RangeRepair::BadBytes(File* file, const ScanRange& range, 
   for (std::uint64_t first = 0; first < count; first += kRepairLeaves) {
     const std::uint64_t n = std::min(kRepairLeaves, count - first);
     TENSORMOUNT_RETURN_IF_ERROR(ReadOld(file, range, first, n));
-    for (std::size_t i = 0; i < there_.size(); ++i) {
+    for (std::size_t i = 0; i < is_present_.size(); ++i) {
       const auto leaf = static_cast<std::size_t>(first + i);
       const std::size_t size = WindowBytes(range, leaf, 1);
-      if (there_[i]) found[leaf] = Xxh3(buffer_.data() + i * kLeafBytes, size);
-      all_read = all_read && there_[i];
-      if (leaves.empty() || !there_[i] || found[leaf] != leaves[leaf]) bad += size;
+      if (is_present_[i]) found[leaf] = Xxh3(buffer_.data() + i * kLeafBytes, size);
+      all_read = all_read && is_present_[i];
+      if (leaves.empty() || !is_present_[i] || found[leaf] != leaves[leaf]) bad += size;
     }
-    if (tell) TENSORMOUNT_RETURN_IF_ERROR(tell_(WindowBytes(range, first, n)));
+    if (report_progress) TENSORMOUNT_RETURN_IF_ERROR(progress_(WindowBytes(range, first, n)));
   }
   if (all_read && ChunkRoot(found, range.length) == recorded.root) return std::uint64_t{0};
   return bad;
 }
 
-Status RangeRepair::CopyAsItIs(File* old, File* out, std::uint64_t from, std::uint64_t to) {
+Status RangeRepair::CopyUncovered(File* old, File* out, std::uint64_t from, std::uint64_t to) {
   if (old == nullptr || out == nullptr) return Status();
   for (std::uint64_t at = from; at < to;) {
     const auto n = static_cast<std::size_t>(std::min<std::uint64_t>(buffer_.size(), to - at));
@@ -155,11 +159,11 @@ Status RangeRepair::CopyAsItIs(File* old, File* out, std::uint64_t from, std::ui
   return Status();
 }
 
-Result<std::optional<RepairLeft>> RangeRepair::Mend(const ScanRange& range, File* old, File* out,
-                                                    std::uint64_t& repaired) {
+Result<std::optional<RepairLeft>> RangeRepair::RepairRange(const ScanRange& range, File* old,
+                                                           File* out, std::uint64_t& repaired) {
   const RecordedHash recorded = RecordedHashOf(inventory_, range);
   const std::span<const Hash128> leaves = LeavesOf(range, recorded);
-  if (leaves.empty()) return MendByRoot(range, recorded.root, old, out, repaired);
+  if (leaves.empty()) return RepairByRoot(range, recorded.root, old, out, repaired);
   const std::uint64_t count = LeafCount(range.length);
   std::optional<std::uint64_t> first_left;
   std::string reason;
@@ -167,11 +171,11 @@ Result<std::optional<RepairLeft>> RangeRepair::Mend(const ScanRange& range, File
     const std::uint64_t n = std::min(kRepairLeaves, count - first);
     TENSORMOUNT_RETURN_IF_ERROR(ReadOld(old, range, first, n));
     const auto good = [&](std::uint64_t i) {
-      return there_[static_cast<std::size_t>(i)] &&
+      return is_present_[static_cast<std::size_t>(i)] &&
              Xxh3(buffer_.data() + i * kLeafBytes, WindowBytes(range, first + i, 1)) ==
                  leaves[static_cast<std::size_t>(first + i)];
     };
-    // Bad neighbours are read together.
+    // Adjacent bad leaves are read together.
     for (std::uint64_t i = 0; i < n; ++i) {
       std::uint64_t end = i;
       while (end < n && !good(end)) ++end;
@@ -182,18 +186,19 @@ Result<std::optional<RepairLeft>> RangeRepair::Mend(const ScanRange& range, File
     }
     for (std::uint64_t i = 0; i < n; ++i) {
       if (!first_left && !good(i)) first_left = (first + i) * kLeafBytes;
-      if (out == nullptr || !there_[static_cast<std::size_t>(i)]) continue;
+      if (out == nullptr || !is_present_[static_cast<std::size_t>(i)]) continue;
       TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(range.offset + (first + i) * kLeafBytes,
                                                buffer_.data() + i * kLeafBytes,
                                                WindowBytes(range, first + i, 1)));
     }
   }
   if (!first_left) return std::optional<RepairLeft>();
-  return std::optional<RepairLeft>(Left(range, *first_left, reason));
+  return std::optional<RepairLeft>(RemainingDamage(range, *first_left, reason));
 }
 
-// Bad leaves [first, first + count), of which buffer_ has those from `window` on: into their places
-// there, those whose hashes agree. `reason`: why others did not come.
+// Reads the bad leaves [first, first + count) from the source. Leaves with matching hashes are
+// copied to their positions in buffer_, which begins at leaf `window`. `reason` receives the reason
+// why a leaf does not match or could not be read.
 Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leaves,
                           std::uint64_t first, std::uint64_t count, std::uint64_t window,
                           std::string& reason, std::uint64_t& repaired) {
@@ -208,7 +213,7 @@ Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leave
       const auto leaf = static_cast<std::size_t>(first + i);
       const std::size_t size = WindowBytes(range, leaf, 1);
       std::byte* const bytes = fetched_.data() + i * kLeafBytes;
-      // One bad sector does not cost its neighbours here, either.
+      // After a failure leaves are read one by one, so that a bad sector costs only its own leaf.
       const Status read =
           all.ok() || count == 1 ? all : source_.Read(way, range, leaf * kLeafBytes, bytes, size);
       TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(read));
@@ -223,49 +228,46 @@ Status RangeRepair::Fetch(const ScanRange& range, std::span<const Hash128> leave
       got[i] = true;
       const auto at = static_cast<std::size_t>(leaf - window);
       std::copy_n(bytes, size, buffer_.data() + at * kLeafBytes);
-      there_[at] = true;
+      is_present_[at] = true;
       repaired += size;
     }
   }
   return Status();
 }
 
-// All of the range is proved before any of it is kept.
-Result<std::optional<RepairLeft>> RangeRepair::MendByRoot(const ScanRange& range,
-                                                          const Hash128& root, File* old, File* out,
-                                                          std::uint64_t& repaired) {
+// Repairs a range of which only the root is known. Bytes of the source are used only after the
+// whole range was proven.
+Result<std::optional<RepairLeft>> RangeRepair::RepairByRoot(const ScanRange& range,
+                                                            const Hash128& root, File* old,
+                                                            File* out, std::uint64_t& repaired) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::uint64_t bad, BadBytes(old, range, false));
   std::optional<RepairLeft> left;
   for (const RepairSource::Way way : kWays) {
     if (bad == 0) break;
-    const Status proved = PassByRoot(way, range, root, nullptr);
+    const Status proved = CopyIfRootMatches(way, range, root, nullptr);
     TENSORMOUNT_RETURN_IF_ERROR(EndsRepair(proved));
     if (proved.ok()) {
-      if (out != nullptr) TENSORMOUNT_RETURN_IF_ERROR(PassByRoot(way, range, root, out));
+      if (out != nullptr) TENSORMOUNT_RETURN_IF_ERROR(CopyIfRootMatches(way, range, root, out));
       repaired += range.length;
       return std::optional<RepairLeft>();
     }
-    left = Left(range, 0, proved.message());
+    left = RemainingDamage(range, 0, proved.message());
   }
-  TENSORMOUNT_RETURN_IF_ERROR(CopyAsItIs(old, out, range.offset, range.offset + range.length));
+  TENSORMOUNT_RETURN_IF_ERROR(CopyUncovered(old, out, range.offset, range.offset + range.length));
   return left;
 }
 
-Status RangeRepair::PassByRoot(RepairSource::Way way, const ScanRange& range, const Hash128& root,
-                               File* out) {
-  LeafHasher hasher;
-  for (std::uint64_t at = 0; at < range.length;) {
-    const auto n =
-        static_cast<std::size_t>(std::min<std::uint64_t>(fetched_.size(), range.length - at));
-    TENSORMOUNT_RETURN_IF_ERROR(source_.Read(way, range, at, fetched_.data(), n));
-    hasher.Update(fetched_.data(), n);
-    if (out != nullptr) {
-      TENSORMOUNT_RETURN_IF_ERROR(out->WriteAt(range.offset + at, fetched_.data(), n));
-    }
-    at += n;
-  }
-  hasher.Finish();
-  return hasher.Root() == root ? Status() : DataLoss(kOtherBytes);
+Status RangeRepair::CopyIfRootMatches(RepairSource::Way way, const ScanRange& range,
+                                      const Hash128& root, File* out) {
+  const auto read = [&](std::uint64_t at, std::span<std::byte> block) {
+    return source_.Read(way, range, at, block.data(), block.size());
+  };
+  const auto write = [&](std::uint64_t at, std::span<const std::byte> block) {
+    return out == nullptr ? Status() : out->WriteAt(range.offset + at, block.data(), block.size());
+  };
+  TENSORMOUNT_ASSIGN_OR_RETURN(const ChunkHashes found,
+                               PassChunk(range.length, fetched_, read, write));
+  return found.root == root ? Status() : DataLoss(kOtherBytes);
 }
 
 }  // namespace tensormount

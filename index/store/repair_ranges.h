@@ -24,29 +24,31 @@ namespace tensormount {
 
 struct RecordedHash;
 
-// Stored ranges of damaged data files: which of their leaves differ from what is recorded, and the
-// good ones of two sources put together. Of one thread.
+// Finds the leaves of damaged data files that do not match their hashes, and combines the good
+// leaves of the file and of the source. For one thread.
 class RangeRepair {
  public:
-  using Leaves = std::map<std::string, std::vector<Hash128>>;  // By name of manifest.
-  // Told how many bytes were compared. Not ok ends the repair.
-  using Tell = std::function<Status(std::uint64_t bytes)>;
-  // All must outlive this. A manifest that is not in `leaves` is lost: of its ranges only the roots
-  // are known. `from`: what the source is called.
+  // Leaf hashes of each manifest, by the manifest's name.
+  using Leaves = std::map<std::string, std::vector<Hash128>>;
+  // Receives the number of compared bytes. A failure ends the repair.
+  using Progress = std::function<Status(std::uint64_t bytes)>;
+  // The arguments must outlive this object. A manifest that is not in `leaves` is lost; only the
+  // roots of its ranges are known. `from` is the source's name for messages.
   RangeRepair(const Inventory& inventory, const Leaves& leaves, RepairSource& source,
-              std::string from, Tell tell);
+              std::string from, Progress progress);
 
-  // How many bytes of leaves differ; all of a range where only its root is known, and differs. Of a
-  // file that is null all do. Not ok where that cannot be told.
-  Result<std::uint64_t> BadBytes(File* file, const ScanRange& range, bool tell);
+  // Number of bytes in leaves that do not match. The whole range counts if only its root is known
+  // and does not match, or if `file` is null. Fails if the bytes cannot be compared.
+  Result<std::uint64_t> BadBytes(File* file, const ScanRange& range, bool report_progress);
 
-  // Writes a range to `out`: what is good of the old file, and the rest out of the source as far as
-  // its hashes agree; where neither is good, the old bytes. `out` null: only counts. Adds to
-  // `repaired`. What is left; none: the range is whole.
-  Result<std::optional<RepairLeft>> Mend(const ScanRange& range, File* old, File* out,
-                                         std::uint64_t& repaired);
-  // Bytes [from, to) that no record vouches for, as far as they can be read.
-  Status CopyAsItIs(File* old, File* out, std::uint64_t from, std::uint64_t to);
+  // Writes a range to `out` (null: only counts). Leaves are taken from the old file if they match
+  // their hashes, else from the source if they match there; if neither matches, the old bytes are
+  // written. Adds the repaired bytes to `repaired`. Returns the damage that remains; nullopt if
+  // none does.
+  Result<std::optional<RepairLeft>> RepairRange(const ScanRange& range, File* old, File* out,
+                                                std::uint64_t& repaired);
+  // Copies bytes [from, to), which belong to no stored range, as far as they can be read.
+  Status CopyUncovered(File* old, File* out, std::uint64_t from, std::uint64_t to);
 
  private:
   std::span<const Hash128> LeavesOf(const ScanRange& range, const RecordedHash& recorded) const;
@@ -54,19 +56,23 @@ class RangeRepair {
   Status Fetch(const ScanRange& range, std::span<const Hash128> leaves, std::uint64_t first,
                std::uint64_t count, std::uint64_t window, std::string& reason,
                std::uint64_t& repaired);
-  Result<std::optional<RepairLeft>> MendByRoot(const ScanRange& range, const Hash128& root,
-                                               File* old, File* out, std::uint64_t& repaired);
-  Status PassByRoot(RepairSource::Way way, const ScanRange& range, const Hash128& root, File* out);
-  RepairLeft Left(const ScanRange& range, std::uint64_t at, const std::string& reason) const;
+  Result<std::optional<RepairLeft>> RepairByRoot(const ScanRange& range, const Hash128& root,
+                                                 File* old, File* out, std::uint64_t& repaired);
+  Status CopyIfRootMatches(RepairSource::Way way, const ScanRange& range, const Hash128& root,
+                           File* out);
+  RepairLeft RemainingDamage(const ScanRange& range, std::uint64_t at,
+                             const std::string& reason) const;
 
   const Inventory& inventory_;
   const Leaves& leaves_;
   RepairSource& source_;
   const std::string from_;
-  const Tell tell_;
-  std::vector<std::byte> buffer_;   // Leaves of the old file, repaired in place.
-  std::vector<bool> there_;         // Which of them hold bytes.
-  std::vector<std::byte> fetched_;  // Of the source.
+  const Progress progress_;
+  // Leaves of the old file. Bad leaves are replaced in place.
+  std::vector<std::byte> buffer_;
+  // Whether buffer_ has the bytes of each leaf.
+  std::vector<bool> is_present_;
+  std::vector<std::byte> fetched_;  // Bytes from the source.
 };
 
 }  // namespace tensormount

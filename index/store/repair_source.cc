@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of stored ranges out of another checkpoint: by file where it is a copy, by cells of tensors
-// whatever its sharding and whoever wrote it, and headers of rank shards, which no other checkpoint
-// has, out of the records.
+// Reads bytes of stored ranges from another checkpoint: from the same file if the other checkpoint
+// has it, or from the cells of tensors, whatever the sharding and format of the other checkpoint.
+// Headers of rank shards, which no other checkpoint has, are rebuilt from the records.
 #include "index/store/repair_source.h"
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 
 #include "base/checked.h"
 #include "base/errors.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/leaf_hash.h"
 #include "shard/safetensors.h"
 #include "shard/tensor_meta.h"
@@ -19,7 +20,7 @@
 namespace tensormount {
 namespace {
 
-// A chunk of a safetensors file, as its header lists it.
+// A chunk of a safetensors file, as listed in its header.
 struct ShardEntry {
   std::uint64_t offset = 0;
   std::uint32_t tensor = 0;
@@ -27,7 +28,8 @@ struct ShardEntry {
   std::uint32_t part = 0;  // The n of KEY#n.
 };
 
-// "data/1f00abcd-r12.safetensors": 12. What has no such name comes last.
+// The rank in the name of a rank shard: 12 for "data/1f00abcd-r12.safetensors". Other names get a
+// number that sorts last.
 std::uint64_t RankOfShard(const std::string& name) {
   const std::size_t at = name.rfind("-r");
   std::uint64_t rank = UINT64_MAX;
@@ -79,12 +81,13 @@ Status RepairSource::ReadSameFile(const ScanRange& range, std::uint64_t at, std:
     const CommitRecord::Entry* there =
         own == nullptr || commit == nullptr ? nullptr : commit->record.Find(own->name);
     if (there == nullptr || there->length != own->length || there->hash != own->hash) {
-      return Status(Code::kNotFound, "it has no such file");
+      return Status(Code::kNotFound, "the other checkpoint has no such file");
     }
     const std::vector<FileRecord>& files = other_->index().files();
     const auto found = std::find_if(files.begin(), files.end(),
                                     [&](const FileRecord& f) { return f.name == own->name; });
-    if (found == files.end()) return Status(Code::kNotFound, "it has no such file");
+    if (found == files.end())
+      return Status(Code::kNotFound, "the other checkpoint has no such file");
     TENSORMOUNT_ASSIGN_OR_RETURN(
         open_, other_->OpenFile(static_cast<std::uint32_t>(found - files.begin())));
     open_number_ = range.file;
@@ -98,13 +101,14 @@ Status RepairSource::ReadTensor(const ScanRange& range, std::uint64_t at, std::b
   const TensorMeta& meta = tensor.meta;
   const Result<TensorEntry> entry = other_->index().Find(meta.key());
   if (entry.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, "it has no tensor of this name");
+    return Status(Code::kNotFound, "the other checkpoint has no tensor of this name");
   }
   TENSORMOUNT_RETURN_IF_ERROR(entry.status());
   const TensorMeta& there = entry.value().meta;
   if (there.dtype() != meta.dtype() || !(there.shape() == meta.shape())) {
-    return Status(Code::kNotFound, "its tensor is " + std::string(InfoOf(there.dtype()).name) +
-                                       " " + there.shape().ToString() + ", not " +
+    return Status(Code::kNotFound, "the tensor of the other checkpoint is " +
+                                       std::string(InfoOf(there.dtype()).name) + " " +
+                                       there.shape().ToString() + ", not " +
                                        std::string(InfoOf(meta.dtype()).name) + " " +
                                        meta.shape().ToString());
   }
@@ -112,7 +116,8 @@ Status RepairSource::ReadTensor(const ScanRange& range, std::uint64_t at, std::b
   TENSORMOUNT_ASSIGN_OR_RETURN(const Region bytes,
                                ByteRegion(meta.dtype(), meta.shape(), chunk.region));
   const auto all = static_cast<std::uint64_t>(bytes.volume());
-  if (!RangeWithin(at, size, all)) return DataLoss("its chunk is longer than its region");
+  if (!RangeWithin(at, size, all))
+    return DataLoss("the chunk of the other checkpoint is longer than its region");
   TENSORMOUNT_ASSIGN_OR_RETURN(
       const Region part,
       Region::Flat(bytes.box(), bytes.flat_first() + static_cast<std::int64_t>(at),
@@ -127,15 +132,18 @@ Status RepairSource::ReadObject(const ObjectRecord& object, std::uint64_t at, st
   const auto found = std::find_if(objects_.begin(), objects_.end(), [&](const ObjectRecord& o) {
     return o.key == object.key && o.index == object.index;
   });
-  if (found == objects_.end()) return Status(Code::kNotFound, "it has no such object");
+  if (found == objects_.end())
+    return Status(Code::kNotFound, "the other checkpoint has no such object");
   if (found->length != object.length) {
-    return Status(Code::kNotFound, "its object has " + std::to_string(found->length) +
-                                       " bytes, not " + std::to_string(object.length));
+    return Status(Code::kNotFound, "the object of the other checkpoint has " +
+                                       std::to_string(found->length) + " bytes, not " +
+                                       std::to_string(object.length));
   }
   return other_->ReadObject(*found, at, out, size, ReadVerify::kOff);
 }
 
-// Headers are as long as their range, and all of one is made at once.
+// Reads bytes of a header. The header is always built completely; its length is the length of its
+// range.
 Status RepairSource::ReadHeader(const ScanRange& range, std::uint64_t at, std::byte* out,
                                 std::size_t size) {
   const auto [made, fresh] = headers_.try_emplace(range.owner);
@@ -143,10 +151,10 @@ Status RepairSource::ReadHeader(const ScanRange& range, std::uint64_t at, std::b
   const std::string& header = made->second;
   if (header.empty()) {
     return Status(Code::kNotFound,
-                  "bytes of the file that belong to no tensor of this checkpoint: only a copy of "
-                  "it has them");
+                  "these bytes belong to no tensor of this checkpoint: only a copy of it has them");
   }
-  if (!RangeWithin(at, size, header.size())) return DataLoss("a header of another length");
+  if (!RangeWithin(at, size, header.size()))
+    return DataLoss("the header of the other file has another length");
   std::memcpy(out, header.data() + at, size);
   return Status();
 }
@@ -155,11 +163,7 @@ std::string RepairSource::MakeHeader(const ScanRange& range) const {
   const FileRecord& file = inventory_.files[range.file];
   const Hash128& wanted = inventory_.extras[range.owner].hash;
   const auto is_it = [&](const std::string& header) {
-    if (header.size() != range.length) return false;
-    LeafHasher hasher;
-    hasher.Update(header.data(), header.size());
-    hasher.Finish();
-    return hasher.Root() == wanted;
+    return header.size() == range.length && HashChunk(header.data(), header.size()).root == wanted;
   };
   if (range.offset != 0) return {};
   if (file.placement == Placement::kSafetensors) {
@@ -177,8 +181,9 @@ std::string RepairSource::MakeHeader(const ScanRange& range) const {
   return {};
 }
 
-// As DataWriter of collective/save writes it. The n of KEY#n counts the chunks of a tensor in the
-// order of the plan, which is mostly that of ranks, and is that of their cells elsewhere.
+// The header of a rank shard, as DataWriter of collective/save writes it. The n of KEY#n counts a
+// tensor's chunks in plan order. That is mostly the order of ranks; with `by_row`, the order of
+// cells is used.
 std::string RepairSource::ShardHeader(std::uint32_t file, const Uuid& writer, bool by_row) const {
   std::vector<ShardEntry> entries;
   for (std::uint32_t t = 0; t < inventory_.tensors.size(); ++t) {
@@ -230,7 +235,7 @@ std::string RepairSource::ShardHeader(std::uint32_t file, const Uuid& writer, bo
   return header.ok() ? std::move(header).value() : std::string();
 }
 
-// Whole tensors under their own names; those without bytes come first.
+// The header of a file with whole tensors under their own keys. Empty tensors come first.
 std::string RepairSource::ModelHeader(std::uint32_t file) const {
   std::vector<std::pair<std::uint64_t, const TensorMeta*>> tensors;
   std::vector<SafetensorsEntry> listed;

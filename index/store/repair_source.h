@@ -21,23 +21,26 @@
 
 namespace tensormount {
 
-// Where a repair gets bytes from: another checkpoint that holds the same. Nothing that it gives is
-// proved; the repair compares it with the recorded hashes. Of one thread.
+// Source of a repair: another checkpoint with the same data. The bytes of the source are not
+// trusted; the repair compares them with the recorded hashes. For one thread.
 class RepairSource {
  public:
-  // `inventory` is that of the damaged checkpoint, `commit` its COMMIT; both must outlive this.
-  // `writers`: uuids of checkpoints that may have written its files.
+  // `inventory` and `commit` belong to the damaged checkpoint and must outlive this object.
+  // `writers` are uuids of checkpoints that may have written its files.
   static Result<std::unique_ptr<RepairSource>> Make(std::shared_ptr<OpenedCheckpoint> other,
                                                     const Inventory& inventory,
                                                     const CommitRecord& commit,
                                                     const std::set<Uuid>& writers);
 
-  // Ways to the same bytes, tried in this order until the hash agrees.
+  // Ways to get the bytes of a range. They are tried in this order until the hash matches.
   enum class Way : std::uint8_t {
-    kSameFile,  // A file that the other one's COMMIT lists alike, at the same offset.
-    kContent,   // The tensor's cells, the object, or a header that is made again.
+    // From the same offset of a file with the same name, length and hash in the other COMMIT.
+    kSameFile,
+    // From the tensor's cells or the object, or by rebuilding a header.
+    kContent,
   };
-  // Bytes [at, at + size) of a stored range. Not ok: why they cannot be had that way.
+  // Reads bytes [at, at + size) of a stored range. A failure says why the bytes cannot be had in
+  // this way.
   Status Read(Way way, const ScanRange& range, std::uint64_t at, std::byte* out, std::size_t size);
 
  private:
@@ -49,7 +52,7 @@ class RepairSource {
   Status ReadObject(const ObjectRecord& object, std::uint64_t at, std::byte* out,
                     std::size_t size) const;
   Status ReadHeader(const ScanRange& range, std::uint64_t at, std::byte* out, std::size_t size);
-  // The header of a safetensors file as the save wrote it; empty: it cannot be made again.
+  // Rebuilds the safetensors header that the save wrote. Empty: that is not possible.
   std::string MakeHeader(const ScanRange& range) const;
   std::string ShardHeader(std::uint32_t file, const Uuid& writer, bool by_row) const;
   std::string ModelHeader(std::uint32_t file) const;
@@ -58,11 +61,11 @@ class RepairSource {
   const Inventory& inventory_;
   const CommitRecord& commit_;
   const std::set<Uuid> writers_;
-  std::vector<ObjectRecord> objects_;  // Of the other one.
-  // Of the file that was read last: its number here.
+  std::vector<ObjectRecord> objects_;  // Object parts of the other checkpoint.
+  // Number, in `inventory_`, of the file that was read last.
   std::optional<std::uint32_t> open_number_;
   std::unique_ptr<File> open_;
-  // Headers that were made again, by number of the extra range.
+  // Rebuilt headers, by the number of the extra range.
   std::map<std::uint32_t, std::string> headers_;
 };
 

@@ -11,27 +11,36 @@
 
 #include "base/file_system.h"
 
-// How small files beside checkpoints are written, so that readers find the old one whole or the
-// new.
+// Replaces small files beside checkpoints, so that a reader finds either the old or the new content
+// complete.
 
 namespace tensormount {
 
-// A file under a hidden name that is older is nobody's any more: it would have got its own.
+// Age from which a file with a hidden name is abandoned: a running writer would have renamed it by
+// then.
 inline constexpr std::chrono::seconds kHiddenFileAge(600);
 
-// Of what people may have written by hand.
+// Largest file that is read. The limit exists because people may write such a file by hand.
 inline constexpr std::uint64_t kMaxRetainedFileBytes = 64 * 1024;
 
-// Where the filesystem cannot exchange two files (NFS): for a moment there is neither, or the new
-// one is FOLDER/NAME.<8 hex digits>, and readers know that.
-enum class InsteadOfExchange { kNoneForAMoment, kSecondName };
+struct RetainedText {
+  Result<std::string> text;
+  // The disk did not give the file. The status alone does not tell: an error of the disk (EIO) has
+  // the code of damage, too.
+  bool unread = false;
+};
+RetainedText ReadRetained(FileSystem& fs, const std::string& path);
 
-// Writes FOLDER/NAME, replacing what is there, durably. Others who do so at the same time: one of
-// them holds.
+// What to do if the filesystem cannot exchange two files (NFS). kBrieflyMissing: for a moment no
+// file exists. kSecondName: the new file is FOLDER/NAME.<8 hex digits>, which readers accept too.
+enum class ExchangeFallback { kBrieflyMissing, kSecondName };
+
+// Writes FOLDER/NAME durably and replaces an existing file. Of several concurrent writers, one
+// wins.
 Status ReplaceRetained(FileSystem& fs, const std::string& folder, std::string_view name,
-                       std::string_view data, InsteadOfExchange instead);
+                       std::string_view data, ExchangeFallback instead);
 
-// The folder `name` of a store, and its name durable.
+// Creates the directory `name` of a store durably.
 Status EnsureFolderDurably(FileSystem& fs, const std::string& store, std::string_view name);
 
 }  // namespace tensormount

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prune of retention.h: what is known of each checkpoint, and the removals with all that is looked
-// at before and after each (docs/format.md, "Keeping and removing", has the steps and why two who
-// do this at once can do no harm).
+// Prune of retention.h: gathers the candidates and removes checkpoints, with checks before and
+// after each removal. The steps, and the reason why concurrent prunes are safe, are in
+// docs/format.md, "Keeping and removing".
 #include "index/store/retention.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@
 namespace tensormount::retention {
 namespace {
 
-// A number as rules compare it, or why it is none.
+// The number in a value that rules compare, or the reason why there is none.
 MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
   if (const auto* n = value.get_if<std::int64_t>()) {
     return {.number = static_cast<long double>(*n), .problem = {}};
@@ -39,12 +39,13 @@ MetricValue NumberOf(const std::string& metric, const CommonValue& value) {
     if (std::isnan(*x)) return {.number = {}, .problem = "has a " + metric + " that is NaN"};
     return {.number = static_cast<long double>(*x), .problem = {}};
   }
-  return {.number = {},
-          .problem = "has a " + metric + " that is no number: " + std::string(value.kind_name())};
+  return {
+      .number = {},
+      .problem = "has a " + metric + " that is not a number: " + std::string(value.kind_name())};
 }
 
-// "eval.loss": the common value of that name, or else "loss" in the value "eval"; the longest name
-// that there is. A name may have dots of its own.
+// The value of a metric. "eval.loss" is the common value of that name, or else "loss" in the value
+// "eval". The longest existing name is used, because names may contain dots.
 Result<MetricValue> ReadMetric(const CheckpointIndex& index, const std::string& metric) {
   for (std::size_t end = metric.size(); end != std::string::npos && end > 0;
        end = metric.find_last_of(".[({", end - 1)) {
@@ -61,16 +62,18 @@ Result<MetricValue> ReadMetric(const CheckpointIndex& index, const std::string& 
   return MetricValue{.number = {}, .problem = "has no " + metric};
 }
 
-// What only the checkpoint itself says.
+// Reads date and metrics of a candidate from the checkpoint's index.
 Status ReadFromIndex(FileSystem& fs, const std::string& directory, const RetentionRules& rules,
                      const std::vector<std::string>& roots, Candidate& c) {
   OpenedCheckpoint::Options how;
   how.roots = roots;
-  how.check_index_bytes = 0;  // A few records of each are read, and those are checked.
+  // The index is not checked at open. A few records of each checkpoint are read, and these reads
+  // are checked.
+  how.check_index_bytes = 0;
   TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenedCheckpoint::Open(fs, directory, how));
   const CheckpointIndex& index = opened->index();
   if (index.info().uuid != c.uuid) {
-    return Status(Code::kStale, directory + ": another one has taken its place");
+    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
   }
   c.created = index.info().created;
   c.metrics.clear();
@@ -83,41 +86,44 @@ Status ReadFromIndex(FileSystem& fs, const std::string& directory, const Retenti
 
 class Pruner {
  public:
-  Pruner(FileSystem& fs, const Store& store, const PruneOptions& options, const PruneFor& whom)
+  Pruner(FileSystem& fs, const Store& store, const PruneOptions& options,
+         const PruneContext& context)
       : fs_(fs),
         store_(store),
         options_(options),
-        now_(whom.now != 0 ? whom.now : fs.NowSeconds()),
-        saved_(whom.saved) {}
+        now_(context.now != 0 ? context.now : fs.NowSeconds()),
+        saved_(context.saved) {}
 
   Result<PruneReport> Run() {
     TENSORMOUNT_RETURN_IF_ERROR(store_.CheckWritable());
     TENSORMOUNT_RETURN_IF_ERROR(CheckRules(options_.rules));
-    // Until all is done. The rules are those of that time: whoever sets others waits for us, or we
-    // find them.
+    // The lock is kept until the removals are done, so that the rules do not change meanwhile: a
+    // new policy waits for the lock, or was set before.
     std::unique_ptr<File> lock;
     if (!options_.dry_run) {
       TENSORMOUNT_ASSIGN_OR_RETURN(lock, pins::Lock(fs_, store_.path(), options_.wait_seconds));
     }
     TENSORMOUNT_RETURN_IF_ERROR(ReadRules());
     TENSORMOUNT_ASSIGN_OR_RETURN(std::vector<Candidate> candidates, Gather());
-    report_.notes = Unmet(rules_, candidates);
+    report_.notes = UnmetRules(rules_, candidates);
     report_.decisions = Decide(rules_, std::move(candidates));
     report_.dry_run = options_.dry_run;
     const bool any =
         std::ranges::any_of(report_.decisions, [](const auto& decision) { return !decision.kept; });
     if (!any) return std::move(report_);
-    // Something goes, so something can be read, and that of the highest generation comes first.
+    // If something is to be removed, some checkpoint is readable. The first decision is about the
+    // checkpoint with the highest generation.
     anchor_ = report_.decisions.front();
     TENSORMOUNT_RETURN_IF_ERROR(VerifyAnchor());
     if (!options_.dry_run) RemoveAll();
-    lock.reset();  // Gc must be able to move back what was pinned meanwhile.
+    lock.reset();  // Gc must be able to move back what was pinned.
     FreeRemoved();
     return std::move(report_);
   }
 
  private:
-  // The policy is read in any case: a newer program may have said that nothing shall go.
+  // Reads the rules. The policy is read even if other rules were given, because the policy of a
+  // newer version may forbid all removals.
   Status ReadRules() {
     Result<std::optional<RetentionRules>> policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing is removed");
@@ -139,7 +145,7 @@ class Pruner {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     std::vector<Candidate> candidates;
     for (const CheckpointListing& item : listed) {
-      // Somebody's folder that is no checkpoint is nobody's business here.
+      // A directory that is not a checkpoint is ignored.
       if (item.state == CheckpointListing::State::kNoCheckpoint) continue;
       Candidate& c = candidates.emplace_back();
       c.name = item.name;
@@ -159,7 +165,7 @@ class Pruner {
     for (Candidate& c : candidates) {
       const auto mark = ephemeral_.find(c.uuid);
       if (!c.problem.ok() || mark == ephemeral_.end()) continue;
-      // Whoever gave it a second name wants to keep it, under that one.
+      // An ephemeral checkpoint that has a second name is meant to stay under that name.
       c.ephemeral = mark->second.empty() ? listed_[c.uuid] == 1 : mark->second == c.name;
     }
     if (!NeedsOpening(rules_)) return candidates;
@@ -175,14 +181,14 @@ class Pruner {
     return candidates;
   }
 
-  // What is left must be worth it.
+  // Checks that the newest checkpoint is intact, before others are removed.
   Status VerifyAnchor() {
     const auto failed = [&](const Status& why) {
-      // What was removed or replaced while it was looked at is no damage.
+      // A newest checkpoint that was removed or replaced meanwhile is not reported as damaged.
       const Status anchored = CheckAnchor();
       if (anchored.code() == Code::kStale) return anchored;
       return why.WithContext("nothing is removed: " + anchor_.checkpoint +
-                             ", the newest, does not pass a quick verification");
+                             ", the newest, fails a quick verification");
     };
     VerifyOptions quick;
     quick.quick = true;
@@ -196,7 +202,8 @@ class Pruner {
     return {};
   }
 
-  // The lowest generation first: what a crash leaves is what fewer and fewer rules keep.
+  // Removes the checkpoint with the lowest generation first, so that after a crash the newest ones
+  // remain.
   void RemoveAll() {
     for (auto it = report_.decisions.rbegin(); it != report_.decisions.rend(); ++it) {
       if (it->kept) continue;
@@ -211,8 +218,8 @@ class Pruner {
     }
   }
 
-  // Whether what we keep as the newest is still there, and the rules of the store are those that we
-  // read: where there are no locks somebody may remove, or set others, beside us.
+  // Checks that the newest checkpoint still exists and that the policy is unchanged. Without locks
+  // another process may remove checkpoints or change the policy.
   Status CheckAnchor() {
     const auto policy = pins::ReadPolicy(fs_, store_.path());
     if (!policy.ok()) return policy.status().WithContext("nothing more is removed");
@@ -220,9 +227,8 @@ class Pruner {
       return rules ? rules->ToText() : std::string();
     };
     if (text(policy.value()) != text(policy_)) {
-      return Status(
-          Code::kStale,
-          "nothing more is removed: somebody has set other rules for the store meanwhile");
+      return Status(Code::kStale,
+                    "nothing more is removed: the policy of the store was changed meanwhile");
     }
     const Result<DecodedCommit> commit =
         store_moves::ReadCommit(fs_, store_.CheckpointPath(anchor_.checkpoint));
@@ -247,9 +253,9 @@ class Pruner {
     if (!entry.empty()) entries_.emplace_back(entry, d.checkpoint);
     const Code there = fs_.LinkStat(store_.CheckpointPath(d.checkpoint)).status().code();
     d.removed = removed.ok() || there == Code::kNotFound;
-    // Somebody was faster: it is gone, as it should be.
+    // It is not an error if another process removed the checkpoint first.
     if (removed.code() != Code::kNotFound || !d.removed) d.failed = removed;
-    // The mark goes with the name that it is of. Gc takes it otherwise.
+    // Removes the ephemeral mark if it is for this name. After a failure gc removes it.
     const auto mark = ephemeral_.find(uuid);
     if (removed.ok() && mark != ephemeral_.end() &&
         (mark->second.empty() || mark->second == d.checkpoint)) {
@@ -257,8 +263,8 @@ class Pruner {
     }
   }
 
-  // At once what nobody reads: a run must not fill its disk with what its rules let go. Failing is
-  // no harm: gc does it.
+  // Frees the space of removed checkpoints at once if nobody reads them, so that a run does not
+  // fill its disk. After a failure gc frees it.
   void FreeRemoved() {
     if (entries_.empty()) return;
     std::vector<std::string> entries;
@@ -278,7 +284,7 @@ class Pruner {
     }
   }
 
-  // Who holds it by now.
+  // The reason why the checkpoint must stay now; nullopt if it may be removed.
   Result<std::optional<std::string>> HeldBy(const Uuid& uuid) const {
     std::optional<std::string> held;
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto pin, pins::Find(fs_, store_.path(), uuid, now_));
@@ -286,7 +292,7 @@ class Pruner {
     TENSORMOUNT_ASSIGN_OR_RETURN(const auto bases, pins::ReadBases(fs_, store_.path()));
     if (const auto base = bases.find(uuid); base != bases.end()) {
       held = (held ? *held + "; " : std::string()) +
-             "a save under way takes files of it: " + base->second;
+             "a running save reuses its files: " + base->second;
     }
     return held;
   }
@@ -297,19 +303,20 @@ class Pruner {
   const std::int64_t now_;
   const Uuid saved_;
   RetentionRules rules_;
-  std::optional<RetentionRules> policy_;  // Of the store; none: it has none.
+  std::optional<RetentionRules> policy_;  // nullopt: the store has none.
   PruneReport report_;
   PruneReport::Decision anchor_;
-  std::map<Uuid, int> listed_;  // Names of each.
+  std::map<Uuid, int> listed_;  // Number of names of each uuid.
   std::map<Uuid, std::string> ephemeral_;
-  std::vector<std::pair<std::string, std::string>> entries_;  // Below the store, and their names.
+  // Removed checkpoints: path below the store, and the name that each had.
+  std::vector<std::pair<std::string, std::string>> entries_;
 };
 
 }  // namespace
 
 Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
-                          const PruneFor& whom) {
-  return Pruner(fs, store, options, whom).Run();
+                          const PruneContext& context) {
+  return Pruner(fs, store, options, context).Run();
 }
 
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure) {
@@ -323,14 +330,14 @@ Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& fai
   const auto entries = fs.List(trash);
   if (!entries.ok()) return failure;
   for (const DirectoryEntry& e : entries.value()) {
-    // What failed saves left is empty by now, or soon.
+    // Leftovers of failed saves are not counted, because they are empty or soon will be.
     if (!e.name.ends_with(store_paths::kAbortedSuffix)) own.Add(JoinPath(trash, e.name), 8);
   }
   const std::uint64_t bytes = own.Sum();
   if (bytes == 0) return failure;
   return failure.With({.cause = trash + " holds " + HumanBytes(bytes) +
                                 " of removed checkpoints: `tensormount gc " + store +
-                                "` frees what nobody reads"});
+                                "` frees those that are no longer read"});
 }
 
 nlohmann::ordered_json PruneJson(const PruneReport& report) {

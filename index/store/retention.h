@@ -16,67 +16,77 @@
 #include "index/records/inventory.h"
 #include "index/store/store.h"
 
-// Removing checkpoints by rule (docs/format.md, "Keeping and removing"). What the rules say is a
-// pure function of what is known of each checkpoint; what may go wrong while it is done is not.
+// Removal of checkpoints by rules (docs/format.md, "Keeping and removing"). Decide is a pure
+// function of the candidates; Prune performs the removals.
 
 namespace tensormount::retention {
 
-// What one checkpoint has under the name of a metric.
+// A checkpoint's value for one metric.
 struct MetricValue {
-  std::optional<long double> number;  // Holds every integer of 64 bits and every double.
-  std::string problem;  // Where there is none: "has no eval.loss", "eval.loss is NaN".
+  std::optional<long double> number;  // Wide enough for every 64-bit integer and every double.
+  // Reason for a missing number: "has no eval.loss", "eval.loss is NaN".
+  std::string problem;
 };
 
-// All that the rules look at.
+// Everything that the rules use about one checkpoint.
 struct Candidate {
   std::string name;
   Uuid uuid;
   std::uint64_t generation = 0;
-  Status problem;  // It cannot be read, so nothing but its name is known.
+  // Not OK: the checkpoint cannot be read, so only its name is known.
+  Status problem;
   bool ephemeral = false;
-  bool other_run = false;    // RetentionRules::match leaves it out; Decide says so.
-  bool derived = false;      // By `derive`, of another one: no step of a run.
-  bool saved_now = false;    // By the save that prunes: it stays, whatever was begun after it.
-  std::string pinned;        // In words; empty: it is not, or not any more.
-  std::string expired_pin;   // In words; empty: it has none.
-  std::string base_of;       // The staging of a save that takes files of it; empty: none.
-  Status opened;             // Why what follows is not known, where it was asked for.
-  std::int64_t created = 0;  // For rules with hours.
+  // Whether RetentionRules::match excludes the checkpoint. Set by Decide.
+  bool other_run = false;
+  bool derived = false;  // Made by `derive`, so it is not a step of a run.
+  // The caller of the prune has just saved this checkpoint. It stays, even if newer saves have
+  // begun.
+  bool saved_now = false;
+  std::string pinned;       // Description of the pin; empty: not pinned.
+  std::string expired_pin;  // Description of an expired pin; empty: none.
+  // The staging of a running save that uses the checkpoint's files; empty: none.
+  std::string base_of;
+  // Not OK: the members below could not be read.
+  Status opened;
+  std::int64_t created = 0;          // Seconds since 1970; only for rules with hours.
   std::vector<MetricValue> metrics;  // One for each of rules.keep_best.
 };
 
-// Whether Decide needs Candidate::created or ::metrics.
+// Whether Decide needs `created` or `metrics` of the candidates.
 bool NeedsOpening(const RetentionRules& rules);
 
-// One decision a candidate: those that can be read by generation, uuid and name, the highest first,
-// derived ones behind them; then the others by name. The first always stays if it can be read.
-// Several names of one checkpoint count once. Pure.
+// Makes one decision for each candidate. Order of the decisions: readable candidates by generation,
+// uuid and name, the highest first, derived ones after the others; then unreadable candidates by
+// name. The first candidate stays if it is readable. Several names of one checkpoint count as one.
+// A pure function.
 std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
                                           std::vector<Candidate> candidates);
 
-// Of which rules no checkpoint has what they go by, in words.
-std::vector<std::string> Unmet(const RetentionRules& rules,
-                               const std::vector<Candidate>& candidates);
+// Messages about rules that match nothing, because no checkpoint has the data (metric, step
+// number).
+std::vector<std::string> UnmetRules(const RetentionRules& rules,
+                                    const std::vector<Candidate>& candidates);
 
-// The last run of decimal digits in a name. nullopt: none, or over 64 bits.
+// The last run of decimal digits in a name, as a number. nullopt: no digits, or more than 64 bits.
 std::optional<std::uint64_t> StepOf(std::string_view name);
 
-// kInvalidArgument: rules that Parse would not give, or those of the store beside others.
+// kInvalidArgument for rules that Parse refuses, or if the policy of the store is combined with
+// other rules.
 Status CheckRules(const RetentionRules& rules);
 
-// PruneCheckpoints of retention.h.
-struct PruneFor {
-  Uuid saved;            // What the caller has just committed; zero: nothing.
-  std::int64_t now = 0;  // Seconds since 1970, for the expiry of pins; 0: the clock's.
+// Circumstances of PruneCheckpoints of tensormount/retention.h.
+struct PruneContext {
+  Uuid saved;  // Checkpoint that the caller just committed; zero: none.
+  // Current time in seconds since 1970, for the expiry of pins. 0: read the clock.
+  std::int64_t now = 0;
 };
 Result<PruneReport> Prune(FileSystem& fs, const Store& store, const PruneOptions& options,
-                          const PruneFor& whom = {});
+                          const PruneContext& context = {});
 
-// For people whose disk is full: says beside the failure what of .trash a gc may free. Other
-// failures as they are.
+// Adds to a "disk full" failure how much of .trash gc may free. Returns other failures unchanged.
 Status WithTrashHint(FileSystem& fs, const std::string& store, const Status& failure);
 
-// As the command and the C interface give it to programs.
+// JSON for the command and the C interface.
 nlohmann::ordered_json PruneJson(const PruneReport& report);
 nlohmann::ordered_json PinJson(const PinnedCheckpoint& pin);
 

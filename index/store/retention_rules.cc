@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RetentionRules of tensormount/retention.h: their text, and what they decide (Decide of
-// retention.h). Pure: no file is touched here.
+// RetentionRules of tensormount/retention.h (parsing and text), and Decide of retention.h. Pure
+// functions: no file is read.
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -43,38 +43,38 @@ Result<RetentionRules::Every> ParseEvery(std::string_view rule, std::string_view
   const std::optional<std::uint64_t> count = CountOf(number);
   if (!count) {
     return BadRetentionRule(rule,
-                            "want a number over 0: of steps (1000), hours (6h) or generations "
+                            "expected a number above 0 of steps (1000), hours (6h) or generations "
                             "(5-generations)");
   }
-  // Seconds of a bucket must fit.
+  // The number of seconds of a window must not overflow.
   if (every.unit == RetentionRules::Every::Unit::kHours && *count > 100'000'000) {
-    return BadRetentionRule(rule, "so many hours do not fit");
+    return BadRetentionRule(rule, "at most 100000000 hours are allowed");
   }
   every.count = *count;
   return every;
 }
 
-// METRIC:max|min:K, from the right: a path may have colons.
+// Parses METRIC:max|min:K from the right, because the path of a metric may contain colons.
 Result<RetentionRules::Best> ParseBest(std::string_view rule, std::string_view text) {
   RetentionRules::Best best;
   const std::size_t last = text.rfind(':');
   const std::size_t first =
       last == std::string_view::npos || last == 0 ? last : text.rfind(':', last - 1);
   if (first == std::string_view::npos || first == 0 || last == first) {
-    return BadRetentionRule(rule, "want METRIC:max:K or METRIC:min:K");
+    return BadRetentionRule(rule, "expected METRIC:max:K or METRIC:min:K");
   }
   const std::string_view how = text.substr(first + 1, last - first - 1);
   const std::optional<std::uint64_t> count = CountOf(text.substr(last + 1));
   if (how != "max" && how != "min")
-    return BadRetentionRule(rule, "want max or min before the number");
-  if (!count) return BadRetentionRule(rule, "want a number over 0 at its end");
+    return BadRetentionRule(rule, "expected max or min before the number");
+  if (!count) return BadRetentionRule(rule, "expected a number above 0 at its end");
   best.metric = std::string(text.substr(0, first));
   best.highest = how == "max";
   best.count = *count;
   return best;
 }
 
-// Cuts at commas; what follows a backslash is taken as it is.
+// Splits rules at commas. A backslash escapes the next character.
 std::vector<std::string> CutRules(std::string_view text) {
   std::vector<std::string> rules(1);
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -103,15 +103,17 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
                                        : std::string_view(rule).substr(equals + 1);
     if (word == "last" && equals != std::string::npos) {
       const std::optional<std::uint64_t> count = CountOf(value);
-      if (!count) return BadRetentionRule(rule, "want a number over 0");
-      if (rules.keep_last != 0) return BadRetentionRule(rule, "there is one of that kind already");
+      if (!count) return BadRetentionRule(rule, "expected a number above 0");
+      if (rules.keep_last != 0)
+        return BadRetentionRule(rule, "a rule of this kind was given before");
       rules.keep_last = *count;
     } else if (word == "every" && equals != std::string::npos) {
       TENSORMOUNT_ASSIGN_OR_RETURN(const Every every, ParseEvery(rule, value));
       rules.keep_every.push_back(every);
     } else if (word == "match" && equals != std::string::npos) {
-      if (value.empty()) return BadRetentionRule(rule, "want a pattern of names");
-      if (!rules.match.empty()) return BadRetentionRule(rule, "there is one of that kind already");
+      if (value.empty()) return BadRetentionRule(rule, "expected a pattern of names");
+      if (!rules.match.empty())
+        return BadRetentionRule(rule, "a rule of this kind was given before");
       rules.match = std::string(value);
     } else if (word == "best" && equals != std::string::npos) {
       TENSORMOUNT_ASSIGN_OR_RETURN(Best best, ParseBest(rule, value));
@@ -119,14 +121,13 @@ Result<RetentionRules> RetentionRules::Parse(std::string_view text) {
     } else {
       return BadRetentionRule(
           rule,
-          "want last=N, every=M, every=Mh, every=M-generations, "
-          "best=METRIC:max|min:K, match=NAMES, with commas between them, or policy "
-          "alone");
+          "expected last=N, every=M, every=Mh, every=M-generations, best=METRIC:max|min:K or "
+          "match=NAMES, separated by commas, or policy alone");
     }
   }
   if (rules.empty()) {
     return BadRetentionRule("match=" + rules.match,
-                            "it says for whom the rules are: name one, too");
+                            "it only selects checkpoints: add a rule that keeps some of them");
   }
   return rules;
 }
@@ -180,17 +181,17 @@ namespace {
 using Every = RetentionRules::Every;
 using Best = RetentionRules::Best;
 
-// The rules see those that count: they can be read and are neither ephemeral nor derived, the
-// highest first. Names of one checkpoint stand beside each other, and are one to all rules but that
-// of steps.
-class Judge {
+// Applies the rules to readable candidates that are neither ephemeral nor derived nor of another
+// run, the highest generation first. Several names of one checkpoint are neighbours and count as
+// one, except for rules by steps.
+class RetentionEvaluator {
   struct Group {
     std::size_t begin = 0;
     std::size_t end = 0;
   };
 
  public:
-  Judge(const RetentionRules& rules, const std::vector<Candidate>& counted)
+  RetentionEvaluator(const RetentionRules& rules, const std::vector<Candidate>& counted)
       : rules_(rules), counted_(counted), reasons_(counted.size()) {
     for (std::size_t i = 0; i < counted.size(); ++i) {
       const bool same = i > 0 && counted[i].uuid == counted[i - 1].uuid &&
@@ -214,7 +215,7 @@ class Judge {
     }
     for (std::size_t i = 0; i < rules.keep_best.size(); ++i) BestOf(i);
   }
-  // Why each is kept; empty: no rule keeps it.
+  // The reason why candidate i is kept. Empty if no rule keeps it.
   const std::string& reason(std::size_t i) const { return reasons_[i]; }
 
  private:
@@ -228,16 +229,16 @@ class Judge {
 
   void Last() {
     for (std::size_t g = 0; g < groups_.size() && g < rules_.keep_last; ++g) {
-      KeepAll(groups_[g], "of the last " + std::to_string(rules_.keep_last));
+      KeepAll(groups_[g], "one of the last " + std::to_string(rules_.keep_last));
     }
   }
 
-  // By the name of each: a copy of a step may have another one.
+  // The step number is taken from each name, because a copy of a checkpoint may have another name.
   void Steps(std::uint64_t count) {
     for (std::size_t i = 0; i < counted_.size(); ++i) {
       const std::optional<std::uint64_t> step = StepOf(counted_[i].name);
       if (!step) {
-        Keep(i, "its name has no step number");
+        Keep(i, "the name has no step number");
       } else if (*step % count == 0) {
         Keep(i, "step " + std::to_string(*step) + " is a multiple of " + std::to_string(count));
       }
@@ -248,24 +249,26 @@ class Judge {
     std::optional<std::uint64_t> seen;
     for (const Group& group : groups_) {
       const std::uint64_t bucket = counted_[group.begin].generation / count;
-      if (seen != bucket) KeepAll(group, "the newest of its " + Counted(count, "generation"));
+      if (seen != bucket)
+        KeepAll(group, "the newest in its window of " + Counted(count, "generation"));
       seen = bucket;
     }
   }
 
-  // A bucket ends wherever the number of its hours changes, up or down: where clocks ran back or
-  // differ there are more of them and never fewer. One whose date is not known is none's newest.
+  // A window ends whenever its number changes, up or down. Wrong clocks can therefore only make
+  // more windows, and keep more checkpoints. A checkpoint with an unknown date is kept and belongs
+  // to no window.
   void Hours(std::uint64_t count) {
     const auto seconds = static_cast<std::int64_t>(count) * 3600;
     std::optional<std::int64_t> seen;
     for (const Group& group : groups_) {
       const Candidate& c = counted_[group.begin];
       if (!c.opened.ok()) {
-        KeepAll(group, "its date cannot be read: " + c.opened.message());
+        KeepAll(group, "the date cannot be read: " + c.opened.message());
         continue;
       }
       const std::int64_t bucket = c.created / seconds - (c.created % seconds < 0 ? 1 : 0);
-      if (seen != bucket) KeepAll(group, "the newest of its " + Counted(count, "hour"));
+      if (seen != bucket) KeepAll(group, "the newest in its window of " + Counted(count, "hour"));
       seen = bucket;
     }
   }
@@ -276,11 +279,11 @@ class Judge {
     for (const Group& group : groups_) {
       const Candidate& c = counted_[group.begin];
       if (!c.opened.ok()) {
-        KeepAll(group, "its " + best.metric + " cannot be read: " + c.opened.message());
+        KeepAll(group, "the " + best.metric + " cannot be read: " + c.opened.message());
       } else if (c.metrics[rule].number) {
         values.push_back(*c.metrics[rule].number);
       } else {
-        KeepAll(group, "it " + c.metrics[rule].problem);
+        KeepAll(group, "the checkpoint " + c.metrics[rule].problem);
       }
     }
     if (values.empty()) return;
@@ -295,9 +298,9 @@ class Judge {
       if (!c.opened.ok() || !c.metrics[rule].number) continue;
       const long double value = *c.metrics[rule].number;
       if (better(worst, value)) continue;
-      KeepAll(group, "of the " + std::to_string(best.count) + " with the " +
+      KeepAll(group, "one of the " + std::to_string(best.count) + " with the " +
                          (best.highest ? "highest " : "lowest ") + best.metric +
-                         (tied && value == worst ? ", as good as others" : ""));
+                         (tied && value == worst ? " (tied)" : ""));
     }
   }
 
@@ -317,8 +320,8 @@ PruneReport::Decision DecisionOn(const Candidate& c) {
 
 }  // namespace
 
-std::vector<std::string> Unmet(const RetentionRules& rules,
-                               const std::vector<Candidate>& candidates) {
+std::vector<std::string> UnmetRules(const RetentionRules& rules,
+                                    const std::vector<Candidate>& candidates) {
   std::vector<std::string> notes;
   for (std::size_t i = 0; i < rules.keep_best.size(); ++i) {
     const Best& best = rules.keep_best[i];
@@ -332,8 +335,8 @@ std::vector<std::string> Unmet(const RetentionRules& rules,
     }
     if (any || without == 0) continue;
     notes.push_back("best=" + best.metric + (best.highest ? ":max:" : ":min:") +
-                    std::to_string(best.count) + ": no checkpoint has a number of this name, so " +
-                    "all of them stay");
+                    std::to_string(best.count) +
+                    ": no checkpoint has a numeric value of this name, so all of them are kept");
   }
   return notes;
 }
@@ -350,7 +353,9 @@ Status CheckRules(const RetentionRules& rules) {
     others.of_store = false;
     if (others.empty()) return {};
     return Status(Code::kInvalidArgument,
-                  "rules: those of the store, or others; clear of_store for " + others.ToText());
+                  "rules: the policy of the store cannot be combined with other rules; clear "
+                  "of_store to use " +
+                      others.ToText());
   }
   return RetentionRules::Parse(rules.ToText()).status();
 }
@@ -385,10 +390,10 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
       counted.push_back(c);
     }
   }
-  const Judge judge(rules, counted);
+  const RetentionEvaluator judge(rules, counted);
 
   std::vector<PruneReport::Decision> decisions;
-  std::size_t next = 0;  // Of `counted`.
+  std::size_t next = 0;  // Position in `counted`.
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const Candidate& c = candidates[i];
     PruneReport::Decision& d = decisions.emplace_back(DecisionOn(c));
@@ -398,23 +403,23 @@ std::vector<PruneReport::Decision> Decide(const RetentionRules& rules,
     };
     if (!c.problem.ok()) {
       d.unread = true;
-      d.reason = "it cannot be read, so no rule removes it: " + c.problem.message();
+      d.reason = "the checkpoint cannot be read, so no rule removes it: " + c.problem.message();
       continue;
     }
     if (c.other_run) {
-      d.reason = "the rules are for " + rules.match;
+      d.reason = "the name does not match " + rules.match;
       continue;
     }
     if (i == 0) keep("the newest");
     if (c.saved_now && i != 0) keep("saved just now");
     if (!c.pinned.empty()) keep(c.pinned);
-    if (!c.base_of.empty()) keep("a save under way takes files of it: " + c.base_of);
+    if (!c.base_of.empty()) keep("a running save reuses its files: " + c.base_of);
     if (c.derived) {
-      keep("derived from another one: rules do not count it, and `rm` removes it");
+      keep("derived from another checkpoint: no rule removes it, only `rm`");
     } else if (!c.ephemeral) {
       const std::string& why = judge.reason(next++);
       if (!why.empty()) keep(why);
-      if (rules.empty() && d.reason.empty()) keep("there is no rule");
+      if (rules.empty() && d.reason.empty()) keep("no rules are set");
     }
     d.kept = !d.reason.empty();
     if (!d.kept) {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store of store.h: opening and creating one, names, listing, the latest checkpoint, and Begin,
-// which claims a generation. The class is in one header and, because publishing, arbitration, fsck
-// and gc are each a protocol of their own that is read alone, in a file for each of them.
+// Store of store.h: opening and creating a store, names, listing, the latest checkpoint, and Begin.
+// Publishing, arbitration, fsck and gc are separate protocols, each in a file of its own.
 //
-// A claim is a folder of .generations/ that mkdir made: of several savers exactly one makes each
-// number. Claims below the highest are deleted by gc, lowest first.
+// Begin claims a generation by making a directory in .generations/, so that each number belongs to
+// exactly one save. Gc deletes claims below the highest, lowest first.
 #include "index/store/store.h"
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/file_system_for.h"
 #include "base/parallel.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
@@ -29,10 +29,11 @@ using store_paths::kStagingFolder;
 using store_paths::kSuperblockFile;
 using store_paths::kTrashFolder;
 
-// store.json has some 200 bytes; anybody may have written it.
+// Largest store.json that is read. It normally has about 200 bytes, but anybody may have written
+// the file.
 constexpr std::uint64_t kMaxSuperblockBytes = 64 * 1024;
 constexpr std::string_view kFormatName = "tensormount-store";
-// For so many a thread of its own is worth starting.
+// Number of checkpoints for which starting another thread pays off.
 constexpr std::size_t kLooksAThread = 64;
 
 struct Superblock {
@@ -57,8 +58,8 @@ std::string Hex(std::uint64_t bits) {
   return "0x" + std::string(text, end.ptr);
 }
 
-// Feature bits first: incompatible ones mean that other fields may have another meaning, so nothing
-// else is looked at.
+// Feature bits are checked first, because with unknown incompatible bits other fields may have
+// another meaning.
 Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& path) {
   const auto bad = [&](const std::string& why) {
     return Status(Code::kDataLoss, path + ": " + why);
@@ -75,7 +76,6 @@ Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& pa
     if (it == json.end() || !it->is_number_unsigned()) return std::nullopt;
     return it->get<std::uint64_t>();
   };
-  // What a newer format may mean by the other fields is not known before these are.
   const std::optional<std::uint64_t> incompatible = number("incompatible");
   if (!incompatible) return bad("\"incompatible\" is not a number");
   if ((*incompatible & ~kKnownIncompatible) != 0) {
@@ -86,9 +86,9 @@ Result<Superblock> DecodeSuperblock(std::string_view text, const std::string& pa
   const std::optional<std::uint64_t> version = number("version");
   if (!version || *version == 0) return bad("\"version\" is not a number");
   if (*version > kFormatVersion) {
-    return Status(Code::kUnsupported, path + ": a store of format version " +
-                                          std::to_string(*version) + ", this program knows " +
-                                          std::to_string(kFormatVersion));
+    return Status(Code::kUnsupported,
+                  path + ": a store of format version " + std::to_string(*version) +
+                      ", but this version knows only " + std::to_string(kFormatVersion));
   }
   const std::optional<std::uint64_t> read_compatible = number("read_compatible");
   if (!read_compatible) return bad("\"read_compatible\" is not a number");
@@ -104,8 +104,8 @@ std::string ParentOrRoot(const std::string& path) {
   return slash == 0 || slash == std::string::npos ? "/" : path.substr(0, slash);
 }
 
-// What there is of a path: the real path of the last folder that exists, and the names below it
-// that do not, the deepest first.
+// The existing part of a path: the real path of the last existing directory, and the names below it
+// that do not exist, the deepest first.
 struct ExistingPart {
   std::string resolved;
   std::vector<std::string> missing;
@@ -127,46 +127,47 @@ Result<ExistingPart> FindExisting(FileSystem& fs, const std::string& path) {
   part.resolved = std::move(resolved).value();
   TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, fs.LinkStat(part.resolved));
   if (info.kind != FileKind::kDirectory) {
-    return Status(Code::kInvalidArgument, path + ": " + part.resolved + " is no folder");
+    return Status(Code::kInvalidArgument, path + ": " + part.resolved + " is not a directory");
   }
   return part;
 }
 
-// Whether a new store may be made there: not within a checkpoint, which it would damage, and not
-// within a store, which would list a folder that is no checkpoint. Folders that cannot be looked
-// into are no reason.
+// Refuses a new store inside a checkpoint, which it would damage, or inside another store, which
+// would list it. Directories that cannot be read are ignored.
 Status CheckRoomForStore(FileSystem& fs, const std::string& path, const ExistingPart& part) {
   const auto holds = [&](const std::string& folder, std::string_view name) {
     return fs.LinkStat(JoinPath(folder, name)).ok();
   };
   for (std::string at = part.resolved;; at = ParentOrRoot(at)) {
-    // Asked for once: somebody may make this very store between one look and another.
+    // Looked up once, because another process may be creating this store.
     const bool is_store = holds(at, kSuperblockFile);
     if (is_store && part.missing.empty() && at == part.resolved) return Status();
     if (holds(at, kCommitFile) && holds(at, "manifest")) {
-      return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
-                                                " is a checkpoint. Checkpoints stand beside each "
-                                                "other, as STORE/NAME");
+      return Status(Code::kInvalidArgument, path + ": cannot create a store there: " + at +
+                                                " is a checkpoint. Checkpoints are stored side by "
+                                                "side, as STORE/NAME");
     }
     if (is_store) {
-      return Status(Code::kInvalidArgument, path + ": a store cannot be made there: " + at +
+      return Status(Code::kInvalidArgument, path + ": cannot create a store there: " + at +
                                                 " is a store. Its checkpoints are STORE/NAME, "
-                                                "without folders between");
+                                                "without directories between");
     }
     if (at == "/") return Status();
   }
 }
 
-// Makes what is missing of `path` and its name durable; returns its real path. Every folder is
-// synced into its parent before anything is made below it, so that whoever finds a folder need
-// only sync that one's parent to know that the whole path is durable.
+// Creates the missing directories of `path` durably and returns its real path. Every directory is
+// synced into its parent before anything is made in it. A process that finds an existing directory
+// therefore only needs to sync its parent.
 Result<std::string> MakeStoreFolder(FileSystem& fs, const std::string& path) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(path));
+  TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kWrite, path));
+  // Without this ability two saves of the same name could overwrite each other.
+  TENSORMOUNT_RETURN_IF_ERROR(fs.Need(Ability::kRenameNoReplace, path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const ExistingPart part, FindExisting(fs, path));
   TENSORMOUNT_RETURN_IF_ERROR(CheckRoomForStore(fs, path, part));
   std::string at = part.resolved;
-  // Somebody may have made it a moment ago and not come to sync it. A parent that we may not even
-  // open was not made by a save.
+  // Another process may have created the directory and not synced it yet. A parent directory that
+  // we cannot open was not created by a save.
   if (at != "/") {
     const Status synced = fs.SyncDirectory(ParentOrRoot(at));
     if (!synced.ok() && synced.code() != Code::kPermissionDenied &&
@@ -189,13 +190,14 @@ Result<Superblock> ReadSuperblock(FileSystem& fs, const std::string& store) {
   return DecodeSuperblock(text, path);
 }
 
-// Of concurrent creators one wins by a no-replace rename, and all read what it wrote.
+// Creates store.json. One of several concurrent creators wins by a no-replace rename, and all read
+// the winner's file.
 Status CreateSuperblock(FileSystem& fs, const std::string& store) {
   const std::string temporary =
       JoinPath(store, "." + std::string(kSuperblockFile) + "." + Uuid::Random().Short());
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(temporary, EncodeSuperblock(Uuid::Random())));
   const Status moved = fs.RenameNoReplace(temporary, JoinPath(store, kSuperblockFile));
-  if (!moved.ok()) (void)fs.RemoveFile(temporary);  // Gc takes it otherwise.
+  if (!moved.ok()) (void)fs.RemoveFile(temporary);  // If this fails, gc removes it.
   if (!moved.ok() && moved.code() != Code::kAlreadyExists) return moved;
   return fs.SyncDirectory(store);
 }
@@ -230,8 +232,8 @@ Status RemakeSuperblock(FileSystem& fs, const std::string& store) {
 
 }  // namespace store_moves
 
-// One component of a path. Names with a leading dot are the store's own, and "latest" is what
-// resolves to the newest checkpoint.
+// A name must be one path component. Leading dots are reserved for the store, and "latest" resolves
+// to the newest checkpoint.
 Status CheckCheckpointName(std::string_view name) {
   const auto bad = [&](std::string_view why) {
     return Status(Code::kInvalidArgument, "checkpoint name \"" + std::string(name.substr(0, 255)) +
@@ -249,12 +251,11 @@ Status CheckCheckpointName(std::string_view name) {
 }
 
 Result<Store> Store::Open(FileSystem& fs, const std::string& path) {
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsPath(path));
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string resolved, fs.Resolve(path));
   Result<Superblock> superblock = ReadSuperblock(fs, resolved);
   if (superblock.status().code() == Code::kNotFound) {
-    return Status(Code::kNotFound, path + (store_paths::EvidentlyStore(fs, resolved)
-                                               ? ": " + store_paths::LostSuperblock(path)
+    return Status(Code::kNotFound, path + (store_paths::LooksLikeStore(fs, resolved)
+                                               ? ": " + store_paths::MissingSuperblockMessage(path)
                                                : std::string(": not a store (no store.json)")));
   }
   if (!superblock.ok()) return superblock.status();
@@ -272,12 +273,23 @@ Result<Store> Store::OpenOrCreate(FileSystem& fs, const std::string& path) {
   return Store(fs, resolved, superblock.value().uuid, superblock.value().unknown_read_compatible);
 }
 
+Result<Store> Store::Open(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
+  return Open(*fs, path);
+}
+
+Result<Store> Store::OpenOrCreate(const std::string& path) {
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(path));
+  return OpenOrCreate(*fs, path);
+}
+
 std::string Store::CheckpointPath(std::string_view name) const { return JoinPath(path_, name); }
 
 Status Store::CheckWritable() const {
+  TENSORMOUNT_RETURN_IF_ERROR(fs_->Need(Ability::kWrite, path_));
   if (unknown_read_compatible_ == 0) return Status();
   return Status(Code::kReadOnly,
-                path_ + ": a store of a newer format, read only for this program: " +
+                path_ + ": a store of a newer format, which this version can only read: " +
                     "read-compatible feature bits " + Hex(unknown_read_compatible_));
 }
 
@@ -294,25 +306,26 @@ Result<std::vector<std::string>> Store::Names() const {
 Result<std::vector<CheckpointListing>> Store::List() const {
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::string> names, Names());
   std::vector<CheckpointListing> out(names.size());
-  // Every save reads them all, and over a network each takes a round trip or three: many at once,
-  // whatever the number of cores.
+  // Every save reads all COMMITs. Over a network each takes one to three round trips, so many are
+  // read at once, whatever the number of cores.
   struct Nothing {};
   TENSORMOUNT_RETURN_IF_ERROR(ForEachParallel<Nothing>(
       names.size(), static_cast<int>(std::clamp<std::size_t>(names.size() / kLooksAThread, 1, 16)),
       [&](std::size_t i, Nothing&) {
-        out[i] = Look(names[i]);
+        out[i] = FindListing(names[i]);
         return Status();
       }));
-  // So many at once may have been more than this process may open.
+  // Entries that exceeded the limit of open files during the parallel reads are read again, one by
+  // one.
   for (std::size_t i = 0; i < out.size(); ++i) {
-    if (out[i].problem.code() == Code::kResourceExhausted) out[i] = Look(names[i]);
+    if (out[i].problem.code() == Code::kResourceExhausted) out[i] = FindListing(names[i]);
   }
-  // Removed since we looked.
+  // Entries that were removed meanwhile are dropped.
   std::erase_if(out, [](const auto& c) { return c.problem.code() == Code::kNotFound; });
   return out;
 }
 
-CheckpointListing Store::Look(const std::string& name, CommitRecord* record) const {
+CheckpointListing Store::FindListing(const std::string& name, CommitRecord* record) const {
   using State = CheckpointListing::State;
   const std::string directory = CheckpointPath(name);
   CheckpointListing listing;
@@ -322,14 +335,15 @@ CheckpointListing Store::Look(const std::string& name, CommitRecord* record) con
     listing.problem = std::move(problem);
     return listing;
   };
-  // Only what was read can prove damage: a code alone does not tell it from a disk that fails.
+  // Damage is decided from the bytes, because an error code does not tell damage from a failing
+  // disk.
   Result<std::string> bytes = store_moves::ReadCommitBytes(*fs_, directory);
   for (int again = 0; again < 3 && !bytes.ok(); ++again) {
     const Code code = bytes.status().code();
     if (code != Code::kNotFound && code != Code::kStale) break;
     const Status there = fs_->LinkStat(directory).status();
     if (!there.ok()) return bad(State::kUnread, there);
-    // Perhaps another one has just taken its place.
+    // The read may have failed because another checkpoint was just taking the name.
     bytes = store_moves::ReadCommitBytes(*fs_, directory);
   }
   if (bytes.status().code() == Code::kNotFound) {
@@ -342,7 +356,7 @@ CheckpointListing Store::Look(const std::string& name, CommitRecord* record) con
       if (!there.ok()) return bad(State::kUnread, there);
     }
     return bad(State::kDamaged,
-               Status(Code::kDataLoss, directory + ": no COMMIT: it is lost, or never was there"));
+               Status(Code::kDataLoss, directory + ": no COMMIT: it was lost or never written"));
   }
   if (!bytes.ok()) {
     const Result<FileInfo> info = fs_->LinkStat(JoinPath(directory, kCommitFile));
@@ -384,12 +398,13 @@ Result<LatestCheckpoint> Store::LatestOf(const std::vector<CheckpointListing>& a
   LatestCheckpoint latest;
   for (const CheckpointListing& c : all) {
     if (c.state == CheckpointListing::State::kUnread) {
-      return c.problem.WithContext("checkpoint " + c.name +
-                                   " cannot be read now and may be the latest: name another one");
+      return c.problem.WithContext(
+          "checkpoint " + c.name +
+          " cannot be read now and may be the latest; pass a checkpoint by name");
     }
     if (c.state == CheckpointListing::State::kDamaged) {
       latest.warnings.push_back("checkpoint " + c.name +
-                                " was passed over and may be later: " + c.problem.message());
+                                " was skipped and may be newer: " + c.problem.message());
     }
   }
   const CheckpointListing* best = Highest(all);
@@ -402,9 +417,9 @@ Result<LatestCheckpoint> Store::LatestOf(const std::vector<CheckpointListing>& a
   return latest;
 }
 
-// Gc removes claims below the highest, in ascending order. So while the highest claim that we saw
-// before our mkdir still exists after it, none above it was removed, and the number that we made
-// was never claimed before.
+// Gc removes claims below the highest, in ascending order. If the highest claim from before our
+// mkdir still exists after it, no claim above that one was removed, and our number was never
+// claimed before.
 Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
   const std::string folder = JoinPath(path_, kGenerationsFolder);
   const auto list = [&]() -> Result<std::vector<std::uint64_t>> {
@@ -420,7 +435,8 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
     const std::uint64_t seen = claims.empty() ? 0 : *std::max_element(claims.begin(), claims.end());
     const std::uint64_t base = std::max(seen, above);
     if (base >= std::numeric_limits<std::int64_t>::max()) {
-      return Status(Code::kDataLoss, folder + ": no generation above " + std::to_string(base));
+      return Status(Code::kDataLoss,
+                    folder + ": generation " + std::to_string(base) + " is the largest possible");
     }
     const std::uint64_t mine = base + 1;
     const Status made = fs_->CreateDirectory(JoinPath(folder, std::to_string(mine)));
@@ -434,13 +450,13 @@ Result<std::uint64_t> Store::ClaimGeneration(std::uint64_t above) const {
       TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<std::uint64_t> now, list());
       if (now.size() == 1 && now[0] == mine) return mine;
     }
-    // Gaps are legal: ours stays, and the next number is tried.
+    // Gaps between generations are allowed: this claim stays, and the next number is tried.
   }
-  return Status(Code::kBusy, folder + ": too many saves begin at once");
+  return Status(Code::kBusy, folder + ": too many saves begin at the same time; try again");
 }
 
-// One who saw the highest claim of before, and finds it gone because gc took it for one below ours,
-// takes another number, as ever (ClaimGeneration).
+// Once this claim exists, gc may remove the previous highest claim. A save that relied on that
+// claim then takes another number (ClaimGeneration).
 Status Store::ClaimUpTo(std::uint64_t generation) const {
   const std::string folder = JoinPath(path_, kGenerationsFolder);
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs_->List(folder));
@@ -459,21 +475,26 @@ Status Store::PrepareToWrite() const {
   return Status();
 }
 
+Status Store::CheckFree(const std::string& name) const {
+  const std::string path = CheckpointPath(name);
+  if (!fs_->Exists(path) || store_moves::IsEmptyDirectory(*fs_, path)) return Status();
+  return Status(Code::kAlreadyExists, path + ": exists already");
+}
+
 Status Store::ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
                          const std::string& base_name, Staging& staging) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   TENSORMOUNT_RETURN_IF_ERROR(PrepareToWrite());
-  if (if_exists == IfExists::kFail && fs_->Exists(CheckpointPath(name))) {
-    return Status(Code::kAlreadyExists, CheckpointPath(name) + ": exists already");
-  }
+  if (if_exists == IfExists::kFail) TENSORMOUNT_RETURN_IF_ERROR(CheckFree(name));
   if (if_exists == IfExists::kReplace && fs_->Exists(CheckpointPath(name))) {
     TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
   }
   staging.store = path_;
   staging.name = name;
   std::uint64_t highest = 0;
-  // A checkpoint that this user may not read must not stop saves: its generation is claimed, and
-  // the parent only serves mtimes.
+  // A checkpoint with an unreadable COMMIT must not stop saves, so its generation and uuid are not
+  // used. ClaimGeneration still claims a number above its generation, because the claims are
+  // directories of the store. Such a checkpoint cannot be the parent, which only costs mtimes.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   for (const CheckpointListing& c : all) {
     if (c.problem.ok()) highest = std::max(highest, c.generation);
@@ -507,7 +528,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
   const std::string staging_folder = JoinPath(path_, kStagingFolder);
   Staging staging;
   TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, if_exists, base, base_name, staging));
-  // The folder's name must not pass 255 bytes.
+  // The directory's name must fit in 255 bytes.
   const std::string stem = name.substr(0, 255 - 9);
   for (int attempt = 0; attempt < 16; ++attempt) {
     staging.uuid = Uuid::Random();
@@ -521,7 +542,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
       if (filled.ok()) filled = fs_->CreateDirectory(JoinPath(staging.directory, folder));
     }
     if (filled.ok() && !staging.base.IsZero()) {
-      // In one step: half of it would stop whoever prunes.
+      // BASE is made by a rename, because a partial BASE would stop prunes.
       const std::string hidden = JoinPath(staging.directory, ".base");
       filled = fs_->WriteFileDurably(hidden, staging.base.ToString() + "\n");
       if (filled.ok()) {
@@ -529,7 +550,7 @@ Result<Staging> Store::Begin(const std::string& name, IfExists if_exists, BaseCh
       }
     }
     if (filled.ok()) return staging;
-    (void)fs_->RemoveTree(staging.directory);  // Gc takes it otherwise.
+    (void)fs_->RemoveTree(staging.directory);  // If this fails, gc removes it.
     return filled;
   }
   return Status(Code::kAlreadyExists, staging_folder + ": no free name for " + name);
@@ -566,19 +587,19 @@ Result<StoreAndName> SplitCheckpointPath(const std::string& path) {
   return out;
 }
 
-Result<std::string> NameInStore(FileSystem& fs, const std::string& store,
-                                const std::string& given) {
+Result<std::string> NameInStore(const std::string& store, const std::string& given) {
   if (given.find('/') == std::string::npos && given != "latest") {
     TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(given));
     return given;
   }
+  TENSORMOUNT_ASSIGN_OR_RETURN(FileSystem* const fs, FileSystemFor(store));
   const std::string named = given == "latest" ? JoinPath(store, given) : given;
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveSourcePath(fs, named));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string path, ResolveSourcePath(*fs, named));
   TENSORMOUNT_ASSIGN_OR_RETURN(const StoreAndName parts, SplitCheckpointPath(path));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string own, fs.Resolve(store));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::string own, fs->Resolve(store));
   if (parts.store != own) {
-    return Status(Code::kInvalidArgument,
-                  given + ": not in the store " + store + ": files are shared within a store");
+    return Status(Code::kInvalidArgument, given + ": not in the store " + store +
+                                              ": files can be shared only within a store");
   }
   return parts.name;
 }
@@ -586,7 +607,8 @@ Result<std::string> NameInStore(FileSystem& fs, const std::string& store,
 Result<StoreAndName> SplitStagingPath(const std::string& path) {
   constexpr std::string_view kFolder = ".staging/";
   const std::size_t end = path.find_last_not_of('/') + 1;
-  const std::size_t name = path.substr(0, end).rfind('/') + 1;  // 0 where there is none.
+  // 0 if the path has no slash.
+  const std::size_t name = path.substr(0, end).rfind('/') + 1;
   const std::string_view before = std::string_view(path).substr(0, name);
   if (name == end || !before.ends_with(kFolder)) {
     return Status(Code::kInvalidArgument, path + ": not of the form STORE/.staging/NAME");

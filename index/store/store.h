@@ -21,8 +21,8 @@
 
 namespace tensormount {
 
-// kInvalidArgument for "latest", "store.json", "policy.json", leading dots, '/', NUL, empty, over
-// 255 bytes.
+// Checks the name of a checkpoint. kInvalidArgument for "latest", "store.json", "policy.json", a
+// leading dot, '/', NUL, an empty name, or a name over 255 bytes.
 Status CheckCheckpointName(std::string_view name);
 
 struct CheckpointListing {
@@ -30,222 +30,252 @@ struct CheckpointListing {
   Uuid uuid;
   std::uint64_t generation = 0;
   Uuid parent;
-  std::uint64_t commit_bytes = 0;  // Of the file COMMIT.
-  bool derived = false;            // By `derive`: neither latest nor a base where there is another.
-  Status problem;                  // Not ok: the folder is there but its COMMIT cannot be read.
-  // What is known of one with a problem. Anything but kUnread was proven by reading.
+  std::uint64_t commit_bytes = 0;  // Size of the file COMMIT.
+  // Made by `derive`. A derived checkpoint is the latest, or a base, only if there is no other.
+  bool derived = false;
+  // Not OK: the directory exists, but its COMMIT cannot be read.
+  Status problem;
+  // State of the directory. All states but kUnread were determined by reading.
   enum class State {
     kGood,
-    kDamaged,       // COMMIT was read and both copies are damaged, or it is gone from a checkpoint.
-    kNoCheckpoint,  // A folder that has nothing of a checkpoint.
-    kUnread,        // Not read, now or by this program or user: may be a whole checkpoint.
+    kDamaged,       // COMMIT is damaged (both copies), missing or not a regular file.
+    kNoCheckpoint,  // A directory without any part of a checkpoint.
+    // Could not be read (I/O, permissions, newer format); may be an intact checkpoint.
+    kUnread,
   };
   State state = State::kGood;
 };
 
 struct LatestCheckpoint : CheckpointListing {
-  // Damaged checkpoints that were passed over: any of them may have been a later one.
+  // Texts about damaged checkpoints that were skipped. Each of them may have been the latest.
   std::vector<std::string> warnings;
 };
 
-// What a save that is being written may know of itself.
+// A save in progress.
 struct Staging {
   std::string store;      // Path of the store.
   std::string directory;  // STORE/.staging/NAME.<id>
-  std::string name;       // The name it will be published under.
+  std::string name;       // Name under which the checkpoint will be published.
   Uuid uuid;
   std::uint64_t generation = 0;
   Uuid parent;
   std::string parent_name;
-  // The checkpoint whose data files it may link (index/store/linking.h); zero: none.
+  // The checkpoint whose data files the save may link (index/store/linking.h). Zero: there is none.
   Uuid base;
   std::string base_name;
-  Status base_problem;    // Of one that was named, and is there.
-  std::string base_note;  // Why it has none although one was asked for.
+  // Why the named base cannot be used, although its directory exists.
+  Status base_problem;
+  // Why there is no base, although one was requested.
+  std::string base_note;
   std::string ShortId() const { return uuid.Short(); }
 };
 
-// The checkpoint of which a save that begins may link data files.
+// Which checkpoint is the base of a new save: the one whose data files the save may link.
 enum class BaseChoice {
   kNone,
-  kLatest,  // The parent, where there is one.
+  kLatest,  // The parent, if there is one.
   kNamed,
 };
 
 enum class Verdict { kCommitted, kAborted };
 
-// A directory of checkpoint directories with a superblock. Thread-safe; several processes may use
-// one store at once, the folder is the arbiter.
+// A store: a directory of checkpoint directories, with a superblock. Thread-safe. Several processes
+// may use a store at the same time; atomic operations on its directory decide between them.
 class Store {
  public:
-  // kNotFound: no store.json; kUnsupported: a newer format (names the bits); kDataLoss.
+  // Opens a store. kNotFound: no store.json. kUnsupported: a newer format (names the feature bits).
+  // kDataLoss: store.json is damaged.
   static Result<Store> Open(FileSystem& fs, const std::string& path);
-  // Made on first write. `path` may be reached through symlinks. Concurrent creators agree.
+  // Opens a store, and creates it first if it is missing. `path` may contain symlinks. Concurrent
+  // creators open the same store.
   static Result<Store> OpenOrCreate(FileSystem& fs, const std::string& path);
+  // Like the two functions above, for a path that a user gave (FileSystemFor).
+  static Result<Store> Open(const std::string& path);
+  static Result<Store> OpenOrCreate(const std::string& path);
 
+  FileSystem& fs() const { return *fs_; }
   const std::string& path() const { return path_; }
   const Uuid& uuid() const { return uuid_; }
-  // kReadOnly where the store has features of which we only know that reading is safe.
+  // kReadOnly if the file system is read-only, or if the store has features that this version can
+  // only read safely.
   Status CheckWritable() const;
   std::string CheckpointPath(std::string_view name) const;
 
-  // Published checkpoints by name. Broken ones are listed with their problem.
+  // Published checkpoints by name. A damaged checkpoint is listed with its problem.
   Result<std::vector<CheckpointListing>> List() const;
-  // Names of folders that are, or may be, checkpoints, sorted: what List() looks at.
+  // Sorted names of directories that are checkpoints or may be. List() reads these.
   Result<std::vector<std::string>> Names() const;
-  // What List() says of one; its commit record, too, where `record` is not null and the problem is
-  // ok. A problem of kNotFound: it is gone.
-  CheckpointListing Look(const std::string& name, CommitRecord* record = nullptr) const;
-  // Highest generation, ties by uuid, then name. kNotFound in an empty store. Where some COMMIT
-  // could not be read (kUnread) its error: that one may be the latest, and an older one in its
-  // place would lose steps unnoticed.
+  // The List() entry of one name. Sets `record`, if not null, to the commit record of a good
+  // checkpoint. The problem is kNotFound if the directory does not exist.
+  CheckpointListing FindListing(const std::string& name, CommitRecord* record = nullptr) const;
+  // The checkpoint with the highest generation; among equal generations uuid decides, then name.
+  // kNotFound: the store is empty. If a COMMIT could not be read (kUnread), returns that error: the
+  // checkpoint may be the latest, and resuming from an older one would silently lose steps.
   Result<LatestCheckpoint> Latest() const;
-  // The latest of what was listed.
+  // Latest() for a given listing.
   Result<LatestCheckpoint> LatestOf(const std::vector<CheckpointListing>& all) const;
 
-  // Claims a generation and makes the staging folder with data/ and manifest/ in it and a file
-  // that holds its uuid. kAlreadyExists where NAME is taken and `if_exists` is kFail. Leftovers of
-  // crashed saves never block it. With a base the staging names it, in its file BASE, so that
-  // nobody prunes it meanwhile; kNotFound where there is no `base_name` of kNamed.
+  // Begins a save. Claims a generation and creates the staging directory with data/, manifest/ and
+  // a file with its uuid. The file BASE in it names the base, so that the base is not pruned
+  // meanwhile. Leftovers of crashed saves do not block a new save. kAlreadyExists: `name` is taken
+  // and `if_exists` is kFail. kNotFound: `base` is kNamed, and `base_name` does not exist.
   Result<Staging> Begin(const std::string& name, IfExists if_exists,
                         BaseChoice base = BaseChoice::kNone,
                         const std::string& base_name = {}) const;
 
-  // The same for one that several writers share who do not know each other (mounts): makes
-  // STORE/.staging/NAME, with empty `folders` besides, in one step and durably. What a writer needs
-  // to know of it stands in its file staging.json. kAlreadyExists where that name is taken (then
-  // OpenShared joins it), or STORE/NAME.
+  // Begins a save with a staging that several independent writers (mounts) share. Creates
+  // STORE/.staging/NAME, including empty `folders`, durably and in one step. Its file staging.json
+  // has the data that the writers need. kAlreadyExists: STORE/NAME exists, or the staging does;
+  // OpenShared then joins the staging.
   Result<Staging> BeginShared(const std::string& name,
                               std::span<const std::string_view> folders) const;
-  // kNotFound; kUnsupported for what is no shared staging (a library save's NAME.<id>);
-  // kDataLoss where its staging.json is damaged.
+  // Opens a shared staging. kNotFound: there is none. kUnsupported: the staging is not shared
+  // (NAME.<id> of a library save). kDataLoss: staging.json is damaged.
   Result<Staging> OpenShared(const std::string& name) const;
   // Names of shared stagings, sorted.
   Result<std::vector<std::string>> ListShared() const;
 
   struct PublishOptions {
     IfExists if_exists = IfExists::kFail;
-    std::int64_t now = 0;  // Seconds since 1970; 0: the clock's.
-    // "rank-0.tmm": writers' manifests without which it is kDataLoss. Others are merged too.
+    std::int64_t now = 0;  // Seconds since 1970. 0: the current time.
+    // Manifests, such as "rank-0.tmm", that must exist: kDataLoss if one is missing. Other
+    // manifests are merged too.
     std::vector<std::string> expected_manifests;
-    // A shared staging, with IfExists::kFail: what belongs to no checkpoint (journals, data that
-    // were superseded) stays until the rename is durable, so that a publish that fails or crashes
-    // leaves a staging that can still be written and published. Gc removes it: where a filesystem
-    // has no journal, what is deleted here could be given to the next save before it is durable
-    // that we no longer have it.
+    // Set for a shared staging, with IfExists::kFail. Files that belong to no checkpoint (journals,
+    // superseded data) then stay, so that mounts can go on writing and publish again after a failed
+    // publish or a crash. Gc removes these files after the rename is durable. (If they were deleted
+    // earlier on a filesystem without a journal, a save could reuse their inodes before the
+    // deletion is durable, and lose its files after a power failure.)
     bool shared = false;
-    // kInvalidArgument where a key is the name of a layer of another one, which the format allows:
-    // where keys of a base come together with others nobody has looked at that.
-    bool layers_apart = false;
-    bool derived = false;  // Made of another checkpoint of the store, and no step of a run.
-    // Rows of chunks (100 bytes for one of a matrix) wait for their tensor in up to so much memory,
-    // what is more in a file of the staging, as large as the manifests' records together. A
-    // checkpoint of 4,096 ranks and 10,000 tensors has 4 GiB of them, more than a rank that also
-    // trains has to spare; the default holds half a million.
+    // Check that no key is also the name of a layer of a stacked tensor; kInvalidArgument if one
+    // is. The format allows such keys; the check is made when keys of a base are combined with new
+    // ones.
+    bool check_layer_names = false;
+    // Made from another checkpoint of the store, so it is not a step of a run.
+    bool derived = false;
+    // Memory in bytes for extents that are merged but not written yet (100 bytes for a chunk of a
+    // matrix). More extents wait in a temporary file of the staging. A checkpoint of 4,096 ranks
+    // and 10,000 tensors has 4 GiB of extents, too much for a rank that also trains. The default is
+    // enough for half a million chunks.
     std::uint64_t rows_in_memory = std::uint64_t{48} << 20;
   };
-  // Publishes a staging in which all writers' data and manifests are durable: reads the manifests,
-  // checks completeness, decides mtimes against the parent, writes the coordinator's manifest,
-  // the index and COMMIT, renames. `coordinator` brings info (producer, world_size), common values
-  // (and nothing else). docs/format.md, "Publish", has the order; one fsync a file, folders after
-  // their files. Files of data/ and manifest/ that no manifest names are removed.
-  //   ok                 committed and durable;
-  //   kAlreadyExists     somebody else has that name; staging as it was;
-  //   kUnsupported       kReplace where the filesystem cannot exchange two folders;
-  //   kUnknown           renamed, but a folder could not be synced: committed or not after a crash;
-  //   kDataLoss          incomplete (names the box), or a manifest is damaged;
-  //   kStale             the staging was aborted meanwhile.
-  // After any failure but kUnknown and kStale it may be called again with the same staging.
-  // Never leaves a half-made checkpoint visible. One caller a staging (the coordinator).
+  // Publishes a staging in which the data and manifests of all writers are durable. Reads the
+  // manifests, checks completeness, decides mtimes against the parent, writes the coordinator's
+  // manifest, the index and COMMIT, and renames (docs/format.md, "Publish"). `coordinator` has only
+  // info (producer, world_size) and common values. Unless `shared` is set, removes files of data/
+  // that no manifest names, and temporary files of manifest/.
+  //   ok                 committed and durable
+  //   kAlreadyExists     the name is taken; the staging is unchanged
+  //   kUnsupported       kReplace, and the filesystem cannot exchange two directories
+  //   kUnknown           renamed, but a directory sync failed: a crash may undo the publish
+  //   kDataLoss          incomplete (names the box), or a manifest is damaged
+  //   kStale             the staging was aborted meanwhile
+  // The call may be repeated after any failure except kUnknown and kStale. A partial checkpoint is
+  // never visible. Only the coordinator calls this, one call at a time.
   struct Published {
     CheckpointInfo info;
     Hash128 content_root;
     std::uint64_t tensors = 0;
     std::uint64_t chunks = 0;
     std::uint64_t bytes = 0;
-    double manifests_seconds = 0;  // Reading and merging.
-    double index_seconds = 0;      // Building and syncing the index.
-    double publish_seconds = 0;    // After the index is built: COMMIT, rename, folder syncs.
+    // Time of reading and merging the manifests.
+    double manifests_seconds = 0;
+    // Time of building and syncing the index.
+    double index_seconds = 0;
+    // Time after the index: directory syncs, COMMIT, rename.
+    double publish_seconds = 0;
+    // The entry of .trash (".trash/NAME") with the checkpoint that this one replaced; empty: none.
+    std::string replaced;
   };
   Result<Published> Publish(const Staging& staging, const Inventory& coordinator,
                             const PublishOptions& options) const;
 
-  // What a copy of a checkpoint of another store needs (index/store/copy.h), which keeps its
-  // generation: the folders of a store that is written to, kReadOnly as for every save; and, before
-  // it is published, a claim as high as its generation, so that no save gets a lower one from then
-  // on, whatever becomes of the copy. Durable with `.generations`, which the caller syncs.
+  // For copies, which keep the source's generation (index/store/copy.h). PrepareToWrite creates the
+  // store's directories (kReadOnly as for a save). ClaimUpTo must be called before the publish. It
+  // claims `generation` or a higher number, so that later saves get higher ones even if the copy is
+  // removed. The caller syncs .generations to make the claim durable.
   Status PrepareToWrite() const;
   Status ClaimUpTo(std::uint64_t generation) const;
 
-  // The store as the arbiter of time-outs: moves the staging to .trash unless it was published,
-  // then says where *that uuid* is. kAborted / kCommitted (parent folders synced by this call
-  // before it says so), kUnknown where neither could be read. Any rank may call it, any number
-  // of times.
+  // Lets the store decide whether a timed-out save was published. If the staging was not published,
+  // moves it to .trash. Then returns where the directory with *that uuid* is. kCommitted or
+  // kAborted: the verdict is durable, because this call has synced the parent directories.
+  // kUnknown: neither could be determined. Any rank may call it, any number of times.
   Result<Verdict> AbortOrDecide(const Staging& staging) const;
 
-  // Moves a checkpoint to .trash (then Gc deletes it), durably. kNotFound; kInvalidArgument for a
-  // folder that has nothing of a checkpoint; kPermissionDenied where it is pinned, but with force,
-  // which takes the pin with it; kUnknown where it is gone from its name but a power cut may bring
-  // it back.
+  // Moves a checkpoint to .trash durably; Gc deletes it later. kNotFound: there is no such
+  // checkpoint. kInvalidArgument: the directory is not a checkpoint. kPermissionDenied: the
+  // checkpoint is pinned (`force` removes the pin too). kUnknown: removed, but a power failure may
+  // undo the removal.
   Status Remove(std::string_view name, const RemoveOptions& options = {}) const;
-  // Why a checkpoint must stay, in words; nothing: nothing holds it.
+  // Returns the reason why a checkpoint must stay, for messages. nullopt: it may be removed.
   using Holds = std::function<Result<std::optional<std::string>>(const Uuid&)>;
   struct Removal {
-    // kStale where another one has the name by now; kUnknown where it could not be moved back, and
-    // is in .trash, or not durably. Ok where it is held.
+    // OK if the checkpoint was removed or must stay. kStale: another checkpoint has the name by
+    // now. kUnknown: the checkpoint is in .trash and could not be moved back, or a move is not
+    // durable.
     Status status;
-    std::optional<std::string> held;  // Why it is where it was (moved back).
-    // Where it is, below the store (".trash/..."); empty where it is not removed, or that is not
-    // known.
+    // The reason why the checkpoint stays at its name, or was moved back to it. nullopt: it was
+    // removed, or `status` has an error.
+    std::optional<std::string> held;
+    // Path of the removed checkpoint below the store (".trash/..."). Empty: not removed, or the
+    // path is unknown.
     std::string entry;
   };
-  // As Remove, for whoever knows which one is meant.
-  // `holds` is asked before it is moved, and again when it has moved: whoever holds it looks for it
-  // after his hold is durable (pins::Pin), so one of the two sees the other. Where that cannot be
-  // told it is where it was, and the status says why.
+  // Removes a checkpoint only if its uuid is `uuid` and `holds` returns no reason to keep it.
+  // `holds` is called before the move and again after it. A process that protects a checkpoint
+  // (pins::Pin) checks that the checkpoint exists after making the pin durable, so at least one of
+  // the two processes sees the other. If `holds` fails, the checkpoint stays, and `status` has the
+  // error.
   Removal RemoveUnlessHeld(std::string_view name, const Uuid& uuid, const Holds& holds) const;
 
   struct GcOptions {
     bool dry_run = false;
-    std::chrono::seconds grace{60};  // For what lies in .trash.
-    // The caller says that no reader is older than `grace`: enough where there are no locks.
+    std::chrono::seconds grace{60};  // Minimum age of an entry of .trash.
+    // The caller guarantees that no reader has been reading for longer than `grace`. Needed on
+    // filesystems without locks.
     bool trust_grace = false;
-    std::chrono::seconds staging_age{86400};  // Stagings untouched for so long were abandoned.
+    // A staging that did not change for this time is abandoned.
+    std::chrono::seconds staging_age{86400};
   };
   struct GcReport {
-    std::vector<std::string> removed;  // Paths below the store, also in a dry run.
-    std::vector<std::string> kept;     // With the reason: "….: still read", "...: too young".
-    std::vector<std::string> failed;   // With the error: could not be looked at or deleted.
+    std::vector<std::string> removed;  // Paths below the store. Also set in a dry run.
+    // Paths that were kept, with the reason: "….: still being read", "...: too young".
+    std::vector<std::string> kept;
+    // Paths that could not be removed, with the error.
+    std::vector<std::string> failed;
     std::uint64_t bytes_freed = 0;
   };
-  // Deletes from .trash what nobody reads (exclusive flock on its COMMIT) after the grace period
-  // (where the filesystem has no locks, only with `trust_grace`),
-  // abandoned stagings, .derived of checkpoints that are gone, and generation claims below the
-  // highest. Never a folder whose device and inode a live checkpoint has.
+  // Deletes garbage: entries of .trash that nobody reads (exclusive flock on COMMIT) after the
+  // grace period, abandoned stagings, .derived of deleted checkpoints, and generation claims below
+  // the highest. On filesystems without locks, entries of .trash are deleted only with
+  // `trust_grace`. A directory with the device and inode of a live checkpoint is never deleted.
   Result<GcReport> Gc(const GcOptions& options) const;
-  // Of these entries alone, without a grace, and only where locks tell that nobody reads them.
-  // `entries`: below the store (".trash/..."). `now`: seconds since 1970, for the expiry of pins.
+  // Deletes these entries (".trash/...") without a grace period, if locks show that nobody reads
+  // them. `now` is in seconds since 1970, for the expiry of pins.
   GcReport FreeTrash(const std::vector<std::string>& entries, std::int64_t now) const;
 
   struct FsckOptions {
-    bool rebuild = false;    // Repair: rebuild lost or damaged indexes into .derived/.
+    bool rebuild = false;    // Rebuild lost or damaged indexes into .derived/.
     bool read_data = false;  // Verify all data too.
-    // As OpenedCheckpoint::Options::roots, of adopted checkpoints.
+    // Directories in which data of adopted checkpoints are allowed
+    // (OpenedCheckpoint::Options::roots).
     std::vector<std::string> roots = {};
   };
   struct FsckFinding {
-    std::string object;  // Checkpoint or path below the store.
+    std::string object;  // Name of a checkpoint, or a path below the store.
     std::string problem;
-    std::string remedy;  // What would repair it, or what did.
+    std::string remedy;  // How to repair the problem, or how it was repaired.
     bool repaired = false;
-    bool damage = true;   // False: mere leftovers.
-    bool unread = false;  // Could not be looked at, so nothing is known of it; no damage.
-    // Of a damaged data file: other checkpoints that have this very file, by name.
+    bool damage = true;  // False: the finding is only a leftover.
+    // Whether the object could not be checked, which is not damage.
+    bool unread = false;
+    // For damaged data files: names of other checkpoints that have the same file (inode).
     std::vector<std::string> shared_with = {};
   };
   Result<std::vector<FsckFinding>> Fsck(const FsckOptions& options) const;
-  // The same for a folder whose store.json may be lost or damaged, which is then a finding too;
-  // with `rebuild` it is made anew. kNotFound: nothing of a store is there.
+  // Fsck for a directory whose store.json may be lost or damaged, which is then a finding.
+  // `rebuild` recreates store.json. kNotFound: the directory is not a store.
   static Result<std::vector<FsckFinding>> FsckFolder(FileSystem& fs, const std::string& path,
                                                      const FsckOptions& options);
 
@@ -257,16 +287,20 @@ class Store {
         unknown_read_compatible_(unknown_read_compatible) {}
   Status MoveAway(std::string_view name, const Uuid* only, std::string* entry) const;
   Status RemoveUnpinned(const std::string& name) const;
-  Result<FileInfo> CheckIsThere(std::string_view name) const;
+  Result<FileInfo> CheckExists(std::string_view name) const;
   Result<std::uint64_t> ClaimGeneration(std::uint64_t above) const;
-  // The highest of `all` that could be read; null: none.
+  // The readable checkpoint of `all` with the highest generation; null if there is none.
   static const CheckpointListing* Highest(const std::vector<CheckpointListing>& all);
-  // A generation and the parent of a save that begins now, after the folders for it were made.
+  // Sets generation, parent and base of a new save. Creates the store's directories first.
   Status ClaimPlace(const std::string& name, IfExists if_exists, BaseChoice base,
                     const std::string& base_name, Staging& staging) const;
   Result<Published> PublishSteps(const Staging& staging, const Inventory& coordinator,
                                  const PublishOptions& options) const;
-  Status MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
+  // Returns the entry of .trash with the checkpoint that was replaced; empty if none was.
+  Result<std::string> MoveIntoPlace(const Staging& staging, IfExists if_exists) const;
+  // kAlreadyExists unless a checkpoint with this name can be published. An empty directory does not
+  // take a name: frameworks create the directory that they are about to save into.
+  Status CheckFree(const std::string& name) const;
 
   FileSystem* fs_;
   std::string path_;
@@ -274,23 +308,23 @@ class Store {
   std::uint64_t unknown_read_compatible_;
 };
 
-// "STORE/NAME" in its two parts; trailing slashes are ignored. Of "step-1" the store is ".", of
-// "/step-1" it is "/". kInvalidArgument: no name that a checkpoint may have.
+// Splits "STORE/NAME" and ignores trailing slashes. The store of "step-1" is ".", the store of
+// "/step-1" is "/". kInvalidArgument if the last part is not a valid name of a checkpoint.
 struct StoreAndName {
   std::string store;
   std::string name;
 };
 Result<StoreAndName> SplitCheckpointPath(const std::string& path);
-// The name of a checkpoint of `store` that a user gave: NAME, or a path of it, which may be
-// STORE/latest. kInvalidArgument: it is in another store.
-Result<std::string> NameInStore(FileSystem& fs, const std::string& store, const std::string& given);
-// "STORE/.staging/NAME" likewise.
+// The name of a checkpoint of `store`. The user gives NAME or a path, also STORE/latest.
+// kInvalidArgument: the path is in another store.
+Result<std::string> NameInStore(const std::string& store, const std::string& given);
+// Splits "STORE/.staging/NAME", like SplitCheckpointPath.
 Result<StoreAndName> SplitStagingPath(const std::string& path);
 
-// What a user named, to be opened: "STORE/latest" becomes its latest checkpoint (where no such name
-// exists in the folder itself), symlinks are taken once and trailing slashes dropped, so that all
-// who open it read one checkpoint whatever is published meanwhile. kNotFound.
-// Warnings of Latest() are appended to `warnings`.
+// Resolves a user's path once: symlinks, trailing slashes, and "STORE/latest" to the latest
+// checkpoint (unless an entry of the store has that name). All opens of the result then read the
+// same checkpoint, whatever is published meanwhile. kNotFound if there is no such path. Appends the
+// warnings of Latest() to `warnings`.
 Result<std::string> ResolveSourcePath(FileSystem& fs, std::string_view path,
                                       std::vector<std::string>* warnings = nullptr);
 

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::AbortOrDecide of store.h: the store decides whether a save was published, when ranks do
-// not know it of each other. Apart from store_publish.cc because it is what survivors call while a
-// publisher may still be at work: the one that moves the staging away first has decided, by one
-// rename.
+// Store::AbortOrDecide of store.h: if the ranks of a save cannot agree, the store decides whether
+// the save was published. Surviving ranks call it while a publisher may still be running. The first
+// rename of the staging decides (docs/format.md, "The store as arbiter").
 #include <chrono>
 
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
 #include "index/store/store_moves.h"
-
-// docs/format.md, "The store as arbiter".
 
 namespace tensormount {
 namespace store_moves {
@@ -32,7 +29,7 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging) {
     return UuidLocation::kAborted;
   }
   if (holds(committed(JoinPath(trash, uuid)))) return UuidLocation::kRemoved;
-  // After an exchange what stands here is the checkpoint that was replaced, with a uuid of its own.
+  // After an exchange, the replaced checkpoint is at the staging's path, and it has another uuid.
   if (holds(ReadFolderUuid(fs, staging.directory))) return UuidLocation::kStaging;
   return unreadable ? UuidLocation::kUnreadable : UuidLocation::kNowhere;
 }
@@ -47,20 +44,20 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
   const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string aborted =
       JoinPath(trash, staging.uuid.ToString() + std::string(store_paths::kAbortedSuffix));
-  // A verdict is given once a power cut cannot turn it: whoever gives it syncs for himself.
+  // Directories are synced before a verdict is returned, so that no power failure can reverse it.
   const auto durably = [&](Verdict verdict, const std::string& folder,
                            const std::string& to) -> Result<Verdict> {
     const Status synced = fs.SyncMovedFolder(folder, to, staging_folder);
     if (!synced.ok()) {
       return Status(Code::kUnknown,
-                    std::string(verdict == Verdict::kCommitted ? "visible" : "aborted") +
-                        ", but a power cut may undo it or not: " + synced.message());
+                    std::string(verdict == Verdict::kCommitted ? "published" : "aborted") +
+                        ", but a power failure may undo it: " + synced.message());
     }
     return verdict;
   };
   Status why;
-  // Each round either decides, or moves the staging, or saw it move; a few may see nothing because
-  // it moved from a folder not yet looked at to one already passed.
+  // Each pass of the loop returns a verdict, moves the staging, or finds that another process moved
+  // it. A pass finds nothing if the staging moved to a directory that was already checked.
   for (int round = 0; round < 16; ++round) {
     switch (store_moves::Locate(fs, staging)) {
       case UuidLocation::kPublished:
@@ -76,19 +73,20 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
           why = moved;
           break;
         }
-        // If it was published by exchange between our look and the rename, we have moved the
-        // checkpoint that it replaced: that one belongs under its own uuid.
+        // If the save was published by an exchange between Locate and the rename, the replaced
+        // checkpoint was moved here. It is moved on to the name of its own uuid.
         const Result<Uuid> got = store_moves::ReadFolderUuid(fs, aborted);
         if (got.ok() && got.value() != staging.uuid) {
-          (void)store_moves::MoveToTrash(fs, path_, aborted, "");  // Its name is never trusted.
+          // No suffix, because this checkpoint was published and not aborted.
+          (void)store_moves::MoveToTrash(fs, path_, aborted, "");
         } else {
           store_moves::MarkTrashed(fs, aborted);
         }
         continue;
       }
       case UuidLocation::kNowhere:
-        why = Status(Code::kNotFound, "neither at " + CheckpointPath(staging.name) + " nor in " +
-                                          trash + " nor at " + staging.directory);
+        why = Status(Code::kNotFound, "it is neither at " + CheckpointPath(staging.name) +
+                                          " nor in " + trash + " nor at " + staging.directory);
         break;
       case UuidLocation::kUnreadable:
         why = Status(Code::kUnavailable, "one of " + CheckpointPath(staging.name) + ", " + trash +
@@ -97,8 +95,9 @@ Result<Verdict> Store::AbortOrDecide(const Staging& staging) const {
     }
     fs.SleepFor(std::chrono::milliseconds(1 << (round < 4 ? round : 4)));
   }
-  return Status(Code::kUnknown, "whether " + staging.name + " (" + staging.uuid.ToString() +
-                                    ") was published is not known: " + why.message());
+  return Status(Code::kUnknown, "cannot tell whether " + staging.name + " (" +
+                                    staging.uuid.ToString() + ") was published: " + why.message() +
+                                    "; run `tensormount fsck " + path_ + "`");
 }
 
 }  // namespace tensormount

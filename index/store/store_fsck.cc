@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::Fsck of store.h: what does not belong into a store, and what --rebuild repairs. It reports
-// everything and changes nothing without being asked; what it makes (indexes) lies beside the
-// checkpoints. A file of its own as the counterpart of verify.cc, for the folder instead of the
-// checkpoint.
+// Store::Fsck of store.h: checks a store and, with --rebuild, repairs it. Without --rebuild it
+// changes nothing; rebuilt indexes are stored beside the checkpoints.
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -23,9 +21,9 @@ namespace {
 
 using Finding = Store::FsckFinding;
 
-// Findings are gathered, not returned at the first: an operator wants the whole list. Repairs are
-// done only where `rebuild` asks for them, and only what can be made from what is proved (an index
-// from manifests, store.json anew).
+// Collects all findings of a check, because an operator wants the whole list. Repairs only with
+// `rebuild`, and only what can be made from proven data (an index from manifests, a new
+// store.json).
 class Checker {
  public:
   Checker(FileSystem& fs, const std::string& store, const Store::FsckOptions& options)
@@ -37,15 +35,16 @@ class Checker {
       case State::kGood:
         break;
       case State::kDamaged:
-        Damage(listing.name, listing.problem.message(),
-               "without its commit record a checkpoint cannot be trusted: save it again, then "
-               "`rm` it");
+        Damage(
+            listing.name, listing.problem.message(),
+            "without its commit record a checkpoint cannot be trusted: save the checkpoint again, "
+            "then `rm` the damaged one");
         return;
       case State::kNoCheckpoint:
-        Note(listing.name, "a folder that is no checkpoint: it has no COMMIT", "");
+        Note(listing.name, "a directory that is not a checkpoint: it has no COMMIT", "");
         return;
       case State::kUnread:
-        Unread(listing.name, listing.problem);
+        ReportUnread(listing.name, listing.problem);
         return;
     }
     const std::string directory = JoinPath(store_, listing.name);
@@ -53,14 +52,15 @@ class Checker {
     verify.quick = !options_.read_data;
     verify.roots = options_.roots;
     Result<VerifyReport> verified = VerifyCheckpoint(fs_, directory, verify);
-    // Replaced while we read it: what stands there now is looked at.
+    // The checkpoint was replaced meanwhile. The one that has the name now is checked.
     if (verified.status().code() == Code::kStale) {
       verified = VerifyCheckpoint(fs_, directory, verify);
     }
     if (!verified.ok()) {
-      // Removed while we read it. Anything else must not hide the other checkpoints.
+      // A checkpoint that was removed meanwhile is ignored. Other failures must not prevent the
+      // check of the other checkpoints.
       if (fs_.LinkStat(directory).status().code() != Code::kNotFound) {
-        Unread(listing.name, verified.status());
+        ReportUnread(listing.name, verified.status());
       }
       return;
     }
@@ -87,7 +87,7 @@ class Checker {
     }
   }
 
-  // Names that share what no two checkpoints share.
+  // Finds checkpoints that have the same inode or the same uuid.
   void Duplicates(const std::vector<CheckpointListing>& all) {
     std::map<std::pair<std::uint64_t, std::uint64_t>, std::string> folders;
     std::map<Uuid, std::string> uuids;
@@ -97,7 +97,7 @@ class Checker {
         const auto [it, inserted] =
             folders.try_emplace({info.value().device, info.value().inode}, c.name);
         if (!inserted) {
-          Damage(c.name, "the same folder as " + it->second + " (a crash of the filesystem)",
+          Damage(c.name, "the same directory as " + it->second + " (the filesystem is damaged)",
                  "check the filesystem before anything is removed");
         }
       }
@@ -111,13 +111,13 @@ class Checker {
     for (const DirectoryEntry& e : Entries("")) {
       if (e.name == store_paths::kSuperblockFile || e.name == store_paths::kPolicyFile) continue;
       if (IsOurFolder(e.name)) {
-        if (e.kind != FileKind::kDirectory && e.kind != FileKind::kSymlink) NoFolder(e.name);
+        if (e.kind != FileKind::kDirectory && e.kind != FileKind::kSymlink) ReportNotFolder(e.name);
         continue;
       }
       if (e.name.starts_with("." + std::string(store_paths::kSuperblockFile) + ".")) {
-        Note(e.name, "left by the creation of the store", "gc removes it");
+        Note(e.name, "left over from creating the store", "gc removes it");
       } else if (e.name.starts_with("." + std::string(store_paths::kPolicyFile) + ".")) {
-        Note(e.name, "left by who set the policy", "gc removes it");
+        Note(e.name, "left over from setting the policy", "gc removes it");
       } else if (e.kind != FileKind::kDirectory || e.name.starts_with('.')) {
         Note(e.name, "does not belong to the store", "");
       }
@@ -126,23 +126,23 @@ class Checker {
     for (const DirectoryEntry& e : Entries(store_paths::kStagingFolder)) {
       if (e.name == store_paths::kRepairFolder) {
         Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
-             "a repair that is under way, or was interrupted",
-             "the same repair goes on; gc removes it after a day");
+             "a repair that is running or was interrupted",
+             "run the repair again, or gc removes it after a day");
         continue;
       }
       const bool copy = e.name.starts_with(store_paths::kCopyPrefix);
       Note(std::string(store_paths::kStagingFolder) + "/" + e.name,
-           copy ? "a copy that is under way, or was interrupted"
-                : "a save that is under way, or was given up",
-           copy ? "the same copy goes on with it; gc removes it after a day"
+           copy ? "a copy that is running or was interrupted"
+                : "a save that is running or was abandoned",
+           copy ? "run the copy again to continue it, or gc removes it after a day"
                 : "gc removes it after a day");
     }
     for (const DirectoryEntry& e : Entries(store_paths::kTrashFolder)) {
       if (e.name.ends_with(store_paths::kSinceSuffix)) continue;
       const std::string object = JoinPath(store_paths::kTrashFolder, e.name);
-      const auto kept = trash::WhyKept(fs_, store_, e.name, fs_.NowSeconds());
+      const auto kept = trash::FindHold(fs_, store_, e.name, fs_.NowSeconds());
       if (!kept.ok()) {
-        Unread(object, kept.status());
+        ReportUnread(object, kept.status());
       } else if (kept.value().why.empty()) {
         Note(object, "removed", "gc deletes it");
       } else {
@@ -155,7 +155,7 @@ class Checker {
     for (const DirectoryEntry& e : Entries(store_paths::kGenerationsFolder)) {
       const std::string below = JoinPath(store_paths::kGenerationsFolder, e.name);
       if (e.kind != FileKind::kDirectory || Entries(below).empty()) continue;
-      Note(below, "a claim that is not empty: a power cut gave it the folder of something deleted",
+      Note(below, "a generation claim that is not empty, left by a power failure",
            "gc removes it once a later save has begun");
     }
     for (const DirectoryEntry& e : Entries(store_paths::kDerivedFolder)) {
@@ -163,44 +163,49 @@ class Checker {
         return c.problem.ok() && c.uuid.ToString() == e.name;
       });
       if (used) continue;
-      Note(std::string(store_paths::kDerivedFolder) + "/" + e.name, "derived of no checkpoint here",
-           "gc removes it");
+      Note(std::string(store_paths::kDerivedFolder) + "/" + e.name,
+           "the rebuilt index of a checkpoint that is not in this store", "gc removes it");
     }
   }
 
-  // What rules rest on: no damage of any checkpoint, but nothing is removed by it.
+  // Checks pins and policy. If they are damaged, no checkpoint is, but removals by rule stop.
   void Retention() {
-    const Status policy = pins::ReadPolicy(fs_, store_).status();
-    if (policy.code() == Code::kDataLoss) {
+    bool unread = false;
+    const Status policy = pins::ReadPolicy(fs_, store_, &unread).status();
+    if (policy.code() == Code::kDataLoss && !unread) {
       Note(store_paths::kPolicyFile, policy.message() + ": nothing is removed by rule",
-           "`prune --set-policy` makes it anew, `prune --clear-policy` removes it");
+           "`prune --set-policy` replaces it, `prune --clear-policy` removes it");
     } else if (!policy.ok()) {
-      Unread(std::string(store_paths::kPolicyFile), policy);
+      ReportUnread(std::string(store_paths::kPolicyFile), policy);
     }
-    if (no_folders_.contains(store_paths::kPinsFolder)) return;
+    if (not_folders_.contains(store_paths::kPinsFolder)) return;
     const auto all = pins::ReadAll(fs_, store_, fs_.NowSeconds());
-    if (!all.ok()) return Unread(std::string(store_paths::kPinsFolder), all.status());
+    if (!all.ok()) return ReportUnread(std::string(store_paths::kPinsFolder), all.status());
     for (const auto& [uuid, pin] : all.value()) {
       if (pin.problem.empty()) continue;
-      Note(JoinPath(store_paths::kPinsFolder, pin.uuid),
-           "a pin that cannot be read, and holds for ever: " + pin.problem,
+      const std::string object = JoinPath(store_paths::kPinsFolder, pin.uuid);
+      if (pin.unread) {
+        ReportUnread(object, Status(Code::kDataLoss, pin.problem));
+        continue;
+      }
+      Note(object, "a pin that cannot be read, so it does not expire: " + pin.problem,
            "pin the checkpoint again, or `unpin` it");
     }
   }
 
   std::vector<Finding>& findings() { return findings_; }
 
-  // store.json, which `read` says cannot be used.
+  // Reports an unusable store.json. `read` is the error of reading it.
   void Superblock(const Status& read) {
     Finding f;
     f.object = store_paths::kSuperblockFile;
-    f.problem = read.code() == Code::kNotFound ? "it is lost" : read.message();
+    f.problem = read.code() == Code::kNotFound ? "it is missing" : read.message();
     if (options_.rebuild) {
       const Status made = store_moves::RemakeSuperblock(fs_, store_);
       f.repaired = made.ok();
-      f.remedy = made.ok() ? "made anew, with another uuid" : made.message();
+      f.remedy = made.ok() ? "recreated, with another uuid" : made.message();
     } else {
-      f.remedy = "fsck --rebuild makes it anew: it only says that this folder is a store";
+      f.remedy = "`fsck --rebuild` recreates it: it only marks this directory as a store";
     }
     findings_.push_back(std::move(f));
   }
@@ -212,39 +217,44 @@ class Checker {
            name == store_paths::kPinsFolder || name == store_paths::kEphemeralFolder;
   }
 
-  // After a power cut a name can lead to another inode, where the file system has no journal.
-  void NoFolder(const std::string& name) {
-    no_folders_.insert(name);
+  // Reports one of the store's own directories that is not a directory. On a filesystem without a
+  // journal a power failure may leave a name with another inode.
+  void ReportNotFolder(const std::string& name) {
+    not_folders_.insert(name);
     const bool pins = name == store_paths::kPinsFolder;
     Damage(name,
-           pins ? "not a folder: pins are lost, and nothing is removed before this is mended"
-                : "not a folder: what was in it is lost",
-           pins ? "remove it, then pin again what must stay" : "remove it: it is made anew");
+           pins ? "not a directory: pins are lost, and nothing is removed until this is fixed"
+                : "not a directory: its contents are lost",
+           pins ? "remove it, then pin the checkpoints to keep again"
+                : "remove it: it is recreated when needed");
   }
 
-  // What cannot be listed is a finding of its own: nobody may take it for empty.
+  // The entries of a directory of the store. If it cannot be listed, that is a finding, so that the
+  // directory is not taken for empty.
   std::vector<DirectoryEntry> Entries(std::string_view below) {
-    if (no_folders_.contains(below)) return {};
-    auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : JoinPath(store_, below));
+    if (not_folders_.contains(below)) return {};
+    auto entries = store_moves::ListIfExists(fs_, below.empty() ? store_ : JoinPath(store_, below));
     if (entries.ok()) return std::move(entries).value();
-    Unread(below.empty() ? "." : std::string(below), entries.status());
+    ReportUnread(below.empty() ? "." : std::string(below), entries.status());
     return {};
   }
 
   static std::string RemedyOf(const VerifyReport::Damage& damage) {
     if (damage.file == store_paths::kCommitFile) {
-      return "the other copy serves; save it again, or copy it anew";
+      return "the other copy is used; save or copy the checkpoint again";
     }
     if (damage.surplus) return "nothing reads it: remove it, or move it elsewhere";
-    return "restore the file from a copy, or save it again";
+    return "restore the file from a copy, or save the checkpoint again";
   }
 
-  // Nothing is known of it, so nothing is advised that would change it.
-  void Unread(const std::string& object, const Status& why) {
-    const char* remedy = "it could not be read now, and may be whole: try again";
-    if (why.code() == Code::kUnsupported) remedy = "it needs a newer program, and may be whole";
+  // Reports an object that could not be read. Its state is unknown, so the remedy must not suggest
+  // a change.
+  void ReportUnread(const std::string& object, const Status& why) {
+    const char* remedy = "it could not be read now and may be intact: try again";
+    if (why.code() == Code::kUnsupported)
+      remedy = "it needs a newer version of tensormount and may be intact";
     if (why.code() == Code::kPermissionDenied)
-      remedy = "run fsck as its owner, or name the folder of its data with --root";
+      remedy = "run fsck as its owner, or pass the directory of its data with --root";
     findings_.push_back({.object = object,
                          .problem = "not checked: " + why.message(),
                          .remedy = remedy,
@@ -271,17 +281,18 @@ class Checker {
     if (!commit.ok()) {
       f.remedy = commit.status().message();
     } else if (!options_.rebuild) {
-      f.remedy = "fsck --rebuild makes it again from manifest/, in " + derived;
+      f.remedy = "`fsck --rebuild` rebuilds it from manifest/, in " + derived;
     } else {
       const Status rebuilt = WriteDerivedIndex(fs_, directory, commit.value().record);
-      // Nothing is repaired before it was opened as readers do.
+      // An index counts as repaired only after an open, made as readers make it, has used the new
+      // index.
       Status served = rebuilt;
       if (served.ok()) {
         OpenedCheckpoint::Options options;
         options.roots = options_.roots;
         const auto opened = OpenedCheckpoint::Open(fs_, directory, options);
         served = opened.ok() && opened.value()->index_was_rebuilt()
-                     ? Status(Code::kDataLoss, "what was rebuilt is not used")
+                     ? Status(Code::kDataLoss, "the rebuilt index is not used")
                      : opened.status();
       }
       f.repaired = served.ok();
@@ -294,7 +305,8 @@ class Checker {
   const std::string store_;
   const Store::FsckOptions options_;
   std::vector<Finding> findings_;
-  std::set<std::string, std::less<>> no_folders_;  // Of the store's own; each is a finding.
+  // The store's own directories that are not directories. Each is a finding.
+  std::set<std::string, std::less<>> not_folders_;
 };
 
 }  // namespace
@@ -317,8 +329,8 @@ Result<std::vector<Store::FsckFinding>> Store::FsckFolder(FileSystem& fs, const 
   const Status lost = store_moves::SuperblockDamage(fs, resolved);
   if (lost.ok()) return store.status();
   const Store bare(fs, resolved, Uuid(), 0);
-  // Nothing is written into a folder that is none.
-  if (lost.code() == Code::kNotFound && !store_paths::EvidentlyStore(fs, resolved)) {
+  // Nothing is written into a directory that is not a store.
+  if (lost.code() == Code::kNotFound && !store_paths::LooksLikeStore(fs, resolved)) {
     return store.status();
   }
   Checker checker(fs, resolved, options);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::Gc of store.h (docs/format.md, "Garbage"). Nothing here decides what is true: a staging
-// goes to .trash by one rename, as an abort does, so that whoever would still publish it finds it
-// gone; only what lies in .trash is deleted.
+// Store::Gc of store.h (docs/format.md, "Garbage"). An abandoned staging is moved to .trash by one
+// rename, like an aborted one, so that its publisher fails with "not found". Deletions happen only
+// in .trash.
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -20,14 +20,14 @@
 namespace tensormount {
 namespace {
 
-// The last line of defence: whatever went wrong with names, a folder that a live checkpoint is (by
-// device and inode) is never deleted.
+// Device and inode of a directory. As a last safeguard, a directory with the device and inode of a
+// live checkpoint is never deleted.
 using FolderId = std::pair<std::uint64_t, std::uint64_t>;
 FolderId IdOf(const FileInfo& info) { return {info.device, info.inode}; }
 
-// The first thing that went wrong while a folder was looked at; what went away meanwhile is no
-// failure.
-struct Looked {
+// Result of a search in a directory: the newest mtime, and the first failure. Entries that
+// disappear meanwhile are not failures.
+struct NewestMtime {
   std::int64_t newest = std::numeric_limits<std::int64_t>::min();
   Status failed;
   void Fail(const Status& status) {
@@ -35,8 +35,8 @@ struct Looked {
   }
 };
 
-// Adds up what deleting frees: files that no other name keeps. Unreadable parts count nothing.
-// Hard links make a byte belong to several names: it is freed with the last.
+// Bytes that deleting a directory frees: the files without other links. Parts that cannot be read
+// count as 0.
 std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   const Result<FileInfo> info = fs.LinkStat(path);
   if (!info.ok()) return 0;
@@ -53,8 +53,9 @@ std::uint64_t BytesBelow(FileSystem& fs, const std::string& path, int depth) {
   return bytes;
 }
 
-// When anything in it was last touched. A part that cannot be looked at may be the newest.
-void LookAtMtimes(FileSystem& fs, const std::string& path, int depth, Looked& looked) {
+// Finds the newest mtime in and below `path`. A part that cannot be read is a failure, because it
+// may have the newest mtime.
+void FindNewestMtime(FileSystem& fs, const std::string& path, int depth, NewestMtime& looked) {
   const Result<FileInfo> info = fs.LinkStat(path);
   if (!info.ok()) return looked.Fail(info.status());
   looked.newest = std::max(looked.newest, info.value().mtime_seconds);
@@ -62,12 +63,12 @@ void LookAtMtimes(FileSystem& fs, const std::string& path, int depth, Looked& lo
   const auto entries = fs.List(path);
   if (!entries.ok()) return looked.Fail(entries.status());
   for (const DirectoryEntry& e : entries.value()) {
-    LookAtMtimes(fs, JoinPath(path, e.name), depth - 1, looked);
+    FindNewestMtime(fs, JoinPath(path, e.name), depth - 1, looked);
   }
 }
 
 constexpr int kMaxGcDepth = 8;
-// Of an entry of .trash that is being deleted, or was when gc ended.
+// Suffix of an entry of .trash that gc is deleting, or was deleting when it was interrupted.
 constexpr std::string_view kDeletingSuffix = ".deleting";
 
 class Collector {
@@ -93,7 +94,8 @@ class Collector {
     return Status();
   }
 
-  // Run for entries of .trash that have just come.
+  // Deletes entries of .trash that were just moved there, without a grace period. `names` are the
+  // live checkpoints, `entries` the paths of the entries below the store.
   void Free(const std::vector<std::string>& names, const std::vector<std::string>& entries) {
     for (const std::string& name : names) {
       const Status known = AddLive(name).status();
@@ -101,7 +103,7 @@ class Collector {
     }
     for (const std::string& below : entries) {
       const std::string entry = below.substr(below.find('/') + 1);
-      if (!KeptAsHeld(entry)) DeleteFromTrash(entry);
+      if (!KeepIfHeld(entry)) DeleteFromTrash(entry);
     }
     SyncDeleted();
   }
@@ -109,7 +111,8 @@ class Collector {
   Store::GcReport& report() { return report_; }
 
  private:
-  // Whether a checkpoint is there. Without knowing what is alive nothing is deleted.
+  // Records a live checkpoint. Returns false if it does not exist. Any other failure stops gc,
+  // because gc must know all live checkpoints.
   Result<bool> AddLive(const std::string& name) {
     const Result<FileInfo> info = fs_.LinkStat(Path(name));
     if (info.status().code() == Code::kNotFound) return false;
@@ -117,9 +120,9 @@ class Collector {
     live_[IdOf(info.value())] = name;
     return true;
   }
-  // Without a journal the next save may get inodes and blocks that deleted files and folders still
-  // have on the disk, and repairing the filesystem after a power cut would take them from it: its
-  // data/ was found as a deleted .generations/7.
+  // Syncs deletions. Without a journal the next save may reuse inodes and blocks whose deletion is
+  // not durable, and a repair of the filesystem after a power failure would take them away (the
+  // data/ of a save was once found as a deleted .generations/7).
   void SyncDeleted() {
     if (!deleted_) return;
     const Status synced = fs_.SyncFileSystem(store_);
@@ -129,42 +132,45 @@ class Collector {
   void Keep(const std::string& below, std::string_view why) {
     report_.kept.push_back(below + ": " + std::string(why));
   }
-  // Nothing is done to what could not be looked at; what went meanwhile is no failure.
+  // Reports a failure; the caller then leaves the object as it is. kNotFound is not reported,
+  // because the object disappeared meanwhile.
   void Fail(const std::string& below, const Status& why) {
     if (why.code() != Code::kNotFound) report_.failed.push_back(below + ": " + why.message());
   }
   std::vector<DirectoryEntry> Entries(std::string_view below) {
-    auto entries = store_moves::ListIfThere(fs_, below.empty() ? store_ : Path(below));
+    auto entries = store_moves::ListIfExists(fs_, below.empty() ? store_ : Path(below));
     if (entries.ok()) return std::move(entries).value();
     Fail(below.empty() ? "." : std::string(below), entries.status());
     return {};
   }
-  bool Young(std::int64_t since, std::chrono::seconds limit) const {
+  bool IsYoung(std::int64_t since, std::chrono::seconds limit) const {
     if (limit.count() <= 0) return false;
-    // Time stamps may be anything: their difference may not fit.
+    // Time stamps may have any value, so the difference may overflow.
     std::int64_t age = 0;
     if (__builtin_sub_overflow(now_, since, &age)) return since > now_;
     return age < limit.count();
   }
-  // Of a clock that was set back, or another machine's that is ahead. A little is normal.
-  bool InFuture(std::int64_t since) const { return since > now_ && since - 3600 > now_; }
-  // Whether anything in it was touched within `limit`; then, and where that is not known, it is
-  // kept.
-  bool KeptAsYoung(const std::string& below, int depth, std::chrono::seconds limit,
+  // Whether a time is more than an hour ahead: the clock was set back, or the clock of another
+  // machine is wrong.
+  bool IsInFuture(std::int64_t since) const { return since > now_ && since - 3600 > now_; }
+  // Returns true, and reports the entry as kept, if it changed within `limit` or its age is
+  // unknown.
+  bool KeepIfYoung(const std::string& below, int depth, std::chrono::seconds limit,
                    std::string_view why) {
-    Looked looked;
-    LookAtMtimes(fs_, Path(below), depth, looked);
+    NewestMtime looked;
+    FindNewestMtime(fs_, Path(below), depth, looked);
     if (!looked.failed.ok()) {
       Fail(below, looked.failed);
       return true;
     }
-    if (!Young(looked.newest, limit)) return false;
-    Keep(below,
-         std::string(why) + (InFuture(looked.newest) ? ": its time stamps are in the future" : ""));
+    if (!IsYoung(looked.newest, limit)) return false;
+    Keep(below, std::string(why) +
+                    (IsInFuture(looked.newest) ? ": its time stamps are in the future" : ""));
     return true;
   }
-  // Whether it is, under another name, a live checkpoint; or may be.
-  bool KeptAsLive(const std::string& below) {
+  // Returns true, and reports the entry as kept, if it is or may be a live checkpoint under another
+  // name.
+  bool KeepIfLive(const std::string& below) {
     const Result<FileInfo> info = fs_.LinkStat(Path(below));
     if (!info.ok()) {
       Fail(below, info.status());
@@ -172,13 +178,14 @@ class Collector {
     }
     const auto live = live_.find(IdOf(info.value()));
     if (live == live_.end()) return false;
-    Keep(below, "the same folder as checkpoint " + live->second);
+    Keep(below, "the same directory as checkpoint " + live->second);
     return true;
   }
-  // Whether something holds what lies there, which then goes back to its name where that is known.
-  bool KeptAsHeld(const std::string& entry) {
+  // Returns true, and reports the entry as kept, if there is a reason to keep it (trash::FindHold).
+  // Moves the entry back to its name in the store if the name is known.
+  bool KeepIfHeld(const std::string& entry) {
     const std::string below = JoinPath(store_paths::kTrashFolder, entry);
-    const auto kept = trash::WhyKept(fs_, store_, entry, now_);
+    const auto kept = trash::FindHold(fs_, store_, entry, now_);
     if (!kept.ok()) Fail(below, kept.status());
     if (!kept.ok()) return true;
     if (kept.value().why.empty()) return false;
@@ -193,15 +200,16 @@ class Collector {
                                            "holds it"));
     return true;
   }
-  // `lock` is held until all is deleted. `as`: what the report calls it.
+  // Deletes a directory and adds it to the report. `lock` is kept until everything is deleted. `as`
+  // is the path in the report, if it differs.
   void Delete(const std::string& below, std::unique_ptr<File> lock = nullptr,
               const std::string& as = {}) {
     const std::uint64_t bytes = BytesBelow(fs_, Path(below), kMaxGcDepth);
     if (!options_.dry_run) {
       Status removed = fs_.RemoveTree(Path(below));
       if (!removed.ok() && lock && fs_.LinkStat(lock->path()).status().code() == Code::kNotFound) {
-        // NFS keeps what is open in the folder, under another name: then the file of the lock is
-        // what is left, and nobody can open it any more.
+        // NFS keeps an open file of a deleted directory under another name. In that case only the
+        // file of the lock is left, which nobody else can open.
         lock.reset();
         removed = fs_.RemoveTree(Path(below));
       }
@@ -212,14 +220,14 @@ class Collector {
     report_.bytes_freed += bytes;
   }
 
-  // What a publish of a shared staging leaves to us. Not at once: see Run().
+  // Deletes leftovers of a published shared staging, after the grace period.
   void StagingLeftovers(const std::string& name) {
     const std::string mark = JoinPath(name, store_paths::kSharedFile);
     const Result<FileInfo> there = fs_.LinkStat(Path(mark));
     if (!there.ok()) return Fail(mark, there.status());
     const Result<FileInfo> commit = fs_.LinkStat(JoinPath(Path(name), store_paths::kCommitFile));
     if (!commit.ok()) return Fail(name, commit.status());
-    if (Young(commit.value().mtime_seconds, options_.grace)) return;
+    if (IsYoung(commit.value().mtime_seconds, options_.grace)) return;
     const auto swept = store_moves::SweepShared(fs_, Path(name), options_.dry_run);
     deleted_ = deleted_ || !options_.dry_run;
     if (!swept.ok()) return Fail(name, swept.status());
@@ -229,23 +237,24 @@ class Collector {
     report_.bytes_freed += swept.value().bytes;
   }
 
-  // What a creator of the store left that lost the race or died.
+  // Deletes a hidden file that a writer of store.json or of the policy left when it lost a race or
+  // died.
   void SuperblockLeftover(const DirectoryEntry& entry) {
     const auto left_of = [&](std::string_view file) {
       return entry.name.starts_with("." + std::string(file) + ".");
     };
     if (!left_of(store_paths::kSuperblockFile) && !left_of(store_paths::kPolicyFile)) return;
-    // Somebody may be writing it, whatever the grace for checkpoints is.
+    // The file may still be being written, so the limit is at least kHiddenFileAge.
     const auto limit = std::max(options_.grace, kHiddenFileAge);
-    if (!KeptAsYoung(entry.name, 0, limit, "too young")) Delete(entry.name);
+    if (!KeepIfYoung(entry.name, 0, limit, "too young")) Delete(entry.name);
   }
 
   void StagingEntry(const DirectoryEntry& entry) {
     const std::string below = std::string(store_paths::kStagingFolder) + "/" + entry.name;
-    if (KeptAsLive(below)) return;
+    if (KeepIfLive(below)) return;
     const Result<Uuid> uuid = store_moves::ReadFolderUuid(fs_, Path(below));
-    // What an exchange put here and its publisher did not live to take away: a whole checkpoint
-    // that was published once, under the name of another's staging.
+    // A whole checkpoint that a publisher replaced by an exchange. The publisher died before it
+    // removed the checkpoint, which now has the name of the publisher's staging.
     const std::size_t dot = entry.name.rfind('.');
     const std::string id = dot == std::string::npos ? "" : entry.name.substr(dot + 1);
     const Status mark = fs_.LinkStat(JoinPath(Path(below), store_paths::kSharedFile)).status();
@@ -257,15 +266,15 @@ class Collector {
     const bool replaced =
         !shared && id.size() == 8 && uuid.ok() && uuid.value().Short() != id && !own.ok();
     if (!replaced &&
-        KeptAsYoung(below, kMaxGcDepth, options_.staging_age, "too young to be called abandoned")) {
+        KeepIfYoung(below, kMaxGcDepth, options_.staging_age, "too young to count as abandoned")) {
       return;
     }
-    // Whoever has files open in it holds a shared lock; who copies into one, or repairs, has it
-    // alone. Kept until it is in .trash.
+    // Writers with open files have a shared lock; copies and repairs have an exclusive one. The
+    // lock is kept until the entry is in .trash.
     std::unique_ptr<File> lock;
     if (shared || entry.name.starts_with(store_paths::kCopyPrefix) ||
         entry.name == store_paths::kRepairFolder) {
-      // For writing: over NFS an exclusive lock asks for it.
+      // Opened for writing, because NFS requires it for an exclusive lock.
       const std::string path = JoinPath(Path(below), store_paths::kLockFile);
       const Status there = fs_.LinkStat(path).status();
       if (!there.ok() && there.code() != Code::kNotFound) return Fail(below, there);
@@ -274,8 +283,9 @@ class Collector {
         if (!opened.ok()) return Fail(below, opened.status());
         lock = std::move(opened).value();
         const Status locked = lock->TryLockExclusive();
-        if (locked.code() == Code::kBusy) return Keep(below, "somebody writes or publishes it");
-        // Writers go on without locks where there are none; then its age alone counts.
+        if (locked.code() == Code::kBusy)
+          return Keep(below, "in use by a running save, copy or repair");
+        // On filesystems without locks writers work without them, so only the age decides.
         if (!locked.ok() && !HasNoLocks(locked)) return Fail(below, locked);
       }
     }
@@ -287,7 +297,8 @@ class Collector {
     const auto moved = store_moves::MoveToTrash(fs_, store_, Path(below),
                                                 replaced ? "" : store_paths::kAbortedSuffix);
     if (!moved.ok()) Fail(below, moved.status());
-    // It is listed when it goes from .trash, in this run where there is no grace.
+    // The report lists the entry when it is deleted from .trash: in this run, if there is no grace
+    // period.
   }
 
   void TrashEntry(const DirectoryEntry& entry, const std::vector<DirectoryEntry>& all) {
@@ -298,34 +309,37 @@ class Collector {
               .substr(0, entry.name.size() - store_paths::kSinceSuffix.size());
       const bool used = std::any_of(all.begin(), all.end(),
                                     [&](const DirectoryEntry& e) { return e.name == of; });
-      if (!used && !options_.dry_run) (void)fs_.RemoveFile(Path(below));  // Next time.
+      // If this fails, the next run removes the mark.
+      if (!used && !options_.dry_run) (void)fs_.RemoveFile(Path(below));
       return;
     }
     if (entry.name.ends_with(kDeletingSuffix)) return DeleteFromTrash(entry.name);
-    if (KeptAsHeld(entry.name)) return;
-    const std::string mark = store_moves::MarkOf(Path(below));
+    if (KeepIfHeld(entry.name)) return;
+    const std::string mark = store_moves::TrashMarkPath(Path(below));
     const Result<FileInfo> since = fs_.LinkStat(mark);
     if (!since.ok() && since.status().code() != Code::kNotFound) return Fail(below, since.status());
-    // A mark that a clock set in the future would hold the entry until then: its grace begins anew.
-    const bool known = since.ok() && !InFuture(since.value().mtime_seconds);
+    // A mark with a time in the future would keep the entry until that time, so the grace period
+    // begins anew.
+    const bool known = since.ok() && !IsInFuture(since.value().mtime_seconds);
     if (!known && !options_.dry_run) {
-      if (since.ok()) (void)fs_.RemoveFile(mark);  // Next time.
+      if (since.ok()) (void)fs_.RemoveFile(mark);  // If this fails, the next run removes it.
       store_moves::MarkTrashed(fs_, Path(below));
     }
-    if (Young(known ? since.value().mtime_seconds : now_, options_.grace)) {
+    if (IsYoung(known ? since.value().mtime_seconds : now_, options_.grace)) {
       return Keep(below, "too young");
     }
     DeleteFromTrash(entry.name);
   }
 
-  // What its grace is over for. Whoever moves it back needs it under its name here: so it gets
-  // another one, and one of the two renames happens. Then what holds it is looked for once more.
+  // Deletes an entry of .trash. The entry is renamed first. A process that moves it back needs the
+  // old name, so only one of the two renames succeeds. After the rename the reasons to keep it are
+  // checked again.
   void DeleteFromTrash(const std::string& entry) {
     const std::string below = JoinPath(store_paths::kTrashFolder, entry);
-    // After a crash on a filesystem without a journal one folder may stand under two names.
-    if (KeptAsLive(below)) return;
-    // Readers hold a shared lock on COMMIT. Kept until all is deleted. What is no file, nobody
-    // could open to read from.
+    // After a crash on a filesystem without a journal, a directory may have two names.
+    if (KeepIfLive(below)) return;
+    // Readers have a shared lock on COMMIT. Our lock is kept until everything is deleted. If COMMIT
+    // is not a regular file, there are no readers.
     const std::string path = JoinPath(Path(below), store_paths::kCommitFile);
     const Result<FileInfo> info = fs_.LinkStat(path);
     if (!info.ok() && info.status().code() != Code::kNotFound) return Fail(below, info.status());
@@ -335,13 +349,14 @@ class Collector {
       if (!opened.ok()) return Fail(below, opened.status());
       commit = std::move(opened).value();
       Status locked = commit->TryLockExclusive();
-      if (locked.ToErrno() == EBADF) {  // Over NFS only what is open for writing is locked alone.
+      // NFS gives an exclusive lock only for a file that is open for writing.
+      if (locked.ToErrno() == EBADF) {
         opened = fs_.OpenShared(path);
         if (!opened.ok()) return Fail(below, opened.status());
         commit = std::move(opened).value();
         locked = commit->TryLockExclusive();
       }
-      if (locked.code() == Code::kBusy) return Keep(below, "still read");
+      if (locked.code() == Code::kBusy) return Keep(below, "still being read");
       if (HasNoLocks(locked)) {
         if (!options_.trust_grace) {
           return Keep(below,
@@ -359,20 +374,23 @@ class Collector {
       const Status taken = fs_.RenameNoReplace(Path(below), Path(doomed));
       if (!taken.ok()) return Fail(below, taken);
     }
-    // Another folder may have got the name since its COMMIT was opened.
+    // Another directory may have taken this name since its COMMIT was opened.
     const Result<FileInfo> now = fs_.LinkStat(JoinPath(Path(doomed), store_paths::kCommitFile));
     const bool same = commit == nullptr ? now.status().code() == Code::kNotFound ||
                                               (now.ok() && now.value().kind != FileKind::kFile)
                                         : now.ok() && now.value().inode == info.value().inode;
-    const auto kept = trash::WhyKept(fs_, store_, doomed.substr(doomed.find('/') + 1), now_);
+    const auto kept = trash::FindHold(fs_, store_, doomed.substr(doomed.find('/') + 1), now_);
     if (!same || !kept.ok() || !kept.value().why.empty()) {
-      // Where its name is taken it stays under this one: what lies there counts, not the name.
+      // If the old name is taken, the entry keeps the new name. Its content identifies it, not its
+      // name.
       const Status undone = fs_.RenameNoReplace(Path(doomed), Path(below));
       if (!kept.ok()) return Fail(below, kept.status());
-      return Keep(undone.ok() ? below : doomed, same ? kept.value().why : "it has just come");
+      return Keep(undone.ok() ? below : doomed,
+                  same ? kept.value().why : "the directory was moved here just now");
     }
     Delete(doomed, std::move(commit), below);
-    (void)fs_.RemoveFile(store_moves::MarkOf(Path(below)));  // Next time.
+    (void)fs_.RemoveFile(
+        store_moves::TrashMarkPath(Path(below)));  // A failure is left to the next run.
   }
 
   void Derived(const std::vector<CheckpointListing>& live) {
@@ -387,17 +405,17 @@ class Collector {
       if (known.contains(e.name)) continue;
       if (Uuid::Parse(e.name)) {
         if (!all_known) {
-          Keep(below, "some checkpoint cannot be read, it may be that one's");
+          Keep(below, "it may belong to a checkpoint that cannot be read");
           continue;
         }
-      } else if (KeptAsYoung(below, kMaxGcDepth, options_.grace, "too young")) {
+      } else if (KeepIfYoung(below, kMaxGcDepth, options_.grace, "too young")) {
         continue;
       }
       Delete(below);
     }
   }
 
-  // In ascending order and never the highest: Store::ClaimGeneration relies on it.
+  // Deletes claims in ascending order, and never the highest, as Store::ClaimGeneration requires.
   void Generations() {
     std::vector<std::uint64_t> claims;
     for (const DirectoryEntry& e : Entries(store_paths::kGenerationsFolder)) {
@@ -410,12 +428,13 @@ class Collector {
       const std::string below =
           std::string(store_paths::kGenerationsFolder) + "/" + std::to_string(claims[i]);
       if (!options_.dry_run) {
-        // Empty, unless a filesystem without a journal gave its block to somebody after a power
-        // cut: then what is in it are second names of files.
+        // The directory of a claim is normally empty. On a filesystem without a journal a power
+        // failure may have given its block to another directory; the files in it are then second
+        // names of files.
         const Status removed = fs_.RemoveTree(Path(below));
         if (!removed.ok()) {
           Fail(below, removed);
-          // A gap in the order would break what claims rely on.
+          // Skipping a claim would break the ascending order.
           return;
         }
         deleted_ = true;
@@ -428,7 +447,7 @@ class Collector {
   const std::string store_;
   const Store::GcOptions options_;
   const std::int64_t now_;
-  std::map<FolderId, std::string> live_;  // Names of checkpoints.
+  std::map<FolderId, std::string> live_;  // Live checkpoints by device and inode.
   Store::GcReport report_;
   bool deleted_ = false;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Listings and reports of a store as JSON.
+// JSON of listings and reports of a store.
 #include "index/store/store_json.h"
 
 #include <nlohmann/json.hpp>

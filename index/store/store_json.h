@@ -11,17 +11,17 @@
 #include "index/store/costs.h"
 #include "index/store/store.h"
 
-// What a store says of itself, as the command (--json) and the C interface give it to programs.
-// docs/cli.md lists the fields, which are only ever added. Include <nlohmann/json.hpp> where they
-// are used.
+// JSON of listings and reports of a store, for the command (--json) and the C interface.
+// docs/cli.md lists the fields; later versions only add fields. Callers include
+// <nlohmann/json.hpp>.
 
 namespace tensormount {
 
-// One checkpoint; with its problem, if it has one.
+// The JSON of one checkpoint, with its problem if it has one.
 nlohmann::ordered_json ListingJson(const CheckpointListing& item, bool is_latest);
-// Adds what it costs, and since when it is there.
+// Adds the cost and the time of the publish to the JSON of a checkpoint.
 void AddCostJson(const CheckpointCost& cost, nlohmann::ordered_json& json);
-// A line of `copy`: its event is copied, there or failed.
+// One line of the output of `copy`. The event is "copied", "there" or "failed".
 nlohmann::ordered_json CopiedJson(const CopiedCheckpoint& one);
 nlohmann::ordered_json DeriveJson(const DeriveReport& report);
 nlohmann::ordered_json RepairJson(const RepairReport& report);

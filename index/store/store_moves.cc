@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves to .trash and back, durable in an order that leaves a name at one end or the other after a
-// power cut.
+// Moves to .trash and back. They are made durable in an order that leaves the checkpoint at one of
+// its two names after a power failure.
 #include "index/store/store_moves.h"
 
 #include <cerrno>
@@ -11,8 +11,8 @@
 namespace tensormount::store_moves {
 namespace {
 
-// On a disk without room for one more name in .trash the marks there give way. Gc makes them anew,
-// and counts the grace from then. Whether there were any.
+// Deletes marks of entries in .trash to free space on a full disk, for moving another entry there.
+// Gc recreates the marks, and the grace periods begin anew. Returns false if there were no marks.
 bool DropMarks(FileSystem& fs, const std::string& trash) {
   const auto entries = fs.List(trash);
   if (!entries.ok()) return false;
@@ -24,8 +24,8 @@ bool DropMarks(FileSystem& fs, const std::string& trash) {
   return any;
 }
 
-// The first name that nobody has in .trash, `wanted` where it is free. The mark comes first: who
-// dies after the rename leaves it.
+// Renames a directory to `wanted` in .trash, or to a similar name if that is taken. The mark is
+// written first, so that it exists even if the process dies after the rename.
 Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
                                     const std::string& from, const std::string& wanted,
                                     std::string_view name) {
@@ -33,8 +33,8 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
   bool room = true;
   for (int attempt = 0; attempt < 16; ++attempt) {
     if (room && fs.LinkStat(to).status().code() == Code::kNotFound) {
-      // That of an earlier removal would end the grace of this one at once.
-      (void)fs.RemoveFile(MarkOf(to));
+      // The mark of an earlier removal would let the grace period end at once.
+      (void)fs.RemoveFile(TrashMarkPath(to));
       MarkTrashed(fs, to, name);
     }
     const Status moved = fs.RenameNoReplace(from, to);
@@ -43,7 +43,7 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
       room = false;
       continue;
     }
-    // A copy of a checkpoint has its uuid: both may be removed.
+    // The name may be taken: a copy of a checkpoint has the same uuid, and both may be removed.
     if (moved.code() != Code::kAlreadyExists) return moved;
     to = JoinPath(trash, wanted + "." + Uuid::Random().Short());
   }
@@ -52,11 +52,18 @@ Result<std::string> RenameIntoTrash(FileSystem& fs, const std::string& trash,
 
 }  // namespace
 
-std::string MarkOf(const std::string& entry) {
+std::string TrashMarkPath(const std::string& entry) {
   return entry + std::string(store_paths::kSinceSuffix);
 }
 
-bool LinkIsRefused(const Status& status) {
+bool IsEmptyDirectory(FileSystem& fs, const std::string& path) {
+  const Result<FileInfo> info = fs.LinkStat(path);
+  if (!info.ok() || info.value().kind != FileKind::kDirectory) return false;
+  const auto entries = fs.List(path);
+  return entries.ok() && entries.value().empty();
+}
+
+bool IsLinkRefused(const Status& status) {
   switch (status.ToErrno()) {
     case EXDEV:
     case EMLINK:
@@ -75,7 +82,7 @@ Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& 
                                              std::string_view busy) {
   const std::string path = JoinPath(folder, store_paths::kLockFile);
   for (int attempt = 0; attempt < 16; ++attempt) {
-    // Whoever used it was done a moment ago, or gc took the folder.
+    // The last user of the directory, or gc, may have just removed it.
     const Status made = fs.EnsureDirectory(folder);
     if (made.code() == Code::kNotFound) continue;
     TENSORMOUNT_RETURN_IF_ERROR(made);
@@ -93,18 +100,19 @@ Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& 
       return lock;
     }
   }
-  return Status(Code::kBusy, folder + ": it comes and goes");
+  return Status(Code::kBusy, folder + ": other processes keep removing it; try again");
 }
 
-Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path) {
+Result<std::vector<DirectoryEntry>> ListIfExists(FileSystem& fs, const std::string& path) {
   auto entries = fs.List(path);
   if (entries.status().code() != Code::kNotFound) return entries;
-  // ENOTDIR is kNotFound, too: a file in the folder's place says nothing of what was in it.
+  // kNotFound may also mean ENOTDIR: a file in place of the directory is damage, not an empty
+  // directory.
   const Result<FileInfo> there = fs.LinkStat(path);
   if (there.status().code() == Code::kNotFound) return std::vector<DirectoryEntry>();
   TENSORMOUNT_RETURN_IF_ERROR(there.status());
-  if (there.value().kind == FileKind::kDirectory) return fs.List(path);  // Made since we looked.
-  return Status(Code::kDataLoss, path + ": not a folder; fsck says what to do");
+  if (there.value().kind == FileKind::kDirectory) return fs.List(path);  // Created meanwhile.
+  return Status(Code::kDataLoss, path + ": not a directory; `tensormount fsck` shows the remedy");
 }
 
 Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory) {
@@ -124,7 +132,7 @@ Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory) {
   if (text.ok()) {
     if (const std::optional<Uuid> uuid = Uuid::Parse(text.value())) return *uuid;
   }
-  // A crash may have left an empty UUID; it is gone once COMMIT is written.
+  // A crash may leave an empty file UUID. If COMMIT exists, the file UUID is not needed.
   const Result<DecodedCommit> commit = ReadCommit(fs, directory);
   if (commit.ok()) return commit.value().record.uuid;
   if (commit.status().code() != Code::kNotFound) return commit.status();
@@ -136,7 +144,7 @@ Status PutBack(FileSystem& fs, const std::string& store, const std::string& name
                const std::string& entry) {
   const std::string to = JoinPath(store, name);
   TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(entry, to));
-  (void)fs.RemoveFile(MarkOf(entry));  // Gc takes it otherwise.
+  (void)fs.RemoveFile(TrashMarkPath(entry));  // If this fails, gc removes it.
   return fs.SyncMovedFolder(to, store, JoinPath(store, store_paths::kTrashFolder));
 }
 
@@ -151,23 +159,24 @@ void DeleteData(FileSystem& fs, const std::string& entry) {
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names) {
   bool deleted = false;
   for (const std::string& name : names) deleted |= fs.RemoveFile(JoinPath(entry, name)).ok();
-  if (deleted) (void)fs.SyncDirectory(JoinPath(entry, "data"));  // Gc does it, too.
+  if (deleted) (void)fs.SyncDirectory(JoinPath(entry, "data"));  // If this fails, gc syncs it.
 }
 
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name) {
-  // Failing is no harm: gc makes the mark, and the grace period begins later.
-  const auto mark = fs.CreateExclusive(MarkOf(entry));
+  // If the mark cannot be written, the deletion is only delayed: gc creates the mark, and the grace
+  // period begins then.
+  const auto mark = fs.CreateExclusive(TrashMarkPath(entry));
   if (mark.ok() && !name.empty()) (void)mark.value()->WriteAt(0, name.data(), name.size());
 }
 
 std::string NameInMark(FileSystem& fs, const std::string& entry) {
-  const Result<std::string> name = fs.ReadFile(MarkOf(entry), 255);
+  const Result<std::string> name = fs.ReadFile(TrashMarkPath(entry), 255);
   return name.ok() && CheckCheckpointName(name.value()).ok() ? name.value() : std::string();
 }
 
 Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const FileInfo& folder) {
   const std::string trash = JoinPath(store, store_paths::kTrashFolder);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, ListIfThere(fs, trash));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, ListIfExists(fs, trash));
   for (const DirectoryEntry& e : entries) {
     const std::string entry = JoinPath(trash, e.name);
     const Result<FileInfo> info = fs.LinkStat(entry);
@@ -175,7 +184,7 @@ Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const 
       return entry;
     }
   }
-  return Status(Code::kNotFound, trash + ": it is not there");
+  return Status(Code::kNotFound, trash + ": the removed checkpoint is not in it");
 }
 
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
@@ -186,16 +195,16 @@ Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const 
   const std::string wanted = before.ok() ? before.value().ToString() + std::string(suffix)
                                          : "unreadable." + Uuid::Random().Short();
   TENSORMOUNT_ASSIGN_OR_RETURN(std::string entry, RenameIntoTrash(fs, trash, from, wanted, name));
-  // Somebody may have exchanged the folder between our look and the rename: what lies under a
-  // uuid's name must have that uuid, because the arbiter looks there.
+  // The directory may have been exchanged between ReadFolderUuid and the rename. An entry that is
+  // named by a uuid must have that uuid, because AbortOrDecide looks there.
   const Result<Uuid> moved = ReadFolderUuid(fs, entry);
   if (before.ok() && moved.ok() && moved.value() != before.value()) {
-    // Without the suffix, which was said of the other one: a committed checkpoint that was
-    // exchanged for what we looked at must not be found as "aborted".
-    const std::string mark = MarkOf(entry);
+    // The suffix was meant for the other directory, so it is omitted: a committed checkpoint must
+    // not be found as "aborted".
+    const std::string mark = TrashMarkPath(entry);
     TENSORMOUNT_ASSIGN_OR_RETURN(entry,
                                  RenameIntoTrash(fs, trash, entry, moved.value().ToString(), name));
-    (void)fs.RemoveFile(mark);  // Gc takes it otherwise.
+    (void)fs.RemoveFile(mark);  // If this fails, gc removes it.
   }
   return entry;
 }

@@ -15,84 +15,94 @@
 #include "index/records/inventory.h"
 #include "index/store/store.h"
 
-// The few steps that more than one operation on a store makes.
+// Steps that several operations on a store share.
 
 namespace tensormount::store_moves {
 
-// The entries of a folder; none where there is no such folder.
-Result<std::vector<DirectoryEntry>> ListIfThere(FileSystem& fs, const std::string& path);
+// The entries of a directory; none if it does not exist.
+Result<std::vector<DirectoryEntry>> ListIfExists(FileSystem& fs, const std::string& path);
 
-// COMMIT as it stands there, not looked at.
+// Reads COMMIT without checking its content.
 Result<std::string> ReadCommitBytes(FileSystem& fs, const std::string& directory);
 Result<DecodedCommit> ReadCommit(FileSystem& fs, const std::string& directory);
 
-// Of a staging or of anything in .trash: its file UUID, or else its COMMIT. At every moment of a
-// publish one of the two can be read. kNotFound where neither is there (or the folder is gone).
+// The uuid of a staging or of an entry of .trash: from its file UUID or, if that has no uuid, from
+// COMMIT. At every moment of a publish one of the two can be read. kNotFound: neither file exists,
+// or the directory does not.
 Result<Uuid> ReadFolderUuid(FileSystem& fs, const std::string& directory);
 
-// Why store.json cannot be used: kNotFound, or the decoder's kDataLoss of what was read. Ok: it
-// can, or it could not be read, or is of a newer format.
+// The reason why store.json is unusable: kNotFound, or kDataLoss of its decoder. OK in all other
+// cases: store.json is usable, could not be read, or has a newer format.
 Status SuperblockDamage(FileSystem& fs, const std::string& store);
-// Another store.json for a store that lost its own; what stands there is kept under a name that gc
+// Creates a new store.json for a store that lost it. A damaged file is renamed to a name that gc
 // removes.
 Status RemakeSuperblock(FileSystem& fs, const std::string& store);
 
-// Renames a folder of this store into .trash under its uuid and `suffix` (a name of its own where
-// it has none), marked with the time and with `name`, what it was called (empty: not said), and
-// returns its new path. kNotFound where it is gone. Not durable: the caller calls SyncMovedFolder.
+// Renames a directory of this store into .trash and returns its new path. The new name is the uuid
+// and `suffix`, or "unreadable.<hex>" if the uuid cannot be read. Adds a mark with the time and the
+// checkpoint's `name` (empty: unknown). kNotFound: the directory does not exist. Not durable: the
+// caller calls SyncMovedFolder.
 Result<std::string> MoveToTrash(FileSystem& fs, const std::string& store, const std::string& from,
                                 std::string_view suffix, std::string_view name = {});
-// The path in .trash of the folder that is this one by device and inode. kNotFound: none is.
+// The path in .trash of the directory with the device and inode of `folder`. kNotFound: there is
+// none.
 Result<std::string> FindInTrash(FileSystem& fs, const std::string& store, const FileInfo& folder);
-// Moves what lies at `entry`, a path in .trash, to STORE/NAME, durably. kNotFound: it is not there
-// any more; kAlreadyExists: the name is taken.
+// Moves `entry`, a path in .trash, to STORE/NAME durably. kNotFound: `entry` does not exist.
+// kAlreadyExists: the name is taken.
 Status PutBack(FileSystem& fs, const std::string& store, const std::string& name,
                const std::string& entry);
-// Frees the space of an aborted staging that was moved to `entry`: deletes the files of its data/,
-// or those of them that `names` has ("data/x"), and makes that durable. Folders stay for gc, which
-// syncs the filesystem: where there is no journal, a save could get the inode of a folder that is
-// deleted here, and lose it to a repair after a power cut. Best effort.
+// Frees the space of an aborted staging at `entry` in .trash: deletes the files of its data/, or
+// only `names` ("data/x"), durably. Errors are ignored. Directories are left to gc, which syncs the
+// filesystem: without a journal a save could get the inode of a deleted directory, and lose its own
+// directory when the filesystem is repaired after a power failure.
 void DeleteData(FileSystem& fs, const std::string& entry);
 void DeleteData(FileSystem& fs, const std::string& entry, std::span<const std::string> names);
-// The path of the mark beside a trash entry.
-std::string MarkOf(const std::string& entry);
-// The mark beside a trash entry: since when it is there, and what it was called. Gc makes it where
-// it is missing, so failing is no harm.
+// Path of the mark of a trash entry, a file with the time at which the entry was moved to .trash.
+std::string TrashMarkPath(const std::string& entry);
+// Writes the mark of a trash entry with the entry's old name; its mtime is now. Failures are
+// ignored, because gc creates missing marks.
 void MarkTrashed(FileSystem& fs, const std::string& entry, std::string_view name = {});
-// What the mark says that it was called; empty where it says nothing.
+// The old name in the mark of a trash entry. Empty if the mark has none.
 std::string NameInMark(FileSystem& fs, const std::string& entry);
 
-// Removes from a published checkpoint what its shared staging left there, staging.json last: names
-// that IsSharedLeftover, and files of data/ and manifest/ that COMMIT does not list. Nothing where
-// there is no staging.json. kDataLoss, and nothing is removed, where COMMIT is of another
-// checkpoint than staging.json. Failing is no harm: gc does it again. Only gc calls it.
+// Removes leftovers of a shared staging from the published checkpoint: names of IsSharedLeftover,
+// files of data/ that COMMIT does not list, and staging.json last. Does nothing if there is no
+// staging.json. kDataLoss, and nothing is removed, if COMMIT and staging.json have different uuids.
+// Only gc calls SweepShared, and repeats it after a failure.
 struct SweptShared {
-  std::vector<std::string> data_files;  // Below the checkpoint.
-  std::uint64_t bytes = 0;              // Those of data_files that no other name keeps.
+  std::vector<std::string> data_files;  // Paths below the checkpoint.
+  // Size of those data_files that have no other link.
+  std::uint64_t bytes = 0;
 };
-// `dry_run`: says what it would remove.
+// With `dry_run`, only reports the leftovers.
 Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bool dry_run = false);
 
-// Where the uuid of a save is.
+// Where the directory with the uuid of a save is.
 enum class UuidLocation {
-  kPublished,   // At STORE/NAME.
-  kRemoved,     // In .trash, after it was published.
-  kAborted,     // In .trash, never published.
-  kStaging,     // At its path in .staging.
-  kNowhere,     // Every folder could be read, and it is not there (or moved while we looked).
-  kUnreadable,  // Some folder could not be read, and the others do not have it.
+  kPublished,  // At STORE/NAME.
+  kRemoved,    // In .trash, and was published.
+  kAborted,    // In .trash, and was never published.
+  kStaging,    // At its path in .staging.
+  // All directories could be read, and none has the uuid (or it was moved meanwhile).
+  kNowhere,
+  // Some directory could not be read, and the others do not have the uuid.
+  kUnreadable,
 };
 UuidLocation Locate(FileSystem& fs, const Staging& staging);
 
-// Makes the folder `folder` in .staging/ where it is missing, and holds the exclusive lock of its
-// file `lock`, which gc looks for, as long as the result lives; without a lock where the filesystem
-// has none. kBusy "FOLDER: `busy`" where somebody else holds it.
+// Creates the work directory `folder` in .staging/ if it is missing, and takes the exclusive lock
+// of its file `lock`, which gc checks. The lock is released when the result is destroyed. On
+// filesystems without locks, works without one. kBusy "FOLDER: `busy`": another process has the
+// lock.
 Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& folder,
                                              std::string_view busy);
 
-// Whether a hard link is refused for what the file or the filesystem is: no failure of whoever
-// wanted it, as the file can be copied.
-bool LinkIsRefused(const Status& status);
+// Whether `path` is a directory without entries; not one at the end of a symbolic link.
+bool IsEmptyDirectory(FileSystem& fs, const std::string& path);
+
+// Whether a hard link was refused because of the file or the filesystem. The caller can then copy
+// the file.
+bool IsLinkRefused(const Status& status);
 }  // namespace tensormount::store_moves
 
 #endif  // TENSORMOUNT_INDEX_STORE_STORE_MOVES_H_

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::Publish of store.h (docs/format.md, "Publish"). The staging may be taken away by
-// AbortOrDecide of any rank between any two steps: everything below works by path, so from then on
-// every step fails with "not found", and the rename, which is the last, can only move what is still
-// there.
+// Store::Publish of store.h (docs/format.md, "Publish"). AbortOrDecide of any rank may move the
+// staging away between any two steps. All steps work by path, so they then fail with "not found",
+// and the rename at the end can only move a staging that still exists.
 #include <algorithm>
 #include <chrono>
 #include <deque>
@@ -31,16 +30,16 @@ namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 40;
-// Manifests that are read ahead, as they are and decoded.
+// Largest size of manifests that are read ahead, in bytes before and after decoding.
 constexpr std::uint64_t kManifestsAhead = std::uint64_t{32} << 20;
-// Rows that are proved and hashed at a time. Where there are fewer a second thread does not pay.
+// Size of a batch of extents, in bytes. For a smaller batch a second thread does not pay off.
 constexpr std::uint64_t kBatchBytes = std::uint64_t{2} << 20;
-// Of the staging, while a publish runs.
+// Name of a temporary file in the staging during a publish, for extents that do not fit in memory.
 constexpr std::string_view kSpoolFile = "rows.spool";
 
 class Stopwatch {
  public:
-  // Since the last call, or since it was made.
+  // Seconds since the last call, or since the construction.
   double Lap() {
     const auto now = std::chrono::steady_clock::now();
     const double s = std::chrono::duration<double>(now - last_).count();
@@ -52,8 +51,8 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// Checks that the staging is whose it should be, and takes away what an earlier try left in it. At
-// every moment its uuid can be read, from UUID or from COMMIT.
+// Checks the uuid of the staging, and removes leftovers of an earlier attempt. At every moment UUID
+// or COMMIT has the uuid.
 Status PrepareStaging(FileSystem& fs, const Staging& staging, bool shared) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const Uuid uuid, store_moves::ReadFolderUuid(fs, staging.directory));
   if (uuid != staging.uuid) {
@@ -96,8 +95,8 @@ Result<ReadManifest> ReadOneManifest(FileSystem& fs, const Staging& staging,
   return read;
 }
 
-// Reads manifests and hands them to `use` in order, in this thread. Large ones are read, hashed and
-// decoded by several threads, a few ahead of what was used, so that memory stays bounded.
+// Reads manifests and passes them to `use` in order, on this thread. Several threads read, hash and
+// decode large manifests ahead, up to a limit of memory.
 Status ForEachManifest(FileSystem& fs, const Staging& staging,
                        const std::vector<std::string>& names,
                        const std::function<Status(ReadManifest)>& use) {
@@ -128,7 +127,8 @@ Status ForEachManifest(FileSystem& fs, const Staging& staging,
   return Status();
 }
 
-// Reads all manifests into `merger`, whose tables are returned; appends what COMMIT says of them.
+// Merges all manifests into `merger` and returns the inventory without extents. Appends the
+// manifests' entries for COMMIT.
 Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
                                   const Inventory& coordinator,
                                   const std::vector<std::string>& expected, InventoryMerger& merger,
@@ -142,7 +142,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
     const std::string name = "manifest/" + entry.name;
-    // An earlier try of ours, or what a writer left under a temporary name.
+    // The file is left from an earlier attempt, or a writer left it under a temporary name.
     if (name == kCoordinatorManifest || !entry.name.ends_with(store_paths::kManifestSuffix)) {
       TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveTree(JoinPath(folder, entry.name)));
       continue;
@@ -154,7 +154,7 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
     return DataLoss(*missing.begin() + ": missing" +
                     (missing.size() == 1
                          ? std::string()
-                         : " (and " + std::to_string(missing.size() - 1) + " manifests more)"));
+                         : " (and " + std::to_string(missing.size() - 1) + " more manifests)"));
   }
   Inventory ours;
   ours.info = coordinator.info;
@@ -170,9 +170,9 @@ Result<Inventory> GatherManifests(FileSystem& fs, const Staging& staging,
   return merger.FinishTables();
 }
 
-// The one pass over the rows of a publish, in which each tensor is proved to be whole, hashed into
-// the content root, and handed to whoever writes the index. What is proved and what is hashed and
-// written are two threads' work, a batch of tensors at a time.
+// The single pass over the extents: each tensor is checked for completeness, added to the content
+// root, and passed to the index writer. Two threads share the work in batches. One checks, the
+// other hashes and writes.
 class RowPass {
  public:
   RowPass(Inventory& inventory, const TensorUse& use)
@@ -183,7 +183,7 @@ class RowPass {
     batch_.push_back(&tensor);
     return batch_bytes_ < kBatchBytes ? Status() : DoBatch();
   }
-  // The content root.
+  // Finishes the last batch and returns the content root.
   Result<Hash128> Finish() {
     TENSORMOUNT_RETURN_IF_ERROR(DoBatch());
     TENSORMOUNT_RETURN_IF_ERROR(CheckObjects(inventory_));
@@ -192,7 +192,7 @@ class RowPass {
 
  private:
   Status DoBatch() {
-    // `written` is waited for by its destructor on every way out.
+    // The future's destructor waits for the other thread on every exit.
     std::future<Status> written =
         std::async(batch_bytes_ < kBatchBytes ? std::launch::deferred
                                               : std::launch::async | std::launch::deferred,
@@ -221,7 +221,7 @@ class RowPass {
   std::uint64_t batch_bytes_ = 0;
 };
 
-// "data/a/b": what may be joined to the staging's path.
+// Whether the name of a data file, such as "data/a/b", may be joined to the staging's path.
 bool IsPlainDataName(std::string_view name) {
   if (!name.starts_with("data/") || name.find('\0') != std::string_view::npos) return false;
   name.remove_prefix(5);
@@ -234,8 +234,8 @@ bool IsPlainDataName(std::string_view name) {
   }
 }
 
-// Every data file is there with its length, and nothing else is. `folders` gets those that hold
-// data files, "data" among them.
+// Checks that every data file exists and has its length. Unless `keep_others` is set, removes all
+// other files of data/. `folders` receives the directories with data files, including "data".
 Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& inventory,
                       bool keep_others, std::set<std::string>& folders) {
   std::set<std::string_view> named;
@@ -246,7 +246,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
           OpenForeignFile(fs, {inventory.info.root, ""}, file, true).status());
       continue;
     }
-    if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": not a name below data/");
+    if (!IsPlainDataName(file.name)) return DataLoss(file.name + ": not a path below data/");
     named.insert(file.name);
     for (std::size_t at = file.name.rfind('/'); at != std::string::npos && at > 0;
          at = file.name.rfind('/', at - 1)) {
@@ -254,7 +254,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
     }
     const std::string path = JoinPath(staging.directory, file.name);
     const Result<FileInfo> info = fs.LinkStat(path);
-    if (!info.ok()) return info.status().WithContext("a data file that a manifest names");
+    if (!info.ok()) return info.status().WithContext("data file listed in a manifest");
     if (info.value().kind != FileKind::kFile) return DataLoss(path + ": not a regular file");
     if (info.value().size != file.length) {
       return DataLoss(path + ": " + std::to_string(info.value().size) +
@@ -262,7 +262,7 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
     }
   }
   if (keep_others) return Status();
-  // What a writer gave up (a failed fsync condemns a file) must not become part of a checkpoint.
+  // Files that a writer abandoned (after a failed fsync) must not become part of the checkpoint.
   for (const std::string& folder : folders) {
     const std::string directory = JoinPath(staging.directory, folder);
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
@@ -275,15 +275,15 @@ Status CheckDataFiles(FileSystem& fs, const Staging& staging, const Inventory& i
   return Status();
 }
 
-// What the mtimes are decided against: the parent, and what is about to be replaced. One that is
-// damaged or gone does not stop a save.
+// Opens the checkpoints that mtimes are compared with: the parent, and the checkpoint that is
+// replaced. A damaged or missing one does not stop the save.
 std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const Store& store,
                                                           const Staging& staging,
                                                           IfExists if_exists) {
   std::vector<std::shared_ptr<OpenedCheckpoint>> priors;
   const auto open = [&](const std::string& directory, const Uuid* wanted) {
-    // Without comparing all of its index: what of it is read is enough, and says what it can even
-    // where it cannot be made again.
+    // The index is not compared with its hash. Reads check the records that they use, and even a
+    // damaged index that cannot be rebuilt serves as far as it can be read.
     OpenedCheckpoint::Options how;
     how.check_index_bytes = 0;
     auto opened = OpenedCheckpoint::Open(fs, directory, how);
@@ -301,7 +301,8 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
     if (named && open(store.CheckpointPath(staging.parent_name), &staging.parent)) return;
     const std::string trash = JoinPath(staging.store, store_paths::kTrashFolder);
     if (open(JoinPath(trash, staging.parent.ToString()), &staging.parent)) return;
-    // Renamed or gone: then the highest one older than this save.
+    // The parent was renamed or deleted, or cannot be opened. The checkpoint with the parent's uuid
+    // is used, or else the one with the highest generation below the save's.
     const auto all = store.List();
     if (!all.ok()) return;
     const CheckpointListing* best = nullptr;
@@ -312,17 +313,18 @@ std::vector<std::shared_ptr<OpenedCheckpoint>> OpenPriors(FileSystem& fs, const 
       };
       if (best == nullptr || rank(*best) < rank(c)) best = &c;
     }
-    if (best != nullptr) (void)open(store.CheckpointPath(best->name), nullptr);  // As said above.
+    // A failure is ignored, because priors only serve mtimes.
+    if (best != nullptr) (void)open(store.CheckpointPath(best->name), nullptr);
   };
   open_parent();
   if (if_exists == IfExists::kReplace) {
-    (void)open(store.CheckpointPath(staging.name), nullptr);  // As said above.
+    (void)open(store.CheckpointPath(staging.name), nullptr);  // A failure is ignored.
   }
   return priors;
 }
 
-// The index of a prior is only checked as far as it is read: one that turns out damaged is made
-// again from its manifests, and where these are damaged too, its files count as changed.
+// Decides the mtimes. If the index of a prior is damaged, the records are made from its manifests.
+// If these are damaged too, the prior counts as empty.
 Status DecideAgainst(FileSystem& fs, std::span<const std::shared_ptr<OpenedCheckpoint>> priors,
                      std::int64_t now, Inventory& inventory) {
   std::vector<const CheckpointIndex*> indexes;
@@ -351,8 +353,7 @@ Status SyncBelow(FileSystem& fs, const Staging& staging, std::string_view folder
 
 }  // namespace
 
-// Failures because the staging went away under us are told as what they mean: some rank gave up and
-// had it aborted.
+// If the staging disappeared, that is reported as the cause of a failure: a rank aborted the save.
 Result<Store::Published> Store::Publish(const Staging& staging, const Inventory& coordinator,
                                         const PublishOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(staging.name));
@@ -363,10 +364,10 @@ Result<Store::Published> Store::Publish(const Staging& staging, const Inventory&
   if (status.code() == Code::kNotFound || (status.code() == Code::kStale)) {
     const Status still = fs_->LinkStat(staging.directory).status();
     if (still.code() == Code::kNotFound) {
-      status = Status(Code::kStale, "the staging " + staging.directory +
-                                        " is gone: aborted by a rank at its deadline");
+      status = Status(Code::kStale, "the staging directory " + staging.directory +
+                                        " was removed: a rank aborted the save at its deadline");
     } else if (still.ok() && status.code() == Code::kNotFound) {
-      // Something that a manifest or the layout promises.
+      // kNotFound means that a manifest, or a file that a manifest names, is missing.
       status = DataLoss(status.message());
     }
   }
@@ -379,18 +380,16 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   const std::string destination = CheckpointPath(staging.name);
   Stopwatch watch;
   TENSORMOUNT_RETURN_IF_ERROR(PrepareStaging(fs, staging, options.shared));
-  if (options.if_exists == IfExists::kFail && fs.Exists(destination)) {
-    return Status(Code::kAlreadyExists, destination + ": exists already");
-  }
+  if (options.if_exists == IfExists::kFail) TENSORMOUNT_RETURN_IF_ERROR(CheckFree(staging.name));
 
-  // The writers have sealed and fsynced their data files and manifests.
+  // The writers have sealed and synced their data files and manifests.
   CommitRecord commit;
   std::optional<InventoryMerger> merger;
   merger.emplace(fs, JoinPath(staging.directory, kSpoolFile), options.rows_in_memory);
   TENSORMOUNT_ASSIGN_OR_RETURN(
       Inventory inventory,
       GatherManifests(fs, staging, coordinator, options.expected_manifests, *merger, commit.files));
-  if (options.layers_apart) TENSORMOUNT_RETURN_IF_ERROR(CheckLayersApart(inventory));
+  if (options.check_layer_names) TENSORMOUNT_RETURN_IF_ERROR(CheckLayerNamesUnique(inventory));
   Published published;
   std::set<std::string> data_folders;
   TENSORMOUNT_RETURN_IF_ERROR(CheckDataFiles(fs, staging, inventory, options.shared, data_folders));
@@ -411,7 +410,7 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
   }
   published.manifests_seconds = watch.Lap();
 
-  // Small files, each fsynced as it is written.
+  // The remaining files are small. Each is synced when it is written.
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::string coordinator_manifest,
                                EncodeManifest(CoordinatorInventory(inventory), {}));
   TENSORMOUNT_RETURN_IF_ERROR(
@@ -431,17 +430,18 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
       CommitRecord::Entry index_entry,
       CheckpointIndex::WriteSst(fs, inventory, pass, published.content_root, staging.directory,
                                 std::string(kIndexName)));
-  merger.reset();  // Closes its file: over NFS one without a name has one until then.
+  // Closes the temporary file: NFS gives an unlinked open file a name until it is closed.
+  merger.reset();
   published.index_seconds = watch.Lap();
 
-  // Their names: folders after their files, inner ones first.
+  // Directories are synced after the files in them, inner directories first.
   for (auto it = data_folders.rbegin(); it != data_folders.rend(); ++it) {
     TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, *it));
   }
   TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, "manifest"));
   TENSORMOUNT_RETURN_IF_ERROR(SyncBelow(fs, staging, "index"));
 
-  // COMMIT vouches for all of it.
+  // COMMIT is written after everything that it lists.
   commit.uuid = info.uuid;
   commit.generation = info.generation;
   commit.parent = info.parent;
@@ -458,61 +458,71 @@ Result<Store::Published> Store::PublishSteps(const Staging& staging, const Inven
             [](const auto& a, const auto& b) { return a.name < b.name; });
   TENSORMOUNT_RETURN_IF_ERROR(fs.WriteFileDurably(
       JoinPath(staging.directory, store_paths::kCommitFile), EncodeCommit(commit)));
-  // From here on the arbiter reads the uuid in COMMIT. (A shared staging keeps the other one too:
-  // after a crash it must still be one.)
+  // After this, AbortOrDecide reads the uuid in COMMIT. A shared staging keeps its file UUID, so
+  // that it is still a shared staging after a crash.
   if (!options.shared) {
     TENSORMOUNT_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(staging.directory, store_paths::kUuidFile)));
   }
   TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging.directory));
 
-  TENSORMOUNT_RETURN_IF_ERROR(MoveIntoPlace(staging, options.if_exists));
+  TENSORMOUNT_ASSIGN_OR_RETURN(published.replaced, MoveIntoPlace(staging, options.if_exists));
   published.publish_seconds = watch.Lap();
   published.info = info;
   published.tensors = inventory.tensors.size();
   return published;
 }
 
-Status Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
+Result<std::string> Store::MoveIntoPlace(const Staging& staging, IfExists if_exists) const {
   FileSystem& fs = *fs_;
   const std::string to = CheckpointPath(staging.name);
   bool exchanged = false;
   for (int attempt = 0;; ++attempt) {
+    // Succeeds for an empty directory only, which CheckFree allows.
+    if (store_moves::IsEmptyDirectory(fs, to)) (void)fs.RemoveDirectory(to);
     exchanged = if_exists == IfExists::kReplace && fs.Exists(to);
     if (exchanged && !fs.Exists(JoinPath(to, store_paths::kCommitFile)) && fs.Exists(to)) {
       return Status(Code::kAlreadyExists, to + ": not a checkpoint, so it is not replaced");
     }
     if (exchanged) {
-      // Pinned since the save began.
+      // The replaced checkpoint may have been pinned since the save began.
       TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(fs, path_, staging.name));
     }
     const Status moved =
         exchanged ? fs.Exchange(staging.directory, to) : fs.RenameNoReplace(staging.directory, to);
     if (moved.ok()) break;
-    // The truth is where our uuid is: over NFS a rename that happened may be reported as failed.
+    // The result is determined from where the uuid is, because over NFS a successful rename may be
+    // reported as failed.
     const store_moves::UuidLocation location = store_moves::Locate(fs, staging);
     if (location == store_moves::UuidLocation::kPublished) break;
     if (location == store_moves::UuidLocation::kAborted)
       return Status(Code::kStale, moved.message());
     if (location != store_moves::UuidLocation::kStaging) {
-      return Status(Code::kUnknown, "renamed or not: " + moved.message());
+      return Status(Code::kUnknown, "cannot tell whether the checkpoint was published: " +
+                                        moved.message() + "; run `tensormount fsck " + path_ + "`");
     }
-    // A name that came or went between the look and the rename, when we may replace it.
-    const bool again = if_exists == IfExists::kReplace && attempt < 16 &&
-                       (moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound);
+    // The name appeared or disappeared between the check and the rename.
+    const bool changed = moved.code() == Code::kAlreadyExists || moved.code() == Code::kNotFound;
+    const bool again = changed && attempt < 16 &&
+                       (if_exists == IfExists::kReplace || store_moves::IsEmptyDirectory(fs, to));
     if (!again) return moved;
   }
   Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, store_paths::kStagingFolder));
-  // The claim of its generation, too: it outlives the checkpoint.
+  // The claim of the generation is made durable too, because it outlives the checkpoint.
   if (synced.ok()) synced = fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder));
   if (!synced.ok()) {
     return Status(Code::kUnknown,
-                  "visible, but a power cut may undo it or not: " + synced.message());
+                  "published, but a power failure may undo it: " + synced.message());
   }
   if (exchanged) {
-    // The replaced one, at our old path. Committed is committed: gc does it where this fails.
-    (void)store_moves::MoveToTrash(fs, path_, staging.directory, "");
+    // The replaced checkpoint is at the staging's path. The save is committed, so after a failure
+    // gc moves that checkpoint.
+    const Result<std::string> entry = store_moves::MoveToTrash(fs, path_, staging.directory, "");
+    if (entry.ok()) {
+      return JoinPath(store_paths::kTrashFolder,
+                      std::string_view(entry.value()).substr(entry.value().rfind('/') + 1));
+    }
   }
-  return Status();
+  return std::string();
 }
 
 }  // namespace tensormount

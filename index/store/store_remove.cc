@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store::Remove and RemoveUnlessHeld of store.h: what takes a checkpoint from its name
-// (docs/semantics.md, "Who removes, and who holds"). One rename does it; whatever must not happen
-// is looked for before and after it, since whoever holds a checkpoint looks for it after his hold
-// is durable: one of the two sees the other.
+// Store::Remove and RemoveUnlessHeld of store.h (docs/steps.md, "Removal and holds"). One rename
+// removes a checkpoint from its name. Pins and running saves are checked before and after the
+// rename. A process that pins a checkpoint looks for the checkpoint after its pin is durable, so at
+// least one of the two processes sees the other.
 #include "index/read/checkpoint.h"
 #include "index/records/store_paths.h"
 #include "index/store/pins.h"
@@ -12,7 +12,7 @@
 namespace tensormount {
 namespace {
 
-// Whoever prunes a store of thousands of checkpoints is done by then.
+// Longest wait for the lock. A prune of thousands of checkpoints finishes within this time.
 constexpr double kPruneLockSeconds = 10;
 
 }  // namespace
@@ -20,14 +20,16 @@ constexpr double kPruneLockSeconds = 10;
 Status Store::Remove(std::string_view name, const RemoveOptions& options) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   if (!options.force) return RemoveUnpinned(std::string(name));
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsThere(name).status());
-  // Alone, or gc could move back what it finds pinned before the pins are gone, too.
+  TENSORMOUNT_RETURN_IF_ERROR(CheckExists(name).status());
+  // The lock is taken because gc could otherwise move the checkpoint back before its pins are
+  // removed.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
   const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
   std::string entry;
   TENSORMOUNT_RETURN_IF_ERROR(MoveAway(name, nullptr, &entry));
   if (!commit.ok()) return {};
-  // Its pin, else gc would keep it in .trash; but not that of a copy.
+  // The pin would keep the data in .trash, so it is removed, unless a copy of the checkpoint has
+  // the same uuid.
   const Uuid& uuid = commit.value().record.uuid;
   TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<CheckpointListing> all, List());
   for (const CheckpointListing& c : all) {
@@ -35,26 +37,26 @@ Status Store::Remove(std::string_view name, const RemoveOptions& options) const 
   }
   return pins::RemovePins(*fs_, path_, uuid)
       .status()
-      .WithContext("removed, but its pin could not be, which keeps its bytes in .trash");
+      .WithContext("removed, but its pin could not be removed and keeps its data in .trash");
 }
 
 Status Store::RemoveUnpinned(const std::string& name) const {
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
-  TENSORMOUNT_RETURN_IF_ERROR(CheckIsThere(name).status());
+  TENSORMOUNT_RETURN_IF_ERROR(CheckExists(name).status());
   TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
-  // Whoever pins waits for us to have done or undone it. Where there is no lock, or somebody else
-  // has it for long, it is a matter of time alone.
+  // A concurrent Pin waits for this lock until the checkpoint is removed or restored. If locks are
+  // not available, it only waits for a limited time.
   const auto lock = pins::Lock(*fs_, path_, kPruneLockSeconds);
   Status removed;
   for (int again = 0; again < 3; ++again) {
     TENSORMOUNT_RETURN_IF_ERROR(pins::CheckUnpinned(*fs_, path_, name));
     const Result<DecodedCommit> commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
     if (!commit.ok()) {
-      // That is of this process, or another one has taken its place.
+      // The read failed because of this process, or because the checkpoint was replaced.
       const bool again_maybe = commit.status().code() == Code::kResourceExhausted ||
                                commit.status().code() == Code::kStale;
       if (again_maybe) return commit.status();
-      // Of one without a uuid that can be read no pin can be made.
+      // Without a readable uuid the checkpoint cannot be pinned.
       std::string entry;
       return MoveAway(name, nullptr, &entry);
     }
@@ -66,7 +68,7 @@ Status Store::RemoveUnpinned(const std::string& name) const {
     const Removal removal = RemoveUnlessHeld(name, commit.value().record.uuid, holds);
     if (removal.held) return pins::Refusal(CheckpointPath(name), *removal.held);
     removed = removal.status;
-    // What stands at the name is to go, whichever it is.
+    // kStale: another checkpoint has the name now. That one is removed instead.
     if (removed.code() != Code::kStale) return removed;
   }
   return removed;
@@ -89,13 +91,14 @@ Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
     const std::string below = entry.empty() ? std::string() : entry.substr(path_.size() + 1);
     return {.status = moved, .entry = below};
   }
-  const Status back = entry.empty() ? Status(Code::kNotFound, "where it went is not known")
+  const Status back = entry.empty() ? Status(Code::kNotFound, "its new name in .trash is unknown")
                                     : store_moves::PutBack(*fs_, path_, std::string(name), entry);
   const auto here = [&] {
     const auto commit = store_moves::ReadCommit(*fs_, CheckpointPath(name));
     return commit.ok() && commit.value().record.uuid == uuid;
   };
-  // Gc has moved it back in our place; or it freed it: who holds it since is told that it is gone.
+  // kNotFound: gc has already moved the checkpoint back, or has deleted it. If it was deleted, Pin
+  // reports that to its caller.
   if (back.code() == Code::kNotFound && !entry.empty() && !here()) {
     return {.status = moved};
   }
@@ -104,16 +107,17 @@ Store::Removal Store::RemoveUnlessHeld(std::string_view name, const Uuid& uuid,
     return {.status = Status(
                 Code::kUnknown,
                 CheckpointPath(name) + ": " + why + ": " +
-                    (here() ? "it was moved to .trash and back, but a power cut may undo that: "
-                            : "it is in .trash, and could not be moved back from there: ") +
+                    (here() ? "it was moved to .trash and back, but a power failure may undo that: "
+                            : "it is in .trash (`tensormount gc` moves it back) and could not be "
+                              "moved back now: ") +
                     back.message())};
   }
   if (!held.ok()) return {.status = held.status()};
   return {.held = std::move(held).value()};
 }
 
-// What may be moved away.
-Result<FileInfo> Store::CheckIsThere(std::string_view name) const {
+// Checks that there is a checkpoint to remove at this name.
+Result<FileInfo> Store::CheckExists(std::string_view name) const {
   const std::string directory = CheckpointPath(name);
   Result<FileInfo> info = fs_->LinkStat(directory);
   if (info.status().code() == Code::kNotFound) {
@@ -128,14 +132,15 @@ Result<FileInfo> Store::CheckIsThere(std::string_view name) const {
   return info;
 }
 
-// `entry`: where it went, a path in .trash; empty where that is not known.
+// Moves a checkpoint to .trash, if `only` is null or its uuid. Sets `entry` to its path there;
+// empty if that is unknown.
 Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* entry) const {
   entry->clear();
   TENSORMOUNT_RETURN_IF_ERROR(CheckWritable());
   const std::string directory = CheckpointPath(name);
-  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckIsThere(name));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const FileInfo info, CheckExists(name));
   const auto replaced = [&] {
-    return Status(Code::kStale, directory + ": another one has taken its place");
+    return Status(Code::kStale, directory + ": it was replaced by another checkpoint");
   };
   if (only != nullptr) {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit,
@@ -147,15 +152,18 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   const Status moved = went.status();
   if (went.ok()) *entry = went.value();
   if (!moved.ok()) {
-    // The truth is where the folder is: over NFS a rename that happened may be reported as failed.
+    // The result is determined from where the directory is, because over NFS a successful rename
+    // may be reported as failed.
     const Result<FileInfo> still = fs_->LinkStat(directory);
     if (still.ok() && still.value().device == info.device && still.value().inode == info.inode) {
       return moved;
     }
     if (!still.ok() && still.status().code() != Code::kNotFound) {
-      return Status(Code::kUnknown, directory + ": removed or not: " + moved.message());
+      return Status(Code::kUnknown, "cannot tell whether " + directory + " was removed: " +
+                                        moved.message() + "; run `tensormount fsck " + path_ + "`");
     }
-    // Gone from its name. By us, or by somebody else who came first, who then says so.
+    // The directory left its name. Either our rename moved it, or another process moved it first
+    // (kNotFound), which then reports success.
     if (moved.code() == Code::kNotFound) {
       return Status(Code::kNotFound, directory + ": no such checkpoint");
     }
@@ -165,7 +173,8 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   if (only != nullptr && went.ok()) {
     const Result<Uuid> there = store_moves::ReadFolderUuid(*fs_, *entry);
     if (there.ok() && there.value() != *only) {
-      // At that very moment. What stands at the name now, if anything, is newer still.
+      // The checkpoint was replaced just before the rename, so the wrong one was moved. It is moved
+      // back, unless the name has a newer checkpoint by now.
       const Status back = store_moves::PutBack(*fs_, path_, std::string(name), *entry);
       return back.ok() ? replaced() : back;
     }
@@ -174,7 +183,7 @@ Status Store::MoveAway(std::string_view name, const Uuid* only, std::string* ent
   const Status synced = fs_->SyncMovedFolder(there, trash, path_);
   if (!synced.ok()) {
     return Status(Code::kUnknown,
-                  directory + ": removed, but a power cut may undo it or not: " + synced.message());
+                  directory + ": removed, but a power failure may undo it: " + synced.message());
   }
   return Status();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store of store.h, its part for stagings of mounts (docs/format.md, "Staging of mounts"), whose
-// writers have only the folder in common: no ranks, no rank 0, a lock file instead. Apart because
-// nothing of it concerns saves by ranks.
+// Stagings that mounts share (docs/format.md, "Staging of mounts"), a part of Store of store.h. The
+// writers have only the directory in common, so they use a lock file instead of communication
+// between ranks.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -10,16 +10,15 @@
 
 #include "index/records/store_paths.h"
 #include "index/store/store.h"
-
-// docs/format.md, "Staging of mounts": stagings whose writers only have the folder in common.
+#include "index/store/store_moves.h"
 
 namespace tensormount {
 namespace {
 
 constexpr std::uint64_t kMaxSharedFileBytes = 64 * 1024;
 
-// staging.json: what the library keeps in memory of rank 0, a mount must find on disk, since any
-// process may go on with the staging or publish it.
+// The content of staging.json: data about a save that a library save keeps in the memory of rank 0.
+// It is on disk because any process may continue or publish the staging.
 std::string EncodeShared(const Staging& staging) {
   nlohmann::ordered_json json;
   json["name"] = staging.name;
@@ -27,7 +26,7 @@ std::string EncodeShared(const Staging& staging) {
   json["generation"] = staging.generation;
   json["parent"] = staging.parent.ToString();
   json["parent_name"] = staging.parent_name;
-  // The name of a parent is any bytes; it is only a hint where to look for that uuid.
+  // Bytes that are not UTF-8 are replaced. The parent's name is only a hint where to find its uuid.
   return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -67,14 +66,15 @@ Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bo
   if (!fs.Exists(mark)) return swept_files;
   const auto sweep = [&]() -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const DecodedCommit commit, ReadCommit(fs, directory));
-    // A COMMIT of another checkpoint names none of the files here.
+    // COMMIT must belong to this staging. The COMMIT of another checkpoint would list none of the
+    // files here, and all would be deleted.
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::string text, fs.ReadFile(mark, kMaxSharedFileBytes));
     Staging staging;
     TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text, mark, staging));
     if (staging.uuid != commit.record.uuid) {
-      return Status(Code::kDataLoss, directory + ": its COMMIT is of checkpoint " +
-                                         commit.record.uuid.ToString() + ", and its " +
-                                         std::string(store_paths::kSharedFile) + " of " +
+      return Status(Code::kDataLoss, directory + ": its COMMIT belongs to checkpoint " +
+                                         commit.record.uuid.ToString() + ", but its " +
+                                         std::string(store_paths::kSharedFile) + " to " +
                                          staging.uuid.ToString() + ": nothing is deleted");
     }
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries, fs.List(directory));
@@ -95,7 +95,7 @@ Result<SweptShared> SweepShared(FileSystem& fs, const std::string& directory, bo
       swept_files.data_files.push_back(name);
     }
     if (dry_run) return Status();
-    // Else the mark may be gone after a power cut and what it stands for not.
+    // Deletions are made durable before staging.json, the mark of leftovers, is removed.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(directory, "data")));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(directory));
     return fs.RemoveFile(mark);
@@ -113,13 +113,13 @@ Result<Staging> Store::BeginShared(const std::string& name,
   TENSORMOUNT_RETURN_IF_ERROR(CheckCheckpointName(name));
   const std::string staging_folder = JoinPath(path_, store_paths::kStagingFolder);
   const std::string directory = JoinPath(staging_folder, name);
-  // Most who come are late. The rename below decides.
+  // A cheap check for the common case. The rename below decides.
   if (fs.Exists(directory)) return Status(Code::kAlreadyExists, directory + ": exists already");
   Staging staging;
   TENSORMOUNT_RETURN_IF_ERROR(ClaimPlace(name, IfExists::kFail, BaseChoice::kNone, {}, staging));
   staging.uuid = Uuid::Random();
   staging.directory = directory;
-  // No name of a checkpoint begins with a dot, so this one is nobody's staging.
+  // The leading dot distinguishes the temporary directory from stagings.
   const std::string temporary = JoinPath(staging_folder, ".new-" + staging.uuid.ToString());
   const auto build = [&]() -> Status {
     TENSORMOUNT_RETURN_IF_ERROR(fs.CreateDirectory(temporary));
@@ -137,16 +137,16 @@ Result<Staging> Store::BeginShared(const std::string& name,
     TENSORMOUNT_RETURN_IF_ERROR(write(store_paths::kSharedFile, EncodeShared(staging)));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(temporary));
     TENSORMOUNT_RETURN_IF_ERROR(fs.RenameNoReplace(temporary, directory));
-    // What is fsynced below it later must have a way to it: all of the way, also what others made.
+    // The whole path is synced, including directories that other processes created, because files
+    // below it are synced later.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging_folder));
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder)));
     return fs.SyncDirectory(path_);
   };
-  // A temporary folder with everything in it, renamed to the name: others see a whole staging or
-  // none.
+  // Everything is created in a temporary directory, so that others see a complete staging or none.
   const Status built = build();
   if (built.ok()) return staging;
-  (void)fs.RemoveTree(temporary);  // Gc takes it otherwise.
+  (void)fs.RemoveTree(temporary);  // If this fails, gc removes it.
   return built;
 }
 
@@ -161,7 +161,7 @@ Result<Staging> Store::OpenShared(const std::string& name) const {
   if (text.status().code() == Code::kNotFound) {
     if (!fs_->Exists(staging.directory)) return Status(Code::kNotFound, staging.directory);
     return Status(Code::kUnsupported,
-                  staging.directory + ": a save of the library, not one through mounts");
+                  staging.directory + ": a save through the library, not through a mount");
   }
   if (!text.ok()) return text.status();
   TENSORMOUNT_RETURN_IF_ERROR(DecodeShared(text.value(), path, staging));

@@ -9,28 +9,31 @@
 
 #include "base/file_system.h"
 
-// What of .trash must stay, and why: asked by gc, which deletes there, and by fsck, which says what
-// gc will do (docs/semantics.md, "Who removes, and who holds").
+// Decides which entries of .trash must stay. Gc deletes the others, and fsck predicts that
+// (docs/steps.md, "Removal and holds").
 
 namespace tensormount::trash {
 
-struct Kept {
-  std::string why;      // Empty: nothing holds it.
-  std::string back_to;  // A name in the store where it belongs; empty: nobody knows.
+// A reason to keep an entry of .trash.
+struct Hold {
+  std::string why;      // Empty: nothing needs the entry.
+  std::string back_to;  // Its name in the store; empty: unknown.
 };
 
-// What holds the folder STORE/.trash/ENTRY at this moment: a pin or a save under way of a
-// checkpoint that stands nowhere else; or that it is another checkpoint than its name says, which
-// whoever moved it there did not live to see. By what lies in it, not by its name. Fails where that
-// cannot be told.
-Result<Kept> WhyKept(FileSystem& fs, const std::string& store, const std::string& entry,
-                     std::int64_t now);
+// The reason why STORE/.trash/ENTRY must stay. One reason is that a pin or a running save needs the
+// checkpoint, which exists nowhere else. The other is that the entry contains another checkpoint
+// than its name says, because a removal was interrupted. The checkpoint's uuid is read from the
+// entry's files (ReadFolderUuid); if they have none, it is taken from the entry's name. Fails if
+// the reasons cannot be determined.
+Result<Hold> FindHold(FileSystem& fs, const std::string& store, const std::string& entry,
+                      std::int64_t now);
 
-// Moves it to its name, if that is free and no other folder in .trash holds the same checkpoint.
-// Alone with the lock of those who remove: one of them may just be about to do it. True: it stands
-// there, durably. False: it was left where it is.
+// Moves an entry back to its name in the store. Returns false, and leaves the entry in place, if
+// the name is unknown or taken, or if another entry of .trash has the same checkpoint. Takes the
+// removal lock; also returns false if the lock is not free, because a running removal may be about
+// to move the entry back.
 Result<bool> MoveBack(FileSystem& fs, const std::string& store, const std::string& entry,
-                      const Kept& kept);
+                      const Hold& kept);
 
 }  // namespace tensormount::trash
 

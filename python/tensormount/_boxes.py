@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boxes of a global tensor one coordinate of a device mesh holds.
+"""The boxes of a global tensor that one coordinate of a device mesh holds.
 
-PyTorch says of a DTensor where its first cell lies and how long it is along each axis; with
-`_StridedShard` that is not one box. Here every axis is a list of intervals, so that any placement
-has its boxes, and each box knows which part of the local tensor it is.
+PyTorch describes the local part of a DTensor by an offset and a size for each axis. With `_StridedShard` the
+part is not one box. Here every axis is a list of intervals, so that any placement has exact boxes, and each
+box has its position in the local tensor.
 
-FSDP2 over tensor parallelism cuts a parameter first for tensor parallelism and then what each rank
-has of it, and calls that `_StridedShard`. Where sizes do not divide, the two are not the same cells
-(`as_fsdp_cuts`), and only the shape of the local tensor tells which of them it has.
+FSDP2 over tensor parallelism cuts a parameter for tensor parallelism first, then cuts each rank's part, and
+describes the result as `_StridedShard`. If sizes do not divide evenly, the described cells differ from the
+held cells (`fsdp_cuts`), and only the shape of the local tensor tells which ones it has.
 
-The arithmetic (`placement_boxes`) needs no PyTorch.
+The arithmetic (`placement_boxes`) does not use PyTorch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Dims = Tuple[int, ...]
 
-# How a placement is described: ("shard", axis), ("strided", axis, split_factor), ("replicate",) or
-# ("partial", text). Axes may be negative.
+# ("shard", axis), ("strided", axis, split_factor), ("replicate",), ("partial", text) or ("unknown", text).
+# Axes may be negative.
 Placement = Tuple[Any, ...]
 
 # [begin, end) of one axis.
@@ -35,9 +35,9 @@ Interval = Tuple[int, int]
 class Box(NamedTuple):
     """A box of a global tensor, and the box of the local tensor that holds its cells.
 
-    All in elements, a number an axis. In the local tensor the box begins at `local_begin` and has
-    the same extent. `main`: of the coordinates that hold this box, this is the one that counts
-    (its number is 0 on each axis of the mesh that replicates).
+    All numbers are in elements, one per axis. In the local tensor the box begins at `local_begin` and has
+    the same extent. `main`: this coordinate holds the main replica of the box (its number is 0 on each
+    replicating axis of the mesh).
     """
 
     begin: Dims
@@ -47,8 +47,8 @@ class Box(NamedTuple):
 
 
 def _chunk(intervals: List[Interval], pieces: int) -> List[List[Interval]]:
-    """Cuts what the intervals hold, one after the other, into `pieces` lists by the rule of
-    torch.chunk: each but the last ones has ceil(size / pieces) indices."""
+    """Cuts the indices of `intervals` into `pieces` lists as torch.chunk does: ceil(size / pieces) indices each,
+    fewer or none in the last lists."""
     size = sum(end - begin for begin, end in intervals)
     each = -(-size // pieces)
     cut: List[List[Interval]] = [[] for _ in range(pieces)]
@@ -65,7 +65,7 @@ def _chunk(intervals: List[Interval], pieces: int) -> List[List[Interval]]:
 
 
 def _merged(intervals: List[Interval]) -> List[Interval]:
-    """Without empty intervals, and neighbours as one."""
+    """Drops empty intervals and joins adjacent ones."""
     out: List[Interval] = []
     for begin, end in intervals:
         if begin == end:
@@ -81,14 +81,15 @@ def _merged(intervals: List[Interval]) -> List[Interval]:
 def _axis_intervals(
     size: int, cuts: Tuple[Tuple[int, int, int], ...]
 ) -> Tuple[Interval, ...]:
-    """What is left of an axis after cuts (split_factor, pieces, which piece), 0: not strided."""
+    """The intervals of an axis that remain after `cuts`, each (split_factor, number of pieces, index of the
+    piece). A split_factor of 0 means "not strided"."""
     intervals: List[Interval] = [(0, size)]
     for split_factor, pieces, piece in cuts:
         if split_factor == 0:
             intervals = _chunk(intervals, pieces)[piece]
         else:
-            # As if the axis had been cut into split_factor parts by a mesh axis that stands further
-            # to the right: this one takes its piece of each of them.
+            # A mesh axis further to the right cuts the axis into split_factor parts; this mesh axis takes
+            # its piece of each part.
             parts = _chunk(intervals, split_factor)
             intervals = [i for part in parts for i in _chunk(part, pieces)[piece]]
         intervals = _merged(intervals)
@@ -103,50 +104,50 @@ def placement_boxes(
 ) -> List[Box]:
     """The boxes of a tensor of `global_shape` that `coordinate` of a mesh holds.
 
-    Boxes come in the order in which the local tensor has them, are not empty, do not touch along
-    an axis that is cut, and together are the local tensor. Where that has no cells there is one
-    box without cells, so that the tensor is known on this rank, too.
+    The boxes are in the order of the local tensor and together fill it. None is empty, and along an axis
+    that is cut none touches the next. If the local tensor has no cells, there is one box without cells, so
+    that the tensor is known on this rank, too.
 
-    LayoutError: numbers that do not fit each other. UnsupportedError: a placement that does not
-    say which cells are held (partial sums), or an unknown one.
+    LayoutError: the arguments are inconsistent. UnsupportedError: partial sums, whose cells no rank holds, or
+    an unknown placement.
     """
     from .errors import LayoutError, UnsupportedError
 
     rank = len(global_shape)
     if not len(mesh_shape) == len(coordinate) == len(placements):
         raise LayoutError(
-            f"a mesh of {len(mesh_shape)} axes, a coordinate of {len(coordinate)} and "
-            f"{len(placements)} placements"
+            f"a mesh with {len(mesh_shape)} axes needs as many coordinates and placements, not "
+            f"{len(coordinate)} and {len(placements)}"
         )
     cuts: List[List[Tuple[int, int, int]]] = [[] for _ in range(rank)]
     main = True
     for where, (pieces, piece, placement) in enumerate(zip(mesh_shape, coordinate, placements)):
         if not 0 <= piece < pieces:
-            raise LayoutError(f"coordinate {piece} on axis {where} of a mesh, which has {pieces}")
+            raise LayoutError(f"coordinate {piece} is outside of mesh axis {where}, whose size is {pieces}")
         kind = placement[0]
         if kind == "replicate":
             main = main and piece == 0
         elif kind in ("shard", "strided"):
             axis = placement[1] + rank if placement[1] < 0 else placement[1]
             if not 0 <= axis < rank:
-                raise LayoutError(f"sharded along axis {placement[1]}, of a tensor of {rank} axes")
+                raise LayoutError(f"sharded along axis {placement[1]}, but the tensor has {rank} axes")
             split_factor = placement[2] if kind == "strided" else 0
             if kind == "strided" and split_factor < 1:
-                raise LayoutError(f"a split factor of {split_factor}")
+                raise LayoutError(f"the split factor {split_factor} is less than 1")
             cuts[axis].append((split_factor, pieces, piece))
         elif kind == "partial":
             raise UnsupportedError(
-                f"{placement[1]} on axis {where} of the mesh: a rank holds a part of a sum, which "
-                "is no cell of the tensor; redistribute it first"
+                f"{placement[1]} on axis {where} of the mesh: the ranks hold partial sums, not elements "
+                "of the tensor; redistribute the DTensor first"
             )
         else:
-            raise UnsupportedError(f"the placement {placement[-1]} on axis {where} of the mesh")
+            raise UnsupportedError(f"the placement {placement[-1]} on axis {where} of the mesh is not supported")
     axes = [
         _axis_intervals(size, tuple(cut)) if cut else ((0, size),)
         for size, cut in zip(global_shape, cuts)
     ]
     if any(sum(end - begin for begin, end in axis) == 0 for axis in axes):
-        # The first interval of each axis; an axis of which nothing is left has [0, 0).
+        # The first interval of each axis; [0, 0) for an axis without intervals.
         first = [axis[0] if axis else (0, 0) for axis in axes]
         begins = tuple(begin for begin, _ in first)
         return [Box(begins, tuple(end - begin for begin, end in first), (0,) * rank, main)]
@@ -169,14 +170,14 @@ def placement_boxes(
     return boxes
 
 
-def as_fsdp_cuts(
+def fsdp_cuts(
     mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Optional[Tuple[Dims, Dims, Tuple[Placement, ...]]]:
-    """What FSDP2 does where it describes a parameter by these placements: the mesh, the coordinate
-    and the placements with the axis that is strided as the last one, and not strided.
+    """The cuts that FSDP2 makes if it describes a parameter by these placements: the mesh shape, coordinate and
+    placements with the strided mesh axis moved to the end and not strided.
 
-    None where FSDP2 makes no such placements: it has one strided axis of the mesh, whose split factor
-    is the number of parts that axes further to the right have cut the same axis of the tensor into.
+    None: FSDP2 does not make such placements. Its placements have one strided mesh axis, whose split factor is
+    the number of parts into which mesh axes further to the right cut the same axis of the tensor.
     """
     strided = [i for i, placement in enumerate(placements) if placement[0] == "strided"]
     if len(strided) != 1:
@@ -209,11 +210,10 @@ def local_shape(boxes: Sequence[Box]) -> Dims:
 
 
 def describe_placement(placement: Any) -> Placement:
-    """A placement of PyTorch as `placement_boxes` wants it. Never fails: what is not known is
-    described as such."""
+    """A placement of PyTorch in the form of `placement_boxes`. Never fails: other kinds become "unknown"."""
     from torch.distributed.tensor import placement_types
 
-    # Exact types alone: a kind that was derived from one of these may mean other cells.
+    # Exact types only: a subclass may select other cells.
     kind = type(placement)
     if kind is placement_types.Shard:
         return ("shard", placement.dim)
@@ -228,11 +228,12 @@ def describe_placement(placement: Any) -> Placement:
 
 
 def boxes(dtensor: DTensor) -> List[Box]:
-    """The boxes of the global tensor that this rank's part of `dtensor` is, in the order of its
-    local tensor; none where this rank is not part of its mesh.
+    """The boxes of the global tensor that this rank's part of `dtensor` holds.
 
-    UnsupportedError: partial sums, unknown placements. LayoutError: the local tensor has another
-    shape than the placements say, or nobody can know which cells it holds (see the module).
+    They are in the order of the local tensor; the list is empty if this rank is not in the mesh.
+
+    UnsupportedError: partial sums, unknown placements. LayoutError: the local tensor has another shape than
+    the placements describe, or its cells cannot be determined (FSDP2 over tensor parallelism).
     """
     from .errors import LayoutError
 
@@ -245,7 +246,7 @@ def boxes(dtensor: DTensor) -> List[Box]:
     held = tuple(dtensor._local_tensor.shape)
     found = placement_boxes(shape, mesh_shape, coordinate, placements)
     fits = _fits(held, found)
-    cuts = as_fsdp_cuts(mesh_shape, coordinate, placements)
+    cuts = fsdp_cuts(mesh_shape, coordinate, placements)
     if cuts is not None:
         other = placement_boxes(shape, *cuts)
         if other != found and _fits(held, other):
@@ -253,14 +254,14 @@ def boxes(dtensor: DTensor) -> List[Box]:
                 return other
             if 0 not in held:
                 raise LayoutError(
-                    f"{_what(dtensor, coordinate)} has a local tensor of {held}, which may be "
+                    f"{_dtensor_text(dtensor, coordinate)} has a local tensor of shape {held}, which may hold "
                     f"{_cells(found)}, as the placements say, or {_cells(other)}, as FSDP2 over "
-                    "tensor parallelism makes it; a size that the mesh divides leaves no doubt"
+                    "tensor parallelism makes it; use a size that the mesh divides evenly"
                 )
     if not fits:
         raise LayoutError(
-            f"{_what(dtensor, coordinate)} has a local tensor of {held}, but the placements say "
-            f"{local_shape(found)}"
+            f"{_dtensor_text(dtensor, coordinate)} has a local tensor of shape {held}, but the placements "
+            f"give {local_shape(found)}"
         )
     return found
 
@@ -277,8 +278,8 @@ def _cells(boxes: Sequence[Box]) -> str:
     )
 
 
-def _what(dtensor: DTensor, coordinate: Sequence[int]) -> str:
+def _dtensor_text(dtensor: DTensor, coordinate: Sequence[int]) -> str:
     return (
         f"a DTensor of shape {tuple(dtensor.shape)} with placements {tuple(dtensor.placements)} on "
-        f"a mesh of {tuple(dtensor.device_mesh.shape)}: coordinate {tuple(coordinate)}"
+        f"a mesh of {tuple(dtensor.device_mesh.shape)}, at coordinate {tuple(coordinate)},"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading without ranks: `open`, `Checkpoint`, `Tensor`."""
+"""Reading on one process: `open`, `Checkpoint`, `Tensor`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
     from tensormount._progress import Progress
 
-_NOT_FOUND = 2  # TM_NOT_FOUND
-_OPENED = {_NOT_FOUND: CheckpointNotFoundError}
-_LOOKED_UP = {_NOT_FOUND: KeyNotFoundError}
-_MOST_WITHOUT_VALUES = 1000
-# "Did you mean": of each checkpoint for so many keys that are not there.
-_MOST_HINTS = 8
+_OPEN_ERRORS = {_abi.TM_NOT_FOUND: CheckpointNotFoundError}
+_LOOKUP_ERRORS = {_abi.TM_NOT_FOUND: KeyNotFoundError}
+_MAX_RANKS_WITHOUT_VALUES = 1000
+# The most "did you mean" hints for each opened checkpoint.
+_MAX_HINTS = 8
 
 _addressof = ctypes.addressof
 _getpid = os.getpid
@@ -45,15 +44,15 @@ PathLike = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 
 
 class _Handle:
-    """One opened tm_checkpoint. Closed when nobody refers to it any more: a read on another thread
-    holds a reference while the library works, so that close() never takes it away from under it."""
+    """An opened tm_checkpoint, closed when nothing refers to it any more. A read holds a reference, so that
+    close() on another thread cannot free it during the read."""
 
     __slots__ = ("address", "process", "_close", "_ended")
 
     def __init__(self, address: int, close: Any) -> None:
         self.address = address
         self.process = _getpid()
-        self._close = close  # Here, because at exit the module may be gone before this is.
+        self._close = close  # Kept here, because at exit the names of modules may be gone.
         self._ended = _abi.ended
 
     def __del__(self) -> None:
@@ -64,18 +63,19 @@ class _Handle:
 def open(
     path: PathLike, *, roots: Sequence[PathLike] = (), file: Optional[str] = None
 ) -> Checkpoint:
-    """Opens a checkpoint for reading.
+    """Opens a checkpoint for reading. Runs no code from it and writes nothing.
 
-    path: a checkpoint ("STORE/step-1000"), the newest of a store ("STORE/latest"), or the file or
-    folder that another program saved (docs/formats-adopted.md), which is read as it lies there. Of a
-    store or a training directory the latest; `warnings` names it. Runs no code from it and writes
-    nothing. roots: folders that links of such a folder may lead into, and
-    below which data of checkpoints that another user adopted may lie. file: of such a folder that holds
-    several sets of weights, the file or index to read; the same as path/file.
+    path      a checkpoint ("STORE/step-1000"), the newest checkpoint of a store ("STORE/latest"), or the
+              file or directory that another program saved, which is read in place
+              (docs/formats-adopted.md). A store or a training directory opens its latest checkpoint;
+              `warnings` says which one.
+    roots     directories that links out of a foreign directory may lead into, and that may contain data of
+              checkpoints which another user adopted.
+    file      the file or index to read, if the directory has several sets of weights; the same as path/file.
 
-    Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, UnsupportedError where it
-    has a newer format or none that is known, or the path is a URL or begins with "~/", which only
-    shells expand; PermissionDeniedError.
+    Raises CheckpointNotFoundError (a FileNotFoundError), DataLossError, PermissionDeniedError;
+    UnsupportedError for a newer or unknown format, a URL, or a path that begins with "~/" (only shells
+    expand it).
 
         >>> import tensormount as tm
         >>> checkpoint = tm.open("STORE/step-1")
@@ -87,14 +87,14 @@ def open(
 
 
 class Checkpoint:
-    """An opened checkpoint: a mapping from keys to tensors that is read-only.
+    """An opened checkpoint: a read-only mapping from keys to tensors.
 
-    It stays the checkpoint that was opened, also where another is saved under its name or it is
-    removed meanwhile. Any number of threads may read from it. Closed by close(), at the end of
-    `with`, or when nothing refers to it.
+    It stays the checkpoint that was opened, even if another is saved under its name, or it is removed.
+    Any number of threads may read from it. It is closed by close(), at the end of `with`, or when nothing
+    refers to it.
 
-    Pickles as its path, and is opened again where it is unpickled: StaleError where another
-    checkpoint has the name by then.
+    It pickles as its path and is opened again when it is unpickled. If another checkpoint has the name by
+    then, that is a StaleError.
     """
 
     _handle: Optional[_Handle]
@@ -107,7 +107,7 @@ class Checkpoint:
         given = os.fsencode(path if file is None else os.path.join(os.fsdecode(path), file))
         shown = os.fsdecode(given)
         if b"\0" in given:
-            raise InvalidArgumentError(f"{shown!r}: a path has no NUL")
+            raise InvalidArgumentError(f"{shown!r}: a path must not contain NUL")
         lib = _abi.library()
         out = ctypes.c_void_p()
         if self._roots:
@@ -121,26 +121,26 @@ class Checkpoint:
         else:
             status = lib.tm_checkpoint_open(given, _addressof(out))
         if status:
-            _abi.fail(status, _OPENED)
+            _abi.fail(status, _OPEN_ERRORS)
         assert out.value is not None
         self._lib = lib
         self._handle = _Handle(out.value, lib.tm_checkpoint_close)
         self._read = lib.tm_checkpoint_read
         self._keys: Optional[list[str]] = None
-        self._hints = _MOST_HINTS
-        self._path = os.path.abspath(os.fsdecode(lib.tm_checkpoint_path(out.value)))
+        self._hints = _MAX_HINTS
+        self._path = os.fsdecode(lib.tm_checkpoint_path(out.value))
         self._uuid = lib.tm_checkpoint_uuid(out.value).decode() or None
 
-    # ---- What it is --------------------------------------------------------------------------
+    # ---- Properties --------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
-        """Where it was found, absolute; "latest" is resolved."""
+        """The absolute path; "latest" is resolved."""
         return self._path
 
     @property
     def uuid(self) -> Optional[str]:
-        """32 hex digits that no other checkpoint has; None for formats of other programs."""
+        """32 hexadecimal digits, unique to this checkpoint; None for formats of other programs."""
         return self._uuid
 
     @property
@@ -148,8 +148,10 @@ class Checkpoint:
         return self._handle is None
 
     def close(self) -> None:
-        """Closes it; tensors of it cannot be read any more. Reads that are under way on other
-        threads come to their end first. May be called again."""
+        """Closes the checkpoint; its tensors cannot be read any more.
+
+        Reads under way on other threads finish first. May be called again.
+        """
         self._handle = None
 
     def __enter__(self) -> Self:
@@ -164,17 +166,17 @@ class Checkpoint:
         if handle is None:
             raise ClosedError(f"{self._path}: the checkpoint is closed")
         if handle.process != _getpid():
-            return self._opened_here(handle)
+            return self._reopened_in_child(handle)
         return handle
 
-    def _opened_here(self, inherited: _Handle) -> _Handle:
-        """In a forked child (a worker of a DataLoader): the same checkpoint, opened anew, because a
-        lock of the parent's may be held by a thread that is not here."""
+    def _reopened_in_child(self, inherited: _Handle) -> _Handle:
+        """Opens the checkpoint again in a forked child (a worker of a DataLoader), because a lock of the inherited
+        handle may be held by a thread that does not exist here. StaleError: it was replaced meanwhile."""
         mine = Checkpoint(self._path, roots=self._roots)
         if mine._uuid != self._uuid:
             raise StaleError(
-                f"{self._path}: another checkpoint has this name since process "
-                f"{inherited.process} opened it, which this one was forked from"
+                f"{self._path}: was replaced by another checkpoint after process "
+                f"{inherited.process}, which forked this one, had opened it"
             )
         handle = mine._handle
         assert handle is not None
@@ -189,7 +191,7 @@ class Checkpoint:
         return f"<tensormount.Checkpoint {self._path!r}: {state}>"
 
     def _repr_html_(self) -> str:
-        """A table of its tensors, the first 100, for notebooks."""
+        """A table of the first 100 tensors, for notebooks."""
         from html import escape
 
         keys = self.keys()
@@ -212,7 +214,7 @@ class Checkpoint:
     # ---- Tensors -----------------------------------------------------------------------------
 
     def keys(self, pattern: Optional[str] = None) -> list[str]:
-        """Keys of tensors, in byte order; those that match a glob, in which '*' crosses '/'."""
+        """The keys of tensors, in byte order; with `pattern` those that match the glob ('*' matches '/')."""
         self._opened()
         if self._keys is None:
             self._keys = self._list(self._lib.tm_checkpoint_keys)
@@ -221,15 +223,15 @@ class Checkpoint:
         from fnmatch import filter as matching
         from fnmatch import fnmatchcase
 
-        # filter() folds case where the system does.
+        # fnmatch.filter ignores case on systems whose file names do.
         return matching(self._keys, pattern) if os.name == "posix" else [
             key for key in self._keys if fnmatchcase(key, pattern)
         ]
 
     def __getitem__(self, key: str) -> Tensor:
-        """The tensor of that key, or of a layer of a stacked one. Reads no data of it.
+        """The tensor of that key, or one layer of a stacked tensor. Reads no data.
 
-        Raises KeyNotFoundError, which is a KeyError; it may say which key has nearly that name.
+        Raises KeyNotFoundError (a KeyError), which suggests a key with a similar name if there is one.
         """
         try:
             return Tensor(self, key)
@@ -240,8 +242,8 @@ class Checkpoint:
     def _add_hint(
         self, error: KeyNotFoundError, key: object, known: Optional[list[str]], function: Any
     ) -> None:
-        """"did you mean" for the first keys that are looked for in vain: programs may try many. `known`:
-        where they are listed already what `function` of the library lists."""
+        """Adds "did you mean" to the error, for the first missing keys only, because programs may try many.
+        `known`: the keys that `function` of the library lists, if they were listed before."""
         if self._hints <= 0 or not isinstance(key, str):
             return
         self._hints -= 1
@@ -252,8 +254,7 @@ class Checkpoint:
             error.message += f"; did you mean {near}?"
 
     def __contains__(self, key: object) -> bool:
-        """Whether `checkpoint[key]` is there; also for layers of stacked tensors, which keys() does
-        not list."""
+        """Whether `checkpoint[key]` exists. True for layers of stacked tensors, which keys() omits."""
         try:
             Tensor(self, key)  # type: ignore[arg-type]
         except KeyNotFoundError:
@@ -270,7 +271,7 @@ class Checkpoint:
         return len(self._keys)
 
     def __bool__(self) -> bool:
-        return True  # Not whether there are tensors, which would list them.
+        return True  # Without it Python would call len(), which lists the keys.
 
     def get(self, key: str, default: Any = None) -> Any:
         """The tensor of that key, or `default`."""
@@ -280,7 +281,7 @@ class Checkpoint:
             return default
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Keys and tensors, one after the other."""
+        """Pairs of key and tensor."""
         for key in self.keys():
             yield key, Tensor(self, key)
 
@@ -291,14 +292,14 @@ class Checkpoint:
     def read_many(
         self, wanted: Union[Mapping[str, Any], Iterable[str]], *, threads: Optional[int] = None
     ) -> dict[str, Any]:
-        """Reads several boxes at a time.
+        """Reads several boxes at once.
 
-        wanted: a name of the caller's to a key, or to (key, index) with what would stand between
-        brackets: {"rows": ("w", slice(0, 128)), "all": "b"}. Or a list of keys.
-        threads: at most so many reads at a time; None: as many as cores, at most 8.
+        wanted    a list of keys, or a dict. Its keys are your names; its values are a key, or (key, index):
+                  {"rows": ("w", slice(0, 128)), "all": "b"}.
+        threads   reads at a time; None: the number of cores, at most 8.
 
-        Returns arrays by the same names, or by key. Where one fails the first of them, in order, is
-        raised once those that were begun are done; large ones end at their next part.
+        Returns a dict of arrays by your names, or by key. If reads fail, the first failure in the order of
+        `wanted` is raised once the reads that were begun are done; large ones end at their next part.
 
             >>> import tensormount as tm
             >>> with tm.open("STORE/step-1") as checkpoint:
@@ -308,14 +309,14 @@ class Checkpoint:
         """
         jobs = []
         stop: list[bool] = []
-        for name, what in _named(wanted).items():
+        for name, what in _named_reads(wanted).items():
             key, index = (what, ...) if isinstance(what, str) else what
             tensor = self[key]
             tensor._stop = stop
             jobs.append((name, tensor, index))
         most = threads if threads is not None else min(8, os.cpu_count() or 1)
         if most < 1:
-            raise InvalidArgumentError(f"threads={most}: 1 or more")
+            raise InvalidArgumentError(f"threads={most}: must be 1 or more")
         if most == 1 or len(jobs) < 2:
             return {name: tensor[index] for name, tensor, index in jobs}
         from concurrent.futures import ThreadPoolExecutor
@@ -326,7 +327,7 @@ class Checkpoint:
                 for _, tensor, i in jobs:
                     begun.append(pool.submit(tensor.__getitem__, i))
             except RuntimeError:
-                pass  # There is no further thread to be had: this one reads the rest.
+                pass  # No further thread can be started: this one reads the rest.
             try:
                 read = [job.result() for job in begun]
                 read += [tensor[i] for _, tensor, i in jobs[len(begun) :]]
@@ -337,11 +338,11 @@ class Checkpoint:
                     job.cancel()
                 raise
 
-    # ---- What else was saved -----------------------------------------------------------------
+    # ---- Objects and values ------------------------------------------------------------------
 
     @property
     def objects(self) -> Objects:
-        """Objects by key, as bytes; one part of those on a grid by (key, index, ...)."""
+        """Objects by key, as bytes. (key, index, ...) is one part of an object on a grid."""
         return Objects(self)
 
     def _object_names(self) -> list[str]:
@@ -354,13 +355,13 @@ class Checkpoint:
             handle.address, _encode(key), _addressof(grid), _addressof(rank)
         )
         if status:
-            _abi.fail(status, _LOOKED_UP, key)
+            _abi.fail(status, _LOOKUP_ERRORS, key)
         return tuple(grid[: rank.value])
 
     def object(self, key: str, index: tuple[int, ...] = ()) -> bytes:
-        """The bytes of an object, or of its part `index` where it was saved on a grid.
+        """The bytes of an object, or of its part `index` if it was saved on a grid.
 
-        Raises KeyNotFoundError: no such object, or it is on a grid and `index` names no part of it.
+        Raises KeyNotFoundError if there is no such object, or it is on a grid and `index` is not a part of it.
         """
         handle = self._opened()
         numbers = _abi.indices(index)
@@ -372,7 +373,7 @@ class Checkpoint:
         )
         if status:
             try:
-                _abi.fail(status, _LOOKED_UP, key)
+                _abi.fail(status, _LOOKUP_ERRORS, key)
             except KeyNotFoundError as error:
                 self._add_hint(error, key, None, self._lib.tm_checkpoint_objects)
                 raise
@@ -380,44 +381,43 @@ class Checkpoint:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all ranks agreed on, as values of Python: {"iteration": 1000}. A new dict each
-        time."""
+        """Plain values that all ranks agreed on, as a new dict: {"iteration": 1000}."""
         from tensormount._tree import plain_values, structures_of
 
         values = self._values()
         return plain_values(values, structures_of(values))
 
     def _values(self) -> dict[str, Any]:
-        """Common values by name, encoded (`_values.decode`), the structures of state dicts among
-        them."""
+        """Encoded common values (`_values.decode`) by name, including the structures of state dicts."""
         value = self._json(self._lib.tm_checkpoint_common, None)
         return dict(value)
 
     def rank_common(self, rank: int) -> dict[str, Any]:
-        """What rank `rank` of the save set for itself; empty where it set nothing."""
+        """Plain values that rank `rank` of the save set for itself; empty if it set none."""
         from tensormount._tree import plain_values, structures_of
 
         return plain_values(self._rank_values(rank), structures_of(self._values()), "rank")
 
     def _rank_values(self, rank: int) -> dict[str, Any]:
-        """Those of a rank by name, encoded."""
+        """Encoded values of one rank by name; empty if it set none."""
         return dict(self._json(self._lib.tm_checkpoint_rank_common, rank, None) or {})
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the application says about the checkpoint as a whole."""
+        """Values that the application saved about the checkpoint as a whole."""
         return dict(self._json(self._lib.tm_checkpoint_metadata))
 
     def verify(self, *, quick: bool = False, progress: Progress = None) -> dict[str, Any]:
-        """Compares every byte that is stored with its hash; see `tensormount.verify`."""
-        from tensormount._store import verify
+        """Compares every stored byte with its hash; see `tensormount.verify`."""
+        from tensormount._verify import verify
 
         self._opened()
         return verify(self._path, quick=quick, roots=self._roots, progress=progress)
 
     def state(self, *, torch: bool = False) -> Any:
-        """All of it as the state dict that was saved, on this process: nested as it was, tied
-        tensors tied, tuples tuples. Tensors are NumPy arrays; with `torch`, tensors of PyTorch.
+        """Reads the whole state dict on this process, nested as it was saved, with tied tensors tied.
+
+        torch     True: tensors are PyTorch's; False: NumPy arrays.
 
             >>> import numpy, tensormount as tm
             >>> state = {"model": {"a": numpy.arange(3)}, "betas": (0.9, 0.95)}
@@ -426,10 +426,9 @@ class Checkpoint:
             ...     checkpoint.state()
             {'model': {'a': array([0, 1, 2])}, 'betas': (0.9, 0.95)}
 
-        Of a value in `PerRank` that several ranks have, that of the lowest rank. LayoutError where the
-        ranks that saved it had dicts that cannot be one (the same path, but another value, on two of
-        them). A tensor that NumPy (f4, f6) or torch (f6) cannot hold stays the `Tensor` that it is here,
-        with a warning that names it.
+        If several ranks have a `PerRank` value, the lowest rank's is taken. A tensor that NumPy (f4, f6) or
+        torch (f6) cannot hold stays the checkpoint's `Tensor`, and a warning names it. LayoutError: the ranks
+        saved different values under one path, so that their dicts cannot be united.
         """
         from tensormount import _tree
 
@@ -446,7 +445,7 @@ class Checkpoint:
 
             more = f" and {len(kept) - 8} more" if len(kept) > 8 else ""
             log.warning(
-                "%s: %s has no such elements, these tensors stay as they are stored: %s%s",
+                "%s: %s does not support the dtype of these tensors, which are kept as Tensor handles: %s%s",
                 self._path, "torch" if torch else "NumPy", ", ".join(kept[:8]), more,
             )
         values = self._values()
@@ -465,8 +464,8 @@ class Checkpoint:
         return state
 
     def _stored_names(self, values: dict[str, Any], keys: Container[str]) -> dict[Any, str]:
-        """`_tree.stored_names` of this checkpoint. With `inherit=` it has structures of another one, too,
-        which none of its own ranks names."""
+        """`_tree.stored_names` of this checkpoint. If it was saved with `inherit=`, it also has structures of
+        another checkpoint, which none of its ranks names."""
         from tensormount import _tree
 
         structures = {name[len(_tree.TREE_NAME) + 1 :]: values[name]
@@ -497,20 +496,20 @@ class Checkpoint:
         return {**found, **{name: {} for name in names if name not in found}}
 
     def _values_by_rank(self) -> Iterator[dict[str, Any]]:
-        """`_rank_values` of the ranks from 0 on that have some. A rank whose state dict was flat has none;
-        after many of these in a row there is taken to be no further rank."""
+        """`_rank_values` of the ranks that have some, from rank 0 on. A rank with a flat state dict has none, so the
+        search ends only after _MAX_RANKS_WITHOUT_VALUES ranks in a row without values."""
         without = 0
         for rank in count():
             found = self._rank_values(rank)
             without = 0 if found else without + 1
             if found:
                 yield found
-            elif without == _MOST_WITHOUT_VALUES:
+            elif without == _MAX_RANKS_WITHOUT_VALUES:
                 return
 
     @property
     def warnings(self) -> list[str]:
-        """What was out of order but could be mended, in words."""
+        """Texts about problems that did not prevent the checkpoint from being opened."""
         return self._list(self._lib.tm_checkpoint_warnings)
 
     def _json(self, function: Any, *arguments: Any) -> Any:
@@ -521,7 +520,7 @@ class Checkpoint:
         size = ctypes.c_size_t()
         status = function(handle.address, *arguments, _addressof(text), _addressof(size))
         if status:
-            _abi.fail(status, _LOOKED_UP)
+            _abi.fail(status, _LOOKUP_ERRORS)
         return from_json(_abi.take_bytes(text.value, size.value))
 
     def _list(self, function: Any) -> list[str]:
@@ -530,9 +529,9 @@ class Checkpoint:
 
 
 class Tensor:
-    """One tensor of an opened checkpoint: its shape and dtype, and its bytes when it is indexed.
+    """One tensor of an opened checkpoint. Indexing it reads.
 
-    `tensor[...]` is a NumPy array of what the index names, and only that is read:
+    `tensor[...]` is a NumPy array of the indexed part, and only that part is read:
 
         >>> import tensormount as tm
         >>> checkpoint = tm.open("STORE/step-1")
@@ -544,14 +543,14 @@ class Tensor:
         >>> w[..., -1:].shape
         (16, 1)
 
-    Integers, slices, `...` and None (a new axis), as NumPy means them. A step reads all that the
-    slice spans and keeps every n-th. Negative steps, arrays and booleans as indices are refused: an
-    UnsupportedIndexError, which is an IndexError. Elements of bf16 and of 8 bits come as ml_dtypes
-    has them; those of under a byte are refused (read_bytes gives them as they are stored).
+    An index has integers, slices, `...` and None (a new axis), as in NumPy. A slice with a step reads
+    everything that it spans and keeps every n-th. Negative steps, and arrays or booleans as indices, raise
+    UnsupportedIndexError (an IndexError). Elements of bf16 and of 8-bit floats have types of ml_dtypes;
+    elements under a byte cannot be indexed (read_bytes returns them as stored).
 
-    A DataLossError where stored bytes are missing or fail their checksum. Keeps the checkpoint open
-    as long as that is not closed; any number of threads may read. What is over 128 MiB is read in parts
-    of that size, and Ctrl-C ends it between two of them.
+    DataLossError: stored bytes are missing or fail their checksum. The tensor keeps the checkpoint open
+    unless that is closed; any number of threads may read. A read of more than 128 MiB is made in parts of
+    that size, and Ctrl-C ends it between two parts.
     """
 
     __slots__ = (
@@ -565,7 +564,7 @@ class Tensor:
         handle = checkpoint._opened()  # A reference until the library has returned.
         status = checkpoint._lib.tm_checkpoint_tensor(handle.address, name, _addressof(found))
         if status:
-            _abi.fail(status, _LOOKED_UP, key)
+            _abi.fail(status, _LOOKUP_ERRORS, key)
         self._checkpoint = checkpoint
         self._key = key
         self._name = name
@@ -575,9 +574,9 @@ class Tensor:
         self._digest: Optional[int] = found.digest if found.has_digest else None
         self._numpy: Any = None
         self._large: bool = found.bytes > _reads.PART_BYTES
-        self._stop: Sequence[bool] = ()  # Not empty: nobody wants what is being read any more.
+        self._stop: Sequence[bool] = ()  # Not empty: large reads end at their next part.
 
-    # ---- What it is --------------------------------------------------------------------------
+    # ---- Properties --------------------------------------------------------------------------
 
     @property
     def key(self) -> str:
@@ -593,7 +592,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         count = 1
         for extent in self._shape:
             count *= extent
@@ -606,13 +605,15 @@ class Tensor:
 
     @property
     def dtype_name(self) -> str:
-        """As `tensormount ls -l` shows it: "bf16"."""
+        """The dtype as in `tensormount ls -l`: "bf16"."""
         return self._row.name
 
     @property
     def dtype(self) -> numpy.dtype[Any]:
-        """numpy.dtype, of ml_dtypes where NumPy has none. UnsupportedError for elements of under a
-        byte, LibraryError where NumPy or ml_dtypes is not installed."""
+        """The numpy.dtype, or one of ml_dtypes if NumPy has none.
+
+        UnsupportedError: elements under a byte. LibraryError: NumPy or ml_dtypes is not installed.
+        """
         if self._numpy is None:
             self._numpy = _dtypes.numpy_dtype(self._row)
         found: numpy.dtype[Any] = self._numpy
@@ -620,7 +621,7 @@ class Tensor:
 
     @property
     def digest(self) -> Optional[int]:
-        """CRC-64/NVME of its row-major bytes; None for files that other programs wrote."""
+        """CRC-64/NVME of the row-major bytes; None for files of other programs."""
         return self._digest
 
     def __len__(self) -> int:
@@ -629,7 +630,7 @@ class Tensor:
         return self._shape[0]
 
     def __bool__(self) -> bool:
-        return True  # A handle; what it holds is not looked at.
+        return True  # Reads nothing.
 
     def __repr__(self) -> str:
         return f"<tensormount.Tensor {self._key!r}: {self._row.name} {list(self._shape)}>"
@@ -637,11 +638,12 @@ class Tensor:
     def __reduce__(self) -> Any:
         return (Tensor, (self._checkpoint, self._key))
 
-    # ---- Where it is -------------------------------------------------------------------------
+    # ---- Layout -------------------------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        """Which bytes of which file are which part of it, and who wrote them: what `tensormount
-        layout --json` prints (docs/cli.md).
+        """Where the parts of the tensor are stored: file, byte range, and the rank that wrote it.
+
+        This is the output of `tensormount layout --json` (docs/cli.md).
 
             >>> import tensormount as tm
             >>> with tm.open("STORE/step-1") as checkpoint:
@@ -655,13 +657,14 @@ class Tensor:
         return found
 
     def layout_svg(self) -> str:
-        """That as a picture: which rank's file holds which part. It has no scripts, and refers to
-        nothing outside of it."""
+        """The layout as a picture: which rank's file holds which part. No scripts, no external links."""
         return self._text(self._checkpoint._lib.tm_checkpoint_picture).decode("utf-8", "replace")
 
     def _repr_html_(self) -> str:
-        """For notebooks: its layout as a picture. As an image, in which nothing of a name can become
-        a part of the page."""
+        """The layout as a picture, for notebooks.
+
+        It is an image, so that no name can become a part of the page.
+        """
         from base64 import b64encode
         from html import escape
 
@@ -675,20 +678,20 @@ class Tensor:
     def _text(self, function: Any) -> bytes:
         handle = self._checkpoint._opened()
         return _abi.get_text(
-            function, handle.address, self._name, kinds=_LOOKED_UP, key=self._key
+            function, handle.address, self._name, kinds=_LOOKUP_ERRORS, key=self._key
         )
 
     # ---- Reading -----------------------------------------------------------------------------
 
     def memmap(self, index: Any = ...) -> Any:
-        """What `index` names as a read-only NumPy array of the stored bytes themselves: nothing is
-        copied, and pages are read when they are touched. It keeps the checkpoint open.
+        """The indexed part as a read-only NumPy array of the stored bytes, without a copy.
 
-        The bytes are not compared with hashes (`checkpoint.verify()` does that), and a file that
-        somebody cuts short meanwhile ends the process with SIGBUS.
+        Pages are read when they are touched. The array keeps the checkpoint open. The bytes are not compared
+        with hashes (`checkpoint.verify()` does that). If another process truncates the file, a touch ends this
+        process with SIGBUS.
 
-        Raises UnsupportedError where they are not one run of one file (another sharding), have
-        another form there, or the index is no row of bytes: read it then.
+        Raises UnsupportedError if the bytes are not one run of one file (another sharding), are stored in
+        another form, or if the index is not a run of rows: read the tensor then.
 
             >>> import tensormount as tm
             >>> with tm.open("STORE/step-1") as checkpoint:
@@ -711,25 +714,25 @@ class Tensor:
         _, extent, steps, shape, scalar = plan
         out = _dtypes.numpy_empty(extent, dtype)
         if out.size:
-            # The first is five times as fast; types of ml_dtypes refuse it.
+            # from_buffer is five times as fast, but does not accept types of ml_dtypes.
             self._fill(
                 plan,
                 out.__array_interface__["data"][0] if self._row.ml else _addressof(_byte_of(out)),
             )
         if steps is not None:
-            # A copy, because a view would keep all that was read.
+            # A copy, because a view would keep the whole box in memory.
             out = out[tuple(slice(None, None, step) for step in steps)].copy()
         if shape is not extent:
             out = out.reshape(shape)
         return out[()] if scalar else out
 
     def read(self, index: Any = ..., *, out: Any = None) -> Any:
-        """What `index` names, into memory of the caller's where `out` is given; returns that.
+        """Reads the indexed part, into `out` if it is given, and returns it.
 
-        out: a NumPy array or a torch tensor on the CPU, of the shape of the result and the dtype of
-        the tensor; may be strided. What it holds after a DataLossError is undefined.
+        out       a NumPy array or a torch tensor on the CPU, with the shape of the result and the dtype of the
+                  tensor; may be strided. After a DataLossError its contents are undefined.
 
-        Raises InvalidArgumentError where shape or dtype differ.
+        Raises InvalidArgumentError if shape or dtype differ.
 
             >>> import numpy, tensormount as tm
             >>> rows = numpy.empty((4, 2), "float32")
@@ -761,15 +764,17 @@ class Tensor:
         return out
 
     def read_bytes(self, offset: int = 0, size: Optional[int] = None) -> bytes:
-        """Bytes [offset, offset + size) of the row-major byte string of the tensor, little-endian,
-        whatever its dtype is. `size` None: to the end.
+        """Bytes [offset, offset + size) of the tensor in row-major order, little-endian, for any dtype.
 
-        Raises OutOfRangeError where that reaches past the end.
+        `size` None: to the end. Raises OutOfRangeError if the range ends past the tensor.
         """
         if size is None:
             size = self._nbytes - offset
         if offset < 0 or size < 0 or offset + size > self._nbytes:
-            raise OutOfRangeError(f"{self._key}: bytes [{offset}, {offset + size}) of {self._nbytes}")
+            raise OutOfRangeError(
+                f"{self._key}: bytes [{offset}, {offset + size}) are out of range: the tensor has "
+                f"{self._nbytes}"
+            )
         memory = ctypes.create_string_buffer(max(size, 1))
         checkpoint = self._checkpoint
         handle = checkpoint._opened()
@@ -779,41 +784,41 @@ class Tensor:
                 min(_reads.PART_BYTES, size - at),
             )
             if status:
-                _abi.fail(status, _LOOKED_UP, self._key)
+                _abi.fail(status, _LOOKUP_ERRORS, self._key)
         return memory.raw[:size]
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any:
-        """For numpy.asarray(tensor): all of it."""
+        """Reads all of it, for numpy.asarray(tensor)."""
         if copy is False:
-            raise ValueError("a tensor of a checkpoint has no array in memory: it is read")
+            raise ValueError("a tensor of a checkpoint is read from storage: copy=False is not possible")
         array = self[...]
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __iter__(self) -> Iterator[Any]:
-        """Its rows, each read when it is asked for."""
+        """Iterates over the rows; each is read when it is reached."""
         if not self._shape:
             raise TypeError("iteration over a tensor without axes")
         for row in range(self._shape[0]):
             yield self[row]
 
     def torch(self, device: Any = "cpu", *, index: Any = ...) -> Any:
-        """A torch.Tensor of what `index` names, on `device`. Needs no NumPy and no ml_dtypes.
+        """The indexed part as a torch.Tensor on `device`. Needs neither NumPy nor ml_dtypes.
 
-        f4 comes as torch.float4_e2m1fn_x2, two elements each: its last axis is half as long, and
-        `index`, which counts single elements, takes pairs of it.
+        f4 becomes torch.float4_e2m1fn_x2, with two elements each: the last axis is half as long, and `index`,
+        which counts single elements, selects pairs.
 
-        Raises LibraryError where torch is not installed or too old for the dtype, UnsupportedError
-        for f6, which torch lacks, and an index that cuts pairs of f4; TypeError for an index without
-        its name: torch(index=slice(10, 20)).
+        Raises LibraryError if torch is missing or too old for the dtype, UnsupportedError for f6, which torch
+        lacks, and for an index that splits pairs of f4; TypeError for an index without its name: use
+        torch(index=slice(10, 20)).
         """
         if device is None or device is Ellipsis or isinstance(device, (slice, tuple)):
             raise TypeError(
-                f"{self._key}: torch({device!r}) names no device; an index is torch(index={device!r})"
+                f"{self._key}: torch({device!r}): not a device; pass an index as torch(index={device!r})"
             )
         kind = _dtypes.torch_dtype(self._row)
         torch = _dtypes.import_torch()
         plan = _index.plan(index, self._shape)
-        if self._row.number == _dtypes.F4:
+        if self._row.number == _abi.TM_F4:
             return self._torch_pairs(torch, kind, plan).to(device)
         out = torch.empty(plan.extent, dtype=kind)
         if out.numel():
@@ -826,31 +831,33 @@ class Tensor:
 
     def _torch_pairs(self, torch: Any, kind: Any, plan: _index.Plan) -> Any:
         if plan.steps is not None or plan.shape[-1:] != plan.extent[-1:]:
-            raise UnsupportedError(f"{self._key}: f4 elements are read in pairs, without steps")
+            raise UnsupportedError(f"{self._key}: f4 elements are read in pairs along the last axis, without steps")
         _dtypes.torch_dims(self._row, tuple(plan.begin))
-        # By way of bytes: not every operation of torch knows the type.
+        # As bytes, because many operations of torch do not support the dtype.
         out = torch.empty(_dtypes.torch_dims(self._row, tuple(plan.extent)), dtype=torch.uint8)
         if out.numel():
             self._fill(plan, out.data_ptr())
         return out.reshape(_dtypes.torch_dims(self._row, tuple(plan.shape))).view(kind)
 
     def dlpack(self) -> Any:
-        """A DLPack capsule of all of it in host memory, for CuPy, JAX and others that take one."""
+        """Reads all of it into host memory as a DLPack capsule, for CuPy, JAX and others."""
         return self.__dlpack__()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """For from_dlpack(tensor): all of it is read. By NumPy, or where that cannot (bf16, 8-bit
-        floats, under 1.22) by torch."""
+        """Reads all of it, for from_dlpack(tensor).
+
+        Uses NumPy, or torch for dtypes that NumPy cannot export (bf16, 8-bit floats, NumPy before 1.22).
+        """
         array: Any = None
         if not self._row.ml and self._row.bits % 8 == 0:
             array = self[...]
         if not hasattr(array, "__dlpack__"):
             array = self.torch()
-        options.pop("stream", None)  # Host memory is in no stream.
+        options.pop("stream", None)  # Host memory has no stream.
         try:
             return array.__dlpack__(**options)
         except TypeError:
-            return array.__dlpack__()  # Before NumPy 2.1 it takes none of them.
+            return array.__dlpack__()  # NumPy before 2.1 takes no options.
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
@@ -885,7 +892,7 @@ class Tensor:
         status = checkpoint._read(handle.address, self._name, frame.region_at, frame.buffer_at)
         _frames.append(frame)
         if status:
-            _abi.fail(status, _LOOKED_UP, self._key)
+            _abi.fail(status, _LOOKUP_ERRORS, self._key)
 
 
     def _fill_parts(
@@ -894,31 +901,31 @@ class Tensor:
         known = _reads.packed(plan.extent) if strides is None else strides
         for begin, extent, offset in _reads.parts(plan.begin, plan.extent, known, self._row.bits):
             if self._stop:
-                raise CancelledError(f"{self._key}: nobody waits for this read any more")
+                raise CancelledError(f"{self._key}: the read was cancelled")
             self._fill(
                 plan._replace(begin=begin, extent=extent), address + offset, strides, cut=False
             )
 
 
 class _Mapping:
-    """Bytes of a tensor where they are stored. Arrays refer to it, and so keep it."""
+    """The mapped bytes of a stored tensor. Arrays over them keep it alive."""
 
     def __init__(self, checkpoint: Checkpoint, tensor: Tensor, offset: int, size: int) -> None:
         lib = checkpoint._lib
-        self._handle = checkpoint._opened()  # close() of the checkpoint does not take it away.
+        self._handle = checkpoint._opened()  # Stays open after close() of the checkpoint.
         out = ctypes.c_void_p()
         status = lib.tm_checkpoint_map(
             self._handle.address, tensor._name, offset, size, _addressof(out)
         )
         if status:
-            _abi.fail(status, _LOOKED_UP, tensor._key)
+            _abi.fail(status, _LOOKUP_ERRORS, tensor._key)
         assert out.value is not None
         _abi.free_with(self, lib.tm_mapping_free, out.value)
         self.__array_interface__ = {
             "version": 3,
             "shape": (size,),
             "typestr": "|u1",
-            # NumPy takes no address for "any that may be written".
+            # If the address is 0 (an empty mapping), NumPy allocates writable memory instead.
             "data": (lib.tm_mapping_data(out.value) or id(self), True),
         }
 
@@ -928,12 +935,12 @@ def _reopen(
 ) -> Checkpoint:
     opened = kind(path, roots=roots)
     if opened.uuid != uuid:
-        raise StaleError(f"{path}: another checkpoint has this name since it was pickled")
+        raise StaleError(f"{path}: was replaced by another checkpoint after it was pickled")
     return opened
 
 
-def _named(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]:
-    """What `read_many` is asked for, by the names that its results have."""
+def _named_reads(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]:
+    """The reads of `read_many`: name of the result to key, or to (key, index)."""
     if isinstance(wanted, Mapping):
         return wanted
     keys = [] if isinstance(wanted, (str, bytes)) else list(wanted)
@@ -946,12 +953,12 @@ def _named(wanted: Union[Mapping[str, Any], Iterable[str]]) -> Mapping[str, Any]
 
 
 def _encode(key: object) -> bytes:
-    """A key as the library wants it: no NUL, which would end it early."""
+    """A key as bytes for the library. KeyNotFoundError: it is not a str, or contains NUL."""
     if not isinstance(key, str):
-        raise KeyNotFoundError(f"{key!r}: keys are texts")
+        raise KeyNotFoundError(f"{key!r}: a key must be a str")
     name = key.encode("utf-8", "surrogateescape")
     if b"\0" in name:
-        raise KeyNotFoundError(f"there is no {key!r}: keys have no NUL", key=key)
+        raise KeyNotFoundError(f"{key!r} does not exist: a key must not contain NUL", key=key)
     return name
 
 

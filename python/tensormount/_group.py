@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a job: `Group`.
 
-Ranks reach each other over connections of the C library's own (TCP, and Unix sockets on one
-machine). To find each other they exchange one address each, once, through what the host program has
-already: torch's store, a folder, MPI. No tensor, no pickle and no collective of the host's process
-groups is used, so a job that runs on NCCL gives no device memory for it, and nothing waits behind
-the interpreter's lock.
+Ranks reach each other over the C library's own connections: TCP, and Unix sockets on one machine. Each rank
+publishes its address once, through torch's store or a directory. No collective of the program's process groups
+is used, so that a job on NCCL gives up no device memory. `mpi` and `from_callbacks` use other transports.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 from tensormount import _abi
@@ -30,28 +29,25 @@ from tensormount.errors import (
     UnsupportedError,
 )
 
-_TOKEN_BYTES = 32
-
 _sequences: dict[str, itertools.count[int]] = {}
-# Taken again by a signal handler in the middle of what it guards.
+# Reentrant: a signal handler may interrupt the code that it guards.
 _lock = threading.RLock()
 
 
-def _next(name: str) -> int:
-    """How many groups of that name this process has made before."""
+def _next_number(name: str) -> int:
+    """The number of groups of that name that this process has made before."""
     return next(_sequences.setdefault(name, itertools.count()))
 
 
 class _Handle:
-    """A tm_communicator. Every call that works with it counts from the moment at which it takes it until
-    it has returned, or its job is over (`Use`). Once the group is closed the last of them frees it: a call
-    that another thread began meanwhile goes on with what is there. Without a lock (_jobs.py)."""
+    """A tm_communicator, freed when the group is closed and the last `Use` has ended, so that calls on other
+    threads can finish. Works without a lock (see _jobs.py)."""
 
     def __init__(self, address: int, free: Any, owner: Any) -> None:
         self.address = address
-        self.owner = owner  # What must outlive the communicator.
-        self.working: set[Any] = set()  # Calls that nobody waits for any more (_tasks.py).
-        self._free = free  # Here, because at exit the module may be gone before this is.
+        self.owner = owner  # Must outlive the communicator.
+        self.working: set[Any] = set()  # Calls under way on threads of _tasks.py.
+        self._free = free  # Kept here, because at exit the names of modules may be gone.
         self._ended = _abi.ended
         self._uses: list[object] = []
         self._unfreed = [address]
@@ -85,7 +81,7 @@ class _Handle:
 
 
 class Use:
-    """One use of a group's communicator: until `release`, the end of `with`, or when it is dropped."""
+    """One use of a group's communicator. It ends with `release`, with the end of `with`, or when it is dropped."""
 
     def __init__(self, of: _Handle) -> None:
         self._of = of
@@ -99,8 +95,8 @@ class Use:
     def working(self) -> set[Any]:
         return self._of.working
 
-    def again(self) -> Use:
-        """A further one, which counts by itself."""
+    def another(self) -> Use:
+        """Another use of the same communicator, which ends separately."""
         return Use(self._of)
 
     def release(self) -> None:
@@ -119,12 +115,12 @@ class Use:
 class Group:
     """A fixed group of ranks that save and load together.
 
-    Made by `from_torch`, `from_env`, `from_folder`, `mpi` or `single`, by all its ranks, in the same
-    order as other groups. Keep one for a job: connections are made once. Closed by close(), at the
-    end of `with`, or when nothing refers to it; saves and loads that are under way end first, and
-    so do its savers.
+    All its ranks make it, by `from_torch`, `from_env`, `from_folder`, `from_store`, `from_callbacks`, `mpi`
+    or `single`, in the same order as other groups. Keep one for a job: connections are made once. It is
+    closed by close(), at the end of `with`, or when nothing refers to it. Saves and loads under way end
+    first, and so do its savers.
 
-    One thread at a time starts saves and loads of a group; they may run beside each other.
+    One thread at a time may start saves and loads of a group. Several saves and loads may be under way at a time.
     """
 
     def __init__(self, address: int, owner: Any = None, kind: str = "tcp") -> None:
@@ -133,17 +129,17 @@ class Group:
         self._open: Optional[_Handle] = _Handle(address, lib.tm_communicator_free, owner)
         self._kind = kind
         self._process = os.getpid()
-        self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # Closed before it (_saver.py).
+        self._savers: weakref.WeakSet[Any] = weakref.WeakSet()  # Closed before the group (_saver.py).
         self._rank = int(lib.tm_communicator_rank(address))
         self._size = int(lib.tm_communicator_size(address))
         self._ended = _abi.ended
-        self._cache: Any = None  # Layouts of earlier saves and loads; of _state.py.
+        self._cache: Any = None  # Layouts of earlier saves and loads (_state.py).
 
-    # ---- What it is --------------------------------------------------------------------------
+    # ---- Properties --------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0 on."""
+        """The rank of this process, from 0."""
         return self._rank
 
     @property
@@ -153,7 +149,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """How ranks reach each other: "single", "tcp", "mpi"."""
+        """How the ranks reach each other: "single", "tcp", "mpi", "callbacks"."""
         return self._kind
 
     def __repr__(self) -> str:
@@ -161,22 +157,21 @@ class Group:
         return f"<tensormount.Group: rank {self._rank} of {self._size} ({self._kind}{state})>"
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError("a Group is of its process; make one in the other process")
+        raise UnsupportedError("a Group cannot be pickled: it belongs to its process; make one in the other process")
 
-    # ---- Its end -----------------------------------------------------------------------------
+    # ---- Closing -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes leave of the other ranks. What is under way ends first, within its time-outs. May
-        be called again."""
+        """Closes the group. Calls under way end first, within their timeouts. May be called again."""
         opened = self._open
         if opened is None:
             return
         if _in_hook():
-            raise UnsupportedError("a group cannot be closed by a hook of a save or load of it")
-        jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
+            raise UnsupportedError("a group cannot be closed in a hook of its own save or load")
+        jobs = sys.modules.get("tensormount._jobs")  # None: this process has made no job yet.
         if self._process == os.getpid():
             if jobs is not None:
-                jobs.await_all_of(self)
+                jobs.await_jobs_of(self)
             for over in list(opened.working):
                 while not over.wait(0.05):
                     pass
@@ -197,15 +192,17 @@ class Group:
             self.close()
 
     def _handle(self) -> Use:
-        """For a call of the library: `with group._handle() as handle`, and `handle.address`. Counted until
-        then, also where another thread closes the group."""
+        """A use of the communicator for one call: `with group._handle() as handle`, and `handle.address`.
+
+        StaleError: the group is closed. UnsupportedError: this process is a forked child.
+        """
         opened = self._open
         if opened is None:
             raise StaleError("the group is closed")
         if self._process != os.getpid():
             raise UnsupportedError(
-                f"the group belongs to process {self._process}, which this one was forked from: "
-                "make one here"
+                f"the group belongs to process {self._process}, which forked this one: make a new "
+                "group in this process"
             )
         use = Use(opened)
         if self._open is None:
@@ -213,7 +210,7 @@ class Group:
             raise StaleError("the group is closed")
         return use
 
-    # ---- How it is made ----------------------------------------------------------------------
+    # ---- Construction ----------------------------------------------------------------------
 
     @classmethod
     def single(cls) -> Group:
@@ -225,13 +222,14 @@ class Group:
 
     @classmethod
     def from_torch(cls, group: Any = None, *, timeout: float = 300.0, **options: Any) -> Group:
-        """The ranks of a process group of torch.distributed; None: the default one. Uses its store,
-        for one address a rank, and none of its collectives, so that any backend will do.
+        """The ranks of a process group of torch.distributed; None: the default process group.
 
-        timeout: seconds that the other ranks have to come. options: as of `from_store`.
+        Uses the group's store, for one address per rank, and none of its collectives: any backend works.
 
-        PeerTimeout names a rank that did not come. UnsupportedError without a default group (see
-        `from_env`), and where this process is not in `group`.
+        timeout   seconds to wait for the other ranks. options: as for `from_store`.
+
+        Raises PeerTimeout with a rank that did not come; UnsupportedError if there is no default process group
+        (see `from_env`), or this process is not in `group`.
         """
         distributed = _torch_distributed()
         if not distributed.is_initialized():
@@ -239,38 +237,46 @@ class Group:
                 "torch.distributed has no default process group: call init_process_group first, or "
                 "use Group.from_env()"
             )
-        rank = distributed.get_rank(group)
-        if rank < 0:
+        if distributed.get_rank(group) < 0:
             raise UnsupportedError("this process is not in that process group")
-        size = distributed.get_world_size(group)
-        if size == 1:
-            return cls.single()
         ranks = distributed.get_process_group_ranks(
             distributed.group.WORLD if group is None else group
         )
-        store = distributed.distributed_c10d._get_default_store()
-        # Ranks alone name a group: names of process groups differ between ranks that are in others.
+        # Named by its ranks: PyTorch's name of a group differs between ranks that are members of other groups.
         name = "all" if group is None else "-".join(map(str, ranks))
         if len(name) > 200:
             import hashlib
 
             name = hashlib.sha256(name.encode()).hexdigest()
-        return cls.from_store(store, rank, size, name=name, timeout=timeout, **options)
+        return cls._of_torch_ranks(ranks, name, timeout=timeout, **options)
+
+    @classmethod
+    def _of_torch_ranks(
+        cls, ranks: Sequence[int], name: str, *, timeout: float = 300.0, **options: Any
+    ) -> Group:
+        """Some ranks of the default process group, this one among them. `name`: the same on all of them."""
+        distributed = _torch_distributed()
+        if len(ranks) == 1:
+            return cls.single()
+        rank = list(ranks).index(distributed.get_rank())
+        store = distributed.distributed_c10d._get_default_store()
+        return cls.from_store(store, rank, len(ranks), name=name, timeout=timeout, **options)
 
     @classmethod
     def from_env(cls, *, timeout: float = 300.0, **options: Any) -> Group:
-        """The ranks that a launcher started, by the environment that it gave them, with or without a
-        process group of torch:
+        """The ranks that a launcher started, from its environment variables.
 
         RANK and WORLD_SIZE                       torchrun, and most others
         SLURM_PROCID and SLURM_STEP_NUM_TASKS     srun
         OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, or PMI_RANK, PMI_SIZE    mpirun
 
-        They find each other at MASTER_ADDR and MASTER_PORT; under srun also without these, at the first
-        host of the step and a port made of the numbers of job and step. Needs PyTorch, for its store
-        (`Group.mpi()` and `from_folder` do without). Without any of these variables: this process alone.
+        Works with or without a process group of torch. Without any of these variables: this process alone.
 
-        UnsupportedError names what is missing. Errors as of `from_torch`.
+        Ranks meet at MASTER_ADDR and MASTER_PORT. Under srun these are optional: the default is the first host
+        of the step, and a port derived from the numbers of job and step. Needs PyTorch, for its store
+        (`Group.mpi()` and `from_folder` do not).
+
+        UnsupportedError names a missing variable. Other errors as for `from_torch`.
         """
         found = ranks_of_environment()
         if found is None or found.size == 1:
@@ -282,7 +288,7 @@ class Group:
         host, port = _meeting_point(found)
         from datetime import timedelta
 
-        # torchrun's agent has a store there already; otherwise rank 0 has.
+        # torchrun's agent already serves a store there; otherwise rank 0 does.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = distributed.TCPStore(
             host,
@@ -294,19 +300,19 @@ class Group:
         )
         made = cls.from_store(store, rank, size, name="env", timeout=timeout, **options)
         assert made._open is not None
-        made._open.owner = store  # Rank 0's serves those who come late.
+        made._open.owner = store  # Rank 0's store must go on to serve late ranks.
         return made
 
     @classmethod
     def from_folder(
         cls, folder: str, rank: int, size: int, *, timeout: float = 300.0, **options: Any
     ) -> Group:
-        """Ranks that share a folder, which is empty at first and of this group alone; needs neither
-        torch nor MPI. Whoever can read the folder can join the group. Removes what it wrote there.
+        """Ranks that share a directory; needs neither torch nor MPI.
 
-        Errors as of `from_torch`.
+        The directory must be empty and used by this group alone. Every process that can read it can join the group.
+        The files that the ranks write there are removed again. Errors as for `from_torch`.
         """
-        return cls.from_store(_Folder(folder), rank, size, name="", timeout=timeout, **options)
+        return cls.from_store(_DirectoryStore(folder), rank, size, name="", timeout=timeout, **options)
 
     @classmethod
     def from_store(
@@ -322,26 +328,27 @@ class Group:
         ports: Optional[tuple[int, int]] = None,
         unix_sockets: bool = True,
     ) -> Group:
-        """Ranks that share a key-value store with `set(key, value)`, `get(key)`, `check([key])` and
-        `delete_key(key)`, as torch's stores have them.
+        """Ranks that share a key-value store, like torch's stores.
 
-        name: of the group; groups that are made at the same time through one store need different
-        ones. timeout: seconds that the other ranks have to come.
-        interface: whose address this rank is reached at; None: what GLOO_SOCKET_IFNAME names, else
-        any that is up. address: that address itself. ports: the first and the last that may be
-        listened on; None: any. unix_sockets: whether ranks of one machine use them.
+        store     has `set(key, value)`, `get(key)`, `check([key])`, `add(key, 1)` and `delete_key(key)`.
+        name      the name of the group; groups made at the same time through one store need different names.
+        timeout   seconds to wait for the other ranks.
+        interface the network interface whose address this rank is reached at; None: the one that
+                  GLOO_SOCKET_IFNAME names, else any that is up. address: the address itself.
+        ports     the first and last port to listen on; None: any.
+        unix_sockets   whether ranks of one machine use them.
 
-        The group has a random token, which rank 0 puts into the store and every connection must
-        prove to know. Nothing is encrypted (docs/tcp.md). Keys in the store carry the name, how many
-        groups of that name there were before, and TORCHELASTIC_RESTART_COUNT; they are deleted.
+        Rank 0 puts a random token into the store, and every connection must prove that it knows it. Nothing is
+        encrypted (docs/tcp.md). Keys in the store contain the name, the number of earlier groups of that name,
+        and TORCHELASTIC_RESTART_COUNT; they are deleted again.
         """
         if not 0 <= rank < size:
-            raise InvalidArgumentError(f"rank {rank} of {size}")
+            raise InvalidArgumentError(f"rank={rank}, size={size}: the rank must be from 0 to size - 1")
         if size == 1:
             return cls.single()
         lib = _abi.library()
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"tensormount/{restart}/{name}/{_next(name)}"
+        prefix = f"tensormount/{restart}/{name}/{_next_number(name)}"
         end = time.monotonic() + timeout
         given = _abi.TcpOptions(struct_size=ctypes.sizeof(_abi.TcpOptions))
         given.interface_name = interface.encode() if interface else None
@@ -355,7 +362,7 @@ class Group:
             own = lib.tm_tcp_address(tcp.value).decode()
             token, addresses = _exchange(store, prefix, rank, size, own, end)
             texts = (ctypes.c_char_p * size)(*(text.encode() for text in addresses))
-            secret = ctypes.create_string_buffer(token, _TOKEN_BYTES)
+            secret = ctypes.create_string_buffer(token, _abi.TM_TCP_TOKEN_BYTES)
             out = ctypes.c_void_p()
             _check(
                 lib.tm_tcp_connect(
@@ -364,7 +371,7 @@ class Group:
                     rank,
                     size,
                     ctypes.addressof(secret),
-                    _TOKEN_BYTES,
+                    _abi.TM_TCP_TOKEN_BYTES,
                     ctypes.addressof(out),
                 )
             )
@@ -374,9 +381,41 @@ class Group:
         return cls(out.value)
 
     @classmethod
+    def from_callbacks(
+        cls, host: Any, rank: int, size: int, *, tag: int = 0, leave_wait: float = 5.0
+    ) -> Group:
+        """Ranks that exchange messages over your own transport (docs/extending.md).
+
+        host       has `send(to, tag, data)` and `receive(source, tag, into)`, which begin to move all of a
+                   memoryview and return a request (any object), and `test(request)`, which returns True once
+                   the request is done. These never wait for another rank; an exception means that the rank is
+                   gone. Optional: `cancel(request)`, after which the memory is not touched any more.
+        tag        the tag of all messages of this group.
+        leave_wait seconds that close() waits for the other ranks to close theirs.
+
+        The methods are called on any thread, one at a time, and must not use the group.
+        """
+        host = _HostCallbacks(host)
+        given = _abi.Callbacks(struct_size=ctypes.sizeof(_abi.Callbacks), tag=tag)
+        for name, function in host.functions.items():
+            setattr(given, name, ctypes.cast(function, ctypes.c_void_p))
+        given.leave_wait_ms = max(1, int(leave_wait * 1000))
+        out = ctypes.c_void_p()
+        _check(
+            _abi.library().tm_communicator_from_callbacks(
+                ctypes.c_void_p(ctypes.addressof(given)), rank, size,
+                ctypes.c_void_p(ctypes.addressof(out)),
+            )
+        )
+        assert out.value is not None
+        return cls(out.value, owner=host, kind="callbacks")
+
+    @classmethod
     def mpi(cls) -> Group:
-        """The processes of an MPI job. LibraryError where the library has no part with MPI, or this
-        machine not the MPI that it was built with."""
+        """The processes of an MPI job.
+
+        LibraryError: the library was built without MPI, or this machine lacks the MPI that it was built with.
+        """
         session = _MpiSession.get()
         out = ctypes.c_void_p()
         _check(session.lib.tm_mpi_world(session.address, ctypes.addressof(out)))
@@ -384,16 +423,68 @@ class Group:
         return cls(out.value, owner=session, kind="mpi")
 
 
+_Start = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64),
+)
+_Test = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
+_Cancel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
+
+
+class _HostCallbacks:
+    """The functions of tm_callbacks, over an object of the caller. Its requests are kept by number."""
+
+    def __init__(self, host: Any) -> None:
+        self._test = host.test
+        self._requests: dict[int, Any] = {}
+        self._numbers = itertools.count(1)
+        self.functions: dict[str, Any] = {
+            "send": _Start(self._start(host.send)), "receive": _Start(self._start(host.receive)),
+            "test": _Test(self._test_request),
+        }
+        if hasattr(host, "cancel"):
+            self.functions["cancel"] = _Cancel(lambda _, number: host.cancel(self._requests.pop(number)))
+
+    def _start(self, begin: Any) -> Any:
+        def start(_: Any, other: int, tag: int, data: int, size: int, request: Any) -> int:
+            number = next(self._numbers)
+            try:
+                memory = memoryview((ctypes.c_char * size).from_address(data)).cast("B")
+                self._requests[number] = begin(other, tag, memory)
+            except Exception as error:
+                return self._failed(error)
+            request[0] = number
+            return 0
+
+        return start
+
+    def _test_request(self, _: Any, number: int) -> int:
+        try:
+            if not self._test(self._requests[number]):
+                return 0
+            found = 1
+        except Exception as error:
+            found = self._failed(error)
+        del self._requests[number]
+        return found
+
+    @staticmethod
+    def _failed(error: Exception) -> int:
+        from tensormount._jobs import log
+
+        log.error("group over callbacks: a callback failed: %s: %s", type(error).__name__, error)
+        return -1
+
+
 class Launched(NamedTuple):
-    """This process among those that a launcher started, and the variables that say so."""
+    """Rank and number of the processes that a launcher started. `names`: the environment variables."""
 
     rank: int
     size: int
     names: str
 
 
-# A batch script has SLURM_PROCID and SLURM_NTASKS, too, without being a task: only the variables of a
-# step count.
+# A batch script is not a task but has SLURM_PROCID and SLURM_NTASKS, too, so a variable of a step is needed.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -403,8 +494,8 @@ _LAUNCHERS = (
 
 
 def ranks_of_environment() -> Optional[Launched]:
-    """What the environment says; None where it says nothing. Of several launchers the first that has
-    more than one rank counts: torchrun within a batch job, mpirun within a step of one task."""
+    """The rank that the environment variables of a launcher give; None: there are none. RANK counts first, then
+    the first launcher with more than one rank (mpirun within a step of one task)."""
     found: Optional[Launched] = None
     for rank_name, size_name in _LAUNCHERS:
         if size_name not in os.environ:
@@ -414,7 +505,10 @@ def ranks_of_environment() -> Optional[Launched]:
         size = _number(size_name)
         rank = _number(rank_name) if size != 1 else 0
         if not 0 <= rank < size:
-            raise InvalidArgumentError(f"the environment has {rank_name}={rank}, {size_name}={size}")
+            raise InvalidArgumentError(
+                f"the environment has {rank_name}={rank}, {size_name}={size}: the rank must be at least "
+                "0 and less than the number of ranks"
+            )
         launched = Launched(rank, size, f"{rank_name}, {size_name}")
         if rank_name == "RANK" or size > 1:
             return launched
@@ -422,9 +516,9 @@ def ranks_of_environment() -> Optional[Launched]:
     return found
 
 
-def launched_among_others() -> Optional[Launched]:
-    """As `ranks_of_environment`, for whoever only asks whether there are other ranks: a variable alone,
-    or a pair that makes no sense, is no answer. None: this process is alone."""
+def launched_with_others() -> Optional[Launched]:
+    """As `ranks_of_environment`, but incomplete or inconsistent variables are ignored. None: this process is
+    alone."""
     for rank_name, size_name in _LAUNCHERS:
         try:
             rank, size = _number(rank_name), _number(size_name)
@@ -436,7 +530,8 @@ def launched_among_others() -> Optional[Launched]:
 
 
 def _meeting_point(found: Launched) -> tuple[str, int]:
-    """Host and port of the store by which ranks find each other."""
+    """Host and port of the store through which the ranks exchange addresses. UnsupportedError: a variable is
+    missing."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if not missing:
         return os.environ["MASTER_ADDR"], _number("MASTER_PORT")
@@ -445,7 +540,7 @@ def _meeting_point(found: Launched) -> tuple[str, int]:
         host = os.environ.get("MASTER_ADDR") or _first_host(nodes)
         step = os.environ.get("SLURM_STEP_ID", "0")
         number = 31 * _number("SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)
-        # Below the ports that systems give to connections, above those of services.
+        # Above the ports of services, below the ephemeral ports.
         return host, _number("MASTER_PORT") if "MASTER_PORT" in os.environ else 12000 + number % 18000
     raise UnsupportedError(
         f"the environment has {found.names}, but no {' and no '.join(missing)}: set "
@@ -454,20 +549,20 @@ def _meeting_point(found: Launched) -> tuple[str, int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Of a list of hosts as Slurm writes it: "gpu[003-007,012],login" is gpu003 first."""
+    """The first host of a host list of Slurm: gpu003 for "gpu[003-007,012],login"."""
     head, bracket, rest = nodes.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]
     inside, _, tail = rest.partition("]")
     first = re.split("[-,]", inside)[0]
     after = tail.split(",")[0]
-    if "[" in after:  # More than one range in a name, which few sites have.
+    if "[" in after:  # A name with several ranges.
         return head + first + _first_host(tail)
     return head + first + after
 
 
 def _in_hook() -> bool:
-    jobs = sys.modules.get("tensormount._jobs")  # Without it there was no job yet.
+    jobs = sys.modules.get("tensormount._jobs")  # None: this process has made no job yet.
     return jobs is not None and jobs.in_hook()
 
 
@@ -482,7 +577,7 @@ def _torch_distributed() -> Any:
     except ImportError as error:
         raise LibraryError(
             f"PyTorch is needed for the ranks to find each other ({error}); "
-            "Group.from_folder() does without"
+            "Group.from_folder() works without it"
         ) from None
     if not distributed.is_available():
         raise UnsupportedError("this PyTorch is built without torch.distributed")
@@ -494,33 +589,36 @@ def _number(name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidArgumentError(f"the environment's {name} is {text!r}, no number") from None
+        raise InvalidArgumentError(f"the environment variable {name} is {text!r}, not a number") from None
 
 
-# ---- Finding each other ------------------------------------------------------------------------
+# ---- Exchange of addresses ------------------------------------------------------------------------
 
 
 def _exchange(
     store: Any, prefix: str, rank: int, size: int, own: str, end: float
 ) -> tuple[bytes, list[str]]:
-    """The token and everybody's address. One key a rank to rank 0, and one from it that all read: a
-    thousand ranks that read each other's would be a million requests."""
+    """The token and the addresses of all ranks. Rank 0 collects one key of each rank and publishes one key with
+    all addresses: if each rank read the keys of all others, a thousand ranks would send a million requests.
+
+    PeerTimeout: a rank did not come before `end` (time.monotonic()).
+    """
     lib = _abi.library()
     if rank != 0:
         store.set(f"{prefix}/{rank}", own)
         if not _await(store, f"{prefix}/all", end):
             raise PeerTimeout(
-                "waiting for the addresses of the group: rank 0 did not come, or waits for another "
+                "waiting for the addresses of the group: rank 0 did not arrive, or waits for another "
                 "rank",
                 rank=0,
             )
         found = _text(store.get(f"{prefix}/all")).split("\n")
-        # Deleted by the last who read it.
+        # The last reader deletes the keys.
         if store.add(f"{prefix}/read", 1) == size - 1:
             for key in (f"{prefix}/all", f"{prefix}/read"):
                 store.delete_key(key)
         if len(found) != size + 1:
-            raise StaleError(f"the store has the addresses of {len(found) - 1} ranks, not of {size}")
+            raise StaleError(f"torch's key-value store has the addresses of {len(found) - 1} ranks, not of {size}")
         return bytes.fromhex(found[0]), found[1:]
     addresses = [own]
     for other in range(1, size):
@@ -530,13 +628,13 @@ def _exchange(
             named = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
             raise PeerTimeout(
                 f"waiting for the addresses of the group: rank{'s' if len(missing) > 1 else ''} "
-                f"{named} did not come",
+                f"{named} did not arrive",
                 rank=missing[0] if missing else other,
             )
         addresses.append(_text(store.get(key)))
         store.delete_key(key)
-    token = ctypes.create_string_buffer(_TOKEN_BYTES)
-    _check(lib.tm_tcp_token(ctypes.addressof(token), _TOKEN_BYTES))
+    token = ctypes.create_string_buffer(_abi.TM_TCP_TOKEN_BYTES)
+    _check(lib.tm_tcp_token(ctypes.addressof(token), _abi.TM_TCP_TOKEN_BYTES))
     store.set(f"{prefix}/all", "\n".join([token.raw.hex(), *addresses]))
     return token.raw, addresses
 
@@ -546,7 +644,7 @@ def _text(value: Any) -> str:
 
 
 def _await(store: Any, key: str, end: float) -> bool:
-    """Looks until the key is there, so that signals are handled meanwhile; False at `end`."""
+    """Polls until the key exists, so that signal handlers run meanwhile. False: it did not exist by `end`."""
     pause = 0.001
     while not store.check([key]):
         left = end - time.monotonic()
@@ -557,8 +655,8 @@ def _await(store: Any, key: str, end: float) -> bool:
     return True
 
 
-class _Folder:
-    """The few functions of a store of torch's that are used here, over a shared folder."""
+class _DirectoryStore:
+    """The methods of torch's stores that `_exchange` uses, over a shared directory."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -580,14 +678,15 @@ class _Folder:
             return file.read()
 
     def check(self, keys: list[str]) -> bool:
-        # A listing, and no look-up by name: network filesystems remember that a name was not there.
+        # Lists the directory, because network filesystems cache failed look-ups of a name.
         there = set(os.listdir(self._folder))
         return all(os.path.basename(self._path(key)) in there for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Counts by files, one a call."""
+        """Counts the calls for a key, by one file for each call."""
         assert amount == 1
-        # Not by `set`: its temporary file would be counted, and deleted by who counts it as the last.
+        # Not by `set`: other processes would count its temporary file, and the one that reaches the full
+        # count would delete it.
         mark = self._path(f"{key}/{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}")
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         begin = os.path.basename(self._path(key)) + "-"
@@ -602,12 +701,12 @@ class _Folder:
                     os.unlink(os.path.join(self._folder, name))
                     found = True
                 except FileNotFoundError:
-                    pass  # Two ranks were the last at the same time.
+                    pass  # Another rank has deleted it.
         return found
 
 
 class _MpiSession:
-    """MPI of this process: initialised once, and finalised at its end unless something failed."""
+    """MPI of this process: initialised once, finalised at exit."""
 
     _one: Optional[_MpiSession] = None
     _begins = False
@@ -637,7 +736,7 @@ class _MpiSession:
 
     def _end(self) -> None:
         if self.process != os.getpid():
-            return  # A forked child has none.
+            return  # MPI belongs to the parent of a forked child.
         jobs = sys.modules.get("tensormount._jobs")
         if jobs is not None:
             jobs.end_all()  # Saves under way need MPI.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of tensors that a rank holds by itself, for trainers whose tensors are no DTensors."""
+"""Parts of tensors that a rank holds, for trainers whose tensors are not DTensors."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ import math
 import operator
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from ._abi import TM_REPLICA_COPY, TM_REPLICA_MAIN, TM_REPLICA_UNLABELLED
 from .errors import LayoutError
 
-_REPLICAS = {None: 0, "main": 1, "copy": 2}  # TM_REPLICA_*
+_REPLICAS = {None: TM_REPLICA_UNLABELLED, "main": TM_REPLICA_MAIN, "copy": TM_REPLICA_COPY}
 
 
 class Flat(NamedTuple):
-    """Elements of a box in its row-major order, from number `first` on: as many as the memory has."""
+    """A run of elements of a box in row-major order that begins at element `first`. The data give its length."""
 
     first: int
     begin: Tuple[int, ...]
     extent: Tuple[int, ...]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A box of a tensor, or a run of elements of a box (`flat`), and `data`, the array with its cells."""
+
+    shape: Tuple[int, ...]  # The shape of the whole tensor.
     begin: Tuple[int, ...]
     flat: Optional[Flat]
-    data: Any
     held: Tuple[int, ...]  # The shape of data.
     replica: int
+    data: Any
+
+    @property
+    def place(self) -> Tuple[Any, ...]:
+        """All fields except `data`."""
+        return self[:-1]
 
 
 def _numbers(values: Any) -> Tuple[int, ...]:
@@ -36,16 +45,16 @@ def _numbers(values: Any) -> Tuple[int, ...]:
 
 
 class Shards:
-    """A leaf of a state dict: what this rank holds of a tensor, or wants of it, box by box.
+    """A leaf of a state dict: the parts of a tensor that this rank holds or wants.
 
-    shape  of the whole tensor.
-    parts  (begin, data) or (begin, data, replica) each: where in the tensor the box begins whose cells
-           `data` are, an array of NumPy or tensor of PyTorch of the box's shape. Instead of `begin` a
-           Flat(first, begin, extent): then `data` has one axis. replica: "main" or "copy" where several
-           ranks hold the box and this one knows which counts; None.
+    shape  the shape of the whole tensor.
+    parts  a list of (begin, data) or (begin, data, replica). `data` is a NumPy array or PyTorch tensor of
+           the shape of a box, and `begin` says where in the tensor the box begins. With Flat(first, begin,
+           extent) instead of `begin`, `data` has one axis. replica: "main" or "copy" if several ranks hold
+           the box and this one knows which it is; otherwise None.
 
-    At least one part, which may be without cells; who has none leaves the key out. A load fills
-    `data` in place. LayoutError: a part does not lie in the tensor.
+    At least one part is needed; it may have no cells. A rank that holds nothing leaves the key out. A load
+    fills `data` in place. LayoutError: a part is not within the tensor.
 
         >>> import numpy, tensormount as tm
         >>> rows = numpy.arange(8.0).reshape(2, 4)
@@ -73,25 +82,25 @@ class Shards:
         for part in parts:
             if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
                 raise LayoutError(f"a part of Shards is (begin, data) or (begin, data, replica), not {part!r}")
-        self.parts: List[_Part] = [self._part(*part) for part in parts]
+        self.parts: List[Part] = [self._part(*part) for part in parts]
         if not self.parts:
-            # Nobody would know that there is such a tensor.
-            raise LayoutError("Shards without a part: give one without cells, or leave the key out")
+            # This rank would not mention the tensor at all.
+            raise LayoutError("Shards has no parts: pass an empty part, or leave the key out")
 
     def _part(
         self, where: Union[Sequence[int], Flat], data: Any, replica: Optional[str] = None
-    ) -> _Part:
+    ) -> Part:
         if not (replica is None or isinstance(replica, str)) or replica not in _REPLICAS:
-            raise LayoutError(f"replica={replica!r}: \"main\", \"copy\" or None")
+            raise LayoutError(f"replica={replica!r}: must be \"main\", \"copy\" or None")
         if not hasattr(data, "shape"):
-            raise LayoutError(f"a part of Shards: {type(data).__name__} is no array and no tensor")
+            raise LayoutError(f"a part of Shards: {type(data).__name__} is not an array or a tensor")
         held = tuple(map(int, data.shape))
         flat: Optional[Flat] = None
         begin: Tuple[int, ...]
         if isinstance(where, Flat):
             flat = Flat(operator.index(where.first), _numbers(where.begin), _numbers(where.extent))
             if len(held) != 1 or not 0 <= flat.first <= math.prod(flat.extent) - held[0]:
-                raise LayoutError(f"{flat}: memory of {held} is no part of that box")
+                raise LayoutError(f"{flat}: an array of shape {held} is not a run of elements of this box")
             begin, extent = flat.begin, flat.extent
         else:
             begin, extent = _numbers(where), held
@@ -99,13 +108,13 @@ class Shards:
             b < 0 or n < 0 or b + n > size for b, n, size in zip(begin, extent, self.shape)
         ):
             raise LayoutError(
-                f"a box from {begin} on of {extent} does not lie in a tensor of {self.shape}"
+                f"the box at {begin} with extent {extent} is not inside a tensor of shape {self.shape}"
             )
-        return _Part(begin, flat, data, held, _REPLICAS[replica])
+        return Part(self.shape, begin, flat, held, _REPLICAS[replica], data)
 
     @property
     def nbytes(self) -> int:
-        """Of what this rank holds."""
+        """Bytes that this rank holds."""
         return sum(int(part.data.nbytes) for part in self.parts)
 
     def __repr__(self) -> str:

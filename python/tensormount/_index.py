@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Basic indexing, as NumPy means it: from what stands between brackets to the box that is read.
-
-Pure, and of no dependencies: the array that is filled is somebody else's.
-"""
+"""Basic indexing as in NumPy: converts an index to the box that is read. Imports no NumPy."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from tensormount.errors import OutOfRangeError, UnsupportedIndexError
 
 
 class Plan(NamedTuple):
-    begin: tuple[int, ...]  # Of the box, an axis each of the tensor.
+    begin: tuple[int, ...]  # First cell of the box; one number for each axis of the tensor.
     extent: tuple[int, ...]
-    steps: Optional[tuple[int, ...]]  # Of the box's axes; None: all 1.
-    shape: tuple[int, ...]  # Of the result.
-    scalar: bool  # All axes were named by integers, without `...`: NumPy gives a scalar.
+    steps: Optional[tuple[int, ...]]  # Steps within the box, for each axis; None: all are 1.
+    shape: tuple[int, ...]  # The shape of the result.
+    scalar: bool  # The index is one integer for each axis, nothing else: the result is a scalar.
 
 
 def whole(shape: tuple[int, ...]) -> Plan:
@@ -25,16 +22,17 @@ def whole(shape: tuple[int, ...]) -> Plan:
 
 
 def plan(index: Any, shape: tuple[int, ...]) -> Plan:
-    """The box of `shape` that `index` asks for.
+    """The box of a tensor of `shape` that `index` selects.
 
-    Integers, slices with positive steps, `...` and None (a new axis). Slices are clipped, as those
-    of Python are; integers out of range are an OutOfRangeError. A slice with a step of its own reads
-    the whole box that it spans, of which the result is then a part.
+    An index has integers, slices with positive steps, `...` and None (a new axis). Slices are clipped, as in
+    Python. A slice with a step above 1 reads the whole box that it spans; the result is a part of that box.
+
+    OutOfRangeError: an integer is out of range, or there are too many. UnsupportedIndexError: any other index.
     """
     items = index if type(index) is tuple else (index,)
     axes = len(shape)
     if len(items) == 1 and type(items[0]) is slice and axes and items[0].step is None:
-        # Rows: what is asked for most, and for small reads the planning is a part of the time.
+        # Fast path for rows, the most frequent index: in small reads planning takes a noticeable part of the time.
         first, last, _ = _slice(items[0], shape[0])
         count = last - first if last > first else 0
         extent = (count,) + shape[1:]
@@ -69,7 +67,7 @@ def _general(items: Any, shape: tuple[int, ...], axes: int) -> Plan:
             at += 1
         elif item is Ellipsis:
             if ellipsis_seen:
-                raise UnsupportedIndexError("an index has one ellipsis (...) at most")
+                raise UnsupportedIndexError("an index can have at most one ellipsis (...)")
             ellipsis_seen = True
             scalar = False
             later = sum(1 for other in items[number + 1 :] if other is not None
@@ -117,12 +115,12 @@ def _slice(item: slice, size: int) -> tuple[int, int, int]:
             return 0, size, 1
     elif _is_integer(step) and _as_int(step) < 0:
         raise UnsupportedIndexError(
-            f"a slice with the negative step {step}: read it forwards, and reverse the array"
+            f"the negative step {step} is not supported in a slice: read forwards, and reverse the array"
         )
     try:
         return item.indices(size)
     except TypeError as error:
-        raise UnsupportedIndexError(f"a slice of other things than integers: {error}") from None
+        raise UnsupportedIndexError(f"the bounds of a slice must be integers: {error}") from None
     except ValueError as error:
         raise UnsupportedIndexError(str(error)) from None
 
@@ -137,16 +135,16 @@ def _integer(item: Any) -> int:
         return int(item)
     name = kind.__name__
     if kind is bool or name in ("bool_", "bool"):
-        raise UnsupportedIndexError("boolean indexing: read the box, and index the array with it")
+        raise UnsupportedIndexError("boolean indexing is not supported: read the box, and index the array")
     if kind is list or (hasattr(item, "shape") and getattr(item, "shape") != ()):
         raise UnsupportedIndexError(
-            f"indexing by a {name} (fancy or boolean): read the box, and index the array with it"
+            f"indexing by a {name} (fancy or boolean) is not supported: read the box, and index the array"
         )
     try:
         return _as_int(item)
     except TypeError:
         raise UnsupportedIndexError(
-            f"indexing by a {name}: integers, slices, ... and None are possible"
+            f"indexing by a {name} is not supported: use integers, slices, ... and None"
         ) from None
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saves and loads have in common: jobs of the C library, waits that signals can interrupt, the
-memory that they use, and the end of the process."""
+"""Jobs of the C library (saves and loads): waits that signals can interrupt, the memory that jobs use, and the
+end of the process."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ from tensormount.errors import (
 
 log = logging.getLogger("tensormount")
 
-# How long one call of the library waits: a signal handler of the host gets its turn after it.
+# The longest wait within one call of the library. Signal handlers run between two calls.
 _SLICE_MS = 50
-# How long the end of the process waits for jobs that it has cancelled.
-_LAST_SECONDS = 10.0
-# How long it waits for saves under way that it has not, where `exit_wait` says nothing else.
+# Seconds that the end of the process waits for cancelled jobs.
+_CANCEL_SECONDS = 10.0
+# Default of `exit_wait`: seconds that the end of the process waits for a save.
 EXIT_WAIT = 600.0
-# Seconds that a silent rank is waited for, where `liveness` says nothing else.
+# Default of `liveness`, in seconds.
 _LIVENESS = 30.0
 
-# There is no lock in here. A signal handler or a finalizer may come between any two steps of the main
-# thread, or of any thread, and ask for the same job: a lock would wait for itself, and one that may be
-# taken twice would let it see half a change. What several threads write to is changed by single steps of
-# Python's own containers (append, pop, remove of a set), of which one thread at most gets the object.
+# This module has no locks. A signal handler or finalizer may interrupt a thread at any point and use the same
+# job: a plain lock would deadlock, and a reentrant lock would show it half a change. Shared containers are
+# changed only by single atomic operations (append, pop, remove), so that at most one thread gets an object.
 
 _pin = ctypes.pythonapi.Py_IncRef
 _unpin = ctypes.pythonapi.Py_DecRef
@@ -52,14 +51,17 @@ for _function in (_pin, _unpin):
 
 
 def hold(held: list[Any]) -> None:
-    """What the library is about to work with lives from now on, whatever becomes of Python."""
+    """Keeps `held` alive for the library, also during the shutdown of Python. `_unpin` releases it.
+
+    InternalError: the shutdown has begun.
+    """
     if _ending:
-        raise InternalError("the interpreter ends: no save or load can begin")
+        raise InternalError("the interpreter is shutting down: no save or load can begin")
     _pin(held)
 
 
 class Unpack:
-    """As that of typing, for whoever asks for type hints where typing_extensions is not installed."""
+    """Replaces typing_extensions.Unpack at run time, so that type hints can be read without that package."""
 
     def __class_getitem__(cls, item: Any) -> Any:
         return item
@@ -75,24 +77,27 @@ _ON_COMMIT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def milliseconds(name: str, seconds: Optional[float]) -> int:
-    """For options: 0 is the default of the library."""
-    if seconds is None or seconds == float("inf"):
+    """Converts a timeout option. None becomes 0, which is the default of the library; infinity becomes more than a
+    year, which is no limit."""
+    if seconds is None:
         return 0
+    if seconds == float("inf"):
+        return 1 << 53
     if not seconds > 0:
-        raise ValueError(f"{name}={seconds!r}: seconds, more than 0")
+        raise ValueError(f"{name}={seconds!r}: must be a number of seconds greater than 0")
     return max(1, min(int(seconds * 1000), 1 << 53))
 
 
 def set_times(
     given: Any, liveness: Optional[float], arrival: Optional[float], total: Optional[float]
 ) -> None:
-    """The time-outs of a job, in its options."""
+    """Sets the timeouts (seconds) in the options of a job."""
     given.liveness_ms = milliseconds("liveness", liveness)
     given.arrival_ms = milliseconds("arrival", arrival)
     given.total_ms = milliseconds("total", total)
 
 
-def _in_a_hook(call: Callable[[], None]) -> None:
+def _run_hook(call: Callable[[], None]) -> None:
     _in_hook.depth = getattr(_in_hook, "depth", 0) + 1
     try:
         call()
@@ -106,9 +111,8 @@ def _check_hook(name: str, hook: Any) -> None:
 
 
 def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None:
-    """`on_event` in the options of a job, as a C function, kept in `kept`, which must live as long as
-    the job. It is called on threads of the library; what it raises is logged, since nobody there
-    could catch it."""
+    """Sets `on_event` in the options of a job. The C function is appended to `kept`, which must outlive the job.
+    The hook runs on threads of the library; its exceptions are logged."""
     _check_hook("on_event", on_event)
     if on_event is None:
         return
@@ -128,7 +132,7 @@ def set_hook(given: Any, on_event: Optional[EventHook], kept: list[Any]) -> None
             if said["kind"] == "error":
                 said["code"] = _abi.library().tm_status_name(e.status).decode()
                 said["message"] = (e.message or b"").decode("utf-8", "surrogateescape")
-            _in_a_hook(lambda: on_event(said))
+            _run_hook(lambda: on_event(said))
         except Exception:
             log.exception("on_event")
 
@@ -142,17 +146,18 @@ def set_save_hooks(
     report: Callable[[Any, int], dict[str, Any]],
     kept: list[Any],
 ) -> None:
-    """Those of a save that are given its report, which `report` makes of the library's. What
-    `before_publish` raises fails the save on all ranks, and is raised on this one (`Raised`)."""
+    """Sets the hooks of a save. `report` converts the library's report to the dict that hooks get. An exception
+    of `before_publish` fails the save on all ranks and is raised on this one (`HookFailure`); those of `on_commit`
+    are logged."""
     lib = _abi.library()
 
     def ask(_: Any, address: int) -> int:
         assert before_publish is not None
         try:
             said = report(lib, address)
-            _in_a_hook(lambda: before_publish(said))
+            _run_hook(lambda: before_publish(said))
             return 0
-        except BaseException as error:  # There is nobody above to catch it.
+        except BaseException as error:  # The caller is C code.
             raised.error = error
             status, message = status_of(error)
             lib.tm_set_last_error(status, 0, b"before_publish: " + message)
@@ -162,22 +167,22 @@ def set_save_hooks(
         assert on_commit is not None
         try:
             said = report(lib, address)
-            _in_a_hook(lambda: on_commit(said))
+            _run_hook(lambda: on_commit(said))
         except BaseException:
             log.exception("on_commit")
 
     for name, hook in (("before_publish", before_publish), ("on_commit", on_commit)):
         _check_hook(name, hook)
     if before_publish is not None:
-        raised = Raised()
+        raised = HookFailure()
         kept.append(raised)
         given.before_publish = _keep(_BEFORE_PUBLISH(ask), kept)
     if on_commit is not None:
         given.on_commit = _keep(_ON_COMMIT(tell), kept)
 
 
-class Raised:
-    """What a hook of this rank raised, for whoever waits for the job."""
+class HookFailure:
+    """The exception of a hook of this rank. The wait for the job raises it."""
 
     error: Optional[BaseException] = None
 
@@ -188,47 +193,47 @@ def _keep(hook: Any, kept: list[Any]) -> Any:
 
 
 def exit_wait_of(seconds: Any) -> float:
-    """The option `exit_wait` of a save in the background."""
+    """Checks the option `exit_wait` of a background save."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise InvalidArgumentError(f"exit_wait={seconds!r}: seconds, 0 or more")
+        raise InvalidArgumentError(f"exit_wait={seconds!r}: must be a number of seconds, 0 or more")
     return float(seconds)
 
 
 def in_hook() -> bool:
-    """Whether this is called by a hook, on a thread of the library, which must not wait for itself."""
+    """Whether a hook calls this. Hooks run on threads of the library, which must not wait for themselves."""
     return getattr(_in_hook, "depth", 0) > 0
 
 
 class Job:
-    """A save or load that goes on in the background.
+    """A save or load in the background.
 
-    Any thread may wait for it, for a time or until its end, and `await` it where an event loop runs.
-    What the library works with (`held`) lives until the verdict, whatever happens to the job object:
-    dropping it, an exception in `with`, the end of the interpreter, which waits for saves (`exit_wait`)
-    and cancels loads. A failure that nobody asked for by wait() or exception() is logged as an error
-    (logger "tensormount") when the job is dropped or the process ends.
+    Any thread may wait for it, and coroutines may `await` it. The memory that the library works with lives
+    until the verdict, even if the job object is dropped, an exception ends a `with` block, or the interpreter
+    ends. The end of the interpreter waits for saves (`exit_wait`) and cancels loads. A failure is logged as an
+    error (logger "tensormount") when the job is dropped or the process ends, unless wait() raised it or
+    exception() returned it.
 
-    The tensors of a save are let go of before the verdict, once their bytes are copied: when the call
-    that began it returns, or, where they are copied in the background, by what asks the job or waits
-    for it, and by the next save or load.
+    A save releases its tensors before the verdict, once their bytes are copied: when the call that began it
+    returns, or, with `stage_in_background`, when the job is next queried or waited for, or when another save
+    or load begins.
     """
 
     _word = "job"
     _finishes_at_exit = False
-    # Functions of the library, by what they do.
+    # Names of the functions of the library.
     _wait_function = ""
     _fd_function = ""
     _cancel_function = ""
     _free_function = ""
-    # Says when the library is done with the tensors, before the verdict; "": it works on until then.
+    # Reports that the library no longer uses the tensors; "": it uses them until the verdict.
     _staged_function = ""
     _staged_fd_function = ""
-    # Status to class, where a status means something narrower.
+    # Status to exception class, for statuses with a narrower meaning.
     _failures: dict[int, Any] = {}
 
     def __init__(self, out: ctypes.c_void_p, path: str, held: list[Any]) -> None:
-        """`out`: where the library will put its job (`begin`). `held`: what its threads read or write,
-        which must outlive them even where nobody refers to the job any more."""
+        """`out`: the library stores its job there (`begin`). `held`: objects that threads of the library use; they
+        live until those threads are done, even if the job is dropped."""
         self._lib = _abi.library()
         self._path = path
         self._process = os.getpid()
@@ -237,10 +242,10 @@ class Job:
         self._done = False
         self._takers: list[_Taker] = []
         self._raised = [
-            one for item in held if isinstance(item, list) for one in item if isinstance(one, Raised)
+            one for item in held if isinstance(item, list) for one in item if isinstance(one, HookFailure)
         ]
         self._handle = _Handle(out, getattr(self._lib, self._free_function))
-        self._state = _Live(self, held)
+        self._state = _LibraryJob(self, held)
 
     @property
     def _address(self) -> int:
@@ -249,34 +254,37 @@ class Job:
     # ---- Waiting -----------------------------------------------------------------------------
 
     def wait(self, timeout: Optional[float] = None, *, progress: Progress = None) -> Any:
-        """Until the verdict, which is the report, or the exception that the job failed with.
+        """Waits for the verdict: returns the report, or raises the exception that the job failed with.
 
-        timeout: seconds; TimeoutError where the verdict is not there by then (the job goes on).
-        progress: called with the bytes that this rank has done and has in all; True: a bar, where
-        tqdm is installed.
-        Ctrl-C, or whatever else a signal handler or `progress` raises, ends the wait and cancels the
-        job on all ranks; the exception goes on.
+        timeout   seconds, then TimeoutError; the job goes on.
+        progress  called with the bytes that this rank has done and has in all; True: draws a bar if tqdm is
+                  installed.
+
+        Ctrl-C, and any other exception from a signal handler or from `progress`, ends the wait and cancels the
+        job on all ranks; the exception propagates.
         """
         self._wait(self._poll, timeout, "over", progress)
-        self._state.asked()
+        self._state.mark_reported()
         if self._failure is not None:
             raise self._failure
         return self._report
 
     def done(self) -> bool:
-        """Whether the verdict is there. Never waits."""
+        """Whether the job has ended. Never waits."""
         return self._poll(0)
 
     def cancel(self) -> None:
-        """Asks for the end of the job. The ranks vote: it ends with CancelledError on all of them, or
-        its end comes first. Does not wait."""
+        """Requests cancellation, without waiting.
+
+        The ranks vote: the job ends with CancelledError on all of them, unless it ends by itself first.
+        """
         self._state.cancel()
 
     def exception(self) -> Optional[BaseException]:
-        """What the job failed with; None where it did not, or is not over."""
+        """The exception that the job failed with; None if it succeeded or is not over."""
         if not self._poll(0):
             return None
-        self._state.asked()
+        self._state.mark_reported()
         return self._failure
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -286,7 +294,7 @@ class Job:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        # The tensors are let go of (`_poll`) before the verdict, once their bytes are copied.
+        # Waits first until the bytes are copied, to release the tensors, then for the verdict.
         for function in (self._staged_fd_function, self._fd_function):
             descriptor = self._descriptor(function) if function else None
             if descriptor is None:
@@ -312,7 +320,7 @@ class Job:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Waits for the verdict; cancels first where the block raised."""
+        """Waits for the verdict; if the block raised, cancels the job first."""
         if kind is None:
             self.wait()
             return
@@ -323,13 +331,13 @@ class Job:
             log.debug("%s %s: %s", self._word, self._path, error)
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(f"a {self._word} is of its process")
+        raise UnsupportedError(f"a {self._word} cannot be pickled: it belongs to its process")
 
     def __repr__(self) -> str:
         state = "under way" if not self._done else "failed" if self._failure else "done"
         return f"<tensormount.{type(self).__name__} {self._path!r}: {state}>"
 
-    # ---- How ---------------------------------------------------------------------------------
+    # ---- Implementation ---------------------------------------------------------------------------------
 
     def _wait(
         self,
@@ -338,57 +346,56 @@ class Job:
         state: str,
         progress: Progress = None,
     ) -> None:
-        """Until `poll`, which waits for at most so many milliseconds, is true: in slices, so that
-        signal handlers get their turn. What they raise cancels the job (one that is over does not
-        hear of it). TimeoutError after `timeout` seconds, which does not."""
-        end = _ends(timeout)
+        """Waits until `poll(most_ms)` is true, in slices, so that signal handlers run. An exception of a handler or
+        of `progress` cancels the job. TimeoutError after `timeout` seconds, which does not cancel it."""
+        end = _deadline(timeout)
         if not self._done:
             self._check_process()
         try:
             with Meter(progress, f"{self._word} {self._path}") as meter:
-                while not poll(_SLICE_MS if end is None else _left(end)):
+                while not poll(_SLICE_MS if end is None else _slice_ms(end)):
                     if meter.on:
-                        meter.show(*self._moved())
+                        meter.show(*self._bytes_done())
                     if end is not None and time.monotonic() >= end:
                         break
                 else:
                     self._state.release()
                     if meter.on and poll == self._poll:
-                        meter.end(*self._moved(), failed=self._failure is not None)
+                        meter.end(*self._bytes_done(), failed=self._failure is not None)
                     return
         except BaseException:
             self.cancel()
             raise
         raise TimeoutError(f"{self._word} {self._path}: not {state} after {timeout:g} s")
 
-    def _moved(self) -> tuple[int, int]:
-        """Bytes that this rank has done, and has in all."""
+    def _bytes_done(self) -> tuple[int, int]:
+        """The bytes that this rank has done, and all bytes that it has to do."""
         raise NotImplementedError
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise UnsupportedError(
-                f"the {self._word} is of process {self._process}, which this one was forked from"
+                f"the {self._word} belongs to process {self._process}, which forked this one"
             )
 
     def _poll(self, most_ms: int) -> bool:
-        """Waits for at most one slice; takes the verdict where it is there."""
+        """Waits for at most `most_ms`, takes the verdict if the job has ended, and returns whether it was taken."""
         if self._done:
-            self._state.end()  # What came in between may have kept `_take` from it.
+            self._state.end()  # An exception may have ended `_take` before this.
             return True
         self._check_process()
         self._state.release()
         done = ctypes.c_int32()
-        # Waits of several threads are side by side.
-        status = self._look(most_ms, done, None)
+        # Several threads may wait at the same time.
+        status = self._query(most_ms, done, None)
         if status == 0 and not done.value:
             return False
         taker = _Taker()
         try:
             self._takers.append(taker)
             first = next(one for one in list(self._takers) if not one.over)
-            # One thread takes it: a load fills the request then, which is the caller's afterwards. A
-            # signal handler or finalizer in the middle of that cannot wait for it, and does the same.
+            # Only one thread takes the verdict: a load then fills the request, which belongs to the caller
+            # afterwards. A signal handler or finalizer on that thread cannot wait for it, so it takes it, too.
             if first.thread == taker.thread:
                 self._take()
             elif most_ms > 0:
@@ -399,7 +406,7 @@ class Job:
                 self._takers.remove(taker)
         return self._done
 
-    def _look(self, most_ms: int, done: ctypes.c_int32, report: Optional[ctypes.c_void_p]) -> int:
+    def _query(self, most_ms: int, done: ctypes.c_int32, report: Optional[ctypes.c_void_p]) -> int:
         status: int = getattr(self._lib, self._wait_function)(
             self._address, most_ms, ctypes.addressof(done),
             None if report is None else ctypes.addressof(report),
@@ -407,30 +414,31 @@ class Job:
         return status
 
     def _take(self) -> None:
-        """The verdict, which is there."""
+        """Takes the verdict of a job that has ended."""
         report = ctypes.c_void_p()
-        status = self._look(0, ctypes.c_int32(), report)
+        status = self._query(0, ctypes.c_int32(), report)
         failure: Optional[BaseException] = None
         taken: Any = None
         if status:
             try:
                 _abi.fail(status, self._failures)
             except Exception as error:
-                # Without frames: they have this job, which nobody could drop then.
-                failure = self._raised_by_hook(error.with_traceback(None))
+                # Without the traceback, whose frames would keep this job alive.
+                failure = self._hook_error(error.with_traceback(None))
         else:
             assert report.value is not None
             taken = self._take_report(report.value)
-        if not self._done:  # Who came in between has handed it out already.
+        if not self._done:  # Otherwise a signal handler has taken the verdict meanwhile.
             self._report, self._failure = taken, failure
             self._state.failed(failure)
             self._done = True
         for one in self._raised:
-            one.error = None  # It has frames, and these what was saved.
+            one.error = None  # Its traceback would keep the saved state alive.
         self._state.end()
 
     def _descriptor(self, function: str) -> Optional[int]:
-        """A descriptor of one's own that is readable once it is so; None where it is over."""
+        """A new file descriptor, which the caller closes, from the library's `function`. It becomes readable at the
+        event. None: the job has ended."""
         if self._done:
             return None
         self._check_process()
@@ -438,10 +446,11 @@ class Job:
         status = getattr(self._lib, function)(self._address, ctypes.addressof(fd))
         if status:
             _abi.fail(status)
-        return os.dup(fd.value)  # That of the job goes with it.
+        return os.dup(fd.value)  # The original is closed with the job.
 
-    def _raised_by_hook(self, told: Exception) -> BaseException:
-        """What a hook of this rank raised, where that is why the job failed."""
+    def _hook_error(self, told: Exception) -> BaseException:
+        """The exception of a hook of this rank if there is one, caused by `told`; otherwise `told`, the failure that
+        the library reports."""
         for one in self._raised:
             raised = one.error
             if raised is not None:
@@ -450,9 +459,9 @@ class Job:
         return told
 
     def _refuse(self, own: BaseException) -> NoReturn:
-        """Raises what this rank itself found wrong, for which the job fails on the other ranks."""
+        """Raises `own`, the error of this rank's arguments, with which the job fails on all ranks."""
         self.cancel()
-        self._state.asked()
+        self._state.mark_reported()
         raise own
 
     def _take_report(self, address: int) -> Any:
@@ -475,20 +484,21 @@ def begin(
     given: Any,
     *kept: Any,
 ) -> _J:
-    """The job that a function of the library begins for a state, path, group and options. `handle`: of
-    the group or saver, counted for the job until its end (`again`). What the library may use lives from
-    before the call: it copies of the options what it needs but the hooks.
-    What a signal handler raises meanwhile goes on from here; nobody has the job then, which is
-    cancelled."""
+    """Begins a job: calls a function of the library with a state, path, group and options.
+
+    `handle`: the use of the group or saver; the job gets another one until its end. `built` and `kept` are kept
+    alive from before the call. The library copies the options, but not the hooks that they point to. If a
+    signal handler raises during the call, the job is cancelled and the exception propagates.
+    """
     name = path_bytes(path)
     out = ctypes.c_void_p()
-    tell_of_dropped()
+    end_dropped()
     _end_with_multiprocessing()
     held: list[Any] = [built, built.held, group, *kept]
     hold(held)
-    # Before the call, so that there is no moment at which the library has a job and Python none.
+    # Made before the call, so that the library never has a job that Python does not know.
     job = kind(out, os.fsdecode(name), held)
-    job._state.use = handle.again()
+    job._state.use = handle.another()
     job._state.tensors = built.held
     job._state.has_peers = group.size > 1
     job._state.liveness = given.liveness_ms / 1000 or _LIVENESS
@@ -497,12 +507,12 @@ def begin(
             built.address, name, handle.address, ctypes.addressof(given), ctypes.addressof(out)
         )
         if status == 0:
-            _live.add(job._state)
+            _active.add(job._state)
     except BaseException:
         if out.value is None:
             job._state.end()
         else:
-            _live.add(job._state)
+            _active.add(job._state)
             job.cancel()
         raise
     if status:
@@ -517,21 +527,21 @@ def _set(future: Any) -> None:
         future.set_result(None)
 
 
-def _ends(timeout: Optional[float]) -> Optional[float]:
-    """When a wait of so many seconds ends; None: never."""
+def _deadline(timeout: Optional[float]) -> Optional[float]:
+    """The deadline (time.monotonic()) of a timeout in seconds; None: no limit."""
     if timeout is None or timeout == float("inf"):
         return None
     if timeout != timeout:
-        raise ValueError("timeout=nan: seconds")
+        raise ValueError("timeout=nan: must be a number of seconds")
     return time.monotonic() + timeout
 
 
-def _left(end: float) -> int:
+def _slice_ms(end: float) -> int:
     return max(0, min(_SLICE_MS, int((end - time.monotonic()) * 1000) + 1))
 
 
 class _Taker:
-    """Who takes the verdict of a job, or wants to: the first that is not over does."""
+    """A thread that takes the verdict of a job, or waits to. The first one that is not over takes it."""
 
     __slots__ = ("over", "thread")
 
@@ -541,8 +551,8 @@ class _Taker:
 
 
 class _Handle:
-    """The library's job. It is freed when nobody refers to it any more: whoever calls the library with
-    it does meanwhile. Never at the end of the interpreter, when threads stop in the middle of a wait."""
+    """The library's job, freed when nothing refers to it any more. A call of the library holds a reference. At
+    the end of the interpreter it is not freed, because threads stop in the middle of a wait."""
 
     __slots__ = ("_ended", "_free", "_out", "_process")
 
@@ -554,7 +564,7 @@ class _Handle:
 
     @property
     def address(self) -> int:
-        """0: it has not begun."""
+        """0: the job has not begun."""
         return self._out.value or 0
 
     def __del__(self) -> None:
@@ -562,8 +572,8 @@ class _Handle:
             self._free(self._out.value)
 
 
-class _Live:
-    """A job of the library, without the object that its user has."""
+class _LibraryJob:
+    """The part of a job that outlives the `Job` object of its user."""
 
     def __init__(self, job: Job, held: list[Any]) -> None:
         self.handle = job._handle
@@ -571,20 +581,20 @@ class _Live:
         self.lib = job._lib
         self.names = (job._wait_function, job._cancel_function)
         self.staged_function = job._staged_function
-        self.tensors: Optional[list[Any]] = None  # A part of what is held, until it is let go.
+        self.tensors: Optional[list[Any]] = None  # The tensors among `held`, until they are released.
         self.label = f"{job._word} {job._path}"
-        # Seconds that the end of the process waits for it; 0: it is cancelled.
+        # Seconds that the end of the process waits for the job; 0: the job is cancelled.
         self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
         self.liveness = _LIVENESS
         self.has_peers = False
-        # What it failed with, until somebody was told. The text: an exception has frames, which have
-        # the job.
+        # The failure, until it is reported. A text, because the traceback of an exception would keep the
+        # job alive.
         self.failure: Optional[str] = None
-        self.known = False  # Somebody was told, or will be by another way.
+        self.known = False  # The caller has got the failure, or gets it in another way.
         self.cancelled = False  # By this process.
-        self.keeps = False  # What it holds, beyond its end.
-        self.pinned = [held]  # Empty once it is over: whoever takes it out ends it.
-        self.use: Any = None  # Of the group or saver.
+        self.keeps = False  # A device may still use the memory: it is never released.
+        self.pinned = [held]  # Empty once the job is over; the thread that pops the item ends it.
+        self.use: Any = None  # The use of the group or saver.
         self.cancel_when_dropped = False
         weakref.finalize(job, self.dropped).atexit = False
 
@@ -596,8 +606,8 @@ class _Live:
         return any(any(item is one for item in held) for held in list(self.pinned))
 
     def release(self) -> None:
-        """Lets go of tensors once their bytes are copied: a state that was gathered for the save is
-        as large as the model. Where that failed a device may be at them still: the verdict says so."""
+        """Releases the tensors once their bytes are copied, because a state that was gathered for the save is as
+        large as the model. If the copy failed, a device may still use them: they stay until the verdict."""
         address = self.handle.address
         if not self.staged_function or not self.tensors or not address:
             return
@@ -605,85 +615,85 @@ class _Live:
         staged = getattr(self.lib, self.staged_function)
         if staged(address, 0, ctypes.addressof(done)) == 0 and done.value:
             tensors, self.tensors = self.tensors, None
-            if tensors:  # A finalizer in between has let them go.
+            if tensors:  # None: a finalizer has released them meanwhile.
                 tensors.clear()
 
     def end(self) -> None:
-        """The verdict is there, or it never began: the library is done with the memory."""
+        """Releases the memory, after the verdict or if the job never began."""
         try:
             held = self.pinned.pop()
         except IndexError:
             return
-        _live.discard(self)
+        _active.discard(self)
         self.use = None
         if not self.keeps:
             _unpin(held)
 
     def dropped(self) -> None:
-        """Nobody has the job any more. This is called by finalizers: wherever the collector happens to
-        run, with whatever locks are held there, those of logging among them."""
+        """Finalizer of the `Job` object. It may run on any thread while any lock is held, even those of logging."""
         if self.process != os.getpid() or _ending:
             return
         if self.over and self.failure is None:
             return
         if self.cancel_when_dropped:
             self.cancel()
-        # It ends by itself; somebody must give its memory back then.
+        # A thread waits for the end of the job, to release its memory.
         try:
-            _thread.start_new_thread(_on_a_thread, (self.await_end,))
+            _thread.start_new_thread(_run_on_thread, (self.await_end,))
         except RuntimeError:
-            _dropped.append(self)  # There is none to be had: later.
+            _dropped.append(self)  # No thread can be started: `end_dropped` ends it.
 
     def await_end(self) -> None:
         if self.over or self.wait(None):
             self.end()
-            self.tell()
+            self.log_failure()
 
     def failed(self, failure: Optional[BaseException]) -> None:
-        """The verdict. Where it is a failure somebody is to be told of it; where a device is still at
-        the memory, that is kept for ever."""
+        """Records the verdict (None: success). A failure is kept until it is reported. If a device still uses the
+        memory, it is never released."""
         for one in (failure, getattr(failure, "__cause__", None)):
             self.keeps = self.keeps or getattr(one, "memory_in_use", False)
         if failure is None or (self.cancelled and isinstance(failure, CancelledError)):
             return
         if self.known or self.failure is not None:
             return
-        # The text of an exception of a hook may be anything, and may raise.
+        # By status_of, because str() of a hook's exception may raise.
         text = status_of(failure)[1].decode("utf-8", "replace")
         self.failure = f"{type(failure).__name__}: {text}" if isinstance(failure, Error) else text
-        _untold.add(self)
+        _unreported.add(self)
 
-    def asked(self) -> None:
-        """Whoever has the job knows the verdict, or what makes it fail."""
+    def mark_reported(self) -> None:
+        """The caller knows the verdict, or the cause of the failure: it is not logged."""
         self.known = True
         self.failure = None
-        _untold.discard(self)
+        _unreported.discard(self)
 
-    def tell(self) -> None:
-        """Logs a failure that nobody asked for, once. It is not raised: this rank alone would miss a
-        collective call, and the others hang in it."""
+    def log_failure(self) -> None:
+        """Logs an unreported failure, once. It is not raised: this rank alone would then miss a collective call, in
+        which the other ranks would hang."""
         failure = self.failure
         if failure is None:
             return
-        _telling.add(self)
+        _reporting.add(self)
         try:
-            _untold.remove(self)
+            _unreported.remove(self)
             log.error("%s failed: %s", self.label, failure)
-            self.asked()
+            self.mark_reported()
         except KeyError:
-            pass  # Another thread does.
+            pass  # Another thread logs it.
         finally:
-            _telling.discard(self)
+            _reporting.discard(self)
 
     def wait(self, end: Optional[float]) -> bool:
-        """Whether the verdict, which nobody asks for, came before `end`."""
+        """Waits until `end` (time.monotonic(); None: no limit) for a job that nobody else waits for. Returns whether
+        it has ended; a failure is recorded."""
         handle = self.handle
         if handle.address == 0:
             return True
         done = ctypes.c_int32()
         function = getattr(self.lib, self.names[0])
         while True:
-            left = _SLICE_MS if end is None else _left(end)
+            left = _SLICE_MS if end is None else _slice_ms(end)
             status = function(handle.address, left, ctypes.addressof(done), None)
             if status != 0:
                 try:
@@ -709,25 +719,26 @@ class _Live:
                    for held in list(self.pinned) for item in held)
 
 
-_live: set[_Live] = set()
-_untold: set[_Live] = set()  # Over, failed, and nobody asked.
-_telling: set[_Live] = set()  # Being logged.
-_dropped: collections.deque[_Live] = collections.deque()  # For want of a thread.
+_active: set[_LibraryJob] = set()
+_unreported: set[_LibraryJob] = set()  # Failed, and not reported yet.
+_reporting: set[_LibraryJob] = set()  # Being logged.
+_dropped: collections.deque[_LibraryJob] = collections.deque()  # No thread could be started for them.
 _ending = False
 
 
-def _on_a_thread(call: Callable[[], None]) -> None:
-    """On a thread that threading knows, since logging asks for its name; this one, which a finalizer
-    could start without any lock, it does not know."""
+def _run_on_thread(call: Callable[[], None]) -> None:
+    """Runs `call` on a thread of `threading`, because logging needs the thread's name. The caller is a bare thread
+    of _thread, which a finalizer can start without any lock."""
     try:
         threading.Thread(target=call, name="tensormount-job", daemon=True).start()
     except RuntimeError:
         call()
 
 
-def tell_of_dropped() -> None:
-    """What was left to be done for jobs that nobody has, or asked; where a call of the user's begins."""
-    for one in list(_live):
+def end_dropped() -> None:
+    """Releases copied tensors, and ends dropped jobs for which no thread could be started. Runs at the beginning
+    of each save and load."""
+    for one in list(_active):
         if one.process == os.getpid():
             one.release()
     for _ in range(len(_dropped)):
@@ -737,25 +748,25 @@ def tell_of_dropped() -> None:
             return
         if job.over or job.wait(0):
             job.end()
-            job.tell()
+            job.log_failure()
         else:
             _dropped.append(job)
 
 
-def await_all_of(owner: Any) -> None:
-    """Until no job of a group or saver is under way: a load would go on with a group that is gone."""
-    for job in _all_of(owner):
+def await_jobs_of(owner: Any) -> None:
+    """Waits until no job of a group or saver is under way, because jobs use it until they end."""
+    for job in _jobs_of(owner):
         if job.wait(None):
             job.end()
 
 
-def cancel_all_of(owner: Any) -> None:
-    for job in _all_of(owner):
+def cancel_jobs_of(owner: Any) -> None:
+    for job in _jobs_of(owner):
         job.cancel()
 
 
-def _all_of(owner: Any) -> list[_Live]:
-    return [job for job in list(_live) if job.process == os.getpid() and job.holds(owner)]
+def _jobs_of(owner: Any) -> list[_LibraryJob]:
+    return [job for job in list(_active) if job.process == os.getpid() and job.holds(owner)]
 
 
 # ---- The end of the process ------------------------------------------------------------------------
@@ -763,12 +774,14 @@ def _all_of(owner: Any) -> list[_Live]:
 
 @atexit.register
 def end_all() -> None:
-    """While the interpreter still works: afterwards memory of arrays is gone, and a hook would call
-    into nothing. Saves are finished, loads cancelled. What is lost is logged; this raises nothing:
-    Ctrl-C, or what another signal handler raises, ends the wait for saves, and they are cancelled."""
+    """Ends all jobs while the interpreter still works: later the memory of arrays is freed, and hooks cannot run.
+
+    Saves are finished, loads cancelled, and lost saves logged. Raises nothing: Ctrl-C, or another exception of a
+    signal handler, ends the wait for saves, which are then cancelled.
+    """
     global _ending
     _ending = True
-    end = _End()
+    end = _Shutdown()
     while True:
         try:
             end.run()
@@ -777,68 +790,68 @@ def end_all() -> None:
             end.interrupted += 1
 
 
-class _End:
-    """One end of the process. `run` begins again where it was interrupted."""
+class _Shutdown:
+    """The end of one process. After an interruption `run` is called again."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
-        self.crashed = _ends_by_exception()
+        self.crashed = _exits_by_exception()
         self.interrupted = 0
         self.last: Optional[float] = None
 
     def run(self) -> None:
-        # Those that nobody waits for first: they end while others are waited for.
-        jobs = [job for job in list(_live) if job.process == os.getpid()]
+        # Cancels first, so that cancelled jobs end during the waits for the others.
+        jobs = [job for job in list(_active) if job.process == os.getpid()]
         for job in jobs:
-            if self.waits_until(job) <= self.begin:
+            if self.deadline_of(job) <= self.begin:
                 self.give_up(job)
         for job in jobs:
             if not job.cancelled and not job.over:
-                job.wait(self.waits_until(job))
+                job.wait(self.deadline_of(job))
                 self.give_up(job)
         if self.last is None:
-            self.last = time.monotonic() + _LAST_SECONDS
+            self.last = time.monotonic() + _CANCEL_SECONDS
         for job in jobs:
-            # One with a hook is waited for as long as it takes, but for a user who insists.
+            # A job with a hook is waited for without a limit, until the third interruption.
             if not job.over and job.wait(None if job.has_hook() and self.interrupted < 3 else self.last):
                 job.end()
-            # Otherwise its memory stays for ever.
-        for job in list(_untold):
+            # The memory of a job that has not ended is never released.
+        for job in list(_unreported):
             if job.process == os.getpid():
-                job.tell()
+                job.log_failure()
         end = time.monotonic() + 1
-        while _telling and time.monotonic() < end:
+        while _reporting and time.monotonic() < end:
             time.sleep(0.001)
 
-    def waits_until(self, job: _Live) -> float:
+    def deadline_of(self, job: _LibraryJob) -> float:
         if self.interrupted or job.cancelled or job.cancel_when_dropped:
             return self.begin
         wait = job.exit_wait
         if self.crashed and job.has_peers:
-            # They may wait for what this rank would have called next, and never come.
+            # The other ranks may wait for this rank's next call, and never finish the save.
             wait = min(wait, job.liveness)
         return self.begin + wait
 
-    def give_up(self, job: _Live) -> None:
+    def give_up(self, job: _LibraryJob) -> None:
         if job.wait(0):
             job.end()
             return
         if not job.cancelled and not job.cancel_when_dropped and job.exit_wait > 0:
             why = " (interrupted)" if self.interrupted else ""
             if self.crashed and not self.interrupted:
-                why = " (after an uncaught exception the other ranks are waited for no longer)"
+                why = " (after an uncaught exception the process does not wait for the other ranks)"
             log.error(
-                "%s is lost: the process ends, and it was not over after %.0f s%s", job.label,
+                "%s is lost: it had not finished after %.0f s, when the process exited%s", job.label,
                 time.monotonic() - self.begin, why,
             )
         job.cancel()
 
 
-def _ends_by_exception() -> bool:
-    """Whether an exception that nobody caught ends this process."""
+def _exits_by_exception() -> bool:
+    """Whether an uncaught exception ends this process."""
     if hasattr(sys, "ps1"):
-        return False  # At a prompt they end nothing.
-    # In a child of multiprocessing it is on its way.
+        return False  # At a prompt an exception does not end the process.
+    # In a child of multiprocessing the exception is still propagating.
     error = sys.exc_info()[1]
     return getattr(sys, "last_value", None) is not None or not isinstance(error, (SystemExit, type(None)))
 
@@ -847,7 +860,8 @@ _registered_in = 0
 
 
 def _end_with_multiprocessing() -> None:
-    """Its children end by os._exit(), without what atexit has; after finalizers of its own."""
+    """Registers `_end_of_child` as a finalizer of multiprocessing, whose children end by os._exit() without
+    atexit."""
     global _registered_in
     process = sys.modules.get("multiprocessing.process")
     parent = getattr(process, "parent_process", None)
@@ -856,12 +870,12 @@ def _end_with_multiprocessing() -> None:
     from multiprocessing import util
 
     _registered_in = os.getpid()
-    util.Finalize(None, _end_of_child, exitpriority=-100)  # After those of its queues.
+    util.Finalize(None, _end_of_child, exitpriority=-100)  # After the finalizers of its queues.
 
 
 def _end_of_child() -> None:
     try:
-        # It would wait for them next, and they may still save.
+        # multiprocessing joins these threads only later, and they may still save.
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
@@ -872,8 +886,8 @@ def _end_of_child() -> None:
 def _forked() -> None:
     global _ending
     _ending = False  # The child's own end comes later.
-    _untold.clear()
-    _telling.clear()
+    _unreported.clear()
+    _reporting.clear()
     _dropped.clear()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`key_map` of a load: the names of a checkpoint as its rules give them, for tensors and for values."""
+"""`key_map` of a load: the names that its rules give to stored tensors and plain values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tensormount._state import rules_text, text
 
 Rules = Sequence[Mapping[str, str]]
 
-# Begins a name of a request that the rules have taken from what is stored under it. No key has a NUL.
+# Prefix of a requested name under which a tensor is stored that the rules rename or drop. No key has a NUL.
 HIDDEN = "\0"
 
 
 def apply_key_map(rules: Rules, keys: Sequence[str]) -> list[str]:
-    """New names of keys; "" for those that are dropped. `rules` as of `load`.
+    """Applies the rules of `key_map` (`load`) to keys; "" for keys that are dropped.
 
     >>> import tensormount as tm
     >>> tm.apply_key_map([{"drop": "optim.*"}, {"prefix": "model.", "to": ""}], ["model.w", "optim.m"])
@@ -31,15 +31,15 @@ def apply_key_map(rules: Rules, keys: Sequence[str]) -> list[str]:
 
 
 class KeyMap:
-    """The keys of a checkpoint under the names that rules give them, as `_tree.flatten` asks for
-    names. What the rules rename or drop is not found under its old name."""
+    """The new names of a checkpoint's keys; `Names` for `_tree.flatten`. A tensor that the rules rename or drop
+    is not found under its old name."""
 
     def __init__(self, rules: Rules, keys: Sequence[str], names: Mapping[_tree.Path, str]) -> None:
-        """`keys` of tensors; `names`: `_tree.stored_names`."""
+        """`keys`: the stored tensors. `names`: `_tree.stored_names`."""
         renamed = dict(zip(keys, apply_key_map(rules, keys)))
         self._stored = frozenset(keys)
         self._of_new = {new: old for old, new in renamed.items() if new}
-        # Of a tensor with several paths, or a path with a name of its own, the path is renamed, too.
+        # If the key of a tensor differs from its path (tied, escaped), the renamed path leads to it, too.
         of_path: dict[str, set[str]] = {}
         for path, name in names.items():
             dotted = _tree.dotted(path)
@@ -56,7 +56,7 @@ class KeyMap:
                 self._of_new.setdefault(new, *of_path[path_name])
 
     def get(self, path: _tree.Path, name: str, /) -> str:
-        """The key for a path of a request; `name`: the name that the path has by itself."""
+        """The stored key for a path of a request; `name`: the path's own name."""
         own = self._own.get(path)
         if own is not None:
             return own
@@ -66,13 +66,13 @@ class KeyMap:
         return HIDDEN + name if name in self._stored else name
 
     def new_names(self) -> list[str]:
-        """Of all tensors that are not dropped."""
+        """New names of all tensors that are not dropped."""
         return list(self._of_new)
 
 
 def renamed_values(request: Any, stored: Any, rules: Rules) -> Any:
-    """The plain values of a checkpoint, nested as `stored`, where a request has the names that rules give
-    them: for `_tree.refill`. The name of a value is its path, joined by dots."""
+    """Moves the plain values of a checkpoint (`stored`, nested) to the places in `request` that have their new
+    names, for `_tree.refill`. The name of a value is its path, joined by dots."""
     return _Values(stored, rules).arranged(request, _tree.ABSENT, "")
 
 
@@ -80,23 +80,22 @@ _DROPPED = object()
 
 
 class _Values:
-    """Parts of a nested state dict by their new names. A container stays whole where all that it holds
-    moves with it."""
+    """Parts of a nested state dict by their new names. A container stays whole if all its items move together."""
 
     def __init__(self, tree: Any, rules: Rules) -> None:
         names: dict[str, None] = {}
         _add_names(tree, "", names)
         self._new = dict(zip(names, apply_key_map(rules, list(names))))
         self._parts: dict[str, Any] = {}
-        self._put(tree, self._moved(tree, ""))
+        self._put(tree, self._new_name(tree, ""))
         self._goals = sorted(self._parts)
 
-    def _moved(self, node: Any, name: str) -> Any:
-        """The new name of a node, or _DROPPED. None: its items went their own ways, into `_parts`."""
+    def _new_name(self, node: Any, name: str) -> Any:
+        """The new name of a node, or _DROPPED. None: its items moved apart and are in `_parts`."""
         items = _items(node)
         if items is None:
             return (self._new[name] or _DROPPED) if name else ""
-        moved = [(step, item, self._moved(item, _join(name, step))) for step, item in items]
+        moved = [(step, item, self._new_name(item, _join(name, step))) for step, item in items]
         goals = {_container_of(goal, step) for step, _, goal in moved}
         if len(goals) == 1 and None not in goals:
             return goals.pop()
@@ -109,8 +108,8 @@ class _Values:
             self._parts[goal] = unite(self._parts.get(goal, _tree.ABSENT), node)
 
     def arranged(self, request: Any, stored: Any, name: str) -> Any:
-        """What `request`, which stands under `name`, is given. `stored`: what the container that it
-        stands in has at its place."""
+        """The stored values for `request`, whose name is `name`. `stored`: the values that moved there together
+        with the enclosing container."""
         stored = unite(self._parts.get(name, _tree.ABSENT), stored)
         kind = type(request)
         if _tree.is_tensor(request):
@@ -143,9 +142,9 @@ class _Values:
 
 
 def _items(node: Any) -> Optional[list[tuple[str, Any]]]:
-    """Steps and items of a container that is taken apart; None: a leaf."""
+    """Steps and items of a container; None: a leaf, or a container that is stored as one value."""
     taken_apart = type(node) in (*_tree.SPLIT_DICTS, list, tuple)
-    if not taken_apart or not node or _tree.is_whole(node):
+    if not taken_apart or not node or _tree.is_one_value(node):
         return None
     pairs: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else enumerate(node)
     return [(_tree.step_text(key), item) for key, item in pairs]
@@ -165,7 +164,7 @@ def _join(name: str, step: str) -> str:
 
 
 def _container_of(goal: Any, step: str) -> Optional[str]:
-    """Where a container must go for its item `step` to go to `goal`; None: there is no such place."""
+    """The new name of a container whose item `step` moves to `goal`; None: there is no such name."""
     if not isinstance(goal, str):
         return None
     if goal == step:
@@ -174,7 +173,7 @@ def _container_of(goal: Any, step: str) -> Optional[str]:
 
 
 def united(trees: Sequence[Any]) -> Any:
-    """What the first of several trees has, with what only later ones have."""
+    """The first tree, with the items that only later trees have."""
     tree = trees[0]
     for other in trees[1:]:
         tree = unite(tree, other)
@@ -182,7 +181,7 @@ def united(trees: Sequence[Any]) -> Any:
 
 
 def unite(a: Any, b: Any) -> Any:
-    """`a`, with what only `b` has."""
+    """`a`, with the items that only `b` has. ABSENT has none."""
     if type(a) in _tree.SPLIT_DICTS and type(b) in _tree.SPLIT_DICTS:
         merged = type(a)(a)
         for key, item in b.items():

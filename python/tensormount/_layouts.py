@@ -1,246 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of whole state dicts: many leaves at a time, and the same ones again and again.
+"""The shards of whole state dicts, described together and reused from step to step.
 
-What a leaf is by itself says _shards.py. A call of Python for each of ten thousand tensors is what
-that costs, so leaves of one family are asked together for what their descriptions depend on; leaves
-that are alike are described once, and leaves that are as the last time not at all.
+A kind of leaves (_leaves/) describes a single leaf, which is slow for ten thousand tensors. Leaves of one family
+are therefore examined together, leaves that are alike are described once, and unchanged leaves not at all.
 """
 
 from __future__ import annotations
 
 import array
 import collections
-import ctypes
 import itertools
 import math
 import operator
 import sys
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
-from ._held import Shards
-from ._shards import (
-    LOAD,
-    SAVE,
-    Shard,
-    check_destinations,
-    describe,
-    dtensor_type,
-    pack,
-    packed_keys,
-    span_of,
-    world_size_of_torch,
-)
-
-_TENSORS, _DTENSORS, _ARRAYS = "tensors", "dtensors", "arrays"
-
-_LOCAL = operator.attrgetter("_local_tensor")
-_PLACEMENTS = operator.attrgetter("placements")
-_MESH = operator.attrgetter("device_mesh")
-_NO_BYTES = ctypes.c_char * 0
+from ._held import Part
+from ._leaves.base import ArrayKind, Facts
+from ._leaves.dtensors import world_size_of_torch
+from ._leaves.parts import describe_part
+from ._leaves.registry import describe, families, kind_of
+from ._shards import LOAD, SAVE, Shard, check_destinations, pack, packed_keys, span_of
 
 
-def families() -> Dict[type, str]:
-    """Types whose leaves are looked at by columns. Exactly these: what is derived from them may be
-    more than its memory."""
-    found: Dict[type, str] = {}
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found[torch.Tensor] = found[torch.nn.Parameter] = _TENSORS
-        dtensor = dtensor_type()
-        if dtensor is not None:
-            found[dtensor] = _DTENSORS
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        found[numpy.ndarray] = found[numpy.memmap] = _ARRAYS
-    return found
+class _Rows:
+    """The rows to describe: each is a leaf, or a part of one."""
 
+    def __init__(self, items: Iterable[Tuple[str, Any]]) -> None:
+        self.keys = [key for key, _ in items]
+        self.leaves = [leaf for _, leaf in items]
+        self.parts: Optional[List[Optional[Part]]] = None  # None: no row is a part.
+        self.types = list(map(type, self.leaves))
+        if not set(self.types) <= families().keys():
+            self._take_apart()
 
-def bases(leaves: Sequence[Any]) -> Optional[List[int]]:
-    """Where the memory of leaves of one family begins; None where they are of several or none."""
-    known = families()
-    found = {known.get(kind) for kind in set(map(type, leaves))}
-    family = found.pop() if len(found) == 1 else None
-    try:
-        if family == _ARRAYS:
-            return _array_bases(leaves)
-        if family is not None:
-            tensors = leaves if family == _TENSORS else map(_LOCAL, leaves)
-            return list(map(sys.modules["torch"].Tensor.data_ptr, tensors))
-    except RuntimeError:  # Sparse, and so on.
-        pass
-    return None
+    def _take_apart(self) -> None:
+        rows: List[Tuple[str, Any, Optional[Part]]] = []
+        for key, leaf in zip(self.keys, self.leaves):
+            kind = kind_of(leaf)
+            parts = kind.parts(leaf) if isinstance(kind, ArrayKind) else None
+            if parts is None:
+                rows.append((key, leaf, None))
+            else:
+                rows.extend((key, part.data, part) for part in parts)
+        if any(part is not None for _, _, part in rows):
+            self.keys = [key for key, _, _ in rows]
+            self.leaves = [leaf for _, leaf, _ in rows]
+            self.parts = [part for _, _, part in rows]
+            self.types = list(map(type, self.leaves))
 
+    def places(self, members: Sequence[int]) -> List[Any]:
+        """`Part.place` of each member, None for a member that is not a part. Empty if no row is a part."""
+        parts = self.parts
+        if parts is None:
+            return []
+        return [part and part.place for part in map(parts.__getitem__, members)]
 
-def local_tensors(leaves: Iterable[Any]) -> List[Any]:
-    """The tensors of PyTorch among them; of DTensors, those that have the memory."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    plain = (torch.Tensor, torch.nn.Parameter)
-    found: List[Any] = []
-    for leaf in leaves:
-        if type(leaf) in plain:
-            found.append(leaf)
-        elif isinstance(leaf, Shards):
-            found += [part.data for part in leaf.parts]
-        else:
-            found.append(getattr(leaf, "_local_tensor", leaf))
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-
-
-def _array_bases(arrays: Sequence[Any]) -> List[int]:
-    try:
-        return list(map(ctypes.addressof, map(_NO_BYTES.from_buffer, arrays)))
-    except (TypeError, ValueError, BufferError):
-        # Not to be written to, with gaps, or of ml_dtypes' elements: four times as slow.
-        return [a.__array_interface__["data"][0] for a in arrays]
+    def describe(self, i: int, purpose: str, world_size: Optional[int]) -> List[Shard]:
+        part = self.parts[i] if self.parts is not None else None
+        if part is not None:
+            return [describe_part(self.keys[i], part, purpose)]
+        return describe(self.keys[i], self.leaves[i], purpose, world_size)
 
 
 class _Family:
-    """Leaves of one family: all that their descriptions depend on, and where they are.
+    """Rows whose leaves are of one kind, with their common `Facts` and their base addresses.
 
-    `members`: their places among all leaves. `like`: a list for each thing asked; leaves that are
-    equal in all of them have one description but for their addresses, where their storage is as long
-    as that needs. `storage`: offsets in it and its sizes, of tensors. `like` None: these lists do not
-    say all that there is to one of the leaves, so that each must be described by itself.
+    `members`: their indices among all rows. `facts` None: each leaf must be described by itself.
     """
 
     def __init__(
-        self, family: Optional[str], members: Sequence[int], leaves: Sequence[Any], purpose: str
+        self, kind: Optional[ArrayKind], members: Sequence[int], rows: _Rows, purpose: str
     ) -> None:
-        self.family = family
+        self.kind = kind
         self.members = members
         self.loads = purpose == LOAD
-        self.like: Optional[List[List[Any]]] = None
-        self.storage: List[List[int]] = []
+        self.places = rows.places(members)
+        self.facts: Optional[Facts] = None
         self.bases: List[int] = []
-        try:
-            if family == _ARRAYS:
-                self.bases = _array_bases(leaves)
-                self.like = [
-                    [a.dtype for a in leaves],
-                    _shared(a.shape for a in leaves),
-                    _shared(a.strides for a in leaves),
-                    [a.flags.writeable for a in leaves],
-                ]
-            elif family is not None:
-                self._look_at_tensors(leaves)
-        except RuntimeError:  # Sparse, nested, within a transform of torch.func, ...
-            self.like = None
+        found = None
+        if kind is not None:
+            try:
+                found = kind.examine([rows.leaves[i] for i in members], self.loads)
+            except RuntimeError:  # Sparse or nested tensors, transforms of torch.func, ...
+                pass
+        if found is not None:
+            self.facts, self.bases = found
 
-    def _look_at_tensors(self, leaves: Sequence[Any]) -> None:
-        tensors = self._local(leaves)
-        if tensors is None or any(not t.is_cpu or t.is_neg() or t.is_conj() for t in tensors):
-            return
-        self.storage = [
-            [t.storage_offset() for t in tensors],
-            [t.untyped_storage().nbytes() for t in tensors],
-        ]
-        self.bases = [t.data_ptr() for t in tensors]
-        like: List[List[Any]] = [
-            [t.dtype for t in tensors],
-            _shared(t.shape for t in tensors),
-            _shared(t.stride() for t in tensors),
-        ]
-        if self.family == _DTENSORS:
-            like += _placed(leaves)
-            kinds = set(map(type, itertools.chain.from_iterable(like[-2])))
-            if any(kind.__hash__ is None for kind in kinds):  # None that is known here.
-                return
-        self.like = like
-
-    def _local(self, leaves: Sequence[Any]) -> Optional[Sequence[Any]]:
-        """The tensors that have the memory; None where those of DTensors are no plain ones, or some
-        may not be written to."""
-        torch = sys.modules["torch"]
-        tensors = leaves
-        if self.family == _DTENSORS:
-            tensors = list(map(_LOCAL, leaves))
-            if set(map(type, tensors)) != {torch.Tensor}:
-                return None
-        if self.loads and not torch.is_inference_mode_enabled():
-            if any(map(torch.Tensor.is_inference, tensors)):
-                return None
-        return tensors
-
-    def again(self, leaves: Sequence[Any]) -> Optional[List[int]]:
-        """Where other leaves of the same types are; None where more than that has changed."""
-        if self.like is None:
+    def new_addresses(self, rows: _Rows) -> Optional[List[int]]:
+        """Base addresses of the leaves of other rows of the same types; None: more than the addresses changed."""
+        if self.kind is None or self.facts is None or self.places != rows.places(self.members):
             return None
+        whole = len(self.members) == len(rows.leaves)
+        leaves = rows.leaves if whole else [rows.leaves[i] for i in self.members]
         try:
-            if self.family == _ARRAYS:
-                same = [
-                    a
-                    for a, dtype, shape, strides, writeable in zip(leaves, *self.like)
-                    if a.dtype == dtype
-                    and a.shape == shape
-                    and a.strides == strides
-                    and a.flags.writeable == writeable
-                ]
-                return _array_bases(leaves) if len(same) == len(leaves) else None
-            tensors = self._local(leaves)
-            if tensors is None or (
-                self.family == _DTENSORS and _placed(leaves) != self.like[3:]
-            ):
-                return None
-            # In one go: tensors lie apart, and each is fetched into the cache once.
-            found = [
-                t.data_ptr()
-                for t, dtype, shape, strides, offset, size in zip(
-                    tensors, *self.like[:3], *self.storage
-                )
-                if t.dtype is dtype
-                and t.shape == shape
-                and t.stride() == strides
-                and t.storage_offset() == offset
-                # A tensor may reach past a storage that was cut.
-                and t.untyped_storage().nbytes() == size
-                and t.is_cpu
-                and not t.is_neg()
-                and not (dtype.is_complex and t.is_conj())
-            ]
+            return self.kind.new_addresses(leaves, self.loads, self.facts)
         except RuntimeError:
             return None
-        return found if len(found) == len(leaves) else None
+
+    def signatures(self) -> Optional[Iterable[Tuple[Any, ...]]]:
+        """A tuple for each row; rows with equal tuples have the same shards. None: there are no facts."""
+        if self.facts is None:
+            return None
+        return zip(*self.facts.like, *([self.places] if self.places else []))
 
     def rooms(self) -> Sequence[float]:
-        """Bytes from the base of each leaf to the end of its storage."""
-        if self.like is None or not self.storage:
+        """Bytes from the base address of each leaf to the end of its storage; infinity if there are no facts."""
+        if self.facts is None or not self.facts.storage:
             return [math.inf] * len(self.members)
         return [
             size - offset * dtype.itemsize
-            for dtype, offset, size in zip(self.like[0], *self.storage)
+            for dtype, offset, size in zip(self.facts.like[0], *self.facts.storage)
         ]
 
 
-def _shared(values: Iterable[Any]) -> List[Any]:
-    """A list of them, in which equal ones are one object: ten thousand tensors have few shapes, and
-    as many objects would call the garbage collector."""
-    first: Dict[Any, Any] = {}
-    return [first.setdefault(value, value) for value in values]
+class _RowFacts(NamedTuple):
+    """Facts of all rows: their types, and their families."""
 
-
-def _placed(dtensors: Sequence[Any]) -> List[List[Any]]:
-    shape = sys.modules["torch"].Tensor.shape.__get__
-    placed = [list(map(of, dtensors)) for of in (_PLACEMENTS, _MESH)]
-    return [_shared(map(shape, dtensors)), *placed]
-
-
-class _Seen(NamedTuple):
-    """Leaves, looked at: types of all, and facts by families."""
-
-    kinds: List[type]
+    types: List[type]
     families: List[_Family]
 
-    def again(self, leaves: Sequence[Any]) -> Optional[List[int]]:
-        """As `_Family.again`, of all."""
-        if self.kinds != list(map(type, leaves)):
+    def new_addresses(self, rows: _Rows) -> Optional[List[int]]:
+        """As `_Family.new_addresses`, for all rows."""
+        if self.types != rows.types:
             return None
         if len(self.families) == 1:
-            return self.families[0].again(leaves)
-        found = [0] * len(leaves)
+            return self.families[0].new_addresses(rows)
+        found = [0] * len(rows.leaves)
         for family in self.families:
-            bases = family.again([leaves[i] for i in family.members])
+            bases = family.new_addresses(rows)
             if bases is None:
                 return None
             for i, base in zip(family.members, bases):
@@ -248,45 +136,41 @@ class _Seen(NamedTuple):
         return found
 
     def bases(self) -> List[int]:
-        """Of all leaves in their order; 0 where shards have addresses of their own."""
-        found = [0] * len(self.kinds)
+        """Base addresses in the order of the rows; 0 for leaves that were described by themselves."""
+        found = [0] * len(self.types)
         for family in self.families:
             for i, base in zip(family.members, family.bases):
                 found[i] = base
         return found
 
 
-def _look(leaves: Sequence[Any], purpose: str) -> _Seen:
-    kinds = list(map(type, leaves))
+def _collect_facts(rows: _Rows, purpose: str) -> _RowFacts:
     known = families()
-    members: Dict[Optional[str], List[int]] = {}
-    for i, kind in enumerate(kinds):
+    members: Dict[Optional[ArrayKind], List[int]] = {}
+    for i, kind in enumerate(rows.types):
         members.setdefault(known.get(kind), []).append(i)
-    return _Seen(
-        kinds,
-        [_Family(name, of, [leaves[i] for i in of], purpose) for name, of in members.items()],
-    )
+    return _RowFacts(rows.types, [_Family(kind, of, rows, purpose) for kind, of in members.items()])
 
 
-# ---- Layouts that are used again -----------------------------------------------------------------
+# ---- Layouts -----------------------------------------------------------------------------------------
 
 
 class _Template:
-    """What leaves that are alike have in common: their shards but for keys and addresses."""
+    """The shards of rows that are alike, without keys and addresses."""
 
     __slots__ = ("count", "offsets", "reach", "spans", "words")
 
     def __init__(self, shards: Sequence[Shard], base: int) -> None:
         self.count = len(shards)
         self.words = pack([shard._replace(address=0) for shard in shards])[1]
-        # Of the address of each shard from that of the leaf; -1: it has none.
+        # Offset of the address of each shard from the base of the leaf; -1: the shard has no address.
         self.offsets = tuple(shard.address - base if shard.address else -1 for shard in shards)
-        # Its first and last byte + 1, from its address on.
+        # First byte and end of each shard, relative to its address.
         self.spans = [
             (begin - shard.address, end - shard.address)
             for shard, (begin, end) in zip(shards, map(span_of, shards))
         ]
-        # So many bytes a storage must have from the base on.
+        # Bytes that the storage must have from the base on.
         self.reach = max(
             (offset + span[1] for offset, span in zip(self.offsets, self.spans) if offset >= 0),
             default=0,
@@ -294,27 +178,20 @@ class _Template:
 
 
 class Layout:
-    """The shards of a state dict without their addresses: what stays from step to step.
+    """The shards of a state dict without their addresses, which stay the same from step to step.
 
-    `handle` is the caller's (its tm_layout). Immutable otherwise. Holds none of the leaves that it
-    was made of, but those that were described by themselves, or what was made of them (`owners`):
-    where there are such, the layout is for once.
+    Immutable, except `handle`, which belongs to the caller (its tm_layout). Keeps no leaf alive, except leaves
+    that were described by themselves, or copies of them (`owners`). A layout with owners is not reused.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[str],
-        leaves: Sequence[Any],
-        purpose: str = SAVE,
-        world_size: Optional[int] = None,
-    ) -> None:
-        """Errors of `describe`, and of `check_destinations`."""
+    def __init__(self, rows: _Rows, purpose: str, world_size: Optional[int]) -> None:
+        """Errors as of `describe` and `check_destinations`."""
         self.purpose = purpose
         self.handle: Any = None
         self.owners: List[Any] = []
-        self._seen = _look(leaves, purpose)
-        templates = self._templates(keys, leaves, world_size)
-        # Of each leaf, that of the address of each of its shards from its own.
+        self._seen = _collect_facts(rows, purpose)
+        templates = self._templates(rows, world_size)
+        # For each row, the offsets of its shards from its base.
         self._offsets = [template.offsets for template in templates]
         self._simple = set(self._offsets) <= {(0,)}
         self._absent = sum(offsets.count(-1) for offsets in self._offsets)
@@ -322,60 +199,58 @@ class Layout:
         self._lows, self._highs = [low for low, _ in spans], [high for _, high in spans]
         self.words = array.array("q")
         own: List[str] = []
-        for key, template in zip(keys, templates):
+        for key, template in zip(rows.keys, templates):
             self.words += template.words
             own += [key] * template.count
         self.keys, self.count = packed_keys(own), len(own)
-        # Of the leaves that it was made of; for whoever makes it.
+        # The addresses of the leaves that the layout was made of.
         self.first = self._addresses(self._seen.bases())
         if purpose == LOAD and not self._distinct(self.first):
             check_destinations(
                 [
                     shard
-                    for key, leaf in zip(keys, leaves)
-                    for shard in describe(key, leaf, purpose, world_size)
+                    for i in range(len(rows.keys))
+                    for shard in rows.describe(i, purpose, world_size)
                 ]
             )
 
-    def _templates(
-        self, keys: Sequence[str], leaves: Sequence[Any], world_size: Optional[int]
-    ) -> List[_Template]:
-        """Of each leaf. Of leaves that are alike only the first is described."""
+    def _templates(self, rows: _Rows, world_size: Optional[int]) -> List[_Template]:
+        """The template of each row. Only the first of the rows that are alike is described."""
         found: Dict[int, _Template] = {}
         for family in self._seen.families:
-            if family.like is None:
+            likes = family.signatures()
+            if likes is None:
                 for i in family.members:
-                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
+                    shards = rows.describe(i, self.purpose, world_size)
                     self.owners += [shard.owner for shard in shards]
                     found[i] = _Template(shards, 0)
                 continue
             alike: Dict[Any, _Template] = {}
-            rows = zip(family.members, zip(*family.like), family.bases, family.rooms())
-            for i, like, base, room in rows:
+            for i, like, base, room in zip(family.members, likes, family.bases, family.rooms()):
                 template = alike.get(like)
                 if template is None or template.reach > room or (template.reach and not base):
-                    # With too little memory it is refused by name.
-                    shards = describe(keys[i], leaves[i], self.purpose, world_size)
+                    # A leaf with too little memory is described by itself, which refuses it by name.
+                    shards = rows.describe(i, self.purpose, world_size)
                     template = alike[like] = _Template(shards, base)
                 found[i] = template
-        return [found[i] for i in range(len(leaves))]
+        return [found[i] for i in range(len(rows.keys))]
 
-    def keep_little(self) -> None:
-        """Before it is kept for later."""
+    def drop_addresses(self) -> None:
+        """Drops the addresses. Called before the layout is kept."""
         self.first = []
         for family in self._seen.families:
             family.bases = []
 
-    def addresses(self, leaves: Sequence[Any]) -> Optional[List[int]]:
-        """The addresses of all shards where leaves are as those that the layout was made of, but for
-        where they lie; None where they are not, so that a new layout is needed."""
-        bases = self._seen.again(leaves)
+    def addresses(self, rows: _Rows) -> Optional[List[int]]:
+        """The addresses of all shards, if the leaves differ from those of the layout only in their addresses. None:
+        a new layout is needed."""
+        bases = self._seen.new_addresses(rows)
         if bases is None:
             return None
         found = self._addresses(bases)
-        if found.count(0) != self._absent:  # Memory that was freed.
+        if found.count(0) != self._absent:  # The memory of a leaf was freed.
             return None
-        # Whether destinations overlap the careful way of a new layout says, and by name.
+        # If destinations may overlap, a new layout checks them exactly, and reports them by name.
         return None if self.purpose == LOAD and not self._distinct(found) else found
 
     def _addresses(self, bases: List[int]) -> List[int]:
@@ -388,14 +263,14 @@ class Layout:
         ]
 
     def _distinct(self, addresses: Sequence[int]) -> bool:
-        """Whether no two spans overlap: the begins and the ends, each in order, alternate."""
+        """Whether no two spans overlap: in order, each end is at most the next begin."""
         begins = sorted(map(operator.add, addresses, self._lows))
         ends = sorted(map(operator.add, addresses, self._highs))
         return all(map(operator.le, ends, itertools.islice(begins, 1, None)))
 
 
 class LayoutCache:
-    """The last layouts, by what they were for and the keys that they have. Thread-compatible."""
+    """The last layouts, by purpose, world size and keys. Not thread-safe."""
 
     def __init__(self, capacity: int = 8) -> None:
         self._capacity = capacity
@@ -407,23 +282,22 @@ class LayoutCache:
         purpose: str = SAVE,
         world_size: Optional[int] = None,
     ) -> Tuple[Layout, array.array[int], bool]:
-        """The layout of `Flat.items()`, the addresses of its shards, and whether it was known.
-        Errors as of `Layout`. The leaves must live until the save or load has ended."""
+        """The layout of `FlatTree.items()`, the addresses of its shards, and whether the layout was known.
+        The leaves must live until the save or load has ended. Errors as of `Layout`."""
         if world_size is None and "torch.distributed" in sys.modules:
             world_size = world_size_of_torch()
-        keys = tuple([key for key, _ in items])
-        leaves = [leaf for _, leaf in items]
-        name = (purpose, world_size, keys)
+        rows = _Rows(items)
+        name = (purpose, world_size, tuple(rows.keys))
         layout = self._layouts.get(name)
         if layout is not None:
-            found = layout.addresses(leaves)
+            found = layout.addresses(rows)
             if found is not None:
                 self._layouts.move_to_end(name)
                 return layout, array.array("Q", found), True
-        layout = Layout(keys, leaves, purpose, world_size)
+        layout = Layout(rows, purpose, world_size)
         found = layout.first
         if not layout.owners:
-            layout.keep_little()
+            layout.drop_addresses()
             self._layouts[name] = layout
             self._layouts.move_to_end(name)
             while len(self._layouts) > self._capacity:

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from glob import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
-from tensormount import _abi, _key_map, _layouts, _shards, _tree
+from tensormount import _abi, _key_map, _shards, _tree
+from tensormount._checkpoint import open as open_checkpoint
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
+from tensormount._leaves import ObjectPart, registry
 from tensormount._progress import Progress, check_progress
-from tensormount._save import _choice, _group, _numbers, _verdict, flag
+from tensormount._save import _await_verdict, _choice_number, _group, flag
 from tensormount._state import (
     UNKNOWN_PATH,
+    FailedState,
     State,
-    Unmade,
     cache_of,
     path_bytes,
     take_json,
@@ -39,14 +42,14 @@ else:
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-_STRICT = ("raise", "log", "return", "ignore")  # From 1; 0 is the default of the library.
+_STRICT = ("raise", "log", "return", "ignore")  # The library counts from 1; 0 is its default.
 _VERIFY = ("auto", "off", "leaves")
 _PATHS = ("auto", "direct", "exchange")
 _VIA = ("auto", "host", "devices")
 _GROW = ("error", "zero", "keep")
 _GRID = ("error", "by-index", "first", "skip")
-_FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT
-# Of two stored tensors at a time.
+_FAILURES = {_abi.TM_INVALID_ARGUMENT: LayoutError}
+# Bytes of two stored tensors that are compared at a time.
 _COMPARED_BYTES = 4 << 20
 
 _fnmatch = ctypes.CDLL(None).fnmatch
@@ -54,20 +57,21 @@ _fnmatch.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
 
 
 class Loaded:
-    """What a load found besides the bytes, which are in the request's tensors.
+    """The result of a load. The bytes are in the request's tensors.
 
-    state       the request, with the plain values of the checkpoint in place of its own.
-    kept        paths of plain values that the checkpoint has none for: the request's stayed.
-                Not empty only where `not_stored` or `strict_exempt` let the load go on without.
-    report      numbers as a dict: bytes_wanted, bytes_read, plan_seconds, ...
-    uuid        of the checkpoint.
-    common      plain values by name; rank_common: those of single ranks of the save.
-    metadata    what the application said about the checkpoint as a whole.
-    objects     bytes that were asked for, by (key, index).
-    not_stored, not_requested   keys on one side only, where those options said "return". Of tensors
-                and, in not_stored, of plain values ("optim.param_groups.0.lr"). In not_stored also what
-                `optional` of tensormount.torch.load let be absent.
-    skipped     keys of which nothing was loaded, by a rule; converted: whose elements were.
+    state       the request, with plain values of the checkpoint in place of its own.
+    kept        paths of plain values of the request that are not stored and kept their values. Only
+                `not_stored` or `strict_exempt` allow that.
+    report      numbers, as a dict: bytes_wanted, bytes_read, plan_seconds, ...
+    uuid        the uuid of the checkpoint.
+    common      plain values by name; rank_common: the values of single ranks of the save.
+    metadata    values that describe the checkpoint as a whole.
+    objects     the requested bytes, by (key, index).
+    not_stored  with `not_stored="return"` the requested tensors and plain values that are not stored
+                ("optim.param_groups.0.lr"), and keys that `optional` of tensormount.torch.load let be absent.
+    not_requested   with `not_requested="return"` the stored tensors that no rank requested.
+    skipped     keys of which nothing was loaded, by a rule.
+    converted   keys whose elements were converted, by a rule.
     uncovered   cells that the stored tensor lacks, by a rule: (key, begin, extent, zeroed).
     """
 
@@ -84,7 +88,7 @@ class Loaded:
     skipped: list[str]
     converted: list[str]
     uncovered: list[tuple[str, tuple[int, ...], tuple[int, ...], bool]]
-    # What this rank asked for and is not stored, whatever `not_stored` says.
+    # Names that this rank requested and that are not stored, for any value of `not_stored`.
     _absent: frozenset[str]
 
     def __repr__(self) -> str:
@@ -92,8 +96,7 @@ class Loaded:
 
 
 class LoadOptions(TypedDict, total=False):
-    """What `load`, `async_load` and those of tensormount.torch take by name; `load` says what each
-    means."""
+    """Options of `load`, `async_load` and tensormount.torch.load; see `load`."""
 
     not_stored: str
     not_requested: str
@@ -113,7 +116,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class LoadJob(Job):
-    """A load in the background; of `async_load`."""
+    """A background load, made by `async_load`."""
 
     _word = "load"
     _wait_function = "tm_load_job_wait"
@@ -122,19 +125,19 @@ class LoadJob(Job):
     _free_function = "tm_load_job_free"
     _failures = _FAILURES
 
-    _asked: _Asked
+    _request: _LoadRequest
 
     def bytes_read(self) -> int:
-        """From storage, by this rank so far. Never waits."""
+        """Bytes that this rank has read from storage so far. Never waits."""
         self._check_process()
         return int(self._lib.tm_load_job_bytes_read(self._address))
 
-    def _moved(self) -> tuple[int, int]:
-        return self.bytes_read(), self._asked.bytes()
+    def _bytes_done(self) -> tuple[int, int]:
+        return self.bytes_read(), self._request.bytes()
 
     def _take_report(self, address: int) -> Loaded:
         try:
-            return _loaded(self._lib, address, self._asked)
+            return _loaded(self._lib, address, self._request)
         finally:
             self._free_report(address)
 
@@ -143,12 +146,13 @@ class LoadJob(Job):
 
 
 class Rule:
-    """What a load may do for keys that match a glob ('*' crosses '/'), where the stored tensor or
-    object is another than the one asked for. The first rule that matches holds.
+    """Allows a load to differ from the stored tensor or object, for keys that match a glob.
 
-    shrink    extents asked for may be smaller: the tail is left out.
-    grow      extents asked for are larger: "error", "zero", or "keep" what the caller has there.
-    convert   elements may be converted to the dtype asked for.
+    The first rule that matches a key applies. '*' in the glob also matches '/'.
+
+    shrink    requested extents may be smaller: the tail is left out.
+    grow      requested extents are larger: "error", "zero", or "keep" the request's cells.
+    convert   elements may be converted to the requested dtype.
     grid      an object that is stored on another grid: "error", "by-index", "first", "skip".
     """
 
@@ -163,40 +167,40 @@ class Rule:
     ) -> None:
         self.keys = keys
         self.shrink = shrink
-        self.grow = _choice("grow", grow, _GROW)
+        self.grow = _choice_number("grow", grow, _GROW)
         self.convert = convert
-        self.grid = _choice("grid", grid, _GRID)
+        self.grid = _choice_number("grid", grid, _GRID)
 
 
-class _Asked:
-    """A request, as long as its load goes on."""
+class _LoadRequest:
+    """A request while its load is under way."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.objects: list[tuple[str, tuple[int, ...]]] = []
         self.group: Any = None
-        self.stored_uuid: Optional[str] = None  # Of the checkpoint that names were taken from.
+        self.stored_uuid: Optional[str] = None  # The checkpoint that this rank opened before the load.
         self._bytes: Optional[int] = None
-        self.flat: Optional[_tree.Flat] = None
+        self.flat: Optional[_tree.FlatTree] = None
         self.key_map: Optional[_key_map.Rules] = None
         self.optional: tuple[str, ...] = ()
         self.roots: Sequence[str] = ()
-        # Of what this rank asks for and is not stored under its name, plain values, and tensors that
-        # `key_map` renamed or dropped: all, and those that `not_stored` of the result names.
+        # Requested plain values that are not stored, and requested tensors that `key_map` renamed or dropped:
+        # all of them, and those that `Loaded.not_stored` reports.
         self.absent: list[str] = []
         self.missing: list[str] = []
 
     def values_of(self, stored: Any) -> Any:
         """The plain values of a checkpoint (`_stored_state`) under the names of the request."""
-        if self.key_map is None or self.flat is None or not self.flat.asks_for_values():
+        if self.key_map is None or self.flat is None or not self.flat.requests_values():
             return stored
         return _key_map.renamed_values(self.request, stored, self.key_map)
 
     def bytes(self) -> int:
-        """Of the tensors that this rank wants."""
+        """Bytes of the tensors that this rank wants."""
         if self._bytes is None:
             leaves = self.flat.items() if self.flat is not None else ()
-            self._bytes = sum(getattr(leaf, "_local_tensor", leaf).nbytes for _, leaf in leaves)
+            self._bytes = registry.nbytes_of(leaf for _, leaf in leaves)
         return self._bytes
 
 
@@ -210,42 +214,45 @@ def load(
     progress: Progress = None,
     **options: Unpack[LoadOptions],
 ) -> Loaded:
-    """Fills the tensors of `request` in place, whatever the sharding, the number of ranks and the
-    program that saved `source`. Collective: every rank of `group` calls it with what it wants.
+    """Loads a checkpoint into the tensors of `request`, in place.
 
-    request   a state dict like that which was saved, or a part of it: tensors to be filled, and
-              plain values, of which those of the checkpoint take the place (in dicts and lists in
-              place; tuples are exchanged).
-    source    "STORE/NAME", "STORE/latest", or what another program saved.
+    Collective: every rank of `group` calls it with what it wants. The number of ranks, the sharding and the
+    program that saved `source` may differ.
+
+    request   a state dict like the saved one, or a part of it. Its tensors are filled; its plain values
+              are replaced (in dicts and lists in place; a tuple is replaced as a whole).
+    source    "STORE/NAME", "STORE/latest", or a checkpoint of another program.
     group     Group; None: this process alone.
-    objects   keys of objects to load, as a list; (key, index) for a part of those on a grid.
-    key_map   rules that rename what is stored, tensors and plain values, to what `request` calls it, as
-              --map has them: [{"prefix": "model.", "to": ""}]. What they rename or drop is not stored
-              under its old name.
-    progress  called with the bytes that this rank has read and wants, while the call waits (others
-              may read some for it); True: a bar, where tqdm is installed.
+    objects   keys of objects to load; (key, index) for a part of an object on a grid.
+    key_map   rules that rename stored tensors and plain values to the names in `request`, as for --map:
+              [{"prefix": "model.", "to": ""}]. A key that a rule renames or drops is not stored under its
+              old name any more.
+    progress  called during the call with the bytes that this rank has read and wants (other ranks may read
+              some of them); True: draws a bar if tqdm is installed.
 
-    Options, which are the same on all ranks but for on_event, exchange_group and threads:
+    Options, which must be the same on all ranks, except on_event, exchange_group and threads:
 
-    not_stored, not_requested   "raise", "log", "return" or "ignore" tensors and plain values that
-              are asked for and absent, and tensors that nobody asks for. strict_exempt: globs of keys
-              ("extra.*") that count as neither.
-    rules     `Rule`s for shapes, dtypes and grids that differ; otherwise that is LayoutError.
-    validate  requests must cover every tensor exactly, as on a save.
-    verify    "auto", "leaves", "off"; method: "auto", "direct", "exchange"; exchange_group: ranks
-              with equal numbers exchange what they read; exchange_via: "host", "devices" (from
-              GPU to GPU by NCCL), "auto": that where much is exchanged and it can be.
-              docs/semantics.md.
-    threads   that read what this rank reads for itself; 0: as many as have a core each, with the
-              other ranks of the machine, at most 12.
-    roots     as of `open`.
-    liveness, arrival, total, on_event   as of `save`.
+    not_stored      "raise", "log", "return" or "ignore" requested tensors and plain values that are not
+                    stored.
+    not_requested   the same for stored tensors that no rank requests ("ignore").
+    strict_exempt   globs of keys ("extra.*") to which neither applies.
+    rules     `Rule`s that allow other shapes, dtypes and grids; otherwise these are a LayoutError.
+    validate  True: the requests must cover every tensor exactly, as in a save.
+    verify    "auto", "leaves", "off": which hashes prove the bytes (docs/loading.md, also on `method`).
+    method    "auto", "direct": each rank reads for itself; "exchange": ranks send each other the data that they read.
+    exchange_group   ranks with equal numbers exchange with each other.
+    exchange_via     "host"; "devices": from GPU to GPU by NCCL; "auto": devices if much is exchanged and it
+                     is possible.
+    threads   threads for reads of this rank; 0: its share of the cores of the machine, at most 12.
+    roots     as for `open`.
+    liveness, arrival, total, on_event   as for `save`.
 
     Returns `Loaded`. Raises KeyNotFoundError for keys that are not stored, CheckpointNotFoundError,
     LayoutError (another shape or dtype; one tensor under two keys whose stored tensors differ; a value
-    that cannot be read), DataLossError, PeerTimeout, PeerLost, CancelledError. After an exception the
-    contents of the tensors are undefined; after one that a signal raised they are still written to
-    until the read that is under way has ended.
+    that cannot be read), DataLossError, PeerTimeout, PeerLost, CancelledError.
+
+    After an exception the contents of the tensors are undefined. After an exception from a signal handler
+    they may be written to until the read under way has ended.
 
         >>> import numpy, tensormount as tm
         >>> state = {"w": numpy.zeros((16, 32), "f4")}
@@ -267,15 +274,18 @@ def async_load(
     key_map: Optional[_key_map.Rules] = None,
     **options: Unpack[LoadOptions],
 ) -> LoadJob:
-    """As `load`, in the background: returns at once. The tensors are the load's until the verdict.
-    Loads of one group run one after the other, in the order of the calls."""
+    """Loads in the background: returns a LoadJob at once.
+
+    Parameters and options as for `load`. The tensors belong to the load until its verdict. Loads of one
+    group run one after the other, in the order of the calls.
+    """
     job, own = _begin(request, source, group, objects, key_map, options)
     if own is not None:
         job._refuse(own)
     return job
 
 
-# ---- How -----------------------------------------------------------------------------------------
+# ---- Implementation -----------------------------------------------------------------------------------------
 
 
 def load_with(
@@ -289,10 +299,10 @@ def load_with(
     progress: Progress = None,
     optional: Optional[Sequence[str]] = None,
 ) -> Loaded:
-    """As `load`. `request` may be Unmade. `optional`: globs of keys that count as `strict_exempt` does,
-    but `not_stored` of the result names them; a KeyNotFoundError then says that there are such globs."""
+    """As `load`. `request` may be FailedState. `optional`: globs of keys that are exempt as by `strict_exempt`, but
+    reported in `Loaded.not_stored`. If it is given, the message of KeyNotFoundError mentions the option."""
     job, own = _begin(request, source, group, objects, key_map, options, optional, progress)
-    loaded: Loaded = _verdict(job, own, progress)
+    loaded: Loaded = _await_verdict(job, own, progress)
     return loaded
 
 
@@ -309,7 +319,7 @@ def _begin(
     group = _group(group)
     with group._handle() as handle:
         policy = _ValuePolicy("raise", (), None)
-        asked = _Asked(request)
+        pending = _LoadRequest(request)
         try:
             options = options.copy()
             exempt = globs("strict_exempt", options.get("strict_exempt") or ())
@@ -321,19 +331,19 @@ def _begin(
             given = read_options(**options)
             path_bytes(source)
             check_progress(progress)
-            asked.roots = options.get("roots") or ()
+            pending.roots = options.get("roots") or ()
         except Exception as error:
             if group.size == 1:
                 raise
-            # The load begins all the same, to fail on all ranks.
-            given, source, asked = read_options(), UNKNOWN_PATH, _Asked(Unmade(error))
-        asked.group, asked.key_map = group, key_map
-        built, own = _build(asked, source, objects, policy)
-        return start(built, source, group, handle, given, asked), own
+            # The load still begins, so that it fails on all ranks.
+            given, source, pending = read_options(), UNKNOWN_PATH, _LoadRequest(FailedState(error))
+        pending.group, pending.key_map = group, key_map
+        built, own = _build(pending, source, objects, policy)
+        return start(built, source, group, handle, given, pending), own
 
 
 def globs(name: str, given: Any) -> tuple[str, ...]:
-    """An option that is a list of globs. A text alone would be taken for a list of letters."""
+    """Checks an option that is a list of globs. A str is refused: it would be taken for a list of characters."""
     if isinstance(given, (str, bytes)):
         raise InvalidArgumentError(f"{name}={given!r}: a list of globs was expected: {name}=[{given!r}]")
     found = tuple(given)
@@ -343,22 +353,22 @@ def globs(name: str, given: Any) -> tuple[str, ...]:
 
 
 def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
-    """tm_load_options, and what it points to. TypeError for an option that there is not."""
+    """tm_load_options, and the objects that they point to. TypeError: an unknown option."""
     unknown = options.keys() - LoadOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a load has no option {', '.join(sorted(unknown))}")
     given = _abi.LoadOptions(struct_size=ctypes.sizeof(_abi.LoadOptions))
     kept: list[Any] = []
-    given.not_stored = 1 + _choice("not_stored", options.get("not_stored", "raise"), _STRICT)
-    given.not_requested = 1 + _choice(
+    given.not_stored = 1 + _choice_number("not_stored", options.get("not_stored", "raise"), _STRICT)
+    given.not_requested = 1 + _choice_number(
         "not_requested", options.get("not_requested", "ignore"), _STRICT
     )
     given.strict_exempt, given.strict_exempt_count = texts(options.get("strict_exempt", ()), kept)
     given.validate = flag("validate", options.get("validate", False))
-    given.verify = _choice("verify", options.get("verify", "auto"), _VERIFY)
-    given.path = _choice("method", options.get("method", "auto"), _PATHS)
+    given.verify = _choice_number("verify", options.get("verify", "auto"), _VERIFY)
+    given.path = _choice_number("method", options.get("method", "auto"), _PATHS)
     given.exchange_group = options.get("exchange_group", 0)
-    given.exchange_via = _choice("exchange_via", options.get("exchange_via", "auto"), _VIA)
+    given.exchange_via = _choice_number("exchange_via", options.get("exchange_via", "auto"), _VIA)
     given.threads = options.get("threads", 0)
     given.roots, given.root_count = texts(options.get("roots", ()), kept)
     rules = options.get("rules", ())
@@ -380,40 +390,42 @@ def read_options(**options: Unpack[LoadOptions]) -> tuple[Any, list[Any]]:
 
 
 def _build(
-    asked: _Asked,
+    pending: _LoadRequest,
     source: PathLike,
     objects: Iterable[Union[str, tuple[str, tuple[int, ...]]]],
     policy: _ValuePolicy,
 ) -> tuple[State, Optional[BaseException]]:
     built = State()
-    group = asked.group
-    asked.optional = policy.optional or ()
+    group = pending.group
+    pending.optional = policy.optional or ()
     try:
-        if isinstance(asked.request, Unmade):
-            raise asked.request.error
+        if isinstance(pending.request, FailedState):
+            raise pending.request.error
         if isinstance(objects, str):
             raise InvalidArgumentError(f"objects={objects!r}: a list of keys was expected")
         for wanted in objects:
             key, index = (wanted, ()) if isinstance(wanted, str) else wanted
             built.want_object(key, index)
-            asked.objects.append((key, tuple(index)))
-        with _look(source, asked.roots) as stored:
+            pending.objects.append((key, tuple(index)))
+        with _try_open(source, pending.roots) as stored:
             keys = stored.keys() if stored is not None else []
             values = stored._values() if stored is not None else {}
             names = stored._stored_names(values, frozenset(keys)) if stored is not None else {}
             renamed = None
-            if asked.key_map is not None:
-                renamed = _key_map.KeyMap(asked.key_map, keys, names)
-            flat = _tree.flatten(asked.request, renamed or names, frozenset(keys))
-            flat, hidden = _without_hidden(flat)
-            asked.flat = flat
+            if pending.key_map is not None:
+                renamed = _key_map.KeyMap(pending.key_map, keys, names)
+            flat = _tree.flatten(pending.request, renamed or names, frozenset(keys), _shards.LOAD)
+            flat, hidden = _split_hidden(flat)
+            pending.flat = flat
             if stored is not None:
                 _check_merged(flat, stored, group.size)
-                if hidden or flat.asks_for_values():
+                if hidden or flat.requests_values():
                     there = keys if renamed is None else renamed.new_names()
-                    _look_for_missing(asked, stored, values, hidden, there, policy)
-                if names or renamed is not None or flat.merged or flat.asks_for_values():
-                    asked.stored_uuid = stored.uuid
+                    _check_missing(pending, stored, values, hidden, there, policy)
+                if names or renamed is not None or flat.merged or flat.requests_values():
+                    pending.stored_uuid = stored.uuid
+        for key, part in flat.objects():
+            built.want_object(key, part.index, part.grid)
         built.add_tensors(flat.items(), _shards.LOAD, cache_of(group), group.size)
     except Exception as error:
         built.fail(error)
@@ -422,10 +434,8 @@ def _build(
 
 
 @contextlib.contextmanager
-def _look(source: PathLike, roots: Sequence[str]) -> Iterator[Any]:
-    """The checkpoint, opened; None where it cannot be: the load says that, to all ranks."""
-    from tensormount._checkpoint import open as open_checkpoint
-
+def _try_open(source: PathLike, roots: Sequence[str]) -> Iterator[Any]:
+    """The opened checkpoint. None: it cannot be opened, which the load itself reports to all ranks."""
     try:
         checkpoint = open_checkpoint(source, roots=roots)
     except Error:
@@ -436,49 +446,49 @@ def _look(source: PathLike, roots: Sequence[str]) -> Iterator[Any]:
 
 
 class _ValuePolicy(NamedTuple):
-    """What `not_stored`, `strict_exempt` and `optional` say, for what the library does not see. `optional`
-    None: the caller has no such option."""
+    """The options `not_stored`, `strict_exempt` and `optional`, for names that the library does not see.
+    `optional` None: the caller has no such option."""
 
     not_stored: str
     exempt: tuple[str, ...]
     optional: Optional[tuple[str, ...]]
 
 
-def _without_hidden(flat: _tree.Flat) -> tuple[_tree.Flat, list[str]]:
-    """What the library is asked for, and the names of tensors that `key_map` renamed or dropped."""
+def _split_hidden(flat: _tree.FlatTree) -> tuple[_tree.FlatTree, list[str]]:
+    """The request for the library, and the requested names that `key_map` renamed or dropped."""
     hidden = {key for key in flat.tensors if key.startswith(_key_map.HIDDEN)}
     if not hidden:
         return flat, []
     tensors = {key: leaf for key, leaf in flat.tensors.items() if key not in hidden}
-    again = tuple(item for item in flat.again if item[0] not in hidden)
+    repeated = tuple(item for item in flat.repeated if item[0] not in hidden)
     names = sorted(key[len(_key_map.HIDDEN) :] for key in hidden)
-    return flat._replace(tensors=tensors, again=again), names
+    return flat._replace(tensors=tensors, repeated=repeated), names
 
 
-def _check_merged(flat: _tree.Flat, stored: Any, world_size: int) -> None:
-    """LayoutError where a request has one tensor under several keys, and the checkpoint has others under
-    these: one of them would be lost."""
+def _check_merged(flat: _tree.FlatTree, stored: Any, world_size: int) -> None:
+    """LayoutError: the request has one tensor under several keys, whose stored tensors differ, so that one of them
+    would be lost."""
     for keys in flat.merged:
         first, *others = (stored[key] for key in keys)
         for other in others:
             if not _same_cells(first, other, flat.tensors[keys[0]], world_size):
                 raise LayoutError(
-                    f"{first.key} and {other.key} are one tensor in the request and two different ones "
-                    f"in the checkpoint: ask for each in memory of its own, or leave one out "
+                    f"{first.key} and {other.key} share memory in the request, but are two different "
+                    f"tensors in the checkpoint: request each in memory of its own, or leave one out "
                     f'(key_map=[{{"drop": "{other.key}"}}])',
                     key=other.key,
                 )
 
 
 def _same_cells(a: Any, b: Any, leaf: Any, world_size: int) -> bool:
-    """Whether two stored tensors are the same. Where they have no digests, in the rows that `leaf` is."""
+    """Whether two stored tensors are equal. Without digests only the rows that `leaf` covers are compared."""
     if (a.dtype_name, a.shape) != (b.dtype_name, b.shape):
         return False
     if a.digest is not None and b.digest is not None:
         return bool(a.digest == b.digest)
     rows, begin, end = (a.shape[0] if a.shape else 1), a.nbytes, 0
     row = a.nbytes // rows if rows and a.nbytes % rows == 0 else 0
-    for shard in _shards.describe(a.key, leaf, _shards.LOAD, world_size):
+    for shard in registry.describe(a.key, leaf, _shards.LOAD, world_size):
         first, count = (shard.begin[0], shard.extent[0]) if row and shard.begin else (0, rows)
         begin = min(begin, first * row)
         end = max(end, (first + count) * row if row else a.nbytes)
@@ -489,30 +499,30 @@ def _same_cells(a: Any, b: Any, leaf: Any, world_size: int) -> bool:
     return True
 
 
-def _look_for_missing(
-    asked: _Asked,
+def _check_missing(
+    pending: _LoadRequest,
     stored: Any,
     values: Mapping[str, Any],
     hidden: Sequence[str],
     keys: Sequence[str],
     policy: _ValuePolicy,
 ) -> None:
-    """Plain values that are asked for and not stored, as the library finds tensors, and tensors that
-    `key_map` hides from it. KeyNotFoundError under "raise", before a byte is read, so that all ranks hear
-    of it. `keys`: of the stored tensors, as the request would name them."""
+    """Finds requested plain values that are not stored, and requested tensors that `key_map` hides from the
+    library, and treats them as `not_stored` says. Comes before the load begins, so that a KeyNotFoundError fails
+    it on all ranks. `keys`: names that a request can use for the stored tensors."""
     kept: list[Any] = []
-    ranks = stored._rank_values(asked.group.rank) or stored._rank_values(0)
-    _tree.refill(asked.request, asked.values_of(_stored_state(values, ranks)), kept)
-    asked.absent = list(dict.fromkeys([*hidden, *map(_tree.dotted, kept)]))
-    missing = unmatched(asked.absent, (*policy.exempt, *asked.optional))
-    named = set(matched(asked.absent, asked.optional))
+    ranks = stored._rank_values(pending.group.rank) or stored._rank_values(0)
+    _tree.refill(pending.request, pending.values_of(_stored_state(values, ranks)), kept)
+    pending.absent = list(dict.fromkeys([*hidden, *map(_tree.dotted, kept)]))
+    missing = unmatched(pending.absent, (*policy.exempt, *pending.optional))
+    named = set(matched(pending.absent, pending.optional))
     if policy.not_stored == "return":
         named.update(missing)
-    asked.missing = [name for name in asked.absent if name in named]
+    pending.missing = [name for name in pending.absent if name in named]
     if not missing or policy.not_stored in ("return", "ignore"):
         return
     objects = frozenset(stored.objects.names())
-    said = listed(missing, lambda name: _why_missing(name, objects, keys))
+    said = listed(missing, lambda name: _missing_text(name, objects, keys))
     if policy.not_stored == "raise":
         hint = "" if policy.optional is None else optional_hint(missing)
         raise KeyNotFoundError(f"{_abi.NOT_STORED}{said}{hint}", key=missing[0])
@@ -520,12 +530,12 @@ def _look_for_missing(
 
 
 def optional_hint(names: Sequence[str]) -> str:
-    """The end of a message about names that are not stored, for who has an option `optional`."""
+    """The end of a message about names that are not stored, for callers with an option `optional`."""
     shown = [escape(name) for name in names[:4]] + ["..."] * (len(names) > 4)
-    return f"; optional={shown} lets what is absent stay as it is"
+    return f"; optional={shown} allows them to be absent"
 
 
-def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str:
+def _missing_text(name: str, objects: Container[str], keys: Iterable[str]) -> str:
     if name in objects:
         return f"{name} (stored as an object, which is not unpickled)"
     if any(key == name or key.startswith(name + ".") for key in keys):
@@ -534,31 +544,31 @@ def _why_missing(name: str, objects: Container[str], keys: Iterable[str]) -> str
 
 
 def matched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that one of the globs matches, by the function that the library uses, so that both agree:
-    '*' crosses '/', and a backslash takes its meaning from the next character."""
+    """The names that match one of the globs, by fnmatch(3) as in the library: '*' also matches '/', and a
+    backslash escapes the next character."""
     packed = [pattern.encode() for pattern in patterns]
     return [name for name in names if any(_fnmatch(one, text(name), 0) == 0 for one in packed)]
 
 
 def unmatched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that none of the globs matches."""
+    """The names that match none of the globs."""
     names = list(names)
     found = set(matched(names, patterns))
     return [name for name in names if name not in found]
 
 
 def listed(names: Sequence[str], shown: Callable[[str], str] = str) -> str:
-    """For messages: the first names, each as `shown` has it, and how many more there are."""
+    """A list of names for messages: the first eight, each through `shown`, and the number of the others."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(map(shown, names[:8])) + more
 
 
-def check_same(looked_at: Optional[str], loaded: str) -> None:
-    """StaleError where the checkpoint that a rank looked at first was not the one that was loaded.
-    `looked_at`: its uuid; None: it looked at none, or that has no uuid."""
+def check_same_uuid(looked_at: Optional[str], loaded: str) -> None:
+    """StaleError: the checkpoint that this rank opened before the load is not the one that was loaded.
+    `looked_at`: the uuid of the former; None: none was opened, or it has no uuid."""
     if looked_at is not None and looked_at != loaded:
         raise StaleError(
-            "another checkpoint was published under that name while this rank looked at it: load again"
+            "the checkpoint was replaced while this rank read it: load again"
         )
 
 
@@ -568,78 +578,77 @@ def start(
     group: Any,
     handle: Any,
     options: tuple[Any, list[Any]],
-    asked: _Asked,
+    pending: _LoadRequest,
 ) -> LoadJob:
     given, kept = options
     job = begin(
-        LoadJob, _abi.library().tm_load_async, built, source, group, handle, given, kept, asked
+        LoadJob, _abi.library().tm_load_async, built, source, group, handle, given, kept, pending
     )
-    job._asked = asked
+    job._request = pending
     return job
 
 
-def _loaded(lib: Any, address: int, asked: _Asked) -> Loaded:
+def _loaded(lib: Any, address: int, pending: _LoadRequest) -> Loaded:
     found = Loaded()
-    numbers = _abi.LoadNumbers(struct_size=ctypes.sizeof(_abi.LoadNumbers))
-    status = lib.tm_load_report_numbers(address, ctypes.addressof(numbers))
-    if status:
-        _abi.fail(status)
-    found.report = _numbers(numbers)
-    found.report["plan_reused"] = bool(found.report["plan_reused"])
-    found.uuid = lib.tm_load_report_uuid(address).decode()
-    check_same(asked.stored_uuid, found.uuid)
+    said: dict[str, Any] = json.loads(_abi.get_text(lib.tm_load_report_json, address))
+    found.report = said["numbers"]
+    found.uuid = said["uuid"]
+    check_same_uuid(pending.stored_uuid, found.uuid)
     for name in ("not_stored", "not_requested", "skipped", "converted"):
-        setattr(found, name, _abi.get_list(getattr(lib, f"tm_load_report_{name}"), address))
-    objects = {key for key, _ in asked.objects}
+        setattr(found, name, said[name])
+    of_leaves = pending.flat.objects() if pending.flat is not None else []
+    objects = {key for key, _ in [*pending.objects, *of_leaves]}
     absent = [key for key in found.skipped if key not in objects]
-    found._absent = frozenset([*absent, *asked.absent])
-    told = [*found.not_stored, *matched(absent, asked.optional), *asked.missing]
+    found._absent = frozenset([*absent, *pending.absent])
+    told = [*found.not_stored, *matched(absent, pending.optional), *pending.missing]
     found.not_stored = list(dict.fromkeys(told))
-    found.uncovered = []
-    row = _abi.Uncovered(struct_size=ctypes.sizeof(_abi.Uncovered))
-    for i in range(lib.tm_load_report_uncovered_count(address)):
-        status = lib.tm_load_report_uncovered(address, i, ctypes.addressof(row))
-        if status:
-            _abi.fail(status)
-        found.uncovered.append(
-            (
-                row.key.decode("utf-8", "surrogateescape"),
-                tuple(row.begin[: row.rank]),
-                tuple(row.extent[: row.rank]),
-                bool(row.zeroed),
-            )
-        )
-    found.objects = {(key, index): _object(lib, address, key, index) for key, index in asked.objects}
+    found.uncovered = [
+        (cells["key"], tuple(cells["begin"]), tuple(cells["extent"]), cells["zeroed"])
+        for cells in said["uncovered"]
+    ]
+    found.objects = {(key, index): _object(lib, address, key, index) for key, index in pending.objects}
     values = take_json(lib.tm_load_report_common, address, None) or {}
-    ranks = _rank_values(lib, address, asked.group.rank)
+    ranks = _rank_values(lib, address, pending.group.rank)
     found.metadata = take_json(lib.tm_load_report_metadata, address) or {}
     structures = _tree.structures_of(values)
     found.common = _tree.plain_values(values, structures)
-    found.rank_common = {asked.group.rank: _tree.plain_values(ranks, structures, "rank")}
-    found.state, found.kept = asked.request, []
-    if asked.flat is None:
-        return found  # Of tensors alone, which were described one by one.
-    _written(asked.flat)
+    found.rank_common = {pending.group.rank: _tree.plain_values(ranks, structures, "rank")}
+    found.state, found.kept = pending.request, []
+    if pending.flat is None:
+        return found  # The request has only shards (the reader for DCP).
+    _mark_modified(pending.flat)
+    put = {
+        id(one.leaf): one.kind.put(one.leaf, _put_value(lib, address, one))
+        for one in pending.flat.registered
+        if one.held is not None and one.key not in found.skipped
+    }
     kept: list[Any] = []
-    found.state = _tree.refill(asked.request, asked.values_of(_stored_state(values, ranks)), kept)
+    stored = pending.values_of(_stored_state(values, ranks))
+    found.state = _tree.refill(pending.request, stored, kept, put)
     found.kept = [_tree.path_text(path) for path in kept]
-    _put_back(asked.request, found.state, _standing_twice(asked.request))
-    if type(asked.request) is type(found.state) and isinstance(asked.request, (dict, list)):
-        found.state = asked.request
+    _update_in_place(pending.request, found.state, _shared_containers(pending.request))
+    if type(pending.request) is type(found.state) and isinstance(pending.request, (dict, list)):
+        found.state = pending.request
     return found
 
 
-def _written(flat: _tree.Flat) -> None:
-    """Tells autograd of PyTorch that tensors have other values now: a graph that kept an old one
-    must not be used any more."""
-    import sys
-
-    torch = sys.modules.get("torch")
-    if torch is None:
+def _mark_modified(flat: _tree.FlatTree) -> None:
+    """Tells PyTorch's autograd that the tensors were changed in place, so that a backward pass that needs the old
+    values fails."""
+    tensors = registry.tensors_of(leaf for _, leaf in flat.items())
+    if not tensors:
         return
-    for local in _layouts.local_tensors(leaf for _, leaf in flat.items()):
-        if not local.is_inference():
-            torch.autograd.graph.increment_version(local)
+    import torch
+
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _put_value(lib: Any, address: int, one: _tree.RegisteredLeaf) -> Any:
+    """The stored value for `LeafKind.put`."""
+    held = one.held
+    return _object(lib, address, one.key, held.index) if isinstance(held, ObjectPart) else held
 
 
 def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:
@@ -651,12 +660,12 @@ def _object(lib: Any, address: int, key: str, index: tuple[int, ...]) -> bytes:
         ctypes.addressof(size),
     )
     if status:
-        _abi.fail(status, {2: KeyNotFoundError}, key)
+        _abi.fail(status, {_abi.TM_NOT_FOUND: KeyNotFoundError}, key)
     return _abi.take_bytes(data.value, size.value)
 
 
 def _rank_values(lib: Any, address: int, rank: int) -> dict[str, Any]:
-    """What the rank of that number of the save set for itself; where there is none, rank 0."""
+    """Encoded values that rank `rank` of the save set for itself; if it set none, those of rank 0."""
     own = take_json(lib.tm_load_report_rank_common, address, rank, None) or {}
     if own or rank == 0:
         return own
@@ -664,14 +673,14 @@ def _rank_values(lib: Any, address: int, rank: int) -> dict[str, Any]:
 
 
 def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
-    """The plain values of the checkpoint where the state dict had them; _tree.ABSENT where it had
-    tensors, or values of other ranks."""
+    """The plain values of the checkpoint, nested as in the saved state dict, with _tree.ABSENT in the place of
+    tensors and of values of other ranks."""
     names = _tree.structure_names(values)
     if not names:
         return _tree.plain_values(values, [])
     own = ranks.get(_tree.TREE_NAME)
     chosen = f"{_tree.TREE_NAME}.{own}" if isinstance(own, str) else None
-    # That of the same rank first, then whatever others had.
+    # The state dict of the same rank first; those of other ranks add what it lacks.
     order = ([chosen] if chosen in names else []) + [name for name in names if name != chosen]
     trees = [
         _tree.unflatten(values[name], {}, values, ranks, missing=lambda kind, path, name: _tree.ABSENT)
@@ -680,9 +689,9 @@ def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
     return _key_map.united(trees)
 
 
-def _standing_twice(request: Any) -> set[int]:
-    """Ids of dicts and lists that stand in several places of a request: what one of the places gets
-    must not be seen in the others."""
+def _shared_containers(request: Any) -> set[int]:
+    """Ids of dicts and lists that are at several places of a request: a value for one place must not appear at
+    the others."""
     seen: set[int] = set()
     twice: set[int] = set()
     pending = [request]
@@ -699,13 +708,13 @@ def _standing_twice(request: Any) -> set[int]:
     return twice
 
 
-def _put_back(request: Any, filled: Any, twice: set[int]) -> None:
-    """Plain values into the caller's own dicts and lists."""
+def _update_in_place(request: Any, filled: Any, twice: set[int]) -> None:
+    """Puts the loaded plain values into the caller's own dicts and lists."""
 
     def put(container: Any, place: Any, item: Any, new: Any) -> None:
         alike = type(item) is type(new) and type(item) in (*_tree.SPLIT_DICTS, list)
         if alike and id(item) not in twice:
-            _put_back(item, new, twice)
+            _update_in_place(item, new, twice)
         elif item is not new:
             container[place] = new
 

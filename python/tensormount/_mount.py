@@ -16,13 +16,13 @@ PathLike = Union[str, "os.PathLike[str]"]
 
 
 class Mount:
-    """A mounted store, checkpoint or training directory; of `mount`. As a path: where it is."""
+    """A mounted store, checkpoint or training directory, made by `mount`. Usable as the path of the mount point."""
 
     def __init__(self, path: str, program: str, made: bool) -> None:
         self.path = path
         self._process = os.getpid()
         self._program: Optional[str] = program
-        self._made = made  # The folder.
+        self._made_directory = made  # Whether `mount` created the directory.
 
     def __fspath__(self) -> str:
         return self.path
@@ -37,8 +37,10 @@ class Mount:
         return f"<tensormount.Mount {self.path!r}{'' if self._program else ': unmounted'}>"
 
     def close(self, *, timeout: float = 60.0) -> None:
-        """Unmounts. Error where something still uses it after `timeout` seconds; then it may be
-        called again. A forked child leaves it to its parent."""
+        """Unmounts. Raises Error if files are still in use after `timeout` seconds; call it again then.
+
+        In a forked child it does nothing: the mount belongs to the parent.
+        """
         if self._program is None:
             return
         if self._process != os.getpid():
@@ -46,7 +48,7 @@ class Mount:
             return
         _run([self._program, "unmount", self.path], timeout)
         self._program = None
-        if self._made:
+        if self._made_directory:
             os.rmdir(self.path)
 
     def __del__(self) -> None:
@@ -54,7 +56,7 @@ class Mount:
             try:
                 self.close(timeout=10.0)
             except Exception:
-                pass  # It stays mounted; `tensormount unmount` ends it.
+                pass  # The mount stays; `tensormount unmount` ends it.
 
 
 def mount(
@@ -65,13 +67,15 @@ def mount(
     options: Sequence[str] = (),
     timeout: float = 60.0,
 ) -> Mount:
-    """Mounts a store, a checkpoint, or what another program saved, so that every tensor is a file.
+    """Mounts a store, a checkpoint, or a checkpoint of another program, so that every tensor is a file.
 
-    where: an empty folder; None: one is made, and removed at the end. read_only: False: checkpoints
-    can be saved below .staging/. options: further ones of `tensormount mount` (docs/cli.md).
+    where     an empty directory; None: one is made, and removed by close().
+    read_only False: checkpoints can be saved below .staging/.
+    options   further options of `tensormount mount` (docs/cli.md).
+    timeout   seconds that mounting may take.
 
-    The mount is a process of its own: it stays where this one ends without close().
-    UnsupportedError where the machine has no FUSE (/dev/fuse, fusermount3).
+    The mount is a separate process, which outlives this one unless close() ends it. UnsupportedError: the
+    machine has no FUSE (/dev/fuse, fusermount3).
 
         with tm.mount("STORE") as mnt:
             weights = numpy.load(f"{mnt.path}/latest/npy/w.npy", mmap_mode="r")
@@ -89,13 +93,14 @@ def mount(
     except BaseException:
         if made:
             with contextlib.suppress(OSError):
-                os.rmdir(path)  # Not what is in it: it may be mounted after all.
+                os.rmdir(path)  # Not recursively: the mount may have succeeded.
         raise
     return Mount(path, name, made)
 
 
 def _run(command: list[str], timeout: float) -> None:
-    """The exit status as an exception; which, the command says as JSON."""
+    """Runs the command. If it fails, raises the exception class of the error code that it prints as JSON;
+    TimeoutError after `timeout` seconds; UnsupportedError if the program is missing."""
     import json
 
     from tensormount.errors import CLASSES
@@ -108,7 +113,7 @@ def _run(command: list[str], timeout: float) -> None:
     except FileNotFoundError as error:
         raise UnsupportedError(f"{command[0]}: {error}") from None
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{' '.join(command)}: no answer in {timeout:g} s") from None
+        raise TimeoutError(f"{' '.join(command)}: no answer within {timeout:g} s") from None
     if done.returncode == 0:
         return
     said: dict[str, Any] = {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Part(tuple[Any, ...]):
-    """(key, index, ...), which sorts among keys that are texts as (key,) would."""
+    """(key, index, ...). Compares with a str as with (str,), so that parts and keys sort together."""
 
     __slots__ = ()
 
@@ -35,11 +35,11 @@ class _Part(tuple[Any, ...]):
 
 
 class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
-    """Objects of a checkpoint: keys to bytes. `objects["rng", 3]` is part 3 of a grid.
+    """The objects of a checkpoint: a mapping from keys to bytes. `objects["rng", 3]` is part 3 of a grid.
 
-    Iteration gives what can be asked for, in order: the key of an object that is one piece, and (key,
-    index, ...) for each part of one on a grid. So items(), values() and dict() have all parts, and read
-    them. `in` looks up one key, on a grid or not, or one part; names() has each key once.
+    Iteration returns, in order, the key of an object that is one piece, and (key, index, ...) for each part
+    of an object on a grid. items(), values() and dict() therefore read all parts. `in` accepts a key, on a
+    grid or not, or one part. names() has each key once.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -78,10 +78,12 @@ class Objects(Mapping[Union[str, "tuple[Any, ...]"], bytes]):
         return f"<objects {self.names()!r}>"
 
     def names(self) -> list[str]:
-        """Keys of objects, in byte order; those on a grid, too."""
+        """Keys of objects, in byte order, including objects on a grid."""
         return self._checkpoint._object_names()
 
     def grid(self, key: str) -> tuple[int, ...]:
-        """The grid that an object was saved on, (4,) for one part of each of four ranks; () for one
-        piece. Raises KeyNotFoundError."""
+        """The grid of an object: (4,) for one part of each of four ranks; () for an object that is one piece.
+
+        Raises KeyNotFoundError.
+        """
         return self._checkpoint._object_grid(key)

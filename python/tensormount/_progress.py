@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of what takes long: told to a function of the caller's, or drawn as a bar by tqdm."""
+"""Progress of long calls: a function of the caller, or a bar of tqdm."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, Optional, Union
 
 from tensormount.errors import InvalidArgumentError
 
-# None: nothing. A function: called with bytes done and bytes in all (0 while that is not known), on
-# the thread that waits, some twenty times a second. True: a bar, where tqdm is installed.
+# None, False: no progress. A function: called with the bytes done and the bytes in all (0 while unknown), on
+# the waiting thread, about twenty times a second. True: a bar, if tqdm is installed.
 Progress = Union[None, bool, Callable[[int, int], None]]
 
 
 def check_progress(progress: Any) -> None:
-    """Before what it would be told of begins."""
+    """Raises InvalidArgumentError for other types. Called before the work begins."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise InvalidArgumentError(f"progress={progress!r}: True, or a function")
+        raise InvalidArgumentError(f"progress={progress!r}: must be True, False, None or a function")
 
 
 class Meter:
-    """Shows one work until the end of `with`. What the caller's function raises goes on from `show`."""
+    """Shows the progress of one call until the end of `with`. `show` raises the exceptions of the caller's
+    function."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         check_progress(progress)
@@ -31,19 +32,19 @@ class Meter:
             from importlib import import_module
 
             try:
-                bars: Any = import_module("tqdm.auto")  # Untyped: its stubs need not be there.
+                bars: Any = import_module("tqdm.auto")  # Any: type stubs of tqdm may be missing.
             except ImportError:
                 return
             self._bar = bars.tqdm(desc=label, unit="B", unit_scale=True)
 
     @property
     def on(self) -> bool:
-        """Whether anybody looks."""
+        """Whether progress is shown."""
         return self._call is not None or self._bar is not None
 
     def show(self, done: int, total: int) -> None:
         if total:
-            done = min(done, total)  # What is read may be more than what was asked for.
+            done = min(done, total)  # A load may read more than was requested.
         if self._call is not None:
             self._call(done, total)
         if self._bar is not None:
@@ -51,7 +52,7 @@ class Meter:
             self._bar.update(done - self._bar.n)
 
     def end(self, done: int, total: int, *, failed: bool) -> None:
-        """When the verdict is there, which nothing changes any more: what is raised is logged."""
+        """Shows the end of a call that succeeded. Exceptions are logged, because the call has already succeeded."""
         if failed or not self.on:
             return
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a read of a box goes through: parts of large boxes, and the memory that they are read into."""
+"""Reads of boxes: the parts of large boxes, and the memory of `out`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tensormount import _index, _shards
+from tensormount import _index
 from tensormount.errors import InvalidArgumentError, UnsupportedIndexError
 
-# A larger read is one call of the library after the other: Python runs signal handlers, as that of
-# Ctrl-C, between them.
+# A larger read is made in several calls of the library. Python runs signal handlers (Ctrl-C) between them.
 PART_BYTES = 128 << 20
 
-# A box and the first byte of it in memory.
+# Begin and extent of a box, and the offset of its first byte in the memory that it is read into.
 Part = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def parts(
     begin: tuple[int, ...], extent: tuple[int, ...], strides: tuple[int, ...], bits: int
 ) -> Iterator[Part]:
-    """Boxes of at most PART_BYTES that are the box together, in the order of rows.
+    """Cuts a box into boxes of at most PART_BYTES, in row-major order.
 
-    strides: of the memory that it is read into, in elements. Elements of less than a byte are cut
+    strides: those of the memory that it is read into, in elements. Elements of less than a byte are cut only
     where a byte begins.
     """
     yield from _cut(begin, extent, strides, 0, bits, 0)
@@ -44,7 +43,7 @@ def _cut(
     if axis == len(extent) or extent[axis] * inner <= most:
         yield begin, extent, at * bits // 8
         return
-    grain = 8 // math.gcd(8, strides[axis] * bits)  # Elements along the axis in whole bytes.
+    grain = 8 // math.gcd(8, strides[axis] * bits)  # A multiple of it begins at a byte.
     step = max(1, most // inner // grain) * grain
     for first in range(0, extent[axis], step):
         count = min(step, extent[axis] - first)
@@ -58,12 +57,13 @@ def _cut(
 
 
 def packed(extent: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of rows that follow each other."""
+    """The strides of a packed row-major array, in elements."""
     return tuple(math.prod(extent[axis + 1 :]) for axis in range(len(extent)))
 
 
 def run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]:
-    """First element and number of elements of a box, where it is one run in the order of rows."""
+    """First element and number of elements of a box that is one run in row-major order. UnsupportedIndexError:
+    it is not one run."""
     if 0 in plan.extent:
         return 0, 0
     offset, count, stride, whole = 0, 1, 1, True
@@ -77,11 +77,11 @@ def run(plan: _index.Plan, shape: tuple[int, ...], key: str) -> tuple[int, int]:
     else:
         if plan.steps is None:
             return offset, count
-    raise UnsupportedIndexError(f"{key}: that is no run of rows, and can only be read")
+    raise UnsupportedIndexError(f"{key}: the index does not select one contiguous run of elements; read it instead")
 
 
 class Memory(NamedTuple):
-    """Where the elements of an `out` are; numbers of elements of the stored type."""
+    """The memory of an `out`. `number`: its dtype, as in c.h; `strides` in elements."""
 
     out: Any
     number: int
@@ -92,13 +92,15 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, out: Any, key: str) -> Memory:
-        """What a load checks of memory that it writes to holds here, too (`_shards.describe`)."""
+        """Checks `out` as a load checks its destinations (`registry.destination`)."""
+        from tensormount._leaves import registry
+
         torch = hasattr(out, "data_ptr") and hasattr(out, "stride")
         if not torch and not hasattr(out, "__array_interface__"):
             raise InvalidArgumentError(
-                f"{key}: out is a {type(out).__name__}: a NumPy array or a torch tensor is possible"
+                f"{key}: out is a {type(out).__name__}, not a NumPy array or a torch tensor"
             )
-        shard = _shards.destination(key, out)
+        shard = registry.destination(key, out)
         strides = packed(shard.extent) if shard.strides is None else shard.strides
         return cls(out, shard.dtype, shard.extent, shard.address, strides, torch)
 
@@ -109,12 +111,12 @@ class Memory(NamedTuple):
 def strides_of(
     plan: _index.Plan, memory: Memory, index: Any, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Of each axis of the box in `out`: an axis that an integer named has none, a new axis counts
-    for nothing."""
+    """The stride in `out` for each axis of the box. An axis with an integer index does not exist in `out` and
+    gets 1; new axes (None) are skipped."""
     items = index if isinstance(index, tuple) else (index,)
     named = sum(1 for item in items if item is not None and item is not Ellipsis)
     strides: list[int] = []
-    at = 0  # Axis of out.
+    at = 0  # Axis of `out`.
     seen = False
     for item in items:
         if item is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypedDict, Union
@@ -24,14 +25,14 @@ from tensormount._jobs import (
 from tensormount._progress import Progress, check_progress
 from tensormount._state import (
     UNKNOWN_PATH,
+    FailedState,
     State,
-    Unmade,
     cache_of,
     path_bytes,
     text,
     texts,
 )
-from tensormount._tasks import in_background
+from tensormount._tasks import run_in_background
 from tensormount.errors import InvalidArgumentError, LayoutError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,16 +43,15 @@ else:
 PathLike = Union[str, "os.PathLike[str]"]
 
 _PLACEMENTS = ("auto", "tensor-file", "rank-shard", "safetensors")
-_REPLICAS = ("rotating", "full", "off")
+_REPLICAS = ("rotating", "full", "off", "warn")
 _STRATEGIES = ("parallel", "main")
 _COMMON = ("error", "warn", "off")
 _STATES = ("staging", "saving", "committed", "failed", "cancelled")
-_FAILURES = {1: LayoutError}  # TM_INVALID_ARGUMENT: of a save that is the layout, nearly always.
+_FAILURES = {_abi.TM_INVALID_ARGUMENT: LayoutError}  # In a save, nearly always a wrong layout.
 
 
 class SaveOptions(TypedDict, total=False):
-    """What `save`, `async_save`, `Saver.save`, those of tensormount.torch and `Writer` take by name;
-    `save` says what each means."""
+    """Options of `save`, `async_save`, `Saver.save`, tensormount.torch and `Writer`; see `save`."""
 
     replace: bool
     placement: str
@@ -76,7 +76,7 @@ class SaveOptions(TypedDict, total=False):
 
 
 class SaveJob(Job):
-    """A save in the background; of `async_save` and `Saver.save`."""
+    """A background save, made by `async_save` or `Saver.save`."""
 
     _word = "save"
     _finishes_at_exit = True
@@ -89,8 +89,10 @@ class SaveJob(Job):
     _failures = _FAILURES
 
     def wait_staged(self, timeout: Optional[float] = None) -> None:
-        """Until the tensors may be changed again: their bytes are copied (or the save is over).
-        Raises what made the save fail before that; TimeoutError after `timeout` seconds."""
+        """Waits until the tensors may be changed: their bytes are copied, or the save is over.
+
+        Raises the failure of the save if it failed before that; TimeoutError after `timeout` seconds.
+        """
         self._check_process()
         self._wait(self._poll_staged, timeout, "staged")
 
@@ -100,25 +102,28 @@ class SaveJob(Job):
             self._address, most_ms, ctypes.addressof(done)
         )
         if status:
-            self._state.asked()
+            self._state.mark_reported()
             _abi.fail(status, _FAILURES)
         return bool(done.value)
 
     def progress(self) -> dict[str, Any]:
-        """How far this rank is: state ("staging", "saving", "committed", "failed", "cancelled"),
-        bytes_total, bytes_staged, bytes_written, stalled_seconds (waiting for memory). Never
-        waits."""
+        """The progress of this rank, without waiting, as a dict:
+
+        state             "staging", "saving", "committed", "failed" or "cancelled"
+        bytes_total, bytes_staged, bytes_written
+        stalled_seconds   time spent waiting for memory
+        """
         self._check_process()
         found = _abi.JobProgress(struct_size=ctypes.sizeof(_abi.JobProgress))
         status = self._lib.tm_save_job_progress(self._address, ctypes.addressof(found))
         if status:
             _abi.fail(status)
         self._state.release()
-        said = _numbers(found)
+        said = {name: getattr(found, name) for name, *_ in found._fields_ if name != "struct_size"}
         said["state"] = _STATES[found.state]
         return said
 
-    def _moved(self) -> tuple[int, int]:
+    def _bytes_done(self) -> tuple[int, int]:
         said = self.progress()
         return said["bytes_written"], said["bytes_total"]
 
@@ -143,52 +148,56 @@ def save(
     progress: Progress = None,
     **options: Unpack[SaveOptions],
 ) -> dict[str, Any]:
-    """Saves a state dict as checkpoint "STORE/NAME". Collective: every rank of `group` calls it with
-    its part, and every rank gets the same verdict. When it returns the checkpoint is complete and
-    durable; when it raises it is not there.
+    """Saves a state dict as checkpoint "STORE/NAME".
 
-    state     a dict (or list, tuple), nested as one likes, of arrays of NumPy, tensors and DTensors
-              of PyTorch, arrays of JAX, and plain values. Tensors that are no DTensors are the same
-              on all ranks that have them; so are plain values, but those in PerRank(...).
-    path      the store is made on first use.
+    Collective: every rank of `group` calls it with its part, and all ranks get the same verdict. When it
+    returns, the checkpoint is complete and durable. If it raises, the checkpoint does not exist (after
+    UnknownOutcomeError it may).
+
+    state     a dict (or list, tuple), nested as you like, of NumPy arrays, PyTorch tensors and DTensors,
+              JAX arrays, and plain values. Tensors other than DTensors, and plain values, must be equal
+              on all ranks that have them; put a value that differs into PerRank(...).
+    path      "STORE/NAME". The first save makes the store.
     group     Group; None: this process alone.
-    objects, rank_objects   bytes by key: the same on all ranks that give them; one from each rank.
-    metadata  what the application says about the checkpoint as a whole.
-    progress  called with the bytes that this rank has written and has to write, while the call
-              waits; True: a bar, where tqdm is installed.
+    objects, rank_objects   bytes by key: the same on all ranks that give them; one for each rank.
+    metadata  values that describe the checkpoint as a whole.
+    progress  called during the call with the bytes that this rank has written and has to write; True:
+              draws a bar if tqdm is installed.
 
-    Options, which are the same on all ranks but for the hooks:
+    Options, which must be the same on all ranks, except the hooks (on_event, before_publish, on_commit):
 
-    replace   an existing checkpoint of that name is exchanged for the new one at its commit.
-    placement "auto", "tensor-file", "rank-shard", "safetensors": docs/semantics.md.
-    replicas  "rotating", "full", "off": how much of what several ranks hold is compared.
-    strategy  "parallel"; "main": the main replica alone writes.
-    common, common_exempt   "error", "warn", "off": plain values that differ between ranks; globs of
-              names for which nobody cares.
-    validate  False: ranks do not prove beforehand that they cover every tensor exactly.
-    page_hashes   hashes of 4 KiB as well, for reads of few rows.
-    reuse     "auto": what the latest checkpoint of the store holds already, byte for byte, is linked
-              and not written; "off"; or the name of another checkpoint of the store.
-    full_every    of so many saves in a row one writes everything anew (50); 0: none does.
-    inherit   the name of a checkpoint of the store: what no rank has is taken from it, by hard
-              links, so that the new one is whole.
-    retain    rules, as of `Store.prune`, by which rank 0 removes checkpoints of the store after the
-              commit: "last=3,every=1000"; "policy": the store's own. What goes wrong there fails no
-              save.
-    ephemeral the checkpoint goes when the next one is committed.
-    liveness, arrival, total   time-outs in seconds: a rank that is silent for so long is taken for
-              dead (30), one that does not come is given up (1,800), the whole call (none).
-    on_event  called with a dict for the begin and end of each phase, on a thread of the library.
-    before_publish   called with the report so far (path, uuid, files, bytes_written_here, ...) once
-              this rank's bytes are durable, and nothing is published yet. What it raises fails the
-              save on all ranks. It may take its time, but must not use the group.
-    on_commit called with the report once the checkpoint is there, before `save` returns or the job's
-              verdict comes. What it raises is logged.
+    replace   True: if the name exists, the commit exchanges that checkpoint for the new one.
+    placement "auto", "tensor-file", "rank-shard", "safetensors": which files the data go to.
+    replicas  "rotating", "full", "off": how many replicas of each cell are compared; a difference is a
+              DataLossError. "warn": as "rotating", but a difference is a warning of the report and the log,
+              and the lowest rank's copy is stored, as DCP does; likewise for objects.
+    strategy  "parallel": all holders of a replica write a part of it; "main": the main replica writes.
+    common    "error", "warn", "off": what happens if a plain value differs between ranks.
+    common_exempt   globs of names of plain values that are not compared.
+    validate  False: skip the proof, before writing, that the ranks cover every tensor exactly.
+    page_hashes   True: also store hashes of 4 KiB pages, for reads of few rows.
+    reuse     "auto": data that the latest checkpoint of the store already has, byte for byte, are hard
+              linked instead of written; "off": all data are written; or the name of the checkpoint to
+              link to.
+    full_every    number of saves in a row of which one writes all data anew (50); 0: none does.
+    inherit   the name of a checkpoint of the store: keys that no rank has are hard linked from it.
+    retain    rules for `Store.prune` ("last=3,every=1000"), or "policy" for the store's own. Rank 0 removes
+              checkpoints by them after the commit; a failure to do so does not fail the save.
+    ephemeral True: the checkpoint is temporary; the next commit removes it.
+    liveness, arrival, total   timeouts in seconds: silence after which a rank counts as dead (30), wait
+              for a rank that does not come (1,800), the whole call (none).
+    on_event  called with a dict at the begin and end of each phase, on a thread of the library.
+    before_publish   called with the report so far (path, uuid, files, bytes_written_here, ...) when this
+              rank's bytes are durable and nothing is published yet. If it raises, the save fails on all
+              ranks. It may take its time, but must not use the group.
+    on_commit called with the report once the checkpoint is published, before `save` returns or the job
+              has its verdict. Exceptions in it are logged.
 
-    Returns the report: path, uuid, generation, tensors, bytes, bytes_written, files, warnings,
-    pruned and not_pruned (of rank 0), seconds of each phase, ... Raises LayoutError (its key, box and cause), AlreadyExistsError,
-    PeerTimeout and PeerLost (their rank), DataLossError where replicas differ,
-    ResourceExhaustedError, UnknownOutcomeError, CancelledError.
+    Returns the report, a dict: path, uuid, generation, tensors, bytes, bytes_written, files, warnings,
+    pruned and not_pruned (on rank 0), seconds of each phase, ...
+
+    Raises LayoutError (with key, box and cause), AlreadyExistsError, PeerTimeout and PeerLost (with rank),
+    DataLossError if replicas differ, ResourceExhaustedError, UnknownOutcomeError, CancelledError.
 
         >>> import numpy, tensormount as tm
         >>> report = tm.save({"w": numpy.zeros((4, 4), "f4"), "step": 3}, "STORE/new", replace=True)
@@ -198,7 +207,7 @@ def save(
     job, own = _start(
         "tm_save_in_place", state, path, group, options, objects, rank_objects, metadata, progress
     )
-    report: dict[str, Any] = _verdict(job, own, progress)
+    report: dict[str, Any] = _await_verdict(job, own, progress)
     return report
 
 
@@ -213,9 +222,10 @@ def async_save(
     exit_wait: float = EXIT_WAIT,
     **options: Unpack[SaveOptions],
 ) -> SaveJob:
-    """As `save`, in the background: returns when the bytes of this rank's tensors are copied, and
-    never waits for another rank (but the third save under way waits for the first). The tensors may
-    change from then on.
+    """Saves in the background: returns a SaveJob when the bytes of this rank's tensors are copied.
+
+    Parameters and options as for `save`. The tensors may change from then on. The call never waits for
+    another rank; with two saves under way, a third waits for the first.
 
         >>> import numpy, tensormount as tm
         >>> weights = numpy.ones(1000, "f4")
@@ -224,12 +234,12 @@ def async_save(
         >>> job.wait()["tensors"]
         1
 
-    exit_wait: seconds that the end of the interpreter waits for the save, so that it is committed also
-    where it is the last line of a script; 0: it is cancelled then. What is lost is logged as an error,
-    as is a failure that nobody asks for.
+    exit_wait   seconds that the end of the interpreter waits for the save, so that it may be the last line
+                of a script (600); 0: the save is cancelled then. A lost save is logged as an error.
 
-    In a coroutine `await job` does not block the loop. What this rank does wrong is raised here; the
-    other ranks have it in their jobs. `Saver` has memory of its own for the copies, and bounds.
+    Call `job.wait()` or `job.exception()`: otherwise a failure is only logged. In a coroutine
+    `await job` does not block the event loop. A mistake of this rank is raised by this call; the other
+    ranks get it from their jobs. `Saver` has its own memory for the copies, with limits.
     """
     wait = exit_wait_of(exit_wait)
     job, own = _start(
@@ -250,11 +260,15 @@ def validate(
     arrival: Optional[float] = None,
     total: Optional[float] = None,
 ) -> dict[str, Any]:
-    """Whether what the ranks hold together is a checkpoint. Collective; reads no data, so that
-    tensors on the meta device will do.
+    """Checks that the parts of all ranks form a valid checkpoint. Collective.
 
-    Returns the report, the same on every rank: "ok", "tensors", "bytes", "findings" (each with key,
-    box, ranks, message and likely cause), at most `limit` of them.
+    Reads no data, so that tensors on the meta device suffice. `state` and `group` as for `save`.
+
+    limit     the most findings that are returned.
+    liveness, arrival, total   as for `save`.
+
+    Returns the report, the same on every rank: "ok", "tensors", "bytes", "findings" (each with key, box,
+    ranks, message and likely cause).
     """
     group = _group(group)
     given = _abi.ValidateOptions(struct_size=ctypes.sizeof(_abi.ValidateOptions))
@@ -262,7 +276,7 @@ def validate(
         given.limit = limit
         set_times(given, liveness, arrival, total)
     except Exception as error:
-        state = Unmade(error)  # The call tells the other ranks, who would wait for this one.
+        state = FailedState(error)  # The call still happens, so that it fails on all ranks.
     with group._handle() as handle:
         built, own = build(state, group, _shards.VALIDATE)
         sound = ctypes.c_int32()
@@ -274,9 +288,7 @@ def validate(
                 ctypes.addressof(sound),
             )
 
-        found = in_background(call, handle=handle, own=own)
-    import json
-
+        found = run_in_background(call, handle=handle, own=own)
     report: dict[str, Any] = json.loads(found)
     report["ok"] = bool(sound.value)
     return report
@@ -291,16 +303,16 @@ def dump_spec(
     arrival: Optional[float] = None,
     total: Optional[float] = None,
 ) -> str:
-    """The layout of what the ranks hold together, as a text that `tensormount check` judges as
-    `validate` does, without the job (docs/spec.md). Collective; reads no data, so that tensors on the
-    meta device will do.
+    """Describes the layout of all ranks as a text that `tensormount check` can validate without the job.
 
-    state     as of `save`; plain values are left out.
-    path      the file that rank 0 writes, or exchanges for the new one; None: none. OSError there, and
-              on no other rank.
-    liveness, arrival, total   as of `save`.
+    Collective. The text is in the format of docs/spec.md. Reads no data, so that tensors on the meta device
+    suffice.
 
-    Returns the text on rank 0, "" elsewhere.
+    state     as for `save`; plain values are left out.
+    path      the file that rank 0 writes or replaces; None: none. OSError is raised on rank 0 only.
+    liveness, arrival, total   as for `save`.
+
+    Returns the text on rank 0, "" on other ranks.
 
         >>> import numpy, tensormount as tm
         >>> text = tm.dump_spec({"w": numpy.zeros((4, 8), "f4")}, "job.json")
@@ -312,9 +324,9 @@ def dump_spec(
     try:
         set_times(given, liveness, arrival, total)
         if path is not None and os.fsdecode(path_bytes(path)).split("/")[0] == "~":
-            raise UnsupportedError(f"{os.fspath(path)}: only a shell expands ~; os.path.expanduser() does")
+            raise UnsupportedError(f"{os.fspath(path)}: only a shell expands ~; use os.path.expanduser()")
     except Exception as error:
-        state = Unmade(error)  # The call tells the other ranks, who would wait for this one.
+        state = FailedState(error)  # The call still happens, so that it fails on all ranks.
     with group._handle() as handle:
         built, own = build(state, group, _shards.VALIDATE)
 
@@ -324,13 +336,13 @@ def dump_spec(
                 _abi.library().tm_dump_spec, built.address, handle.address, ctypes.addressof(given)
             )
 
-        text: str = in_background(call, handle=handle, own=own).decode("utf-8", "surrogateescape")
+        text: str = run_in_background(call, handle=handle, own=own).decode("utf-8", "surrogateescape")
     if path is not None and group.rank == 0:
         _write(os.fspath(path), text)
     return text
 
 
-# ---- How -----------------------------------------------------------------------------------------
+# ---- Implementation -----------------------------------------------------------------------------------------
 
 
 def build(
@@ -341,18 +353,20 @@ def build(
     rank_objects: Optional[Mapping[str, bytes]] = None,
     metadata: Optional[Mapping[str, Any]] = None,
 ) -> tuple[State, Optional[BaseException]]:
-    """The state for the library, and what was wrong with it. What this rank finds wrong fails the
-    job on all ranks, so the job must be begun all the same."""
+    """The state for the library, and this rank's own error or None. After an error the job must still begin, so
+    that it fails on all ranks."""
     built = State()
     try:
-        if isinstance(state, Unmade):
+        if isinstance(state, FailedState):
             raise state.error
-        flat = _tree.flatten(state)
+        flat = _tree.flatten(state, purpose=purpose)
         built.add_tensors(flat.items(), purpose, cache_of(group), group.size)
         if purpose == _shards.SAVE:
             built.set_values(*flat.json_texts())
             for key, data in (objects or {}).items():
                 built.add_object(key, _bytes(key, data))
+            for key, part in flat.objects():
+                built.add_object(key, _bytes(key, part.data), part.index, part.grid)
             for key, data in (rank_objects or {}).items():
                 built.add_object(key, _bytes(key, data), (group.rank,), (group.size,))
             if metadata is not None:
@@ -364,8 +378,7 @@ def build(
 
 
 def _write(path: str, text: str) -> None:
-    """A file with that text, which appears whole, or in the place of an earlier one. What is no file (a
-    pipe, /dev/stdout) is written to."""
+    """Writes a file durably and atomically; it may replace an earlier one. A pipe or device is written to."""
     at = os.path.realpath(path)
     plain = not os.path.exists(at) or os.path.isfile(at)
     temporary = f"{at}.{os.getpid()}.tmp" if plain else path
@@ -386,7 +399,7 @@ def _write(path: str, text: str) -> None:
 
 def _bytes(key: str, data: Any) -> bytes:
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise InvalidArgumentError(f"object {key}: {type(data).__name__}, no bytes", key=key)
+        raise InvalidArgumentError(f"object {key}: {type(data).__name__}, bytes were expected", key=key)
     return bytes(data)
 
 
@@ -400,17 +413,17 @@ def _group(group: Any) -> Any:
 
 
 def saving_group(group: Any) -> Any:
-    """As `_group`, for whoever writes: ranks that each save alone would exclude each other, or the
-    last would win."""
+    """As `_group`, for saves. InvalidArgumentError: no group is given and a launcher started several ranks, which
+    would each save alone."""
     if group is None:
-        from tensormount._group import launched_among_others
+        from tensormount._group import launched_with_others
 
-        found = launched_among_others()
+        found = launched_with_others()
         if found is not None:
             raise InvalidArgumentError(
                 f"group=None: this is rank {found.rank} of {found.size} ({found.names}), and would save "
-                "alone. group=tm.Group.from_env() saves with the other ranks; within `if rank == 0:`, "
-                "group=tm.Group.single() saves what this one has"
+                "alone. Pass group=tm.Group.from_env() to save with the other ranks, or, within "
+                "`if rank == 0:`, group=tm.Group.single() to save only what this rank has"
             )
     return _group(group)
 
@@ -428,17 +441,17 @@ def _start(
 ) -> tuple[SaveJob, Optional[BaseException]]:
     group = saving_group(group)
     with group._handle() as handle:
-        given, kept, state, path = _called(state, path, group, options, progress)
+        given, kept, state, path = _call_arguments(state, path, group, options, progress)
         built, own = build(state, group, _shards.SAVE, objects, rank_objects, metadata)
         call = getattr(_abi.library(), function)
         return begin(SaveJob, call, built, path, group, handle, given, kept), own
 
 
-def _called(
+def _call_arguments(
     state: Any, path: PathLike, group: Any, options: SaveOptions, progress: Progress = None
 ) -> tuple[Any, list[Any], Any, PathLike]:
-    """tm_save_options, what they point to, state and path of a call. Where an argument is wrong on this
-    rank of several the state is Unmade: the save begins all the same, to fail on all ranks."""
+    """tm_save_options, the objects that they point to, the state and the path of a call. If an argument is wrong
+    and the group has several ranks, the state is a FailedState, so that the save fails on all ranks."""
     try:
         path_bytes(path)
         check_progress(progress)
@@ -446,11 +459,12 @@ def _called(
     except Exception as error:
         if group.size == 1:
             raise
-        return (*read_options(), Unmade(error), UNKNOWN_PATH)
+        return (*read_options(), FailedState(error), UNKNOWN_PATH)
 
 
-def _verdict(job: Job, own: Optional[BaseException], progress: Progress = None) -> Any:
-    """The report; where this rank itself was at fault, its own exception with all that it knows."""
+def _await_verdict(job: Job, own: Optional[BaseException], progress: Progress = None) -> Any:
+    """Waits for the job and returns its report. Raises `own`, the error of this rank's arguments, if there is
+    one."""
     if own is None:
         return job.wait(progress=progress)
     try:
@@ -460,51 +474,51 @@ def _verdict(job: Job, own: Optional[BaseException], progress: Progress = None) 
     raise own
 
 
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> int:
+def _choice_number(name: str, value: str, choices: tuple[str, ...]) -> int:
     if value not in choices:
-        raise InvalidArgumentError(f"{name}={value!r}: one of {', '.join(choices)}")
+        raise InvalidArgumentError(f"{name}={value!r}: must be one of {', '.join(choices)}")
     return choices.index(value)
 
 
 def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
-    """tm_save_options, and what it points to. TypeError for an option that there is not."""
+    """tm_save_options, and the objects that they point to. TypeError: an unknown option."""
     unknown = options.keys() - SaveOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"a save has no option {', '.join(sorted(unknown))}")
     given = _abi.SaveOptions(struct_size=ctypes.sizeof(_abi.SaveOptions))
     kept: list[Any] = []
-    given.placement = _choice("placement", options.get("placement", "auto"), _PLACEMENTS)
-    given.replica_check = _choice("replicas", options.get("replicas", "rotating"), _REPLICAS)
-    given.strategy = _choice("strategy", options.get("strategy", "parallel"), _STRATEGIES)
-    given.common_check = _choice("common", options.get("common", "error"), _COMMON)
+    given.placement = _choice_number("placement", options.get("placement", "auto"), _PLACEMENTS)
+    given.replica_check = _choice_number("replicas", options.get("replicas", "rotating"), _REPLICAS)
+    given.strategy = _choice_number("strategy", options.get("strategy", "parallel"), _STRATEGIES)
+    given.common_check = _choice_number("common", options.get("common", "error"), _COMMON)
     given.replace = flag("replace", options.get("replace", False))
     given.skip_validation = 1 - flag("validate", options.get("validate", True))
     given.page_hashes = flag("page_hashes", options.get("page_hashes", False))
     reuse = options.get("reuse", "auto")
     if not isinstance(reuse, str):
-        raise InvalidArgumentError(f"reuse={reuse!r}: auto, off, or the name of a checkpoint")
+        raise InvalidArgumentError(f"reuse={reuse!r}: must be auto, off, or the name of a checkpoint")
     given.no_reuse = int(reuse == "off")
     if reuse not in ("auto", "off"):
         given.reuse_from = text(reuse)
     full_every = options.get("full_every", 50)
     if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 0:
-        raise InvalidArgumentError(f"full_every={full_every!r}: a number of saves, or 0")
+        raise InvalidArgumentError(f"full_every={full_every!r}: must be a number of saves, or 0")
     given.full_every = min(full_every, 2**31 - 1) or -1
     inherit = options.get("inherit")
     if inherit is not None:
         if not isinstance(inherit, str):
-            raise InvalidArgumentError(f"inherit={inherit!r}: the name of a checkpoint")
+            raise InvalidArgumentError(f"inherit={inherit!r}: must be the name of a checkpoint")
         given.inherit = text(inherit)
     given.common_exempt, given.common_exempt_count = texts(options.get("common_exempt", ()), kept)
     producer = options.get("producer")
     if producer is not None:
         if not isinstance(producer, str):
-            raise InvalidArgumentError(f"producer={producer!r}: a text was expected")
+            raise InvalidArgumentError(f"producer={producer!r}: a str was expected")
         given.producer = text(producer)
     retain = options.get("retain")
     if retain is not None:
         if not isinstance(retain, str):
-            raise InvalidArgumentError(f"retain={retain!r}: a text was expected")
+            raise InvalidArgumentError(f"retain={retain!r}: a str was expected")
         given.retention = text(retain)
     given.ephemeral = flag("ephemeral", options.get("ephemeral", False))
     set_times(given, options.get("liveness"), options.get("arrival"), options.get("total"))
@@ -514,34 +528,14 @@ def read_options(**options: Unpack[SaveOptions]) -> tuple[Any, list[Any]]:
 
 
 def flag(name: str, value: Any) -> int:
-    """A yes or no; not the text "no", which would be yes."""
+    """1 or 0 for an option that is True or False. Other values are refused: the text "no" would be true."""
     if value not in (True, False):
-        raise InvalidArgumentError(f"{name}={value!r}: True or False")
+        raise InvalidArgumentError(f"{name}={value!r}: must be True or False")
     return int(value)
 
 
-def _numbers(structure: Any) -> dict[str, Any]:
-    """Fields of a structure by name, but those that are only of C."""
-    return {
-        name: getattr(structure, name)
-        for name, *_ in structure._fields_
-        if name not in ("struct_size", "reserved", "reserved2")
-    }
-
-
 def _report(lib: Any, address: int) -> dict[str, Any]:
-    numbers = _abi.SaveNumbers(struct_size=ctypes.sizeof(_abi.SaveNumbers))
-    status = lib.tm_save_report_numbers(address, ctypes.addressof(numbers))
-    if status:
-        _abi.fail(status)
-    said: dict[str, Any] = {
-        "path": lib.tm_save_report_path(address).decode("utf-8", "surrogateescape"),
-        "uuid": lib.tm_save_report_uuid(address).decode(),
-        "base": lib.tm_save_report_base(address).decode("utf-8", "surrogateescape"),
-        "note": lib.tm_save_report_note(address).decode("utf-8", "surrogateescape"),
-    }
-    said.update(_numbers(numbers))
-    said["plan_reused"] = bool(said["plan_reused"])
-    for name in ("files", "warnings", "pruned", "not_pruned"):
-        said[name] = _abi.get_list(getattr(lib, f"tm_save_report_{name}"), address)
+    said: dict[str, Any] = json.loads(_abi.get_text(lib.tm_save_report_json, address))
+    # Not the path of the JSON report, which cannot hold bytes that are not UTF-8.
+    said["path"] = lib.tm_save_report_path(address).decode("utf-8", "surrogateescape")
     return said

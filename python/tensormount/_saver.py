@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Savers, which have memory of their own for what is saved in the background: `Saver`."""
+"""Background saves with their own memory: `Saver`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from tensormount import _abi, _save, _shards
 from tensormount._jobs import (
     EXIT_WAIT,
-    await_all_of,
+    await_jobs_of,
     begin,
-    cancel_all_of,
+    cancel_jobs_of,
     exit_wait_of,
     in_hook,
 )
@@ -27,42 +27,41 @@ else:
 
 
 class _Handle:
-    """A tm_saver, freed when nobody refers to it any more: who begins a save on another thread does
-    meanwhile, and so does each of its jobs, so that close() never takes it away from under them. The
-    group's communicator, of which it is a use, is there as long."""
+    """A tm_saver, freed when nothing refers to it any more. Calls of `save` and jobs hold references, so that
+    close() on another thread cannot free it. `of_group`, its use of the group, lives as long."""
 
     def __init__(self, address: int, of_group: Any) -> None:
         self.address = address
         self.process = os.getpid()
         _abi.free_with(self, _abi.library().tm_saver_free, address, of_group)
 
-    def again(self) -> _Handle:
+    def another(self) -> _Handle:
         return self
 
 
 class Saver:
-    """Saves in the background as `async_save` does, with memory and bounds that one chooses. Make one
-    for a job and keep it: its memory is used again by the next save.
+    """Saves in the background like `async_save`, with its own memory and limits.
+
+    Make it once for a job and keep it: the next save uses its memory again.
 
     group     Group; None: this process alone.
-    device_staging   bytes of each device for copies of the tensors that are on it. Where they
-              suffice, and the device has so much, `save` holds its caller for a copy within the
-              device, which is faster than the bus, and the bytes cross while the save writes; what
-              does not fit is copied to the host. 0: all is. The memory is the saver's until it is
-              closed.
-    staging   bytes of host memory for copies, on this rank, of all saves under way. A save that finds
-              them taken waits for an earlier one; one that would never fit ends with
-              ResourceExhaustedError. None: no bound.
-    stage_in_background   `save` returns at once, and the tensors must be left alone until
+    device_staging   bytes on each device for copies of the tensors on that device. If they suffice, and the
+              device has them free, `save` waits only for a copy within the device, which is faster than the
+              bus; the bytes cross to the host while the save writes. Other tensors, or all if it is 0,
+              are copied to the host. The saver keeps the memory until it is closed.
+    staging   bytes of host memory for the copies of all saves under way on this rank. A save that finds the
+              memory taken waits for an earlier save; one that can never fit ends with
+              ResourceExhaustedError. None: no limit.
+    stage_in_background   True: `save` returns at once, and the tensors must not change until
               `job.wait_staged()`.
-    cancel_on_drop   a job that nothing refers to any more is cancelled, instead of going on.
+    cancel_on_drop   True: a job that nothing refers to any more is cancelled.
 
-    Every rank makes the same savers in the same order, and calls `save` of each in the same order,
-    from one thread at a time. A group has at most two at a time: the one that was made two before
-    must be closed (ResourceExhaustedError). What `async_save` uses is not counted.
+    Every rank makes the same savers in the same order, and calls `save` of each in the same order, from one
+    thread at a time. A group can have two open savers, besides the one that `async_save` uses; making a
+    third before the older one is closed raises ResourceExhaustedError.
 
-    Closed by close(), at the end of `with`, with its group, or when nothing refers to it, jobs under
-    way among that; saves that are under way end first.
+    A saver is closed by close(), at the end of `with`, with its group, or when nothing refers to it or its
+    jobs under way. Saves under way end first.
 
         >>> import numpy, tensormount as tm
         >>> weights = numpy.ones(1000, "f4")
@@ -105,7 +104,7 @@ class Saver:
 
     @property
     def group(self) -> Any:
-        """Whose ranks save."""
+        """The group whose ranks save."""
         return self._group
 
     @property
@@ -123,12 +122,15 @@ class Saver:
         exit_wait: float = EXIT_WAIT,
         **options: Unpack[_save.SaveOptions],
     ) -> _save.SaveJob:
-        """As `async_save`: returns when the bytes of this rank's tensors are copied, or at once
-        (`stage_in_background`). What this rank does wrong is raised here, the other ranks have it in
-        their jobs; that there is no memory for the copies is in the job."""
+        """Begins a background save and returns its SaveJob. Parameters and options as for `async_save`.
+
+        Returns when the bytes of this rank's tensors are copied, or at once with `stage_in_background`. A
+        mistake of this rank is raised here; the other ranks get it from their jobs. Missing memory for the
+        copies is reported by the job.
+        """
         handle = self._opened()
         wait = exit_wait_of(exit_wait)
-        given, kept, state, path = _save._called(state, path, self._group, options)
+        given, kept, state, path = _save._call_arguments(state, path, self._group, options)
         built, own = _save.build(
             state, self._group, _shards.SAVE, objects, rank_objects, metadata
         )
@@ -147,18 +149,20 @@ class Saver:
         return job
 
     def close(self) -> None:
-        """Waits for the saves that are under way; their verdicts stay with the jobs. Ctrl-C ends the
-        wait and cancels them; the saver is open then. May be called again."""
+        """Waits for the saves under way; their verdicts stay with the jobs.
+
+        Ctrl-C ends the wait and cancels these saves; the saver is then still open. May be called again.
+        """
         handle = self._handle
         if handle is None:
             return
         if in_hook():
-            raise UnsupportedError("a saver cannot be closed by a hook of a save")
+            raise UnsupportedError("a saver cannot be closed in a hook of a save")
         if handle.process == os.getpid():
             try:
-                await_all_of(self)
+                await_jobs_of(self)
             except BaseException:
-                cancel_all_of(self)
+                cancel_jobs_of(self)
                 raise
         self._handle = None
         self._group._savers.discard(self)
@@ -171,7 +175,7 @@ class Saver:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError("a Saver is of its process; make one in the other process")
+        raise UnsupportedError("a Saver cannot be pickled: it belongs to its process; make one in the other process")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -183,18 +187,18 @@ class Saver:
             raise ClosedError("the saver is closed")
         if handle.process != os.getpid():
             raise UnsupportedError(
-                f"the saver belongs to process {handle.process}, which this one was forked from: "
-                "make one here"
+                f"the saver belongs to process {handle.process}, which forked this one: make a new "
+                "saver in this process"
             )
         return handle
 
 
 def _size(name: str, value: Any, least: int) -> int:
-    """A number of bytes; not True, which would be one, nor 8e9, which may be meant otherwise."""
+    """Checks a number of bytes. InvalidArgumentError: a bool, a float, or out of range."""
     try:
         size = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = -1
     if not least <= size < 1 << 64:
-        raise InvalidArgumentError(f"{name}={value!r}: a whole number of bytes, {least} or more")
+        raise InvalidArgumentError(f"{name}={value!r}: must be a whole number of bytes, {least} or more")
     return size

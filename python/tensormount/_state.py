@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state dict as the library has it (tm_state), for saving and for loading."""
+"""A state dict in the form of the C library (tm_state), for saves and loads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 from tensormount import _abi, _layouts, _shards, _values
+from tensormount._leaves import registry
 from tensormount.errors import CLASSES, Error, InvalidArgumentError
-
-_INTERNAL = 15  # TM_INTERNAL
-_INVALID_ARGUMENT = 1
 
 
 class State:
-    """A tm_state under construction, and what must live as long as a job works with it."""
+    """A tm_state under construction. `held`: objects that must live as long as a job works with it."""
 
     def __init__(self) -> None:
         self._lib = _abi.library()
@@ -42,10 +40,7 @@ class State:
         cache: _layouts.LayoutCache,
         world_size: int,
     ) -> bool:
-        """Keys and tensors. Whether their layout was known from an earlier call.
-
-        The tensors, or what was made of them, are in `held`.
-        """
+        """Adds tensors, or copies of them, and keeps them in `held`. Returns whether their layout was known."""
         layout, addresses, known = cache.get(items, purpose, world_size)
         if layout.handle is None:
             layout.handle = _layout(layout.keys, layout.words, layout.count)
@@ -55,13 +50,13 @@ class State:
         )
         self.held += [addresses, layout, items]
         if purpose == _shards.LOAD:
-            # A tensor may be given other memory (`.data = `) while the library still writes to its.
-            tensors = _layouts.local_tensors(leaf for _, leaf in items)
+            # Storages, because `tensor.data = ...` replaces a tensor's memory, to which the library still writes.
+            tensors = registry.tensors_of(leaf for _, leaf in items)
             self.held.append([local.untyped_storage() for local in tensors])
         return known
 
     def add_shards(self, shards: Iterable[_shards.Shard]) -> None:
-        """Shards one by one described, as custom writers have them."""
+        """Adds shards that the caller has described (the writer and reader for DCP)."""
         found = list(shards)
         keys, words, count = _shards.pack(found)
         pointer, length = words.buffer_info()
@@ -95,7 +90,7 @@ class State:
         )
 
     def set_values(self, common: Mapping[str, str], rank_common: Mapping[str, str]) -> None:
-        """Values as JSON, by name."""
+        """Sets values, given as JSON by name."""
         for name, value in common.items():
             self.check(self._lib.tm_state_set_common(self.address, text(name), value.encode()))
         for name, value in rank_common.items():
@@ -108,33 +103,32 @@ class State:
     # ---- Failure -----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """What this rank found wrong by itself: the job fails with it on all ranks, who would wait
-        for this one otherwise."""
+        """Makes the job fail on all ranks with this rank's own error."""
         status, message = status_of(error)
         if self._lib.tm_state_fail_json(self.address, _failure(status, message, error)) != 0:
             self._lib.tm_state_fail(self.address, status, message)
 
 
-class Unmade:
-    """In the place of a state dict or request that this rank could not make. A job that is begun with it
-    fails with `error` on all ranks, who would wait for this one otherwise."""
+class FailedState:
+    """Replaces a state dict or request that this rank could not make. A job that begins with it fails with `error`
+    on all ranks, which would otherwise wait for this one."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
-# In the place of a path that is none, for a job that is begun only to fail.
+# Replaces an invalid path in a job that begins only to fail.
 UNKNOWN_PATH = "?"
 
 
 def status_of(error: BaseException) -> tuple[int, bytes]:
-    """A status of the library for an exception, and what it says. Whatever the exception is, this
-    raises none: others would wait for a rank that could not even say what it found wrong."""
-    status = _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _INTERNAL
+    """The library's status and message for any exception. Raises nothing, because the other ranks would then wait
+    for this one."""
+    status = _abi.TM_INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError)) else _abi.TM_INTERNAL
     try:
         if isinstance(error, Error):
             codes = [kind.code for kind in CLASSES]
-            status = codes.index(error.code, 1) if error.code in codes[1:] else _INTERNAL
+            status = codes.index(error.code, 1) if error.code in codes[1:] else _abi.TM_INTERNAL
             message = error.message
         else:
             message = f"{type(error).__name__}: {error}"
@@ -144,7 +138,7 @@ def status_of(error: BaseException) -> tuple[int, bytes]:
 
 
 def _failure(status: int, message: bytes, error: BaseException) -> bytes:
-    """A failure with what `error` knows of it, as tm_state_fail_json takes it. Raises nothing, either."""
+    """JSON for tm_state_fail_json with the attributes of `error`. Raises nothing, either."""
     told: dict[str, Any] = {"status": status, "message": message.decode("utf-8", "replace")}
     try:
         said = dict(told)
@@ -152,7 +146,7 @@ def _failure(status: int, message: bytes, error: BaseException) -> bytes:
             for name in ("key", "file", "cause", "device"):
                 value = getattr(error, name, None)
                 if value is not None:
-                    # A lone half of a surrogate is not JSON, and NUL would end a text.
+                    # JSON cannot hold a lone surrogate, and NUL would end a C string.
                     said[name] = str(value).encode("utf-8", "replace").decode().replace("\0", "?")
             for name in ("errno", "rank"):
                 value = getattr(error, name, None)
@@ -168,17 +162,17 @@ def _failure(status: int, message: bytes, error: BaseException) -> bytes:
 
 
 def text(key: str) -> bytes:
-    """A key or name for the library."""
+    """A key or name as bytes for the library. InvalidArgumentError: it contains NUL."""
     encoded = key.encode("utf-8", "surrogateescape")
     if b"\0" in encoded:
-        raise InvalidArgumentError(f"{key!r}: a key has no NUL", key=key)
+        raise InvalidArgumentError(f"{key!r}: a key must not contain NUL", key=key)
     return encoded
 
 
 def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
-    """An array of C strings, kept in `kept`."""
+    """An array of C strings, which is appended to `kept`, and its length. InvalidArgumentError: no list of str."""
     if isinstance(values, str) or not all(isinstance(one, str) for one in values or ()):
-        raise InvalidArgumentError(f"{values!r}: a list of texts was expected")
+        raise InvalidArgumentError(f"{values!r}: a list of str was expected")
     values = values or ()
     array = (ctypes.c_char_p * max(1, len(values)))(*(value.encode() for value in values))
     kept.append(array)
@@ -186,15 +180,15 @@ def texts(values: Sequence[str], kept: list[Any]) -> tuple[Any, int]:
 
 
 def path_bytes(path: Any) -> bytes:
-    """A path for the library, which would take it to end at a NUL."""
+    """A path as bytes for the library. InvalidArgumentError: it contains NUL."""
     encoded = os.fsencode(os.fspath(path))
     if b"\0" in encoded:
-        raise InvalidArgumentError(f"{path!r}: a path has no NUL")
+        raise InvalidArgumentError(f"{path!r}: a path must not contain NUL")
     return encoded
 
 
 def rules_text(rules: Optional[Sequence[Mapping[str, str]]]) -> Optional[bytes]:
-    """Rules of a key map for the library."""
+    """Rules of a key map as JSON for the library; None: no rules."""
     if rules is None:
         return None
     if isinstance(rules, Mapping) or not all(isinstance(rule, Mapping) for rule in rules):
@@ -223,7 +217,7 @@ def _layout(keys: bytes, words: Any, count: int) -> _LayoutHandle:
 
 
 def cache_of(group: Any) -> _layouts.LayoutCache:
-    """The layouts that a group has saved and loaded before."""
+    """The cache of layouts that a group has saved and loaded before."""
     if group._cache is None:
         group._cache = _layouts.LayoutCache()
     cache: _layouts.LayoutCache = group._cache
@@ -231,7 +225,7 @@ def cache_of(group: Any) -> _layouts.LayoutCache:
 
 
 def take_json(function: Any, *arguments: Any) -> Optional[Any]:
-    """A value that the library gives as JSON, as `_values.decode` wants it."""
+    """The encoded value (`_values.decode`) that a function of the library returns as JSON."""
     out = ctypes.c_void_p()
     size = ctypes.c_size_t()
     status = function(*arguments, ctypes.addressof(out), ctypes.addressof(size))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator does with the command, for programs: `Store`, `verify`, `diff`, `adopt`, `copy`,
-`export`, `wait_committed`."""
+"""Operations on stores: `Store`, `repair`, `diff`, `adopt`, `copy`, `derive`, `export`, `wait_committed`."""
 
 from __future__ import annotations
 
@@ -11,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from tensormount import _abi
+from tensormount._checkpoint import open as open_checkpoint
 from tensormount._progress import Progress
 from tensormount._state import path_bytes, rules_text, text, texts
-from tensormount._tasks import in_background
+from tensormount._tasks import run_in_background, read_json, call_with_progress
 from tensormount.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]  # Within Store, `list` is a method.
 
 
 class Store:
-    """A folder of checkpoints. Opens nothing and keeps nothing: each call looks anew.
+    """A directory of checkpoints. The object keeps nothing open: each call reads the store again.
 
         >>> import tensormount as tm
         >>> store = tm.Store("STORE")
@@ -42,41 +42,48 @@ class Store:
         return f"<tensormount.Store {self.path!r}>"
 
     def list(self) -> list[dict[str, Any]]:
-        """The checkpoints by name: {"checkpoint", "uuid", "generation", "latest"}, and "problem"
-        where one cannot be read; of the others "created" (seconds since 1970), "file_bytes" (of data
-        files), "stored_bytes" (of all), "own_bytes" (what removing it frees), "shared_bytes" (of files
-        that others of the store have, too), "pinned" (None: its pins cannot be read).
-        CheckpointNotFoundError: no store."""
-        found: list[dict[str, Any]] = _json("tm_store_list", path_bytes(self.path))
+        """The checkpoints by name, a dict each: "checkpoint", "uuid", "generation", "latest".
+
+        A checkpoint that cannot be read also has "problem". The others have "created" (seconds since 1970),
+        "file_bytes" (data files), "stored_bytes" (all files), "own_bytes" (what removing it frees),
+        "shared_bytes" (files that other checkpoints of the store have, too), "pinned" (None: its pins cannot
+        be read). CheckpointNotFoundError: there is no store.
+        """
+        found: list[dict[str, Any]] = read_json("tm_store_list", path_bytes(self.path))
         return found
 
     def latest(self) -> dict[str, Any]:
-        """The newest: {"checkpoint", "uuid", "generation", "path", "warnings"}.
-        CheckpointNotFoundError where there is none."""
-        found: dict[str, Any] = _json("tm_store_latest", path_bytes(self.path))
+        """The newest checkpoint: {"checkpoint", "uuid", "generation", "path", "warnings"}.
+
+        CheckpointNotFoundError: there is none.
+        """
+        found: dict[str, Any] = read_json("tm_store_latest", path_bytes(self.path))
         return found
 
     def publish(
         self, staging: str, *, name: Optional[str] = None, wait: float = 0.0
     ) -> dict[str, Any]:
-        """Publishes what mounts wrote below STORE/.staging/NAME: {"checkpoint", "uuid",
-        "generation", "tensors", "chunks", "bytes", "mounts"}.
+        """Publishes the checkpoint that mounts wrote below STORE/.staging/NAME.
 
-        staging: NAME. name: of the checkpoint; None: the same. wait: seconds for mounts that are not
-        done yet, or have files open. Then it is BusyError; DataLossError where something was not
-        written: report.txt in the staging lists all of it.
+        staging   NAME.
+        name      the name of the checkpoint; None: the same.
+        wait      seconds to wait for mounts that are not done or have files open.
+
+        Returns {"checkpoint", "uuid", "generation", "tensors", "chunks", "bytes", "mounts"}. Raises BusyError
+        if mounts are not done after `wait`; DataLossError if something was not written (report.txt in the
+        staging directory lists all of it).
         """
         given = _abi.PublishOptions(struct_size=ctypes.sizeof(_abi.PublishOptions))
         given.name = None if name is None else text(name)
         path = path_bytes(os.path.join(self.path, ".staging", staging))
         end = time.monotonic() + wait
         while True:
-            # In slices: a signal handler gets its turn.
+            # In slices of 0.1 s, so that signal handlers run.
             left = end - time.monotonic()
             given.wait_ms = int(max(0.0, min(0.1, left)) * 1000)
             try:
-                found: dict[str, Any] = _json(
-                    "tm_store_publish", path, ctypes.addressof(given), kinds={8: BusyError}
+                found: dict[str, Any] = read_json(
+                    "tm_store_publish", path, ctypes.addressof(given), kinds={_abi.TM_UNAVAILABLE: BusyError}
                 )
                 return found
             except BusyError:
@@ -84,20 +91,23 @@ class Store:
                     raise
 
     def remove(self, name: str, *, force: bool = False) -> None:
-        """Removes a checkpoint, durably. Who has it open reads on; `gc` frees its space.
-        PermissionDeniedError where it is pinned, but with force."""
+        """Removes a checkpoint, durably. Processes that have it open can read on; `gc` frees its space.
+
+        PermissionDeniedError: it is pinned. `force` removes it anyway.
+        """
         given = _abi.RemoveOptions(struct_size=ctypes.sizeof(_abi.RemoveOptions), force=int(force))
         status = _abi.library().tm_store_remove_with(self._path_of(name), ctypes.addressof(given))
         if status:
-            _abi.fail(status, {2: CheckpointNotFoundError})
+            _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
 
     def pin(
         self, name: str, *, reason: str = "", expires: Optional[float] = None
     ) -> dict[str, Any]:
-        """Keeps a checkpoint from `prune` and `remove`, durably: {"uuid", "name", "reason", "by",
-        "created", "expires", "expired"}. It holds what was saved, whatever its name is.
+        """Protects a checkpoint from `prune` and `remove`, durably, under any name.
 
-        expires: seconds since 1970 (`time.time() + 86400`); None: never.
+        expires   seconds since 1970 (`time.time() + 86400`); None: never.
+
+        Returns {"uuid", "name", "reason", "by", "created", "expires", "expired"}.
 
             >>> import tensormount as tm
             >>> tm.Store("STORE").pin("step-1", reason="in the paper")["reason"]
@@ -108,32 +118,35 @@ class Store:
         given.reason = text(reason)
         if expires is not None and not 1 <= expires <= 100_000_000_000:
             raise InvalidArgumentError(
-                f"expires={expires}: want seconds since 1970; None: it is held for ever"
+                f"expires={expires}: must be seconds since 1970, or None for a pin that does not expire"
             )
         given.expires = 0 if expires is None else int(expires)
-        found: dict[str, Any] = _json("tm_store_pin", self._path_of(name), ctypes.addressof(given))
+        found: dict[str, Any] = read_json("tm_store_pin", self._path_of(name), ctypes.addressof(given))
         return found
 
     def unpin(self, name: str) -> None:
-        """CheckpointNotFoundError: there is no such checkpoint, or it is not pinned."""
+        """Removes a pin. CheckpointNotFoundError: no such checkpoint, or it is not pinned."""
         status = _abi.library().tm_store_unpin(self._path_of(name))
         if status:
-            _abi.fail(status, {2: CheckpointNotFoundError})
+            _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
 
     def pins(self) -> Rows:
-        """All pins, as of `pin`; "problem" where one cannot be read, which holds all the same."""
-        found: Rows = _json("tm_store_pins", path_bytes(self.path))
+        """All pins, as `pin` returns them. A pin that cannot be read has "problem"; it still protects."""
+        found: Rows = read_json("tm_store_pins", path_bytes(self.path))
         return found
 
     def prune(self, rules: str = "policy", *, dry_run: bool = False) -> dict[str, Any]:
-        """Removes the checkpoints that no rule keeps: {"rules", "dry_run", "removed", "checkpoints":
-        [{"checkpoint", "uuid", "generation", "kept", "removed", "reason", and "failed" where it could
-        not be removed}]}, the newest first.
+        """Removes the checkpoints that no rule keeps.
 
-        rules: with commas between them, "last=3", "every=1000" (steps; "6h", "5-generations"),
-        "best=eval.loss:min:2"; "policy": the store's own. docs/semantics.md has what they mean, and
-        what stays whatever they say. DataLossError: the newest does not pass a quick verification,
-        or the policy is damaged, and nothing was removed; BusyError: somebody else prunes.
+        rules     separated by commas: "last=3", "every=1000" (steps; also "6h", "5-generations"),
+                  "best=eval.loss:min:2"; "policy": the store's own. docs/steps.md explains the rules, and what
+                  is kept whatever they say.
+        dry_run   True: reports only.
+
+        Returns {"rules", "dry_run", "removed", "checkpoints": [{"checkpoint", "uuid", "generation", "kept",
+        "removed", "reason", and "failed" if it could not be removed}]}, the newest first. Raises
+        DataLossError, and removes nothing, if the newest checkpoint fails a quick verification or the
+        policy is damaged; BusyError if another process prunes.
 
             >>> import tensormount as tm
             >>> tm.Store("STORE").prune("last=100", dry_run=True)["removed"]
@@ -144,17 +157,16 @@ class Store:
         )
         given.rules = text(rules)
         path = path_bytes(self.path)
-        # On a thread, which removes on where nobody waits for it any more.
-        found: dict[str, Any] = in_background(
-            lambda task: _json("tm_store_prune", path, ctypes.addressof(given))
+        # On a thread, which goes on if Ctrl-C ends this call.
+        found: dict[str, Any] = run_in_background(
+            lambda task: read_json("tm_store_prune", path, ctypes.addressof(given))
         )
         return found
 
     @property
     def policy(self) -> Optional[str]:
-        """The store's own rules, for all who prune it; None: it has none. Assign to it to change
-        them."""
-        found: Optional[str] = _json("tm_store_policy", path_bytes(self.path))["rules"]
+        """The store's own rules, for every process that prunes it. None: it has none. Assignable."""
+        found: Optional[str] = read_json("tm_store_policy", path_bytes(self.path))["rules"]
         return found
 
     @policy.setter
@@ -163,11 +175,11 @@ class Store:
             path_bytes(self.path), None if rules is None else text(rules)
         )
         if status:
-            _abi.fail(status, {2: CheckpointNotFoundError})
+            _abi.fail(status, {_abi.TM_NOT_FOUND: CheckpointNotFoundError})
 
     def _path_of(self, name: str) -> bytes:
         if "/" in name:
-            raise InvalidArgumentError(f"{name!r}: the name of a checkpoint has no slash")
+            raise InvalidArgumentError(f"{name!r}: the name of a checkpoint must not contain a slash")
         return path_bytes(os.path.join(self.path, name))
 
     def gc(
@@ -177,11 +189,13 @@ class Store:
         staging_age: Optional[float] = None,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Deletes what was removed and nobody reads, and what crashed saves left: {"removed",
-        "kept", "failed", "bytes_freed", "dry_run"}.
+        """Deletes removed checkpoints that no process reads, and leftovers of crashed saves.
 
-        grace: seconds since it was removed (60; 0: at once). staging_age: seconds after which a save
-        that was not touched is taken for abandoned (a day).
+        grace     seconds since the removal (60); 0: at once.
+        staging_age   seconds without a change after which a save counts as abandoned (a day).
+        dry_run   True: reports only.
+
+        Returns {"removed", "kept", "failed", "bytes_freed", "dry_run"}.
         """
         given = _abi.GcOptions(struct_size=ctypes.sizeof(_abi.GcOptions), dry_run=int(dry_run))
         if grace is not None:
@@ -189,46 +203,11 @@ class Store:
         if staging_age is not None:
             given.staging_age_seconds = max(1, int(staging_age))
         path = path_bytes(self.path)
-        # On a thread, which deletes on where nobody waits for it any more.
-        found: dict[str, Any] = in_background(
-            lambda task: _json("tm_store_gc", path, ctypes.addressof(given))
+        # On a thread, which goes on if Ctrl-C ends this call.
+        found: dict[str, Any] = run_in_background(
+            lambda task: read_json("tm_store_gc", path, ctypes.addressof(given))
         )
         return found
-
-
-def verify(
-    path: PathLike,
-    *,
-    quick: bool = False,
-    threads: int = 0,
-    roots: Sequence[str] = (),
-    progress: Progress = None,
-) -> dict[str, Any]:
-    """Every byte of a checkpoint against its hashes.
-
-    quick: commit record, lengths and index only; no data are read. threads: 0: as many as cores.
-    roots: as of `open`.
-    progress: called with bytes done and in all; True: a bar, where tqdm is installed.
-
-    Returns {"whole": True or False, "tensors", "bytes", ..., "damage": [{"object", "file", "offset",
-    "reason"}], "warnings"}. A damage of a file that other checkpoints of the store share has
-    "shared_with", their names. What cannot even be opened is an exception.
-
-        >>> import tensormount as tm
-        >>> tm.verify("STORE/step-1")["whole"]
-        True
-    """
-    given = _abi.VerifyOptions(
-        struct_size=ctypes.sizeof(_abi.VerifyOptions), quick=int(quick), threads=threads
-    )
-    kept: list[Any] = []
-    given.roots, given.root_count = texts(roots, kept)
-    whole = ctypes.c_int32()
-
-    return _watched(
-        given, "tm_verify", path_bytes(path), ctypes.addressof(given), ctypes.addressof(whole),
-        progress=progress, label=f"verify {os.fspath(path)}",
-    )
 
 
 def repair(
@@ -239,18 +218,19 @@ def repair(
     roots: Sequence[str] = (),
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Makes damaged, short and missing files of checkpoint "STORE/NAME" whole again, with the bytes
-    of `source`: a copy, or any checkpoint of the same tensors, cut as it likes or of another program.
-    Only bytes that have the recorded hashes are taken. Checkpoints of the store that share a damaged
-    file have the new one, too.
+    """Restores damaged, short and missing files of checkpoint "STORE/NAME" from `source`.
 
-    dry_run: reads and compares everything, and changes nothing. roots: as of `open`, of `source`.
-    progress: as of `verify`.
+    source    a copy, or any checkpoint of the same tensors, whatever its sharding and program. Only bytes
+              with the recorded hashes are taken.
+    dry_run   True: reads and compares everything, and changes nothing.
+    roots     as for `open`, for `source`. progress: as for `verify`.
+
+    Checkpoints of the store that share a damaged file get the repaired one, too.
 
     Returns {"whole": True or False, "files": [{"file", "damage", "bytes_damaged", "bytes_repaired",
-    "whole", "shared_with"}], "left": [{"object", "file", "offset", "reason"}], ...}; "left" is what is
-    damaged still. Raises CheckpointNotFoundError, DataLossError where nothing says what was there,
-    BusyError while another repair is under way.
+    "whole", "shared_with"}], "left": [{"object", "file", "offset", "reason"}], ...}; "left" is the remaining
+    damage. Raises CheckpointNotFoundError, DataLossError if no record of the files is left, BusyError while
+    another repair runs.
 
         >>> import tensormount as tm
         >>> said = tm.copy("STORE/step-1", "COPIES")
@@ -262,9 +242,9 @@ def repair(
     given.roots, given.root_count = texts(roots, kept)
     whole = ctypes.c_int32()
 
-    return _watched(
-        given, "tm_repair", path_bytes(path), path_bytes(source), ctypes.addressof(given),
-        ctypes.addressof(whole), progress=progress, label=f"repair {os.fspath(path)}",
+    return call_with_progress(
+        given, "tm_repair", path_bytes(path), path_bytes(source), given, whole, progress=progress,
+        label=f"repair {os.fspath(path)}",
     )
 
 
@@ -279,11 +259,12 @@ def diff(
     roots: Sequence[str] = (),
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """What two checkpoints differ in, in their own formats and shardings.
+    """Compares two checkpoints, whatever their formats and shardings.
 
-    values: how far numbers are apart, too, which reads what differs. keys: a glob. key_map: rules
-    that rename the first (`tm.load`). limit: mismatches that are listed. roots: as of `open`, for both.
-    progress: as of `verify`.
+    values    True: also computes how far numbers are apart, which reads the tensors that differ.
+    keys      a glob. key_map: rules that rename keys of the first (`tm.load`).
+    limit     the most mismatches that are listed.
+    roots     as for `open`, for both. progress: as for `verify`.
 
     Returns {"same", "added", "removed", "changed", "equal", ..., "mismatches": [{"event", "what",
     "key", ...}], "more"}.
@@ -300,9 +281,9 @@ def diff(
     given.roots, given.root_count = texts(roots, [])
     same = ctypes.c_int32()
 
-    return _watched(
-        given, "tm_diff", path_bytes(first), path_bytes(second), ctypes.addressof(given),
-        ctypes.addressof(same), progress=progress, label=f"diff {os.fspath(first)}",
+    return call_with_progress(
+        given, "tm_diff", path_bytes(first), path_bytes(second), given, same, progress=progress,
+        label=f"diff {os.fspath(first)}",
     )
 
 
@@ -313,18 +294,20 @@ def copy(
     limit_rate: Optional[int] = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Copies checkpoints to another store, as the same checkpoints: names, uuids, generations, every
-    byte. What the destination has already is linked there and not copied; every byte is compared
-    with its hashes on the way. An interrupted copy is gone on with by the next one.
+    """Copies checkpoints to another store, with the same names, uuids, generations and bytes.
 
-    sources: "STORE/NAME", "STORE/latest", "STORE" for all of its, or several of these. destination:
-    a store, made where there is none. limit_rate: most bytes a second that are read. progress: as of
-    `verify`.
+    Data that the destination has already are hard linked there. Every byte is compared with its hashes.
+    A copy that was interrupted is continued by the next one.
+
+    sources   "STORE/NAME", "STORE/latest", "STORE" for all its checkpoints, or a list of these.
+    destination   a store; made if it does not exist.
+    limit_rate    the most bytes per second that are read.
+    progress  as for `verify`.
 
     Returns {"destination", "checkpoints": [{"event": "copied", "there" or "failed", "checkpoint",
-    "uuid", "generation", "bytes", "bytes_copied", "bytes_linked", "bytes_kept", ...}]}; where one of
-    several failed it has "code" and "message". A single one that fails is an exception:
-    AlreadyExistsError, DataLossError, UnsupportedError (an adopted one), BusyError, ...
+    "uuid", "generation", "bytes", "bytes_copied", "bytes_linked", "bytes_kept", ...}]}; a failed one of
+    several has "code" and "message". If a single copy fails that is an exception: AlreadyExistsError,
+    DataLossError, UnsupportedError (an adopted checkpoint), BusyError, ...
 
         >>> import tensormount as tm
         >>> said = tm.copy("STORE/step-1", "BACKUP")
@@ -339,10 +322,9 @@ def copy(
     array = (ctypes.c_char_p * max(1, len(several)))(*several)
     everything = ctypes.c_int32()
 
-    return _watched(
-        given, "tm_store_copy", ctypes.addressof(array), len(several), path_bytes(destination),
-        ctypes.addressof(given), ctypes.addressof(everything), progress=progress,
-        label=f"copy to {os.fspath(destination)}",
+    return call_with_progress(
+        given, "tm_store_copy", array, len(several), path_bytes(destination), given, everything,
+        progress=progress, label=f"copy to {os.fspath(destination)}",
     )
 
 
@@ -357,11 +339,15 @@ def adopt(
     roots: Sequence[str] = (),
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Records what another program saved as checkpoint "STORE/NAME", in place; copies nothing.
+    """Records a checkpoint of another program as "STORE/NAME", in place. Copies nothing.
 
-    quick: no data are read, and later reads not verified. partial: without what its files lack, which
-    is a DataLossError otherwise. key_map: rules that rename keys (`tm.load`). roots: as of `open`.
-    progress: as of `verify`. Returns {"path", "uuid", "generation", "tensors", "chunks", "bytes"}.
+    quick     True: data are not read, and later reads are not verified.
+    partial   True: leaves out tensors that the source's files lack; otherwise that is a DataLossError.
+    replace   True: replaces a checkpoint of that name.
+    key_map   rules that rename keys (`tm.load`).
+    roots     as for `open`. progress: as for `verify`.
+
+    Returns {"path", "uuid", "generation", "tensors", "chunks", "bytes"}.
     """
     given = _abi.AdoptOptions(
         struct_size=ctypes.sizeof(_abi.AdoptOptions), replace=int(replace), quick=int(quick),
@@ -370,8 +356,8 @@ def adopt(
     given.key_map = rules_text(key_map)
     given.roots, given.root_count = texts(roots, [])
 
-    return _watched(
-        given, "tm_adopt", path_bytes(source), path_bytes(path), ctypes.addressof(given),
+    return call_with_progress(
+        given, "tm_adopt", path_bytes(source), path_bytes(path), given,
         progress=progress, label=f"adopt {os.fspath(source)}",
     )
 
@@ -385,12 +371,16 @@ def derive(
     key_map: Optional[Sequence[Mapping[str, str]]] = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """A checkpoint "STORE/NEW" out of the one called `source` in the same store, by hard links: no
-    data are read, but what is copied out of files that are mostly dropped.
+    """Makes checkpoint "STORE/NEW" from a part of the one named `source` in the same store.
 
-    keep, drop: globs over the old keys of tensors and objects, "optimizer.*"; each must match
-    something (NotFoundError). key_map: rules that rename what is left (`tm.load`). Returns {"path",
-    "uuid", "generation", "tensors", "objects", "dropped", "files_linked", "bytes_linked",
+    Files are hard linked. Only data within files that are mostly dropped are read and copied.
+
+    keep, drop   globs over the old keys of tensors and objects, "optimizer.*"; each must match a key
+              (NotFoundError).
+    key_map   rules that rename the remaining keys (`tm.load`).
+    replace   True: replaces a checkpoint of that name.
+
+    Returns {"path", "uuid", "generation", "tensors", "objects", "dropped", "files_linked", "bytes_linked",
     "files_copied", "bytes_copied", "refused"}.
 
         >>> import numpy, tensormount as tm
@@ -403,9 +393,9 @@ def derive(
     given.keep, given.keep_count = texts(keep, kept)
     given.drop, given.drop_count = texts(drop, kept)
     given.key_map = rules_text(key_map)
-    found: dict[str, Any] = _json(
+    found: dict[str, Any] = read_json(
         "tm_derive", path_bytes(path), text(source), ctypes.addressof(given),
-        kinds={2: NotFoundError},
+        kinds={_abi.TM_NOT_FOUND: NotFoundError},
     )
     return found
 
@@ -427,23 +417,24 @@ def export(
     total: Optional[float] = None,
     progress: Progress = None,
 ) -> dict[str, Any]:
-    """Real files out of a checkpoint, for programs that know nothing of it. Collective: every rank of
-    `group` calls it with the same arguments, and each writes its share. `destination` appears whole
-    and durable in one step, or not at all.
+    """Exports a checkpoint to the format of another program.
 
-    source     "STORE/NAME", "STORE/latest", or what another program saved.
+    Collective: every rank of `group` calls it with the same arguments and writes its share. `destination`
+    appears complete and durable in one step, or not at all.
+
+    source     "STORE/NAME", "STORE/latest", or a checkpoint of another program.
     group      Group; None: this process alone.
     format     "safetensors" (one file), "hf" (Hugging Face), "npy", "zarr", "dcp" (PyTorch's
                distributed checkpoint), "torch" (torch.save).
-    replace    an earlier export of that format is replaced.
-    partial    of a checkpoint of another program whose files lack some of it: exports the rest.
+    replace    True: replaces an earlier export of that format.
+    partial    True: leaves out tensors that the files of a foreign source lack.
     key_map    rules that rename keys (`tm.load`).
-    hf_part_size, hf_rules   bytes of a part of "hf"; rules that make its names.
-    roots      as of `open`.
-    liveness, arrival, total   as of `save`. progress: as of `verify`.
+    hf_part_size, hf_rules   bytes of a part of "hf"; rules for its names.
+    roots      as for `open`.
+    liveness, arrival, total   as for `save`. progress: as for `verify`.
 
     Returns {"path", "format", "files", "tensors", "bytes", "bytes_written", "notes", "warnings", ...}.
-    UnsupportedError names the tensors that the format cannot hold; AlreadyExistsError,
+    Raises UnsupportedError with the tensors that the format cannot hold; AlreadyExistsError,
     DataLossError, ResourceExhaustedError.
 
         >>> import tensormount as tm
@@ -469,11 +460,11 @@ def export(
             given.roots, given.root_count = texts(roots, [])
             set_times(given, liveness, arrival, total)
             paths = (path_bytes(source), path_bytes(destination))
-        except Exception as error:  # The call tells the others, who would wait for this rank.
+        except Exception as error:  # The call still happens, so that it fails on all ranks.
             own = error
 
-        return _watched(
-            given, "tm_export", *paths, handle.address, ctypes.addressof(given), progress=progress,
+        return call_with_progress(
+            given, "tm_export", *paths, handle.address, given, progress=progress,
             label=f"export {source!r}", handle=handle, own=own,
         )
 
@@ -481,14 +472,13 @@ def export(
 def wait_committed(
     path: PathLike, uuid: Optional[str] = None, timeout: Optional[float] = None
 ) -> str:
-    """Waits until checkpoint "STORE/NAME" is there, by looking at the store alone: for processes
-    that take no part in the save. Returns its uuid.
+    """Waits until checkpoint "STORE/NAME" exists, and returns its uuid.
 
-    uuid: of the save that is meant; StaleError once another one has the name. None: any.
-    TimeoutError after `timeout` seconds.
+    For processes that take no part in the save: it only looks at the store.
+
+    uuid      the uuid of the expected save; StaleError if another save has the name. None: any.
+    timeout   seconds, then TimeoutError; None: no limit.
     """
-    from tensormount._checkpoint import open as open_checkpoint
-
     end = None if timeout is None else time.monotonic() + timeout
     pause = 0.01
     while True:
@@ -500,40 +490,9 @@ def wait_committed(
         if found is not None:
             if uuid is None or found == uuid:
                 return found
-            raise StaleError(f"{os.fspath(path)}: is {found}, another save than {uuid}")
+            raise StaleError(f"{os.fspath(path)}: has the uuid {found} of another save, not {uuid}")
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError(f"{os.fspath(path)}: not committed after {timeout:g} s")
         time.sleep(pause if left is None else min(pause, left))
         pause = min(pause * 1.5, 0.25)
-
-
-# ---- How -----------------------------------------------------------------------------------------
-
-
-def _json(
-    function: str, *arguments: Any, kinds: Optional[dict[int, Any]] = None
-) -> Any:
-    import json
-
-    narrower = {2: CheckpointNotFoundError, **(kinds or {})}
-    return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
-
-
-def _watched(
-    given: Any,
-    function: str,
-    *arguments: Any,
-    progress: Progress,
-    label: str,
-    handle: Any = None,
-    own: Optional[Exception] = None,
-) -> dict[str, Any]:
-    """What a function that takes long gives as JSON. `given`: its options, which have a task."""
-
-    def call(task: int) -> Any:
-        given.task = task
-        return _json(function, *arguments)
-
-    found: dict[str, Any] = in_background(call, progress, label, handle, own)
-    return found

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the library that take long and are no jobs: on a thread of their own, with a task by which
-they are asked to end."""
+"""Long calls of the library that are not jobs. Each runs on its own thread, with a tm_task to cancel it."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Optional
 
 from tensormount import _abi
 from tensormount._progress import Meter, Progress
+from tensormount.errors import CheckpointNotFoundError
 
-_SLICE = 0.05  # Seconds between two looks, so that a signal handler of the host gets its turn.
+# The base class of all objects of ctypes.
+_CData: Any = ctypes.c_int.__mro__[-2]
+_SLICE = 0.05  # Seconds between two polls; signal handlers run between them.
 
 
-class Once:
-    """Something that comes once, and is waited for. As threading.Event, but a signal handler in the middle
-    of a wait may wait, too, and `set` never waits for a thread that such a handler holds up."""
+class OneTimeEvent:
+    """An event that is set once. Unlike with threading.Event, a signal handler may wait during a wait of the code
+    that it interrupts, and `set` never waits for a thread that such a handler holds up."""
 
     def __init__(self) -> None:
         self._came = False
@@ -25,18 +28,18 @@ class Once:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Only once."""
+        """May be called once."""
         self._came = True
         self._lock.release()
 
     def wait(self, seconds: float) -> bool:
         if not self._came and self._lock.acquire(timeout=seconds):
-            self._lock.release()  # For the next; who misses it looks again after `seconds`.
+            self._lock.release()  # For the next waiter; one that misses it polls again after `seconds`.
         return self._came
 
 
 class Task:
-    """A tm_task."""
+    """A tm_task: cancels a call of the library and reports its progress."""
 
     def __init__(self) -> None:
         self._lib = _abi.library()
@@ -51,32 +54,38 @@ class Task:
     def cancel(self) -> None:
         self._lib.tm_task_cancel(self.address)
 
-    def moved(self) -> tuple[int, int]:
-        """Bytes done, and in all."""
+    def progress(self) -> tuple[int, int]:
+        """The bytes done, and the bytes in all."""
         done, total = ctypes.c_uint64(), ctypes.c_uint64()
         self._lib.tm_task_progress(self.address, ctypes.addressof(done), ctypes.addressof(total))
         return done.value, total.value
 
 
-def in_background(
+def run_in_background(
     call: Callable[[int], Any],
     progress: Progress = None,
     label: str = "",
     handle: Any = None,
     own: Optional[BaseException] = None,
 ) -> Any:
-    """What `call` returns for the address of a task, so that Ctrl-C ends the wait for it at once. The
-    task asks it to end then; the thread itself ends at its next block. `handle`: of the group that it
-    works with, which is counted until then, and whose close() waits for it. `own`: what this rank itself
-    found wrong, with all that it knows; the call tells the others, and it is raised here.
+    """Runs `call(address of a task)` on a thread and returns its result. Ctrl-C ends the wait at once and cancels
+    the task; the thread ends at its next block.
+
+    `handle`: the use of the group that the call works with. The thread has another one until it ends, and close()
+    of the group waits for it. `own`: the error of this rank's arguments, raised here after the call, which still
+    happens so that it fails on all ranks.
     """
     task = Task()
     result: list[Any] = []
-    # And not join(): a thread whose join a signal handler ended counts as one that has stopped.
-    over = Once()
-    mine = handle.again() if handle is not None else None
+    # Not join(): if a signal handler ends a join, threading takes the thread for stopped.
+    over = OneTimeEvent()
+    mine = handle.another() if handle is not None else None
+    claim = threading.Lock()  # Taken by the thread that makes the call, or by this one to prevent it.
+    handled = sys.exc_info()[1]
 
     def run() -> None:
+        if not claim.acquire(blocking=False):
+            return
         try:
             result.append((call(task.address), None))
         except Exception as error:
@@ -93,16 +102,22 @@ def in_background(
             mine.working.add(over)
         try:
             thread.start()
-        except RuntimeError:
-            run()  # There is none to be had: at the limit, or at the end of the interpreter.
+        except (RuntimeError, KeyError) as error:
+            # If a signal handler raises within start(), whose thread runs by then, threading may answer
+            # RuntimeError("release unlocked lock") or KeyError(thread).
+            if error.__context__ is not None and error.__context__ is not handled:
+                raise error.__context__ from None
+            if not isinstance(error, RuntimeError):
+                raise
+            run()  # No thread can be started: at the limit, or at the end of the interpreter.
         with Meter(progress, label) as meter:
             while not over.wait(_SLICE):
                 if meter.on:
-                    meter.show(*task.moved())
-            meter.end(*task.moved(), failed=result[0][1] is not None)
+                    meter.show(*task.progress())
+            meter.end(*task.progress(), failed=result[0][1] is not None)
     except BaseException:
         task.cancel()
-        if mine is not None and thread.ident is None:  # It was never begun.
+        if mine is not None and claim.acquire(blocking=False):  # The call has not begun.
             mine.working.discard(over)
         raise
     value, failure = result[0]
@@ -111,3 +126,36 @@ def in_background(
     if failure is not None:
         raise failure
     return value
+
+
+def read_json(function: str, *arguments: Any, kinds: Optional[dict[int, Any]] = None) -> Any:
+    """Calls a function of the library that returns JSON. `kinds`: as for `_abi.fail`."""
+    import json
+
+    narrower = {_abi.TM_NOT_FOUND: CheckpointNotFoundError, **(kinds or {})}
+    return json.loads(_abi.get_text(getattr(_abi.library(), function), *arguments, kinds=narrower))
+
+
+def call_with_progress(
+    given: Any,
+    function: str,
+    *arguments: Any,
+    progress: Progress,
+    label: str,
+    handle: Any = None,
+    own: Optional[Exception] = None,
+) -> dict[str, Any]:
+    """As `read_json`, on a thread with progress (`run_in_background`). `given`: its options, whose `task` is set.
+
+    Arguments that are objects of ctypes are passed by their addresses. They live until the library has returned,
+    also if an exception ends this call before.
+    """
+
+    def call(task: int) -> Any:
+        given.task = task
+        return read_json(
+            function, *(ctypes.addressof(one) if isinstance(one, _CData) else one for one in arguments)
+        )
+
+    found: dict[str, Any] = run_in_background(call, progress, label, handle, own)
+    return found

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested state dicts as flat ones, and back.
+"""Converts nested state dicts to flat ones, and back.
 
-Tensors get keys, other values names, and what neither says (which containers there were, in which
-order) is the *structure*. docs/python.md, "How a state dict is stored", is the contract; this file
-writes and reads that form. Nothing is pickled, and what cannot be stored without loss is refused by
-name and path.
+Tensors get keys, other values get names. The containers and their order are the *structure*.
+docs/state-dicts.md, "How a state dict is stored", specifies the form that this file writes and reads.
+Nothing is pickled, and values that cannot be stored without loss are refused by name and path.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import sys
 from typing import (
     Any,
     Callable,
@@ -31,8 +29,9 @@ from typing import (
     Tuple,
 )
 
-from . import _layouts
-from ._held import Shards
+from ._leaves import LeafKind, ObjectPart, registry
+from ._leaves.base import ArrayKind
+from ._shards import SAVE
 from ._values import (
     INT_MAX,
     INT_MIN,
@@ -50,16 +49,16 @@ from ._values import (
 )
 from .errors import LayoutError, UnsupportedError
 
-# Containers in each other: as trees of the library (kMaxTreeDepth in tensormount/tree.h).
+# The greatest depth of nested containers.
 MAX_DEPTH = 64
 MAX_KEY_BYTES = 2048
-# A dict of plain values alone that is longer is one value instead of one a key: vocabularies.
+# A longer dict that has only plain values (a vocabulary) is stored as one value, not as one for each key.
 MAX_SPLIT_DICT = 1000
 
 TREE_NAME = "tensormount.tree"
 RESERVED = "tensormount."
 
-# (is an item of a list or tuple, key or index); items of tuples have 2 instead of 1.
+# (_KEY, key of a dict), (_ITEM, index of a list) or (_TUPLE_ITEM, index of a tuple).
 Step = Tuple[int, Any]
 Path = Tuple[Step, ...]
 _KEY, _ITEM, _TUPLE_ITEM = 0, 1, 2
@@ -68,9 +67,9 @@ Structure = Dict[str, Any]
 
 
 class PerRank:
-    """A plain value that is each rank's own: a position in the data, the state of a generator.
+    """A plain value that differs between ranks: a position in the data, the state of a generator.
 
-    Values are the same on every rank otherwise, and a save in which they differ is refused.
+    Other values must be the same on every rank; a save in which they differ is refused.
     """
 
     __slots__ = ("value",)
@@ -88,34 +87,48 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class Flat(NamedTuple):
-    """A state dict, taken apart.
+class RegisteredLeaf(NamedTuple):
+    """A leaf of a registered kind, its key, and the result of `LeafKind.held`."""
 
-    `tensors`: leaves by key, each once. `again`: further leaves for a key, where a request has two
-    tensors for what was saved as one. `common` and `rank_common`: encoded values by name (see
-    `encode`). `structure`: None where the keys say all of it. `merged`: of each tensor that a request
-    has under several keys, those that a checkpoint has, where these are more than one.
+    leaf: Any
+    kind: LeafKind
+    key: str
+    held: Any
+
+
+class FlatTree(NamedTuple):
+    """A flattened state dict.
+
+    `tensors`: leaves by key, each once. `repeated`: further leaves of a key, if a request has two tensors for one
+    stored tensor. `common` and `rank_common`: encoded values by name (see `encode`). `structure`: None if the
+    keys describe it completely. `merged`: for each tensor that a request has under several keys, the stored
+    ones among these keys, if there are several. `registered`: leaves of registered kinds.
     """
 
     tensors: Dict[str, Any]
     common: Dict[str, Any]
     rank_common: Dict[str, Any]
     structure: Optional[Structure]
-    again: Tuple[Tuple[str, Any], ...] = ()
+    repeated: Tuple[Tuple[str, Any], ...] = ()
     merged: Tuple[Tuple[str, ...], ...] = ()
+    registered: Tuple[RegisteredLeaf, ...] = ()
 
-    def asks_for_values(self) -> bool:
-        """Whether a request has anything but tensors; an empty container asks for values, too."""
+    def requests_values(self) -> bool:
+        """Whether a request has plain values; an empty container requests values, too."""
         nodes = self.structure["nodes"] if self.structure is not None else ()
         empty = any(type(node) is not str and not node[1] for node in nodes)
         return empty or bool(self.common) or bool(self.rank_common)
 
     def items(self) -> Collection[Tuple[str, Any]]:
-        """All that has to be described: key and leaf."""
-        return [*self.tensors.items(), *self.again] if self.again else self.tensors.items()
+        """Key and leaf of everything that has to be described."""
+        return [*self.tensors.items(), *self.repeated] if self.repeated else self.tensors.items()
+
+    def objects(self) -> List[Tuple[str, ObjectPart]]:
+        """Key and part of the leaves that are stored as objects."""
+        return [(one.key, one.held) for one in self.registered if type(one.held) is ObjectPart]
 
     def json_texts(self) -> Tuple[Dict[str, str], Dict[str, str]]:
-        """What goes into the checkpoint: common values and those of this rank, JSON by name."""
+        """Common values, and values of this rank, as JSON by name."""
         common = {name: to_json(value) for name, value in self.common.items()}
         rank_common = {name: to_json(value) for name, value in self.rank_common.items()}
         if self.structure is not None:
@@ -129,7 +142,7 @@ class Flat(NamedTuple):
 
 
 def step_text(key: Any) -> str:
-    """A step of a path in a dotted name."""
+    """The text of a step of a path in a dotted name."""
     kind = type(key)
     if kind is str:
         return str(key)
@@ -141,12 +154,15 @@ def step_text(key: Any) -> str:
 
 
 def dotted(path: Path) -> str:
-    """The steps joined by dots, as PyTorch's checkpoints and `kDotted` of tensormount/tree.h."""
+    """The steps joined by dots, as in PyTorch's checkpoints."""
     return ".".join([step[1] if type(step[1]) is str else step_text(step[1]) for step in path])
 
 
 def reversible(path: Path) -> str:
-    """Likewise, but of each path another one (`kReversible` of tensormount/tree.h)."""
+    """The steps escaped and joined by dots: no two paths have the same name.
+
+    docs/state-dicts.md, "Keys and names", specifies it.
+    """
     parts = []
     for kind, key in path:
         if kind != _KEY:
@@ -159,14 +175,14 @@ def reversible(path: Path) -> str:
         elif type(key) is int and INT_MIN <= key <= INT_MAX:
             parts.append(f"#{key}")
         else:
-            # No escape of text has a "~" behind its "%".
+            # "%~" is no escape of text.
             text = to_json(encode(key))
             parts.append("%~" + text.replace("%", "%25").replace(".", "%2E"))
     return ".".join(parts)
 
 
 def path_text(path: Path) -> str:
-    """For messages."""
+    """A path for messages: state_dict['a'][0]."""
     text = "".join(f"[{step[1]!r}]" for step in path[:8])
     return "state_dict" + text + ("..." if len(path) > 8 else "")
 
@@ -174,10 +190,10 @@ def path_text(path: Path) -> str:
 def _assign_names(
     names: List[str], path_of: Callable[[int], Path], reserved: bool
 ) -> List[str]:
-    """One name for each leaf, no two the same, whatever the order; `names` are the dotted ones.
+    """A distinct name for each leaf, independent of the order of leaves. `names`: the dotted ones.
 
-    Dotted names where they are free. Of leaves that share one, each takes its reversible name; that
-    may be the dotted name of another leaf, which then gives way, too.
+    A leaf keeps its dotted name if no other leaf has it. Leaves that share a name take their reversible names.
+    If one of these is the dotted name of another leaf, that leaf takes its reversible name, too.
     """
     distinct = set(names)
     unusable = {name for name in ("",) if name in distinct}
@@ -213,20 +229,20 @@ def _check_name(name: str, path: Path) -> None:
         size = len(name.encode())
     except UnicodeEncodeError:
         raise LayoutError(
-            f"{path_text(path)}: the key is no valid text (a lone surrogate)"
+            f"{path_text(path)}: the key is not valid Unicode (a lone surrogate)"
         ) from None
     if "\0" in name:
         raise LayoutError(f"{path_text(path)}: a key must not contain NUL")
     if size > MAX_KEY_BYTES:
         raise LayoutError(
-            f"{path_text(path)}: the key would have {size} bytes, at most {MAX_KEY_BYTES}"
+            f"{path_text(path)}: the key would have {size} bytes, the limit is {MAX_KEY_BYTES}"
         )
 
 
-# ---- Taking apart ----------------------------------------------------------------------------
+# ---- Flattening ------------------------------------------------------------------------------
 
 _DICT, _ODICT, _LIST, _TUPLE, _TENSOR, _VALUE, _PER_RANK = range(7)
-# Dicts that are taken apart; others are values.
+# Types of dicts that are split into their items; other dicts are values.
 SPLIT_DICTS = (dict, collections.OrderedDict)
 _CONTAINER_NAMES = {_DICT: "dict", _ODICT: "odict", _LIST: "list", _TUPLE: "tuple"}
 _LEAF_NAMES = {_TENSOR: "tensor", _VALUE: "value", _PER_RANK: "rank"}
@@ -236,44 +252,29 @@ _EXACT = frozenset((str, int))
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is an array of NumPy, PyTorch or JAX, or Shards; whether it can be stored is
-    another question (`_shards.describe`)."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return True
-    return isinstance(value, Shards) or hasattr(type(value), "addressable_shards")
+    """Whether a leaf is of a known kind (_leaves/). It may still be refused."""
+    return registry.kind_of(value) is not None
+
+
+_KIND_OF_TYPE: Dict[Any, int] = {
+    dict: _DICT, collections.OrderedDict: _ODICT, list: _LIST, tuple: _TUPLE, PerRank: _PER_RANK,
+    collections.Counter: _VALUE, **dict.fromkeys(NATIVE_SET, _VALUE),
+}
 
 
 def _kind_of(value: Any) -> int:
-    """-1: what cannot be stored."""
-    kind = type(value)
-    if kind is dict:
-        return _DICT
-    if kind is collections.OrderedDict:
-        return _ODICT
-    if kind is list:
-        return _LIST
-    if kind is tuple:
-        return _TUPLE
-    if kind is PerRank:
-        return _PER_RANK
-    torch = sys.modules.get("torch")
-    if kind in NATIVE_SET or kind is collections.Counter or (
-        torch is not None and kind is torch.Size
-    ):
-        return _VALUE
+    """_DICT, ..., _PER_RANK; -1: the value cannot be stored."""
+    found = _KIND_OF_TYPE.get(type(value))
+    if found is not None:
+        return found
     if is_tensor(value):
         return _TENSOR
     return _VALUE if encode_special(value) is not None else -1
 
 
-def _whole_value(value: Any, kind: int) -> bool:
-    """Whether a container is stored as one value: lists and tuples that hold no dict and no tensor
-    at any depth, and long dicts of plain values. Others are taken apart, so that each value has a
-    name of its own."""
+def _is_one_value(value: Any, kind: int) -> bool:
+    """Whether a container is stored as one value: lists and tuples without dicts and tensors at any depth, and
+    long dicts of plain values. Other containers are split, and each item has its own name."""
     if kind == _DICT or kind == _ODICT:
         return len(value) > MAX_SPLIT_DICT and set(map(type, value.values())) <= NATIVE_SET
     if not value:
@@ -281,20 +282,20 @@ def _whole_value(value: Any, kind: int) -> bool:
     return _only_plain(value, 0, [MAX_VALUES])
 
 
-def is_whole(value: Any) -> bool:
-    """`_whole_value` of a container."""
-    return _whole_value(value, _kind_of(value))
+def is_one_value(value: Any) -> bool:
+    """`_is_one_value` of a container."""
+    return _is_one_value(value, _kind_of(value))
 
 
 def _only_plain(value: Any, depth: int, room: List[int]) -> bool:
-    """`room`: values that there may be. Lists that share lists have more than anybody could look at."""
+    """`room[0]`: the number of values that may still follow. Lists that share lists can have too many to visit."""
     if set(map(type, value)) <= NATIVE_SET:
         return True
     if depth > MAX_DEPTH:
         return False
     room[0] -= len(value)
     if room[0] < 0:
-        raise LayoutError(f"a list or tuple of more than {MAX_VALUES} values; an array holds more")
+        raise LayoutError(f"a list or tuple has more than {MAX_VALUES} values; use an array")
     for item in value:
         kind = type(item)
         if kind in NATIVE_SET:
@@ -307,78 +308,16 @@ def _only_plain(value: Any, depth: int, room: List[int]) -> bool:
     return True
 
 
-def identity(leaf: Any) -> Any:
-    """Equal for leaves that are the same tensor: the same memory, seen in the same way. Holds only
-    while the leaves live. A tensor without cells is only ever itself.
-
-    Parts of a larger tensor that have no cells on this rank are compared by their storage: they may
-    be one tensor, or empty ends of one buffer (`_may_be_tied`)."""
-    try:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(leaf, torch.Tensor):
-            local = getattr(leaf, "_local_tensor", None)
-            if local is None:
-                return _torch_identity(leaf) if leaf.numel() else id(leaf)
-            if isinstance(local, torch.Tensor):
-                if not leaf.numel():
-                    return id(leaf)
-                return (_torch_identity(local), tuple(leaf.shape), leaf.placements)
-        elif isinstance(leaf, Shards):
-            if 0 in leaf.shape:
-                return id(leaf)
-            parts = [(part.begin, part.flat, _part_identity(part.data)) for part in leaf.parts]
-            return (leaf.shape, tuple(parts))
-        elif hasattr(leaf, "__array_interface__") and leaf.size:
-            return _array_identity(leaf)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
-        pass  # Of a kind that has no plain memory.
-    return id(leaf)
-
-
-def _part_identity(data: Any) -> Any:
-    """Of the memory of a part, with or without cells."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(data, torch.Tensor):
-        return _torch_identity(data)
-    return _array_identity(data) if hasattr(data, "__array_interface__") else id(data)
-
-
-def _may_be_tied(leaf: Any) -> bool:
-    """Whether `identity` is no proof: this rank has no cell of a tensor that has some elsewhere."""
-    if isinstance(leaf, Shards):
-        return 0 not in leaf.shape and all(0 in part.held for part in leaf.parts)
-    local = getattr(leaf, "_local_tensor", None)
-    return local is not None and not local.numel() and 0 not in leaf.shape
-
-
-def _array_identity(array: Any) -> Any:
-    address = array.__array_interface__["data"][0]
-    return (address, array.shape, array.strides, array.dtype.str, array.dtype.name)
-
-
-def _torch_identity(tensor: Any) -> Any:
-    storage = tensor.untyped_storage()
-    return (
-        storage._cdata,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 class _Leaves:
-    """Leaves of one kind in the order of the walk. Lists side by side and not an object each: tens
-    of thousands of new objects would call the garbage collector, and lists grow by whole dicts."""
+    """Leaves of one kind in the order of the walk. Parallel lists, not one object for each leaf: tens of thousands
+    of new objects would start the garbage collector, and lists can be extended by whole dicts."""
 
     def __init__(self) -> None:
-        self.places: List[int] = []  # In the nodes of the structure.
+        self.places: List[int] = []  # Indices in the nodes of the structure.
         self.parents: List[Path] = []
         self.steps: List[int] = []
         self.keys: List[Any] = []
-        self.names: List[str] = []  # Dotted.
+        self.names: List[str] = []  # Dotted names.
         self.values: List[Any] = []
 
     def path(self, i: int) -> Path:
@@ -403,14 +342,17 @@ class _Leaves:
 
 
 class _Walk:
-    """One way through a state dict."""
+    """One walk through a state dict."""
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
         self.nodes: List[Any] = []
         self.leaves = {kind: _Leaves() for kind in _LEAF_NAMES}
+        self.own: Dict[int, str] = {}  # Keys that a registered kind gave its leaves, by index of the leaf.
+        self.registered: Dict[int, RegisteredLeaf] = {}  # By id of the leaf.
         self.inside: Set[int] = set()
-        # Tensors that need no further look: nearly all that there are.
-        self.plain = frozenset(_layouts.families())
+        # Types of tensors that need no further check: nearly all of them.
+        self.plain = frozenset(registry.families())
 
     def root(self, tree: Any) -> None:
         self.inside.add(id(tree))
@@ -421,17 +363,17 @@ class _Walk:
         if kind < 0:
             raise UnsupportedError(
                 f"{path_text(parent + ((step, key),))}: {type_name(value)} cannot be stored; "
-                "nothing is pickled"
+                "objects are not pickled"
             )
         name = prefix + (key if type(key) is str else step_text(key))
         if kind in _CONTAINER_NAMES:
             path = parent + ((step, key),)
             if id(value) in self.inside:
-                raise LayoutError(f"{path_text(path)}: a container that contains itself")
+                raise LayoutError(f"{path_text(path)}: the container contains itself")
             if len(path) > MAX_DEPTH:
-                raise LayoutError(f"{path_text(path)}: containers more than {MAX_DEPTH} deep")
-            # An empty one has no value to store.
-            if not value or not _whole_value(value, kind):
+                raise LayoutError(f"{path_text(path)}: containers are nested more than {MAX_DEPTH} deep")
+            # An empty container is a node without a value.
+            if not value or not _is_one_value(value, kind):
                 self.inside.add(id(value))
                 self._container(value, kind, path, name + ".")
                 self.inside.discard(id(value))
@@ -439,18 +381,23 @@ class _Walk:
             kind = _VALUE
         if kind == _PER_RANK:
             value = value.value
+        elif type(value) is _StoredLeaf:
+            if value.key != name:
+                self.own[len(self.leaves[_TENSOR].values)] = value.key
+            value = value.held
         self.leaves[kind].add(len(self.nodes), parent, step, key, name, value)
         self.nodes.append(_LEAF_NAMES[kind])
 
     def _container(self, value: Any, kind: int, path: Path, prefix: str) -> None:
         word = _CONTAINER_NAMES[kind]
-        if len(self.nodes) > MAX_VALUES:  # Containers that share containers, again.
-            raise LayoutError(f"{path_text(path)}: more than {MAX_VALUES} containers and leaves")
+        if len(self.nodes) > MAX_VALUES:  # Possible if containers share containers.
+            raise LayoutError(f"{path_text(path)}: more than {MAX_VALUES} containers, tensors and values")
         if kind in (_LIST, _TUPLE):
             self.nodes.append([word, len(value)])
             step = _ITEM if kind == _LIST else _TUPLE_ITEM
-            for i, item in enumerate(value):
-                self._visit(item, path, prefix, step, i)
+            for i, item in self._resolved(enumerate(value), prefix):
+                # The other items keep their indices.
+                self._visit({} if item is _OMITTED else item, path, prefix, step, i)
             return
         nodes, tensors, plain = self.nodes, self.leaves[_TENSOR], self.plain
         texts = set(map(type, value)) <= _TEXT
@@ -459,73 +406,124 @@ class _Walk:
             tensors.add_dict(len(nodes), path, prefix, value)
             nodes.extend(itertools.repeat("tensor", len(value)))
             return
-        keys = list(value) if texts else [encode(key, path_text(path)) for key in value]
+        stored = value
+        if registry.registered():
+            items = self._resolved(value.items(), prefix)
+            stored = {key: item for key, item in items if item is not _OMITTED}
+        keys = list(stored) if texts else [encode(key, path_text(path)) for key in stored]
         nodes.append([word, keys])
-        for key, item in value.items():
+        for key, item in stored.items():
             if type(item) in plain and type(key) is str:
                 tensors.add(len(nodes), path, _KEY, key, prefix + key, item)
                 nodes.append("tensor")
             else:
                 self._visit(item, path, prefix, _KEY, key)
 
+    def _resolved(self, items: Iterable[Tuple[Any, Any]], prefix: str) -> Iterable[Tuple[Any, Any]]:
+        """Items of a container, with leaves of registered kinds replaced as by `_resolve_leaf`."""
+        if not registry.registered():
+            return items
+        return [(key, self._resolve_leaf(item, prefix, key)) for key, item in items]
+
+    def _resolve_leaf(self, item: Any, prefix: str, step: Any) -> Any:
+        """The item; for a leaf of a registered kind the _StoredLeaf tensor, or _OMITTED if it is no tensor."""
+        kind = registry.kind_of(item)
+        if kind is None or isinstance(kind, ArrayKind):
+            return item
+        key = kind.key(item, prefix + (step if type(step) is str else step_text(step)))
+        registered = self.registered.get(id(item))
+        if registered is None:
+            try:
+                held = kind.held(item, self.purpose)
+                if not isinstance(registry.kind_of(held), ArrayKind) and type(held) not in _NON_TENSORS:
+                    raise UnsupportedError(
+                        f"its LeafKind returns {type_name(held)}, which is not a built-in kind of leaf"
+                    )
+            except (LayoutError, UnsupportedError) as error:
+                raise type(error)(f"tensor {key}: {error.message}", key=key) from None
+            registered = self.registered[id(item)] = RegisteredLeaf(item, kind, key, held)
+        return _OMITTED if type(registered.held) in _NON_TENSORS else _StoredLeaf(key, registered.held)
+
+
+class _StoredLeaf(NamedTuple):
+    """Replaces a leaf of a registered kind by the tensor that is stored for it, and its key."""
+
+    key: str
+    held: Any
+
+
+_KIND_OF_TYPE[_StoredLeaf] = _TENSOR
+_NON_TENSORS = (ObjectPart, type(None))
+_OMITTED = object()
+
 
 class Names(Protocol):
-    """Names that a checkpoint has for paths of a request: `stored_names`, or a `_key_map.KeyMap`."""
+    """The names of a checkpoint for paths of a request: `stored_names`, or a `_key_map.KeyMap`."""
 
     def get(self, path: Path, name: str, /) -> str:
-        """The stored name for a path; `name`, which the path has by itself, where there is no other."""
+        """The stored name of a path, or `name`, its own name, if there is no other."""
 
 
 def flatten(
     tree: Any,
     stored: Optional[Names] = None,
     known: Optional[Container[str]] = None,
-) -> Flat:
-    """Takes a state dict (a dict, list or tuple) apart.
+    purpose: str = SAVE,
+) -> FlatTree:
+    """Flattens a state dict (a dict, list or tuple), to save, load or validate it.
 
-    `stored`: names that a checkpoint has for paths (`stored_names`), which go before those that
-    would be made, so that a request for a part of a checkpoint means the same tensors. `known`: keys
-    that it has: of tied leaves that one is asked for which is there.
+    `stored`: names that a checkpoint has for paths (`stored_names`). They replace the names made here, so that
+    a request for a part of a checkpoint means the same tensors. `known`: the keys of the checkpoint; of the keys
+    of tied leaves, one that is stored is requested.
 
-    LayoutError: cycles, too deep, keys without a form. UnsupportedError: values without one.
+    LayoutError: cycles, too deep or too large, invalid keys. UnsupportedError: values that cannot be stored.
     """
     if type(tree) not in (dict, collections.OrderedDict, list, tuple):
         raise UnsupportedError(
             f"a state dict of type {type_name(tree)}: a dict, list or tuple was expected"
         )
-    walk = _Walk()
+    walk = _Walk(purpose)
     walk.root(tree)
     found = walk.leaves[_TENSOR]
-    keys, unsaid, merged = _tied(found.values, _names_of(found, False, stored), known)
+    leaves, names = found.values, _names_of(found, False, stored)
+    if walk.own:
+        # A leaf with a key of its own is tied to no other leaf.
+        leaves = [object() if i in walk.own else leaf for i, leaf in enumerate(leaves)]
+        names = list(names)
+        for i, key in walk.own.items():
+            _check_name(key, found.path(i))
+            names[i] = stored.get((), key) if stored else key
+    keys, omitted, merged = _shared_names(leaves, names, known)
     tensors: Dict[str, Any] = dict(zip(keys, found.values))
-    again = []
-    if unsaid or len(tensors) != len(keys):
+    repeated = []
+    if omitted or len(tensors) != len(keys):
         tensors.clear()
         for i, (key, leaf) in enumerate(zip(keys, found.values)):
-            if i in unsaid:
+            if i in omitted:
                 continue
             first = tensors.setdefault(key, leaf)
-            if first is not leaf and identity(first) != identity(leaf):
-                again.append((key, leaf))
+            if first is not leaf and registry.identity(first) != registry.identity(leaf):
+                repeated.append((key, leaf))
     special = _set_names(walk.nodes, found, keys)
     values: List[Dict[str, Any]] = []
     for kind in (_VALUE, _PER_RANK):
-        leaves = walk.leaves[kind]
-        names = _names_of(leaves, True, stored)
-        _set_names(walk.nodes, leaves, names)
+        plain = walk.leaves[kind]
+        names = _names_of(plain, True, stored)
+        _set_names(walk.nodes, plain, names)
         values.append(
             {
-                name: encode(value, path_text(leaves.path(i)))
-                for i, (name, value) in enumerate(zip(names, leaves.values))
+                name: encode(value, path_text(plain.path(i)))
+                for i, (name, value) in enumerate(zip(names, plain.values))
             }
         )
     flat = type(tree) is dict and len(found.values) == len(tree) == len(walk.nodes) - 1
+    registered = tuple(walk.registered.values())
     if flat and not special and set(map(type, tree)) <= _TEXT:
-        return Flat(tensors, values[0], values[1], None, tuple(again), merged)
+        return FlatTree(tensors, values[0], values[1], None, tuple(repeated), merged, registered)
     if _node_values(walk.nodes) > MAX_VALUES - 4:
-        raise LayoutError(f"a state dict of {len(walk.nodes)} containers and leaves")
+        raise LayoutError(f"a state dict of {len(walk.nodes)} containers, tensors and values is too large")
     structure = {"version": 1, "nodes": walk.nodes}
-    return Flat(tensors, values[0], values[1], structure, tuple(again), merged)
+    return FlatTree(tensors, values[0], values[1], structure, tuple(repeated), merged, registered)
 
 
 def _node_values(nodes: Sequence[Any]) -> int:
@@ -544,51 +542,36 @@ def _names_of(leaves: _Leaves, reserved: bool, stored: Optional[Names]) -> List[
     return names
 
 
-def _memory_of(leaf: Any) -> Any:
-    """Equal for leaves with one `identity`, and perhaps for others; quicker."""
-    try:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(leaf, torch.Tensor):
-            local = leaf if type(leaf) is torch.Tensor else getattr(leaf, "_local_tensor", leaf)
-            return local.data_ptr()
-        if isinstance(leaf, Shards):
-            return tuple(_memory_of(part.data) for part in leaf.parts)
-        if hasattr(leaf, "__array_interface__"):
-            return leaf.__array_interface__["data"][0]
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
-        pass
-    return id(leaf)
-
-
-def _tied(
+def _shared_names(
     leaves: Sequence[Any], names: List[str], known: Optional[Container[str]] = None
 ) -> Tuple[List[str], Container[int], Tuple[Tuple[str, ...], ...]]:
-    """The names, but leaves that are one tensor have one: the first in the order of text, so that
-    ranks with other orders agree; of those that are known, where some are.
+    """Gives all leaves that are one tensor the same name: the first of the stored names (`known`) among theirs if
+    there are any, otherwise the first of all. The first in text order, so that ranks with other orders agree.
 
-    Of parts without cells nobody can tell here whether they are one tensor. Each keeps its name where
-    a checkpoint has it (`known`). In a save ranks with cells say which it is, and of those parts all
-    but the first are not said at all: the second result, as places in `leaves`. The third: `Flat.merged`.
+    Parts without cells cannot be recognised as one tensor here. In a load each keeps its name if it is stored. In
+    a save the ranks with cells decide, and all of those parts but the first are left out.
+
+    Returns the names, the indices of leaves that are left out, and `FlatTree.merged`.
     """
-    memory: Optional[Sequence[Any]] = _layouts.bases(leaves)
+    memory: Optional[Sequence[Any]] = registry.addresses(leaves)
     if memory is None or len(set(memory)) != len(leaves):
-        memory = [_memory_of(leaf) for leaf in leaves]
+        memory = list(map(registry.memory, leaves))
     if len(set(memory)) == len(leaves):
         return names, (), ()
     count = collections.Counter(memory)
     groups: Dict[Any, List[int]] = {}
     for i, leaf in enumerate(leaves):
         if count[memory[i]] > 1:
-            groups.setdefault(identity(leaf), []).append(i)
+            groups.setdefault(registry.identity(leaf), []).append(i)
     names = list(names)
-    unsaid: Set[int] = set()
+    omitted: Set[int] = set()
     merged: List[Tuple[str, ...]] = []
     for members in groups.values():
         if len(members) > 1:
             own = [names[i] for i in members]
             there = sorted({name for name in own if known is not None and name in known})
             first = there[0] if there else min(own)
-            if not _may_be_tied(leaves[members[0]]):
+            if not registry.may_be_tied(leaves[members[0]]):
                 if len(there) > 1:
                     merged.append(tuple(there))
                 for i in members:
@@ -597,12 +580,13 @@ def _tied(
                 for i in members:
                     names[i] = names[i] if names[i] in known else first
             else:
-                unsaid.update(i for i in members if names[i] != first)
-    return names, unsaid, tuple(merged)
+                omitted.update(i for i in members if names[i] != first)
+    return names, omitted, tuple(merged)
 
 
 def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
-    """Whether some leaf has another name than its path says; its node gets it."""
+    """Puts names that differ from the dotted paths into the nodes of their leaves. Returns whether there are
+    any."""
     if names == leaves.names:
         return False
     for place, dotted_name, name in zip(leaves.places, leaves.names, names):
@@ -614,19 +598,18 @@ def _set_names(nodes: List[Any], leaves: _Leaves, names: Sequence[str]) -> bool:
 # ---- The structure ---------------------------------------------------------------------------
 
 
-# Nodes of structures that were stored before, and what `structure_entry` made of them: a training
-# job has one or two.
+# Nodes of recent structures, and their results of `structure_entry`. A training job has one or two.
 _entries: List[Tuple[List[Any], Tuple[str, str]]] = []
 _MAX_ENTRIES = 4
 
 
 def structure_entry(structure: Structure) -> Tuple[str, str]:
-    """Under which common value a structure is stored, and its JSON. The name has a hash of it, so
-    that ranks with the same one store it once, and those with others do not disagree."""
+    """The name of the common value for a structure, and its JSON. The name has a hash, so that ranks with equal
+    structures store one value, and different structures do not conflict."""
     nodes = structure["nodes"]
     more = [n[1] for n in nodes if type(n) is not str]
     kinds = set(map(type, itertools.chain.from_iterable(m for m in more if type(m) is list)))
-    # Of other keys equal ones need not be the same (1, True, 1.0).
+    # Keys of other types may be equal but not the same (1, True, 1.0).
     exact = kinds <= _EXACT
     if exact:
         for known, entry in _entries:
@@ -638,7 +621,7 @@ def structure_entry(structure: Structure) -> Tuple[str, str]:
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     entry = f"{TREE_NAME}.{digest}", text
     if exact:
-        # A copy: whoever has the structure may change it.
+        # A copy, because the caller may change the structure.
         own = [n if type(n) is str else [n[0], *map(_copied, n[1:])] for n in nodes]
         _entries[:] = [(own, entry), *_entries[: _MAX_ENTRIES - 1]]
     return entry
@@ -649,23 +632,23 @@ def _copied(more: Any) -> Any:
 
 
 def structure_names(names: Iterable[str]) -> List[str]:
-    """Those of common values that are structures, in order."""
+    """The names of structures among the names of common values, in order."""
     return sorted(name for name in names if name.startswith(TREE_NAME + "."))
 
 
-# A leaf of a structure: "tensor", "value" or "rank", where it stands, its name.
+# A leaf of a structure: "tensor", "value" or "rank", its path, its name.
 Leaf = Tuple[str, Path, str]
 
 
 class _Builder:
-    """Reads a structure, which may come from anywhere."""
+    """Parses a structure, which is not trusted. `leaf(word, path, name)` makes the leaves."""
 
     def __init__(self, structure: Any, leaf: Callable[[str, Path, str], Any]) -> None:
         if type(structure) is not dict or type(structure.get("nodes")) is not list:
-            raise LayoutError("the structure of a state dict: not one")
+            raise LayoutError("the stored structure of the state dict is damaged: not a dict with a list of nodes")
         if structure.get("version") != 1:
             raise UnsupportedError(
-                f"the structure of a state dict: version {structure.get('version')!r}; this is 1"
+                f"the stored structure of the state dict is damaged: version {structure.get('version')!r} is unknown"
             )
         self.nodes = structure["nodes"]
         self.leaf = leaf
@@ -674,12 +657,12 @@ class _Builder:
     def build(self) -> Any:
         tree = self.node(())
         if self.next != len(self.nodes):
-            raise LayoutError("the structure of a state dict: nodes behind its end")
+            raise LayoutError("the stored structure of the state dict is damaged: entries after its end")
         return tree
 
     def node(self, path: Path) -> Any:
         if self.next >= len(self.nodes):
-            raise LayoutError("the structure of a state dict: ends too early")
+            raise LayoutError("the stored structure of the state dict is damaged: ends too early")
         node = self.nodes[self.next]
         self.next += 1
         if type(node) is str:
@@ -687,23 +670,23 @@ class _Builder:
         elif type(node) is list and len(node) == 2 and type(node[0]) is str:
             word, more = node
         else:
-            raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+            raise LayoutError(f"the stored structure of the state dict is damaged: malformed entry {node!r:.100}")
         if word in _LEAF_WORDS:
             if more is not None and type(more) is not str:
-                raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+                raise LayoutError(f"the stored structure of the state dict is damaged: malformed entry {node!r:.100}")
             return self.leaf(word, path, dotted(path) if more is None else more)
         if len(path) > MAX_DEPTH:
-            raise LayoutError(f"the structure of a state dict: more than {MAX_DEPTH} deep")
+            raise LayoutError(f"the stored structure of the state dict is damaged: nested more than {MAX_DEPTH} deep")
         if word in ("dict", "odict") and type(more) is list:
             found: Dict[Any, Any] = {} if word == "dict" else collections.OrderedDict()
             for stored_key in more:
                 key = stored_key if type(stored_key) is str else decode(stored_key)
                 try:
                     if key in found:
-                        raise LayoutError(f"the structure of a state dict: the key {key!r} twice")
+                        raise LayoutError(f"the stored structure of the state dict is damaged: duplicate key {key!r}")
                 except TypeError:
                     raise LayoutError(
-                        f"the structure of a state dict: a key {key!r:.100}"
+                        f"the stored structure of the state dict is damaged: malformed key {key!r:.100}"
                     ) from None
                 found[key] = self.node(path + ((_KEY, key),))
             return found
@@ -713,11 +696,11 @@ class _Builder:
             for i in range(more):
                 items.append(self.node(path + ((step, i),)))
             return items if word == "list" else tuple(items)
-        raise LayoutError(f"the structure of a state dict: a node {node!r:.100}")
+        raise LayoutError(f"the stored structure of the state dict is damaged: malformed entry {node!r:.100}")
 
 
 def structure_leaves(structure: Structure) -> List[Leaf]:
-    """All leaves, in the order of the structure."""
+    """All leaves, in the order of the structure. LayoutError, UnsupportedError: the structure is damaged."""
     leaves: List[Leaf] = []
     _Builder(structure, lambda word, path, name: leaves.append((word, path, name))).build()
     return leaves
@@ -726,18 +709,18 @@ def structure_leaves(structure: Structure) -> List[Leaf]:
 def stored_names(
     structures: Iterable[Structure], keys: Container[str], inherited: Iterable[Structure] = ()
 ) -> Dict[Path, str]:
-    """Names that paths alone do not tell, for `flatten(stored=...)` and `unflatten(names=...)`.
-    `keys`: of the tensors that are stored.
+    """Stored names that differ from the dotted paths, for `flatten(stored=...)` and `unflatten(names=...)`.
+    `keys`: the stored tensors.
 
-    A rank whose state dict had one tensor under two paths named both by one key. Where another rank
-    stored a path under a key of its own, that rank is right: the first had no cells of it, or had it
-    tied where the other had not. `inherited`: structures of a checkpoint that this one took the rest
-    from; they speak of paths alone that no other has.
+    A rank whose state dict had one tensor under two paths gave both the same key. If another rank stored one of
+    these paths under a key of its own, that key counts: the first rank had no cells of it, or only there were
+    the paths tied. `inherited`: structures of the checkpoint that was named by `inherit=`; they count only for
+    paths that no other structure has.
     """
     inherited = list(inherited)
     if inherited:
         own = {path for s in structures for _, path, _ in structure_leaves(s)}
-        # A key without a structure is of the other checkpoint, then.
+        # A key without a structure then belongs to the inherited checkpoint.
         names = _names_of_structures(structures, keys, False)
         later = _names_of_structures(inherited, keys, True)
         return {**{path: name for path, name in later.items() if path not in own}, **names}
@@ -747,7 +730,7 @@ def stored_names(
 def _names_of_structures(
     structures: Iterable[Structure], keys: Container[str], others: bool
 ) -> Dict[Path, str]:
-    """`others`: there may be ranks without a structure, whose keys say all."""
+    """`others`: some ranks may have no structure, because their keys describe it completely."""
     found: Dict[Path, str] = {}
     worth: Dict[Path, int] = {}
     structures = list(structures)
@@ -764,7 +747,7 @@ def _names_of_structures(
                 continue
             tied = count[name] > 1 and name != usual
             if others and tied and usual in keys and usual not in count:
-                name, tied = usual, False  # Of a rank whose keys say all: it has no structure.
+                name, tied = usual, False  # Stored by a rank without a structure.
                 found.setdefault(path, name)
             value = 0 if name not in keys else 1 if tied else 2
             if value > worth.get(path, -1):
@@ -789,12 +772,11 @@ def unflatten(
     missing: Optional[Callable[[str, Path, str], Any]] = None,
     names: Optional[Mapping[Path, str]] = None,
 ) -> Any:
-    """The state dict of a structure. `tensors` by key; `common` and `rank_common` by name, as
-    `from_json` gives them. A tensor that stands in several places is one object. Without a
-    structure: a dict of all tensors, in the order of `tensors`.
+    """Builds the state dict of a structure. `tensors` by key; `common` and `rank_common` by name, as `from_json`
+    returns them. A tensor with several paths is one object. Without a structure: a dict of all tensors.
 
-    `missing(kind, path, name)` makes what is not there; otherwise that is LayoutError. `names`:
-    `stored_names` of all structures of the checkpoint. A value that cannot be read is Unreadable.
+    `missing(kind, path, name)` makes a leaf that is not stored; None: LayoutError. `names`: `stored_names` of
+    all structures of the checkpoint. A value that cannot be read becomes Unreadable.
     """
     if structure is None:
         return dict(tensors)
@@ -821,9 +803,9 @@ def unflatten(
 
 
 def merge_trees(trees: Sequence[Any]) -> Any:
-    """One state dict of those of several ranks: dicts are united key by key, lists and tuples of
-    one length item by item, equal values and the same tensors are one. Of values of single ranks
-    (PerRank) the first stays. LayoutError names the path where two cannot be one."""
+    """Unites the state dicts of several ranks: dicts by key, lists and tuples of equal length by item. Equal
+    values and the same tensors become one, and of PerRank values the first is taken. LayoutError names the path
+    of other differences."""
     if not trees:
         return {}
     tree = trees[0]
@@ -850,59 +832,66 @@ def _merge(a: Any, b: Any, path: Path) -> Any:
             return type(a)([_merge(x, y, path + ((_ITEM, i),)) for i, (x, y) in pairs])
         if not is_tensor(a) and to_json(encode(a)) == to_json(encode(b)):
             return a
-    raise LayoutError(f"{path_text(path)}: not the same on all ranks that saved it")
+    raise LayoutError(f"{path_text(path)}: differs between the ranks that saved it")
 
 
-def refill(request: Any, stored: Any, kept: Optional[List[Path]] = None) -> Any:
-    """A state dict like `request`, whose tensors stay the request's (a load has filled them), and
-    whose other values are those that `stored` (of `unflatten`) has at the same path. Where it has
-    none, or has a tensor there, the request's stay, and `kept` gets their paths: each value's in a list
-    or dict that is not stored, and that of an empty one.
+def refill(
+    request: Any,
+    stored: Any,
+    kept: Optional[List[Path]] = None,
+    put: Optional[Mapping[int, Any]] = None,
+) -> Any:
+    """A copy of `request` with its own tensors, which a load has filled, and with the plain values that `stored`
+    (of `unflatten`) has at the same paths. An empty dict requests all values of the stored dict.
 
-    LayoutError: a value that is asked for and cannot be read. An empty dict asks for all that a dict
-    has."""
-    return _refill(request, stored, (), kept if kept is not None else [])
+    A value that is not stored, or stored as a tensor, stays the request's, and its path is appended to `kept`: the
+    path of each value in a list or dict that is not stored, and of an empty list or dict. `put`: replacements of
+    leaves, by id of the leaf. LayoutError: a requested value cannot be read.
+    """
+    return _refill(request, stored, (), kept if kept is not None else [], put or {})
 
 
-# Stands in trees where a state dict has a tensor, a value that is another rank's, or nothing.
+# Replaces tensors, values of other ranks and missing values in trees of plain values.
 ABSENT = object()
 
 
-def _refill(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
+def _refill(
+    request: Any, stored: Any, path: Path, kept: List[Path], put: Mapping[int, Any]
+) -> Any:
     kind = type(request)
     if kind in SPLIT_DICTS:
         if not request:
-            return _taken(request, stored, path, kept)
+            return _stored_value(request, stored, path, kept)
         have = stored if type(stored) in SPLIT_DICTS else {}
         filled = kind()
         for key, item in request.items():
             step: Path = path + ((_KEY, key),)
-            filled[key] = _refill(item, have.get(key, ABSENT), step, kept)
+            filled[key] = _refill(item, have.get(key, ABSENT), step, kept, put)
         return filled
     if is_tensor(request):
-        return request
+        return put.get(id(request), request)
     if kind is list or kind is tuple:
         alike = type(stored) is kind and len(stored) == len(request)
         absent = stored is ABSENT
-        if _holds(request, is_tensor) or (
-            (alike or absent) and _holds(request, _is_split) or alike and _holds(stored, _is_absent)
+        if _contains(request, is_tensor) or (
+            (alike or absent) and _contains(request, _is_split) or alike and _contains(stored, _is_absent)
         ):
             step_kind = _ITEM if kind is list else _TUPLE_ITEM
             return kind(
                 [
-                    _refill(item, stored[i] if alike else ABSENT, path + ((step_kind, i),), kept)
+                    _refill(item, stored[i] if alike else ABSENT, path + ((step_kind, i),), kept, put)
                     for i, item in enumerate(request)
                 ]
             )
-    return _taken(request, stored, path, kept)
+    return _stored_value(request, stored, path, kept)
 
 
-def _taken(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
-    """The stored value in the place of one value of a request."""
+def _stored_value(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
+    """The stored value for one value of a request; the request's own if it is not stored."""
     if type(request) in SPLIT_DICTS and type(stored) in SPLIT_DICTS:
         stored = without_absent(stored)
-    # What a tensor is in the checkpoint, or holds one, is no plain value.
-    elif _holds(stored, _is_absent):
+    # A tensor of the checkpoint, or a container with one, is not a plain value.
+    elif _contains(stored, _is_absent):
         kept.append(path)
         return request
     bad = first_unreadable(stored)
@@ -912,18 +901,18 @@ def _taken(request: Any, stored: Any, path: Path, kept: List[Path]) -> Any:
 
 
 def without_absent(tree: Any) -> Any:
-    """Of what `unflatten` gave: without tensors and values of other ranks. A list or tuple that
-    holds one is left out: its items would stand at other places."""
+    """Removes tensors and values of other ranks from a result of `unflatten`. A list or tuple that contains one is
+    removed as a whole, because its items would get other indices."""
     kept = {
         key: without_absent(item) if type(item) in SPLIT_DICTS else item
         for key, item in tree.items()
-        if type(item) in SPLIT_DICTS or not _holds(item, _is_absent)
+        if type(item) in SPLIT_DICTS or not _contains(item, _is_absent)
     }
     return type(tree)(kept)
 
 
 def first_unreadable(tree: Any) -> Any:
-    """The first value of a state dict that cannot be read; None."""
+    """The first Unreadable of a state dict; None: there is none."""
     return _first(tree, _is_unreadable)
 
 
@@ -939,13 +928,12 @@ def _is_unreadable(value: Any) -> bool:
     return type(value) is Unreadable
 
 
-def _holds(value: Any, what: Callable[[Any], bool]) -> bool:
+def _contains(value: Any, what: Callable[[Any], bool]) -> bool:
     return _first(value, what) is not None
 
 
 def _first(value: Any, what: Callable[[Any], bool]) -> Any:
-    """The first value at any depth that is `what`; None where there is none. `flatten` has refused
-    cycles before."""
+    """The first value at any depth for which `what` is true; None: there is none. `flatten` has refused cycles."""
     pending: List[Iterator[Any]] = [iter((value,))]
     while pending:
         for item in pending[-1]:
@@ -968,9 +956,8 @@ def _first(value: Any, what: Callable[[Any], bool]) -> Any:
 def plain_values(
     values: Mapping[str, Any], structures: Iterable[Structure], word: str = "value"
 ) -> Dict[str, Any]:
-    """Common values (`word` "rank": those of a rank) as Python has them, without those that say how
-    a state dict was built. Only what a structure names is in the encoded form; the rest is of other
-    programs, and plain."""
+    """Common values (`word` "rank": values of a rank), decoded, without those that tensormount itself stored.
+    Only values that a structure names are in the encoded form; the others come from other programs."""
     listed = {
         name for structure in structures for kind, _, name in structure_leaves(structure)
         if kind == word
@@ -983,5 +970,5 @@ def plain_values(
 
 
 def structures_of(values: Mapping[str, Any]) -> List[Structure]:
-    """Those among common values."""
+    """The structures among common values."""
     return [values[name] for name in structure_names(values)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values of a state dict in the form that is stored, and its JSON (docs/python.md, "Encoded
-values"; docs/format.md, "common.json")."""
+"""Plain values of a state dict in their encoded form, and the JSON of that form.
+
+docs/state-dicts.md, "Encoded values", and docs/format.md, "common.json", specify it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from .errors import LayoutError, UnsupportedError
 
-# Of a common value, docs/format.md, "Limits".
+# Limits of a common value (docs/format.md, "Limits").
 MAX_VALUES = 1 << 22
-MAX_VALUE_DEPTH = 60  # 64, less what a tag puts around a value.
-MAX_DEPTH = 64  # As messages say it.
+MAX_VALUE_DEPTH = 60  # 64, less the levels of a tag around a value.
+MAX_DEPTH = 64  # The limit that messages state.
 
 
 def type_name(value: Any) -> str:
@@ -35,8 +37,10 @@ INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
 class Unreadable:
-    """Stands for a stored value that cannot be read here: of a type that is not known, or damaged.
-    `reason` says why. What else the checkpoint holds is not affected."""
+    """Stands for a stored value that cannot be read here: its type is unknown, or it is damaged.
+
+    `reason` says why. The rest of the checkpoint is not affected.
+    """
 
     __slots__ = ("reason",)
 
@@ -48,16 +52,16 @@ class Unreadable:
 
 
 def encode_special(value: Any) -> Optional[Dict[str, Any]]:
-    """A value of a type that the form does not have, as an object of one key; None where the type
-    is not known, or where decoding would not give the same value back."""
+    """A value of any other type as a dict of one key. None: the type is unknown, or decoding would not give the
+    same value back."""
     try:
         special = _special(value)
         if special is None:
             return None
         back = decode(special)
-        # A NaN is equal to nothing, but has a text.
+        # A NaN is equal to nothing, so its repr is compared.
         same = type(back) is type(value) and (bool(back == value) or repr(back) == repr(value))
-    except Exception:  # Of NumPy, torch or the value itself, whatever they raise.
+    except Exception:  # NumPy, torch or the value itself may raise anything.
         return None
     return special if same else None
 
@@ -70,6 +74,8 @@ def _special(value: Any) -> Optional[Dict[str, Any]]:
         return {"bytearray": bytes(value)}
     torch = sys.modules.get("torch")
     if torch is not None:
+        if kind is torch.Size:
+            return {"torch.Size": [int(n) for n in value]}
         if kind is torch.dtype:
             return {"torch.dtype": str(value).split(".", 1)[1]}
         if kind is torch.device:
@@ -77,7 +83,7 @@ def _special(value: Any) -> Optional[Dict[str, Any]]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         if isinstance(value, numpy.dtype) and value.names is None and value.subdtype is None:
-            # Types of ml_dtypes call themselves "<f1" and the like, which NumPy does not know.
+            # The `str` of types of ml_dtypes is "<f1" or the like, which NumPy cannot parse.
             own = value.type.__module__.split(".")[0] != "ml_dtypes"
             if own and value.kind not in "biufcSU":
                 return None
@@ -97,7 +103,7 @@ def _encode_numpy(value: Any) -> Optional[Dict[str, Any]]:
         return {"numpy": ["str", str(value)]}
     if dtype.kind == "S":
         return {"numpy": ["bytes", bytes(value)]}
-    # As a number where that gives every bit back, which a NaN's or an extended float need not.
+    # As a number only if that keeps every bit, which a NaN or an extended float may not.
     if dtype.name in ("float16", "float32", "float64") and math.isfinite(value):
         return {"numpy": [dtype.name, float(value)]}
     if dtype.name in ("float16", "float32", "float64", "complex64", "complex128"):
@@ -111,7 +117,7 @@ def _decode_numpy(name: str, payload: Any) -> Any:
     try:
         import numpy
     except ImportError:
-        raise UnsupportedError(f"a NumPy value ({name}), and NumPy is not installed") from None
+        raise UnsupportedError(f"a NumPy value ({name}), but NumPy is not installed") from None
     if name == "str":
         return numpy.str_(payload)
     if name == "bytes":
@@ -119,7 +125,7 @@ def _decode_numpy(name: str, payload: Any) -> Any:
     dtype = _numpy_dtype(numpy, name)
     if isinstance(payload, bytes):
         if len(payload) != dtype.itemsize:
-            raise LayoutError(f"a NumPy value of type {name} of {len(payload)} bytes")
+            raise LayoutError(f"a NumPy value of type {name} has {len(payload)} bytes instead of {dtype.itemsize}")
         return numpy.frombuffer(payload, dtype)[0]
     return dtype.type(payload)
 
@@ -133,19 +139,19 @@ def _numpy_dtype(numpy: Any, name: str) -> Any:
 
             return numpy.dtype(getattr(ml_dtypes, name))
         except (ImportError, AttributeError, TypeError):
-            raise UnsupportedError(f"the NumPy type {name}: not known here") from None
+            raise UnsupportedError(f"the NumPy type {name} is unknown to NumPy and ml_dtypes here") from None
 
 
-# What is a dict of pairs when it is stored as one value. Schedulers of PyTorch count by Counter.
+# Types of dicts that can be one value, stored as pairs. Schedulers of PyTorch use Counter.
 DICTS: Dict[Any, str] = {dict: "dict", collections.OrderedDict: "odict", collections.Counter: "counter"}
 
 
 def encode(value: Any, where: str = "") -> Any:
-    """A plain value in the form that is stored: what common values have themselves (None, bool,
-    integers of 64 bits, floats, text, bytes, lists, tuples) is itself; anything else is a dict of
-    one key, which names its kind. Floats keep their bits.
+    """The encoded form of a plain value. None, bool, 64-bit integers, floats, text and bytes stay as they are,
+    lists and tuples are copied; any other value becomes a dict whose one key is its kind. Floats keep their bits.
 
-    UnsupportedError: a type that has no form. LayoutError: too deep, too large, a cycle.
+    UnsupportedError: the type has no encoded form. LayoutError: too deep, too large, or a cycle. `where`: for
+    messages.
     """
     return _encode(value, where, 0, [MAX_VALUES])
 
@@ -154,31 +160,28 @@ def _encode(value: Any, where: str, depth: int, room: List[int]) -> Any:
     kind = type(value)
     room[0] -= 1
     if kind is int:
-        # In hexadecimal: Python refuses to read decimal numbers of many digits.
+        # In hexadecimal, because Python refuses to parse very long decimal numbers.
         return value if INT_MIN <= value <= INT_MAX else {"int": hex(value)}
     if kind in NATIVE_SET:
         return value
     if depth >= MAX_VALUE_DEPTH:
-        raise LayoutError(f"{where}: containers more than {MAX_DEPTH} deep, or a cycle")
+        raise LayoutError(f"{where}: containers are nested more than {MAX_DEPTH} deep, or in a cycle")
     if kind is list or kind is tuple:
         if len(value) > room[0]:
-            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
+            raise LayoutError(f"{where}: more than {MAX_VALUES} values; use an array")
         if not set(map(type, value)) <= SIMPLE_SET or not _ints_fit(value):
             return kind([_encode(item, where, depth + 1, room) for item in value])
         room[0] -= len(value)
-        # A copy: the form must not change with the caller's list.
+        # A copy, which does not change with the caller's list.
         return kind(value)
     if kind in DICTS:
         if 3 * len(value) > room[0]:
-            raise LayoutError(f"{where}: more than {MAX_VALUES} values; an array holds more")
+            raise LayoutError(f"{where}: more than {MAX_VALUES} values; use an array")
         pairs = [
             [_encode(k, where, depth + 3, room), _encode(v, where, depth + 3, room)]
             for k, v in value.items()
         ]
         return {DICTS[kind]: pairs}
-    torch = sys.modules.get("torch")
-    if torch is not None and kind is torch.Size:
-        return {"torch.Size": [int(n) for n in value]}
     special = encode_special(value)
     if special is None:
         raise UnsupportedError(f"{where or 'a value'}: {type_name(value)} cannot be stored")
@@ -191,8 +194,8 @@ def _ints_fit(values: Sequence[Any]) -> bool:
 
 
 def decode(value: Any) -> Any:
-    """The other way. UnsupportedError: a kind that is not known, or whose package is missing.
-    LayoutError: all else that is wrong with a value."""
+    """The inverse of `encode`. UnsupportedError: the kind is unknown, or its package is missing. LayoutError: the
+    value is malformed."""
     if type(value) is list or type(value) is tuple:
         if set(map(type, value)) <= SIMPLE_SET:
             return value
@@ -206,12 +209,12 @@ def decode(value: Any) -> Any:
         return _decode_special(kind, payload)
     except (LayoutError, UnsupportedError):
         raise
-    except Exception as error:  # Of a torch.device that this PyTorch lacks, of a number too large, ...
+    except Exception as error:  # A torch.device that this PyTorch lacks, a number too large, ...
         raise LayoutError(f"a stored value of kind {kind}: {error}") from None
 
 
 def decode_or_unreadable(value: Any, name: str) -> Any:
-    """As `decode`; Unreadable where that fails, so that one bad value does not hide the others."""
+    """As `decode`, but returns Unreadable on failure, so that one bad value does not hide the others."""
     try:
         return decode(value)
     except (LayoutError, UnsupportedError, RecursionError) as error:
@@ -239,22 +242,22 @@ def _decode_special(kind: str, payload: Any) -> Any:
         try:
             import numpy
         except ImportError:
-            raise UnsupportedError("a NumPy dtype, and NumPy is not installed") from None
+            raise UnsupportedError("a NumPy dtype, but NumPy is not installed") from None
         return _numpy_dtype(numpy, payload)
     if kind in ("torch.Size", "torch.dtype", "torch.device"):
         try:
             import torch
         except ImportError:
-            raise UnsupportedError(f"a {kind}, and PyTorch is not installed") from None
+            raise UnsupportedError(f"the stored value is a {kind}: reading it needs PyTorch, which is not installed") from None
         if kind == "torch.Size":
             return torch.Size(payload)
         if kind == "torch.device":
             return torch.device(payload)
         dtype = getattr(torch, payload, None)
         if not isinstance(dtype, torch.dtype):
-            raise UnsupportedError(f"the type torch.{payload}, which this PyTorch lacks")
+            raise UnsupportedError(f"the type torch.{payload} does not exist in this version of PyTorch")
         return dtype
-    raise UnsupportedError(f"a stored value of kind {kind}: not known to this version")
+    raise UnsupportedError(f"a stored value of kind {kind}: unknown to this version of the package")
 
 
 # ---- JSON (docs/format.md, "common.json") -----------------------------------------------------
@@ -268,11 +271,11 @@ def to_json(value: Any) -> str:
 
 
 def plain_json(value: Any) -> Optional[str]:
-    """By the C encoder; None where that would lose something."""
+    """JSON by the C encoder of `json`; None: it cannot represent the value."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text.encode()
-    except ValueError:  # Infinities, NaNs; text that is no UTF-8.
+    except ValueError:  # Infinity, NaN, or a lone surrogate.
         return None
     return text
 
@@ -322,19 +325,19 @@ def _write_json(value: Any, out: Callable[[str], Any]) -> None:
             _write_json(item, out)
         out("}")
     else:
-        raise UnsupportedError(f"{type_name(value)} has no form in JSON")
+        raise UnsupportedError(f"{type_name(value)} cannot be written as JSON")
 
 
 def from_json(text: Union[str, bytes]) -> Any:
-    """An encoded value of the form of common.json. LayoutError where it is not one."""
+    """Parses JSON in the form of common.json to an encoded value. LayoutError: it is malformed."""
     try:
         return json.loads(text, object_hook=_from_object)
     except RecursionError:
-        raise LayoutError("a common value: containers in each other without end") from None
+        raise LayoutError("a common value: containers are nested too deeply") from None
     except LayoutError:
         raise
     except Exception as error:
-        raise LayoutError(f"a common value that cannot be read: {error}") from None
+        raise LayoutError(f"a common value cannot be read: {error}") from None
 
 
 def _from_object(found: Dict[str, Any]) -> Any:
@@ -347,8 +350,7 @@ def _from_object(found: Dict[str, Any]) -> Any:
         if kind == "$bytes":
             return bytes.fromhex(payload)
         if kind == "$string":
-            # Half a pair, as Python can have it in text; else bytes that are no UTF-8, as
-            # os.fsdecode has them.
+            # A lone surrogate of a Python str; otherwise bytes that are not UTF-8, as os.fsdecode gives them.
             data = bytes.fromhex(payload)
             try:
                 return data.decode("utf-8", "surrogatepass")
@@ -360,4 +362,4 @@ def _from_object(found: Dict[str, Any]) -> Any:
         if found["$float"] == "nan":
             return struct.unpack(">d", bytes.fromhex(found.get("bits", "7ff8000000000000")))[0]
         return float(found["$float"])
-    raise LayoutError(f"a common value with {sorted(found)}: not known to this version")
+    raise LayoutError(f"a common value with {sorted(found)}: unknown to this version of the package")

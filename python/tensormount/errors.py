@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong: one class for each status of the C interface, all below `Error`.
+"""The exceptions of this package: one class for each status of the C interface, all below `Error`.
 
-A class that stands for something Python has a name for is that, too: a `KeyNotFoundError` is a
-`KeyError`, a `PeerTimeout` a `TimeoutError`. Programs that know nothing of tensormount then do the
-right thing, and `except tm.Error` still meets all.
+A class is also the built-in exception with that meaning: a `KeyNotFoundError` is a `KeyError`, a
+`PeerTimeout` a `TimeoutError`. Programs that do not know tensormount then handle them correctly, and
+`except tm.Error` catches all.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any, Optional
 
 
 class Error(Exception):
-    """Root of all exceptions of this package.
+    """The base class of all exceptions of this package.
 
     code    name of the status: "DATA_LOSS"
-    errno   of the system call that failed, or that which stands for the status
-    rank    whose fault it was, in a group; None: of none, or not known
-    key     of the tensor or object
+    errno   errno of the system call that failed, or the one that corresponds to the status
+    rank    the rank of the group that caused the failure
+    key     key of the tensor or object
     box     (begin, extent) of the cells, two tuples of int
     file    path of the data file
-    cause   the likely cause, in words
-    device  that failed, or whose driver did: "cuda:0 (NVIDIA H100 80GB HBM3)"
-    memory_in_use   a device may still read or write memory of the call that failed: it must not be used
-            for anything else as long as the process lives (a job that knows it keeps it)
+    cause   the likely cause, as text
+    device  the device that failed, or whose driver failed: "cuda:0 (NVIDIA H100 80GB HBM3)"
+    memory_in_use   True: a device may still access memory of the failed call. Do not use that memory for
+                anything else while the process lives (a job that knows this keeps it)
 
-    What is not known is None.
+    Unknown attributes are None.
     """
 
     code: str = "INTERNAL"
-    errno: Optional[int]  # As OSError, which some classes are, has it; never None here.
+    errno: Optional[int]  # Optional as in OSError, a base of some classes; never None here.
     rank: Optional[int]
     key: Optional[str]
     box: Optional[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -65,11 +65,11 @@ class Error(Exception):
         self.device = device
 
     def __str__(self) -> str:
-        # That of KeyError would quote it.
+        # KeyError.__str__ would quote the message.
         return f"{self.code}: {self.message}" if self.message else self.code
 
     def __reduce__(self) -> Any:
-        # Workers hand exceptions to their parents as pickles, and those of Python forget keywords.
+        # Worker processes pickle exceptions, and the default pickle drops keyword arguments.
         fields = ("errno", "rank", "key", "box", "file", "cause", "memory_in_use", "device")
         return (_rebuild, (type(self), self.message, {n: getattr(self, n) for n in fields}))
 
@@ -79,18 +79,20 @@ def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
 
 
 class InvalidArgumentError(Error, ValueError):
-    """The caller passed something that can never work."""
+    """The caller passed an argument that can never work."""
 
     code = "INVALID_ARGUMENT"
 
 
 class LayoutError(InvalidArgumentError):
-    """What the ranks hold together is not a checkpoint, or not the stored one: a box that is
-    missing or held twice, another shape or dtype."""
+    """The ranks' parts do not form a checkpoint, or do not fit the stored one.
+
+    Examples: a box that is missing or held twice, another shape or dtype.
+    """
 
 
 class OutOfRangeError(InvalidArgumentError, IndexError):
-    """An index beyond the tensor."""
+    """An index is beyond the tensor."""
 
 
 class NotFoundError(Error):
@@ -100,33 +102,33 @@ class NotFoundError(Error):
 
 
 class CheckpointNotFoundError(NotFoundError, FileNotFoundError):
-    """Nothing is at the path that was to be opened."""
+    """Nothing is at the path."""
 
 
 class KeyNotFoundError(NotFoundError, KeyError):
-    """An opened checkpoint has nothing by that key."""
+    """The checkpoint has no tensor, object or value of that key."""
 
 
 class AlreadyExistsError(Error, FileExistsError):
-    """Refusing to overwrite a committed checkpoint."""
+    """A checkpoint of that name exists."""
 
     code = "ALREADY_EXISTS"
 
 
 class PermissionDeniedError(Error, PermissionError):
-    """The system does not let this user, or the checkpoint leads out of what may be read."""
+    """The system denies access, links lead out of the directories that may be read, or a checkpoint is pinned."""
 
     code = "PERMISSION_DENIED"
 
 
 class ReadOnlyError(Error, OSError):
-    """The filesystem, or the mount, is read-only."""
+    """The file system or the mount is read-only."""
 
     code = "READ_ONLY"
 
 
 class ResourceExhaustedError(Error, OSError):
-    """Disk, memory or quota."""
+    """Disk space, memory or quota is exhausted."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -138,37 +140,37 @@ class DataLossError(Error, OSError):
 
 
 class PeerLost(Error, ConnectionError):
-    """A rank is gone; or, with rank None, a file system (UNAVAILABLE)."""
+    """A rank is gone. With rank None a file system is gone (UNAVAILABLE)."""
 
     code = "UNAVAILABLE"
 
 
 class DeviceError(Error, RuntimeError):
-    """A device (`device`) or its driver is gone, or cannot be had: on rank `rank`, which is alive."""
+    """A device (`device`) or its driver is gone or unavailable, on rank `rank`, which is alive."""
 
     code = "UNAVAILABLE"
 
 
 class PeerTimeout(Error, TimeoutError):
-    """Somebody, who is named, did not answer in time (DEADLINE_EXCEEDED)."""
+    """A rank did not answer in time (DEADLINE_EXCEEDED)."""
 
     code = "DEADLINE_EXCEEDED"
 
 
 class BusyError(Error, OSError):
-    """Somebody else is at it: try again."""
+    """Another process or call works on the same thing: try again."""
 
     code = "BUSY"
 
 
 class StaleError(Error, OSError):
-    """The checkpoint or staging is gone."""
+    """The checkpoint, staging directory or group is gone or was replaced."""
 
     code = "STALE"
 
 
 class ClosedError(StaleError, ValueError):
-    """A checkpoint or saver that was closed was used."""
+    """The checkpoint or saver is closed."""
 
 
 class UnknownOutcomeError(Error, OSError):
@@ -178,32 +180,32 @@ class UnknownOutcomeError(Error, OSError):
 
 
 class UnsupportedError(Error):
-    """Not built in, a newer format, or a thing that this package does not do."""
+    """Not built in, a newer format, or an operation that this package does not have."""
 
     code = "UNSUPPORTED"
 
 
 class UnsupportedIndexError(UnsupportedError, IndexError):
-    """A form of indexing that NumPy has and tensors of checkpoints have not."""
+    """A form of indexing that NumPy has and tensors of checkpoints do not have."""
 
 
 class LibraryError(UnsupportedError, ImportError):
-    """The C library, or a Python package that is needed, is not there or does not fit."""
+    """The C library or a Python package is missing, or its version does not fit."""
 
 
 class CancelledError(Error):
-    """Asked to end, and ended."""
+    """The call or job was cancelled."""
 
     code = "CANCELLED"
 
 
 class InternalError(Error):
-    """A bug in tensormount."""
+    """A bug in tensormount, or ranks that are in different calls."""
 
     code = "INTERNAL"
 
 
-# By number of the status, as c.h has them. UNAVAILABLE of a device is a DeviceError.
+# Indexed by status (c.h). For a device, UNAVAILABLE becomes a DeviceError (`_abi.fail`).
 CLASSES: tuple[type[Error], ...] = (
     Error,
     InvalidArgumentError,
@@ -223,7 +225,7 @@ CLASSES: tuple[type[Error], ...] = (
     InternalError,
 )
 
-# For errors that this package finds by itself; the library says its own.
+# For errors that this package finds; the library reports its own errno.
 _ERRNO = {
     "INVALID_ARGUMENT": _errno.EINVAL,
     "NOT_FOUND": _errno.ENOENT,

@@ -150,7 +150,7 @@ void ExpectWhole(const Opened& opened, const std::string& key, DType dtype, cons
   EXPECT_THAT(CheckCells(opened, *tensor), IsOkAndHolds(CheckedProduct(shape).value()));
 }
 
-TEST(DcpTest, ReadsWhatTorch213WritesFromFourRanks) {
+TEST(DcpTest, ReadsFourRankSaveOfTorch213) {
   const Opened opened = MustOpen("dcp-2.13/global");
   EXPECT_THAT(opened.inventory.warnings, IsEmpty());
   EXPECT_EQ(opened.inventory.inventory.info.producer, "torch.distributed.checkpoint");
@@ -171,7 +171,7 @@ TEST(DcpTest, ReadsWhatTorch213WritesFromFourRanks) {
 }
 
 // The generator turns what the formula filled, so that cells are the formula's of [j, i].
-TEST(DcpTest, ReadsPayloadsThatKeptTheirStrides) {
+TEST(DcpTest, ReadsPayloadsWithTheirOwnStrides) {
   const Opened opened = MustOpen("dcp-2.13/global");
   for (const auto& [key, rows, columns] :
        {std::tuple("model.transposed", 6, 4), std::tuple("strided", 4, 5)}) {
@@ -198,7 +198,7 @@ TEST(DcpTest, ReadsPayloadsThatKeptTheirStrides) {
   }
 }
 
-TEST(DcpTest, ShowsObjectsAsBytesAndPlainOnesAsValues) {
+TEST(DcpTest, ShowsPlainObjectsAsValuesAndOthersAsBytes) {
   const Opened opened = MustOpen("dcp-2.13/global");
   ASSERT_NE(opened.Common("iteration"), nullptr);
   EXPECT_EQ(*opened.Common("iteration"), CommonValue(1200));
@@ -220,7 +220,7 @@ TEST(DcpTest, ShowsObjectsAsBytesAndPlainOnesAsValues) {
   EXPECT_EQ(nesting->get_if<CommonDict>()->Find(CommonKey(std::string("plain"))), nullptr);
 }
 
-TEST(DcpTest, ValuesThatLieSideBySideAreReadAtOnce) {
+TEST(DcpTest, AdjacentValuesAreReadInOneRead) {
   std::map<std::string, int> reads;
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
     if (event.op == FileOp::kRead && event.path.ends_with(".distcp")) ++reads[event.path];
@@ -231,7 +231,7 @@ TEST(DcpTest, ValuesThatLieSideBySideAreReadAtOnce) {
   for (const auto& [path, count] : reads) EXPECT_EQ(count, 1) << path;
 }
 
-TEST(DcpTest, ReadsSeveralFilesARank) {
+TEST(DcpTest, ReadsSeveralFilesPerRank) {
   const Opened opened = MustOpen("dcp-2.13/files");
   EXPECT_EQ(opened.inventory.inventory.files.size(), 2u);
   EXPECT_EQ(opened.inventory.inventory.info.world_size, 1u);
@@ -240,7 +240,7 @@ TEST(DcpTest, ReadsSeveralFilesARank) {
   EXPECT_EQ(*opened.Common("n"), CommonValue(5));
 }
 
-TEST(DcpTest, PutsTogetherWhatRanksStoredWithoutAGlobalPlan) {
+TEST(DcpTest, MergesRanksSavedWithoutAGlobalPlan) {
   const Opened opened = MustOpen("dcp-2.13/ranks");
   // Of `own` every rank has another shape.
   EXPECT_THAT(opened.Keys(), ElementsAre("rank0/own", "rank1/own", "w"));
@@ -248,12 +248,12 @@ TEST(DcpTest, PutsTogetherWhatRanksStoredWithoutAGlobalPlan) {
   ExpectWhole(opened, "rank1/own", DType::kI32, {2});
   ExpectWhole(opened, "w", DType::kF32, {4, 3});
   EXPECT_THAT(opened.inventory.lost, IsEmpty());
-  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensor is put together"));
+  EXPECT_THAT(opened.Warnings(), HasSubstr("without a global plan: 1 tensor is assembled"));
   EXPECT_EQ(*opened.Common("rank1/rank"), CommonValue(1));
   EXPECT_EQ(opened.inventory.inventory.info.world_size, 2u);
 }
 
-TEST(DcpTest, ReadsReleasesSince113) {
+TEST(DcpTest, ReadsTorchReleasesSince113) {
   for (const std::string release : {"torch-1.13", "torch-2.1", "olmo/step100"}) {
     SCOPED_TRACE(release);
     const Opened opened = MustOpen("dcp-old/" + release);
@@ -268,15 +268,16 @@ TEST(DcpTest, ReadsReleasesSince113) {
   }
   EXPECT_THAT(MustOpen("dcp-old/torch-1.13").inventory.warnings, IsEmpty());
   const Opened odd_keys = MustOpen("dcp-old/torch-2.1");
-  EXPECT_THAT(odd_keys.inventory.warnings,
-              ElementsAre(HasSubstr("1 entries of storage_data name no tensor or object")));
+  EXPECT_THAT(
+      odd_keys.inventory.warnings,
+      ElementsAre(HasSubstr("1 entries of storage_data do not name a tensor or an object")));
   const CommonValue* nesting = odd_keys.Common("torch.planner_data");
   ASSERT_NE(nesting, nullptr);
   EXPECT_EQ(*nesting->get_if<CommonDict>()->Find(CommonKey(std::string("columns"))),
             CommonValue(CommonTuple{{"model", 0, "columns"}}));
 }
 
-TEST(DcpTest, ShowsTheTrainersFilesOfOlmo) {
+TEST(DcpTest, ShowsOlmoTrainerFilesAsObjects) {
   const Opened opened = MustOpen("dcp-old/olmo/step100");
   EXPECT_EQ(opened.inventory.inventory.info.producer, "olmo-core");
   ASSERT_NE(opened.Object("train/rank1.pt"), nullptr);
@@ -287,7 +288,7 @@ TEST(DcpTest, ShowsTheTrainersFilesOfOlmo) {
   EXPECT_EQ(inner.Object("train/rank1.pt"), nullptr);
 }
 
-TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
+TEST(DcpTest, UnreadableTensorsAreLeftOutWithAWarning) {
   const Opened opened = MustOpen("dcp-old/odd");
   EXPECT_THAT(opened.Keys(), ElementsAre("ends", "fine", "hole", "other_dtype", "other_shape"));
   ExpectWhole(opened, "fine", DType::kF32, {3});
@@ -295,31 +296,33 @@ TEST(DcpTest, LeavesOutWhatCannotBeReadAndSaysWhy) {
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("hole")), IsOkAndHolds(2));
   EXPECT_THAT(opened.inventory.inventory.objects, IsEmpty());
   for (const char* warning :
-       {"tensor zstd: left out: its items are transformed by 'zstd'",
-        "object zstd_object: left out: its items are transformed by 'zstd'",
-        "tensor hole: [2:4] is stored nowhere", "tensor overlap: left out: [2:3] is stored twice",
-        "tensor twice: left out: two of its chunks begin at the same cell",
-        "tensor outside: left out: its chunk at [0] of size [5] does not lie within shape [4]",
-        "tensor quantised: left out: its dtype is torch.qint8",
+       {"tensor zstd: left out: the item is stored with the unsupported transform 'zstd'",
+        "object zstd_object: left out: the item is stored with the unsupported transform 'zstd'",
+        "tensor hole: [2:4] is not stored", "tensor overlap: left out: [2:3] is stored twice",
+        "tensor twice: left out: two of its chunks have the same offsets",
+        "tensor outside: left out: the chunk at [0] of size [5] is not within shape [4]",
+        "tensor quantised: left out: the dtype torch.qint8 is not supported",
         "__7_0.distcp: the file is missing: tensor no_file is left out",
-        "__0_0.distcp: the file ends after 8974 bytes, before an item does: tensor short_file is",
-        "1 stored items belong to no chunk of the metadata (the first: stray)"}) {
+        "__0_0.distcp: the file ends after 8974 bytes, before the end of an item: tensor "
+        "short_file is",
+        "1 stored items match no chunk in the metadata (the first: stray)"}) {
     EXPECT_THAT(opened.Warnings(), HasSubstr(warning));
   }
   EXPECT_EQ(opened.inventory.warnings.size(), 10u) << opened.Warnings();
   // What only the item tells is found when it is read.
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("other_dtype")), HasCode(Code::kDataLoss));
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("other_dtype")),
-              HasMessage("the item is of dtype f32, the tensor of i64"));
+              HasMessage("the item has dtype f32, the tensor has dtype i64"));
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("other_shape")),
-              HasMessage("the item has shape [2, 3], the chunk [3, 2]"));
+              HasMessage("the item has shape [2, 3], the chunk has shape [3, 2]"));
 }
 
-TEST(DcpTest, SharedListsDoNotMultiplyWhatIsRead) {
+TEST(DcpTest, SharedPickleListsDoNotMultiplyChunks) {
   const Opened opened = MustOpen("dcp-old/shared");
   EXPECT_THAT(opened.Keys(), Contains("a"));
   EXPECT_LT(opened.Keys().size(), 50u);
-  EXPECT_THAT(opened.Warnings(), HasSubstr("tensors left out: it has more chunks than the file"));
+  EXPECT_THAT(opened.Warnings(),
+              HasSubstr("tensors left out: more chunks are listed than a metadata file"));
 }
 
 TEST(DcpTest, ReadsMegatronWithBothKindsOfCommonState) {
@@ -333,15 +336,15 @@ TEST(DcpTest, ReadsMegatronWithBothKindsOfCommonState) {
     EXPECT_EQ(*opened.Common("args"),
               CommonValue(CommonDict{{{CommonKey(std::string("seed")), CommonValue(1)}}}));
     EXPECT_EQ(opened.Common("fn"), nullptr);
-    EXPECT_THAT(opened.Warnings(), HasSubstr("2 values are no plain data and in the object only "
-                                             "(the first: args.dtype)"));
+    EXPECT_THAT(opened.Warnings(), HasSubstr("2 values are not plain data and only shown in the "
+                                             "object (the first: args.dtype)"));
     EXPECT_NE(opened.Object(release == "megatron" ? "common.pt" : "common_state"), nullptr);
     EXPECT_EQ(*opened.Common("extra"),
               CommonValue(CommonDict{{{CommonKey(std::string("lr")), CommonValue(0.5)}}}));
   }
 }
 
-TEST(DcpTest, PutsShardedObjectsOfMegatronOnTheirGrids) {
+TEST(DcpTest, PlacesMegatronShardedObjectsOnTheirGrids) {
   const Opened opened = MustOpen("dcp-old/megatron");
   std::vector<std::string> rng;
   for (const ObjectRecord& object : opened.inventory.inventory.objects) {
@@ -358,7 +361,7 @@ TEST(DcpTest, PutsShardedObjectsOfMegatronOnTheirGrids) {
   EXPECT_EQ(opened.Object("partial/shard_0_2")->grid.rank(), 0);
 }
 
-TEST(DcpTest, PutsFlattenedOptimizerStateTogether) {
+TEST(DcpTest, ReassemblesFlattenedOptimizerState) {
   const Opened opened = MustOpen("dcp-old/megatron");
   ExpectWhole(opened, "optimizer.exp_avg", DType::kF32, {4, 6});
   ExpectWhole(opened, "optimizer.rows", DType::kF32, {4, 6});
@@ -367,7 +370,7 @@ TEST(DcpTest, PutsFlattenedOptimizerStateTogether) {
   EXPECT_EQ(opened.Tensor("optimizer.lost")->meta.shape(), Dims({2, 2, 6}));
 }
 
-TEST(DcpTest, FlatShapesMustGoWithWhatIsStored) {
+TEST(DcpTest, FlatShapesMustMatchTheStoredTensor) {
   EXPECT_TRUE(MegatronFlatShape::Make({2, 2, 6}, {4, 6}).has_value());
   EXPECT_FALSE(MegatronFlatShape::Make({2, 2, 6}, {4, 7}).has_value());
   EXPECT_FALSE(MegatronFlatShape::Make({2, 2, 7}, {4, 6}).has_value());
@@ -385,7 +388,7 @@ TEST(DcpTest, FlatShapesMustGoWithWhatIsStored) {
   EXPECT_THAT(region({INT64_MAX, 0, 0}, {1, 1, 3}), HasCode(Code::kDataLoss));
 }
 
-TEST(DcpTest, NamesOfShardedObjectsAreTakenApartFromTheRight) {
+TEST(DcpTest, ShardedObjectNamesAreParsedFromTheRight) {
   const std::vector<std::string> names = {
       "a/shard_0_1",       "b/shard_1_x/shard_0_1", "c/shard_0_0", "d/shard_-1_1", "/shard_0_1",
       "e/shard_0.0_1.1.1", "f/shard_0.5_1",         "plain",       "g/shard_0_1",  "g"};
@@ -399,7 +402,7 @@ TEST(DcpTest, NamesOfShardedObjectsAreTakenApartFromTheRight) {
 }
 
 // Through the code that reads every checkpoint: whole tensors, and windows that cut chunks.
-TEST(DcpTest, ReadsAsAnyCheckpointDoes) {
+TEST(DcpTest, DcpTensorsReadWholeAndInWindows) {
   for (const std::string fixture : {"dcp-2.13/global", "dcp-2.13/files", "dcp-old/torch-1.13",
                                     "dcp-old/olmo/step100", "dcp-old/megatron"}) {
     SCOPED_TRACE(fixture);
@@ -434,7 +437,7 @@ TEST(DcpTest, ReadsAsAnyCheckpointDoes) {
 }
 
 // torch has two of them in one element: sizes and offsets count those.
-TEST(DcpTest, ReadsPairsOfF4OneByOne) {
+TEST(DcpTest, ReadsF4PairsAsSingleElements) {
   const auto adopted = Adopt(TorchDcpFormat(), SourcePath("tests/golden/foreign/dcp-2.13/f4"));
   ASSERT_OK(adopted);
   EXPECT_EQ(WarningsOf(adopted.value()), "");
@@ -451,7 +454,7 @@ TEST(DcpTest, ReadsPairsOfF4OneByOne) {
   }
 }
 
-TEST(DcpTest, ReadsTurnedPayloadsInTheOrderOfTheTensor) {
+TEST(DcpTest, ReadsTransposedPayloadsInTensorOrder) {
   Opened opened = MustOpen("dcp-2.13/global");
   const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
       OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.inventory), opened.root, {});
@@ -471,7 +474,7 @@ TEST(DcpTest, ReadsTurnedPayloadsInTheOrderOfTheTensor) {
   }
 }
 
-TEST(DcpTest, ReadingWhatIsNotThereFails) {
+TEST(DcpTest, ReadingMissingChunksFails) {
   Opened opened = MustOpen("dcp-old/odd");
   const Result<std::shared_ptr<OpenedCheckpoint>> checkpoint =
       OpenedCheckpoint::OpenForeign(HostFileSystem(), std::move(opened.inventory), opened.root, {});
@@ -517,29 +520,29 @@ class ChangedDcpTest : public testing::Test {
   TempDir dir_;
 };
 
-TEST_F(ChangedDcpTest, NamesOfFilesDoNotLeadOut) {
+TEST_F(ChangedDcpTest, FileNamesCannotLeaveTheCheckpoint) {
   const std::string path = Changed("dcp-old/torch-1.13", "__0_0.distcp", "../_0.distcp");
   WriteWholeFile(dir_.Join("_0.distcp"), ReadWholeFile(path + "/__0_0.distcp"));
   EXPECT_FALSE(Open(path).ok());
 }
 
-TEST_F(ChangedDcpTest, NamesOfFilesAreNotAbsolute) {
+TEST_F(ChangedDcpTest, AbsoluteFileNamesAreRefused) {
   const std::string path = Changed("dcp-old/torch-1.13", "__0_0.distcp", "/etc/hostnam");
   EXPECT_THAT(Open(path), HasCode(Code::kPermissionDenied));
 }
 
-TEST_F(ChangedDcpTest, AsksForNothingThatIsNotOnTheList) {
+TEST_F(ChangedDcpTest, UnlistedPickleClassIsRefused) {
   const std::string path = Changed("dcp-old/torch-1.13", "_StorageInfo", "_StorageEvil");
   EXPECT_THAT(Open(path), HasCode(Code::kUnsupported));
   EXPECT_THAT(Open(path), HasMessage("_StorageEvil"));
 }
 
-TEST_F(ChangedDcpTest, MetadataMustSayWhereThingsLie) {
+TEST_F(ChangedDcpTest, MetadataWithoutStorageDataIsRefused) {
   EXPECT_THAT(Open(Changed("dcp-old/torch-1.13", "storage_data", "storage_dado")),
-              HasMessage("storage_data is no dict"));
+              HasMessage("storage_data is not a dict"));
 }
 
-TEST_F(ChangedDcpTest, ShorterFilesLoseOnlyTheirOwn) {
+TEST_F(ChangedDcpTest, TruncatedFileLosesOnlyItsOwnTensors) {
   const std::string path = Changed("dcp-old/torch-1.13", "", "");
   WriteWholeFile(path + "/__1_0.distcp", "");
   Result<Opened> opened = Open(path);
@@ -547,31 +550,32 @@ TEST_F(ChangedDcpTest, ShorterFilesLoseOnlyTheirOwn) {
   // The cells that other ranks wrote are there, and those that are not are named.
   EXPECT_THAT(opened.value().Keys(), ElementsAre("columns", "empty", "rows", "scalar", "turned"));
   const std::string warnings = opened.value().Warnings();
-  EXPECT_THAT(warnings, HasSubstr("__1_0.distcp: the file ends after 0 bytes, before an item does: "
-                                  "parts of 3 tensors are lost: rows, columns, turned"));
+  EXPECT_THAT(warnings,
+              HasSubstr("__1_0.distcp: the file ends after 0 bytes, before the end of an item: "
+                        "parts of 3 tensors are lost: rows, columns, turned"));
   for (const char* key : {"rows", "columns", "turned"}) {
     EXPECT_THAT(warnings, HasSubstr("tensor " + std::string(key) + ": ["));
     EXPECT_THAT(CheckCells(opened.value(), *opened.value().Tensor(key)),
                 IsOkAndHolds(testing::Gt(0)));
   }
   // Whoever wants whole tensors alone gets those.
-  LeaveOutLost(opened.value().inventory);
+  RemoveIncompleteTensors(opened.value().inventory);
   EXPECT_THAT(opened.value().Keys(), ElementsAre("empty", "scalar"));
 }
 
 // Its index still says chunk 1, which begins at another cell.
-TEST_F(ChangedDcpTest, ItemsThatBeginAtNoChunkArePutNowhere) {
+TEST_F(ChangedDcpTest, ItemsThatMatchNoChunkAreLeftOut) {
   const std::string path = Changed("dcp-old/torch-1.13", "\x0bh\xa7h%K\x02", "\x0bh\xa7h%K\x01");
   ASSERT_OK_AND_ASSIGN(const Opened opened, Open(path));
   EXPECT_THAT(opened.inventory.warnings,
-              ElementsAre(HasSubstr("1 stored items belong to no chunk of the metadata (the first: "
+              ElementsAre(HasSubstr("1 stored items match no chunk in the metadata (the first: "
                                     "rows)"),
-                          HasSubstr("tensor rows: [2:4, 0:6] is stored nowhere")));
+                          HasSubstr("tensor rows: [2:4, 0:6] is not stored")));
   EXPECT_THAT(CheckCells(opened, *opened.Tensor("rows")), IsOkAndHolds(12));
 }
 
 // A namespace holds its attributes in its state.
-TEST_F(ChangedDcpTest, ArgumentsOfARunAreShownAsFarAsTheyArePlain) {
+TEST_F(ChangedDcpTest, PlainRunArgumentsAreShownOthersLeftOut) {
   const std::string path = Changed("dcp-old/megatron", "", "");
   const auto open_with = [&](const std::string& common) {
     ZipBuilder zip;
@@ -593,14 +597,13 @@ TEST_F(ChangedDcpTest, ArgumentsOfARunAreShownAsFarAsTheyArePlain) {
   ASSERT_NE(opened.Common("args"), nullptr) << opened.Warnings();
   EXPECT_EQ(*opened.Common("args"),
             CommonValue(CommonDict{{{CommonKey(std::string("seed")), CommonValue(3)}}}));
-  EXPECT_THAT(opened.Warnings(),
-              HasSubstr("common.pt: 2 values are no plain data and in the object "
-                        "only (the first: args.dtype)"));
+  EXPECT_THAT(opened.Warnings(), HasSubstr("common.pt: 2 values are not plain data and "
+                                           "only shown in the object (the first: args.dtype)"));
   EXPECT_THAT(opened.Warnings(), testing::Not(HasSubstr("not all of its tensors are shown")));
 }
 
 // Half of what the ranks stored is half a tensor each, as it was before.
-TEST_F(ChangedDcpTest, RanksThatDoNotFitTogetherAreShownByThemselves) {
+TEST_F(ChangedDcpTest, InconsistentRanksAreShownSeparately) {
   const std::string path = Changed("dcp-2.13/ranks", "", "");
   ASSERT_OK(HostFileSystem().RemoveFile(path + "/__1.metadata"));
   Result<Opened> opened = Open(path);
@@ -611,7 +614,7 @@ TEST_F(ChangedDcpTest, RanksThatDoNotFitTogetherAreShownByThemselves) {
   EXPECT_TRUE(opened.value().inventory.lost[0].holes);
 }
 
-TEST_F(ChangedDcpTest, TruncatedMetadataAreDamage) {
+TEST_F(ChangedDcpTest, TruncatedMetadataIsDataLoss) {
   const std::string path = Changed("dcp-old/torch-1.13", "", "");
   const std::string whole = ReadWholeFile(path + "/.metadata");
   for (std::size_t n = 0; n < whole.size(); n += 97) {
@@ -620,7 +623,7 @@ TEST_F(ChangedDcpTest, TruncatedMetadataAreDamage) {
   }
 }
 
-TEST_F(ChangedDcpTest, FilesOfASaveThatHasNotEndedAreToldOf) {
+TEST_F(ChangedDcpTest, DataFilesNewerThanMetadataAreWarnedAbout) {
   const std::string path = Changed("dcp-old/torch-1.13", "", "");
   const auto at = [&](const char* name, std::time_t seconds) {
     const timespec times[2] = {{.tv_sec = seconds, .tv_nsec = 0},
@@ -639,7 +642,7 @@ TEST_F(ChangedDcpTest, FilesOfASaveThatHasNotEndedAreToldOf) {
   EXPECT_THAT(opened.value().Warnings(), HasSubstr("__1_0.distcp is newer than .metadata"));
 }
 
-TEST_F(ChangedDcpTest, LeftoverMegatronWithoutItsConfigurationIsToldOf) {
+TEST_F(ChangedDcpTest, MissingMegatronMetadataJsonIsWarnedAbout) {
   const std::string path = Changed("dcp-old/megatron", "", "");
   ASSERT_OK(HostFileSystem().RemoveFile(path + "/metadata.json"));
   Result<Opened> opened = Open(path);

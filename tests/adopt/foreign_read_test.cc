@@ -29,14 +29,14 @@ class ForeignReadTest : public testing::Test {
   HandMade made_{dir_.Join("source"), random_, kManyKindsSizes};
 };
 
-TEST_F(ForeignReadTest, EveryWayToStoreReadsAsItIs) {
+TEST_F(ForeignReadTest, EveryStorageLayoutReadsExactly) {
   AddManyKinds(made_);
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   EXPECT_EQ(opened->commit(), nullptr);
   CompareWithHandMade(random_, *opened, made_, TestScale(6));
 }
 
-TEST_F(ForeignReadTest, AndWithoutMappings) {
+TEST_F(ForeignReadTest, EveryStorageLayoutReadsExactlyWithoutMmap) {
   AddManyKinds(made_);
   UnmappedFileSystem fs;
   ASSERT_OK_AND_ASSIGN(const auto opened, made_.Open(fs));
@@ -61,7 +61,7 @@ TEST_F(ForeignReadTest, ATransposedTensorIsReadOnceFromTheFile) {
 }
 
 // The second begins in the file where the first row of the first one ends, and in the buffer too.
-TEST_F(ForeignReadTest, ColumnsSideBySideAreNoOneRun) {
+TEST_F(ForeignReadTest, AdjacentColumnsAreNotReadAsOneRun) {
   const auto box = [](const Dims& begin, const Dims& extent) {
     return Region(Box::Make(begin, extent).value());
   };
@@ -80,7 +80,7 @@ TEST_F(ForeignReadTest, ColumnsSideBySideAreNoOneRun) {
   }
 }
 
-TEST_F(ForeignReadTest, ManyThreadsReadAtOnce) {
+TEST_F(ForeignReadTest, ConcurrentThreadsReadExactly) {
   AddManyKinds(made_);
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   std::vector<std::thread> threads;
@@ -93,7 +93,7 @@ TEST_F(ForeignReadTest, ManyThreadsReadAtOnce) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_F(ForeignReadTest, WhatIsPendingIsLookedUpWhenItIsWanted) {
+TEST_F(ForeignReadTest, PendingChunksAreResolvedOnFirstUse) {
   AddManyKinds(made_);
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("pending packed"));
@@ -110,7 +110,7 @@ TEST_F(ForeignReadTest, WhatIsPendingIsLookedUpWhenItIsWanted) {
   EXPECT_EQ(chunk.length, 1200u);
 }
 
-TEST_F(ForeignReadTest, AnItemThatCannotBeFoundFailsItsTensorAlone) {
+TEST_F(ForeignReadTest, UnresolvableItemFailsOnlyItsTensor) {
   AddManyKinds(made_);
   made_.resolver().failure = Status(Code::kUnsupported, "it is compressed");
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
@@ -124,7 +124,7 @@ TEST_F(ForeignReadTest, AnItemThatCannotBeFoundFailsItsTensorAlone) {
   EXPECT_OK(ReadWhole(*opened, "pending"));
 }
 
-TEST_F(ForeignReadTest, AResolverThatLiesIsNotBelieved) {
+TEST_F(ForeignReadTest, WrongResolverResultIsDataLoss) {
   const Region whole = WholeOf({20, 30});
   made_.Add("far", DType::kF32, {20, 30}, {{whole, 1, 0, {}, true}});
   made_.Add("short", DType::kF32, {20, 30}, {{whole, 1, 0, {}, true}});
@@ -138,7 +138,7 @@ TEST_F(ForeignReadTest, AResolverThatLiesIsNotBelieved) {
   }
 }
 
-TEST_F(ForeignReadTest, AHoleReadsAroundIt) {
+TEST_F(ForeignReadTest, TensorWithAHoleReadsOutsideTheHole) {
   made_.Add("hole", DType::kU8, {4, 6},
             {{Region(Box::Make({0, 0}, {4, 2}).value()), 0, 10, {}},
              {Region(Box::Make({0, 4}, {4, 2}).value()), 0, 20, {1, 4}}});
@@ -161,7 +161,7 @@ TEST_F(ForeignReadTest, AHoleReadsAroundIt) {
             Completeness::kHole);
 }
 
-TEST_F(ForeignReadTest, CompletenessTellsWhatIsWrong) {
+TEST_F(ForeignReadTest, CompletenessReportsHolesAndOverlaps) {
   AddManyKinds(made_);
   const auto rows = [](std::int64_t begin, std::int64_t n) {
     return Region(Box::Make({begin, 0}, {n, 6}).value());
@@ -232,7 +232,7 @@ TEST_F(ForeignReadTest, AChangedFileIsNeverMisread) {
   }
 }
 
-TEST_F(ForeignReadTest, BytesThatWereWrittenDuringTheReadAreNotBelieved) {
+TEST_F(ForeignReadTest, BytesWrittenDuringTheReadAreRefused) {
   AddManyKinds(made_);
   const std::string path = made_.FilePath(0);
   bool armed = false;
@@ -247,7 +247,7 @@ TEST_F(ForeignReadTest, BytesThatWereWrittenDuringTheReadAreNotBelieved) {
   EXPECT_THAT(ReadWhole(*opened, "packed"), HasCode(Code::kStale));
 }
 
-TEST_F(ForeignReadTest, AFileThatIsCutShortDuringTheReadEndsNoProcess) {
+TEST_F(ForeignReadTest, TruncationDuringAReadDoesNotCrash) {
   AddManyKinds(made_);
   namespace stdfs = std::filesystem;
   const auto copy_all = [](const stdfs::path& from, const stdfs::path& to) {
@@ -283,13 +283,13 @@ TEST_F(ForeignReadTest, AFileThatIsCutShortDuringTheReadEndsNoProcess) {
   }
 }
 
-TEST_F(ForeignReadTest, AFileThatIsGoneIsNamed) {
+TEST_F(ForeignReadTest, ErrorNamesTheMissingFile) {
   AddManyKinds(made_);
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   ASSERT_EQ(unlink(made_.FilePath(0).c_str()), 0);
   EXPECT_THAT(ReadWhole(*opened, "packed"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(ReadWhole(*opened, "packed"), HasMessage("part/0.bin is gone"));
-  EXPECT_THAT(ReadWhole(*opened, "pending"), HasMessage("part/0.bin is gone"));
+  EXPECT_THAT(ReadWhole(*opened, "packed"), HasMessage("part/0.bin does not exist"));
+  EXPECT_THAT(ReadWhole(*opened, "pending"), HasMessage("part/0.bin does not exist"));
 }
 
 TEST_F(ForeignReadTest, ObjectsWithoutHashesAreRead) {
@@ -305,7 +305,7 @@ TEST_F(ForeignReadTest, ObjectsWithoutHashesAreRead) {
   EXPECT_THAT(opened->ReadObject(parts[0], 0, got.data(), got.size()), HasCode(Code::kStale));
 }
 
-TEST_F(ForeignReadTest, AStridedTensorIsNoWholeFile) {
+TEST_F(ForeignReadTest, StridedTensorIsNotAWholeFile) {
   Random random(1);
   HandMade made(dir_.Join("one"), random, {4 * 600});
   made.Add("packed", DType::kF32, {20, 30}, {{WholeOf({20, 30}), 0, 0, {}}});

@@ -141,7 +141,7 @@ void ForEach(const std::string& kind, std::size_t at_least,
   EXPECT_GE(count, at_least);
 }
 
-TEST(Hostile, Pickles) {
+TEST(Hostile, HostilePicklesFailWithTheirCode) {
   ForEach("pickle", 130, [](const std::string& path) {
     return Apart([&](std::string&) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(std::string bytes,
@@ -154,7 +154,7 @@ TEST(Hostile, Pickles) {
 }
 
 // The same as the metadata of a checkpoint: none of them is one.
-TEST(Hostile, PicklesAsMetadata) {
+TEST(Hostile, HostilePicklesAsDcpMetadataAreRefused) {
   TempDir dir;
   for (const auto& entry : stdfs::directory_iterator(SourcePath("tests/golden/bad/pickle"))) {
     stdfs::copy_file(entry.path(), dir.Join(".metadata"), stdfs::copy_options::overwrite_existing);
@@ -165,7 +165,7 @@ TEST(Hostile, PicklesAsMetadata) {
   }
 }
 
-TEST(Hostile, ZipArchives) {
+TEST(Hostile, HostileZipArchivesFailWithTheirCode) {
   ForEach("zip", 45, [](const std::string& path) {
     return Apart([&](std::string&) -> Status {
       TENSORMOUNT_ASSIGN_OR_RETURN(const auto file, HostFileSystem().OpenRead(path));
@@ -175,7 +175,7 @@ TEST(Hostile, ZipArchives) {
   });
 }
 
-TEST(Hostile, Sources) {
+TEST(Hostile, HostileSourcesFailWithTheirCode) {
   ForEach("source", 120, [](const std::string& path) { return OpenApart(path); });
 }
 
@@ -191,7 +191,7 @@ class HostileMade : public testing::Test {
 };
 
 // Streams that ask for more memory than their size may.
-TEST_F(HostileMade, MemoryBombs) {
+TEST_F(HostileMade, MemoryBombsAreRefusedWithinTheLimit) {
   const std::pair<std::string, std::string> cases[] = {
       {"RESOURCE_EXHAUSTED-nones", "](" + std::string(6 << 20, 'N') + "e"},
       {"RESOURCE_EXHAUSTED-marks", std::string(16 << 20, '(')},
@@ -207,14 +207,14 @@ TEST_F(HostileMade, MemoryBombs) {
   }
 }
 
-TEST_F(HostileMade, HeadersOf100Megabytes) {
+TEST_F(HostileMade, Oversized100MegabyteHeadersAreRefused) {
   const std::uint64_t size = 100 << 20;
   Check("DATA_LOSS-", OpenApart(Write("a.safetensors", U64(size) + std::string(size, '['))), size);
   // Sizes without the bytes: nothing is allocated for them.
   Check("DATA_LOSS-", OpenApart(Write("c.safetensors", U64(size) + "{")), 0);
 }
 
-TEST_F(HostileMade, LinksAndFifos) {
+TEST_F(HostileMade, LinksFifosAndDevicesAreRefused) {
   const std::string outside = Write("outside/w.safetensors", U64(2) + "{}");
   stdfs::create_directories(dir_.Join("inside"));
   stdfs::create_symlink(outside, dir_.Join("inside/model.safetensors"));

@@ -58,7 +58,7 @@ class HuggingFaceTest : public testing::Test {
   const MadeTensor c_{"c", DType::kI64, {}};
 };
 
-TEST_F(HuggingFaceTest, AFileIsACheckpoint) {
+TEST_F(HuggingFaceTest, SafetensorsFileOpensAsACheckpoint) {
   Write("model.safetensors", {a_, b_}, {{"format", "pt"}, {"$rank.1", "no"}});
   ASSERT_OK_AND_ASSIGN(const auto opened, Open("m/model.safetensors"));
   EXPECT_EQ(opened->name(), "model");
@@ -77,7 +77,7 @@ TEST_F(HuggingFaceTest, AFileIsACheckpoint) {
   EXPECT_THAT(Open("broken.safetensors"), HasCode(Code::kDataLoss));
 }
 
-TEST_F(HuggingFaceTest, TheIndexSaysWhatIsThere) {
+TEST_F(HuggingFaceTest, IndexSelectsTheFilesAndTensors) {
   Write("model-00001-of-00002.safetensors", {a_, c_}, {{"format", "pt"}});
   Write("model-00002-of-00002.safetensors", {b_}, {{"format", "pt"}});
   Write("stray.safetensors", {{"a", DType::kU8, {1}}, {"x", DType::kU8, {1}}});
@@ -93,7 +93,7 @@ TEST_F(HuggingFaceTest, TheIndexSaysWhatIsThere) {
   EXPECT_EQ(opened->index().CommonRecord("format").value(), CommonValue("pt"));
 }
 
-TEST_F(HuggingFaceTest, WhatTheIndexSaysAndIsNotThereIsLeftOut) {
+TEST_F(HuggingFaceTest, MissingIndexedTensorsAreLeftOutWithAWarning) {
   Write("one.safetensors", {a_, c_});
   Index(R"("a": "one.safetensors", "b": "two.safetensors", "d": "one.safetensors")");
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
@@ -101,13 +101,13 @@ TEST_F(HuggingFaceTest, WhatTheIndexSaysAndIsNotThereIsLeftOut) {
   EXPECT_THAT(
       opened->warnings(),
       testing::UnorderedElementsAre(
-          HasSubstr("two.safetensors: is in model.safetensors.index.json, but not in"),
-          HasSubstr("one.safetensors: does not hold what model.safetensors.index.json says: "
+          HasSubstr("two.safetensors: is listed in model.safetensors.index.json, but not in"),
+          HasSubstr("one.safetensors: does not contain what model.safetensors.index.json lists: "
                     "tensor d is left out"),
           HasSubstr("1 tensors in it are not in the index")));
 }
 
-TEST_F(HuggingFaceTest, OtherNamesOfIndices) {
+TEST_F(HuggingFaceTest, NonstandardIndexNamesAreFound) {
   Write("diffusion_pytorch_model-1.safetensors", {a_});
   Index(R"("a": "diffusion_pytorch_model-1.safetensors")", "diffusion_pytorch_model");
   Index(R"("a": "nothing")", "a.fp16");
@@ -116,7 +116,7 @@ TEST_F(HuggingFaceTest, OtherNamesOfIndices) {
   EXPECT_THAT(opened->warnings(), IsEmpty());
 }
 
-TEST_F(HuggingFaceTest, IndicesThatLieAreRefused) {
+TEST_F(HuggingFaceTest, WrongIndicesAreRefused) {
   Write("one.safetensors", {a_});
   WriteWholeFile(dir_.Join("secret.safetensors"), "x");
   const std::pair<const char*, Code> cases[] = {
@@ -141,7 +141,7 @@ TEST_F(HuggingFaceTest, IndicesThatLieAreRefused) {
   }
 }
 
-TEST_F(HuggingFaceTest, FoldersWithoutAnIndex) {
+TEST_F(HuggingFaceTest, DirectoriesWithoutAnIndexOpen) {
   Write("x-00001-of-00003.safetensors", {a_});
   Write("x-00003-of-00003.safetensors", {b_}, {{"k", "1"}});
   Write("other.safetensors", {c_}, {{"k", "2"}});
@@ -149,7 +149,7 @@ TEST_F(HuggingFaceTest, FoldersWithoutAnIndex) {
     ASSERT_OK_AND_ASSIGN(const auto opened, Open());
     EXPECT_THAT(Keys(*opened), ElementsAre("a", "b", "c"));
     EXPECT_THAT(opened->warnings(),
-                testing::UnorderedElementsAre(HasSubstr("2 of 3 files are there"),
+                testing::UnorderedElementsAre(HasSubstr("only 2 of 3 files exist"),
                                               HasSubstr("metadata k differs")));
   }
   // The usual name is the whole model, whatever lies beside it.
@@ -174,7 +174,7 @@ TEST_F(HuggingFaceTest, LinksIntoAHubNeedARoot) {
 
 std::string Offsets(const std::string& items) { return "{" + items + "}"; }
 
-TEST_F(HuggingFaceTest, ShardsMakeWholeTensors) {
+TEST_F(HuggingFaceTest, DcpShardsAreJoinedToWholeTensors) {
   const MadeTensor top{"w", DType::kF32, {2, 3}};
   const MadeTensor low{"w", DType::kF32, {1, 3}};
   const std::string low_bytes(12, 'z');
@@ -206,11 +206,11 @@ TEST_F(HuggingFaceTest, ShardsMakeWholeTensors) {
   ASSERT_OK(
       HostFileSystem().RemoveFile(dir_.Join("m/shard-00001-model-00001-of-00001.safetensors")));
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
-  EXPECT_THAT(opened->warnings(), ElementsAre(HasSubstr("w: [0:2, 0:3] is stored nowhere")));
+  EXPECT_THAT(opened->warnings(), ElementsAre(HasSubstr("w: [0:2, 0:3] is not stored")));
   EXPECT_THAT(Bytes(*opened, "w"), HasSubstr("DATA_LOSS"));
 }
 
-TEST_F(HuggingFaceTest, ZeroOffsetsAreNoShards) {
+TEST_F(HuggingFaceTest, ZeroOffsetsMeanAWholeTensor) {
   // What one rank writes for a whole tensor.
   Write("model-00001-of-00001.safetensors", {a_},
         {{"DCP_SHARDING_INFO", Offsets(R"("a": {"saved_offsets": [0, 0]})")}});
@@ -219,7 +219,7 @@ TEST_F(HuggingFaceTest, ZeroOffsetsAreNoShards) {
   EXPECT_EQ(Bytes(*opened, "a"), a_.bytes());
 }
 
-TEST_F(HuggingFaceTest, ConsolidatedFilesStandBesideTheirShards) {
+TEST_F(HuggingFaceTest, ConsolidatedFilesArePreferredToTheirShards) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("m/sharded")));
   WriteSafetensors(dir_.Join("m/sharded/shard-00001-model-00001-of-00001.safetensors"),
                    {{"a", DType::kF32, {1, 4}}},
@@ -231,7 +231,7 @@ TEST_F(HuggingFaceTest, ConsolidatedFilesStandBesideTheirShards) {
   EXPECT_EQ(Bytes(*opened, "a"), a_.bytes());
 }
 
-TEST_F(HuggingFaceTest, ShardsThatDoNotFitTogether) {
+TEST_F(HuggingFaceTest, InconsistentShardsAreRefusedOrLeftOut) {
   const auto with = [&](const std::string& offsets) {
     Write("one.safetensors", {a_}, {{"DCP_SHARDING_INFO", offsets}});
     return Open();
@@ -254,12 +254,12 @@ TEST_F(HuggingFaceTest, ShardsThatDoNotFitTogether) {
   Write("four.safetensors", {{"b", DType::kI8, {2}}}, shard(R"("b": {"saved_offsets": [2]})"));
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   EXPECT_THAT(Keys(*opened), ElementsAre("c"));
-  EXPECT_THAT(opened->warnings(),
-              testing::UnorderedElementsAre(HasSubstr("a: left out: [0:3, 0:4] is stored twice"),
-                                            HasSubstr("b: left out: its shards are of several")));
+  EXPECT_THAT(opened->warnings(), testing::UnorderedElementsAre(
+                                      HasSubstr("a: left out: [0:3, 0:4] is stored twice"),
+                                      HasSubstr("b: left out: the shards have different dtypes")));
 }
 
-TEST_F(HuggingFaceTest, WhatTransformersNeedsBesideTheTensorsIsCarried) {
+TEST_F(HuggingFaceTest, ConfigAndTokenizerFilesAreCarried) {
   Write("model.safetensors", {a_});
   WriteWholeFile(dir_.Join("m/config.json"), R"({"model_type": "bert"})");
   WriteWholeFile(dir_.Join("m/tokenizer_config.json"), "{}");

@@ -95,7 +95,7 @@ class Writer {
 
 Box MakeBox(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
-TEST(OlmoTest, FlatAndBoxShares) {
+TEST(OlmoTest, ReadsFlatAndBoxShards) {
   const TempDir dir;
   Writer writer(3);
   writer.Flat("halves", DType::kF32, {7, 5}, {{0, {{0, 17}}}, {1, {{17, 35}}}});
@@ -120,7 +120,7 @@ TEST(OlmoTest, FlatAndBoxShares) {
 }
 
 // A pair instead of a list of pairs, and no dtype: the files say.
-TEST(OlmoTest, OlderReleases) {
+TEST(OlmoTest, ReadsMetadataOfOlderReleases) {
   const TempDir dir;
   Writer writer(2);
   writer.Flat("w", DType::kF16, {3, 4}, {{0, {{0, 5}}}, {1, {{5, 12}}}}, true);
@@ -130,7 +130,7 @@ TEST(OlmoTest, OlderReleases) {
   ExpectCells(adopted.value(), "w", DType::kF16, {3, 4});
 }
 
-TEST(OlmoTest, ModelAndOptimizerAreOneCheckpoint) {
+TEST(OlmoTest, ModelAndOptimizerOpenAsOneCheckpoint) {
   const TempDir dir;
   Writer model(2);
   model.Flat("w", DType::kF32, {4, 4}, {{0, {{0, 8}}}, {1, {{8, 16}}}});
@@ -168,7 +168,40 @@ TEST(OlmoTest, ModelAndOptimizerAreOneCheckpoint) {
   EXPECT_EQ(value->At("lr").value(), CommonValue(0.5));
 }
 
-TEST(OlmoTest, ReplicasStandInOneFileOrSeveral) {
+// Common values stay in memory while the checkpoint is open, so a pickle over 1 MiB is an object
+// only, even if its value is small.
+TEST(OlmoTest, PicklesOver1MiBAreShownAsObjectsOnly) {
+  const TempDir dir;
+  Writer writer(1);
+  // {'step': 7}, behind values that are thrown away.
+  const std::string step("}X\x04\x00\x00\x00stepK\x07s.", 14);
+  constexpr std::size_t kMost = std::size_t{1} << 20;
+  std::map<std::string, std::string> pickles;
+  for (const auto& [key, size] : {std::pair("param_group0", kMost), {"param_group1", kMost + 2}}) {
+    std::string& bytes = pickles[key] = "\x80\x02";
+    while (bytes.size() + step.size() < size) bytes += "N0";
+    bytes += step;
+    ASSERT_EQ(bytes.size(), size);
+    writer.Put(0, key, DType::kU8, bytes);
+    writer.Describe(
+        key, DType::kU8, {static_cast<std::int64_t>(size)},
+        R"("rank_0.safetensors":{"flattened_offsets":[[0,)" + std::to_string(size) + "]]}", false);
+  }
+  writer.Write(dir.Join("c"));
+  const auto adopted = Adopt(OlmoFormat(), dir.Join("c"));
+  ASSERT_OK(adopted);
+  EXPECT_THAT(KeysOf(adopted.value()), IsEmpty());
+  for (const auto& [key, bytes] : pickles) {
+    const auto read = ReadObject(adopted.value(), key);
+    ASSERT_OK(read);
+    EXPECT_TRUE(read.value() == bytes) << key;
+  }
+  ASSERT_OK_AND_ASSIGN(const CommonValues common, adopted.value()->index().CommonRecords());
+  ASSERT_EQ(common.size(), 1u);
+  EXPECT_EQ(common.at("param_group0").At("step").value(), CommonValue(7));
+}
+
+TEST(OlmoTest, ReplicasAreReadFromOneOrSeveralFiles) {
   const TempDir dir;
   Writer writer(4);
   // Named of every rank, written by the first only; and a second group that wrote all again.
@@ -190,7 +223,7 @@ TEST(OlmoTest, ReplicasStandInOneFileOrSeveral) {
   ExpectCells(adopted.value(), "hybrid", DType::kF32, {8});
 }
 
-TEST(OlmoTest, MissingFilesAreHoles) {
+TEST(OlmoTest, MissingFilesAreReportedAsHoles) {
   const TempDir dir;
   Writer writer(2);
   writer.Flat("w", DType::kF32, {8}, {{0, {{0, 4}}}, {1, {{4, 8}}}});
@@ -200,13 +233,13 @@ TEST(OlmoTest, MissingFilesAreHoles) {
   const auto adopted = Adopt(OlmoFormat(), dir.Join("c"));
   ASSERT_OK(adopted);
   EXPECT_THAT(WarningsOf(adopted.value()),
-              HasSubstr("rank_1.safetensors: the file is missing: what it held is lost"));
-  EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("tensor w: [4:8] is stored nowhere"));
+              HasSubstr("rank_1.safetensors: the file is missing: its contents are lost"));
+  EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("tensor w: [4:8] is not stored"));
   ExpectCells(adopted.value(), "first", DType::kF32, {2});
   EXPECT_THAT(ReadTensor(adopted.value(), "w"), HasCode(Code::kDataLoss));
 }
 
-TEST(OlmoTest, LeavesOutWhatFilesDoNotHoldAsItIsSaid) {
+TEST(OlmoTest, TensorsThatContradictMetadataAreLeftOut) {
   const TempDir dir;
   Writer writer(1);
   const auto describe = [&](const std::string& key, DType dtype, std::int64_t n) {
@@ -226,13 +259,13 @@ TEST(OlmoTest, LeavesOutWhatFilesDoNotHoldAsItIsSaid) {
   ASSERT_OK(adopted);
   EXPECT_THAT(KeysOf(adopted.value()), ElementsAre("good"));
   const std::string warnings = WarningsOf(adopted.value());
-  EXPECT_THAT(warnings, HasSubstr("tensor short: left out: rank_0.safetensors holds less"));
-  EXPECT_THAT(warnings, HasSubstr("tensor long: left out: rank_0.safetensors holds more"));
-  EXPECT_THAT(warnings, HasSubstr("tensor other: left out: rank_0.safetensors holds it as i32, "
-                                  "metadata.json says f32"));
+  EXPECT_THAT(warnings, HasSubstr("tensor short: left out: rank_0.safetensors stores less"));
+  EXPECT_THAT(warnings, HasSubstr("tensor long: left out: rank_0.safetensors stores more"));
+  EXPECT_THAT(warnings, HasSubstr("tensor other: left out: rank_0.safetensors stores it as i32, "
+                                  "but metadata.json declares f32"));
 }
 
-TEST(OlmoTest, OverlappingSharesAreLeftOut) {
+TEST(OlmoTest, OverlappingShardsAreLeftOut) {
   const TempDir dir;
   Writer writer(2);
   writer.Flat("w", DType::kF32, {8}, {{0, {{0, 5}}}, {1, {{4, 8}}}});
@@ -242,7 +275,7 @@ TEST(OlmoTest, OverlappingSharesAreLeftOut) {
   EXPECT_THAT(WarningsOf(adopted.value()), HasSubstr("tensor w: left out: [4:5] is stored twice"));
 }
 
-TEST(OlmoTest, MetadataLeadNowhereElse) {
+TEST(OlmoTest, MetadataFileNamesCannotLeaveTheCheckpoint) {
   const TempDir dir;
   PutFile(dir.Join("secret/rank_0.safetensors"), "x");
   for (const char* name : {"../secret/rank_0.safetensors", "/etc/passwd", "a//b", ""}) {
@@ -255,13 +288,13 @@ TEST(OlmoTest, MetadataLeadNowhereElse) {
   }
 }
 
-TEST(OlmoTest, OtherMetadataAreNotOlmos) {
+TEST(OlmoTest, OtherMetadataJsonIsNotTakenForOlmo) {
   const TempDir dir;
   PutFile(dir.Join("c/metadata.json"), R"({"sharded_backend":"torch_dist"})");
   EXPECT_THAT(Adopt(OlmoFormat(), dir.Join("c")), HasCode(Code::kNotFound));
 }
 
-TEST(OlmoMetadataTest, RefusesWhatCannotBe) {
+TEST(OlmoMetadataTest, RefusesImpossibleMetadata) {
   const auto with = [](const std::string& tensor) { return R"({"tensors":{"w":)" + tensor + "}}"; };
   const auto spec = [&](const std::string& one) {
     return with(R"({"shape":[2,3],"dtype":"F32","shard_spec_per_file":{"f":)" + one + "}}");
@@ -274,21 +307,21 @@ TEST(OlmoMetadataTest, RefusesWhatCannotBe) {
       {R"({"other":{}})", "no object 'tensors'"},
       {R"({"tensors":{"w":{},"w":{}}})", "has no shape"},
       {with("{}"), "tensor w: has no shape"},
-      {with(R"({"shape":[2]})"), "has not one of"},
-      {with(R"({"shape":[-2],"shard_spec_per_file":{}})"), "no whole number"},
-      {with(R"({"shape":[1.5],"shard_spec_per_file":{}})"), "no whole number"},
+      {with(R"({"shape":[2]})"), "must have exactly one of"},
+      {with(R"({"shape":[-2],"shard_spec_per_file":{}})"), "not a whole number"},
+      {with(R"({"shape":[1.5],"shard_spec_per_file":{}})"), "not a whole number"},
       {with(R"({"shape":[4294967296,4294967296],"shard_spec_per_file":{}})"), "overflows"},
-      {with(R"({"shape":[2],"dtype":3,"shard_spec_per_file":{}})"), "dtype is no string"},
-      {spec(R"({"flattened_offsets":[[0,7]]})"), "range 0 to 7 of 6 elements"},
+      {with(R"({"shape":[2],"dtype":3,"shard_spec_per_file":{}})"), "dtype is not a string"},
+      {spec(R"({"flattened_offsets":[[0,7]]})"), "range 0 to 7 is not within the 6 elements"},
       {spec(R"({"flattened_offsets":[[4,3]]})"), "range 4 to 3"},
-      {spec(R"({"flattened_offsets":[[0,1,2]]})"), "no pair"},
-      {spec(R"({"flattened_offsets":[[0,18446744073709551615]]})"), "no pair"},
-      {spec(R"({"flattened_offsets":{}})"), "no list"},
-      {spec(R"({"local_shape":[1,1]})"), "without global_offset"},
+      {spec(R"({"flattened_offsets":[[0,1,2]]})"), "not a pair"},
+      {spec(R"({"flattened_offsets":[[0,18446744073709551615]]})"), "not a pair"},
+      {spec(R"({"flattened_offsets":{}})"), "not a list"},
+      {spec(R"({"local_shape":[1,1]})"), "only one of local_shape and global_offset"},
       {spec(R"({"local_shape":[3,1],"global_offset":[0,0]})"), "is not within [2, 3]"},
       {spec(R"({"local_shape":[1],"global_offset":[0]})"), "is not within [2, 3]"},
       {spec(R"({"local_shape":[1,1],"global_offset":[9223372036854775807,0]})"), "in f"},
-      {spec(R"([1])"), "no object"},
+      {spec(R"([1])"), "the description of a shard is not an object"},
   };
   for (const auto& [json, message] : bad) {
     const auto parsed = ParseOlmoMetadata(json);

@@ -52,7 +52,7 @@ class StepsTest : public testing::Test {
   TempDir dir_;
 };
 
-TEST_F(StepsTest, NamesOfIterations) {
+TEST_F(StepsTest, StepNumbersAreParsedFromDirectoryNames) {
   EXPECT_EQ(IterationOf("iter_0001000"), 1000u);
   EXPECT_EQ(IterationOf("release"), 0u);
   EXPECT_EQ(IterationOf("step1000"), 1000u);
@@ -65,7 +65,7 @@ TEST_F(StepsTest, NamesOfIterations) {
   }
 }
 
-TEST_F(StepsTest, OnlyFoldersWithACheckpointCount) {
+TEST_F(StepsTest, DirectoriesWithoutACheckpointAreNotSteps) {
   EXPECT_EQ(Latest(), "none");
   Step("iter_0000100");
   Step("iter_0000020");
@@ -78,7 +78,7 @@ TEST_F(StepsTest, OnlyFoldersWithACheckpointCount) {
   EXPECT_EQ(Latest(), "iter_0000100");
 }
 
-TEST_F(StepsTest, TheTextFileNamesTheLatestWhereItIsValid) {
+TEST_F(StepsTest, ValidLatestFileNamesTheLatestStep) {
   Step("iter_0000100");
   Step("iter_0000200");
   Step("release");
@@ -94,7 +94,7 @@ TEST_F(StepsTest, TheTextFileNamesTheLatestWhereItIsValid) {
   }
 }
 
-TEST_F(StepsTest, LinksMayStayInsideOnly) {
+TEST_F(StepsTest, LinksOutOfTheRunAreNotSteps) {
   Step("step10");
   Step("../elsewhere");
   ASSERT_EQ(symlink("step10", dir_.Join("run/step11").c_str()), 0);
@@ -107,14 +107,14 @@ TEST_F(StepsTest, TrainingDirectoriesAreSources) {
   Step("step9");
   ASSERT_OK_AND_ASSIGN(const FoundSource found, Find("run"));
   EXPECT_EQ(found.kind, SourceKind::kForeignSteps);
-  EXPECT_THAT(OpenFound(HostFileSystem(), found, {}), HasCode(Code::kInvalidArgument));
-  ASSERT_OK_AND_ASSIGN(const FoundSource latest, LatestOf(HostFileSystem(), found, {}));
+  EXPECT_THAT(OpenFound(found, {}), HasCode(Code::kInvalidArgument));
+  ASSERT_OK_AND_ASSIGN(const FoundSource latest, LatestOf(found, {}));
   EXPECT_EQ(latest.kind, SourceKind::kForeign);
   EXPECT_TRUE(latest.path.ends_with("/run/step10")) << latest.path;
   EXPECT_EQ(Find("run/latest").value().path, latest.path);
   EXPECT_EQ(Find("run/latest/").value().path, latest.path);
   EXPECT_EQ(Find("run/step9").value().kind, SourceKind::kForeign);
-  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), latest, {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(latest, {}));
   EXPECT_OK(opened->index().Find("step10"));
   EXPECT_EQ(opened->name(), "step10");
   // A checkpoint may have others in it (a final model among its steps): it is what it is.
@@ -122,24 +122,23 @@ TEST_F(StepsTest, TrainingDirectoriesAreSources) {
   EXPECT_EQ(Find("run").value().kind, SourceKind::kForeign);
 }
 
-TEST_F(StepsTest, WhatIsOursStaysOurs) {
+TEST_F(StepsTest, OwnStoresAreNotTakenForForeignRuns) {
   ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir_.Join("store"), "step-1", DefaultTinySpec()));
   EXPECT_EQ(Find("store").value().kind, SourceKind::kStore);
   EXPECT_EQ(Find("store/step-1").value().kind, SourceKind::kCheckpoint);
   EXPECT_EQ(Find("store/latest").value().kind, SourceKind::kCheckpoint);
-  ASSERT_OK_AND_ASSIGN(const FoundSource latest,
-                       LatestOf(HostFileSystem(), Find("store").value(), {}));
+  ASSERT_OK_AND_ASSIGN(const FoundSource latest, LatestOf(Find("store").value(), {}));
   EXPECT_EQ(latest.path, Find("store/step-1").value().path);
-  EXPECT_OK(OpenFound(HostFileSystem(), latest, {}));
+  EXPECT_OK(OpenFound(latest, {}));
   EXPECT_THAT(Find("nothing"), HasCode(Code::kNotFound));
   EXPECT_THAT(Find("run/latest").status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Find("run").status(), HasCode(Code::kUnsupported));
-  EXPECT_THAT(Find("run").status().message(), HasSubstr("an empty folder"));
+  EXPECT_THAT(Find("run").status().message(), HasSubstr("an empty directory"));
 }
 
-TEST_F(StepsTest, AMarkIsThatOfTheFilesThatDescribe) {
+TEST_F(StepsTest, StepMarkDependsOnTheMetadataFiles) {
   Step("step1");
-  const auto mark = [&] { return MarkOf(Folder("run/step1")).value(); };
+  const auto mark = [&] { return FormatStamp(Folder("run/step1")).value(); };
   const FileInfo before = mark();
   EXPECT_EQ(mark().inode, before.inode);
   WriteWholeFile(dir_.Join("run/step1/notes.txt"), "x");
@@ -151,23 +150,23 @@ TEST_F(StepsTest, AMarkIsThatOfTheFilesThatDescribe) {
   EXPECT_NE(mark().inode, written.inode);
   // Nothing that we know by name: all files count.
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("run/step2")));
-  const FileInfo empty = MarkOf(Folder("run/step2")).value();
+  const FileInfo empty = FormatStamp(Folder("run/step2")).value();
   EXPECT_EQ(empty.kind, FileKind::kDirectory);
   WriteWholeFile(dir_.Join("run/step2/x.npy"), "x");
-  EXPECT_EQ(MarkOf(Folder("run/step2")).value().kind, FileKind::kFile);
+  EXPECT_EQ(FormatStamp(Folder("run/step2")).value().kind, FileKind::kFile);
 }
 
-TEST_F(StepsTest, LinksThatLeadOutAreNamedAndNoSaveThatDidNotEnd) {
+TEST_F(StepsTest, LinkOutOfTheStepIsNotAnUnfinishedSave) {
   ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join("run/step1")));
   WriteWholeFile(dir_.Join("run/blob"), "x");
   WriteWholeFile(dir_.Join("run/step1/__0_0.distcp"), "x");
-  EXPECT_THAT(Find("run/step1").status().message(), HasSubstr("a save that did not end"));
+  EXPECT_THAT(Find("run/step1").status().message(), HasSubstr("the save did not finish"));
   ASSERT_EQ(symlink("../blob", dir_.Join("run/step1/.metadata").c_str()), 0);
   EXPECT_THAT(Find("run/step1"), HasCode(Code::kPermissionDenied));
   EXPECT_THAT(Find("run/step1").status().message(), HasSubstr("--root"));
 }
 
-TEST_F(StepsTest, WhatIsReplacedWhileItIsOpenedIsStale) {
+TEST_F(StepsTest, StepReplacedDuringOpenIsStale) {
   Step("step1");
   const std::string path = Folder("run/step1").path();
   bool armed = false;

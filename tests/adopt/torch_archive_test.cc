@@ -2,6 +2,7 @@
 #include "index/archives/torch_archive.h"
 
 #include <functional>
+#include <limits>
 #include <numeric>
 
 #include "index/archives/torch_tensor.h"
@@ -89,7 +90,7 @@ class TorchArchiveTest : public testing::Test {
   int files_ = 0;
 };
 
-TEST_F(TorchArchiveTest, RowsOfElements) {
+TEST_F(TorchArchiveTest, ReadsPackedTensors) {
   const std::string payload = "0123456789abcdef0123456789abcdef0123456789abcdef";
   const std::string bytes = ArchiveOf(TensorSpec().Operations(), payload).Finish();
   const std::uint64_t place = 7 + bytes.find(payload);
@@ -106,7 +107,7 @@ TEST_F(TorchArchiveTest, RowsOfElements) {
 
 // The end with the central directory, the head with its local headers, what follows the payload,
 // and the pickle: never the payload.
-TEST_F(TorchArchiveTest, ItemsAreFoundInFewReads) {
+TEST_F(TorchArchiveTest, ItemsAreLocatedInFewReads) {
   const auto reads_of = [&](std::int64_t rows) {
     TensorSpec spec;
     spec.count = rows * 100;
@@ -132,7 +133,7 @@ TEST_F(TorchArchiveTest, ItemsAreFoundInFewReads) {
 }
 
 // torch itself reads by the central directory.
-TEST_F(TorchArchiveTest, ItemsWhoseDirectoryLiesAreRefused) {
+TEST_F(TorchArchiveTest, WrongCentralDirectoryIsDataLoss) {
   const std::string good = ArchiveOf(TensorSpec().Operations(), std::string(48, 'x')).Finish();
   ASSERT_OK(ReadItem(good));
   const std::size_t central = good.rfind("data/0");
@@ -145,7 +146,7 @@ TEST_F(TorchArchiveTest, ItemsWhoseDirectoryLiesAreRefused) {
   }
 }
 
-TEST_F(TorchArchiveTest, Views) {
+TEST_F(TorchArchiveTest, ReadsTransposedAndScalarViews) {
   TensorSpec transposed;
   transposed.shape = {4, 3};
   transposed.strides = {1, 4};
@@ -186,7 +187,7 @@ TEST_F(TorchArchiveTest, Views) {
   EXPECT_EQ(s.length, 4u);
 }
 
-TEST_F(TorchArchiveTest, ElementTypes) {
+TEST_F(TorchArchiveTest, ReadsEveryElementType) {
   const struct {
     std::string storage;
     std::string dtype;
@@ -234,19 +235,19 @@ TEST_F(TorchArchiveTest, ElementTypes) {
   EXPECT_THAT(ReadItem(pairs, 12), AllOf(HasCode(Code::kUnsupported), HasMessage("torch.bits8")));
 }
 
-TEST_F(TorchArchiveTest, ViewsThatDoNotFit) {
+TEST_F(TorchArchiveTest, RefusesViewsOutsideTheirStorage) {
   const std::int64_t large = std::int64_t{1} << 62;
   const std::pair<std::function<void(TensorSpec&)>, std::string> cases[] = {
-      {[](TensorSpec& s) { s.first = 1; }, "past the end of its storage of 48 bytes"},
+      {[](TensorSpec& s) { s.first = 1; }, "past the end of the storage of 48 bytes"},
       {[](TensorSpec& s) {
          s.strides = {5, 1};
        },
-       "past the end of its storage"},
+       "past the end of the storage"},
       {[](TensorSpec& s) {
          s.shape = {4, 4};
        },
-       "past the end of its storage"},
-      {[=](TensorSpec& s) { s.first = large; }, "past the end of its storage"},
+       "past the end of the storage"},
+      {[=](TensorSpec& s) { s.first = large; }, "past the end of the storage"},
       {[=](TensorSpec& s) {
          s.strides = {large, 1};
        },
@@ -254,7 +255,7 @@ TEST_F(TorchArchiveTest, ViewsThatDoNotFit) {
       {[=](TensorSpec& s) {
          s.strides = {large / 4, 1};
        },
-       "past the end of its storage"},
+       "past the end of the storage"},
       {[=](TensorSpec& s) {
          s.shape = {large, 4};
        },
@@ -264,23 +265,23 @@ TEST_F(TorchArchiveTest, ViewsThatDoNotFit) {
          s.strides = {0, 0};
        },
        "overflows"},
-      {[=](TensorSpec& s) { s.count = large; }, "its storage's size overflows"},
-      {[](TensorSpec& s) { s.count = -1; }, "no reference to one"},
+      {[=](TensorSpec& s) { s.count = large; }, "the size of the storage overflows"},
+      {[](TensorSpec& s) { s.count = -1; }, "not a valid storage reference"},
       {[](TensorSpec& s) {
          s.shape = {-3, -4};
        },
-       "holds what is no size"},
+       "has an element that is not a non-negative integer"},
       {[](TensorSpec& s) {
          s.strides = {-4, 1};
        },
-       "holds what is no size"},
-      {[](TensorSpec& s) { s.first = -1; }, "offset is no number"},
-      {[](TensorSpec& s) { s.strides = {1}; }, "2 axes, its stride 1"},
+       "has an element that is not a non-negative integer"},
+      {[](TensorSpec& s) { s.first = -1; }, "offset is not a non-negative integer"},
+      {[](TensorSpec& s) { s.strides = {1}; }, "2 axes, but its stride has 1"},
       {[](TensorSpec& s) { s.count = 13; }, "has 48 bytes instead of 52"},
-      {[](TensorSpec& s) { s.key = "1"; }, "'data/1' is not there"},
-      {[](TensorSpec& s) { s.key = "../0"; }, "'data/../0' is not there"},
-      {[](TensorSpec& s) { s.storage_class = "UntypedStorage"; }, "says no element type"},
-      {[](TensorSpec& s) { s.dtype = "float32"; }, "a typed storage where bytes"}};
+      {[](TensorSpec& s) { s.key = "1"; }, "'data/1' is missing"},
+      {[](TensorSpec& s) { s.key = "../0"; }, "'data/../0' is missing"},
+      {[](TensorSpec& s) { s.storage_class = "UntypedStorage"; }, "the tensor has no dtype"},
+      {[](TensorSpec& s) { s.dtype = "float32"; }, "the storage is typed, but an untyped"}};
   int i = 0;
   for (const auto& [spoil, message] : cases) {
     TensorSpec spec;
@@ -292,7 +293,7 @@ TEST_F(TorchArchiveTest, ViewsThatDoNotFit) {
   EXPECT_THAT(ReadItem(deep), AllOf(HasCode(Code::kUnsupported), HasMessage("17 axes")));
 }
 
-TEST_F(TorchArchiveTest, WhatWrapsATensor) {
+TEST_F(TorchArchiveTest, ReadsParametersAndOtherTensorWrappers) {
   const std::string tensor = TensorSpec().Operations();
   const std::string payload(48, 'x');
   const std::string hooks = Glob("collections", "OrderedDict") + ")R";
@@ -322,10 +323,10 @@ TEST_F(TorchArchiveTest, WhatWrapsATensor) {
                 AllOf(HasCode(Code::kUnsupported), HasMessage(name)));
   }
   EXPECT_THAT(ReadItem(ArchiveOf("N", payload).Finish()),
-              AllOf(HasCode(Code::kDataLoss), HasMessage("what it holds is no tensor")));
+              AllOf(HasCode(Code::kDataLoss), HasMessage("the archive does not contain a tensor")));
 }
 
-TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
+TEST_F(TorchArchiveTest, RefusesMalformedArchives) {
   const std::string payload(48, 'x');
   const std::string ops = TensorSpec().Operations();
   ZipBuilder big = ArchiveOf(ops, payload);
@@ -335,19 +336,20 @@ TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
   EXPECT_THAT(ReadItem(big.Finish()), AllOf(HasCode(Code::kDataLoss), HasMessage("neither")));
   ZipBuilder none = ArchiveOf(ops, payload);
   none.entries[0].name = "archive/other.pkl";
-  EXPECT_THAT(ReadItem(none.Finish()), HasMessage("it has no data.pkl"));
+  EXPECT_THAT(ReadItem(none.Finish()), HasMessage("the archive has no data.pkl"));
   ZipBuilder two = ArchiveOf(ops, payload);
   two.entries[1].name = "archive2/data.pkl";
-  EXPECT_THAT(ReadWhole(two.Finish()), HasMessage("it has two data.pkl"));
+  EXPECT_THAT(ReadWhole(two.Finish()), HasMessage("the archive has two data.pkl"));
   ZipBuilder script = ArchiveOf(ops, payload);
   script.entries[1].name = "archive/constants.pkl";
   EXPECT_THAT(ReadWhole(script.Finish()),
               AllOf(HasCode(Code::kUnsupported), HasMessage("TorchScript")));
   ZipBuilder flipped = ArchiveOf(ops, payload);
   flipped.entries[0].crc = 12345;
-  EXPECT_THAT(ReadItem(flipped.Finish()), HasMessage("data.pkl fails its CRC-32"));
-  EXPECT_THAT(ReadItem(ArchiveOf(Glob("os", "system") + Str("x") + "\x85R", payload).Finish()),
-              AllOf(HasCode(Code::kUnsupported), HasMessage("asks for os.system")));
+  EXPECT_THAT(ReadItem(flipped.Finish()), HasMessage("data.pkl has a checksum mismatch (CRC-32)"));
+  EXPECT_THAT(
+      ReadItem(ArchiveOf(Glob("os", "system") + Str("x") + "\x85R", payload).Finish()),
+      AllOf(HasCode(Code::kUnsupported), HasMessage("contains a Python object (os.system)")));
   // As torch 2.13 has it: from 1 to 10, and behind the number anything.
   ZipBuilder other = ArchiveOf(ops, payload);
   for (const char* version : {"1", "10\n", " \n3 and more"}) {
@@ -357,7 +359,7 @@ TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
   for (const char* version : {"0", "11\n", "999", "99999999999999999999", "-1", "x", ""}) {
     other.entries[4].data = version;
     EXPECT_THAT(ReadItem(other.Finish()),
-                AllOf(HasCode(Code::kUnsupported), HasMessage("its format has version '")))
+                AllOf(HasCode(Code::kUnsupported), HasMessage("the format version '")))
         << version;
   }
   other.entries[1].name = "archive/.data/version";  // torch asks for this one first.
@@ -365,11 +367,12 @@ TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
   EXPECT_OK(ReadItem(other.Finish()));
   other.entries[4].data = "3";
   other.entries[1].data = "11";
-  EXPECT_THAT(ReadItem(other.Finish()), HasMessage("version '11', we read 1 to 10"));
+  EXPECT_THAT(ReadItem(other.Finish()),
+              HasMessage("version '11' is not supported (supported: 1 to 10)"));
   ZipBuilder without = ArchiveOf(ops, payload);
   without.entries.pop_back();
   EXPECT_THAT(ReadItem(without.Finish()),
-              AllOf(HasCode(Code::kUnsupported), HasMessage("it has no version")));
+              AllOf(HasCode(Code::kUnsupported), HasMessage("the archive has no version")));
   EXPECT_THAT(ReadItem("no archive at all"), HasCode(Code::kDataLoss));
   EXPECT_THAT(ReadItem(""), HasCode(Code::kDataLoss));
   const auto file = Open("short");
@@ -380,7 +383,7 @@ TEST_F(TorchArchiveTest, ArchivesThatAreNone) {
 TEST_F(TorchArchiveTest, DescriptorBehindThePayloadIsChecked) {
   ZipBuilder zip = ArchiveOf(TensorSpec().Operations(), std::string(48, 'x'));
   zip.entries[3].descriptor_size = 47;
-  EXPECT_THAT(ReadItem(zip.Finish()), HasMessage("data descriptor that disagrees"));
+  EXPECT_THAT(ReadItem(zip.Finish()), HasMessage("data descriptor that does not match"));
   const std::string whole = ArchiveOf(TensorSpec().Operations(), std::string(4000, 'x')).Finish();
   EXPECT_THAT(ReadItem(whole), HasMessage("has 4000 bytes instead of 48"));
   // Cut anywhere: an error.
@@ -397,7 +400,7 @@ TEST_F(TorchArchiveTest, ObjectsAreDescribed) {
     EXPECT_OK(text);
     return text.ok() ? text.value() : "";
   };
-  EXPECT_EQ(describe(""), "no bytes\n");
+  EXPECT_EQ(describe(""), "the object has no bytes\n");
   EXPECT_EQ(describe("hello"), "5 bytes of text\n");
   EXPECT_EQ(describe(std::string("\0\1\2", 3)), "3 bytes, neither a pickle nor a torch archive\n");
   EXPECT_EQ(describe(Pickle(Glob("os", "system") + ")R")), "os.system (not called)\n");
@@ -405,6 +408,21 @@ TEST_F(TorchArchiveTest, ObjectsAreDescribed) {
   EXPECT_THAT(describe("PK\3\4x"), HasSubstr("that begin like a zip archive"));
   EXPECT_THAT(describe(ArchiveOf(TensorSpec().Operations(), std::string(48, 'x')).Finish()),
               HasSubstr("torch._utils._rebuild_tensor_v2 (not called)"));
+}
+
+// The length is compared with the file before anything else, whatever it is.
+TEST_F(TorchArchiveTest, ObjectPastTheEndOfItsFileIsDataLoss) {
+  const auto file = Open("short");
+  const std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
+  for (const auto& [begin, length] : {std::pair<std::uint64_t, std::uint64_t>(7, 6),
+                                      {7, std::uint64_t{65} << 20},
+                                      {13, 0},
+                                      {7, most}}) {
+    EXPECT_THAT(DescribeObject(*file, begin, length),
+                AllOf(HasCode(Code::kDataLoss), HasMessage("past the end of the file")))
+        << begin << " " << length;
+  }
+  EXPECT_THAT(DescribeObject(*file, 12, 0), IsOkAndHolds("the object has no bytes\n"));
 }
 
 }  // namespace

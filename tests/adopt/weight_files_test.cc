@@ -57,7 +57,7 @@ class WeightFilesTest : public testing::Test {
   const MadeTensor c_{"c", DType::kF32, {1}};
 };
 
-TEST_F(WeightFilesTest, DotFilesAreNoCandidates) {
+TEST_F(WeightFilesTest, DotFilesAreIgnored) {
   Write("model-00001-of-00001.safetensors", {a_});
   for (const char* name : {"._model-00001-of-00001.safetensors", "._model.safetensors",
                            "._x.safetensors.index.json", ".pytorch_model.bin", "._w.npy"}) {
@@ -79,7 +79,7 @@ TEST_F(WeightFilesTest, DotFilesAreNoCandidates) {
   EXPECT_THAT(rank->lost(), IsEmpty());
 }
 
-TEST_F(WeightFilesTest, OneFileBeforeAnIndexOfTheSameTensors) {
+TEST_F(WeightFilesTest, SingleFileIsPreferredToAnIndexOfTheSameTensors) {
   const std::string threes(12, '3');
   const std::string sevens(12, '7');
   Write("model.safetensors", {a_, b_}, {threes});
@@ -91,7 +91,7 @@ TEST_F(WeightFilesTest, OneFileBeforeAnIndexOfTheSameTensors) {
     EXPECT_EQ(Bytes(opened, "a"), threes);  // What transformers reads.
     EXPECT_THAT(opened->warnings(),
                 ElementsAre(AllOf(HasSubstr("model.safetensors is read"),
-                                  HasSubstr("not model.safetensors.index.json"))));
+                                  HasSubstr("model.safetensors.index.json is ignored"))));
     EXPECT_THAT(opened->beside(), UnorderedElementsAre("model-00001-of-00002.safetensors",
                                                        "model-00002-of-00002.safetensors"));
   }
@@ -102,13 +102,13 @@ TEST_F(WeightFilesTest, OneFileBeforeAnIndexOfTheSameTensors) {
   EXPECT_THAT(other->warnings(), IsEmpty());
 }
 
-TEST_F(WeightFilesTest, DifferentWeightsInOneFolderAreAmbiguous) {
+TEST_F(WeightFilesTest, TwoDifferentModelsInADirectoryAreRefused) {
   Write("model.safetensors", {a_});
   Write("one.safetensors", {a_});
   Write("two.safetensors", {b_});
   Index(R"("a": "one.safetensors", "b": "two.safetensors")");
   EXPECT_THAT(Open(), AllOf(HasCode(Code::kUnsupported),
-                            HasMessage("--file or as the source: model.safetensors, "
+                            HasMessage("--file, or as the source: model.safetensors, "
                                        "model.safetensors.index.json")));
   ASSERT_OK_AND_ASSIGN(const auto one, Open("m/model.safetensors"));
   EXPECT_THAT(KeysOf(one), ElementsAre("a"));
@@ -125,7 +125,7 @@ TEST_F(WeightFilesTest, DifferentWeightsInOneFolderAreAmbiguous) {
   EXPECT_THAT(left->lost(), IsEmpty());
 }
 
-TEST_F(WeightFilesTest, TorchFilesAndTheirIndex) {
+TEST_F(WeightFilesTest, SingleTorchFileIsPreferredToItsIndex) {
   Torch("pytorch_model.bin", "hf/pytorch_model-00001-of-00002.bin");
   Torch("part.bin", "hf/pytorch_model-00001-of-00002.bin");
   ASSERT_OK_AND_ASSIGN(const auto alone, Open());
@@ -142,7 +142,7 @@ TEST_F(WeightFilesTest, TorchFilesAndTheirIndex) {
   EXPECT_THAT(Open("m/pytorch_model.bin.index.json").value()->lost(), testing::SizeIs(1));
 }
 
-TEST_F(WeightFilesTest, AnAdapterIsNoModel) {
+TEST_F(WeightFilesTest, AdapterIsNotTakenForTheModel) {
   Torch("pytorch_model.bin", "hf/pytorch_model-00001-of-00002.bin");
   Write("adapter_model.safetensors", {a_});
   ASSERT_OK_AND_ASSIGN(const auto model, Open());
@@ -159,7 +159,7 @@ TEST_F(WeightFilesTest, AnAdapterIsNoModel) {
   EXPECT_THAT(KeysOf(adapter), ElementsAre("a"));
 }
 
-TEST_F(WeightFilesTest, ConsolidatedCopiesAreBesideTheModel) {
+TEST_F(WeightFilesTest, ConsolidatedCopiesAreListedBesideTheModel) {
   Write("model-00001-of-00002.safetensors", {a_});
   Write("model-00002-of-00002.safetensors", {b_});
   Write("consolidated.safetensors", {c_});
@@ -168,12 +168,12 @@ TEST_F(WeightFilesTest, ConsolidatedCopiesAreBesideTheModel) {
   EXPECT_THAT(opened->beside(), ElementsAre("consolidated.safetensors"));
 }
 
-TEST_F(WeightFilesTest, WholeFilesOfTheSameKeysAreNoDamage) {
+TEST_F(WeightFilesTest, UnindexedFilesWithTheSameKeysAreRefused) {
   Write("model0-mp2.safetensors", {a_, b_});
   Write("model1-mp2.safetensors", {{"a", DType::kF16, {3}}});
   EXPECT_THAT(Open(), AllOf(HasCode(Code::kUnsupported),
                             HasMessage("a is in model0-mp2.safetensors and in "
-                                       "model1-mp2.safetensors: name one of them")));
+                                       "model1-mp2.safetensors: choose one of them")));
   EXPECT_OK(Open("m/model1-mp2.safetensors"));
   // What diffusers takes is the file without a variant in its name.
   Write("diffusion_pytorch_model.safetensors", {a_});
@@ -204,8 +204,8 @@ TEST_F(WeightFilesTest, OneBadShardHidesOnlyItsTensors) {
     for (const ForeignLoss& loss : opened->lost()) files.push_back(loss.file);
     EXPECT_THAT(files,
                 UnorderedElementsAre("two.safetensors", "three.safetensors", "four.safetensors"));
-    EXPECT_THAT(OpenWhole(HostFileSystem(), dir_.Join("m"), {}, false), HasCode(Code::kDataLoss));
-    EXPECT_OK(OpenWhole(HostFileSystem(), dir_.Join("m"), {}, true));
+    EXPECT_THAT(OpenComplete(dir_.Join("m"), {}, false), HasCode(Code::kDataLoss));
+    EXPECT_OK(OpenComplete(dir_.Join("m"), {}, true));
     ASSERT_OK_AND_ASSIGN(const std::string path, HostFileSystem().Resolve(dir_.Join("m")));
     ASSERT_OK_AND_ASSIGN(const VerifyReport report, VerifyForeign(HostFileSystem(), path, {}));
     EXPECT_EQ(report.damages.size(), 3u);
@@ -230,7 +230,18 @@ TEST_F(WeightFilesTest, OneBadTorchShardHidesOnlyItsTensors) {
   EXPECT_THAT(opened->lost()[0].tensors, ElementsAre("x"));
 }
 
-TEST_F(WeightFilesTest, ATensorOfAnUnknownTypeIsLeftOut) {
+// A model whose files are all damaged fails to open, instead of opening without tensors.
+TEST_F(WeightFilesTest, DamageOfAllTorchShardsIsAnError) {
+  for (const char* name : {"one.bin", "two.bin"}) {
+    PutFile(dir_.Join(std::string("m/") + name), "PK\3\4 and no more");
+  }
+  Index(R"("w": "one.bin", "x": "two.bin")", "pytorch_model.bin.index.json");
+  const auto opened = Open();
+  EXPECT_THAT(opened, HasCode(Code::kDataLoss));
+  EXPECT_THAT(opened, HasMessage("one.bin"));
+}
+
+TEST_F(WeightFilesTest, TensorOfAnUnknownTypeIsLeftOut) {
   Write("model.safetensors", {a_, {"b", DType::kF16, {2}}});
   std::string bytes = ReadWholeFile(dir_.Join("m/model.safetensors"));
   bytes.replace(bytes.find("F16"), 3, "Q99");
@@ -240,12 +251,12 @@ TEST_F(WeightFilesTest, ATensorOfAnUnknownTypeIsLeftOut) {
     EXPECT_THAT(KeysOf(opened), ElementsAre("a"));
     EXPECT_EQ(Bytes(opened, "a"), a_.bytes());
     EXPECT_THAT(opened->warnings(),
-                ElementsAre(HasSubstr("tensor b: left out: dtype 'Q99' is not known")));
+                ElementsAre(HasSubstr("tensor b: left out: dtype 'Q99' is not supported")));
     EXPECT_THAT(opened->lost(), IsEmpty());
   }
 }
 
-TEST_F(WeightFilesTest, FilesAreKnownByTheirBytes) {
+TEST_F(WeightFilesTest, FileFormatIsDetectedFromContent) {
   const std::string golden = SourcePath("tests/golden/foreign/");
   const auto blob = [&](const std::string& from, const std::string& link) {
     PutFile(dir_.Join("blobs/" + link.substr(0, 3)), ReadWholeFile(golden + from));
@@ -264,18 +275,18 @@ TEST_F(WeightFilesTest, FilesAreKnownByTheirBytes) {
   for (const char* name : {"pyt.bin", "w.npz", "w.npy", "checkpoint.pth.tar", "latest.pt"}) {
     EXPECT_OK(Open("m/" + std::string(name))) << name;
   }
-  EXPECT_THAT(Open("m/old.pt"), HasMessage("torch.save before 1.6"));
+  EXPECT_THAT(Open("m/old.pt"), HasMessage("torch.save (before PyTorch 1.6"));
   // A zip of something else is none.
   ZipBuilder zip;
   zip.Add("word/document.xml", "<x/>");
   PutFile(dir_.Join("m/letter.docx"), zip.Finish());
-  EXPECT_THAT(Open("m/letter.docx"), HasMessage("no file of a format that we read"));
+  EXPECT_THAT(Open("m/letter.docx"), HasMessage("not a file of a supported format"));
   // A wrong name.
   Torch("zip.safetensors", "nested.pt");
   EXPECT_OK(Open("m/zip.safetensors"));
 }
 
-TEST_F(WeightFilesTest, GitLfsPointersAreNamed) {
+TEST_F(WeightFilesTest, ErrorNamesGitLfsPointers) {
   PutFile(dir_.Join("m/model.safetensors"), std::string(kLfs));
   PutFile(dir_.Join("t/pytorch_model.bin"), std::string(kLfs));
   for (const char* name : {"m", "m/model.safetensors", "t", "t/pytorch_model.bin"}) {
@@ -292,7 +303,7 @@ TEST_F(WeightFilesTest, GitLfsPointersAreNamed) {
   EXPECT_THAT(opened->lost()[0].reason, HasSubstr("git-lfs pointer"));
 }
 
-TEST_F(WeightFilesTest, AHubsCacheNeedsNoRoot) {
+TEST_F(WeightFilesTest, HubCacheOpensWithoutARoot) {
   const std::string snapshot = "models--x/snapshots/0123/";
   PutFile(dir_.Join("models--x/blobs/aaaa"), "");
   WriteSafetensors(dir_.Join("models--x/blobs/aaaa"), {a_});
@@ -326,7 +337,7 @@ TEST_F(WeightFilesTest, AHubsCacheNeedsNoRoot) {
   EXPECT_THAT(Open("models--x/snapshots/0123"), HasCode(Code::kPermissionDenied));
 }
 
-TEST_F(WeightFilesTest, EveryRootCounts) {
+TEST_F(WeightFilesTest, LinksMayPointIntoAnyGivenRoot) {
   PutFile(dir_.Join("nfs/blobs/aaaa"), "");
   WriteSafetensors(dir_.Join("nfs/blobs/aaaa"), {a_});
   PutFile(dir_.Join("disk2/bbbb"), "");
@@ -363,7 +374,7 @@ TEST_F(WeightFilesTest, LargeIndicesAreRead) {
   EXPECT_THAT(Open(), HasCode(Code::kUnsupported));
 }
 
-TEST_F(WeightFilesTest, WhatATrainerKeepsBesideTheModelIsNamed) {
+TEST_F(WeightFilesTest, TrainerFilesAreListedBesideTheModel) {
   Write("model.safetensors", {a_});
   for (const char* name : {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin",
                            "README.md", "config.json"}) {

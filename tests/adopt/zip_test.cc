@@ -35,7 +35,7 @@ class ZipTest : public testing::Test {
   int files_ = 0;
 };
 
-TEST_F(ZipTest, EntriesByName) {
+TEST_F(ZipTest, FindsEntriesByName) {
   ZipBuilder zip;
   zip.Add("x/b", "bytes of b");
   zip.Add("x/a", "");
@@ -56,7 +56,7 @@ TEST_F(ZipTest, EntriesByName) {
 }
 
 // torch: flag bit 3, no sizes in local headers, descriptors, zip64 end records always.
-TEST_F(ZipTest, AsTorchWritesIt) {
+TEST_F(ZipTest, ReadsArchivesAsTorchWritesThem) {
   for (const bool wide : {false, true}) {
     ZipBuilder zip;
     zip.zip64_end = true;
@@ -74,7 +74,7 @@ TEST_F(ZipTest, AsTorchWritesIt) {
   }
 }
 
-TEST_F(ZipTest, Comment) {
+TEST_F(ZipTest, ReadsArchiveWithALongComment) {
   ZipBuilder zip;
   zip.Add("a", "b");
   zip.comment = std::string(40000, 'c');
@@ -82,7 +82,7 @@ TEST_F(ZipTest, Comment) {
   EXPECT_EQ(read.entries().size(), 1u);
 }
 
-TEST_F(ZipTest, Zip64Fields) {
+TEST_F(ZipTest, ReadsZip64Fields) {
   ZipBuilder zip;
   zip.zip64_end = true;
   zip.end_fields_in_64 = true;
@@ -104,26 +104,27 @@ TEST_F(ZipTest, CrcIsChecked) {
   const std::string bytes = zip.Finish();
   const auto file = Open(bytes);
   ASSERT_OK_AND_ASSIGN(const ZipArchive read, ZipArchive::Read(*file, 0, bytes.size()));
-  EXPECT_THAT(CheckZipCrc(*file, *read.Find("a")),
-              AllOf(HasCode(Code::kDataLoss), HasMessage("entry 'a' fails its CRC-32")));
+  EXPECT_THAT(
+      CheckZipCrc(*file, *read.Find("a")),
+      AllOf(HasCode(Code::kDataLoss), HasMessage("entry 'a' has a checksum mismatch (CRC-32)")));
   EXPECT_OK(CheckZipCrc(*file, *read.Find("b")));
 }
 
-TEST_F(ZipTest, UnsafeNames) {
+TEST_F(ZipTest, RefusesUnsafeNames) {
   const std::pair<std::string, std::string> cases[] = {
       {"/etc/passwd", "absolute"}, {"../x", "'.' or '..'"},        {"a/../../x", "'.' or '..'"},
       {"a/..", "'.' or '..'"},     {"./a", "'.' or '..'"},         {std::string("a\0b", 3), "NUL"},
-      {"a\\b", "backslash"},       {"a\nb", "control characters"}, {"a\xff", "no UTF-8"},
+      {"a\\b", "backslash"},       {"a\nb", "control characters"}, {"a\xff", "not valid UTF-8"},
       {"", "has no name"}};
   for (const auto& [name, message] : cases) {
     EXPECT_THAT(Spoiled([&name = name](ZipBuilder& zip) { zip.entries[0].name = name; }),
                 AllOf(HasCode(Code::kDataLoss), HasMessage(message)));
   }
   EXPECT_THAT(Spoiled([](ZipBuilder& zip) { zip.entries[1].name = "a/one"; }),
-              AllOf(HasCode(Code::kDataLoss), HasMessage("entry 'a/one' is there twice")));
+              AllOf(HasCode(Code::kDataLoss), HasMessage("entry 'a/one' occurs twice")));
 }
 
-TEST_F(ZipTest, CompressedAndEncrypted) {
+TEST_F(ZipTest, RefusesCompressedAndEncryptedEntries) {
   EXPECT_THAT(Spoiled([](ZipBuilder& zip) { zip.entries[0].method = 8; }),
               AllOf(HasCode(Code::kUnsupported), HasMessage("compressed (method 8)")));
   for (const int flag : {0, 6, 13}) {
@@ -134,7 +135,7 @@ TEST_F(ZipTest, CompressedAndEncrypted) {
   }
 }
 
-TEST_F(ZipTest, HeadersThatDisagree) {
+TEST_F(ZipTest, RefusesHeadersThatDisagree) {
   const std::pair<std::function<void(ZipBuilder&)>, std::string> cases[] = {
       {[](ZipBuilder& z) { z.entries[0].local_name = "a/onf"; }, "another name, method or flags"},
       {[](ZipBuilder& z) { z.entries[0].local_name = "a/one2"; }, "another name, method or flags"},
@@ -145,45 +146,46 @@ TEST_F(ZipTest, HeadersThatDisagree) {
       {[](ZipBuilder& z) { z.entries[0].local_size = 4, z.entries[0].local_packed = 5; },
        "another size or CRC"},
       {[](ZipBuilder& z) { z.entries[0].local_crc = 4; }, "another size or CRC"},
-      {[](ZipBuilder& z) { z.entries[0].packed_size = 4; }, "is stored and has two sizes"},
-      {[](ZipBuilder& z) { z.entries[0].size = 400; }, "lies outside of the archive"},
+      {[](ZipBuilder& z) { z.entries[0].packed_size = 4; },
+       "is stored uncompressed, but has two different sizes"},
+      {[](ZipBuilder& z) { z.entries[0].size = 400; }, "is outside of the archive"},
       {[](ZipBuilder& z) { z.entries[0].size = 20; }, "another size or CRC"},
       {[](ZipBuilder& z) { z.entries[1].header = 1; }, "overlaps another"},
       {[](ZipBuilder& z) { z.entries[1].header = 0; }, "overlaps another"},
-      {[](ZipBuilder& z) { z.entries[1].header = 100000; }, "lies outside of the archive"},
+      {[](ZipBuilder& z) { z.entries[1].header = 100000; }, "is outside of the archive"},
       {[](ZipBuilder& z) { z.entries[0].header = 1; }, "has no local header"},
       {[](ZipBuilder& z) { z.entries[0].extra = U16(9) + U16(50); }, "damaged extra fields"},
       {[](ZipBuilder& z) {
          z.entries[0].described = true;
          z.entries[0].descriptor_size = 6;
        },
-       "data descriptor that disagrees"},
+       "data descriptor that does not match"},
       {[](ZipBuilder& z) {
          z.entries[0].described = true;
          z.entries[0].descriptor_packed = 6;
        },
-       "data descriptor that disagrees"},
+       "data descriptor that does not match"},
       {[](ZipBuilder& z) {
          z.entries[0].described = true;
          z.entries[0].descriptor_crc = 6;
        },
-       "data descriptor that disagrees"},
+       "data descriptor that does not match"},
       {[](ZipBuilder& z) {
          z.entries[0].described = true;
          z.entries[0].lose_descriptor = true;
        },
-       "data descriptor that disagrees"}};
+       "data descriptor that does not match"}};
   int i = 0;
   for (const auto& [spoil, message] : cases) {
     EXPECT_THAT(Spoiled(spoil), AllOf(HasCode(Code::kDataLoss), HasMessage(message))) << i++;
   }
 }
 
-TEST_F(ZipTest, EndRecordsThatLie) {
+TEST_F(ZipTest, RefusesWrongEndRecords) {
   const std::pair<std::function<void(ZipBuilder&)>, std::string> cases[] = {
-      {[](ZipBuilder& z) { z.count = 1; }, "more than its entries"},
+      {[](ZipBuilder& z) { z.count = 1; }, "has data after its last entry"},
       {[](ZipBuilder& z) { z.count = 3; }, "too short for 3 entries"},
-      {[](ZipBuilder& z) { z.count_here = 1; }, "counts entries in two ways"},
+      {[](ZipBuilder& z) { z.count_here = 1; }, "has two different entry counts"},
       {[](ZipBuilder& z) { z.directory = 1; }, "does not end where its end record begins"},
       {[](ZipBuilder& z) { z.directory_bytes = 1; }, "does not end where its end record begins"},
       {[](ZipBuilder& z) { z.end_fields_in_64 = true; }, "no zip64 end record"},
@@ -201,13 +203,13 @@ TEST_F(ZipTest, EndRecordsThatLie) {
          z.zip64_end = true;
          z.count64 = 1;
        },
-       "its two end records disagree"},
+       "the two end records disagree"},
       {[](ZipBuilder& z) {
          z.zip64_end = z.end_fields_in_64 = true;
          z.directory64_bytes = ~std::uint64_t{0};
        },
        "does not end where its end record begins"},
-      {[](ZipBuilder& z) { z.cut = 4; }, "there is no end record"}};
+      {[](ZipBuilder& z) { z.cut = 4; }, "the archive has no end record"}};
   int i = 0;
   for (const auto& [spoil, message] : cases) {
     EXPECT_THAT(Spoiled(spoil), AllOf(HasCode(Code::kDataLoss), HasMessage(message))) << i++;
@@ -217,14 +219,14 @@ TEST_F(ZipTest, EndRecordsThatLie) {
   EXPECT_THAT(Read(std::string(100, 'P')), HasMessage("no end record"));
 }
 
-TEST_F(ZipTest, RangeOutsideOfTheFile) {
+TEST_F(ZipTest, RefusesRangeOutsideTheFile) {
   const auto file = Open("short");
   EXPECT_THAT(ZipArchive::Read(*file, 2, 100), HasMessage("past the end of the file"));
   EXPECT_THAT(ZipArchive::Read(*file, ~std::uint64_t{0}, 100), HasCode(Code::kDataLoss));
 }
 
 // 20,000 entries, in the worst order, in no time worth speaking of.
-TEST_F(ZipTest, ManyEntries) {
+TEST_F(ZipTest, ReadsTwentyThousandEntries) {
   ZipBuilder zip;
   for (int i = 20000; i-- > 0;) zip.Add("archive/data/" + std::to_string(i), "x");
   zip.zip64_end = true;

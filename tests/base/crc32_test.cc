@@ -18,14 +18,14 @@ std::string Noise(std::size_t size) {
   return out;
 }
 
-TEST(Crc32Test, KnownValues) {
+TEST(Crc32Test, MatchesKnownValues) {
   EXPECT_EQ(Crc32Extend(0, "", 0), 0u);
   EXPECT_EQ(Crc32Extend(0, "123456789", 9), 0xCBF43926u);
   const std::string zeros(1000, '\0');
   EXPECT_EQ(Crc32Extend(0, zeros.data(), 32), 0x190A55ADu);
 }
 
-TEST(Crc32Test, Combines) {
+TEST(Crc32Test, CombineEqualsTheWhole) {
   const std::string noise = Noise(100'000);
   const std::uint32_t all = Crc32Extend(0, noise.data(), noise.size());
   for (const std::size_t cut : {0u, 1u, 63u, 4096u, 65'537u, 99'999u, 100'000u}) {

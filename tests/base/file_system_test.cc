@@ -7,6 +7,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <span>
 #include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,6 +18,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "base/file_system_for.h"
 #include "base/host_directory.h"
 #include "base/host_pins.h"
 #include "base/host_rename.h"
@@ -26,6 +28,7 @@
 #include "tests/support/power_cut.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
+#include "tests/support/unmapped_file.h"
 
 namespace tensormount {
 namespace {
@@ -99,14 +102,15 @@ TEST_P(FileSystemTest, WritesAndReadsAtOffsets) {
   EXPECT_THAT(file->ReadAt(0, buffer, 1), HasCode(Code::kInvalidArgument));
 }
 
-TEST_P(FileSystemTest, ShortReadNamesTheEnd) {
+TEST_P(FileSystemTest, ShortReadErrorNamesTheEndOfFile) {
   Put("f", "0123456789");
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().OpenRead(At("f")));
   char buffer[16];
   EXPECT_OK(file->ReadExactAt(4, buffer, 6));
   const Status s = file->ReadExactAt(4, buffer, 7);
   EXPECT_THAT(s, HasCode(Code::kDataLoss));
-  EXPECT_THAT(s, HasMessage(At("f") + ": 7 bytes at 4 wanted, file ends at 10"));
+  EXPECT_THAT(s,
+              HasMessage(At("f") + ": 7 bytes expected at byte 4, but the file ends at byte 10"));
 }
 
 TEST_P(FileSystemTest, OneReadFillsManyPieces) {
@@ -130,6 +134,116 @@ TEST_P(FileSystemTest, OneReadFillsManyPieces) {
   EXPECT_THAT(file.value()->ReadVectorAt(9000, pieces), IsOkAndHolds(0u));
 }
 
+// Runs in order and not, that meet, that are empty, and more of them than one call is told of.
+TEST_P(FileSystemTest, ReadsManyRuns) {
+  std::string data;
+  for (int i = 0; i < 9000; ++i) data += static_cast<char>(i * 7 + i / 256);
+  Put("f", data);
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().OpenRead(At("f")));
+  std::string out(9000, '\0');
+  std::vector<ReadRun> runs;
+  std::string want;
+  const auto add = [&](std::size_t offset, std::size_t size) {
+    runs.push_back({offset, std::as_writable_bytes(std::span(out)).subspan(want.size(), size)});
+    want += (data + std::string(100, '\0')).substr(offset, size);
+  };
+  for (std::size_t i = 0; i < 700; ++i) add(i * 12, i % 3 == 0 ? 12 : 5);
+  add(8400, 0);
+  add(3, 90);
+  add(8990, 10);
+  EXPECT_OK(file->ReadMany(runs));
+  EXPECT_EQ(out.substr(0, want.size()), want);
+  EXPECT_EQ(out[want.size()], '\0');
+  EXPECT_OK(file->ReadMany({}));
+
+  add(8980, 10);
+  add(8990, 11);
+  add(9001, 5);
+  const Status beyond = file->ReadMany(runs);
+  EXPECT_THAT(beyond, HasCode(Code::kDataLoss));
+  EXPECT_THAT(beyond.message(),
+              HasSubstr(": 11 bytes expected at byte 8990, but the file ends at byte 9000"));
+}
+
+TEST_P(FileSystemTest, ReadManyStopsAtDeadlineOrCancel) {
+  Put("f", std::string(100, 'x'));
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().OpenRead(At("f")));
+  std::string out(100, '\0');
+  const std::span<std::byte> bytes = std::as_writable_bytes(std::span(out));
+  const std::vector<ReadRun> runs = {{0, bytes.subspan(0, 5)}, {50, bytes.subspan(5, 5)}};
+  const std::vector<ReadRun> meet = {{0, bytes.subspan(0, 5)}, {5, bytes.subspan(5, 5)}};
+  std::atomic<bool> cancel{false};
+  const auto later = Deadline::After(std::chrono::hours(1));
+  const auto before = Deadline::After(std::chrono::seconds(-1));
+  for (const auto& some : {runs, meet}) {
+    EXPECT_OK(file->ReadMany(some, {.deadline = later, .cancel = &cancel}));
+    const Status late = file->ReadMany(some, {.deadline = before});
+    EXPECT_THAT(late, HasCode(Code::kDeadlineExceeded));
+    EXPECT_THAT(late.message(), HasSubstr(At("f")));
+    cancel = true;
+    EXPECT_THAT(file->ReadMany(some, {.deadline = before, .cancel = &cancel}),
+                HasCode(Code::kCancelled));
+    cancel = false;
+  }
+}
+
+// Between two calls on storage, also within a large run.
+TEST(ReadManyTest, ReadManyCanBeCancelledMidway) {
+  TempDir dir;
+  WriteWholeFile(dir.Join("f"), std::string(std::size_t{20} << 20, 'x'));
+  std::atomic<bool> cancel{false};
+  int reads = 0;
+  ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
+    if (event.op == FileOp::kRead && ++reads == 2) cancel = true;
+    return Status();
+  });
+  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs.OpenRead(dir.Join("f")));
+  std::vector<std::byte> out(std::size_t{20} << 20);
+  const std::vector<ReadRun> large = {{0, out}};
+  EXPECT_THAT(file->ReadMany(large, {.cancel = &cancel}), HasCode(Code::kCancelled));
+  EXPECT_EQ(reads, 2);
+  cancel = false;
+  reads = 0;
+  const std::span<std::byte> all(out);
+  const std::vector<ReadRun> small = {
+      {0, all.subspan(0, 1)}, {10, all.subspan(1, 1)}, {20, all.subspan(2, 1)}};
+  EXPECT_THAT(file->ReadMany(small, {.cancel = &cancel}), HasCode(Code::kCancelled));
+  EXPECT_EQ(reads, 2);
+}
+
+// Runs that meet are one call, others are told of before the first is read.
+TEST(ReadManyTest, ReadManyStartsAllReadsBeforeWaiting) {
+  class Told : public UnmappedFile {
+   public:
+    using UnmappedFile::UnmappedFile;
+    Result<std::size_t> ReadAt(std::uint64_t offset, void* out, std::size_t size) override {
+      log += "read " + std::to_string(offset) + "+" + std::to_string(size) + "\n";
+      return UnmappedFile::ReadAt(offset, out, size);
+    }
+    Result<std::size_t> ReadVectorAt(std::uint64_t offset,
+                                     std::span<const Buffer> pieces) override {
+      log += "read " + std::to_string(pieces.size()) + " from " + std::to_string(offset) + "\n";
+      return base_->ReadVectorAt(offset, pieces);
+    }
+    void StartReading(std::uint64_t offset, std::uint64_t size) override {
+      log += "start " + std::to_string(offset) + "+" + std::to_string(size) + "\n";
+    }
+    std::string log;
+  };
+  TempDir dir;
+  WriteWholeFile(dir.Join("f"), std::string(100, 'x'));
+  ASSERT_OK_AND_ASSIGN(std::unique_ptr<File> base, HostFileSystem().OpenRead(dir.Join("f")));
+  Told file(std::move(base));
+  std::vector<std::byte> out(100);
+  const std::span<std::byte> all(out);
+  EXPECT_OK(file.ReadMany(std::vector<ReadRun>{{0, all.subspan(0, 4)},
+                                               {4, all.subspan(4, 3)},
+                                               {20, all.subspan(7, 5)},
+                                               {40, all.subspan(12, 5)},
+                                               {45, all.subspan(17, 5)}}));
+  EXPECT_EQ(file.log, "start 20+5\nstart 40+10\nread 2 from 0\nread 20+5\nread 2 from 40\n");
+}
+
 TEST_P(FileSystemTest, OffsetsBeyondTheirTypeAreErrors) {
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
   const std::uint64_t far = ~std::uint64_t{0} - 1;
@@ -139,14 +253,14 @@ TEST_P(FileSystemTest, OffsetsBeyondTheirTypeAreErrors) {
   EXPECT_THAT(file->Truncate(far), HasCode(Code::kInvalidArgument));
 }
 
-TEST_P(FileSystemTest, ExclusiveMeansNew) {
+TEST_P(FileSystemTest, CreateExclusiveRefusesExistingFiles) {
   Put("f", "old");
   EXPECT_THAT(fs().CreateExclusive(At("f")), HasCode(Code::kAlreadyExists));
   EXPECT_THAT(fs().CreateExclusive(At("no/f")), HasCode(Code::kNotFound));
   EXPECT_EQ(Get("f"), "old");
 }
 
-TEST_P(FileSystemTest, SharedWritersMeet) {
+TEST_P(FileSystemTest, SharedWritersWriteToOneFile) {
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> a, fs().OpenShared(At("f")));
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> b, fs().OpenShared(At("f")));
   EXPECT_OK(b->WriteAt(2, "cd", 2));
@@ -160,7 +274,7 @@ TEST_P(FileSystemTest, OnlyRegularFilesOpen) {
   EXPECT_THAT(fs().OpenRead(At("none")), HasCode(Code::kNotFound));
 }
 
-TEST_P(FileSystemTest, LastComponentIsNeverAFollowedLink) {
+TEST_P(FileSystemTest, LastComponentLinksAreNotFollowed) {
   Put("f", "x");
   ASSERT_OK(fs().CreateDirectory(At("d")));
   ASSERT_EQ(symlink("f", At("l").c_str()), 0);
@@ -176,7 +290,7 @@ TEST_P(FileSystemTest, LastComponentIsNeverAFollowedLink) {
   EXPECT_THAT(fs().Resolve(At("none")), HasCode(Code::kNotFound));
 }
 
-TEST_P(FileSystemTest, BelowAFolderNoLinkIsFollowed) {
+TEST_P(FileSystemTest, OpenReadBelowFollowsNoLink) {
   ASSERT_OK(fs().CreateDirectory(At("d")));
   ASSERT_OK(fs().CreateDirectory(At("out")));
   Put("d/f", "x");
@@ -191,7 +305,7 @@ TEST_P(FileSystemTest, BelowAFolderNoLinkIsFollowed) {
   EXPECT_EQ(fs().OpenReadBelow(At(""), "d").status().ToErrno(), EISDIR);
 }
 
-TEST_P(FileSystemTest, BeneathAFolderLinksMayStayInside) {
+TEST_P(FileSystemTest, OpenReadBeneathFollowsLinksThatStayInside) {
   ASSERT_OK(fs().CreateDirectory(At("d")));
   ASSERT_OK(fs().CreateDirectory(At("d/blobs")));
   ASSERT_OK(fs().CreateDirectory(At("d/snap")));
@@ -223,7 +337,7 @@ TEST_P(FileSystemTest, BeneathAFolderLinksMayStayInside) {
   }
 }
 
-TEST_P(FileSystemTest, ListIsSortedAndKnowsKinds) {
+TEST_P(FileSystemTest, ListIsSortedAndReportsKinds) {
   Put("b", "");
   ASSERT_OK(fs().CreateDirectory(At("a")));
   ASSERT_EQ(symlink("b", At("c").c_str()), 0);
@@ -239,7 +353,7 @@ TEST_P(FileSystemTest, ListIsSortedAndKnowsKinds) {
   EXPECT_THAT(fs().List(At("b")), HasCode(Code::kNotFound));  // ENOTDIR
 }
 
-TEST_P(FileSystemTest, SealTakesWritePermissionAway) {
+TEST_P(FileSystemTest, SealRemovesWritePermission) {
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
   const std::uint32_t mode = file->Stat().value().mode;
   EXPECT_NE(mode & 0200, 0u);
@@ -275,7 +389,7 @@ TEST_P(FileSystemTest, RenameNeverReplaces) {
   EXPECT_THAT(Names(At("b")), ElementsAre("x"));
 }
 
-TEST_P(FileSystemTest, ExchangeSwapsOrSaysThatItCannot) {
+TEST_P(FileSystemTest, ExchangeSwapsNamesOrReportsUnsupported) {
   Put("a", "1");
   Put("b", "2");
   const Status s = fs().Exchange(At("a"), At("b"));
@@ -285,7 +399,7 @@ TEST_P(FileSystemTest, ExchangeSwapsOrSaysThatItCannot) {
   EXPECT_THAT(fs().Exchange(At("a"), At("none")), HasCode(Code::kNotFound));
 }
 
-TEST_P(FileSystemTest, Removes) {
+TEST_P(FileSystemTest, RemovesFilesAndDirectories) {
   ASSERT_OK(fs().CreateDirectories(At("d/e")));
   EXPECT_THAT(fs().RemoveDirectory(At("d")), HasCode(Code::kAlreadyExists));  // ENOTEMPTY
   EXPECT_OK(fs().RemoveDirectory(At("d/e")));
@@ -294,7 +408,7 @@ TEST_P(FileSystemTest, Removes) {
   EXPECT_THAT(fs().RemoveFile(At("d")), HasCode(Code::kNotFound));
 }
 
-TEST_P(FileSystemTest, CreateDirectoriesMakesWhatIsMissing) {
+TEST_P(FileSystemTest, CreateDirectoriesCreatesMissingParents) {
   EXPECT_OK(fs().CreateDirectories(At("a/b/c")));
   EXPECT_OK(fs().CreateDirectories(At("a/b/c")));
   EXPECT_OK(fs().CreateDirectories(At("a/b/d/")));
@@ -326,7 +440,7 @@ TEST_P(FileSystemTest, LocksExcludeEachOther) {
   EXPECT_OK(b->TryLockExclusive());
 }
 
-TEST_P(FileSystemTest, RemoveTreeTakesAllAndFollowsNothing) {
+TEST_P(FileSystemTest, RemoveTreeRemovesEverythingAndFollowsNoLink) {
   ASSERT_OK(fs().CreateDirectories(At("keep/x")));
   ASSERT_OK(fs().CreateDirectories(At("t/a/b")));
   Put("t/a/f", "1");
@@ -343,7 +457,7 @@ TEST_P(FileSystemTest, RemoveTreeTakesAllAndFollowsNothing) {
   EXPECT_FALSE(fs().Exists(At("f")));
 }
 
-TEST_P(FileSystemTest, ManyThreadsWriteTheirRanges) {
+TEST_P(FileSystemTest, ConcurrentThreadsWriteTheirRanges) {
   ASSERT_OK_AND_ASSIGN(const std::unique_ptr<File> file, fs().CreateExclusive(At("f")));
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -364,7 +478,7 @@ TEST_P(FileSystemTest, ManyThreadsWriteTheirRanges) {
 
 // RemoveTree needs no permission that its caller could grant itself. Root needs none anyway, so
 // there the modes are tried in vain; CI runs both.
-TEST(HostFileSystemTest, RemoveTreeOpensClosedFolders) {
+TEST(HostFileSystemTest, RemoveTreeRemovesUnreadableDirectories) {
   TempDir dir;
   FileSystem& fs = HostFileSystem();
   ASSERT_OK(fs.CreateDirectories(dir.Join("t/a/b")));
@@ -417,13 +531,13 @@ TEST(HostFileSystemTest, RenameWithoutTheFlagStillNeverReplaces) {
   EXPECT_EQ(fs.ReadFile(dir.Join("h"), 10).value(), "f");
 }
 
-TEST(HostFileSystemTest, AFifoDoesNotHang) {
+TEST(HostFileSystemTest, OpeningAFifoDoesNotHang) {
   TempDir dir;
   ASSERT_EQ(mkfifo(dir.Join("p").c_str(), 0600), 0);
   EXPECT_THAT(HostFileSystem().OpenRead(dir.Join("p")), HasCode(Code::kInvalidArgument));
 }
 
-TEST(HostFileSystemTest, BeneathAFolderNothingButFilesOpens) {
+TEST(HostFileSystemTest, OpenReadBeneathRefusesNonFiles) {
   TempDir dir;
   ASSERT_EQ(mkfifo(dir.Join("p").c_str(), 0600), 0);
   EXPECT_THAT(HostFileSystem().OpenReadBeneath(dir.path(), "p"), HasCode(Code::kInvalidArgument));
@@ -432,7 +546,7 @@ TEST(HostFileSystemTest, BeneathAFolderNothingButFilesOpens) {
   EXPECT_EQ(HostFileSystem().OpenReadBeneath(dir.path(), "/etc/passwd").status().ToErrno(), EXDEV);
 }
 
-TEST(HostFileSystemTest, BeneathAFolderOldKernelsFollowNoLink) {
+TEST(HostFileSystemTest, OpenReadBeneathFollowsNoLinkWithoutOpenat2) {
   TempDir dir;
   FileSystem& fs = HostFileSystem();
   ASSERT_OK(fs.CreateDirectory(dir.Join("d")));
@@ -457,13 +571,13 @@ TEST(HostFileSystemTest, BeneathAFolderOldKernelsFollowNoLink) {
   EXPECT_EQ(walk("d/f/x"), ENOTDIR);
 }
 
-TEST(HostFileSystemTest, ADeviceIsNotAFile) {
+TEST(HostFileSystemTest, OpeningADeviceIsRefused) {
   EXPECT_THAT(HostFileSystem().OpenShared("/dev/null"), HasCode(Code::kInvalidArgument));
 }
 
 // The kernel writes the page that it can read and stops; the rest is what follows, not what stood
 // before.
-TEST(HostFileSystemTest, AWriteThatIsCutShortGoesOnFromThere) {
+TEST(HostFileSystemTest, ShortWriteContinuesWhereItStopped) {
   constexpr std::size_t kPage = 4096;
   void* const map =
       mmap(nullptr, 3 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -478,7 +592,7 @@ TEST(HostFileSystemTest, AWriteThatIsCutShortGoesOnFromThere) {
   munmap(map, 3 * kPage);
 }
 
-TEST(SpareDescriptorsTest, KeepersAreAskedTwiceAndNobodyForNothing) {
+TEST(SpareDescriptorsTest, OpenRetriesOnlyWhenDescriptorsRunOut) {
   const auto opens = [](int error) {
     int tries = 0;
     EXPECT_EQ(OpenDescriptor([&] {
@@ -500,39 +614,39 @@ TEST(SpareDescriptorsTest, KeepersAreAskedTwiceAndNobodyForNothing) {
 }
 
 // Of a keeper of its parent a child may wait for nothing; its own are asked as ever.
-TEST(SpareDescriptorsTest, AForkedChildAsksWhatItInheritedToo) {
+TEST(SpareDescriptorsTest, ForkedChildReleasesInheritedDescriptors) {
   int waited = 0;
   int asked = 0;
   const SpareDescriptors keeper([&](bool may_wait) { ++(may_wait ? waited : asked); });
   EXPECT_TRUE(InForkedChild([&] {
     const SpareDescriptors own([&](bool may_wait) { waited += may_wait ? 10 : 100; });
-    return SpareDescriptors::LetGo() && waited == 10 && asked == 1;
+    return SpareDescriptors::CloseSpare() && waited == 10 && asked == 1;
   }));
-  EXPECT_TRUE(SpareDescriptors::LetGo());
+  EXPECT_TRUE(SpareDescriptors::CloseSpare());
   EXPECT_EQ(waited, 1);
 }
 
 // The child has the lock without the thread that would give it back.
-TEST(SpareDescriptorsTest, AForkedChildWaitsForNoThreadOfItsParent) {
+TEST(SpareDescriptorsTest, ForkedChildDoesNotWaitForParentThreads) {
   std::promise<void> inside;
   std::promise<void> go;
   const SpareDescriptors keeper([&](bool /*may_wait*/) {
     inside.set_value();
     go.get_future().wait();
   });
-  std::thread asks([] { SpareDescriptors::LetGo(); });
+  std::thread asks([] { SpareDescriptors::CloseSpare(); });
   inside.get_future().wait();
   EXPECT_TRUE(InForkedChild([] {
     int asked = 0;
     const SpareDescriptors own([&](bool /*may_wait*/) { ++asked; });
-    return SpareDescriptors::LetGo() && asked == 1;
+    return SpareDescriptors::CloseSpare() && asked == 1;
   }));
   go.set_value();
   asks.join();
 }
 
 // While another thread asks all the time, who mostly has the lock.
-TEST(HostPinsTest, AForkedChildKnowsWhatIsPinned) {
+TEST(HostPinsTest, ForkedChildKeepsPinnedDirectories) {
   const TempDir dir;
   ASSERT_OK_AND_ASSIGN(const auto pinned, PinHostDirectory(dir.path()));
   std::atomic<bool> end = false;
@@ -551,7 +665,7 @@ TEST(HostPinsTest, AForkedChildKnowsWhatIsPinned) {
   asks.join();
 }
 
-TEST(ObservedFileSystemTest, BeforeRefusesAndNothingHappens) {
+TEST(ObservedFileSystemTest, BeforeHookRefusesWithoutSideEffects) {
   TempDir dir;
   FileOp refused = FileOp::kWrite;
   std::vector<FileOp> done;
@@ -571,7 +685,7 @@ TEST(ObservedFileSystemTest, BeforeRefusesAndNothingHappens) {
   EXPECT_FALSE(HostFileSystem().Exists(dir.Join("d")));
 }
 
-TEST(ObservedFileSystemTest, AfterSeesEachThingDone) {
+TEST(ObservedFileSystemTest, AfterHookSeesEveryOperation) {
   TempDir dir;
   std::string log;
   ObservedFileSystem fs(HostFileSystem(), {}, [&](const FileEvent& e) {
@@ -608,18 +722,30 @@ TEST(ObservedFileSystemTest, AfterSeesEachThingDone) {
 }
 
 // As a path each would be a folder here, found by nobody who looks for it on that machine.
-TEST(CheckIsPathTest, WhatIsElsewhereIsNoPath) {
+TEST(FileSystemForTest, UrlsAndRemotePathsAreRefused) {
   for (const char* text : {"s3://bucket/x", "user@host:/backup", "user@host:backup", "host:/backup",
                            "host:", "10.0.0.1:/x", "file:///x", "~", "~/x"}) {
-    EXPECT_THAT(CheckIsPath(text), HasCode(Code::kUnsupported)) << text;
+    EXPECT_THAT(FileSystemFor(text), HasCode(Code::kUnsupported)) << text;
   }
   for (const char* text : {"a", "/a:b", "./host:/x", "./user@host:x", "a:b", "step:1/x", "@x:y",
                            "user@host", "a/b@c:d", ":x", "", "~x", "./~/x"}) {
-    EXPECT_OK(CheckIsPath(text)) << text;
+    ASSERT_OK_AND_ASSIGN(FileSystem* const fs, FileSystemFor(text));
+    EXPECT_EQ(fs, &HostFileSystem()) << text;
   }
 }
 
-TEST(JoinPathTest, HasOneSlashBetween) {
+TEST(FileSystemForTest, RegisteredSchemeSelectsItsFileSystem) {
+  static ObservedFileSystem other(HostFileSystem(), {});
+  EXPECT_THAT(FileSystemFor("known-scheme://a"), HasCode(Code::kUnsupported));
+  AddFileSystem("known-scheme://", other);
+  ASSERT_OK_AND_ASSIGN(FileSystem* const fs, FileSystemFor("known-scheme://a"));
+  EXPECT_EQ(fs, &other);
+  EXPECT_THAT(FileSystemFor("known-scheme:/a"), HasCode(Code::kUnsupported));  // As scp has it.
+  ASSERT_OK_AND_ASSIGN(FileSystem* const host, FileSystemFor("./known-scheme://a"));
+  EXPECT_EQ(host, &HostFileSystem());
+}
+
+TEST(JoinPathTest, JoinsWithOneSlash) {
   EXPECT_EQ(JoinPath("a", "b"), "a/b");
   EXPECT_EQ(JoinPath("a/", "b"), "a/b");
   EXPECT_EQ(JoinPath("a/", "/b"), "a/b");

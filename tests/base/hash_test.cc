@@ -18,14 +18,14 @@
 namespace tensormount {
 namespace {
 
-TEST(Xxh3Test, KnownValues) {
+TEST(Xxh3Test, MatchesKnownValues) {
   // XXH3 with seed 0, as every implementation gives them.
   EXPECT_EQ(Xxh3("").ToHex(), "99aa06d3014798d86001c324468d497f");
   EXPECT_EQ(Xxh3("abc").ToHex(), "06b05ab6733a618578af5f94892f3950");
   EXPECT_EQ(Xxh3Low64(""), 0x2D06800538D394C2u);
 }
 
-TEST(Xxh3Test, HexHasTheHighHalfFirst) {
+TEST(Xxh3Test, HexPrintsTheHighHalfFirst) {
   EXPECT_EQ((Hash128{0x1, 0xF0}).ToHex(), "00000000000000f00000000000000001");
 }
 
@@ -46,7 +46,7 @@ TEST(Xxh3Test, StreamEqualsOneShotForAnyPieces) {
   }
 }
 
-TEST(Xxh3Test, ManyThreadsFromTheFirstCallOn) {
+TEST(Xxh3Test, FirstCallIsThreadSafe) {
   const std::string data = Random(TestSeed()).Bytes(100000);
   const Hash128 want = Xxh3(data);
   std::vector<std::thread> threads;
@@ -56,7 +56,7 @@ TEST(Xxh3Test, ManyThreadsFromTheFirstCallOn) {
   EXPECT_THAT(got, testing::Each(want));
 }
 
-TEST(Crc64Test, KnownValues) {
+TEST(Crc64Test, MatchesKnownValues) {
   EXPECT_EQ(Crc64Extend(0, "", 0), 0u);
   EXPECT_EQ(Crc64Extend(0, nullptr, 0), 0u);
   EXPECT_EQ(Crc64Extend(0, "123456789", 9), 0xAE8B14860A799888u);
@@ -66,7 +66,7 @@ TEST(Crc64Test, KnownValues) {
   EXPECT_EQ(Crc64Extend(0, std::string(4096, '\xFF').data(), 4096), 0xC0DDBA7302ECA3ACu);
 }
 
-TEST(Crc64Test, ConstantsAreThoseOfThePolynomial) {
+TEST(Crc64Test, ConstantsMatchThePolynomial) {
   EXPECT_EQ(crc64::kReflected, 0x9A6C9329AC4BC9B5u);
   EXPECT_EQ(crc64::TimesX(crc64::kInverseX), crc64::Reflect(1));
   EXPECT_EQ(crc64::kBytePowers[0], crc64::FoldConstant(8));
@@ -119,7 +119,7 @@ TEST_P(Crc64FormTest, LongRandomRunsEqualTheDefinition) {
   }
 }
 
-TEST_P(Crc64FormTest, MultipliesAsTheDefinitionDoes) {
+TEST_P(Crc64FormTest, MultiplyEqualsTheDefinition) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(200); ++i) {
     const std::uint64_t a = random.Next();
@@ -130,7 +130,7 @@ TEST_P(Crc64FormTest, MultipliesAsTheDefinitionDoes) {
 }
 
 // Every length of a run, so every mask of a first lane; steps that go back or repeat bytes, too.
-TEST_P(Crc64FormTest, RowsAddUpAsRunsOneByOneDo) {
+TEST_P(Crc64FormTest, RowsEqualSingleRuns) {
   if (GetParam().rows == nullptr) GTEST_SKIP() << "this form has none";
   Random random(TestSeed());
   const std::string data = random.Bytes(40000);
@@ -160,7 +160,7 @@ TEST_P(Crc64FormTest, RowsAddUpAsRunsOneByOneDo) {
 }
 
 // The lanes of a first row begin before its memory, of which not a byte may be touched.
-TEST(Crc64Test, RowsReadNothingBesideThem) {
+TEST(Crc64Test, RowsReadNoByteOutsideTheirMemory) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* const map = mmap(nullptr, 3 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(map, MAP_FAILED);
@@ -185,7 +185,7 @@ TEST(Crc64Test, RowsReadNothingBesideThem) {
 INSTANTIATE_TEST_SUITE_P(Forms, Crc64FormTest, testing::ValuesIn(Forms()),
                          [](const auto& form) { return form.param.name; });
 
-TEST(Crc64Test, PublicFunctionsUseTheFormOfThisCpu) {
+TEST(Crc64Test, PublicFunctionsUseTheFormForThisCpu) {
   EXPECT_EQ(Crc64IsAccelerated(), crc64::ClmulForm() != nullptr);
   const std::string data = Random(TestSeed()).Bytes(3000);
   std::string copy(3000, '\0');
@@ -208,7 +208,7 @@ TEST(Crc64Test, CombineEqualsTheWhole) {
   }
 }
 
-TEST(Crc64Test, ShiftsAddUpAndZeroIsNone) {
+TEST(Crc64Test, ShiftsAddUpAndZeroChangesNothing) {
   const Crc64 crc = 0x0123456789ABCDEF;
   EXPECT_EQ(Crc64Shift(0).Apply(crc), crc);
   const std::uint64_t far = 0xFFFFFFFFFFFFFFFF;
@@ -218,7 +218,7 @@ TEST(Crc64Test, ShiftsAddUpAndZeroIsNone) {
 
 // Cuts a byte string into runs, and expects the CRCs of these, each shifted by the bytes behind it,
 // to XOR to the CRC of the whole in any order.
-TEST(Crc64Test, ShiftedRunsOfAnyPartitionGiveTheWhole) {
+TEST(Crc64Test, ShiftedRunsOfAnyPartitionXorToTheWhole) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(100); ++i) {
     const std::string data = random.Bytes(static_cast<std::size_t>(random.Int(0, 4000)));

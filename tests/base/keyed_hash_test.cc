@@ -21,7 +21,7 @@ std::string HexOf(const KeyedDigest& digest) {
 }
 
 // By Python's hashlib.blake2s(message, key=bytes(range(32))): around the ends of blocks.
-TEST(KeyedHashTest, IsBlake2sWithAKey) {
+TEST(KeyedHashTest, MatchesKeyedBlake2s) {
   SecretKey key;
   for (std::size_t i = 0; i < key.size(); ++i) key[i] = static_cast<std::uint8_t>(i);
   struct Vector {
@@ -47,7 +47,7 @@ TEST(KeyedHashTest, IsBlake2sWithAKey) {
   EXPECT_NE(KeyedHash(key, "abc"), before);
 }
 
-TEST(KeyedHashTest, EqualityLooksAtEveryByte) {
+TEST(KeyedHashTest, EqualityComparesEveryByte) {
   const std::string a(32, 'a');
   EXPECT_TRUE(EqualInConstantTime(a, std::string(32, 'a')));
   EXPECT_FALSE(EqualInConstantTime(a, a.substr(1)));
@@ -58,7 +58,7 @@ TEST(KeyedHashTest, EqualityLooksAtEveryByte) {
   }
 }
 
-TEST(KeyedHashTest, RandomBytesAreNotTheSameTwice) {
+TEST(KeyedHashTest, RandomBytesDiffer) {
   SecretKey a{};
   SecretKey b{};
   ASSERT_OK(FillRandom(a));

@@ -53,7 +53,7 @@ class MappingGuardTest : public ::testing::Test {
   const volatile char* map_ = nullptr;
 };
 
-TEST_F(MappingGuardTest, WhatCannotBeFetchedIsSaidBeforeItIsTouched) {
+TEST_F(MappingGuardTest, PopulateReportsUnreadablePagesBeforeAccess) {
   const auto* map = reinterpret_cast<const std::byte*>(const_cast<const char*>(map_));
   for (const bool mincore_is_true : {false, true}) {
     ASSERT_EQ(ftruncate(fd_, kBytes), 0);
@@ -68,7 +68,7 @@ TEST_F(MappingGuardTest, WhatCannotBeFetchedIsSaidBeforeItIsTouched) {
 }
 
 // Whichever pages of a few blocks are there, all are afterwards; only where all can be.
-TEST(PopulateTest, BringsWhatIsMissingAnywhere) {
+TEST(PopulateTest, PopulateLoadsEveryMissingPage) {
   constexpr std::size_t kPages = 3 * 512 + 7;
   const TempDir dir;
   const std::string path = dir.Join("f");
@@ -94,7 +94,7 @@ TEST(PopulateTest, BringsWhatIsMissingAnywhere) {
   close(fd);
 }
 
-TEST_F(MappingGuardTest, AFileThatIsCutShortIsAnAnswerAndNoCrash) {
+TEST_F(MappingGuardTest, TruncatedMappingReturnsAnErrorInsteadOfSigbus) {
   std::size_t read = 0;
   EXPECT_TRUE(Sum(&read));
   EXPECT_EQ(read, kBytes);
@@ -106,7 +106,7 @@ TEST_F(MappingGuardTest, AFileThatIsCutShortIsAnAnswerAndNoCrash) {
   EXPECT_TRUE(Sum(&read));
 }
 
-TEST_F(MappingGuardTest, InEveryThreadAndInsideItself) {
+TEST_F(MappingGuardTest, GuardWorksInEveryThreadAndNested) {
   ASSERT_EQ(ftruncate(fd_, 0), 0);
   std::vector<std::thread> threads;
   std::vector<int> failed(8, 0);
@@ -125,7 +125,7 @@ TEST_F(MappingGuardTest, InEveryThreadAndInsideItself) {
 }
 
 // A thread that blocks all signals, as servers' threads do, would be ended by the fault.
-TEST_F(MappingGuardTest, WhereTheThreadBlocksTheSignal) {
+TEST_F(MappingGuardTest, GuardWorksInThreadsThatBlockSigbus) {
   ASSERT_EQ(ftruncate(fd_, 4096), 0);
   std::thread([this] {
     sigset_t all;
@@ -145,7 +145,7 @@ std::atomic<int> g_hosts_signals{0};
 void HostsHandler(int) { ++g_hosts_signals; }
 
 // In a process of its own, whose handlers are ours to change.
-TEST(MappingGuardDeathTest, HandlersOfTheHost) {
+TEST(MappingGuardDeathTest, GuardPreservesTheHostsSignalHandlers) {
   EXPECT_EXIT(
       {
         const auto must = [](bool good, int line) {
@@ -174,7 +174,7 @@ TEST(MappingGuardDeathTest, HandlersOfTheHost) {
 }
 
 // What is not ours ends the process as it always did.
-TEST(MappingGuardDeathTest, OutsideOfItNothingIsCaught) {
+TEST(MappingGuardDeathTest, FaultsOutsideTheGuardEndTheProcess) {
   TempDir dir;
   EXPECT_EXIT(
       {

@@ -71,18 +71,18 @@ class PowerCutTest : public testing::Test {
   std::unique_ptr<PowerCutFileSystem> fs_;
 };
 
-TEST_F(PowerCutTest, WithoutAnySyncAnythingMayBeLost) {
+TEST_F(PowerCutTest, UnsyncedDataMayBeLostInAnyWay) {
   Create("f", "ab");
   EXPECT_THAT(StatesNow(), AllOf(Contains(""), Contains("f= "), Contains("f=ab "),
                                  Contains(std::string("f=\0\0 ", 5))));
 }
 
-TEST_F(PowerCutTest, SyncOfTheFileIsNothingForItsName) {
+TEST_F(PowerCutTest, FileSyncDoesNotPersistTheName) {
   ASSERT_OK(Create("f", "ab")->Sync());
   EXPECT_THAT(StatesNow(), UnorderedElementsAre("", "f=ab "));
 }
 
-TEST_F(PowerCutTest, SyncOfTheFolderIsNothingForTheBytes) {
+TEST_F(PowerCutTest, DirectorySyncDoesNotPersistTheBytes) {
   Create("f", "ab");
   ASSERT_OK(fs_->SyncDirectory(At("")));
   const std::set<std::string> states = StatesNow();
@@ -91,7 +91,7 @@ TEST_F(PowerCutTest, SyncOfTheFolderIsNothingForTheBytes) {
   EXPECT_THAT(states, Contains("f=ab "));
 }
 
-TEST_F(PowerCutTest, BothSyncsAreDurable) {
+TEST_F(PowerCutTest, FileAndDirectorySyncTogetherAreDurable) {
   ASSERT_OK(Create("f", "ab")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("")));
   EXPECT_THAT(StatesNow(), ElementsAre("f=ab "));
@@ -132,13 +132,13 @@ TEST_F(PowerCutTest, UnsyncedTruncationMayBeLost) {
   EXPECT_THAT(StatesNow(), AllOf(Contains("f=ab "), Contains("f=abcdef ")));
 }
 
-TEST_F(PowerCutTest, EntriesOfOneFolderAreIndependent) {
+TEST_F(PowerCutTest, EntriesOfOneDirectoryAreIndependent) {
   ASSERT_OK(fs_->CreateDirectory(At("a")));
   ASSERT_OK(fs_->CreateDirectory(At("b")));
   EXPECT_THAT(StatesNow(), UnorderedElementsAre("", "a/ ", "b/ ", "a/ b/ "));
 }
 
-TEST_F(PowerCutTest, WhatStandsBelowALostFolderIsLost) {
+TEST_F(PowerCutTest, ContentsOfALostDirectoryAreLost) {
   ASSERT_OK(fs_->CreateDirectory(At("d")));
   ASSERT_OK(Create("d/f", "x")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("d")));
@@ -148,7 +148,7 @@ TEST_F(PowerCutTest, WhatStandsBelowALostFolderIsLost) {
 }
 
 // The publishing of a checkpoint: which syncs make it durable.
-TEST_F(PowerCutTest, ARenamedFolderIsUnderOneNameOnly) {
+TEST_F(PowerCutTest, RenamedDirectoryHasExactlyOneName) {
   ASSERT_OK(fs_->CreateDirectories(At("staging/s")));
   ASSERT_OK(Create("staging/s/f", "x")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("staging/s")));
@@ -164,7 +164,7 @@ TEST_F(PowerCutTest, ARenamedFolderIsUnderOneNameOnly) {
   EXPECT_THAT(StatesNow(), ElementsAre(after));
 }
 
-TEST_F(PowerCutTest, AMovedFileIsNeverUnderNeitherName) {
+TEST_F(PowerCutTest, MovedFileAlwaysHasAName) {
   ASSERT_OK(fs_->CreateDirectory(At("a")));
   ASSERT_OK(Create("a/f", "x")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("a")));
@@ -179,7 +179,7 @@ TEST_F(PowerCutTest, AMovedFileIsNeverUnderNeitherName) {
   EXPECT_THAT(StatesNow(), ElementsAre("a/ b/ b/f=x "));
 }
 
-TEST_F(PowerCutTest, AnExchangeIsWhole) {
+TEST_F(PowerCutTest, ExchangeIsAtomic) {
   ASSERT_OK(Create("a", "1")->Sync());
   ASSERT_OK(Create("b", "2")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("")));
@@ -189,7 +189,7 @@ TEST_F(PowerCutTest, AnExchangeIsWhole) {
   EXPECT_THAT(StatesNow(), ElementsAre("a=2 b=1 "));
 }
 
-TEST_F(PowerCutTest, RemovalsComeBackUntilSynced) {
+TEST_F(PowerCutTest, UnsyncedRemovalsMayBeUndone) {
   ASSERT_OK(fs_->CreateDirectory(At("d")));
   ASSERT_OK(Create("d/f", "x")->Sync());
   ASSERT_OK(fs_->SyncDirectory(At("d")));
@@ -200,7 +200,7 @@ TEST_F(PowerCutTest, RemovalsComeBackUntilSynced) {
   EXPECT_THAT(StatesNow(), ElementsAre(""));
 }
 
-TEST_F(PowerCutTest, HardLinksStayOneFile) {
+TEST_F(PowerCutTest, HardLinksShareOneFileAfterACut) {
   ASSERT_OK(Create("f", "x")->Sync());
   ASSERT_OK(fs_->Link(At("f"), At("g")));
   ASSERT_OK(fs_->SyncDirectory(At("")));
@@ -220,7 +220,7 @@ TEST_F(PowerCutTest, SealIsDurableAfterASync) {
   EXPECT_EQ(HostFileSystem().Stat(dir_.Join("after/f")).value().mode & 0222, 0u);
 }
 
-TEST_F(PowerCutTest, WhatWasThereBeforeIsDurable) {
+TEST_F(PowerCutTest, ExistingFilesAreDurable) {
   ASSERT_OK(Create("f", "x")->Close());
   ASSERT_OK(fs_->CreateDirectories(At("d/e")));
   PowerCutFileSystem again(dir_.Join("live"));
@@ -230,7 +230,7 @@ TEST_F(PowerCutTest, WhatWasThereBeforeIsDurable) {
   EXPECT_EQ(Show(dir_.Join("after")), "d/ d/e/ f=x ");
 }
 
-TEST_F(PowerCutTest, ChangesBehindItsBackAreNoticed) {
+TEST_F(PowerCutTest, ChangesOutsideTheFileSystemAreDetected) {
   ASSERT_OK(Create("f", "x")->Close());
   EXPECT_OK(fs_->CompareWithDisk());
   ASSERT_OK(HostFileSystem().WriteFileDurably(At("g"), "x"));
@@ -241,7 +241,7 @@ TEST_F(PowerCutTest, ChangesBehindItsBackAreNoticed) {
 
 // Random work; the journal adds up to the disk, whatever was durable stays, and nothing appears
 // that was never there.
-TEST_F(PowerCutTest, RandomWork) {
+TEST_F(PowerCutTest, RandomWorkReplaysToTheDiskState) {
   Random random(TestSeed());
   for (int round = 0; round < TestScale(3); ++round) {
     ASSERT_OK(HostFileSystem().RemoveTree(dir_.Join("live")));

@@ -70,7 +70,7 @@ TEST(StatusTest, EachCodeHasItsErrnoAndName) {
   EXPECT_EQ(CodeName(Code::kInternal), "INTERNAL");
 }
 
-TEST(StatusTest, FromErrnoSaysActionObjectCause) {
+TEST(StatusTest, FromErrnoNamesActionObjectAndCause) {
   const Status s = Status::FromErrno(ENOSPC, "write", "data/w.bin");
   EXPECT_EQ(s.ToString(), "RESOURCE_EXHAUSTED: write data/w.bin: No space left on device");
   EXPECT_EQ(Status::FromErrno(EDQUOT, "write", "f").code(), Code::kResourceExhausted);
@@ -88,14 +88,25 @@ TEST(StatusTest, ContextKeepsCodeAndErrno) {
   EXPECT_TRUE(Status().WithContext("x").ok());
 }
 
-TEST(StatusTest, PartsSurviveAWire) {
+// What may succeed when it is tried again is told from what is wrong for good, and from a defect of
+// ours.
+TEST(StatusTest, NetworkErrnosAreRetryable) {
+  for (const int err : {EAGAIN, ECONNRESET, ECONNREFUSED, EPIPE, EHOSTUNREACH, EHOSTDOWN,
+                        ENETUNREACH, ENETDOWN, ENETRESET, ESHUTDOWN, ENOLINK, ECOMM}) {
+    EXPECT_EQ(Status::FromErrno(err, "read", "/f").code(), Code::kUnavailable) << err;
+  }
+  EXPECT_EQ(Status::FromErrno(ETIMEDOUT, "read", "/f").code(), Code::kDeadlineExceeded);
+  EXPECT_EQ(Status::FromErrno(EIO, "read", "/f").code(), Code::kDataLoss);
+}
+
+TEST(StatusTest, FromPartsKeepsCodeAndErrno) {
   const Status s = Status::FromParts(Code::kUnavailable, ECONNRESET, "rank 3: gone");
   EXPECT_EQ(s.code(), Code::kUnavailable);
   EXPECT_EQ(s.ToErrno(), ECONNRESET);
   EXPECT_EQ(Status::FromParts(Code::kBusy, 0, "x").ToErrno(), EBUSY);
 }
 
-TEST(StatusTest, FieldsStayWithTheFailure) {
+TEST(StatusTest, ContextKeepsErrorFields) {
   const ErrorFields inner{
       .rank = 3, .key = "w", .cause = "transposed", .box_begin = {0, 4}, .box_extent = {1, 2}};
   const Status s = Status(Code::kInvalidArgument, "tensor w").With(inner).WithContext("save");
@@ -131,19 +142,19 @@ Result<int> Quarter(int v) {
   return *quarter;
 }
 
-TEST(ResultTest, MacrosPassFailuresUp) {
+TEST(ResultTest, MacrosReturnFailures) {
   EXPECT_THAT(Quarter(12), IsOkAndHolds(3));
   EXPECT_THAT(Quarter(6), HasCode(Code::kInvalidArgument));
   EXPECT_ANY_THROW((void)Quarter(6).value());
 }
 
-TEST(ResultTest, HoldsAStatusAsValueToo) {
+TEST(ResultTest, OkResultHasOkStatus) {
   const Result<std::string> r = std::string("v");
   EXPECT_TRUE(r.status().ok());
   EXPECT_EQ(r.value(), "v");
 }
 
-TEST(CheckedTest, RefusesWhatDoesNotFit) {
+TEST(CheckedTest, DetectsOverflow) {
   constexpr auto kMax = std::numeric_limits<std::uint64_t>::max();
   EXPECT_EQ(CheckedAdd(kMax - 1, std::uint64_t{1}), kMax);
   EXPECT_EQ(CheckedAdd(kMax, std::uint64_t{1}), std::nullopt);
@@ -182,7 +193,7 @@ TEST(CodingTest, FieldsAreLittleEndianWithoutPadding) {
   EXPECT_THAT(r.Finish(), IsOk());
 }
 
-TEST(CodingTest, OtherFieldsComeBack) {
+TEST(CodingTest, FieldsRoundTrip) {
   ByteWriter w;
   w.I64(-5);
   w.F64(-0.25);
@@ -196,7 +207,7 @@ TEST(CodingTest, OtherFieldsComeBack) {
   EXPECT_THAT(r.Finish(), IsOk());
 }
 
-TEST(CodingTest, ReadsPastTheEndStayFailed) {
+TEST(CodingTest, ReaderStaysFailedAfterReadingPastTheEnd) {
   ByteReader r("\x01\x02\x03", "manifest/0");
   EXPECT_EQ(r.U32(), 0u);
   EXPECT_EQ(r.U8(), 0);  // Although one byte would be there.
@@ -216,21 +227,21 @@ TEST(CodingTest, LongStringsAreRefused) {
   EXPECT_THAT(huge.status(), HasCode(Code::kDataLoss));
 }
 
-TEST(CodingTest, LeftoverBytesFailFinishOnly) {
+TEST(CodingTest, LeftoverBytesFailFinish) {
   ByteReader r("ab", "record");
   r.U8();
   EXPECT_THAT(r.status(), IsOk());
   EXPECT_THAT(r.Finish(), HasCode(Code::kDataLoss));
 }
 
-TEST(DeadlineTest, PassesOnceAndLeavesNothing) {
+TEST(DeadlineTest, PassedDeadlineHasNoTimeLeft) {
   EXPECT_TRUE(Deadline::After(nanoseconds(-1)).Passed());
   EXPECT_EQ(Deadline::After(nanoseconds(-1)).Left(), nanoseconds(0));
   EXPECT_FALSE(Deadline::After(hours(1)).Passed());
   EXPECT_GT(Deadline::After(hours(1)).Left(), hours(0));
 }
 
-TEST(LogTest, SinkGetsWhatIsNotBelowTheLevel) {
+TEST(LogTest, SinkReceivesMessagesAtOrAboveTheLevel) {
   std::vector<std::string> lines;
   SetLogSink([&](LogLevel level, std::string_view line) {
     lines.push_back((level == LogLevel::kError ? "E " : "W ") + std::string(line));
@@ -247,7 +258,7 @@ TEST(LogTest, SinkGetsWhatIsNotBelowTheLevel) {
 }
 
 // A sink may wait for a lock of the thread that forks, so a fork does not wait for sinks.
-TEST(LogTest, AForkedChildWaitsForNoSinkOfItsParent) {
+TEST(LogTest, ForkedChildDoesNotWaitForParentSinks) {
   const pid_t parent = getpid();
   std::promise<void> inside;
   std::promise<void> go;
@@ -272,7 +283,7 @@ TEST(LogTest, AForkedChildWaitsForNoSinkOfItsParent) {
 }
 
 // The lock is of the one that forks, and comes free in the child when its sink returns there.
-TEST(LogTest, ASinkMayFork) {
+TEST(LogTest, SinkMayFork) {
   pid_t child = -1;
   SetLogSink([&](LogLevel, std::string_view) { child = fork(); });
   Log(LogLevel::kWarning, "forks");
@@ -293,7 +304,7 @@ TEST(LogTest, StandardErrorGetsOneLine) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "tensormount: WARNING: key a b\n");
 }
 
-TEST(LogTest, NamesDoNoMoreThanShow) {
+TEST(LogTest, OneLineEscapesControlCharacters) {
   EXPECT_EQ(OneLine("a\x1b[2Jb\x7f"
                     "c\xc2\x9b"
                     "d\xe2\x80\xae"
@@ -356,7 +367,7 @@ struct ThrowsWhenArmed {
   static inline bool armed = false;
 };
 
-TEST(ResultTest, AnAssignmentThatThrowsLeavesNoSuccess) {
+TEST(ResultTest, ThrowingAssignmentLeavesNoValue) {
   Result<ThrowsWhenArmed> result = Status(Code::kBusy, "before");
   Result<ThrowsWhenArmed> value = ThrowsWhenArmed();
   ThrowsWhenArmed::armed = true;

@@ -105,6 +105,12 @@ static void save_alone(const char* path) {
   CHECK(numbers.bytes_written_here >= numbers.bytes);
   CHECK(strcmp(tm_save_report_path(report), path) == 0);
   CHECK(strlen(tm_save_report_uuid(report)) > 10);
+  OK(tm_save_report_json(report, &json));
+  CHECK(strstr(json, tm_save_report_uuid(report)) != NULL);
+  CHECK(strstr(json, "\"plan_reused\":false,") != NULL && strstr(json, "\"tensors\":1,") != NULL);
+  CHECK(strstr(json, "\"files\":[\"data/") != NULL && strstr(json, "\"pruned\":[]") != NULL);
+  tm_free(json);
+  FAILS(tm_save_report_json(report, NULL), TM_INVALID_ARGUMENT, "json");
   tm_list* files = NULL;
   OK(tm_save_report_files(report, &files));
   CHECK(tm_list_size(files) > 0 && strncmp(tm_list_get(files, 0, NULL), "data/", 5) == 0);
@@ -201,7 +207,7 @@ static void look_at(const char* path, int32_t world) {
   CHECK(axes == 0);
   FAILS(tm_checkpoint_object_grid(checkpoint, "none", grid, &axes), TM_NOT_FOUND, "none");
   FAILS(tm_checkpoint_object(checkpoint, "rng", NULL, 0, &data, &size), TM_NOT_FOUND,
-        "name a part");
+        "pass the index of a part");
   OK(tm_checkpoint_object(checkpoint, "rng", &last, 1, &data, &size));
   CHECK(size == strlen(words) && strcmp(data, words) == 0);
   tm_free(data);
@@ -317,6 +323,17 @@ static void load_by_rules(const char* path) {
   CHECK(strcmp(uncovered.key, "w") == 0 && uncovered.rank == 2 && uncovered.zeroed == 1 &&
         uncovered.begin[0] == ROWS && uncovered.extent[0] == 2 && uncovered.extent[1] == COLUMNS);
   FAILS(tm_load_report_uncovered(report, 1, &uncovered), TM_NOT_FOUND, "1");
+  char* said = NULL;
+  OK(tm_load_report_json(report, &said));
+  CHECK(strstr(said, "\"not_stored\":[\"gone\"],\"not_requested\":[\"rng\"]") != NULL);
+  CHECK(strstr(said, "\"converted\":[\"w\"],\"uncovered\":[{\"key\":\"w\",") != NULL);
+  CHECK(strstr(said, "\"zeroed\":true}]") != NULL);
+  char wanted[64];
+  snprintf(wanted, sizeof(wanted), "\"bytes_wanted\":%llu,",
+           (unsigned long long)numbers.bytes_wanted);
+  CHECK(strstr(said, wanted) != NULL);
+  tm_free(said);
+  FAILS(tm_load_report_json(NULL, &said), TM_INVALID_ARGUMENT, "report");
   void* bytes = NULL;
   size_t size = 0;
   OK(tm_load_report_object(report, "notes", NULL, 0, &bytes, &size));
@@ -520,7 +537,8 @@ static void other_sizes(const char* path) {
   FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_UNSUPPORTED, "cannot wait for");
   where.stream = NULL;
   where.memory_kind = TM_MEMORY_DEVICE;
-  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_INVALID_ARGUMENT, "on the host");
+  FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_INVALID_ARGUMENT,
+        "its device is the host");
   where.device_kind = TM_DEVICE_CUDA;
   FAILS(tm_checkpoint_read(checkpoint, "w", NULL, &where), TM_UNSUPPORTED, "tensor w: ");
   where.memory_kind = 4;
@@ -574,7 +592,7 @@ static void what_cannot_be(void) {
   tm_communicator* sub = NULL;
   const int32_t nobody = 3;
   FAILS(tm_communicator_subgroup(comm, &nobody, 1, 1, &sub), TM_INVALID_ARGUMENT, "rank 3");
-  FAILS(tm_communicator_channel(comm, 8, &sub), TM_INVALID_ARGUMENT, "channel 8");
+  FAILS(tm_communicator_channel(comm, 8, &sub), TM_INVALID_ARGUMENT, "channel number 8");
 
   // What is refused when it is added fails the save, too.
   tm_state* state = NULL;
@@ -731,12 +749,12 @@ static void many_at_once(const char* first_path, const char* second_path) {
     int64_t value;
     tm_status status;
     const char* why;
-  } elsewhere[] = {{8, TM_DEVICE_CUDA, TM_INVALID_ARGUMENT, "pinned memory"},
+  } elsewhere[] = {{8, TM_DEVICE_CUDA, TM_INVALID_ARGUMENT, "pinned host memory"},
                    {8, INT64_MIN, TM_INVALID_ARGUMENT, "tensor v: device_kind"},
-                   {12, TM_MEMORY_DEVICE, TM_INVALID_ARGUMENT, "on the host"},
+                   {12, TM_MEMORY_DEVICE, TM_INVALID_ARGUMENT, "its device is the host"},
                    {12, INT64_C(1) << 32, TM_INVALID_ARGUMENT, "memory_kind"},
                    {13, TM_STREAM_LEGACY_DEFAULT, TM_UNSUPPORTED, "cannot wait for"},
-                   {13, TM_STREAM_HANDLE, TM_INVALID_ARGUMENT, "a stream of another kind"},
+                   {13, TM_STREAM_HANDLE, TM_INVALID_ARGUMENT, "does not match its handle"},
                    {14, 7, TM_UNSUPPORTED, "cannot wait for"}};
   for (size_t i = 0; i < sizeof(elsewhere) / sizeof(elsewhere[0]); ++i) {
     words bad = seen;
@@ -760,7 +778,7 @@ static void many_at_once(const char* first_path, const char* second_path) {
   FAILS(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count, 2), TM_INVALID_ARGUMENT,
         "left over");
   FAILS(tm_state_add_tensors(state, kThreeKeys, keys, good.at, good.count, SIZE_MAX),
-        TM_INVALID_ARGUMENT, "shards in 17 bytes");
+        TM_INVALID_ARGUMENT, "shards do not fit in 17 bytes");
   FAILS(tm_state_add_tensors(state, NULL, keys, good.at, good.count, 3), TM_INVALID_ARGUMENT,
         "'keys'");
   FAILS(tm_state_add_tensors(NULL, kThreeKeys, keys, good.at, good.count, 3), TM_INVALID_ARGUMENT,
@@ -774,13 +792,13 @@ static void many_at_once(const char* first_path, const char* second_path) {
     int64_t value;
     tm_status status;
     const char* why;
-  } wrong[] = {{0, 0, TM_INVALID_ARGUMENT, "tensor box: 0 is no element type"},
-               {0, -1, TM_INVALID_ARGUMENT, "-1 is no element type"},
-               {0, INT64_C(1) << 40, TM_INVALID_ARGUMENT, "is no element type"},
+  } wrong[] = {{0, 0, TM_INVALID_ARGUMENT, "tensor box: 0 is not a dtype"},
+               {0, -1, TM_INVALID_ARGUMENT, "-1 is not a dtype"},
+               {0, INT64_C(1) << 40, TM_INVALID_ARGUMENT, "is not a dtype"},
                {1, 64, TM_UNSUPPORTED, "tensor box: flags 64"},
                {1, TM_WORDS_MEMORY, TM_INVALID_ARGUMENT, "tensor box: device_kind: 13"},
-               {2, 3, TM_INVALID_ARGUMENT, "3 is no TM_REPLICA_"},
-               {2, -1, TM_INVALID_ARGUMENT, "-1 is no TM_REPLICA_"},
+               {2, 3, TM_INVALID_ARGUMENT, "3 is not a TM_REPLICA_ value"},
+               {2, -1, TM_INVALID_ARGUMENT, "-1 is not a TM_REPLICA_ value"},
                {3, 17, TM_INVALID_ARGUMENT, "17 axes"},
                {3, -1, TM_INVALID_ARGUMENT, "-1 axes"},
                {4, 0, TM_INVALID_ARGUMENT, "the buffer is null"},

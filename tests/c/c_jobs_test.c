@@ -323,7 +323,7 @@ static void forked(const char* path, const char* own_path) {
   if (child == 0) {
     failures = 0;
     char text[64];
-    snprintf(text, sizeof(text), "belongs to process %d", (int)getppid());
+    snprintf(text, sizeof(text), "was created by process %d", (int)getppid());
     tm_list* keys = NULL;
     int32_t done = 0;
     int fd = -1;
@@ -508,7 +508,8 @@ static void stores(const char* store, const char* good, const char* other, const
   CHECK(there == 1 && json_has(json, "\"event\":\"there\""));
   OK(tm_store_copy(sources, 1, copies, NULL, NULL, NULL));
   FAILS(tm_store_copy(sources + 1, 1, copies, NULL, &there, NULL), TM_DATA_LOSS, "data/");
-  FAILS(tm_store_copy(sources, 1, store, NULL, &there, NULL), TM_INVALID_ARGUMENT, "copied from");
+  FAILS(tm_store_copy(sources, 1, store, NULL, &there, NULL), TM_INVALID_ARGUMENT,
+        "is the store of the source");
   tm_task* ended = NULL;
   OK(tm_task_new(&ended));
   tm_task_cancel(ended);

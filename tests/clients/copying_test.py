@@ -31,7 +31,7 @@ class Rsync(clients.ClientTest):
         size = re.search(r"Total transferred file size: ([\d,]+) bytes", out).group(1)
         return sorted(moved), int(size.replace(",", ""))
 
-    def test_moves_exactly_what_changed(self):
+    def test_rsync_transfers_only_changed_files(self):
         with self.mounted(self.store) as mnt:
             def size(step, *names):
                 return sum(os.stat(mnt / step / name).st_size for name in names)
@@ -54,7 +54,7 @@ class Rsync(clients.ClientTest):
             self.assertEqual(self.rsync("step-2"), ([], 0))
             self.assertEqual(self.rsync("step-2", "-c"), ([], 0))
 
-    def test_sends_the_differences_of_a_file(self):
+    def test_rsync_sends_only_differences_of_a_file(self):
         with self.mounted(self.store):
             self.rsync("step-1")
             out = self.sh("rsync", "-a", "--no-whole-file", "--inplace", "--stats", f"{self.dir}/MNT/step-2/tensors/big",
@@ -66,7 +66,7 @@ class Rsync(clients.ClientTest):
 
 
 class Tar(clients.ClientTest):
-    def test_create_extract_and_compare(self):
+    def test_tar_creates_extracts_and_compares(self):
         self.save("step-1", "--shard", "flat", "--ranks", "5")
         with self.mounted(self.store / "step-1") as mnt:
             self.sh("tar", "-C", mnt, "-cf", "all.tar", "tensors", "checkpoint.json", "common.json")

@@ -26,7 +26,7 @@ class Programs(clients.ClientTest):
         self.root = mounted.__enter__() / "step-1"
         self.addCleanup(mounted.__exit__, None, None, None)
 
-    def test_cat_and_cp(self):
+    def test_cat_and_cp_read_every_byte(self):
         self.sh("cp", "-r", self.root / "tensors", "copy")
         self.check_copy(self.dir / "copy")
         self.sh("cp", "-a", "--sparse=always", self.root / "tensors", "sparse")
@@ -35,7 +35,7 @@ class Programs(clients.ClientTest):
         want = b"".join(raw for _, raw in sorted(self.expected().items()))
         self.assertEqual((self.dir / "all").read_bytes(), want)
 
-    def test_cmp_and_diff(self):
+    def test_cmp_and_diff_find_only_real_differences(self):
         self.sh("while read -r key; do cmp MNT/step-1/tensors/$key want/$key; done < keys")
         self.sh("diff", "-r", self.root / "tensors", "want")
         # And they see a difference.
@@ -44,14 +44,14 @@ class Programs(clients.ClientTest):
             f.write(bytes([self.tensors["big"][2][3_000_001] ^ 4]))
         self.assertIn("3000002", self.sh("cmp", self.root / "tensors" / "big", "want/big", expect=1))
 
-    def test_checksums(self):
+    def test_checksum_programs_agree(self):
         lines = "".join(f"{hashlib.sha256(raw).hexdigest()}  {key}\n" for key, raw in self.expected().items())
         (self.dir / "sums").write_text(lines)
         self.sh(f"cd {self.root}/tensors; sha256sum --strict --quiet -c {self.dir}/sums")
         self.sh(f"cd want; xargs -d '\\n' cksum < ../keys > ../a; cd {self.root}/tensors;"
                 f"xargs -d '\\n' cksum < {self.dir}/keys > {self.dir}/b; cmp {self.dir}/a {self.dir}/b")
 
-    def test_dd_with_odd_sizes(self):
+    def test_dd_reads_exactly_with_odd_sizes(self):
         raw = self.tensors["big"][2]
         big = self.root / "tensors" / "big"
         for size, skip, count in [(1, 4_095, 3), (511, 7, 300), (4_097, 1, 200), (65_537, 2, 20), (1_000_003, 1, 9)]:
@@ -64,7 +64,7 @@ class Programs(clients.ClientTest):
         self.sh("dd", f"if={big}", "of=part", "bs=64K", "iflag=direct", "status=none")
         self.assertEqual((self.dir / "part").read_bytes(), raw)
 
-    def test_pieces(self):
+    def test_head_tail_split_and_od_read_exactly(self):
         raw = self.tensors["big"][2]
         big = self.root / "tensors" / "big"
         self.sh(f"tail -c 100003 {big} > tail; head -c 70001 {big} > head; tail -c +4000001 {big} > rest;"
@@ -75,7 +75,7 @@ class Programs(clients.ClientTest):
         self.assertEqual((self.dir / "whole").read_bytes(), raw)
         self.sh(f"od -An -tx1 -v -j 2000001 -N 5000 {big} > a; od -An -tx1 -v -j 2000001 -N 5000 want/big > b; cmp a b")
 
-    def test_sizes(self):
+    def test_stat_and_du_report_true_sizes(self):
         sizes = {key: len(raw) for key, raw in self.expected().items()}
         for key, size in sizes.items():
             path = self.root / "tensors" / key
@@ -121,7 +121,7 @@ class Calls(clients.ClientTest):
     def check(self, path="out", begin=0):
         self.assertEqual((self.dir / path).read_bytes(), self.raw[begin:])
 
-    def test_copies_within_the_kernel(self):
+    def test_kernel_copies_are_exact(self):
         shutil.copyfile(self.big, self.dir / "out")  # sendfile
         self.check()
         # The kernel copies ranges within one kind of file system only; cp and others then go on
@@ -141,7 +141,7 @@ class Calls(clients.ClientTest):
         os.close(writer)
         self.check("spliced", 4_095)
 
-    def test_vectors_and_maps(self):
+    def test_preadv_and_mmap_read_exactly(self):
         fd = os.open(self.big, os.O_RDONLY)
         self.addCleanup(os.close, fd)
         buffers = [bytearray(n) for n in (1, 4_097, 100_003, 3)]
@@ -154,7 +154,7 @@ class Calls(clients.ClientTest):
             self.assertEqual(mapped.find(self.raw[3_333_333:3_333_365]), 3_333_333)
             self.assertEqual(mapped[1_000_001:2_000_003], self.raw[1_000_001:2_000_003])
 
-    def test_files_of_python(self):
+    def test_python_files_read_exactly(self):
         with open(self.big, "rb", buffering=8191) as f:
             f.seek(-100_001, os.SEEK_END)
             self.assertEqual(f.read(), self.raw[-100_001:])

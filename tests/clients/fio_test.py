@@ -72,10 +72,10 @@ class Fio(clients.ClientTest):
                     for reading in readings:
                         reading.result()
 
-    def test_through_the_page_cache(self):
+    def test_fio_verifies_cached_reads(self):
         self.run_all([], 0)
 
-    def test_direct(self):
+    def test_fio_verifies_direct_reads(self):
         self.run_all([], 1)
 
 

@@ -27,7 +27,7 @@ class NumPy(clients.ClientTest):
             if name in harness.NUMPY or name in ML_DTYPES:
                 yield key, self.dtype_of(name), tuple(shape), raw
 
-    def test_load_of_npy(self):
+    def test_numpy_loads_npy_files(self):
         with self.mounted(self.store / "step-1") as mnt:
             for key, dtype, shape, raw in self.known():
                 path = mnt / "npy" / f"{key}.npy"
@@ -41,7 +41,7 @@ class NumPy(clients.ClientTest):
                     # np.save of an array of ml_dtypes does.
                     self.assertEqual(array.view(dtype).tobytes(), raw, key)
 
-    def test_npy_is_what_ml_dtypes_saves(self):
+    def test_npy_files_equal_those_of_ml_dtypes(self):
         with self.mounted(self.store / "step-1") as mnt:
             for key, dtype, shape, raw in self.known():
                 np.save(self.dir / "own.npy", np.frombuffer(raw, dtype).reshape(shape))
@@ -49,7 +49,7 @@ class NumPy(clients.ClientTest):
                 ours = np.load(mnt / "npy" / f"{key}.npy")
                 self.assertEqual((ours.dtype, ours.shape, ours.tobytes()), (own.dtype, own.shape, own.tobytes()), key)
 
-    def test_memmap_of_tensors(self):
+    def test_memmap_reads_tensor_files(self):
         with self.mounted(self.store / "step-1") as mnt:
             for key, dtype, shape, raw in self.known():
                 if not raw:
@@ -63,7 +63,7 @@ class NumPy(clients.ClientTest):
             with self.assertRaises(OSError):
                 np.memmap(mnt / "tensors" / "big", dtype="<f4", mode="r+", shape=(1100, 1024))
 
-    def test_fromfile_and_offsets(self):
+    def test_fromfile_reads_at_offsets(self):
         raw = self.tensors["big"][2]
         with self.mounted(self.store / "step-1") as mnt:
             for offset, count in [(0, 1), (4, 1000), (4095, 4097), (65535, 65538), (len(raw) - 3, 3)]:
@@ -72,7 +72,7 @@ class NumPy(clients.ClientTest):
 
 
 class SafeTensors(clients.ClientTest):
-    def test_safe_open_and_get_slice(self):
+    def test_safe_open_reads_tensors_and_slices(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         with self.mounted(self.store / "step-1") as mnt:
             self.check_file(mnt / "model.safetensors", {key: key for key in self.tensors})
@@ -107,7 +107,7 @@ class SafeTensors(clients.ClientTest):
             self.check_file(folder / part, of_part)
         return sorted(by_part)
 
-    def test_hf_in_one_file(self):
+    def test_hf_directory_holds_one_file(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         with self.mounted(self.store / "step-1") as mnt:
             self.assertEqual([p.name for p in (mnt / "hf").iterdir()], ["model.safetensors"])
@@ -118,13 +118,13 @@ class SafeTensors(clients.ClientTest):
         with self.mounted(self.model, "--hf-part-size", "32KiB") as mnt:
             self.assertEqual(len(self.check_model(mnt / "hf", {key: key for key in self.tensors})), 3)
 
-    def test_hf_in_parts(self):
+    def test_hf_directory_is_split_into_parts(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         with self.mounted(self.store, "--hf-part-size", "32KiB") as mnt:
             parts = self.check_model(mnt / "step-1" / "hf", {key: key for key in self.tensors})
             self.assertEqual(parts, [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)])
 
-    def test_hf_by_rules(self):
+    def test_hf_rules_rename_keys(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         (self.dir / "rules.json").write_text(json.dumps([
             {"match": "layers.*.attn/*", "to": "model.layers.*.self_attn.*.weight"},

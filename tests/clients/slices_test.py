@@ -34,7 +34,7 @@ class Slices(clients.ClientTest):
                     self.assertEqual(array.tobytes(), want.tobytes(), text)
             self.assertEqual(os.listdir(folder), [])
 
-    def test_one_box_is_one_file(self):
+    def test_spellings_of_one_box_share_an_inode(self):
         with self.mounted(self.store / "step-1", "--views") as mnt:
             folder = mnt / "slices"
             inodes = {os.stat(folder / f"big{text}").st_ino for text in ["[1:2,:]", "[1]", "@1", "@-1099,0:1024"]}
@@ -42,7 +42,7 @@ class Slices(clients.ClientTest):
             self.assertEqual(os.getxattr(folder / "big@1", "user.tensormount.box"), b"[1:2, 0:1024]")
             self.assertEqual(os.stat(folder / "big@1").st_mtime, os.stat(mnt / "tensors/big").st_mtime)
 
-    def test_what_is_no_box_is_not_there(self):
+    def test_invalid_boxes_do_not_exist(self):
         with self.mounted(self.store / "step-1") as mnt:
             for name in ["big", "big[1101]", "big[0:1101]", "big[::2]", "none[0]", "big[0,0,0]"]:
                 self.assertFalse((mnt / "slices" / name).exists(), name)
@@ -50,7 +50,7 @@ class Slices(clients.ClientTest):
                 os.stat(mnt / "slices" / "fp4[:,1:2]")
             self.assertEqual((mnt / "slices" / "fp4[:,2:4]").stat().st_size, 6)
 
-    def test_many_boxes_at_once(self):
+    def test_concurrent_boxes_read_exactly(self):
         rng = np.random.default_rng(3)
         with self.mounted(self.store / "step-1") as mnt:
 

@@ -88,7 +88,7 @@ class Zarr(clients.ClientTest):
                     open=True, read=True).result(timeout=60)
                 self.check(key, want[key], store.read().result(timeout=60))
 
-    def test_chunks_are_the_stored_ones(self):
+    def test_zarr_chunks_are_the_stored_chunks(self):
         def chunks(mnt, key):
             return zarr.open(mnt / "zarr" / key, mode="r").chunks
 

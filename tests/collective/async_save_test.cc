@@ -103,7 +103,7 @@ class AsyncSaveTest : public testing::Test {
 };
 
 // The caller writes over its buffers as soon as it may; under the thread sanitizer too.
-TEST_F(AsyncSaveTest, SavesTheValuesAtTheCallWhileTheCallerScribbles) {
+TEST_F(AsyncSaveTest, SavesValuesFromTheTimeOfTheCall) {
   ASSERT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
     RowsState rows(comm, 0);
@@ -128,7 +128,7 @@ TEST_F(AsyncSaveTest, SavesTheValuesAtTheCallWhileTheCallerScribbles) {
   EXPECT_EQ(checkpoint.object("rng").value(), "random");
 }
 
-TEST_F(AsyncSaveTest, StagesInTheBackgroundUntilItSaysSo) {
+TEST_F(AsyncSaveTest, BuffersAreReadUntilWaitStagedReturns) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
     AsyncOptions options;
     options.stage_in_background = true;
@@ -144,7 +144,7 @@ TEST_F(AsyncSaveTest, StagesInTheBackgroundUntilItSaysSo) {
 }
 
 // The same checkpoint as a save that waits: test_async_is_equivalent_to_sync.
-TEST_F(AsyncSaveTest, IsEquivalentToASaveThatWaits) {
+TEST_F(AsyncSaveTest, AsyncSaveEqualsSave) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 3);
     TENSORMOUNT_RETURN_IF_ERROR(Save(rows.State(), Path("sync"), comm).status());
@@ -166,7 +166,7 @@ std::optional<int> child_exit;  // In the child alone.
 });
 
 // Its exit waited for threads that only the parent has.
-TEST_F(AsyncSaveTest, AForkedChildEndsWhileTheParentSaves) {
+TEST_F(AsyncSaveTest, ForkedChildExitsWhileTheParentSaves) {
   const auto comm = MakeSelfCommunicator();
   RowsState rows(*comm, 1);
   ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
@@ -243,7 +243,7 @@ TEST_F(AsyncSaveTest, SavesOverlapAndLatestNeverMovesBack) {
 }
 
 // A save that dawdles is not overtaken by the next one: neither in generation...
-TEST_F(AsyncSaveTest, GenerationsAreInTheOrderOfTheCalls) {
+TEST_F(AsyncSaveTest, GenerationsFollowCallOrder) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
     SaveOptions slow;
@@ -263,7 +263,7 @@ TEST_F(AsyncSaveTest, GenerationsAreInTheOrderOfTheCalls) {
 
 // Calls of several threads of a process: one that copies much is overtaken by those that copy
 // little, and each save that it holds up has its number. They waited for each other for ever.
-TEST_F(AsyncSaveTest, ThreadsSaveOnOneSaverAtTheSameTime) {
+TEST_F(AsyncSaveTest, ThreadsSaveConcurrentlyOnOneSaver) {
   const auto comm = MakeSelfCommunicator();
   ASSERT_OK_AND_ASSIGN(const auto saver, AsyncSaver::Make(*comm));
   std::vector<float> much(6'000'000, 1);
@@ -298,7 +298,7 @@ TEST_F(AsyncSaveTest, ThreadsSaveOnOneSaverAtTheSameTime) {
 
 // Memory is given out in the order of the calls: a save that has it would wait for the turn of one
 // that waits for memory.
-TEST_F(AsyncSaveTest, ThreadsShareTheMemoryOfASaver) {
+TEST_F(AsyncSaveTest, ThreadsShareStagingMemoryOfASaver) {
   const auto comm = MakeSelfCommunicator();
   const std::vector<std::byte> bytes(Amount(std::size_t{32}, std::size_t{2}) << 20);
   AsyncOptions bounded;
@@ -336,7 +336,7 @@ TEST_F(AsyncSaveTest, ThreadsShareTheMemoryOfASaver) {
 }
 
 // ...nor, where both go to one name, in what stays there.
-TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
+TEST_F(AsyncSaveTest, LastOfConcurrentReplacingSavesWins) {
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
     SaveOptions replace;
@@ -363,7 +363,7 @@ TEST_F(AsyncSaveTest, OfSavesThatReplaceEachOtherTheLastStays) {
 }
 
 // The training goes on with collective calls of its own over the same communicator.
-TEST_F(AsyncSaveTest, RunsBesideOtherCollectiveCalls) {
+TEST_F(AsyncSaveTest, RunsConcurrentlyWithOtherCollectiveCalls) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 9);
     rows.shard.global_shape = {rows.rows * 3, kStateColumns};
@@ -378,7 +378,7 @@ TEST_F(AsyncSaveTest, RunsBesideOtherCollectiveCalls) {
   }));
 }
 
-TEST_F(AsyncSaveTest, AFailureOfOneRankIsTheVerdictOnAll) {
+TEST_F(AsyncSaveTest, FailureOfOneRankFailsAllRanks) {
   std::atomic<int> failed{0};
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     TENSORMOUNT_ASSIGN_OR_RETURN(const std::unique_ptr<AsyncSaver> saver, AsyncSaver::Make(comm));
@@ -402,7 +402,7 @@ TEST_F(AsyncSaveTest, AFailureOfOneRankIsTheVerdictOnAll) {
 }
 
 // One rank asks for the end: all ranks end alike, and nothing of the save is left.
-TEST_F(AsyncSaveTest, CancelsByVote) {
+TEST_F(AsyncSaveTest, CancelOnOneRankEndsAllRanksAlike) {
   int cancelled = 0;
   for (int i = 0; i < 10; ++i) {
     std::atomic<int> committed{0};
@@ -452,7 +452,7 @@ TEST_F(AsyncSaveTest, DroppingTheHandleWaitsOrCancels) {
   }
 }
 
-TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndUsedAgain) {
+TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndReused) {
   ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
     AsyncOptions options;
     options.staging_bytes = 3u << 20;
@@ -484,7 +484,7 @@ TEST_F(AsyncSaveTest, StagingMemoryIsBoundedAndUsedAgain) {
   }));
 }
 
-TEST(StagingPoolTest, WaitsForWhatOthersHoldAndKeepsPages) {
+TEST(StagingPoolTest, TakeWaitsForFreedMemoryAndReusesPages) {
   auto pool = std::make_shared<SnapshotPool>(4u << 20);
   std::atomic<std::int64_t> stalled{0};
   ASSERT_OK_AND_ASSIGN(auto first, pool->Take(3u << 20, milliseconds(10), &stalled));
@@ -505,7 +505,7 @@ TEST(StagingPoolTest, WaitsForWhatOthersHoldAndKeepsPages) {
   EXPECT_LE(pool->mapped(), 4u << 20);
 }
 
-TEST(StagingPoolTest, WhatIsIdleMakesRoomForWhatIsLarger) {
+TEST(StagingPoolTest, IdleMemoryIsFreedForALargerSnapshot) {
   auto pool = std::make_shared<SnapshotPool>(6u << 20);
   EXPECT_OK(pool->Take(1u << 20, milliseconds(0), nullptr));
   EXPECT_EQ(pool->mapped(), 2u << 20);
@@ -515,7 +515,7 @@ TEST(StagingPoolTest, WhatIsIdleMakesRoomForWhatIsLarger) {
 }
 
 // The bound is of cache lines that are begun, not of one more each.
-TEST(StagedStateTest, TakesTheLinesOfItsShardsAndNoMore) {
+TEST(StagedStateTest, StagingNeedsOnlyTheCacheLinesOfItsShards) {
   std::vector<float> memory(16);
   StateDict state;
   for (const std::int64_t cells : {1, 16}) {
@@ -530,10 +530,10 @@ TEST(StagedStateTest, TakesTheLinesOfItsShardsAndNoMore) {
         .status;
   };
   EXPECT_OK(with(128));
-  EXPECT_THAT(with(127), HasMessage("staging needs 128 bytes"));
+  EXPECT_THAT(with(127), HasMessage("needs 128 bytes of staging memory"));
 }
 
-TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
+TEST(StagedStateTest, PacksStridedShardsWithoutLeadingAxes) {
   std::vector<float> memory(6 * 4);
   for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i);
   StateDict state;
@@ -562,7 +562,7 @@ TEST(StagedStateTest, PacksWhatIsStridedAndLacksLeadingAxes) {
 
 // What is large is copied by several threads, each its part: of packed memory any bytes, of strided
 // memory whole tensors.
-TEST(StagedStateTest, ThreadsShareWhatIsLarge) {
+TEST(StagedStateTest, ThreadsShareTheCopyOfLargeTensors) {
   constexpr std::int64_t kLarge = 9'000'001;
   constexpr std::int64_t kSide = 1500;
   std::vector<float> large(kLarge);
@@ -607,7 +607,7 @@ TEST(StagedStateTest, ThreadsShareWhatIsLarge) {
 
 // Each place of a communicator is taken many times; what a cancelled save left on the way there
 // does not reach the next one.
-TEST_F(AsyncSaveTest, SaversComeAndGoOnOneCommunicator) {
+TEST_F(AsyncSaveTest, SaversCanBeRecreatedOnOneCommunicator) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 2);
     rows.shard.global_shape = {rows.rows * 3, kStateColumns};
@@ -645,7 +645,7 @@ TEST_F(AsyncSaveTest, SaversComeAndGoOnOneCommunicator) {
 }
 
 // One rank keeps its handles, another drops each at once: failed for ever after the third, once.
-TEST_F(AsyncSaveTest, RanksMayKeepHandlesAsTheyLike) {
+TEST_F(AsyncSaveTest, RanksMayKeepOrDropHandlesIndependently) {
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 2);
     rows.shard.global_shape = {rows.rows * 3, kStateColumns};
@@ -669,7 +669,7 @@ TEST_F(AsyncSaveTest, RanksMayKeepHandlesAsTheyLike) {
 }
 
 // A shard without cells needs no memory, in a save that waits and in one that does not.
-TEST_F(AsyncSaveTest, ShardsWithoutCellsNeedNoData) {
+TEST_F(AsyncSaveTest, EmptyShardsNeedNoData) {
   ASSERT_OK(RunOnThreads(1, [&](Communicator& comm) -> Status {
     RowsState rows(comm, 1);
     StateDict state = rows.State();
@@ -685,7 +685,7 @@ TEST_F(AsyncSaveTest, ShardsWithoutCellsNeedNoData) {
   }));
 }
 
-TEST(ProgressFileTest, SaysHowFarEachRankIsAndLeavesNothing) {
+TEST(ProgressFileTest, ReportsProgressOfEachRankAndIsRemoved) {
   TempDir dir;
   Staging staging;
   staging.directory = dir.Join("staging");
@@ -710,7 +710,7 @@ TEST(ProgressFileTest, SaysHowFarEachRankIsAndLeavesNothing) {
 }
 
 // The end of the process waits for what is under way.
-TEST(AsyncSaveExitTest, DrainsAtTheEndOfTheProcess) {
+TEST(AsyncSaveExitTest, ProcessExitWaitsForPendingSaves) {
   if (DeviceMode()) GTEST_SKIP() << "a forked process has no device";
   TempDir dir;
   const std::string path = dir.Join("store/step");

@@ -406,7 +406,7 @@ class StressJob {
   int reused_ = 0;
 };
 
-TEST(AsyncStressTest, RanksEndAlikeAndWhatIsCommittedIsWhatWasThere) {
+TEST(AsyncStressTest, RanksAgreeAndCommittedBytesAreExact) {
   Random seeds(TestSeed());
   int committed = 0;
   int reused = 0;

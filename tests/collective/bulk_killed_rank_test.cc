@@ -15,6 +15,7 @@
 #include "bench/forked_group.h"
 #include "collective/comm/bulk_transport.h"
 #include "tests/collective/collective_cases.h"
+#include "tests/collective/host_transports.h"
 #include "tests/collective/tcp_testing.h"
 #include "tests/support/status_matchers.h"
 
@@ -23,7 +24,7 @@ namespace {
 
 // A process that is killed in an exchange is named by all others, long before their deadline: also
 // by those that have no unit with it.
-TEST(BulkKilledRankTest, IsNamedByAllOthers) {
+TEST(BulkKilledRankTest, AllOtherRanksNameTheKilledRank) {
   for (const int victim : {0, 1, 3}) {
     // Whoever ends is gone, too, and may be named by one who was slower: all stay until all know.
     void* const shared = mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,

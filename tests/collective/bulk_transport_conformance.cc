@@ -407,7 +407,7 @@ Status BulkDifferentPlansAreFoundOut(BulkRank& rank) {
   if (rank.comm.rank() == 0) (void)transport->Put(arena.Blocks());
   Status told;
   TENSORMOUNT_RETURN_IF_ERROR(AwaitBulkFailure(*transport, told));
-  CONFORM_FAILED(told, Code::kInternal, "rank " + std::to_string(last) + " has another plan");
+  CONFORM_FAILED(told, Code::kInternal, "rank " + std::to_string(last) + " has a different plan");
   return {};
 }
 

@@ -10,6 +10,7 @@
 
 #include "tests/collective/bulk_transport_conformance.h"
 #include "tests/collective/collective_cases.h"
+#include "tests/collective/host_transports.h"
 #include "tests/collective/tcp_testing.h"
 #include "tests/support/random.h"
 #include "tests/support/sanitized.h"
@@ -54,7 +55,7 @@ Status RunBulkRanks(BulkKind kind, int ranks, Status (*body)(BulkRank&)) {
 class BulkConformanceTest : public testing::TestWithParam<std::tuple<std::size_t, BulkKind, int>> {
 };
 
-TEST_P(BulkConformanceTest, Holds) {
+TEST_P(BulkConformanceTest, ConformanceCaseHolds) {
   const auto [index, kind, ranks] = GetParam();
   const BulkCase& c = BulkCases()[index];
   if (ranks < c.min_ranks) return;
@@ -74,14 +75,14 @@ INSTANTIATE_TEST_SUITE_P(All, BulkConformanceTest,
                          });
 
 // One after the other on one communicator: what failed before does not disturb.
-TEST(BulkTransportTest, TransportsFollowEachOther) {
+TEST(BulkTransportTest, FailedTransportDoesNotDisturbTheNext) {
   for (const BulkKind kind :
        {BulkKind::kMemory, BulkKind::kThreadMessages, BulkKind::kTcpMessages}) {
     EXPECT_OK(RunBulkRanks(kind, 3, ConformBulk)) << BulkKindName(kind);
   }
 }
 
-TEST(BulkTransportTest, AHundredThousandUnits) {
+TEST(BulkTransportTest, ExchangesAHundredThousandUnits) {
   EXPECT_OK(RunOnThreads(2, [](Communicator& comm) {
     BulkRank rank{.comm = comm,
                   .make = [&] { return MakeMemoryTransport(comm, kPatient); },

@@ -62,15 +62,15 @@ TEST_P(CallbackRanksTest, Conforms) {
   });
 }
 
-TEST_P(CallbackRanksTest, EveryCollectiveOperation) { Holds(ExerciseCollective); }
-TEST_P(CallbackRanksTest, JobsAfterFailedOnes) {
+TEST_P(CallbackRanksTest, EveryCollectiveOperationWorks) { Holds(ExerciseCollective); }
+TEST_P(CallbackRanksTest, JobsWorkAfterFailedJobs) {
   Holds([](Communicator& comm) { return ExerciseFailures(comm, TestScale(60)); });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CallbackRanksTest, testing::Values(1, 3),
                          testing::PrintToStringParamName());
 
-TEST(CallbackCommunicatorTest, SubgroupsConformAndWorkAtTheSameTime) {
+TEST(CallbackCommunicatorTest, SubgroupsConformAndWorkConcurrently) {
   CallbackHost host(4);
   EXPECT_OK(RunOnHost(host, 4, ExerciseSubgroups));
   EXPECT_THAT(host.violations(), testing::IsEmpty());
@@ -78,7 +78,7 @@ TEST(CallbackCommunicatorTest, SubgroupsConformAndWorkAtTheSameTime) {
 }
 
 // On a host that takes messages over: the threads of MakeThreadGroup.
-TEST(CallbackCommunicatorTest, ConformsOnAnotherCommunicator) {
+TEST(CallbackCommunicatorTest, ConformsOverAThreadCommunicator) {
   const auto start = [](const Result<Communicator::Request>& started, std::uint64_t* request) {
     if (started.ok()) *request = started.value();
     return started.ok() ? 0 : -1;
@@ -114,7 +114,7 @@ TEST(CallbackCommunicatorTest, ConformsOnAnotherCommunicator) {
   }));
 }
 
-TEST(CallbackCommunicatorTest, WhatCannotBeIsRefused) {
+TEST(CallbackCommunicatorTest, InvalidArgumentsAreRefused) {
   CallbackHost host(2);
   const auto make = [](const CommunicatorCallbacks& callbacks, int rank, int size) {
     return MakeCallbackCommunicator(callbacks, rank, size).status();
@@ -125,7 +125,7 @@ TEST(CallbackCommunicatorTest, WhatCannotBeIsRefused) {
   EXPECT_THAT(make(host.Callbacks(0), 0, 0), HasCode(Code::kInvalidArgument));
 }
 
-TEST(CallbackCommunicatorTest, ARankThatLeavesIsNamedByAll) {
+TEST(CallbackCommunicatorTest, AllRanksNameTheRankThatLeft) {
   CallbackHost host(3);
   EXPECT_OK(RunOnHost(host, 3, [](Communicator& comm) -> Status {
     Collective c(comm, kPatient);
@@ -154,21 +154,22 @@ Status SeenAfter(CallbackHost& host, const std::function<void()>& happens) {
   return zero.value()->Test(request).status();
 }
 
-TEST(CallbackCommunicatorTest, WhatTheHostSaysIsInTheFailure) {
+TEST(CallbackCommunicatorTest, ErrorContainsTheCallbackReturnValue) {
   CallbackHost host(2);
   const Status seen = SeenAfter(host, [&] { host.Break(1, -5); });
   EXPECT_THAT(seen, HasCode(Code::kUnavailable));
-  EXPECT_THAT(seen, HasMessage("rank 1 is gone: the host's receive failed (-5)"));
+  EXPECT_THAT(seen,
+              HasMessage("rank 1 is gone: receive failed in the communicator's callbacks (-5)"));
 }
 
-TEST(CallbackCommunicatorTest, ADamagedPacketIsRefused) {
+TEST(CallbackCommunicatorTest, DamagedPacketIsRefused) {
   CallbackHost host(2);
   const Status seen = SeenAfter(host, [&] { host.DamageNext(1); });
   EXPECT_THAT(seen, HasCode(Code::kDataLoss));
   EXPECT_THAT(seen, HasMessage("rank 1"));
 }
 
-TEST(CallbackCommunicatorTest, WhatNobodyAnsweredIsCancelledAtTheEnd) {
+TEST(CallbackCommunicatorTest, UnansweredRequestsAreCancelledAtDestruction) {
   CallbackHost host(2);
   {
     ASSERT_OK_AND_ASSIGN(const auto comm, host.Make(0, {.leave_wait = milliseconds(10)}));
@@ -180,7 +181,7 @@ TEST(CallbackCommunicatorTest, WhatNobodyAnsweredIsCancelledAtTheEnd) {
 }
 
 // Without `cancel` the host may still write into what the communicator had received.
-TEST(CallbackCommunicatorTest, MemoryThatTheHostHoldsStays) {
+TEST(CallbackCommunicatorTest, MemoryHeldByTheHostIsNotFreed) {
   static void* data = nullptr;
   static std::uint64_t size = 0;
   CommunicatorCallbacks callbacks;
@@ -203,7 +204,7 @@ TEST(CallbackCommunicatorTest, MemoryThatTheHostHoldsStays) {
 }
 
 // The host's calls cost it time of its own (a Python interpreter's lock): 17,000 a second once.
-TEST(CallbackCommunicatorTest, ARankThatWaitsSeldomAsksTheHost) {
+TEST(CallbackCommunicatorTest, WaitingRankPollsTheHostRarely) {
   CallbackHost host(2);
   std::atomic<std::uint64_t> asked = 0;
   EXPECT_OK(RunOnHost(host, 2, [&](Communicator& comm) -> Status {
@@ -220,7 +221,7 @@ TEST(CallbackCommunicatorTest, ARankThatWaitsSeldomAsksTheHost) {
   EXPECT_LE(asked, 2000u);
 }
 
-TEST(CallbackCommunicatorTest, AHostThatThrowsHasFailed) {
+TEST(CallbackCommunicatorTest, ThrowingCallbackIsAFailure) {
   CommunicatorCallbacks callbacks;
   callbacks.send = [](void*, int, std::uint32_t, const void*, std::uint64_t,
                       std::uint64_t*) -> int { throw 1; };

@@ -32,14 +32,14 @@ int Report(const Communicator& comm, const Status& status) {
 
 class CollectiveSocketTest : public testing::TestWithParam<int> {};
 
-TEST_P(CollectiveSocketTest, EveryOperationOnEveryRank) {
+TEST_P(CollectiveSocketTest, EveryOperationWorksOnEveryRank) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
                          return Report(comm, ExerciseCollective(comm));
                        }));
   for (const ForkedGroup::Exit& e : group->Wait(seconds(120))) EXPECT_EQ(e.code, 0);
 }
 
-TEST_P(CollectiveSocketTest, JobsAfterFailedOnes) {
+TEST_P(CollectiveSocketTest, JobsWorkAfterFailedJobs) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
                          return Report(comm, ExerciseFailures(comm, comm.size() == 2 ? 200 : 30));
                        }));
@@ -64,7 +64,7 @@ struct Victim {
 
 // For each operation: all survivors fail by their deadline, with the same code, and name the
 // victim. All groups run at once: their waits overlap.
-TEST(CollectiveForkTest, ADeadOrStoppedRankIsNamedByAllInEveryOperation) {
+TEST(CollectiveForkTest, AllRanksNameADeadOrStoppedRankInEveryOperation) {
   constexpr int kRanks = 4;
   const std::vector<Victim> victims = {
       {0, SIGKILL, kSawFailure + static_cast<int>(Code::kUnavailable)},
@@ -156,7 +156,7 @@ class DyingCommunicator final : public Communicator {
 };
 
 // Between the sizes and the bytes, having told some and not others.
-TEST(CollectiveForkTest, ARankThatDiesWithinAllToAllIsNamedByAll) {
+TEST(CollectiveForkTest, AllRanksNameARankThatDiesInAllToAll) {
   constexpr int kRanks = 4;
   for (int victim = 0; victim < kRanks; victim += 3) {
     for (int sends = 1; sends <= 6; ++sends) {
@@ -181,7 +181,7 @@ TEST(CollectiveForkTest, ARankThatDiesWithinAllToAllIsNamedByAll) {
 }
 
 // A rank that did not even begin its part is found by its closed connection.
-TEST(CollectiveForkTest, ARankThatDiedBeforeItCameIsNamed) {
+TEST(CollectiveForkTest, RankThatDiedBeforeTheCallIsNamed) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {
                          if (comm.rank() == 1) ::raise(SIGKILL);
                          Collective c(comm, kPatient);
@@ -197,7 +197,7 @@ TEST(CollectiveForkTest, ARankThatDiedBeforeItCameIsNamed) {
 }
 
 // A rank that lives but does not come: named at `arrival`, and answered when it comes at last.
-TEST(CollectiveForkTest, ALateRankIsNamedAndGetsTheFailure) {
+TEST(CollectiveForkTest, LateRankIsNamedAndReceivesTheFailure) {
   // How many have given up, seen by all processes: the late one comes after them, however slow
   // the machine is.
   void* shared = ::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,
@@ -215,7 +215,7 @@ TEST(CollectiveForkTest, ALateRankIsNamedAndGetsTheFailure) {
                          failed->fetch_add(1);
                          const bool as_expected =
                              status.code() == Code::kDeadlineExceeded &&
-                             status.message().find("rank 2 did not come within") !=
+                             status.message().find("rank 2 did not arrive within") !=
                                  std::string::npos;
                          return as_expected ? 0 : 10 + Report(comm, status);
                        }));

@@ -43,9 +43,9 @@ class CollectiveTcpTest : public testing::TestWithParam<TcpRanks> {
   }
 };
 
-TEST_P(CollectiveTcpTest, EveryOperationOnEveryRank) { Holds(ExerciseCollective); }
+TEST_P(CollectiveTcpTest, EveryOperationWorksOnEveryRank) { Holds(ExerciseCollective); }
 
-TEST_P(CollectiveTcpTest, JobsAfterFailedOnes) {
+TEST_P(CollectiveTcpTest, JobsWorkAfterFailedJobs) {
   Holds([](Communicator& comm) { return ExerciseFailures(comm, comm.size() == 2 ? 100 : 20); });
 }
 
@@ -66,7 +66,7 @@ TEST(CollectiveTcpForkTest, AHundredMegabytesAreGathered) {
 
 // For each operation all survivors fail with the same code, and name the victim. All groups run at
 // once. (A stopped rank is the business of Collective and of heartbeats: collective_socket_test.)
-TEST(CollectiveTcpForkTest, AKilledRankIsNamedByAllInEveryOperation) {
+TEST(CollectiveTcpForkTest, AllRanksNameAKilledRankInEveryOperation) {
   constexpr int kRanks = 4;
   struct Victim {
     int rank;
@@ -99,7 +99,7 @@ TEST(CollectiveTcpForkTest, AKilledRankIsNamedByAllInEveryOperation) {
 }
 
 // A rank that did not even begin its part is found by its address, at which nobody listens.
-TEST(CollectiveTcpForkTest, ARankThatDiedBeforeItCameIsNamed) {
+TEST(CollectiveTcpForkTest, RankThatDiedBeforeTheCallIsNamed) {
   for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix}) {
     for (const int victim : {0, 1}) {
       ASSERT_OK_AND_ASSIGN(const auto group, StartTcpRanks(3, way, [victim](Communicator& comm) {

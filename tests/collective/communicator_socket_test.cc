@@ -31,7 +31,7 @@ int ReportCase(const Communicator& comm, const Status& status) {
 class SocketConformanceTest : public testing::TestWithParam<int> {};
 
 // One group runs all cases, as under MPI: forking is dear under sanitizers.
-TEST_P(SocketConformanceTest, Holds) {
+TEST_P(SocketConformanceTest, ConformanceCasesHold) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(GetParam(), [](Communicator& comm) {
                          Status status = Conform(comm, /*cancels=*/false);
                          if (status.ok()) status = Conform(comm, /*cancels=*/true);
@@ -46,7 +46,7 @@ TEST_P(SocketConformanceTest, Holds) {
 INSTANTIATE_TEST_SUITE_P(All, SocketConformanceTest, testing::Values(1, 2, 4),
                          testing::PrintToStringParamName());
 
-TEST(SocketGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+TEST(SocketGroupViewTest, ChannelsAndSubgroupsConformAndWorkConcurrently) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(4, [](Communicator& comm) {
                          Status status = ExerciseChannels(comm);
                          if (status.ok()) status = ExerciseSubgroups(comm);
@@ -57,7 +57,7 @@ TEST(SocketGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
 
 // Rank 0 of the subgroup is another rank of the group. Who dies or stops is named as the subgroup
 // counts; rank 2 of the group is not concerned.
-TEST(SocketGroupViewTest, ADeadOrStoppedRankOfASubgroupIsNamed) {
+TEST(SocketGroupViewTest, DeadOrStoppedRankOfASubgroupIsNamed) {
   const std::vector<int> ranks = {3, 1, 0};
   struct Fate {
     int victim;
@@ -97,7 +97,7 @@ TEST(SocketGroupViewTest, ADeadOrStoppedRankOfASubgroupIsNamed) {
   }
 }
 
-TEST(ForkedGroupTest, SaysHowEachRankEnded) {
+TEST(ForkedGroupTest, ReportsHowEachRankEnded) {
   ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(3, [](Communicator& comm) {
                          if (comm.rank() == 1) ::raise(SIGKILL);
                          if (comm.rank() == 2) throw 1;
@@ -109,7 +109,7 @@ TEST(ForkedGroupTest, SaysHowEachRankEnded) {
   EXPECT_EQ(exits[2].code, 125);
 }
 
-TEST(ForkedGroupTest, WhoStillRunsAtTheDeadlineIsKilledWithTheGroup) {
+TEST(ForkedGroupTest, RanksRunningAtTheDeadlineAreKilled) {
   pid_t pid = 0;
   {
     ASSERT_OK_AND_ASSIGN(const auto group, ForkedGroup::Start(1, [](Communicator&) {
@@ -129,7 +129,7 @@ TEST(ForkedGroupTest, RefusesImpossibleSizes) {
 }
 
 // Rank 1 dies: what it had sent arrives, then everything that waits for it fails and names it.
-TEST(ForkedGroupTest, WhoIsGoneIsNamedAndItsMessagesStay) {
+TEST(ForkedGroupTest, DeadRankIsNamedAndItsMessagesStillArrive) {
   const auto body = [](Communicator& comm) {
     std::string words = "last words";
     std::string large(8 << 20, 'x');

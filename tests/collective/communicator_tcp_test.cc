@@ -38,7 +38,7 @@ struct Variant {
 
 class TcpConformanceTest : public testing::TestWithParam<Variant> {};
 
-TEST_P(TcpConformanceTest, Holds) {
+TEST_P(TcpConformanceTest, ConformanceCasesHold) {
   if (!CanUse(GetParam().way)) GTEST_SKIP() << "this machine has no ::1";
   ASSERT_OK_AND_ASSIGN(const auto group,
                        StartTcpRanks(GetParam().ranks, GetParam().way, [](Communicator& comm) {
@@ -61,7 +61,7 @@ INSTANTIATE_TEST_SUITE_P(All, TcpConformanceTest,
                            return NameOf(one.param.way) + std::to_string(one.param.ranks);
                          });
 
-TEST(TcpGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+TEST(TcpGroupViewTest, ChannelsAndSubgroupsConformAndWorkConcurrently) {
   for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix}) {
     ASSERT_OK_AND_ASSIGN(const auto group, StartTcpRanks(4, way, [](Communicator& comm) {
                            Status status = ExerciseChannels(comm);
@@ -74,7 +74,7 @@ TEST(TcpGroupViewTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
 
 // Rank 1 dies: what it had sent arrives, then everything that waits for it fails and names it with
 // its host and its process.
-TEST(TcpForkTest, WhoIsGoneIsNamedAndItsMessagesStay) {
+TEST(TcpForkTest, DeadRankIsNamedAndItsMessagesStillArrive) {
   for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix}) {
     const auto body = [](Communicator& comm) {
       std::string words = "last words of " + std::to_string(::getpid()) + std::string(20, ' ');
@@ -119,7 +119,7 @@ TEST(TcpForkTest, WhoIsGoneIsNamedAndItsMessagesStay) {
 
 // A small message is taken over before there is a connection, and comes although its sender has
 // left before its receiver asked for anything.
-TEST(TcpForkTest, WhatALeaverSentIsStillThere) {
+TEST(TcpForkTest, MessagesOfARankThatLeftStillArrive) {
   for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix, TcpWay::kIpv6}) {
     if (!CanUse(way)) continue;
     // Ranks 1 and 2: neither is rank 0, with which all are connected. Both directions of a dial.
@@ -149,7 +149,7 @@ TEST(TcpForkTest, WhatALeaverSentIsStillThere) {
 }
 
 // All dial each other at the same moment, again and again: nothing is lost and nothing comes twice.
-TEST(TcpForkTest, SimultaneousDialsNeitherLoseNorDoubleAByte) {
+TEST(TcpForkTest, SimultaneousDialsLoseAndDuplicateNoByte) {
   constexpr int kRanks = 6;
   for (int turn = 0; turn < 12; ++turn) {
     const TcpWay way = turn % 2 == 0 ? TcpWay::kIpv4 : TcpWay::kUnix;

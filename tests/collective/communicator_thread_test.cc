@@ -16,7 +16,7 @@ namespace {
 
 class ThreadConformanceTest : public testing::TestWithParam<std::tuple<std::size_t, int>> {};
 
-TEST_P(ThreadConformanceTest, Holds) {
+TEST_P(ThreadConformanceTest, ConformanceCaseHolds) {
   const auto [index, ranks] = GetParam();
   const ConformanceCase& c = ConformanceCases()[index];
   if (ranks < c.min_ranks) return;
@@ -40,7 +40,7 @@ TEST(ThreadCommunicatorTest, ReturnsTheFirstFailureByRank) {
   EXPECT_THAT(status, HasMessage("from 1"));
 }
 
-TEST(ThreadCommunicatorTest, AnExceptionIsAFailure) {
+TEST(ThreadCommunicatorTest, ExceptionIsAFailure) {
   const Status status = RunOnThreads(2, [](Communicator& comm) -> Status {
     if (comm.rank() == 1) throw std::runtime_error("out of luck");
     return {};
@@ -49,14 +49,14 @@ TEST(ThreadCommunicatorTest, AnExceptionIsAFailure) {
   EXPECT_THAT(status, HasMessage("out of luck"));
 }
 
-TEST(ThreadCommunicatorTest, AGroupNeedsARank) {
+TEST(ThreadCommunicatorTest, GroupOfZeroRanksIsRefused) {
   EXPECT_THAT(RunOnThreads(0, [](Communicator&) { return Status(); }),
               HasCode(Code::kInvalidArgument));
   EXPECT_EQ(MakeSelfCommunicator()->size(), 1);
   EXPECT_EQ(MakeSelfCommunicator()->kind(), "self");
 }
 
-TEST(ThreadCommunicatorTest, WhoIsGoneIsNamedAndItsSmallMessagesStay) {
+TEST(ThreadCommunicatorTest, RankThatLeftIsNamedAndItsSmallMessagesArrive) {
   auto group = MakeThreadGroup(2);
   std::string small = "last words";
   std::string large(1 << 20, 'x');

@@ -69,7 +69,7 @@ Status TalkInJob(Communicator& comm, const Timeouts& timeouts, std::uint64_t job
   return {};
 }
 
-TEST(DisturbedMessagesTest, ExactOrErrorAndTheNextJobsWork) {
+TEST(DisturbedMessagesTest, LoadsAreExactOrFailAndNextJobsWork) {
   constexpr int kRanks = 3;
   constexpr Timeouts kShort{milliseconds(2000), milliseconds(150)};
   const int cases = TestScale(25);

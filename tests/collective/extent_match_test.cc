@@ -130,7 +130,7 @@ class ExtentMatchTest : public testing::Test {
 };
 
 // As many parts as would take minutes if each were compared with each.
-TEST_F(ExtentMatchTest, ManyPartsOfTheSameCutInAnyOrder) {
+TEST_F(ExtentMatchTest, MatchesManyPartsOfTheSameCut) {
   constexpr std::int64_t kParts = Amount(100'000, 20'000);
   Random random(TestSeed());
   SetTensor(DType::kF32, {kParts, 16});
@@ -152,7 +152,7 @@ TEST_F(ExtentMatchTest, ManyPartsOfTheSameCutInAnyOrder) {
 
 // Rows of 25,000 bytes, three of which are more than a leaf: parts of three of them here, of two
 // there, every second one another rank's.
-TEST_F(ExtentMatchTest, ManyPartsOfAnotherCutInAnyOrder) {
+TEST_F(ExtentMatchTest, MatchesManyPartsOfAnotherCut) {
   Random random(TestSeed());
   SetTensor(DType::kU8, {6000, 25'000});
   for (std::int64_t i = 0; i < 6000; i += 6) AddChunk(B({i, 0}, {3, 25'000}), 7);
@@ -171,7 +171,7 @@ TEST_F(ExtentMatchTest, ManyPartsOfAnotherCutInAnyOrder) {
   }
 }
 
-TEST_F(ExtentMatchTest, AsEachChunkWithEachExtent) {
+TEST_F(ExtentMatchTest, MatchesLikeComparingEveryPair) {
   Random random(TestSeed());
   int by_leaf = 0;
   int exact = 0;
@@ -222,7 +222,7 @@ TEST_F(ExtentMatchTest, AsEachChunkWithEachExtent) {
 }
 
 // Boxes and runs are told apart exactly: whose extents are others' is not asked for page hashes.
-TEST_F(ExtentMatchTest, TouchesWhatItHasCellsOf) {
+TEST_F(ExtentMatchTest, TouchesOnlyExtentsThatShareCells) {
   SetTensor(DType::kF32, {10, 100});
   AddChunk(B({0, 0}, {4, 50}));
   AddChunk(F(Box::Whole({10, 100}), 650, 200));

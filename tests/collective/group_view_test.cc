@@ -21,23 +21,23 @@
 namespace tensormount {
 namespace {
 
-TEST(GroupViewTest, ChannelsConformAndWorkAtTheSameTime) {
+TEST(GroupViewTest, ChannelsConformAndWorkConcurrently) {
   EXPECT_OK(RunOnThreads(1, ExerciseChannels));
   EXPECT_OK(RunOnThreads(3, ExerciseChannels));
 }
 // Halves of three and two ranks.
-TEST(GroupViewTest, SubgroupsConformAndWorkAtTheSameTime) {
+TEST(GroupViewTest, SubgroupsConformAndWorkConcurrently) {
   EXPECT_OK(RunOnThreads(5, ExerciseSubgroups));
 }
 
-TEST(GroupViewTest, WhatCannotBeIsRefused) {
+TEST(GroupViewTest, InvalidChannelsAndSubgroupsAreRefused) {
   const auto group = MakeThreadGroup(3);
   Communicator& comm = *group[1];
   const auto channel = [&](Communicator& parent, std::uint32_t number) {
     return MakeChannel(parent, number).status();
   };
   EXPECT_THAT(channel(comm, 0), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(channel(comm, Communicator::kChannels), HasMessage("channel 8"));
+  EXPECT_THAT(channel(comm, Communicator::kChannels), HasMessage("channel number 8"));
   ASSERT_OK_AND_ASSIGN(const auto one, MakeChannel(comm, 1));
   EXPECT_THAT(channel(*one, 2), HasMessage("channel itself"));
 
@@ -90,7 +90,7 @@ TEST(GroupViewTest, JobNumbersOfDifferentChannelsDiffer) {
 
 // What is of the ranks is shared by a group and all its channels, and by no other group; jobs are
 // not.
-TEST(GroupViewTest, WhatIsOfTheRanksIsSharedByTheirChannels) {
+TEST(GroupViewTest, ChannelsShareStateOfTheirRanks) {
   const auto group = MakeThreadGroup(3);
   Communicator& all = *group[0];
   ASSERT_OK_AND_ASSIGN(const auto channel, MakeChannel(all, 1));
@@ -116,7 +116,7 @@ TEST(GroupViewTest, WhatIsOfTheRanksIsSharedByTheirChannels) {
   EXPECT_EQ(groups.size(), 7u);
 }
 
-TEST(GroupViewTest, WhoIsGoneIsNamedAsTheSubgroupCounts) {
+TEST(GroupViewTest, DeadRankIsNamedByItsSubgroupNumber) {
   auto group = MakeThreadGroup(13);
   ASSERT_OK_AND_ASSIGN(const auto sub, MakeSubgroup(*group[2], {12, 2, 1}, 1));
   std::uint8_t byte = 0;
@@ -131,7 +131,7 @@ TEST(GroupViewTest, WhoIsGoneIsNamedAsTheSubgroupCounts) {
   EXPECT_THAT(sub->Test(from_1), HasCode(Code::kInvalidArgument));
 }
 
-TEST(GroupViewTest, WhatIsOutstandingEndsWithTheChannel) {
+TEST(GroupViewTest, PendingRequestsEndWithTheChannel) {
   const auto group = MakeThreadGroup(2);
   ASSERT_OK_AND_ASSIGN(auto channel, MakeChannel(*group[0], 1));
   std::vector<std::uint8_t> bytes(1 << 20);
@@ -143,7 +143,7 @@ TEST(GroupViewTest, WhatIsOutstandingEndsWithTheChannel) {
 
 // Plans are kept for ranks, and not for places in a group: of rows and columns of a grid, whose
 // channels all have ranks 0 and 1, each makes its own.
-TEST(GroupViewTest, RowsAndColumnsOfAGridPlanForThemselves) {
+TEST(GroupViewTest, SubgroupsOfAGridKeepTheirOwnPlans) {
   TempDir dir;
   EXPECT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {
     const int row = comm.rank() / 2;
@@ -181,7 +181,7 @@ TEST(GroupViewTest, RowsAndColumnsOfAGridPlanForThemselves) {
 }
 
 // Two halves of four ranks save different checkpoints at the same time, and load each other's.
-TEST(GroupViewTest, SubgroupsSaveAndLoadAtTheSameTime) {
+TEST(GroupViewTest, SubgroupsSaveAndLoadConcurrently) {
   TempDir dir;
   const auto path = [&](int half) { return dir.path() + "/store/step-" + std::to_string(half); };
   EXPECT_OK(RunOnThreads(4, [&](Communicator& comm) -> Status {

@@ -165,7 +165,7 @@ Timeouts Within(int attempt) {
 }
 
 // Nothing here enables the guard of mappings: SIGBUS would end this process.
-TEST_F(HostsTest, ABadBlockIsAnErrorThatNamesItAndNoSignal) {
+TEST_F(HostsTest, BadBlockIsAnErrorWithItsPlaceAndNotSigbus) {
   ASSERT_FALSE(MappingGuarded());
   const std::vector<GlobalTensor> tensors = HostTensors();
   ASSERT_OK(SaveByRule(Path("one"), tensors, "rows", kHostRanks,
@@ -204,7 +204,7 @@ TEST_F(HostsTest, ABadBlockIsAnErrorThatNamesItAndNoSignal) {
 
 // A rank whose own read or fsync does not come back cannot return before it does. The others do,
 // and name it.
-TEST_F(HostsTest, ARankThatHangsInAReadIsNamedByTheOthers) {
+TEST_F(HostsTest, OtherRanksNameARankThatHangsInRead) {
   const std::vector<GlobalTensor> tensors = HostTensors();
   ASSERT_OK(SaveByRule(Path("one"), tensors, "rows", kHostRanks,
                        {.placement = PlacementRule::kRankShard}));
@@ -237,7 +237,7 @@ TEST_F(HostsTest, ARankThatHangsInAReadIsNamedByTheOthers) {
   EXPECT_EQ(WhatIsWrong(tensors, wishes, LoadWishes(Path("one"), tensors, wishes)), "");
 }
 
-TEST_F(HostsTest, ARankThatHangsInAnFsyncIsNamedByTheOthersAndNothingIsThere) {
+TEST_F(HostsTest, RankHangingInFsyncIsNamedAndNothingIsPublished) {
   for (const int victim : {0, 1}) {
     SCOPED_TRACE(victim);
     Outcome outcome;
@@ -267,7 +267,7 @@ TEST_F(HostsTest, ARankThatHangsInAnFsyncIsNamedByTheOthersAndNothingIsThere) {
 }
 
 // Nobody deletes a file that another rank may hang on, whichever of its peers is known to be gone.
-TEST_F(HostsTest, WhereOneRankHangsAndAnotherIsGoneTheThirdReturns) {
+TEST_F(HostsTest, ThirdRankReturnsWhenOneHangsAndOneIsDead) {
   constexpr int kHangs = 1;
   constexpr int kGoes = 2;
   const auto body = [&](Communicator& comm) -> Status {
@@ -298,7 +298,7 @@ TEST_F(HostsTest, WhereOneRankHangsAndAnotherIsGoneTheThirdReturns) {
 
 // Training goes on: the save that needs the lane of the one that hangs waits for `arrival` at most,
 // and then says so.
-TEST_F(HostsTest, ASaveInTheBackgroundThatHangsHoldsTrainingForArrivalAtMost) {
+TEST_F(HostsTest, HungAsyncSaveBlocksTrainingForArrivalAtMost) {
   using Clock = std::chrono::steady_clock;
   std::atomic<bool> said{false};
   Clock::duration longest{};
@@ -327,7 +327,7 @@ TEST_F(HostsTest, ASaveInTheBackgroundThatHangsHoldsTrainingForArrivalAtMost) {
     }
     const Status staged = handles[2].WaitStaged();
     EXPECT_THAT(staged, HasCode(Code::kDeadlineExceeded));
-    EXPECT_THAT(staged, HasMessage("an earlier save is still under way"));
+    EXPECT_THAT(staged, HasMessage("the save before the last one has not ended"));
     return handles[0].WaitCommitted().status();
   };
   const Outcome outcome = Hang("fsync *.staging/step-1*r1*", body);

@@ -23,7 +23,7 @@ Region Flat(const Dims& shape, std::int64_t first, std::int64_t count) {
   return Region::Flat(Box::Whole(shape), first, count).value();
 }
 
-TEST(RankListText, StretchesAreShort) {
+TEST(RankListText, ConsecutiveRanksArePrintedAsRanges) {
   EXPECT_EQ(RankList({}), "no rank");
   EXPECT_EQ(RankList({3}), "rank 3");
   EXPECT_EQ(RankList({2, 0, 1, 1}), "ranks 0, 1, 2");
@@ -55,7 +55,7 @@ TEST(LayoutCheck, GapOfOneElementNamesTensorBoxAndRanks) {
             "is one element short at its beginning: off by one?)");
 }
 
-TEST(LayoutCheck, OfManyRanksSomeAreListedAndAllAreCounted) {
+TEST(LayoutCheck, RankListIsTruncatedButCounted) {
   LayoutRanks ranks(100);
   for (int r = 0; r < 100; ++r) ranks.Tensor(r, "w", kF, {101}, B({r}, {1}));
   const LayoutReport report = ranks.Check();
@@ -88,7 +88,7 @@ TEST(LayoutCheck, OverlapNamesTheBoxAndBothRanks) {
   EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [4:5, 0:8] is held by rank 1 and rank 2"));
 }
 
-TEST(LayoutCheck, AnOverlapOfUnequalBoxesNamesBothAndACause) {
+TEST(LayoutCheck, OverlapOfUnequalBoxesNamesBothAndACause) {
   LayoutRanks ranks(3);
   ranks.Tensor(0, "w", kF, {4, 8}, B({0, 0}, {2, 8}))
       .Tensor(1, "w", kF, {4, 8}, B({0, 0}, {2, 4}))
@@ -97,8 +97,8 @@ TEST(LayoutCheck, AnOverlapOfUnequalBoxesNamesBothAndACause) {
   ASSERT_EQ(report.findings.size(), 1u);
   EXPECT_EQ(report.findings[0].message, "tensor w: [0:2, 0:4] is held by rank 0 and rank 1");
   EXPECT_EQ(report.findings[0].cause,
-            "rank 0: [0:2, 0:8], rank 1: [0:2, 0:4]: a whole on some ranks and a part of it on "
-            "others?");
+            "rank 0: [0:2, 0:8], rank 1: [0:2, 0:4]: one box contains another: not sharded on some "
+            "ranks?");
   LayoutRanks cut(2);
   cut.Tensor(0, "w", kF, {6, 6}, B({0, 0}, {6, 4})).Tensor(1, "w", kF, {6, 6}, B({3, 0}, {3, 6}));
   report = cut.Check();
@@ -111,13 +111,13 @@ TEST(LayoutCheck, AnOverlapOfUnequalBoxesNamesBothAndACause) {
   EXPECT_TRUE(seen);
 }
 
-TEST(LayoutCheck, OverlapOnOneRankIsSaidSo) {
+TEST(LayoutCheck, OverlapWithinOneRankIsReported) {
   LayoutRanks ranks(1);
   ranks.Tensor(0, "w", kF, {8}, B({0}, {5})).Tensor(0, "w", kF, {8}, B({4}, {4}));
-  EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [4:5] is held twice by rank 0"));
+  EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [4:5] was added twice by rank 0"));
   LayoutRanks twice(1);
   twice.Tensor(0, "w", kF, {8}, B({0}, {8})).Tensor(0, "w", kF, {8}, B({0}, {8}));
-  EXPECT_THAT(twice.Messages(), ElementsAre("tensor w: [0:8] is held twice by rank 0"));
+  EXPECT_THAT(twice.Messages(), ElementsAre("tensor w: [0:8] was added twice by rank 0"));
 }
 
 TEST(LayoutCheck, DtypeAndShapeMustAgree) {
@@ -133,7 +133,7 @@ TEST(LayoutCheck, DtypeAndShapeMustAgree) {
               ElementsAre("tensor w: shape is [8, 8] on rank 0 and [8, 9] on rank 1"));
 }
 
-TEST(LayoutCheck, CellsAreCheckedWhereOnlyDtypesDiffer) {
+TEST(LayoutCheck, CellsAreCheckedWhenDtypesDiffer) {
   LayoutRanks ranks(2);
   ranks.Tensor(0, "w", kF, {8}, B({0}, {4})).Tensor(1, "w", DType::kBF16, {8}, B({5}, {3}));
   EXPECT_THAT(ranks.Messages(),
@@ -141,7 +141,7 @@ TEST(LayoutCheck, CellsAreCheckedWhereOnlyDtypesDiffer) {
                           "tensor w: dtype is f32 on rank 0 and bf16 on rank 1"));
 }
 
-TEST(LayoutCheck, ReplicasAreEqualRegionsHoweverSpelled) {
+TEST(LayoutCheck, EqualRegionsAreReplicasHoweverSpelled) {
   LayoutRanks ranks(3);
   // A flat range of whole rows is the box of these rows.
   ranks.Tensor(0, "w", kF, {4, 2}, B({0, 0}, {2, 2}))
@@ -157,7 +157,7 @@ TEST(LayoutCheck, ReplicasAreEqualRegionsHoweverSpelled) {
   EXPECT_EQ(ranks.Check().replica_bytes, 16u);
 }
 
-TEST(LayoutCheck, PartialOverlapOfUnequalRegionsIsNoReplica) {
+TEST(LayoutCheck, PartialOverlapIsNotTreatedAsAReplica) {
   LayoutRanks ranks(2);
   ranks.Tensor(0, "w", kF, {4, 2}, Box::Whole({4, 2}))
       .Tensor(1, "w", kF, {4, 2}, B({1, 0}, {2, 2}));
@@ -179,13 +179,13 @@ TEST(LayoutCheck, EmptyTensorsAndEmptyRegionsAreLegal) {
   EXPECT_EQ(layout.tensors[1].first_rank, 1);
 }
 
-TEST(LayoutCheck, NothingButEmptyRegionsOfATensorWithCells) {
+TEST(LayoutCheck, TensorWithOnlyEmptyRegionsIsReported) {
   LayoutRanks ranks(1);
   ranks.Tensor(0, "w", kF, {4}, B({2}, {0}));
   EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [0:4] is held by no rank"));
 }
 
-TEST(LayoutCheck, LabelledReplicasHaveOneMain) {
+TEST(LayoutCheck, LabelledReplicasMustHaveOneMain) {
   LayoutRanks good(3);
   good.Tensor(0, "w", kF, {8}, B({0}, {4}), Replica::kCopy)
       .Tensor(1, "w", kF, {8}, B({0}, {4}), Replica::kMain)
@@ -238,7 +238,7 @@ TEST(LayoutCheck, ObjectsAgreeAndGridsAreComplete) {
   LayoutRanks grids(2);
   grids.Object(0, "rng", "a", {.index = {0}, .grid = {1}})
       .Object(1, "rng", "b", {.index = {1}, .grid = {2}});
-  EXPECT_THAT(grids.Messages(), ElementsAre("object rng: grids [1] and [2] on rank 0 and rank 1"));
+  EXPECT_THAT(grids.Messages(), ElementsAre("object rng: grid is [1] on rank 0 and [2] on rank 1"));
   LayoutRanks kinds(2);
   kinds.Tensor(0, "x", kF, {1}, B({0}, {1})).Object(1, "x", "b");
   EXPECT_THAT(kinds.Messages(), ElementsAre("key x is a tensor on rank 0 and an object on rank 1"));
@@ -253,7 +253,7 @@ TEST(LayoutCheck, ObjectsAgreeAndGridsAreComplete) {
   EXPECT_EQ(good.Check().objects, 3u);
 }
 
-TEST(LayoutCheck, TheOneObjectThatDiffersIsNamed) {
+TEST(LayoutCheck, RankWithTheDifferingObjectIsNamed) {
   LayoutRanks ranks(5);
   for (int r = 0; r < 5; ++r) ranks.Object(r, "rng", r == 3 ? "b" : "a");
   EXPECT_THAT(ranks.Messages(),
@@ -261,7 +261,7 @@ TEST(LayoutCheck, TheOneObjectThatDiffersIsNamed) {
   EXPECT_EQ(ranks.Cause(), "only rank 3 differs from the 4 others");
 }
 
-TEST(LayoutCheck, ObjectPartsTwiceOnOneRank) {
+TEST(LayoutCheck, DuplicateObjectPartOnOneRankIsReported) {
   // A state dict refuses this; what comes from elsewhere may have it.
   LayoutRanks once(1);
   once.Object(0, "rng", "a");
@@ -273,10 +273,10 @@ TEST(LayoutCheck, ObjectPartsTwiceOnOneRank) {
   ASSERT_OK(table.Add(encoded, std::vector<int>{0}));
   const LayoutReport report = CheckLayout(table, {1, 100, nullptr});
   ASSERT_EQ(report.findings.size(), 1u);
-  EXPECT_EQ(report.findings[0].message, "object rng: held twice by rank 0");
+  EXPECT_EQ(report.findings[0].message, "object rng: added twice by rank 0");
 }
 
-TEST(LayoutCheck, NamesOfLayersAreTaken) {
+TEST(LayoutCheck, KeyThatEqualsALayerNameIsReported) {
   LayoutRanks ranks(1);
   ranks.Tensor(0, "layers.w", kF, {4, 2}, Box::Whole({4, 2}))
       .Tensor(0, "layers.3.w", kF, {2}, Box::Whole({2}))
@@ -285,10 +285,11 @@ TEST(LayoutCheck, NamesOfLayersAreTaken) {
   const LayoutReport report = ranks.Check(100, &names);
   ASSERT_EQ(report.findings.size(), 1u);
   EXPECT_EQ(report.findings[0].kind, FindingKind::kLayerName);
-  EXPECT_EQ(report.findings[0].message, "tensor layers.3.w: is also layer 3 of tensor layers.w");
+  EXPECT_EQ(report.findings[0].message,
+            "tensor layers.3.w: this is also the name of layer 3 of tensor layers.w");
 }
 
-TEST(LayoutCheck, FindingsComeByKeyThenKindThenPlace) {
+TEST(LayoutCheck, FindingsAreSortedByKeyKindAndPlace) {
   LayoutRanks ranks(2);
   ranks.Tensor(0, "b", kF, {8}, B({1}, {3}))
       .Tensor(1, "b", kF, {8}, B({3}, {4}))
@@ -301,7 +302,7 @@ TEST(LayoutCheck, FindingsComeByKeyThenKindThenPlace) {
                           "tensor b: [3:4] is held by rank 0 and rank 1"));
 }
 
-TEST(LayoutCheck, CellsOfSeveralRanksAreOneFinding) {
+TEST(LayoutCheck, OverlapOfSeveralRanksIsOneFinding) {
   LayoutRanks ranks(3);
   ranks.Tensor(0, "w", kF, {8}, B({0}, {5}))
       .Tensor(1, "w", kF, {8}, B({4}, {4}))
@@ -309,7 +310,7 @@ TEST(LayoutCheck, CellsOfSeveralRanksAreOneFinding) {
   EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [4:5] is held by ranks 0, 1, 2"));
 }
 
-TEST(LayoutCheck, NumbersOfTheReport) {
+TEST(LayoutCheck, ReportCountsTensorsBytesAndReplicas) {
   LayoutRanks ranks(4);
   for (int r = 0; r < 4; ++r) {
     ranks.Tensor(r, "w", kF, {8}, B({4 * (r % 2)}, {4}))
@@ -323,14 +324,15 @@ TEST(LayoutCheck, NumbersOfTheReport) {
   EXPECT_EQ(report.bytes, 34u);
   EXPECT_EQ(report.replica_bytes, 32u + 6u);
   EXPECT_EQ(report.layouts, 2u);
-  EXPECT_EQ(report.ToText(),
-            "2 tensors of 34 bytes and 0 objects on 4 ranks: 8 shards in 2 different layouts, 38 "
-            "bytes of replicas\nsound: every cell is held, replicas apart once\n");
+  EXPECT_EQ(
+      report.ToText(),
+      "2 tensors of 34 bytes and 0 objects on 4 ranks: 8 shards in 2 different layouts, 38 "
+      "bytes of replicas\nsound: every element is held exactly once, not counting replicas\n");
 }
 
 // ---- Causes ---------------------------------------------------------------------------------
 
-TEST(LayoutCause, RanksReportTheBoxesOfOthers) {
+TEST(LayoutCause, NamesRanksThatReportAnotherRanksBoxes) {
   LayoutRanks ranks(16);
   for (int r = 0; r < 16; ++r) ranks.Tensor(r, "w", kF, {32, 4}, B({2 * (r % 8), 0}, {2, 4}));
   EXPECT_EQ(ranks.Cause(), "ranks 8-15 report the boxes of ranks 0-7: wrong tensor-parallel rank?");
@@ -339,7 +341,7 @@ TEST(LayoutCause, RanksReportTheBoxesOfOthers) {
   EXPECT_EQ(one.Cause(), "rank 3 reports the box of rank 2: wrong tensor-parallel rank?");
 }
 
-TEST(LayoutCause, AbsentRank) {
+TEST(LayoutCause, NamesRankThatHoldsNothing) {
   LayoutRanks ranks(8);
   for (int r = 0; r < 8; ++r) {
     if (r != 5) ranks.Tensor(r, "w", kF, {16}, B({2 * r}, {2}));
@@ -350,7 +352,7 @@ TEST(LayoutCause, AbsentRank) {
   EXPECT_EQ(last.Cause(), "rank 6 holds nothing of this tensor: missing rank or missing state?");
 }
 
-TEST(LayoutCause, TransposedGrid) {
+TEST(LayoutCause, NamesTransposedRankInAGrid) {
   // Rank r of 2 x 3 should hold cell (r / 3, r % 3); rank 1 has taken (j, i) for (i, j).
   LayoutRanks ranks(6);
   for (int r = 0; r < 6; ++r) {
@@ -374,7 +376,7 @@ TEST(LayoutCause, TransposedGrid) {
   EXPECT_EQ(either.Cause(), "");
 }
 
-TEST(LayoutCause, ShardsThatBeginLate) {
+TEST(LayoutCause, NamesShardThatBeginsLate) {
   LayoutRanks ranks(5);
   for (int r = 0; r < 5; ++r) {
     ranks.Tensor(r, "w", kF, {20, 3}, B({4 * r + (r == 3 ? 1 : 0), 0}, {4, 3}));
@@ -388,7 +390,7 @@ TEST(LayoutCause, ShardsThatBeginLate) {
   EXPECT_EQ(report.findings[1].cause, "the shard of rank 3 begins one row late");
 }
 
-TEST(LayoutCause, BoxesThatAreTooShortOrTooLong) {
+TEST(LayoutCause, NamesBoxThatIsTooShortOrTooLong) {
   LayoutRanks shorter(4);
   for (int r = 0; r < 4; ++r) {
     shorter.Tensor(r, "w", kF, {3, 20}, B({0, 5 * r}, {3, r == 1 ? 4 : 5}));
@@ -399,11 +401,11 @@ TEST(LayoutCause, BoxesThatAreTooShortOrTooLong) {
   EXPECT_EQ(longer.Cause(), "the box of rank 1 is 2 elements too long at its end");
 }
 
-TEST(LayoutCause, Shapes) {
+TEST(LayoutCause, NamesPaddedAndTransposedShapes) {
   LayoutRanks padding(2);
   padding.Tensor(0, "w", kF, {50304, 8}, B({0, 0}, {25152, 8}))
       .Tensor(1, "w", kF, {50432, 8}, B({25216, 0}, {25216, 8}));
-  EXPECT_EQ(padding.Cause(), "shape differs only in axis 0: another vocabulary padding?");
+  EXPECT_EQ(padding.Cause(), "shape differs only in axis 0: different vocabulary padding?");
   LayoutRanks local(2);
   local.Tensor(0, "w", kF, {8, 8}, B({0, 0}, {4, 8})).Tensor(1, "w", kF, {4, 8}, B({0, 0}, {4, 8}));
   EXPECT_EQ(local.Cause(),
@@ -415,7 +417,7 @@ TEST(LayoutCause, Shapes) {
   EXPECT_EQ(turned.Cause(), "the shapes are each other's transposes");
 }
 
-TEST(LayoutCause, NoneWhereNothingFits) {
+TEST(LayoutCause, GivesNoCauseWhenNothingFits) {
   LayoutRanks ranks(3);
   ranks.Tensor(0, "w", kF, {100}, B({0}, {13}))
       .Tensor(1, "w", kF, {100}, B({31}, {17}))
@@ -459,20 +461,20 @@ TEST(DcpValidation, CutsAlongEveryAxisAreSound) {
   }
 }
 
-TEST(DcpValidation, AnEmptyChunkInsideAnotherIsNoOverlap) {
+TEST(DcpValidation, EmptyChunkInsideAnotherIsNotAnOverlap) {
   LayoutRanks ranks(2);
   ranks.Tensor(0, "w", kF, {4, 4}, Box::Whole({4, 4}))
       .Tensor(1, "w", kF, {4, 4}, B({2, 1}, {0, 2}));
   EXPECT_THAT(ranks.Messages(), IsEmpty());
 }
 
-TEST(DcpValidation, ASmallerChunkAtTheSameOffsetIsNoReplica) {
+TEST(DcpValidation, SmallerChunkAtTheSameOffsetIsAnOverlap) {
   LayoutRanks ranks(2);
   ranks.Tensor(0, "w", kF, {4}, B({0}, {4})).Tensor(1, "w", kF, {4}, B({0}, {2}));
   EXPECT_THAT(ranks.Messages(), ElementsAre("tensor w: [0:2] is held by rank 0 and rank 1"));
 }
 
-TEST(DcpValidation, AHoleOfASingleRankIsFound) {
+TEST(DcpValidation, HoleInASingleRankIsFound) {
   LayoutRanks ranks(1);
   ranks.Tensor(0, "w", kF, {4}, B({0}, {3}));
   EXPECT_THAT(ranks.Messages(),
@@ -502,7 +504,7 @@ LayoutRanks OneOfEach() {
   return ranks;
 }
 
-TEST(LayoutWire, ComesBackAsItWent) {
+TEST(LayoutWire, LayoutRoundTrips) {
   LayoutRanks ranks = OneOfEach();
   ASSERT_OK_AND_ASSIGN(const DecodedLayout d, DecodeLayout(EncodeLayout(ranks.at(0), 0, 1), "l"));
   ASSERT_EQ(d.tensors.size(), 3u);
@@ -517,7 +519,7 @@ TEST(LayoutWire, ComesBackAsItWent) {
   EXPECT_EQ(d.objects[0].length, 3u);
 }
 
-TEST(LayoutWire, KeysAreSharedOutOverOwners) {
+TEST(LayoutWire, KeysAreDistributedOverOwners) {
   LayoutRanks ranks(1);
   for (int t = 0; t < 50; ++t) {
     ranks.Tensor(0, "t" + std::to_string(t), kF, {2}, Box::Whole({2}));
@@ -537,7 +539,7 @@ TEST(LayoutWire, KeysAreSharedOutOverOwners) {
   EXPECT_EQ(objects, 50u);
 }
 
-TEST(LayoutWire, HashesAreOfLayoutsNotOfContents) {
+TEST(LayoutWire, HashCoversLayoutAndNotContents) {
   LayoutRanks a = OneOfEach();
   LayoutRanks b(1);
   b.Tensor(0, "a", DType::kBF16, {3, 5}, Flat({3, 5}, 2, 11), Replica::kMain)
@@ -565,7 +567,7 @@ TEST(LayoutWire, EveryTruncationIsRefused) {
   }
 }
 
-TEST(LayoutWire, FlippedBitsAreRefusedOrJudged) {
+TEST(LayoutWire, FlippedBitsAreRefusedOrChecked) {
   LayoutRanks ranks = OneOfEach();
   std::string bytes = EncodeLayout(ranks.at(0), 0, 1);
   for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {

@@ -79,7 +79,7 @@ void FillModel(int rank, int ranks, StateDict& state) {
   EXPECT_OK(state.AddObject("args", "the same"));
 }
 
-TEST(ExchangeLayouts, OwnersTogetherHaveTheWholeJob) {
+TEST(ExchangeLayouts, OwnersTogetherCoverTheWholeJob) {
   for (const int ranks : {1, 2, 3, 8}) {
     LayoutRanks all(ranks);
     for (int r = 0; r < ranks; ++r) FillModel(r, ranks, all.at(r));
@@ -127,7 +127,7 @@ TEST(ExchangeLayouts, OwnersTogetherHaveTheWholeJob) {
   }
 }
 
-TEST(ExchangeLayouts, FindingsOfAllOwnersComeTogetherOnEveryRank) {
+TEST(ExchangeLayouts, EveryRankReceivesFindingsOfAllOwners) {
   for (int owners = 1; owners <= 4; ++owners) {
     const Owners wanted(owners);
     const auto results = Exchange(4, [](int rank, StateDict& state) {
@@ -151,7 +151,7 @@ TEST(ExchangeLayouts, FindingsOfAllOwnersComeTogetherOnEveryRank) {
   }
 }
 
-TEST(ExchangeLayouts, ARankThatFailedIsNamedToAll) {
+TEST(ExchangeLayouts, AllRanksNameTheFailedRank) {
   const auto results = Exchange(4, [](int rank, StateDict& state) {
     Row(state, "w", rank, 4);
     if (rank == 2) {
@@ -177,7 +177,7 @@ TEST(ExchangeLayouts, OptionsMustBeEqual) {
   EXPECT_EQ(other.message(), "option limit is 5 on rank 0 and 6 on rank 1");
 }
 
-TEST(ExchangeLayouts, CommonValuesAreUnitedAtRankZero) {
+TEST(ExchangeLayouts, CommonValuesAreMergedOnRankZero) {
   const auto results = Exchange(4, [](int rank, StateDict& state) {
     ASSERT_OK(state.SetCommon("same", 7));
     if (rank == 2) {
@@ -196,7 +196,7 @@ TEST(ExchangeLayouts, CommonValuesAreUnitedAtRankZero) {
   EXPECT_EQ(results[0].value().common.at("of two"), CommonValue("x"));
 }
 
-TEST(ExchangeLayouts, CommonValuesThatDifferAreAFindingOrAWarning) {
+TEST(ExchangeLayouts, DifferingCommonValuesAreAFindingOrAWarning) {
   const auto fill = [](int rank, StateDict& state) {
     Row(state, "w", rank, 3);
     CommonDict args;
@@ -235,7 +235,7 @@ TEST(ExchangeLayouts, CommonValuesThatDifferAreAFindingOrAWarning) {
   EXPECT_THAT(exempt[0].value().common, SizeIs(1));
 }
 
-TEST(ExchangeLayouts, NamesOfLayersThatOneRankGaveCountEverywhere) {
+TEST(ExchangeLayouts, LayerNamesOfOneRankApplyOnAllRanks) {
   for (const int owners : {1, 3}) {
     const Owners wanted(owners);
     const auto results = Exchange(3, [](int rank, StateDict& state) {
@@ -251,14 +251,14 @@ TEST(ExchangeLayouts, NamesOfLayersThatOneRankGaveCountEverywhere) {
       ASSERT_OK(result);
       ASSERT_EQ(result.value().report.finding_count, 1u);
       EXPECT_EQ(result.value().report.findings[0].message,
-                "tensor layers.3.w: is also layer 3 of tensor layers.w");
+                "tensor layers.3.w: this is also the name of layer 3 of tensor layers.w");
       EXPECT_THAT(result.value().layer_names, SizeIs(1));
     }
     EXPECT_EQ(results[0].value().common.at("$layers.layers.w"), CommonValue("layers.{}.w"));
   }
 }
 
-TEST(ExchangeLayouts, WithoutTheCheckALayoutWithGapsIsPlanned) {
+TEST(ExchangeLayouts, LayoutWithGapsIsPlannedWithoutValidation) {
   const auto results = Exchange(
       2,
       [](int rank, StateDict& state) {
@@ -272,7 +272,7 @@ TEST(ExchangeLayouts, WithoutTheCheckALayoutWithGapsIsPlanned) {
 }
 
 // The second one's bytes would be stored nowhere and compared with nothing.
-TEST(ExchangeLayouts, WithoutTheCheckARegionTwiceOnOneRankIsRefused) {
+TEST(ExchangeLayouts, DuplicateRegionOnOneRankIsRefusedUnvalidated) {
   const auto results = Exchange(
       2,
       [](int rank, StateDict& state) {
@@ -282,7 +282,7 @@ TEST(ExchangeLayouts, WithoutTheCheckARegionTwiceOnOneRankIsRefused) {
       [](int, CallDescription& call) { call.validate = false; });
   for (const auto& result : results) {
     EXPECT_THAT(result, HasCode(Code::kInvalidArgument));
-    EXPECT_THAT(result.status(), HasMessage("is held twice by rank 1"));
+    EXPECT_THAT(result.status(), HasMessage("was added twice by rank 1"));
   }
 }
 
@@ -306,7 +306,7 @@ Second CallTwice(int ranks, const std::function<void(int rank, int call, StateDi
     {
       Collective collective(comm, {});
       TENSORMOUNT_ASSIGN_OR_RETURN(const JobLayout job, ExchangeLayouts(collective, before, call));
-      if (!keeps || keeps(rank)) call.plan_at_hand = job.fingerprint;
+      if (!keeps || keeps(rank)) call.kept_plan_job = job.fingerprint;
     }
     std::uint64_t begin = comm.sent();
     {
@@ -326,7 +326,7 @@ Second CallTwice(int ranks, const std::function<void(int rank, int call, StateDi
   return second;
 }
 
-TEST(ExchangeLayouts, AnUnchangedJobCosts64BytesARank) {
+TEST(ExchangeLayouts, UnchangedJobCosts64BytesPerRank) {
   const Second second = CallTwice(4, [](int rank, int call, StateDict& state) {
     for (int t = 0; t < 12; ++t) Row(state, "layers." + std::to_string(t), rank, 4);
     // The same on all ranks that have it, and new in each save.
@@ -351,7 +351,7 @@ TEST(ExchangeLayouts, AnUnchangedJobCosts64BytesARank) {
   EXPECT_GT(first.bytes[3], 64u + kShortShardBytes);
 }
 
-TEST(ExchangeLayouts, AChangeOnOneRankOrAPlanThatIsGoneIsSeen) {
+TEST(ExchangeLayouts, ChangedRankOrLostPlanIsDetected) {
   const Second changed = CallTwice(3, [](int rank, int call, StateDict& state) {
     Row(state, "w", rank, 3);
     if (call == 1 && rank == 2) {
@@ -370,7 +370,7 @@ TEST(ExchangeLayouts, AChangeOnOneRankOrAPlanThatIsGoneIsSeen) {
   }
 }
 
-TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedEachTime) {
+TEST(ExchangeLayouts, ObjectReplicasAreComparedInEverySave) {
   const Second second = CallTwice(3, [](int rank, int call, StateDict& state) {
     EXPECT_OK(state.AddObject("args", call == 1 && rank == 2 ? "other" : "same"));
   });
@@ -383,7 +383,7 @@ TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedEachTime) {
   }
 }
 
-TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedWithoutValidationToo) {
+TEST(ExchangeLayouts, ObjectReplicasAreComparedWithoutValidation) {
   const Second second = CallTwice(
       3,
       [](int rank, int call, StateDict& state) {
@@ -396,7 +396,7 @@ TEST(ExchangeLayouts, ReplicasOfObjectsAreComparedWithoutValidationToo) {
   }
 }
 
-TEST(ExchangeLayouts, NamesOfLayersMayNeverDiffer) {
+TEST(ExchangeLayouts, DifferingLayerNamesAreRefused) {
   for (const CommonCheck check : {CommonCheck::kOff, CommonCheck::kWarn}) {
     ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
       StateDict state;
@@ -430,7 +430,7 @@ TEST(Validate, ReportsOnEveryRank) {
   }));
 }
 
-TEST(GatherLayouts, EqualOnesComeOnce) {
+TEST(GatherLayouts, EqualLayoutsAreSentOnce) {
   ASSERT_OK(RunOnThreads(5, [](Communicator& comm) -> Status {
     StateDict state;
     if (comm.rank() < 4) Row(state, "w", comm.rank() % 2, 2);

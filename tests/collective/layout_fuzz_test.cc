@@ -331,7 +331,7 @@ TEST(LayoutFuzz, NoFalseAlarmInSoundLayouts) {
   }
 }
 
-TEST(LayoutFuzz, EveryFaultIsFoundWithItsExactBox) {
+TEST(LayoutFuzz, EveryFaultIsReportedWithItsExactBox) {
   Random random(TestSeed() + 1);
   const int cases = TestScale(10'000);
   std::size_t with_cause = 0;

@@ -14,7 +14,7 @@
 namespace tensormount {
 namespace {
 
-TEST(LoadBatches, ABatchThatEndsBetweenTwoTensors) {
+TEST(LoadBatches, BatchMayEndBetweenTwoTensors) {
   // A batch has 8,192 of them; what a batch does is in every other case.
   if (kSanitized) GTEST_SKIP() << "about an amount: runs without sanitizers";
   TempDir dir;
@@ -43,7 +43,7 @@ std::string SafetensorsFile(const std::string& entries, const std::string& data)
   return std::string("\x80\0\0\0\0\0\0\0", 8) + header + data;
 }
 
-TEST(LoadBatches, APlanOfAnotherFileOfTheSameLengthIsNotUsedAgain) {
+TEST(LoadBatches, PlanIsNotReusedForAnotherFileOfTheSameLength) {
   TempDir dir;
   const std::string path = dir.Join("model.safetensors");
   const std::string one(8, '\1');

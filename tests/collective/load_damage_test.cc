@@ -83,7 +83,7 @@ class LoadDamage : public testing::Test {
   std::string base_name_;
 };
 
-TEST_F(LoadDamage, AFlippedByteOnDiskIsNamedByTensorBoxAndFile) {
+TEST_F(LoadDamage, FlippedByteErrorNamesTensorBoxAndFile) {
   FlipByte(file_, 100 * 1600 + 900);  // Row 100, column 225.
   for (const std::string rule : {"rows", "cols", "flat", "replicate"}) {
     for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
@@ -98,7 +98,7 @@ TEST_F(LoadDamage, AFlippedByteOnDiskIsNamedByTensorBoxAndFile) {
   }
 }
 
-TEST_F(LoadDamage, WithoutVerificationItIsNotSeen) {
+TEST_F(LoadDamage, DamageIsNotDetectedWithoutVerification) {
   FlipByte(file_, 100 * 1600 + 900);
   LoadOptions options;
   options.verify = LoadVerify::kOff;
@@ -108,7 +108,7 @@ TEST_F(LoadDamage, WithoutVerificationItIsNotSeen) {
   }
 }
 
-TEST_F(LoadDamage, AShortOrMissingFileIsAnErrorOnEveryRank) {
+TEST_F(LoadDamage, ShortOrMissingFileFailsEveryRank) {
   const std::string bytes = ReadWholeFile(file_);
   ASSERT_EQ(chmod(file_.c_str(), 0644), 0);
   ASSERT_EQ(truncate(file_.c_str(), static_cast<off_t>(bytes.size() - 5000)), 0);
@@ -129,7 +129,7 @@ TEST_F(LoadDamage, AShortOrMissingFileIsAnErrorOnEveryRank) {
   }
 }
 
-TEST_F(LoadDamage, AByteFlippedInTheDestinationIsRefusedAndPlaced) {
+TEST_F(LoadDamage, ByteFlippedInTheDestinationIsDetected) {
   victim_rank = 1;
   for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
     const std::vector<Status> verdicts = LoadColumnsAndFlip(
@@ -142,7 +142,7 @@ TEST_F(LoadDamage, AByteFlippedInTheDestinationIsRefusedAndPlaced) {
   }
 }
 
-TEST_F(LoadDamage, AByteFlippedInACopyOfAReplicaIsRefusedToo) {
+TEST_F(LoadDamage, ByteFlippedInAReplicaIsDetected) {
   const Region left = Box::Make({0, 0}, {300, 200}).value();
   const Region right = Box::Make({0, 200}, {300, 200}).value();
   // Rank 1 holds what rank 0 contributes: its bytes are compared, not counted.
@@ -154,7 +154,7 @@ TEST_F(LoadDamage, AByteFlippedInACopyOfAReplicaIsRefusedToo) {
   }
 }
 
-TEST_F(LoadDamage, DamageThatNobodyAskedForIsNotReadByRows) {
+TEST_F(LoadDamage, DamageOutsideTheRequestedRowsIsNotRead) {
   FlipByte(file_, 299 * 1600);
   const std::vector<std::vector<Wish>> wishes = {{{0, Box::Make({0, 0}, {82, 400}).value()}}};
   EXPECT_EQ(WhatIsWrong(tensors_, wishes, LoadWishes(path_, tensors_, wishes)), "");

@@ -66,7 +66,7 @@ class ExchangeLoad : public testing::Test {
   const std::vector<GlobalTensor> tensors_ = {MakeGlobal("w", DType::kF32, {256, 1024})};
 };
 
-TEST_F(ExchangeLoad, WhatOneRankWantsIsNotSent) {
+TEST_F(ExchangeLoad, BlocksWantedByOneRankAreNotSent) {
   // Rows as they were saved: every block has one reader, who is its only user.
   const auto wishes = WishesByRule(tensors_, "rows", 4);
   const auto loaded = LoadWishesWith(path_, tensors_, wishes, InGroups({0, 0, 0, 0}));
@@ -76,7 +76,7 @@ TEST_F(ExchangeLoad, WhatOneRankWantsIsNotSent) {
   EXPECT_EQ(Sum(loaded).read, w().bytes.size());
 }
 
-TEST_F(ExchangeLoad, OnlyNecessaryTransfers) {
+TEST_F(ExchangeLoad, SendsOnlyNecessaryBlocks) {
   // Blocks of 64 rows. Rank 0 wants blocks 0 and 1, rank 1 blocks 1 and 2, rank 2 block 2, rank 3
   // nothing, nobody block 3: two blocks are wanted twice, so two messages of a block.
   const auto block = [](std::int64_t first, std::int64_t count) {
@@ -92,7 +92,7 @@ TEST_F(ExchangeLoad, OnlyNecessaryTransfers) {
   EXPECT_EQ(Sum(loaded).read, 3u * 64 * 4096);
 }
 
-TEST_F(ExchangeLoad, ReplicasAreReadOnceAndSentToTheOthers) {
+TEST_F(ExchangeLoad, ReplicasAreReadOnceAndSent) {
   const auto wishes = WishesByRule(tensors_, "replicate", 4);
   const auto loaded = LoadWishesWith(path_, tensors_, wishes, InGroups({0, 0, 0, 0}));
   EXPECT_EQ(WhatIsWrong(tensors_, wishes, loaded), "");
@@ -106,7 +106,7 @@ TEST_F(ExchangeLoad, ReplicasAreReadOnceAndSentToTheOthers) {
   }
 }
 
-TEST_F(ExchangeLoad, ColumnsAreReadByBlocksOnce) {
+TEST_F(ExchangeLoad, ColumnsAreReadOnceInBlocks) {
   const auto wishes = WishesByRule(tensors_, "cols", 4);
   const auto loaded = LoadWishesWith(path_, tensors_, wishes, InGroups({5, 5, 5, 5}));
   EXPECT_EQ(WhatIsWrong(tensors_, wishes, loaded), "");
@@ -115,7 +115,7 @@ TEST_F(ExchangeLoad, ColumnsAreReadByBlocksOnce) {
   EXPECT_EQ(Sum(loaded).messages, 12u);
 }
 
-TEST_F(ExchangeLoad, EachGroupReadsForItself) {
+TEST_F(ExchangeLoad, EachHostGroupReadsForItself) {
   const auto wishes = WishesByRule(tensors_, "replicate", 4);
   const auto loaded = LoadWishesWith(path_, tensors_, wishes, InGroups({7, -1, 7, -1}));
   EXPECT_EQ(WhatIsWrong(tensors_, wishes, loaded), "");
@@ -163,7 +163,7 @@ TEST_F(ExchangeLoad, MemoryDoesNotGrowWithTheModel) {
 }
 
 // Columns of few bytes, buffers with strides, several wishes for the same bytes on one rank.
-TEST_F(ExchangeLoad, ShortRunsOverlapsAndRepeatedWishes) {
+TEST_F(ExchangeLoad, ShortRunsOverlapsAndRepeatedRequestsAreExact) {
   Random random(TestSeed());
   const std::vector<GlobalTensor> tensors = {MakeGlobal("a", DType::kU16, {700, 90}),
                                              MakeGlobal("b", DType::kF64, {64, 33, 20}),
@@ -206,7 +206,7 @@ TEST_F(ExchangeLoad, ShortRunsOverlapsAndRepeatedWishes) {
 bool IsData(std::uint32_t tag) { return tag % 4 == 2; }
 
 // One bit of one message of one rank changes: never OK with other bytes, whatever is verified.
-TEST_F(ExchangeLoad, ABitThatChangesOnTheWayIsFound) {
+TEST_F(ExchangeLoad, BitFlippedInTransitIsDetected) {
   int damaged = 0;
   for (const LoadVerify verify : {LoadVerify::kOff, LoadVerify::kAuto, LoadVerify::kLeaves}) {
     for (const std::string rule : {"cols", "replicate"}) {
@@ -238,7 +238,7 @@ TEST_F(ExchangeLoad, ABitThatChangesOnTheWayIsFound) {
 }
 
 // Pieces of a load that failed come when a load of another checkpoint has the same tags.
-TEST_F(ExchangeLoad, PiecesOfAFailedLoadAreNotTakenForThoseOfALaterOne) {
+TEST_F(ExchangeLoad, PiecesOfAFailedLoadDoNotEnterALaterLoad) {
   std::vector<GlobalTensor> others = tensors_;
   for (char& c : others[0].bytes) c = static_cast<char>(c ^ 0x5a);
   const std::string other_path = dir_.Join("store/other");

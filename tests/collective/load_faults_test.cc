@@ -84,7 +84,7 @@ class LoadFaults : public testing::Test {
   FailingFs fs_[kFaultRanks];
 };
 
-TEST_F(LoadFaults, OnAnyRankAtAnyStage) {
+TEST_F(LoadFaults, FaultOnAnyRankAtAnyStageFailsAllRanks) {
   std::set<std::string> stages;
   for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
     for (FailingFs& fs : fs_) fs.Reset(FailingFs::kNever);
@@ -127,7 +127,7 @@ TEST_F(LoadFaults, OnAnyRankAtAnyStage) {
   EXPECT_EQ(stages.size(), 2u);
 }
 
-TEST_F(LoadFaults, OnSeveralRanksAtOnce) {
+TEST_F(LoadFaults, FaultsOnSeveralRanksReportTheLowest) {
   for (FailingFs& fs : fs_) fs.Reset(FailingFs::kNever);
   (void)LoadWith(LoadPath::kDirect, LoadVerify::kLeaves);
   const int data = fs_[1].first_data();
@@ -141,7 +141,7 @@ TEST_F(LoadFaults, OnSeveralRanksAtOnce) {
 }
 
 // What only the proof reads: a quarter of the rows that nobody asked for.
-TEST_F(LoadFaults, WhileAProofIsCompleted) {
+TEST_F(LoadFaults, FaultInTheReadsForTheProofFailsAllRanks) {
   std::vector<std::vector<Wish>> wishes(kFaultRanks);
   for (int r = 0; r < kFaultRanks; ++r) {
     wishes[static_cast<std::size_t>(r)] = {{0, Box::Make({0, 100 * r}, {160, 100}).value()}};

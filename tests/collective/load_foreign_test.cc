@@ -46,7 +46,7 @@ const std::string& Fixture() {
   return path;
 }
 
-TEST(LoadForeign, EveryCutOfWhatDcpStoredInAnyOrder) {
+TEST(LoadForeign, LoadsDcpTensorsUnderEverySharding) {
   const std::vector<GlobalTensor> tensors = {Cells("model.rows", DType::kF32, {8, 6}),
                                              Cells("model.columns", DType::kBF16, {4, 8}),
                                              Cells("model.grid", DType::kI64, {6, 8}),
@@ -70,7 +70,7 @@ TEST(LoadForeign, EveryCutOfWhatDcpStoredInAnyOrder) {
   }
 }
 
-TEST(LoadForeign, PackedFilesAreReadOnceAndSentToTheOthers) {
+TEST(LoadForeign, PackedFilesAreReadOnceAndSent) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {Cells("a", DType::kF32, {40, 25}),
                                              Cells("b", DType::kBF16, {6, 10})};
@@ -128,7 +128,7 @@ class ChangingDcp {
   std::string path_;
 };
 
-TEST(LoadForeign, WhatChangesAfterThePlanIsRefusedByAllAndNeverMisread) {
+TEST(LoadForeign, FileChangedAfterPlanningFailsAllRanksAsStale) {
   const std::vector<GlobalTensor> tensors = {Cells("model.transposed", DType::kF32, {6, 4}, true)};
   TempDir dir;
   for (const LoadPath path : {LoadPath::kDirect, LoadPath::kExchange}) {

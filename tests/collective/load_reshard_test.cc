@@ -48,7 +48,7 @@ Shards Of(const std::vector<std::vector<Region>>& regions) {
   return shards;
 }
 
-TEST(Reshard, EveryOrderedPairOfShardingPlansOfA10By20Tensor) {
+TEST(Reshard, LoadsEveryPairOfShardingsOfA10By20Tensor) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {10, 20})};
   const Region whole = Box::Whole({10, 20});
@@ -80,7 +80,7 @@ TEST(Reshard, EveryOrderedPairOfShardingPlansOfA10By20Tensor) {
   }
 }
 
-TEST(Reshard, A128ElementTensorOver8And4Ranks) {
+TEST(Reshard, Reshards128ElementsBetween8And4Ranks) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("x", DType::kF32, {128})};
   for (const auto& [from, to] : {std::pair(8, 4), std::pair(4, 8)}) {
@@ -91,7 +91,7 @@ TEST(Reshard, A128ElementTensorOver8And4Ranks) {
   }
 }
 
-TEST(Reshard, A120ElementTensorOver4And3Ranks) {
+TEST(Reshard, Reshards120ElementsFrom4To3Ranks) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("x", DType::kI64, {120})};
   const std::string path = dir.Join("store/step");
@@ -104,7 +104,7 @@ TEST(Reshard, A120ElementTensorOver4And3Ranks) {
   EXPECT_EQ(loaded[1].buffers[0], tensors[0].bytes.substr(320, 320));
 }
 
-TEST(Reshard, ToOneRankAndEightFromAnyNumber) {
+TEST(Reshard, ReshardsToOneAndEightRanksFromAnyNumber) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {
       MakeGlobal("a", DType::kBF16, {24, 10}), MakeGlobal("flag", DType::kBool, {5}),
@@ -124,7 +124,7 @@ TEST(Reshard, ToOneRankAndEightFromAnyNumber) {
 
 // ---- Where DCP says nothing ----
 
-TEST(Reshard, AHoleCannotBeLoaded) {
+TEST(Reshard, TensorWithAHoleCannotBeLoaded) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {8, 4})};
   // Not of what is stored: a save with a hole is no checkpoint, for any number of ranks.
@@ -150,7 +150,7 @@ TEST(Reshard, AHoleCannotBeLoaded) {
   EXPECT_EQ(WhatIsWrong(tensors, hole, LoadWishes(path, tensors, hole)), "");
 }
 
-TEST(Reshard, ASmallerChunkAtTheSameOffsetIsLoadedWhole) {
+TEST(Reshard, SmallerChunkAtTheSameOffsetIsLoadedWhole) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {8, 4})};
   const Shards shards = Of({{B({0, 0}, {4, 4}), B({4, 0}, {4, 4})}, {B({0, 0}, {2, 4})}});
@@ -169,7 +169,7 @@ TEST(Reshard, ASmallerChunkAtTheSameOffsetIsLoadedWhole) {
               HasMessage("tensor w: [0:2, 0:4] is held by rank 0 and rank 1"));
 }
 
-TEST(Reshard, EmptyChunksAreNoOverlap) {
+TEST(Reshard, EmptyChunksAreNotAnOverlap) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {3, 4})};
   // Three rows over four ranks: torch.chunk leaves the last one nothing.
@@ -184,7 +184,7 @@ TEST(Reshard, EmptyChunksAreNoOverlap) {
   EXPECT_EQ(WhatIsWrong(tensors, shards, LoadWishes(path, tensors, shards, options)), "");
 }
 
-TEST(Reshard, KeysOfSomeRanksInAnyOrder) {
+TEST(Reshard, KeysOfSomeRanksLoadInAnyOrder) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("a", DType::kF32, {6, 4}),
                                              MakeGlobal("b", DType::kF32, {5}),

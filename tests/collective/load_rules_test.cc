@@ -87,7 +87,7 @@ class ShapeMismatch : public testing::Test {
   const GlobalTensor stored_ = MakeGlobal("w", DType::kF32, {16, 32});
 };
 
-TEST_F(ShapeMismatch, WithoutARuleItIsAnErrorAndNothingIsWritten) {
+TEST_F(ShapeMismatch, ShapeMismatchWithoutARuleFailsAndWritesNothing) {
   for (const std::int64_t columns : {28, 36}) {
     const std::vector<GlobalTensor> asked = {{"w", DType::kF32, {16, columns}, {}}, stored_};
     // Rank 0 asks for what is stored: its buffer is left alone as well.
@@ -97,7 +97,7 @@ TEST_F(ShapeMismatch, WithoutARuleItIsAnErrorAndNothingIsWritten) {
       EXPECT_THAT(rank.status, HasCode(Code::kInvalidArgument));
       EXPECT_THAT(rank.status,
                   HasMessage("rank 1: tensor w: asked for as f32 [16, " + std::to_string(columns) +
-                             "], stored as f32 [16, 32]; no rule lets axis 1 " +
+                             "], stored as f32 [16, 32]; no load rule allows axis 1 to " +
                              (columns == 28 ? "shrink" : "grow")));
       EXPECT_EQ(rank.buffers[0].find_first_not_of('\xEE'), std::string::npos);
     }
@@ -128,13 +128,13 @@ TEST_F(ShapeMismatch, RulesCropAndGrowUnderEverySharding) {
   EXPECT_EQ(loaded[0].report.bytes_unverified, 0u);
 }
 
-TEST_F(ShapeMismatch, ShrinkingAndGrowingAreAllowedOneByOne) {
+TEST_F(ShapeMismatch, ShrinkingAndGrowingAreAllowedSeparately) {
   const GlobalTensor mixed = {"w", DType::kF32, {12, 40}, {}};
   const auto wishes = WishesByRule({mixed}, "rows", 2);
   EXPECT_THAT(LoadWishes(path_, {mixed}, wishes, WithRule({.allow_shrink = true}))[0].status,
-              HasMessage("no rule lets axis 1 grow"));
+              HasMessage("no load rule allows axis 1 to grow"));
   EXPECT_THAT(LoadWishes(path_, {mixed}, wishes, WithRule({.grow = Grow::kZero}))[1].status,
-              HasMessage("no rule lets axis 0 shrink"));
+              HasMessage("no load rule allows axis 0 to shrink"));
   const auto loaded =
       LoadWishes(path_, {mixed}, wishes, WithRule({.allow_shrink = true, .grow = Grow::kZero}));
   EXPECT_EQ(WhatIsWrongWith(stored_, mixed, Grow::kZero, wishes, loaded), "");
@@ -145,7 +145,7 @@ TEST_F(ShapeMismatch, ShrinkingAndGrowingAreAllowedOneByOne) {
               HasCode(Code::kInvalidArgument));
 }
 
-TEST_F(ShapeMismatch, TheFirstRuleThatMatchesHolds) {
+TEST_F(ShapeMismatch, FirstMatchingRuleApplies) {
   const GlobalTensor asked = {"w", DType::kF32, {16, 28}, {}};
   const auto wishes = WishesByRule({asked}, "rows", 1);
   LoadOptions options;
@@ -155,7 +155,7 @@ TEST_F(ShapeMismatch, TheFirstRuleThatMatchesHolds) {
   EXPECT_OK(LoadWishes(path_, {asked}, wishes, options)[0].status);
 }
 
-TEST_F(ShapeMismatch, ElementsUnderAByteMustHaveTheirShape) {
+TEST_F(ShapeMismatch, SubByteTensorsCannotBeCropped) {
   const std::string path = dir_.Join("store/nibbles");
   StateDict state;
   const std::string bytes(8, '\x12');
@@ -173,7 +173,7 @@ TEST_F(ShapeMismatch, ElementsUnderAByteMustHaveTheirShape) {
   EXPECT_THAT(result.status(), HasCode(Code::kUnsupported));
 }
 
-TEST(LoadRules, RandomShapesAndRegions) {
+TEST(LoadRules, RandomShapesAndRegionsLoadExactly) {
   TempDir dir;
   Random random(TestSeed());
   for (int i = 0; i < TestScale(12); ++i) {
@@ -264,7 +264,7 @@ TEST(LoadConvert, EveryShardingGetsRoundedValues) {
   }
 }
 
-TEST(LoadConvert, OneTensorAsItIsAndConvertedAtOnce) {
+TEST(LoadConvert, TensorLoadsPlainAndConvertedInOneCall) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   const GlobalTensor stored = Numbers<std::int32_t>("w", DType::kI32, {40, 50}, 0, 1);
@@ -286,7 +286,7 @@ TEST(LoadConvert, OneTensorAsItIsAndConvertedAtOnce) {
   }
 }
 
-TEST(LoadConvert, ANumberThatDoesNotFitIsNamed) {
+TEST(LoadConvert, ErrorNamesTheValueThatDoesNotFit) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(
@@ -297,11 +297,12 @@ TEST(LoadConvert, ANumberThatDoesNotFitIsNamed) {
   for (const LoadedRank& rank : loaded) {
     EXPECT_THAT(rank.status, HasCode(Code::kInvalidArgument));
     // -5 + 13 * 10 + 3.
-    EXPECT_THAT(rank.status, HasMessage("rank 0: tensor w [13, 3]: 128 is no value of i8"));
+    EXPECT_THAT(rank.status,
+                HasMessage("rank 0: tensor w [13, 3]: 128 cannot be represented in i8"));
   }
 }
 
-TEST(LoadConvert, OtherPairsAndOtherRulesAreRefusedBeforeAnythingIsWritten) {
+TEST(LoadConvert, UnsupportedConversionFailsAndWritesNothing) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   const GlobalTensor stored = MakeGlobal("w", DType::kF32, {6, 5});
@@ -315,12 +316,12 @@ TEST(LoadConvert, OtherPairsAndOtherRulesAreRefusedBeforeAnythingIsWritten) {
                                            "[6, 5]; f32 cannot be converted to i32"));
   loaded = LoadWishes(path, {half}, WishesByRule({half}, "rows", 2), WithRule({}));
   EXPECT_THAT(loaded[0].status, HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(loaded[0].status, HasMessage("no rule lets elements be converted"));
+  EXPECT_THAT(loaded[0].status, HasMessage("no load rule allows converting the dtype"));
   EXPECT_EQ(loaded[0].buffers[0].find_first_not_of('\xEE'), std::string::npos);
 }
 
 // An expanded tensor has one row for all: of what is loaded into it three quarters would be lost.
-TEST(LoadRequest, CellsThatShareMemoryAreRefused) {
+TEST(LoadRequest, OverlappingDestinationsAreRefused) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(SaveByRule(path, {MakeGlobal("w", DType::kF32, {4, 8})}, "rows", 2));
@@ -345,7 +346,7 @@ TEST(LoadRequest, CellsThatShareMemoryAreRefused) {
   }
 }
 
-TEST(LoadConvert, IntoStridesWithCropAndGrowth) {
+TEST(LoadConvert, ConvertsIntoStridesWithCropAndGrow) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(SaveByRule(path, {Numbers<std::int16_t>("w", DType::kI16, {6, 5}, 0, 1)}, "cols", 2));
@@ -371,7 +372,7 @@ TEST(LoadConvert, IntoStridesWithCropAndGrowth) {
   EXPECT_EQ(result.value().uncovered[0].box.ToString(), "[0:4, 5:7]");
 }
 
-TEST(LoadConvert, DamageIsFoundBeforeItIsConverted) {
+TEST(LoadConvert, DamageIsDetectedBeforeConversion) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   SaveOptions save;
@@ -414,18 +415,19 @@ class ObjectGrid : public testing::Test {
   const std::string path_ = dir_.Join("store/step");
 };
 
-TEST_F(ObjectGrid, IsAnErrorThatNamesBoth) {
+TEST_F(ObjectGrid, GridMismatchErrorNamesBothGrids) {
   for (const LoadedRank& rank : Ask(2, 0, {})) {
     EXPECT_THAT(rank.status, HasCode(Code::kInvalidArgument));
-    EXPECT_THAT(rank.status,
-                HasMessage("rank 0: object rng: asked for on a grid of [2], stored on one of [4]"));
+    EXPECT_THAT(
+        rank.status,
+        HasMessage("rank 0: object rng: asked for on a grid of [2], stored on a grid of [4]"));
   }
   const auto whole = LoadWishes(path_, {}, {{}}, {},
                                 [](int, StateDict& request) { (void)request.WantObject("rng"); });
-  EXPECT_THAT(whole[0].status, HasMessage("stored on one of [4]"));
+  EXPECT_THAT(whole[0].status, HasMessage("stored on a grid of [4]"));
 }
 
-TEST_F(ObjectGrid, ByIndexFirstOrNone) {
+TEST_F(ObjectGrid, GridRulesLoadByIndexFirstOrNone) {
   auto loaded = Ask(2, 0, {.grid = Grid::kByIndex});
   EXPECT_THAT(loaded[1].report.object("rng", {1}), IsOkAndHolds("state 1"));
   // A larger grid: parts 3 and 4 of 8, of which one is stored.

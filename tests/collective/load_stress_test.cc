@@ -190,7 +190,7 @@ void ExpectOneVerdict(const std::vector<Loaded>& ranks) {
   }
 }
 
-TEST(LoadStress, AnyLoadIsWhatACopyOfCellsSays) {
+TEST(LoadStress, RandomLoadsMatchTheCellModel) {
   const int cases = TestScale(6);
   for (int n = 0; n < cases; ++n) {
     SCOPED_TRACE("case " + std::to_string(n));

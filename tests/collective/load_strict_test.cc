@@ -69,7 +69,7 @@ class StrictLoad : public testing::Test {
   std::vector<std::string> lines_;
 };
 
-TEST_F(StrictLoad, MegatronsEightPolicies) {
+TEST_F(StrictLoad, EightMegatronPoliciesBehaveAsInMegatron) {
   struct Row {
     const char* name;
     Strict not_stored;
@@ -143,7 +143,7 @@ TEST_F(StrictLoad, ExactRequestsPassEveryPolicy) {
   EXPECT_THAT(loaded[0].report.object("rng", {1}), IsOkAndHolds("r"));
 }
 
-TEST_F(StrictLoad, WhatOneRankLeavesOutIsNamedOnAll) {
+TEST_F(StrictLoad, AllRanksNameKeysNotRequested) {
   LoadOptions options;
   options.not_stored = Strict::kIgnore;
   options.not_requested = Strict::kRaise;
@@ -192,7 +192,7 @@ class LayerLoad : public testing::Test {
   const GlobalTensor stack_ = MakeGlobal("layers.w", DType::kF32, {4, 30, 20});
 };
 
-TEST_F(LayerLoad, AsTensorsOfTheirOwn) {
+TEST_F(LayerLoad, LayersLoadAsSeparateTensors) {
   const std::vector<GlobalTensor> layers = {Layer(0), Layer(1), Layer(2), Layer(3)};
   for (const std::string rule : {"rows", "cols", "flat", "grid:2x2"}) {
     for (const LoadPath way : {LoadPath::kDirect, LoadPath::kExchange}) {
@@ -207,21 +207,21 @@ TEST_F(LayerLoad, AsTensorsOfTheirOwn) {
   }
 }
 
-TEST_F(LayerLoad, OneOfThemAndTheStackAtOnce) {
+TEST_F(LayerLoad, LayerAndItsStackLoadTogether) {
   const std::vector<GlobalTensor> tensors = {Layer(2), stack_};
   const std::vector<std::vector<Wish>> wishes = {{{0, Box::Whole({30, 20})}},
                                                  {{1, Box::Whole({4, 30, 20})}}};
   EXPECT_EQ(WhatIsWrong(tensors, wishes, LoadWishes(path_, tensors, wishes)), "");
 }
 
-TEST_F(LayerLoad, ALayerThatIsNotThereIsNotStored) {
+TEST_F(LayerLoad, MissingLayerIsNotFound) {
   const GlobalTensor fifth = {"layers.4.w", DType::kF32, {30, 20}, {}};
   const auto loaded = LoadWishes(path_, {fifth}, {{{0, Box::Whole({30, 20})}}});
   EXPECT_THAT(loaded[0].status, HasCode(Code::kNotFound));
   EXPECT_THAT(loaded[0].status, HasMessage("layers.4.w"));
 }
 
-TEST_F(LayerLoad, CroppedLikeAnyTensor) {
+TEST_F(LayerLoad, LayerCanBeCropped) {
   const GlobalTensor cropped = {"layers.1.w", DType::kF32, {25, 20}, {}};
   LoadOptions options;
   options.rules = {{"layers.*", {.allow_shrink = true}}};
@@ -258,7 +258,7 @@ TEST(LoadRequest, ShardsWithoutMemoryAreRefusedUntilTheyHaveSome) {
   }
 }
 
-TEST(LoadRequest, EveryKindOfCommonStateComesBack) {
+TEST(LoadRequest, EveryKindOfCommonStateRoundTrips) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
@@ -287,7 +287,7 @@ TEST(LoadRequest, EveryKindOfCommonStateComesBack) {
   }
 }
 
-TEST(LoadEvents, TellThePhasesOfEachRankAndTheError) {
+TEST(LoadEvents, ReportPhasesOfEachRankAndTheError) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   const GlobalTensor w = MakeGlobal("w", DType::kF32, {64, 64});
@@ -329,7 +329,7 @@ TEST(LoadEvents, TellThePhasesOfEachRankAndTheError) {
 
 // ---- Kept plans ----
 
-TEST(LoadPlans, ARepeatedLoadReusesItsPlan) {
+TEST(LoadPlans, RepeatedLoadReusesItsPlan) {
   TempDir dir;
   const GlobalTensor w = MakeGlobal("w", DType::kF32, {96, 100});
   const std::string paths[] = {dir.Join("store/step-1"), dir.Join("store/step-2")};
@@ -374,7 +374,7 @@ TEST(LoadPlans, ARepeatedLoadReusesItsPlan) {
   }
 }
 
-TEST(LoadPlans, WhatReplacedACheckpointIsPlannedAnew) {
+TEST(LoadPlans, ReplacedCheckpointIsPlannedAgain) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
@@ -401,7 +401,7 @@ TEST(LoadPlans, WhatReplacedACheckpointIsPlannedAnew) {
 
 // ---- What travels ----
 
-TEST(LoadTraffic, RequestsTravelOnceAndOnlyWhereTheyMust) {
+TEST(LoadTraffic, RequestsAreSentOnceAndOnlyWhereNeeded) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   std::vector<GlobalTensor> tensors;

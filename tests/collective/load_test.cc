@@ -35,7 +35,7 @@ std::vector<GlobalTensor> SomeTensors() {
           MakeGlobal("deep", DType::kI16, {2, 2, 3, 2, 5})};
 }
 
-TEST(Load, AnyShardingFromAnyOther) {
+TEST(Load, LoadsAnyShardingFromAnyOther) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = SomeTensors();
   const std::vector<std::pair<std::string, int>> saves = {
@@ -65,7 +65,7 @@ TEST(Load, AnyShardingFromAnyOther) {
   }
 }
 
-TEST(Load, RandomBoxesAndFlatRangesOverlappingOrNot) {
+TEST(Load, LoadsRandomBoxesAndFlatRanges) {
   TempDir dir;
   Random random(TestSeed());
   const std::vector<GlobalTensor> tensors = {MakeGlobal("a", DType::kU16, {40, 30}),
@@ -102,7 +102,7 @@ TEST(Load, RandomBoxesAndFlatRangesOverlappingOrNot) {
   }
 }
 
-TEST(Load, StridedBuffersAreFilledInPlaceAndNothingElseIs) {
+TEST(Load, StridedBuffersAreFilledWithoutWritingGaps) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kU16, {6, 5})};
   const std::string path = dir.Join("store/step");
@@ -136,7 +136,7 @@ TEST(Load, StridedBuffersAreFilledInPlaceAndNothingElseIs) {
 }
 
 // What lies in one page is proved where it is read: biases and norms need nobody else.
-TEST(Load, WhatIsSmallIsProvedByItsLeafWhoeverElseWantsIt) {
+TEST(Load, SmallTensorsAreVerifiedByLeafOnEachRank) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("bias", DType::kF32, {32, 32}),
                                              MakeGlobal("larger", DType::kF32, {64, 64})};
@@ -152,7 +152,7 @@ TEST(Load, WhatIsSmallIsProvedByItsLeafWhoeverElseWantsIt) {
   }
 }
 
-TEST(Load, WholeLeavesAreProvedByLeafAndColumnsByDigest) {
+TEST(Load, WholeLeavesVerifyByLeafAndColumnsByDigest) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {512, 512})};
   const std::string path = dir.Join("store/step");
@@ -200,7 +200,7 @@ TEST(Load, WholeLeavesAreProvedByLeafAndColumnsByDigest) {
   }
 }
 
-TEST(Load, ProgressCountsWhatIsReadOnEitherPath) {
+TEST(Load, ProgressCountsBytesReadOnBothPaths) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = SomeTensors();
   const std::string path = dir.Join("store/step");
@@ -221,7 +221,7 @@ TEST(Load, ProgressCountsWhatIsReadOnEitherPath) {
   }
 }
 
-TEST(Load, AFewCellsThatNobodyAskedForAreCompletedFromStorage) {
+TEST(Load, UnrequestedCellsAreReadToCompleteTheDigest) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
   const std::string path = dir.Join("store/step");
@@ -241,7 +241,7 @@ TEST(Load, AFewCellsThatNobodyAskedForAreCompletedFromStorage) {
   EXPECT_EQ(alone[0].report.bytes_by_leaf, 300u * 10 * 4);
 }
 
-TEST(Load, RequestsThatOverlapInPartAreProvedByLeaf) {
+TEST(Load, PartlyOverlappingRequestsAreVerifiedByLeaf) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {300, 400})};
   const std::string path = dir.Join("store/step");
@@ -258,7 +258,7 @@ TEST(Load, RequestsThatOverlapInPartAreProvedByLeaf) {
   }
 }
 
-TEST(Load, ObjectsAndCommonValuesComeBack) {
+TEST(Load, ObjectsAndCommonValuesRoundTrip) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(RunOnThreads(3, [&](Communicator& comm) -> Status {
@@ -317,7 +317,7 @@ class Strictness : public testing::Test {
   std::vector<std::string> lines_;
 };
 
-TEST_F(Strictness, RaisesOnEveryRankAlike) {
+TEST_F(Strictness, RaiseFailsEveryRank) {
   for (const LoadedRank& rank : Ask(Strict::kRaise, Strict::kIgnore)) {
     EXPECT_THAT(rank.status, HasCode(Code::kNotFound));
     EXPECT_THAT(rank.status, HasMessage("gone"));
@@ -329,7 +329,7 @@ TEST_F(Strictness, RaisesOnEveryRankAlike) {
   EXPECT_THAT(lines_, ElementsAre());
 }
 
-TEST_F(Strictness, LogsOnce) {
+TEST_F(Strictness, LogWritesEachKeyOnce) {
   for (const LoadedRank& rank : Ask(Strict::kLog, Strict::kLog)) {
     ASSERT_OK(rank.status);
     EXPECT_EQ(rank.buffers[0], stored_[0].bytes);
@@ -338,7 +338,7 @@ TEST_F(Strictness, LogsOnce) {
   EXPECT_THAT(lines_, ElementsAre(HasSubstr("gone"), HasSubstr("two")));
 }
 
-TEST_F(Strictness, ReturnsTheSameListsToAll) {
+TEST_F(Strictness, ReturnGivesAllRanksTheSameLists) {
   for (const LoadedRank& rank : Ask(Strict::kReturn, Strict::kReturn)) {
     ASSERT_OK(rank.status);
     EXPECT_THAT(rank.report.not_stored, ElementsAre("gone"));
@@ -347,7 +347,7 @@ TEST_F(Strictness, ReturnsTheSameListsToAll) {
   EXPECT_THAT(lines_, ElementsAre());
 }
 
-TEST(Load, AskingForAnotherShapeNamesKeyRankAndBoth) {
+TEST(Load, ShapeMismatchErrorNamesKeyRankAndBothShapes) {
   TempDir dir;
   const std::string path = dir.Join("store/step");
   ASSERT_OK(SaveByRule(path, {MakeGlobal("w", DType::kF32, {4, 6})}, "rows", 2));
@@ -366,7 +366,7 @@ TEST(Load, AskingForAnotherShapeNamesKeyRankAndBoth) {
   }
 }
 
-TEST(Load, ABadRequestOnOneRankFailsAll) {
+TEST(Load, InvalidRequestOnOneRankFailsAllRanks) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {4})};
   const std::string path = dir.Join("store/step");
@@ -408,7 +408,7 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
   ASSERT_OK(SaveByRule(path, tensors, "rows", 1, save));
   ASSERT_OK_AND_ASSIGN(const auto checkpoint, OpenedCheckpoint::Open(HostFileSystem(), path, {}));
   const auto exchanged = [&](const std::string& rule, bool several) {
-    std::vector<Resolved> resolved(2);
+    std::vector<ResolvedRequest> resolved(2);
     const std::vector<Region> regions = CutByRule(tensors[0].shape, rule, 2);
     for (std::size_t rank = 0; rank < 2; ++rank) {
       const Region& region = regions[rank];
@@ -433,7 +433,7 @@ TEST(LoadPlan, ExchangesShortRunsBetweenMachinesOnly) {
   EXPECT_FALSE(exchanged("rows", true));
 }
 
-TEST(Load, NoSuchCheckpoint) {
+TEST(Load, MissingCheckpointIsNotFoundOnAllRanks) {
   TempDir dir;
   for (const LoadedRank& rank : LoadWishes(dir.Join("store/none"), {}, {{}, {}})) {
     EXPECT_THAT(rank.status, HasCode(Code::kNotFound));
@@ -450,7 +450,7 @@ TEST(Load, LatestIsResolvedByTheStore) {
   EXPECT_EQ(WhatIsWrong(second, wishes, LoadWishes(dir.Join("store/latest"), second, wishes)), "");
 }
 
-TEST(Load, ASafetensorsFileIsASourceToo) {
+TEST(Load, LoadsFromASafetensorsFile) {
   TempDir dir;
   const std::vector<GlobalTensor> tensors = {MakeGlobal("w", DType::kF32, {6, 4})};
   std::string header = R"({"w":{"dtype":"F32","shape":[6,4],"data_offsets":[0,96]}})";

@@ -19,7 +19,7 @@ namespace {
 
 // Large tensors and many small ones, whole, in columns and converted: the same bytes however many
 // threads read them, the same sums, and damage is found by any of them.
-TEST(Load, ByThreads) {
+TEST(Load, LoadIsExactWithAnyNumberOfThreads) {
   TempDir dir;
   std::vector<GlobalTensor> tensors = {MakeGlobal("a", DType::kF32, {1200, 1100}),
                                        MakeGlobal("b", DType::kU8, {5'000'000}),

@@ -68,7 +68,7 @@ TEST_F(RetentionSaveTest, RanksPruneAfterTheCommit) {
   EXPECT_EQ(ReadAll(Path("step-4")).at("w"), w_.bytes);
 }
 
-TEST_F(RetentionSaveTest, ByThePolicyOfTheStore) {
+TEST_F(RetentionSaveTest, SavePrunesByTheStorePolicy) {
   ASSERT_OK(OneVerdict(SaveStep(1, Retaining("policy"))));
   ASSERT_OK(OneVerdict(SaveStep(2, Retaining("policy"))));
   EXPECT_THAT(Left(), SizeIs(2)) << "a store without a policy";
@@ -79,7 +79,7 @@ TEST_F(RetentionSaveTest, ByThePolicyOfTheStore) {
   EXPECT_THAT(Left(), ElementsAre("step-4"));
 }
 
-TEST_F(RetentionSaveTest, WhatGoesWrongThereFailsNoSave) {
+TEST_F(RetentionSaveTest, PruneFailureDoesNotFailTheSave) {
   ASSERT_OK(OneVerdict(SaveStep(1)));
   // A policy that cannot be read.
   WriteWholeFile(StorePath() + "/policy.json", "{");
@@ -101,7 +101,7 @@ TEST_F(RetentionSaveTest, WhatGoesWrongThereFailsNoSave) {
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3"));
 }
 
-TEST_F(RetentionSaveTest, EphemeralOnesGoWithTheNextSave) {
+TEST_F(RetentionSaveTest, NextSaveRemovesEphemeralCheckpoints) {
   SaveOptions ephemeral;
   ephemeral.ephemeral = true;
   ASSERT_OK(OneVerdict(SaveStep(1)));
@@ -127,7 +127,7 @@ TEST_F(RetentionSaveTest, EphemeralOnesGoWithTheNextSave) {
   EXPECT_THAT(Left(), ElementsAre("step-1", "step-3", "step-4", "step-5", "step-6"));
 }
 
-TEST_F(RetentionSaveTest, AFullDiskIsToldWhatTrashHolds) {
+TEST_F(RetentionSaveTest, FullDiskErrorSuggestsGc) {
   ASSERT_OK(OneVerdict(SaveStep(1)));
   ASSERT_OK(OneVerdict(SaveStep(2)));
   ObservedFileSystem full(HostFileSystem(), [](const FileEvent& e) {

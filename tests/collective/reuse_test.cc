@@ -161,7 +161,7 @@ class ReuseTest : public testing::Test {
   std::int64_t iteration_ = 1;
 };
 
-TEST_F(ReuseTest, AnUnchangedStateIsLinkedAsAWhole) {
+TEST_F(ReuseTest, UnchangedStateIsHardLinked) {
   MakeModel();
   ASSERT_OK_AND_ASSIGN(const SaveReport first, SaveStep(1, 2, RowsOfRank));
   EXPECT_EQ(first.reused.base, "");
@@ -191,7 +191,7 @@ TEST_F(ReuseTest, AnUnchangedStateIsLinkedAsAWhole) {
   ExpectReads(2);
 }
 
-TEST_F(ReuseTest, OnlyWhatChangedIsWritten) {
+TEST_F(ReuseTest, OnlyChangedTensorsAreWritten) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   std::map<int, std::vector<RandomTensor>> steps;
@@ -215,7 +215,7 @@ TEST_F(ReuseTest, OnlyWhatChangedIsWritten) {
   ExpectReads(5);
 }
 
-TEST_F(ReuseTest, UnderAnotherCutBytesAreComparedWhereHashesDoNotDo) {
+TEST_F(ReuseTest, ReshardedSaveComparesBytesAndReuses) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   int step = 1;
@@ -240,7 +240,7 @@ TEST_F(ReuseTest, UnderAnotherCutBytesAreComparedWhereHashesDoNotDo) {
 }
 
 // A byte anywhere, under any cut: never taken for the same.
-TEST_F(ReuseTest, AnyChangedByteIsSeen) {
+TEST_F(ReuseTest, AnyChangedByteIsDetected) {
   Random random(TestSeed());
   for (int round = 0; round < TestScale(6); ++round) {
     SCOPED_TRACE(round);
@@ -271,7 +271,7 @@ TEST_F(ReuseTest, AnyChangedByteIsSeen) {
   }
 }
 
-TEST_F(ReuseTest, OffWritesAllUnderItsOwnName) {
+TEST_F(ReuseTest, ReuseOffWritesAllFiles) {
   MakeModel();
   SaveOptions off;
   off.reuse = Reuse::kOff;
@@ -284,11 +284,11 @@ TEST_F(ReuseTest, OffWritesAllUnderItsOwnName) {
     EXPECT_EQ(info.links, 1u);
   }
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(HostFileSystem(), Path(2), {}));
-  EXPECT_EQ(SavesInARowThatReused(opened->index()), 0u);
+  EXPECT_EQ(ConsecutiveLinkedSaves(opened->index()), 0u);
   ExpectReads(2);
 }
 
-TEST_F(ReuseTest, ANamedBase) {
+TEST_F(ReuseTest, NamedBaseIsUsed) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   const std::vector<RandomTensor> old = model_;
@@ -310,7 +310,7 @@ TEST_F(ReuseTest, ANamedBase) {
   EXPECT_EQ(Inside(dir_.Join("store")), (std::vector<std::string>{"step-1", "step-2", "step-3"}));
 }
 
-TEST_F(ReuseTest, OneOfSoManyIsWrittenAnew) {
+TEST_F(ReuseTest, FullEveryWritesEveryNthCheckpointInFull) {
   MakeModel();
   SaveOptions options;
   options.full_every = 3;
@@ -336,7 +336,7 @@ TEST_F(ReuseTest, OneOfSoManyIsWrittenAnew) {
 
 // Most of the pack and of the rank shard changes: what is left of them is copied once, and linked
 // from then on.
-TEST_F(ReuseTest, OfAFileThatIsMostlyDeadTheRestIsCopiedOnce) {
+TEST_F(ReuseTest, LiveRestOfAMostlyDeadFileIsCopiedOnce) {
   model_.clear();
   for (int i = 0; i < 10; ++i) {
     model_.push_back(MakeTensor("small." + std::to_string(i), DType::kF32, {100 + i}));
@@ -367,7 +367,7 @@ TEST_F(ReuseTest, OfAFileThatIsMostlyDeadTheRestIsCopiedOnce) {
   EXPECT_LT(stored, wanted + 16384);
 }
 
-TEST_F(ReuseTest, WhereLinksAreRefusedFilesAreCopied) {
+TEST_F(ReuseTest, FilesAreCopiedWhenHardLinksFail) {
   for (const int error : {EXDEV, EMLINK, EPERM, EACCES, EDQUOT, EOPNOTSUPP}) {
     SCOPED_TRACE(error);
     store_ = "store-" + std::to_string(error);
@@ -393,8 +393,33 @@ TEST_F(ReuseTest, WhereLinksAreRefusedFilesAreCopied) {
   }
 }
 
+// Rank 0 looks whether the base can be used, and goes on with what it opened for that. It opens the
+// checkpoint once more, to publish: mtimes of files are decided against it.
+TEST_F(ReuseTest, EveryRankOpensTheBaseOnce) {
+  MakeModel();
+  ASSERT_OK(SaveStep(1, 2, RowsOfRank));
+  std::array<std::atomic<int>, 2> opened{};
+  const auto counts = [&](std::size_t rank) {
+    return [&opened, rank](const FileEvent& e) {
+      const bool of_base = e.path.find("/index/") != std::string::npos &&
+                           e.path.find(".staging") == std::string::npos;
+      if (e.op == FileOp::kOpenRead && of_base) ++opened[rank];
+      return Status();
+    };
+  };
+  ObservedFileSystem first(HostFileSystem(), counts(0));
+  ObservedFileSystem second(HostFileSystem(), counts(1));
+  ASSERT_OK_AND_ASSIGN(const SaveReport report,
+                       SaveStep(2, 2, RowsOfRank, {}, [&](int rank) -> FileSystem& {
+                         return rank == 0 ? first : second;
+                       }));
+  EXPECT_EQ(report.reused.tensors, model_.size());
+  EXPECT_GT(opened[1], 0);
+  EXPECT_EQ(opened[0], 2 * opened[1]);
+}
+
 // A copy of damaged bytes would be damage of the new checkpoint alone, which has the right ones.
-TEST_F(ReuseTest, WhatIsDamagedIsNotCopiedWhereLinksAreRefused) {
+TEST_F(ReuseTest, DamagedFileIsNotCopiedWhenHardLinksFail) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   for (const auto& [name, info] : FilesWithInodes(Path(1))) {
@@ -406,12 +431,12 @@ TEST_F(ReuseTest, WhatIsDamagedIsNotCopiedWhereLinksAreRefused) {
   ASSERT_OK_AND_ASSIGN(const SaveReport report,
                        SaveStep(2, 2, RowsOfRank, {}, [&](int) -> FileSystem& { return refuses; }));
   EXPECT_EQ(report.reused.tensors, 0u);
-  EXPECT_NE(report.reused.note.find("checksum differs"), std::string::npos) << report.reused.note;
+  EXPECT_NE(report.reused.note.find("checksum mismatch"), std::string::npos) << report.reused.note;
   ExpectReads(2);
 }
 
 // Whoever may write to a file of one checkpoint would change the other, too.
-TEST_F(ReuseTest, AFileThatIsNotSealedIsCopied) {
+TEST_F(ReuseTest, UnsealedFileIsCopied) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   for (const auto& [name, info] : FilesWithInodes(Path(1))) {
@@ -420,14 +445,14 @@ TEST_F(ReuseTest, AFileThatIsNotSealedIsCopied) {
   ASSERT_OK_AND_ASSIGN(const SaveReport report, SaveStep(2, 2, RowsOfRank));
   EXPECT_EQ(report.reused.files_linked, 0u);
   EXPECT_GT(report.reused.files_copied, 0u);
-  EXPECT_NE(report.reused.note.find("not sealed"), std::string::npos) << report.reused.note;
+  EXPECT_NE(report.reused.note.find("unsealed file"), std::string::npos) << report.reused.note;
   for (const auto& [name, info] : FilesWithInodes(Path(2))) EXPECT_TRUE(info.sealed()) << name;
   ExpectReads(2);
   ASSERT_OK_AND_ASSIGN(const SaveReport next, SaveStep(3, 2, RowsOfRank));
   EXPECT_EQ(next.reused.files_copied, 0u);
 }
 
-TEST_F(ReuseTest, NothingIsLinkedThatLiesElsewhere) {
+TEST_F(ReuseTest, FilesOutsideTheBaseAreNotLinked) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   std::filesystem::rename(Path(1) + "/data", dir_.Join("elsewhere"));
@@ -438,7 +463,7 @@ TEST_F(ReuseTest, NothingIsLinkedThatLiesElsewhere) {
 }
 
 // Its header is longer than what it speaks of, and no reason to give up its form.
-TEST_F(ReuseTest, ASmallFileWithALongHeaderIsLinked) {
+TEST_F(ReuseTest, SmallFileWithALongHeaderIsLinked) {
   for (int i = 0; i < 64; ++i) {
     model_.push_back(MakeTensor("norm." + std::to_string(i), DType::kBF16, {32}));
   }
@@ -455,7 +480,7 @@ TEST_F(ReuseTest, ASmallFileWithALongHeaderIsLinked) {
   }
 }
 
-TEST_F(ReuseTest, ANamedBaseThatCannotBeReadCostsTheReuseAlone) {
+TEST_F(ReuseTest, UnreadableNamedBaseOnlyDisablesReuse) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   ASSERT_OK(SaveStep(2, 2, RowsOfRank));
@@ -476,7 +501,7 @@ TEST_F(ReuseTest, ANamedBaseThatCannotBeReadCostsTheReuseAlone) {
 }
 
 // Two tensors of one name: whoever reads it would get either.
-TEST_F(ReuseTest, NoNameOfALayerIsInheritedTwice) {
+TEST_F(ReuseTest, LayerNameIsNotInheritedTwice) {
   const RandomTensor stack = MakeTensor("stack.w", DType::kF32, {5, 7});
   const RandomTensor layer = MakeTensor("layers.3.w", DType::kF32, {7});
   const RandomTensor beyond = MakeTensor("layers.5.w", DType::kF32, {7});
@@ -497,7 +522,8 @@ TEST_F(ReuseTest, NoNameOfALayerIsInheritedTwice) {
   ASSERT_OK(save(2, layer, ""));
   const Status twice = save(3, layer, "step-1");
   EXPECT_THAT(twice, HasCode(Code::kInvalidArgument));
-  EXPECT_NE(twice.message().find("is the name of layer 3 of tensor stack.w"), std::string::npos);
+  EXPECT_NE(twice.message().find("is already the name of layer 3 of tensor stack.w"),
+            std::string::npos);
   EXPECT_THAT(save(3, stack, "step-2"), HasCode(Code::kInvalidArgument));
   RandomTensor other = stack;
   other.key = "stack.v";
@@ -513,7 +539,7 @@ TEST_F(ReuseTest, NoNameOfALayerIsInheritedTwice) {
 }
 
 // A file that other programs open by the names in its header has no false ones.
-TEST_F(ReuseTest, AFileOfTensorsUnderOtherNamesIsNoneAnyMore) {
+TEST_F(ReuseTest, SafetensorsFileWithOldNamesIsNotLinked) {
   MakeModel();
   SaveOptions options;
   options.placement = PlacementRule::kSafetensors;
@@ -540,7 +566,7 @@ TEST_F(ReuseTest, AFileOfTensorsUnderOtherNamesIsNoneAnyMore) {
 }
 
 // Whatever goes wrong with the base, the save is as good as one without it.
-TEST_F(ReuseTest, ABaseThatCannotBeUsedIsNoReasonToFail) {
+TEST_F(ReuseTest, UnusableBaseDoesNotFailTheSave) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   int step = 1;
@@ -572,7 +598,7 @@ TEST_F(ReuseTest, ABaseThatCannotBeUsedIsNoReasonToFail) {
 }
 
 // Bytes that are looked at are compared with their hashes: what is damaged is written anew.
-TEST_F(ReuseTest, DamageThatIsMetIsNotTaken) {
+TEST_F(ReuseTest, DamagedBaseBytesAreNotReused) {
   if (DeviceMode()) GTEST_SKIP() << "devices compare hashes and write what lies otherwise";
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
@@ -584,7 +610,7 @@ TEST_F(ReuseTest, DamageThatIsMetIsNotTaken) {
   ExpectReads(2);
 }
 
-TEST_F(ReuseTest, AFileThatIsCutShortIsNotLinked) {
+TEST_F(ReuseTest, TruncatedFileIsNotLinked) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   for (const auto& [name, info] : FilesWithInodes(Path(1))) {
@@ -651,7 +677,7 @@ TEST_F(ReuseTest, TenStepsOfFineTuningCostTheBaseAndTheAdapters) {
 }
 
 // What is staged is compared and linked as what is saved at once.
-TEST_F(ReuseTest, InTheBackgroundToo) {
+TEST_F(ReuseTest, AsyncSaveReusesTheBase) {
   MakeModel();
   ASSERT_OK(SaveStep(1, 2, RowsOfRank));
   Change("lora.a", 1);
@@ -677,7 +703,7 @@ TEST_F(ReuseTest, InTheBackgroundToo) {
 }
 
 // A link does not bring back a form that this save would not give the tensor.
-TEST_F(ReuseTest, PlacementsAreThoseOfTheSave) {
+TEST_F(ReuseTest, ReuseKeepsThePlacementOfTheSave) {
   MakeModel();
   const auto placement = [&](int step, const std::string& key) {
     const auto opened = OpenedCheckpoint::Open(HostFileSystem(), Path(step), {});
@@ -768,7 +794,7 @@ TEST_F(ReuseTest, AKeyThatBecomesAnObjectIsNotBoth) {
   ExpectSound(Path(2));
 }
 
-TEST_F(ReuseTest, PageHashesComeAlong) {
+TEST_F(ReuseTest, PageHashesAreInherited) {
   MakeModel();
   SaveOptions options;
   options.page_hashes = true;
@@ -813,7 +839,7 @@ class ManifestCounters {
 };
 
 // One tensor in thousands of parts, those of a rank between those of the others.
-TEST_F(ReuseTest, ThousandsOfParts) {
+TEST_F(ReuseTest, TensorInThousandsOfPartsIsReused) {
   constexpr std::int64_t kRows = 1200;
   RandomTensor w = MakeTensor("w", DType::kF32, {kRows, 16});
   const RandomTensor other = MakeTensor("x", DType::kF32, {kRows, 16});
@@ -845,7 +871,7 @@ TEST_F(ReuseTest, ThousandsOfParts) {
 }
 
 // Each rank looks at the extents that it has cells of, and all of them together at all.
-TEST_F(ReuseTest, PageHashesOfOthersAreOthersToLookFor) {
+TEST_F(ReuseTest, EachRankReadsPageHashesOfItsExtentsOnly) {
   constexpr int kRanks = 8;
   model_.clear();
   for (int i = 0; i < 6; ++i) {
@@ -872,7 +898,7 @@ TEST_F(ReuseTest, PageHashesOfOthersAreOthersToLookFor) {
 }
 
 // More of them than stay open: most do.
-TEST_F(ReuseTest, ManifestsOfABaseStayOpen) {
+TEST_F(ReuseTest, BaseManifestsStayOpen) {
   constexpr int kRanks = Amount(36, 16);
   constexpr int kTensors = 6;
   model_.clear();
@@ -891,7 +917,7 @@ TEST_F(ReuseTest, ManifestsOfABaseStayOpen) {
 }
 
 // The others wait for a rank whose base does not answer: it leaves what it has not compared yet.
-TEST_F(ReuseTest, ASlowBaseDoesNotFailTheSave) {
+TEST_F(ReuseTest, SlowBaseDoesNotFailTheSave) {
   model_.clear();
   for (int i = 0; i < 20; ++i) {
     model_.push_back(MakeTensor("w" + std::to_string(i), DType::kU8, {1000, 100}));

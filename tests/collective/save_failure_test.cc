@@ -87,7 +87,7 @@ class SaveFailureTest : public testing::Test {
 
 // A power cut keeps what an fsync after it vouches for: its mode too, which says that nobody writes
 // there any more.
-TEST(SaveSealTest, WhatIsSealedIsSyncedAfterwards) {
+TEST(SaveSealTest, SealedFilesAreSyncedAfterSealing) {
   const TempDir dir;
   std::mutex mutex;
   std::map<std::string, std::vector<FileOp>> seen;
@@ -122,7 +122,7 @@ TEST(SaveSealTest, WhatIsSealedIsSyncedAfterwards) {
 
 // What fails while a base is looked at, linked and described costs the reuse or the save, and
 // nothing of what is there.
-TEST_F(SaveFailureTest, WithABaseToo) {
+TEST_F(SaveFailureTest, EveryFaultInASaveWithABaseIsContained) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count", Reuse::kAuto));
@@ -155,7 +155,7 @@ TEST_F(SaveFailureTest, WithABaseToo) {
   }
 }
 
-TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
+TEST_F(SaveFailureTest, EveryOperationFailureGivesOneVerdict) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count"));
@@ -205,7 +205,7 @@ TEST_F(SaveFailureTest, OfEveryOperationOnEveryRankIsOneVerdictThatNamesIt) {
   EXPECT_EQ(ReadAll(Path("after")).at("same"), same_.bytes);
 }
 
-TEST_F(SaveFailureTest, OfSeveralRanksIsThatOfTheLowestWithTheirNumber) {
+TEST_F(SaveFailureTest, FailuresOfSeveralRanksReportTheLowestRank) {
   ASSERT_OK(Save("old"));
   for (FailingOnce& disk : disks_) disk.FailAt(-1, 0);
   ASSERT_OK(Save("count"));
@@ -217,7 +217,7 @@ TEST_F(SaveFailureTest, OfSeveralRanksIsThatOfTheLowestWithTheirNumber) {
   const Status status = Save("new");
   EXPECT_THAT(status, HasCode(Code::kResourceExhausted));
   EXPECT_THAT(status, HasMessage("rank 1: "));
-  EXPECT_THAT(status, HasMessage("(and 1 more ranks failed)"));
+  EXPECT_THAT(status, HasMessage("(1 other rank failed too)"));
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ TEST_F(SaveOptionsTest, MainReplicaWritesAlone) {
   EXPECT_EQ(ReadAll(Path("a")).at("labelled"), big_.bytes);
 }
 
-TEST_F(SaveOptionsTest, PlacementThatCannotBeIsRefusedByAllWhoeverOwnsTheKey) {
+TEST_F(SaveOptionsTest, ImpossiblePlacementIsRefusedOnAllRanks) {
   const RandomTensor short_runs = MakeTensor("short runs", DType::kU8, {10'000, 4});
   SaveOptions options;
   options.placement = PlacementRule::kTensorFile;
@@ -137,7 +137,7 @@ class Events {
   std::uint64_t written_ = 0;
 };
 
-TEST_F(SaveOptionsTest, EventsTellStartAndEndOfEachPhaseOnEachRank) {
+TEST_F(SaveOptionsTest, EventsReportStartAndEndOfEachPhase) {
   Events events;
   SaveOptions options;
   options.events = events.Hook();
@@ -153,7 +153,7 @@ TEST_F(SaveOptionsTest, EventsTellStartAndEndOfEachPhaseOnEachRank) {
   EXPECT_EQ(events.written(), results[0].value().bytes_written);
 }
 
-TEST_F(SaveOptionsTest, EventsTellTheErrorOfTheirPhaseAndNothingAfter) {
+TEST_F(SaveOptionsTest, EventsEndWithTheErrorOfTheFailedPhase) {
   Events events;
   SaveOptions options;
   options.events = events.Hook();
@@ -170,7 +170,7 @@ TEST_F(SaveOptionsTest, EventsTellTheErrorOfTheirPhaseAndNothingAfter) {
   }
 }
 
-TEST_F(SaveOptionsTest, WhatHooksThrowIsLoggedAndChangesNothing) {
+TEST_F(SaveOptionsTest, ExceptionsInHooksAreLoggedAndIgnored) {
   std::mutex mutex;
   std::vector<std::string> lines;
   SetLogSink([&](LogLevel, std::string_view line) {
@@ -210,7 +210,7 @@ TEST_F(SaveOptionsTest, WhatHooksThrowIsLoggedAndChangesNothing) {
   EXPECT_EQ(said("on_commit"), 3);
 }
 
-TEST_F(SaveOptionsTest, LayoutOfARefusedAndOfASoundSaveIsGiven) {
+TEST_F(SaveOptionsTest, LayoutReportIsGivenForRefusedAndGoodSaves) {
   std::vector<LayoutReport> layouts(2);
   const auto save = [&](int rows) {
     std::vector<RankState> states(2);
@@ -237,7 +237,7 @@ TEST_F(SaveOptionsTest, LayoutOfARefusedAndOfASoundSaveIsGiven) {
   }
 }
 
-TEST_F(SaveOptionsTest, WithoutValidationPublishStillRefusesWhatIsIncomplete) {
+TEST_F(SaveOptionsTest, PublishRefusesIncompleteSaveWithoutValidation) {
   SaveOptions options;
   options.validate = false;
   const auto save = [&](int rows) {
@@ -256,7 +256,7 @@ TEST_F(SaveOptionsTest, WithoutValidationPublishStillRefusesWhatIsIncomplete) {
   EXPECT_EQ(ReadAll(Path("a")).at("w"), w_.bytes);
 }
 
-TEST_F(SaveOptionsTest, CommonValuesThatDifferWarnOrFailAsAsked) {
+TEST_F(SaveOptionsTest, DifferingCommonValuesWarnOrFailAsConfigured) {
   SaveOptions options;
   const auto save = [&] {
     return SaveOnThreads(
@@ -338,7 +338,7 @@ std::string ReusedOf(const std::vector<std::vector<Result<SaveReport>>>& steps) 
   return text;
 }
 
-TEST_F(SaveOptionsTest, PlanIsUsedAgainWhileNoLayoutChangesAndTheSavesAreTheSame) {
+TEST_F(SaveOptionsTest, PlanIsReusedWhileTheLayoutIsUnchanged) {
   std::vector<RandomTensor> tensors;
   for (int step = 0; step < 4; ++step) {
     tensors.push_back(w_);
@@ -369,7 +369,7 @@ TEST_F(SaveOptionsTest, PlanIsUsedAgainWhileNoLayoutChangesAndTheSavesAreTheSame
   }
 }
 
-TEST_F(SaveOptionsTest, PlanOfAnotherLayoutOrOptionIsNeverUsed) {
+TEST_F(SaveOptionsTest, PlanIsNotReusedForAnotherLayoutOrOption) {
   // 0: a; 1: a again; 2: one rank's cut moves; 3: back; 4: items in another order; 5: other dtype;
   // 6: as 5 with another placement; 7: as 6; 8: as 6 with reuse off.
   const RandomTensor ints = MakeTensor("w", DType::kI32, w_.shape);
@@ -396,7 +396,7 @@ TEST_F(SaveOptionsTest, PlanOfAnotherLayoutOrOptionIsNeverUsed) {
   }
 }
 
-TEST_F(SaveOptionsTest, PlanOfAnUnprovedLayoutIsNotUsedForAProof) {
+TEST_F(SaveOptionsTest, UnvalidatedPlanIsNotReusedForAValidatedSave) {
   const auto steps = SaveSteps(
       Store(), 2, 4, [&](int, int, RankState& state) { state.Add(w_, Box::Whole(w_.shape)); },
       [](int step) {
@@ -407,7 +407,7 @@ TEST_F(SaveOptionsTest, PlanOfAnUnprovedLayoutIsNotUsedForAProof) {
   EXPECT_EQ(ReusedOf(steps), "nrnr");
 }
 
-TEST_F(SaveOptionsTest, AReusedPlanStillComparesReplicas) {
+TEST_F(SaveOptionsTest, ReusedPlanStillComparesReplicas) {
   RandomTensor other = w_;
   other.bytes[100] ^= 1;
   const auto steps = SaveSteps(
@@ -443,11 +443,11 @@ Status SaveAndCancel(const std::string& path, int ranks, int canceller, const st
     const auto r = static_cast<std::size_t>(comm.rank());
     SaveOptions options;
     SaveControl control;
-    control.begun = [&](const Staging& staging) {
+    control.on_staging_made = [&](FileSystem&, const Staging& staging) {
       EXPECT_TRUE(HostFileSystem().Exists(staging.directory));
       ++*begun;
     };
-    control.ending = [&](const Staging& staging) {
+    control.on_staging_end = [&](const Staging& staging) {
       EXPECT_EQ(comm.rank(), 0);
       EXPECT_TRUE(HostFileSystem().Exists(staging.directory)) << "before it is moved";
       ++*ending;
@@ -465,7 +465,7 @@ Status SaveAndCancel(const std::string& path, int ranks, int canceller, const st
   return OneVerdict(results);
 }
 
-TEST_F(SaveOptionsTest, CancelBeforeTheDecisionEndsAllRanksAndNamesWhoAsked) {
+TEST_F(SaveOptionsTest, CancelBeforePublishEndsAllRanksAndNamesTheRank) {
   for (const int who : {0, 2}) {
     for (const char* phase : {"at once", "plan", "write", "compare", "publish"}) {
       SCOPED_TRACE(std::string(phase) + " on rank " + std::to_string(who));
@@ -488,7 +488,7 @@ TEST_F(SaveOptionsTest, CancelBeforeTheDecisionEndsAllRanksAndNamesWhoAsked) {
   EXPECT_EQ(ReadAll(Path("a")).at("big"), big_.bytes);
 }
 
-TEST_F(SaveOptionsTest, AFailureGoesBeforeACancel) {
+TEST_F(SaveOptionsTest, FailureTakesPrecedenceOverACancel) {
   RankState states[2];
   states[0].Add(w_, Box::Whole(w_.shape));
   RandomTensor other = w_;
@@ -564,7 +564,7 @@ TEST_F(SaveOptionsTest, ShardsWithoutMemoryAreReadInBlocks) {
 }
 
 // Without the option manifests are what they were; with it one row is proved by its own pages.
-TEST_F(SaveOptionsTest, PageHashesProveOneRowByItsPages) {
+TEST_F(SaveOptionsTest, PageHashesVerifyARowByItsPages) {
   const RandomTensor flat = MakeTensor("flat", DType::kF32, {50'000});
   const auto save = [&](const std::string& name, bool page_hashes) {
     SaveOptions options;

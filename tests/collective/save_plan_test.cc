@@ -92,7 +92,7 @@ TEST(SavePlan, ReplicasAreSplitByBytesInsideATensorAtPages) {
   }
 }
 
-TEST(SavePlan, PagesAreThoseOfTheFileNotOfTheShard) {
+TEST(SavePlan, CutsFallOnPagesOfTheFile) {
   Ranks ranks(4);
   // Ranks 0 and 1 hold what comes before byte 3,000,001 of the file, ranks 2 and 3 the rest.
   const Dims shape = {6 * kMi};
@@ -109,7 +109,7 @@ TEST(SavePlan, PagesAreThoseOfTheFileNotOfTheShard) {
   EXPECT_EQ(plan.ranks[3].chunks[0].offset, 3'000'001u + plan.ranks[3].chunks[0].begin);
 }
 
-TEST(SavePlan, ReplicasFillUpThoseWhoHaveLess) {
+TEST(SavePlan, ReplicasBalanceBytesBetweenRanks) {
   Ranks ranks(2);
   // Rank 0 alone has 6 MiB; of the 10 MiB that both have it gets 2, rank 1 gets 8.
   ranks.Tensor(0, "own", DType::kU8, {6 * kMi}, Box::Whole({6 * kMi}));
@@ -135,7 +135,7 @@ TEST(SavePlan, RankShardsAreCutAtRows) {
   EXPECT_EQ(plan.ranks[1].chunks[0].part, 1u);
 }
 
-TEST(SavePlan, ForcedTensorFileMakesAChunkOfEachRun) {
+TEST(SavePlan, ForcedTensorFileWritesOneChunkPerRun) {
   Ranks ranks(2);
   for (int r = 0; r < 2; ++r) ranks.Tensor(r, "w", DType::kF32, {3, 4}, B({0, 2 * r}, {3, 2}));
   ASSERT_OK_AND_ASSIGN(const GlobalLayout layout, ranks.Layout());
@@ -158,7 +158,7 @@ TEST(SavePlan, ForcedTensorFileRefusesShortRuns) {
   EXPECT_THAT(plan, HasMessage("tensor w: shard [0:10000, 0:2] of rank 0 consists of 10000 runs"));
 }
 
-TEST(SavePlan, SafetensorsNeedsOneRankWithEverything) {
+TEST(SavePlan, SafetensorsPlacementNeedsOneRankWithAllTensors) {
   Ranks cut(2);
   for (int r = 0; r < 2; ++r) cut.Tensor(r, "w", DType::kF32, {4}, B({2 * r}, {2}));
   ASSERT_OK_AND_ASSIGN(const GlobalLayout cut_layout, cut.Layout());
@@ -195,7 +195,7 @@ TEST(SavePlan, RunsOfFlatRangesAreMerged) {
   EXPECT_FALSE(GlobalRuns(meta, column, 2).ok());
 }
 
-TEST(SavePlan, RandomPartitionsAreWrittenOnceByThoseWhoHoldThem) {
+TEST(SavePlan, RandomPartitionsAreWrittenOnceByTheirHolders) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(60); ++i) {
     const int n = static_cast<int>(random.Int(1, 5));
@@ -217,7 +217,7 @@ TEST(SavePlan, RandomPartitionsAreWrittenOnceByThoseWhoHoldThem) {
   }
 }
 
-TEST(SavePlan, MainReplicaAloneWritesWhereAskedTo) {
+TEST(SavePlan, MainStrategyWritesOnlyTheMainReplica) {
   Ranks ranks(3);
   const Dims shape = {2 * kMi};
   ranks.Tensor(0, "labelled", DType::kU8, shape, Box::Whole(shape), Replica::kCopy)
@@ -263,7 +263,7 @@ Result<OwnedPlans> PlanWithOwners(Ranks& ranks, PlanRules rules) {
   return owned;
 }
 
-TEST(SavePlan, ReplicasComeOutEvenWithAnyNumberOfOwners) {
+TEST(SavePlan, ReplicasAreBalancedWithAnyNumberOfOwners) {
   constexpr int kRanks = 8;
   Ranks ranks(kRanks);
   Random random(TestSeed());
@@ -327,7 +327,7 @@ std::vector<SharedBytes> RandomGroups(Random& random, int ranks, std::uint64_t m
   return groups;
 }
 
-TEST(EvenSharesTest, TheBusiestRankHasHardlyMoreThanItMust) {
+TEST(EvenSharesTest, BusiestRankIsNearTheOptimum) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(400); ++i) {
     const int ranks = static_cast<int>(random.Int(1, 8));
@@ -360,7 +360,7 @@ TEST(EvenSharesTest, TheBusiestRankHasHardlyMoreThanItMust) {
 }
 
 // Ranks 0 to 4 hold w, 3 to 7 hold v.
-TEST(SavePlan, OverlappingGroupsComeOutEven) {
+TEST(SavePlan, OverlappingGroupsAreBalanced) {
   constexpr int kRanks = 8;
   for (const bool v_first : {false, true}) {
     Ranks ranks(kRanks);
@@ -379,7 +379,7 @@ TEST(SavePlan, OverlappingGroupsComeOutEven) {
 }
 
 // Tensors of all sizes: what cannot be cut is evened out by what can.
-TEST(SavePlan, RandomOverlappingGroupsComeOutNearlyEven) {
+TEST(SavePlan, RandomOverlappingGroupsAreNearlyBalanced) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(20); ++i) {
     const int world = static_cast<int>(random.Int(2, 8));
@@ -408,7 +408,7 @@ TEST(SavePlan, RandomOverlappingGroupsComeOutNearlyEven) {
   }
 }
 
-TEST(SavePlan, OwnersDoNotAllBeginWithTheSameRank) {
+TEST(SavePlan, OwnersStartWithDifferentRanks) {
   // Too small to be cut: each owner has a few more than would come out even.
   constexpr int kRanks = 8;
   constexpr int kTensors = 640;
@@ -430,7 +430,7 @@ TEST(SavePlan, OwnersDoNotAllBeginWithTheSameRank) {
   }
 }
 
-TEST(SavePlan, LargestTensorsOfAllOwnersHaveFilesOfTheirOwn) {
+TEST(SavePlan, LargestTensorsOfAllOwnersGetTensorFiles) {
   Ranks ranks(1);
   for (int t = 0; t < 40; ++t) {
     const std::int64_t size = (t < 10 ? 64 : 8) * kMi + t;
@@ -455,7 +455,7 @@ TEST(SavePlan, LargestTensorsOfAllOwnersHaveFilesOfTheirOwn) {
   }
 }
 
-TEST(SavePlan, OneRankWithEverythingIsFoundAmongOwners) {
+TEST(SavePlan, RankWithAllTensorsIsFoundAcrossOwners) {
   Ranks ranks(3);
   for (int t = 0; t < 20; ++t) {
     const std::string key = "t" + std::to_string(t);
@@ -476,7 +476,7 @@ TEST(SavePlan, OneRankWithEverythingIsFoundAmongOwners) {
   EXPECT_THAT(PlanWithOwners(ranks, rules), HasMessage("no rank holds all tensors whole"));
 }
 
-TEST(ReplicaPlan, RotatingComparesEachShareWithOneMoreAndAllOverTime) {
+TEST(ReplicaPlan, RotatingComparesAllReplicasOverSeveralSaves) {
   std::set<std::pair<std::uint64_t, std::uint32_t>> seen;  // (share, other holder)
   for (std::uint64_t generation = 1; generation <= 3; ++generation) {
     const std::vector<ReplicaBlock> plan =
@@ -488,7 +488,7 @@ TEST(ReplicaPlan, RotatingComparesEachShareWithOneMoreAndAllOverTime) {
       EXPECT_FALSE(plan[i].all);
       EXPECT_LT(plan[i].first, plan[i].second);
       for (std::uint32_t h = 0; h < 4; ++h) {
-        if (!plan[i].Has(h)) continue;
+        if (!plan[i].IsHashedBy(h)) continue;
         hashed[h] += plan[i].bytes;
         if (h != i) seen.insert({i, h});
       }
@@ -525,12 +525,12 @@ TEST(ReplicaPlan, DifferenceNamesTensorBoxAndRanks) {
   EXPECT_EQ(found.ToStatus().message(),
             "tensor w: [2:4, 0:2] differs between the replicas on rank 0 and rank 1");
   hashes[1].push_back(a);
-  EXPECT_THAT(compare(), HasMessage("more hashes"));
+  EXPECT_THAT(compare(), HasMessage("more hashes of replicas than requested"));
   hashes[1] = {a};
   EXPECT_THAT(compare(), HasCode(Code::kInternal));
 }
 
-TEST(ReplicaPlan, ManyDifferencesAreListedUpToALimitAndCounted) {
+TEST(ReplicaPlan, DifferencesAreListedUpToALimitAndCounted) {
   Ranks ranks(3);
   const Dims shape = {30 * kMi};
   for (int r = 0; r < 3; ++r) ranks.Tensor(r, "w", DType::kU8, shape, Box::Whole(shape));

@@ -43,7 +43,7 @@ std::vector<std::string> TasksOf(Ranks& ranks) {
   return EncodeTasks(layout, PlanSave(layout, PlacementRule::kAuto).value());
 }
 
-TEST(RankTask, SaysAllThatARankDoes) {
+TEST(RankTask, TaskDescribesAllWorkOfARank) {
   Ranks ranks = SomeRanks();
   const std::vector<std::string> parts = TasksOf(ranks);
   ASSERT_OK_AND_ASSIGN(const RankTask task, DecodeTasks(std::span(&parts[1], 1), ranks.at(1), 2));
@@ -66,7 +66,7 @@ TEST(RankTask, SaysAllThatARankDoes) {
   ASSERT_EQ(task.replicas[0].size(), 1u);
   EXPECT_EQ(task.replicas[0][0].item, 2u);
   EXPECT_EQ(task.replicas[0][0].holders, 2u);
-  EXPECT_EQ(task.replicas[0][0].position, 1u);
+  EXPECT_EQ(task.replicas[0][0].replica_index, 1u);
   EXPECT_EQ(task.replicas[0][0].bytes, 1'200'000u);
 
   ASSERT_OK_AND_ASSIGN(const RankTask zero, DecodeTasks(std::span(&parts[0], 1), ranks.at(0), 2));
@@ -78,7 +78,7 @@ TEST(RankTask, SaysAllThatARankDoes) {
   EXPECT_THAT(zero.objects, ElementsAre(1u, 0u)) << "args before rng";
 }
 
-TEST(RankTask, PartsOfSeveralOwnersBecomeOne) {
+TEST(RankTask, PartsOfSeveralOwnersAreMerged) {
   Ranks ranks = SomeRanks();
   const std::vector<std::string> whole = TasksOf(ranks);
   ASSERT_OK_AND_ASSIGN(const RankTask one, DecodeTasks(std::span(&whole[1], 1), ranks.at(1), 2));
@@ -116,8 +116,8 @@ TEST(RankTask, PartsOfSeveralOwnersBecomeOne) {
 
 TEST(RankTask, FailureOfAnOwnerReachesEveryRank) {
   Ranks ranks = SomeRanks();
-  std::vector<std::string> parts = {TasksOf(ranks)[0],
-                                    EncodeNoTask(Status(Code::kResourceExhausted, "no memory"))};
+  std::vector<std::string> parts = {
+      TasksOf(ranks)[0], EncodeTaskFailure(Status(Code::kResourceExhausted, "no memory"))};
   EXPECT_OK(FailureOfOwners(std::span(&parts[0], 1)));
   EXPECT_THAT(FailureOfOwners(parts), HasCode(Code::kResourceExhausted));
   EXPECT_THAT(FailureOfOwners(parts), HasMessage("no memory"));
@@ -125,7 +125,7 @@ TEST(RankTask, FailureOfAnOwnerReachesEveryRank) {
   EXPECT_THAT(FailureOfOwners(parts), HasCode(Code::kDataLoss));
 }
 
-TEST(RankTask, WhatDoesNotFitTheStateDictIsRefused) {
+TEST(RankTask, TaskForAnotherStateDictIsRefused) {
   Ranks ranks = SomeRanks();
   const std::vector<std::string> parts = TasksOf(ranks);
   const auto decode = [&](const StateDict& state) {
@@ -175,7 +175,7 @@ TEST(RankTask, FilesOfKeysWithEqualHashesHaveDifferentNames) {
                                                    "t0000000000000005-1", "t0000000000000005-2"));
 }
 
-TEST(RankTask, FingerprintSeesOrderShapePlaceAndOptionsButNoContents) {
+TEST(RankTask, FingerprintCoversLayoutAndOptionsNotContents) {
   const auto of = [](const std::string& first, const Region& region, const std::string& bytes,
                      PlacementRule placement = PlacementRule::kAuto,
                      SaveStrategy strategy = SaveStrategy::kParallel) {
@@ -192,7 +192,7 @@ TEST(RankTask, FingerprintSeesOrderShapePlaceAndOptionsButNoContents) {
   EXPECT_NE(a, of("a", B({0}, {4}), "1", PlacementRule::kAuto, SaveStrategy::kMain));
 }
 
-TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
+TEST(KeptPlans, KeepsLastTwoPlansAndNeverReusesUnvalidated) {
   KeptPlans<KeptPlan> plans(2);
   const auto key = [](std::uint64_t n) { return Hash128{n, n}; };
   const auto keep = [&](std::uint64_t n, bool validated) {
@@ -216,7 +216,7 @@ TEST(KeptPlans, KeepsTheLastTwoUsedAndNeverAnUnprovedOneForAProof) {
   EXPECT_TRUE(find(key(3), true));
 }
 
-TEST(Agreement, IsOfWhatAllBringAndUnchangedWhereAllKeptIt) {
+TEST(Agreement, UnchangedOnlyWhenAllRanksKeptTheAgreement) {
   using Words = std::vector<std::uint64_t>;
   const auto agree = [](std::string_view domain, const std::vector<Words>& brought,
                         const Words& kept) {
@@ -242,12 +242,12 @@ TEST(Agreement, IsOfWhatAllBringAndUnchangedWhereAllKeptIt) {
   EXPECT_EQ(ClassesOf(brought.size(), [&](std::size_t r) { return brought[r]; }),
             (RankClasses{0, 1, 0, 1}));
   EXPECT_EQ(RanksByClass({0, 1, 0, 1}), (std::vector<std::vector<int>>{{0, 2}, {1, 3}, {}, {}}));
-  EXPECT_TRUE(Speaks({0, 1, 0, 1}, 1));
-  EXPECT_FALSE(Speaks({0, 1, 0, 1}, 2));
-  EXPECT_FALSE(Speaks({}, 0));
+  EXPECT_TRUE(SendsForClass({0, 1, 0, 1}, 1));
+  EXPECT_FALSE(SendsForClass({0, 1, 0, 1}, 2));
+  EXPECT_FALSE(SendsForClass({}, 0));
 }
 
-TEST(Agreement, ClassesThatCannotBeAreRefused) {
+TEST(Agreement, InvalidClassesAreRefused) {
   const auto read = [](const RankClasses& classes, std::uint32_t world) {
     ByteWriter out;
     WriteClasses(out, classes);

@@ -97,7 +97,7 @@ class SaveTest : public testing::Test {
   TempDir dir_;
 };
 
-TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
+TEST_F(SaveTest, SavesEveryDtypeUnderEveryPlacement) {
   std::vector<RandomTensor> tensors;
   for (const DTypeInfo& info : AllDTypes()) {
     tensors.push_back(MakeTensor("t." + std::string(info.name), info.dtype, {8, 16}));
@@ -140,7 +140,7 @@ TEST_F(SaveTest, EveryDtypeUnderEveryPlacement) {
   EXPECT_EQ(FilesInData(Path("shard")).size(), 2u);
 }
 
-TEST_F(SaveTest, TensorFileIsTheTensorUnderRowsFlatAndReplicas) {
+TEST_F(SaveTest, TensorFileEqualsTheTensorUnderEverySharding) {
   const RandomTensor big = MakeTensor("big", DType::kBF16, {2050, 1024});
   const std::map<std::string, Region (*)(const Dims&, int, int)> cuts = {
       {"rows", &RowsOf}, {"flat", &FlatPart}, {"replicas", [](const Dims& shape, int, int) {
@@ -188,7 +188,7 @@ TEST_F(SaveTest, DigestIsTheSameUnderEveryCut) {
   }
 }
 
-TEST_F(SaveTest, RankShardIsASafetensorsFileThatSaysWhatItHolds) {
+TEST_F(SaveTest, RankShardIsASelfDescribingSafetensorsFile) {
   const RandomTensor w = MakeTensor("w", DType::kF32, {6, 4});
   const RandomTensor c = MakeTensor("c", DType::kC128, {3});
   SaveOptions options;
@@ -213,7 +213,7 @@ TEST_F(SaveTest, RankShardIsASafetensorsFileThatSaysWhatItHolds) {
   EXPECT_EQ(header.metadata.at("w#1"), "f32 [6, 4] [3:6, 0:4]");
 }
 
-TEST_F(SaveTest, SafetensorsPlacementIsTheWholeModelInOneFile) {
+TEST_F(SaveTest, SafetensorsPlacementWritesTheModelToOneFile) {
   const RandomTensor a = MakeTensor("a", DType::kF32, {5});
   const RandomTensor b = MakeTensor("b", DType::kBF16, {3, 2});
   const RandomTensor none = MakeTensor("none", DType::kF32, {0, 2});
@@ -233,7 +233,7 @@ TEST_F(SaveTest, SafetensorsPlacementIsTheWholeModelInOneFile) {
   ExpectWhole(Path("a"));
 }
 
-TEST_F(SaveTest, ObjectsCommonValuesScalarsAndEmptyTensors) {
+TEST_F(SaveTest, SavesObjectsCommonValuesScalarsAndEmptyTensors) {
   const RandomTensor scalar = MakeTensor("scalar", DType::kF64, {});
   const RandomTensor none = MakeTensor("none", DType::kF32, {4, 0});
   const auto results = SaveOnThreads(Path("a"), 3, [&](int rank, RankState& state) {
@@ -271,7 +271,7 @@ TEST_F(SaveTest, ObjectsCommonValuesScalarsAndEmptyTensors) {
   ExpectWhole(Path("a"));
 }
 
-TEST_F(SaveTest, ManifestsSayWhoseTheyAreAndProgressCountsWhatIsWritten) {
+TEST_F(SaveTest, ManifestsHaveTheSaveUuidAndProgressCountsBytes) {
   const RandomTensor w = MakeTensor("w", DType::kF32, {256, 600});
   std::atomic<std::uint64_t> written{0};
   SaveOptions options;
@@ -294,14 +294,14 @@ TEST_F(SaveTest, ManifestsSayWhoseTheyAreAndProgressCountsWhatIsWritten) {
   }
 }
 
-TEST_F(SaveTest, NothingAtAllIsACheckpointToo) {
+TEST_F(SaveTest, EmptyStateIsSaved) {
   ASSERT_OK(OneVerdict(SaveOnThreads(Path("empty"), 2, [](int, RankState&) {})));
   EXPECT_TRUE(ReadAll(Path("empty")).empty());
 }
 
 // Replicas are compared at the owner of the key, with which alone a rank speaks: once every rank
 // sent a message to every other in each save that had any.
-TEST_F(SaveTest, MessagesGrowWithTheRanksNotTheirSquare) {
+TEST_F(SaveTest, MessagesGrowLinearlyWithRanks) {
   ForceOwners(1);
   const auto messages = [&](int ranks, std::uint64_t(&of_saves)[2]) {
     const RandomTensor cut = MakeTensor("cut", DType::kF32, {ranks, 3});
@@ -333,7 +333,7 @@ TEST_F(SaveTest, MessagesGrowWithTheRanksNotTheirSquare) {
   for (int save = 0; save < 2; ++save) EXPECT_LE(many[save], 6 * few[save]) << save;
 }
 
-TEST_F(SaveTest, ReplaceExistingExchanges) {
+TEST_F(SaveTest, ReplaceExistingExchangesAtomically) {
   const RandomTensor one = MakeTensor("one", DType::kF32, {5});
   const RandomTensor two = MakeTensor("two", DType::kF32, {5});
   const auto save = [&](const RandomTensor& t, const SaveOptions& options) {
@@ -390,7 +390,7 @@ TEST_F(SaveTest, LargeChunksAreWrittenByAlignedBlocks) {
   }
 }
 
-TEST_F(SaveTest, RandomCutsAndStridesComeBack) {
+TEST_F(SaveTest, RandomShardingsAndStridesRoundTrip) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(25); ++i) {
     const int n = static_cast<int>(random.Int(1, 4));

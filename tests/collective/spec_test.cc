@@ -28,7 +28,7 @@ LayoutReport Check(std::string_view json, std::size_t limit = 100) {
 // As Validate has it: everything but what a spec cannot know.
 void ExpectSame(const LayoutReport& a, const LayoutReport& b) { EXPECT_EQ(a.ToJson(), b.ToJson()); }
 
-TEST(SpecTest, RulesOfShardCutTheWorld) {
+TEST(SpecTest, ShardRulesCutTensorsForTheWorld) {
   for (const char* rule : {"rows", "cols", "dim:1", "grid:2x4", "flat", "replicate"}) {
     const LayoutReport report =
         Check(R"({"world": 8, "tensors": [{"key": "w", "dtype": "f32", "shape": [9, 10],
@@ -41,7 +41,7 @@ TEST(SpecTest, RulesOfShardCutTheWorld) {
   }
 }
 
-TEST(SpecTest, MeshesCutByAxesAndRepeatOverOthers) {
+TEST(SpecTest, MeshesSplitByAxesAndReplicateOverOthers) {
   const LayoutReport report = Check(R"({
     "mesh": [["dp", 2], ["pp", 3], ["tp", 4]],
     "tensors": [
@@ -63,7 +63,7 @@ TEST(SpecTest, MeshesCutByAxesAndRepeatOverOthers) {
 }
 
 // The same mesh by hand: what rank r holds.
-TEST(SpecTest, PlacesOnTheMeshAreRowMajor) {
+TEST(SpecTest, MeshCoordinatesAreRowMajor) {
   LayoutRanks ranks(4);
   for (int r = 0; r < 4; ++r) {
     const auto box = Box::Make({(r % 2) * 3, 0}, {r % 2 == 0 ? 3 : 2, 4});
@@ -74,7 +74,7 @@ TEST(SpecTest, PlacesOnTheMeshAreRowMajor) {
              ranks.Check());
 }
 
-TEST(SpecTest, FaultsAreFoundWithTheirBoxes) {
+TEST(SpecTest, FaultsAreReportedWithTheirBoxes) {
   LayoutReport report = Check(R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32",
       "shape": [8, 4], "shards": [{"ranks": 0, "begin": [0, 0], "extent": [4, 4]},
                                   {"ranks": [1], "begin": [5, 0], "extent": [3, 4]}]}]})");
@@ -99,53 +99,53 @@ TEST(SpecTest, FaultsAreFoundWithTheirBoxes) {
   EXPECT_EQ(report.findings[0].kind, FindingKind::kLayerName);
 }
 
-TEST(SpecTest, WhatIsNoSpecIsSaidSo) {
+TEST(SpecTest, ErrorSaysWhyTheSpecIsInvalid) {
   const std::pair<const char*, const char*> cases[] = {
       {"{", "not JSON"},
-      {R"({"world": 2, "mesh": []})", "one of \"world\" and \"mesh\""},
+      {R"({"world": 2, "mesh": []})", "give either \"world\" or \"mesh\""},
       {R"({"world": 0})", "1 to"},
       {R"({"mesh": [["a", 4096], ["b", 8192]]})", "1 to"},
-      {R"({"mesh": [["a", 2], ["a", 2]]})", "twice"},
+      {R"({"mesh": [["a", 2], ["a", 2]]})", "is listed twice"},
       {R"({"world": 2, "tensor": []})", "unknown field \"tensor\""},
-      {R"({"world": 2, "tensors": [], "layouts": []})", "instead"},
+      {R"({"world": 2, "tensors": [], "layouts": []})", "cannot be combined"},
       {R"({"world": 2, "layouts": [{"ranks": "0-1", "shards": {"a": 1}}]})",
        "\"shards\" must be a list"},
       {R"({"world": 2, "layouts": [{"ranks": "0-1", "objects": "all"}]})",
        "\"objects\" must be a list"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2]}]})",
-       "tensors[0]: one of"},
+       "tensors[0]: give exactly one of"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f33", "shape": [2], "shard": "rows"}]})",
        "f33"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [-2], "shard": "rows"}]})",
-       "not negative"},
+       "non-negative"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2], "shard": "grid:3"}]})",
        "for 3 ranks"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2], "split": {"0": "tp"}}]})",
-       "no axis of the mesh"},
+       "is not an axis of the mesh"},
       {R"({"mesh": [["tp", 2]], "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "split": {"1": "tp"}}]})",
-       "no axis of a tensor"},
+       "is not an axis of a tensor"},
       {R"({"mesh": [["tp", 2]], "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "split": {"0": "tp"}, "flat": "tp"}]})",
-       "cuts twice"},
+       "splits the tensor twice"},
       {R"({"mesh": [["pp", 2]], "tensors": [{"key": "w.{i}", "dtype": "f32", "shape": [2],
           "repeat": {"i": [0, 6]}, "split": {}, "only": {"pp": "{i}/2"}}]})",
-       "pp 2: the mesh has 2"},
+       "place 2 is not on mesh axis pp, which has places 0 to 1"},
       {R"({"mesh": [["pp", 2]], "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "split": {}, "only": {"pp": "{j}"}}]})",
-       "of a name in \"repeat\""},
+       "with a name of \"repeat\""},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2], "shard": "rows"},
           {"key": "w", "dtype": "f32", "shape": [2], "shard": "rows"}]})",
-       "tensors[1]: key w twice"},
+       "tensors[1]: key w is used twice"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "shards": [{"ranks": "0-2"}]}]})",
-       "rank 2: there are 2"},
+       "rank 2: there are only 2 ranks"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "shards": [{"ranks": "1-0"}]}]})",
-       "is wanted"},
-      {R"({"world": 2, "objects": [{"key": "o", "ranks": "-1"}]})", "is wanted"},
-      {R"({"world": 2, "objects": [{"key": "o", "ranks": "0-"}]})", "is wanted"},
-      {R"({"world": 2, "objects": [{"key": "o", "ranks": "0-1/"}]})", "is wanted"},
+       "must be like 0-7"},
+      {R"({"world": 2, "objects": [{"key": "o", "ranks": "-1"}]})", "must be like 0-7"},
+      {R"({"world": 2, "objects": [{"key": "o", "ranks": "0-"}]})", "must be like 0-7"},
+      {R"({"world": 2, "objects": [{"key": "o", "ranks": "0-1/"}]})", "must be like 0-7"},
       {R"({"world": 2, "tensors": [{"key": "w", "dtype": "f32", "shape": [2],
           "shards": [{"ranks": 0, "begin": [1], "extent": [2]}]}]})",
        "outside"},
@@ -157,7 +157,7 @@ TEST(SpecTest, WhatIsNoSpecIsSaidSo) {
   }
 }
 
-TEST(SpecTest, RankTextsSayWhatTheyMean) {
+TEST(SpecTest, RankTextsRoundTrip) {
   const std::vector<SpecRanks> cases = {
       {0}, {0, 1}, {0, 1, 2, 3}, {0, 8, 16, 24}, {1, 2, 5, 9, 13, 14}, {3, 5}, {0, 2, 3, 4, 6}};
   for (const SpecRanks& ranks : cases) {
@@ -170,7 +170,7 @@ TEST(SpecTest, RankTextsSayWhatTheyMean) {
 }
 
 // DumpSpec, then CheckSpec, against Validate: sound and broken layouts.
-TEST(SpecTest, ADumpedJobHasTheSameReport) {
+TEST(SpecTest, DumpedJobHasTheSameReport) {
   constexpr int kRanks = 4;
   for (std::uint64_t i = 0; i < 12; ++i) {
     const std::uint64_t seed = TestSeed() + i;
@@ -217,7 +217,7 @@ TEST(SpecTest, ADumpedJobHasTheSameReport) {
 }
 
 // The whole job of a large model: little time, because ranks that hold the same are one.
-TEST(SpecTest, SixteenThousandRanksAndTenThousandTensors) {
+TEST(SpecTest, ChecksSixteenThousandRanks) {
   constexpr int kTensors = Amount(125, 10);  // A layer; there are 80.
   const std::string spec = R"({
     "mesh": [["dp", 128], ["pp", 16], ["tp", 8]],

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // StreamPeer over a stream in memory: whatever flips on the way, and however much a peer announces,
-// ends in a named failure, never in a wait of both.
+// ends in a named failure, never in a wait of both. StreamCommunicator over a hub of such streams:
+// which of them it opens, and where heartbeats go.
 #include "collective/comm/stream_peer.h"
 
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "collective/comm/stream_communicator.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 
@@ -105,7 +109,7 @@ struct Talk {
   Pair pair;
 };
 
-TEST(StreamPeerTest, ABitThatFlipsIsNamedOrInAPayload) {
+TEST(StreamPeerTest, FlippedBitIsDetectedOutsidePayloads) {
   std::size_t lengths[2];
   {
     Wire wire;
@@ -158,7 +162,7 @@ TEST(StreamPeerTest, ABitThatFlipsIsNamedOrInAPayload) {
   EXPECT_GT(in_headers, 300);
 }
 
-TEST(StreamPeerTest, AnnouncementsOfAPeerAreBoundedWhateverTheirTags) {
+TEST(StreamPeerTest, UnreceivedAnnouncementsOfAPeerAreBounded) {
   Wire wire;
   Pair pair(wire);
   std::string bytes(8192, 'x');
@@ -178,7 +182,7 @@ TEST(StreamPeerTest, AnnouncementsOfAPeerAreBoundedWhateverTheirTags) {
 }
 
 // What was asked for, or withdrawn, counts no more.
-TEST(StreamPeerTest, AnnouncementsThatAreTakenMakeRoom) {
+TEST(StreamPeerTest, ReceivedAnnouncementsFreeTheirSlots) {
   Wire wire;
   Pair pair(wire);
   std::string bytes(8192, 'x');
@@ -201,6 +205,85 @@ TEST(StreamPeerTest, AnnouncementsThatAreTakenMakeRoom) {
   }
   pair.Settle();
   EXPECT_FALSE(pair.b.closed());
+}
+
+// What a communicator did with the stream to one rank. Nobody is at the other end.
+struct WatchedStream {
+  int wants = 0;
+  std::size_t written = 0;  // Bytes.
+};
+
+class WatchedEnd final : public ByteStream {
+ public:
+  explicit WatchedEnd(WatchedStream& seen) : seen_(seen) {}
+  Result<std::size_t> Write(const void*, std::size_t head_size, const void*,
+                            std::size_t body_size) override {
+    seen_.written += head_size + body_size;
+    return head_size + body_size;
+  }
+  Result<std::size_t> Read(void*, std::size_t) override { return std::size_t{0}; }
+  void Shut() override {}
+  void RequestOpen() override { ++seen_.wants; }
+
+ private:
+  WatchedStream& seen_;
+};
+
+class WatchedHub final : public StreamHub {
+ public:
+  explicit WatchedHub(std::map<int, WatchedStream>& streams) : streams_(streams) {}
+  std::unique_ptr<ByteStream> Open(int peer) override {
+    return std::make_unique<WatchedEnd>(streams_[peer]);
+  }
+  void Poll(std::vector<int>*) override {}
+  void Wait(std::chrono::nanoseconds, const std::function<bool()>&) override {}
+  void Wake() override {}
+
+ private:
+  std::map<int, WatchedStream>& streams_;
+};
+
+struct WatchedGroup {
+  std::map<int, WatchedStream> streams;  // By rank; outlives the communicator.
+  StreamCommunicator one_of_four{1, 4, std::make_unique<WatchedHub>(streams), {.kind = "watched"}};
+};
+
+// A heartbeat needs an open connection, so asking for heartbeats opens it.
+TEST(StreamCommunicatorTest, RequestingHeartbeatsOpensTheConnection) {
+  WatchedGroup group;
+  ASSERT_EQ(group.streams.size(), 1u);
+  EXPECT_EQ(group.streams.at(0).wants, 1) << "rank 0 keeps up with all";
+  group.one_of_four.KeepUp(3, true);
+  ASSERT_EQ(group.streams.size(), 2u);
+  EXPECT_EQ(group.streams.at(3).wants, 1);
+  group.one_of_four.KeepUp(3, false);
+  EXPECT_EQ(group.streams.at(3).wants, 1);
+}
+
+// Heartbeats to every rank that was ever sent to would keep a large group busy.
+TEST(StreamCommunicatorTest, HeartbeatsAreSentOnlyWhereRequested) {
+  WatchedGroup group;
+  Communicator& comm = group.one_of_four;
+  const auto send = [&](int to) {
+    std::string byte = "x";
+    ASSERT_OK_AND_ASSIGN(const auto request,
+                         comm.Send(to, 7, BufferView::Host(DType::kU8, byte.data(), {1})));
+    ASSERT_OK_AND_ASSIGN(const bool done, comm.Test(request));
+    ASSERT_TRUE(done);
+  };
+  comm.KeepUp(2, true);
+  comm.KeepUp(2, false);
+  for (const int rank : {2, 3, 0}) send(rank);
+  const std::size_t message = group.streams.at(3).written;
+  ASSERT_GT(message, 0u);
+  // Rank 0 was written to last, so its heartbeat is due last.
+  while (group.streams.at(0).written == message) {
+    ASSERT_OK(comm.Progress());
+    std::this_thread::yield();
+  }
+  EXPECT_GT(group.streams.at(0).written, message);
+  EXPECT_EQ(group.streams.at(2).written, message);
+  EXPECT_EQ(group.streams.at(3).written, message);
 }
 
 }  // namespace

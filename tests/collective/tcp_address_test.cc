@@ -38,7 +38,7 @@ TcpAddress SomeAddress(std::size_t candidates = 3, std::size_t host = 9) {
   return a;
 }
 
-TEST(TcpAddressTest, ComesBackAndIsPlainText) {
+TEST(TcpAddressTest, AddressRoundTripsAsPlainText) {
   for (const TcpAddress& a : {SomeAddress(), SomeAddress(1, 1), SomeAddress(8, 64)}) {
     const std::string text = a.Encode();
     EXPECT_LE(text.size(), 512u);
@@ -110,7 +110,7 @@ std::string Fields(const TcpAddress& a) {
 }
 
 // Right checksums, wrong fields: what Decode must not take for granted.
-TEST(TcpAddressTest, FieldsThatSayAnythingAreRefusedOrMeanWhatTheySay) {
+TEST(TcpAddressTest, RandomFieldsAreRefusedOrRoundTrip) {
   ASSERT_EQ(WithChecksum(Fields(SomeAddress())), SomeAddress().Encode());
   Random random(TestSeed());
   int taken = 0;
@@ -138,7 +138,7 @@ TEST(TcpAddressTest, FieldsThatSayAnythingAreRefusedOrMeanWhatTheySay) {
     });
   };
   for (const char* part : {"another version", "the host's name is too long", "addresses",
-                           "an address of unknown kind", "it is not written as it must be"}) {
+                           "an IP address of unknown kind", "gives another text"}) {
     EXPECT_TRUE(has(part)) << part;
   }
   EXPECT_FALSE(has("checksum"));
@@ -181,7 +181,7 @@ TEST(TcpAddressTest, AddressesAreChosenByOptionsThenByGloo) {
   ::unsetenv("GLOO_SOCKET_IFNAME");
 }
 
-TEST(TcpHandshakeTest, AFrameIsWorthNothingWithoutItsTokenListenerAndPredecessor) {
+TEST(TcpHandshakeTest, FrameNeedsItsTokenListenerAndPredecessor) {
   SecretKey token{};
   token[5] = 1;
   TcpId listener{};

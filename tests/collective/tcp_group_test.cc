@@ -73,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(All, TcpThreadsTest,
                          testing::Values(TcpWay::kIpv4, TcpWay::kIpv6, TcpWay::kUnix),
                          [](const auto& one) { return NameOf(one.param); });
 
-TEST(TcpGroupTest, AllAddressesAndKindsOfOneMachineWorkTogether) {
+TEST(TcpGroupTest, AllAddressKindsOfOneMachineWorkTogether) {
   // Default options: the addresses that a rank would tell another machine.
   for (const bool unix_sockets : {true, false}) {
     TcpOptions options;
@@ -96,7 +96,7 @@ TEST(TcpGroupTest, AllAddressesAndKindsOfOneMachineWorkTogether) {
   EXPECT_OK(OnTcpThreads(mixed, [](Communicator& comm) { return GatherOnce(comm, "mixed "); }));
 }
 
-TEST(TcpGroupTest, TwoGroupsInOneProcessDoNotMeet) {
+TEST(TcpGroupTest, TwoGroupsInOneProcessStaySeparate) {
   ASSERT_OK_AND_ASSIGN(TcpRanksHere a, MakeTcpRanks(3, OptionsFor(TcpWay::kIpv4)));
   ASSERT_OK_AND_ASSIGN(TcpRanksHere b, MakeTcpRanks(3, OptionsFor(TcpWay::kUnix)));
   Status of_b;
@@ -114,7 +114,7 @@ TEST(TcpGroupTest, TwoGroupsInOneProcessDoNotMeet) {
   EXPECT_OK(of_b);
 }
 
-TEST(TcpGroupTest, NothingIsLeftOfAHundredGroupsAndNoThreadIsMade) {
+TEST(TcpGroupTest, HundredGroupsLeakNoDescriptorAndStartNoThread) {
   ASSERT_OK(RunTcpThreads(3, OptionsFor(TcpWay::kUnix),
                           [](Communicator& comm) { return GatherOnce(comm, "first "); }));
   const std::size_t before = EntriesOf("/proc/self/fd");
@@ -157,7 +157,7 @@ class FewDescriptors {
   rlimit before_{};
 };
 
-TEST(TcpGroupTest, WorksWithFewDescriptorsAndSaysWhenThereAreTooFew) {
+TEST(TcpGroupTest, WorksWithFewDescriptorsOrReportsTheLimit) {
   {
     const FewDescriptors few(200);
     EXPECT_OK(RunTcpThreads(8, OptionsFor(TcpWay::kIpv4),
@@ -181,7 +181,7 @@ TEST(TcpGroupTest, WorksWithFewDescriptorsAndSaysWhenThereAreTooFew) {
 }
 
 // Who listens runs out of descriptors: whoever dials waits, and is accepted later.
-TEST(TcpGroupTest, AcceptsAgainOnceThereAreDescriptors) {
+TEST(TcpGroupTest, AcceptsAgainOnceDescriptorsAreFree) {
   ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, OptionsFor(TcpWay::kIpv4)));
   {
     const FewDescriptors one(1);
@@ -191,7 +191,7 @@ TEST(TcpGroupTest, AcceptsAgainOnceThereAreDescriptors) {
   EXPECT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "again "); }));
 }
 
-TEST(TcpGroupTest, PortsAreOfTheRange) {
+TEST(TcpGroupTest, PortsAreWithinTheRange) {
   TcpOptions options = OptionsFor(TcpWay::kIpv4);
   ASSERT_OK_AND_ASSIGN(const auto any, TcpGroup::Listen(options));
   std::vector<std::unique_ptr<TcpGroup>> held;
@@ -218,7 +218,7 @@ TEST(TcpGroupTest, PortsAreOfTheRange) {
   EXPECT_THAT(TcpGroup::Listen(options), HasCode(Code::kInvalidArgument));
 }
 
-TEST(TcpGroupTest, WrongAddressesAreRefusedByTheNumberOfTheRank) {
+TEST(TcpGroupTest, ErrorNamesTheRankOfAWrongAddress) {
   const TcpOptions options = OptionsFor(TcpWay::kIpv4);
   ASSERT_OK_AND_ASSIGN(const TcpToken token, MakeTcpToken());
   ASSERT_OK_AND_ASSIGN(const auto mine, TcpGroup::Listen(options));
@@ -266,19 +266,19 @@ Status OfTwoThatDisagree(const std::function<void(std::vector<std::string>&, Tcp
   return {};
 }
 
-TEST(TcpGroupTest, RanksThatDisagreeAreToldInWhat) {
+TEST(TcpGroupTest, ErrorNamesTheDisagreementBetweenRanks) {
   const Status token = OfTwoThatDisagree([](auto&, TcpToken& t) { t[31] ^= 1; });
   EXPECT_EQ(token.code(), Code::kUnavailable) << token.ToString();
   EXPECT_THAT(token.message(), HasSubstr("rank 0 (host "));
-  EXPECT_THAT(token.message(), HasSubstr("is the token the same?"));
+  EXPECT_THAT(token.message(), HasSubstr("do both ranks have the same token?"));
   const Status fewer =
       OfTwoThatDisagree([](std::vector<std::string>& a, TcpToken&) { a.pop_back(); });
   EXPECT_EQ(fewer.code(), Code::kInvalidArgument) << fewer.ToString();
-  EXPECT_THAT(fewer.message(), HasSubstr("was given other addresses than this rank"));
+  EXPECT_THAT(fewer.message(), HasSubstr("was given a different list of addresses than this rank"));
 }
 
 // Workers of a data loader are forks that may free what they inherited.
-TEST(TcpGroupTest, AForkThatFreesItsCopyChangesNothing) {
+TEST(TcpGroupTest, ForkedChildMayFreeItsCopy) {
   for (const TcpWay way : {TcpWay::kIpv4, TcpWay::kUnix}) {
     ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(3, OptionsFor(way)));
     ASSERT_OK(OnTcpThreads(ranks, [](Communicator& comm) { return GatherOnce(comm, "x"); }));
@@ -360,7 +360,7 @@ TEST(TcpGroupTest, OtherUsersAreRefusedAtTheUnixSocket) {
   EXPECT_TRUE(AnswersAt(ranks, reinterpret_cast<const sockaddr*>(&name), size, 0));
 }
 
-TEST(TcpGroupTest, WhoWaitsIsWokenByAMessageAndByAnotherThread) {
+TEST(TcpGroupTest, MessageOrOtherThreadWakesAWaitingRank) {
   TcpOptions options = OptionsFor(TcpWay::kIpv4);
   options.keep_alive = milliseconds(0);  // Which would wake it, too.
   ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(2, options));

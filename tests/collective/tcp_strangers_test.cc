@@ -179,43 +179,43 @@ const std::vector<Behaviour>& Behaviours() {
        [](const Stranger& s, const std::atomic<bool>&) {
          TcpHello hello = s.Hello();
          hello.from = s.victim;
-         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kRank);
+         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongRank);
        }},
       {"right token, rank out of range",
        [](const Stranger& s, const std::atomic<bool>&) {
          for (const std::uint32_t from : {s.size, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
            TcpHello hello = s.Hello();
            hello.from = from;
-           EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kRank);
+           EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongRank);
          }
        }},
       {"right token, to another rank",
        [](const Stranger& s, const std::atomic<bool>&) {
          TcpHello hello = s.Hello();
          hello.to = hello.from;
-         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kRank);
+         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongRank);
        }},
       {"right token, other group",
        [](const Stranger& s, const std::atomic<bool>&) {
          TcpHello hello = s.Hello();
          hello.group[7] ^= 1;
-         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kGroup);
+         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongGroup);
        }},
       {"right token, other size",
        [](const Stranger& s, const std::atomic<bool>&) {
          TcpHello hello = s.Hello();
          hello.size += 1;
-         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kGroup);
+         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongGroup);
        }},
       {"right token, other version",
        [](const Stranger& s, const std::atomic<bool>&) {
          TcpHello hello = s.Hello();
          hello.version = 2;
-         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kVersion);
+         EXPECT_EQ(s.AnswerTo(hello), TcpAnswer::kWrongVersion);
        }},
       {"a rank a second time",
        [](const Stranger& s, const std::atomic<bool>&) {
-         EXPECT_EQ(s.AnswerTo(s.Hello()), TcpAnswer::kTwice);
+         EXPECT_EQ(s.AnswerTo(s.Hello()), TcpAnswer::kAlreadyConnected);
        }},
       {"closes at once",
        [](const Stranger& s, const std::atomic<bool>&) {
@@ -296,7 +296,7 @@ Status WorkUntil(Communicator& comm, const std::atomic<bool>& over) {
   }
 }
 
-TEST(TcpStrangersTest, NothingThatTheyDoIsNoticed) {
+TEST(TcpStrangersTest, StrangersDoNotDisturbTheGroup) {
   ASSERT_GE(Behaviours().size(), 20u);
   ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(4, OptionsFor(TcpWay::kIpv4)));
   // All pairs are connected before anybody comes who says that he is one of them.
@@ -339,11 +339,11 @@ TEST(TcpStrangersTest, NothingThatTheyDoIsNoticed) {
 }
 
 // The same from the first moment on: ranks find each other through a crowd.
-TEST(TcpStrangersTest, RanksFindEachOtherAmongThem) {
+TEST(TcpStrangersTest, RanksConnectAmongStrangers) {
   ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(4, OptionsFor(TcpWay::kIpv4)));
   const Stranger s(ranks, 0);
   std::vector<std::unique_ptr<Fd>> crowd;
-  for (std::size_t i = 0; i < 3 * TcpHub::kMostStrangers; ++i) {
+  for (std::size_t i = 0; i < 3 * TcpHub::kMaxUnauthenticated; ++i) {
     crowd.push_back(s.Connect());
     if (i % 3 == 1) Stranger::Say(*crowd.back(), WrongHello(s).substr(0, 100));
     if (i % 3 == 2) Stranger::Say(*crowd.back(), WrongHello(s));
@@ -354,7 +354,7 @@ TEST(TcpStrangersTest, RanksFindEachOtherAmongThem) {
 
 // Somebody recorded the hello of a rank and says it first, again and again: without the token the
 // answer cannot be confirmed, and the rank itself comes in.
-TEST(TcpStrangersTest, ARecordedHelloOpensNothing) {
+TEST(TcpStrangersTest, ReplayedHelloIsRefused) {
   ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(4, OptionsFor(TcpWay::kIpv4)));
   std::vector<std::unique_ptr<Fd>> replays;
   for (const std::uint32_t victim : {0u, 1u, 2u}) {
@@ -375,7 +375,7 @@ TEST(TcpStrangersTest, ARecordedHelloOpensNothing) {
 
 // A rank that has the token and then says what no rank of ours would: its stream ends by name, and
 // those of others go on.
-TEST(TcpStrangersTest, WhatIsNoFrameAfterTheHandshakeEndsThatStreamAlone) {
+TEST(TcpStrangersTest, InvalidFrameClosesOnlyItsStream) {
   for (const std::string& said :
        {std::string(1000, 'z'), std::string(31, '\0'), std::string("TMSP"), std::string()}) {
     ASSERT_OK_AND_ASSIGN(TcpRanksHere ranks, MakeTcpRanks(3, OptionsFor(TcpWay::kIpv4)));

@@ -28,7 +28,7 @@ class PowerCutTest : public StoreTest {
   }
 };
 
-TEST_F(PowerCutTest, WhatWasAcknowledgedIsThereAndNothingIsHalf) {
+TEST_F(PowerCutTest, AcknowledgedSavesSurviveAndNothingIsPartial) {
   ASSERT_OK(fs().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/deep/store");
@@ -108,7 +108,7 @@ TEST_F(PowerCutTest, WhatWasAcknowledgedIsThereAndNothingIsHalf) {
 }
 
 // Also of a checkpoint that was removed and freed before the power went: its folder claims it.
-TEST_F(PowerCutTest, AGenerationThatWasAcknowledgedIsNeverUsedAgain) {
+TEST_F(PowerCutTest, AcknowledgedGenerationIsNeverReused) {
   ASSERT_OK(fs().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/store");

@@ -13,7 +13,7 @@ namespace {
 
 class PrunePowerCutTest : public StoreTest {};
 
-TEST_F(PrunePowerCutTest, WhatIsKeptIsThereAndWhole) {
+TEST_F(PrunePowerCutTest, KeptCheckpointsSurviveWhole) {
   ASSERT_OK(fs().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/store");

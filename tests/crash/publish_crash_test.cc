@@ -55,7 +55,7 @@ bool SaveKilledBefore(int k, const std::string& path, const Scenario& s, const T
 
 class PublishCrashTest : public StoreTest {};
 
-TEST_F(PublishCrashTest, KilledAnywhereANewCheckpointIsWhollyThereOrNotAtAll) {
+TEST_F(PublishCrashTest, KilledPublishLeavesAWholeCheckpointOrNone) {
   const TinySpec old_spec = CrashSpec(1);
   const TinySpec spec = CrashSpec(20);
   ASSERT_OK(Save("old", old_spec));
@@ -83,7 +83,7 @@ TEST_F(PublishCrashTest, KilledAnywhereANewCheckpointIsWhollyThereOrNotAtAll) {
   EXPECT_GT(seen_whole, 1);
 }
 
-TEST_F(PublishCrashTest, KilledAnywhereAReplacedCheckpointIsTheOldOrTheNewOne) {
+TEST_F(PublishCrashTest, KilledReplaceLeavesTheOldOrTheNewCheckpoint) {
   const TinySpec old_spec = CrashSpec(1);
   const TinySpec spec = CrashSpec(20);
   const Scenario s{.replace = true, .name = "step"};
@@ -109,7 +109,7 @@ TEST_F(PublishCrashTest, KilledAnywhereAReplacedCheckpointIsTheOldOrTheNewOne) {
   EXPECT_GT(saw_new, 1);
 }
 
-TEST_F(PublishCrashTest, KilledWhileTheStoreItselfIsMadeTheNextSaveWorks) {
+TEST_F(PublishCrashTest, SaveWorksAfterKilledStoreCreation) {
   const TinySpec spec = CrashSpec(20);
   const Scenario s;
   for (int k = 0; k < 40; ++k) {
@@ -120,7 +120,7 @@ TEST_F(PublishCrashTest, KilledWhileTheStoreItselfIsMadeTheNextSaveWorks) {
   }
 }
 
-TEST_F(PublishCrashTest, KilledGcAndRemoveLeaveOthersAloneAndFinishNextTime) {
+TEST_F(PublishCrashTest, KilledGcAndRemoveFinishNextTime) {
   const TinySpec spec = CrashSpec(20);
   ASSERT_OK(Save("stays", spec));
   bool killed = true;
@@ -167,7 +167,7 @@ int ErrnoFor(FileOp op, int k) {
 
 class IoErrorTest : public StoreTest, public testing::WithParamInterface<bool> {};
 
-TEST_P(IoErrorTest, AtAnyOperationIsAnErrorAndNothingIsHalfVisible) {
+TEST_P(IoErrorTest, AnyIoErrorIsReportedAndNothingIsPartlyVisible) {
   const bool for_good = GetParam();  // From then on, or once.
   const TinySpec old_spec = CrashSpec(1);
   const TinySpec spec = CrashSpec(20);
@@ -232,7 +232,7 @@ INSTANTIATE_TEST_SUITE_P(Once, IoErrorTest, testing::Values(false),
 INSTANTIATE_TEST_SUITE_P(ForGood, IoErrorTest, testing::Values(true),
                          [](const auto&) { return std::string("FromThenOn"); });
 
-TEST_F(PublishCrashTest, AFailedPublishCanBeTriedAgainWithTheSameStaging) {
+TEST_F(PublishCrashTest, FailedPublishCanBeRetriedWithTheSameStaging) {
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {

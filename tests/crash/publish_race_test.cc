@@ -33,7 +33,7 @@ class PublishRaceTest : public StoreTest, public testing::WithParamInterface<boo
   std::string where_;
 };
 
-TEST_P(PublishRaceTest, TheVerdictOfAnArbiterAtAnyMomentIsWhatPublishReturnsAndTheDiskShows) {
+TEST_P(PublishRaceTest, ArbiterVerdictMatchesPublishResultAndDisk) {
   const bool replace = GetParam();
   const IfExists if_exists = replace ? IfExists::kReplace : IfExists::kFail;
   const Store store = MakeStore();
@@ -91,7 +91,7 @@ TEST_P(PublishRaceTest, TheVerdictOfAnArbiterAtAnyMomentIsWhatPublishReturnsAndT
   EXPECT_GE(committed, 2);
 }
 
-TEST_P(PublishRaceTest, AVerdictHoldsAlsoWhenThePublishHappensWhileItIsBeingMade) {
+TEST_P(PublishRaceTest, VerdictHoldsWhenPublishHappensDuringIt) {
   const bool replace = GetParam();
   const IfExists if_exists = replace ? IfExists::kReplace : IfExists::kFail;
   const Store store = MakeStore();
@@ -131,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(New, PublishRaceTest, testing::Values(false),
 INSTANTIATE_TEST_SUITE_P(Replace, PublishRaceTest, testing::Values(true),
                          [](const auto&) { return std::string("Name"); });
 
-TEST_F(PublishRaceTest, AnArbiterThatTookTheReplacedOneAwayPutsItUnderItsOwnName) {
+TEST_F(PublishRaceTest, ArbiterFilesTheReplacedCheckpointUnderItsUuid) {
   const Store store = MakeStore();
   const TinySpec old_spec = CrashSpec(1);
   const TinySpec spec = CrashSpec(20);
@@ -165,7 +165,7 @@ TEST_F(PublishRaceTest, AnArbiterThatTookTheReplacedOneAwayPutsItUnderItsOwnName
   EXPECT_TRUE(HoldsWhole(InStore(".trash/" + old.value().info.uuid.ToString()), old_spec));
 }
 
-TEST_F(PublishRaceTest, ARemovalThatHitsTheNewOneLeavesItsVerdictCommitted) {
+TEST_F(PublishRaceTest, RemovalOfTheNewCheckpointKeepsItsCommitVerdict) {
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {
@@ -186,7 +186,7 @@ TEST_F(PublishRaceTest, ARemovalThatHitsTheNewOneLeavesItsVerdictCommitted) {
   }
 }
 
-TEST_F(PublishRaceTest, AClaimedGenerationIsNeverClaimedAgainAfterGc) {
+TEST_F(PublishRaceTest, ClaimedGenerationIsNotReusedAfterGc) {
   const Store store = MakeStore();
   for (const bool first : {true, false}) {
     std::vector<std::uint64_t> others;
@@ -209,7 +209,7 @@ TEST_F(PublishRaceTest, AClaimedGenerationIsNeverClaimedAgainAfterGc) {
   }
 }
 
-TEST_F(PublishRaceTest, AnotherPublisherOfTheNameAtAnyMomentLeavesOneWinner) {
+TEST_F(PublishRaceTest, ConcurrentPublisherAtAnyMomentLeavesOneWinner) {
   const Store store = MakeStore();
   const TinySpec mine = CrashSpec(20);
   const TinySpec theirs = CrashSpec(30);
@@ -237,7 +237,7 @@ TEST_F(PublishRaceTest, AnotherPublisherOfTheNameAtAnyMomentLeavesOneWinner) {
   EXPECT_GT(lost, 20);
 }
 
-TEST_F(PublishRaceTest, TheParentOrTheReplacedOneMayGoAtAnyMoment) {
+TEST_F(PublishRaceTest, ParentOrReplacedCheckpointMayVanishAtAnyMoment) {
   const Store store = MakeStore();
   const TinySpec spec = CrashSpec(20);
   for (int k = 0;; ++k) {

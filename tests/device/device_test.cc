@@ -40,7 +40,7 @@ TEST(HostDeviceTest, Conforms) {
 }
 
 // What is not waited for is not there: otherwise it would show nothing.
-TEST(HostDeviceTest, DoesThingsLater) {
+TEST(HostDeviceTest, HostDeviceRunsWorkAsynchronously) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{.delay_us = 2000});
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(8));
   ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
@@ -69,7 +69,7 @@ BufferView DeviceView(const std::byte* data, int ordinal, const Dims& shape = {4
   return view;
 }
 
-TEST(DevicesTest, AreFoundOnceOrRefusedInWords) {
+TEST(DevicesTest, DevicesOpenOnceOrErrorSaysWhyNot) {
   std::byte here[4] = {};
   SetDeviceSource({});
   EXPECT_FALSE(
@@ -96,7 +96,7 @@ TEST(DevicesTest, AreFoundOnceOrRefusedInWords) {
   devices[0].Free(there);
 }
 
-TEST(DevicesTest, AForkedChildHasNone) {
+TEST(DevicesTest, ForkedChildHasNoDevices) {
   HostDevices devices({HostDevice::Options{}});
   ASSERT_OK(OpenDevice({DeviceKind::kCuda, 0}));
   const pid_t child = fork();
@@ -118,7 +118,7 @@ std::shared_ptr<PinnedRing> RingOf(const std::shared_ptr<HostDevice>& device, st
 }
 Deadline Soon() { return Deadline::After(milliseconds(50)); }
 
-TEST(PinnedRingTest, IsBoundedAndGoesRound) {
+TEST(PinnedRingTest, RingIsBoundedAndReusesBlocks) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
   const auto ring = RingOf(device, 2);
   EXPECT_EQ(ring->pinned_bytes(), 0u);  // Nothing before it is needed.
@@ -127,8 +127,7 @@ TEST(PinnedRingTest, IsBoundedAndGoesRound) {
   ASSERT_TRUE(b.has_value());
   EXPECT_NE(a.data(), b->data());
   EXPECT_FALSE(ring->TryTake().has_value());
-  EXPECT_THAT(ring->Take(Soon()),
-              HasMessage("all 2 blocks of pinned memory are in use, 0 of them"));
+  EXPECT_THAT(ring->Take(Soon()), HasMessage("all 2 pinned host buffers are in use, 0 of them"));
   std::atomic<bool> cancel = true;
   EXPECT_THAT(ring->Take(Deadline::After(std::chrono::seconds(60)), &cancel),
               HasCode(Code::kCancelled));
@@ -142,7 +141,7 @@ TEST(PinnedRingTest, IsBoundedAndGoesRound) {
 }
 
 // Who comes and goes does not keep who waits from a block.
-TEST(PinnedRingTest, WhoWaitsIsServedFirst) {
+TEST(PinnedRingTest, WaitingThreadIsServedFirst) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
   const auto ring = RingOf(device, 1);
   ASSERT_OK_AND_ASSIGN(auto first, ring->Take(Soon()));
@@ -161,7 +160,7 @@ TEST(PinnedRingTest, WhoWaitsIsServedFirst) {
   EXPECT_EQ(taken, 0);
 }
 
-TEST(PinnedRingTest, WhatADeviceMayStillWriteComesBackWithItsMark) {
+TEST(PinnedRingTest, BlockReturnsOnlyAfterItsMarkIsReached) {
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
   const auto ring = RingOf(device, 1);
   void* const stream = device->MakeStream();
@@ -170,15 +169,15 @@ TEST(PinnedRingTest, WhatADeviceMayStillWriteComesBackWithItsMark) {
   ASSERT_OK_AND_ASSIGN(auto mark, device->MarkStream({StreamKind::kHandle, stream}));
   {
     ASSERT_OK_AND_ASSIGN(auto block, ring->Take(Soon()));
-    block.GiveUp(mark);
+    block.ReturnAfter(mark);
   }
-  EXPECT_THAT(ring->Take(Soon()), HasMessage("1 of them by copies that did not end"));
+  EXPECT_THAT(ring->Take(Soon()), HasMessage("1 of them by unfinished copies"));
   go = true;
   go.notify_all();
   EXPECT_OK(ring->Take(Deadline::After(std::chrono::seconds(10))));
 }
 
-TEST(PinnedRingTest, WherePinningIsRefusedItSaysSoOnce) {
+TEST(PinnedRingTest, RefusedPinningIsLoggedOnce) {
   std::vector<std::string> lines;
   SetLogSink([&](LogLevel, std::string_view line) { lines.emplace_back(line); });
   const auto device = std::make_shared<HostDevice>(HostDevice::Options{});
@@ -202,10 +201,10 @@ TEST(PinnedRingTest, WherePinningIsRefusedItSaysSoOnce) {
 PlacedBox ByteRow(std::int64_t n) { return {Box::Make({0}, {n}).value(), 0, {1}}; }
 
 // Two that share one block get on: neither keeps it while it waits.
-TEST(DeviceWriterTest, HoldsNothingWhileItWaits) {
+TEST(DeviceWriterTest, WriterHoldsNoBlockWhileItWaits) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(20);
   DeviceWriter one(rules);
   DeviceWriter two(rules);
@@ -234,7 +233,7 @@ TEST(DeviceWriterTest, HoldsNothingWhileItWaits) {
 TEST(DeviceWriterTest, ThreadsShareARingOfOneBlock) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 20}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(20);
   DeviceWriter writer(rules);
   constexpr std::size_t kBoxes = 60;
@@ -271,15 +270,15 @@ TEST(DeviceWriterTest, ThreadsShareARingOfOneBlock) {
 }
 
 // A device that fails once, at whichever mark, keeps no block, and forgets nothing.
-TEST(DeviceWriterTest, AMarkThatFailsLosesNoBlock) {
+TEST(DeviceWriterTest, FailedMarkLosesNoBlock) {
   for (int failing = 1; failing <= 3; ++failing) {
     HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
     ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-    DeviceRules rules;
+    DeviceLimits rules;
     rules.patience = std::chrono::seconds(5);
     ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(1024));
     const PlacedBox to = ByteRow(1024);
-    const auto write = [&](DeviceWriter& writer, DeviceWriter::Arrived* arrived) {
+    const auto write = [&](DeviceWriter& writer, DeviceWriter::WriteDigest* arrived) {
       return writer.Write(
           device, to.box, to, there,
           [](const PlacedBox& packed, std::byte* base) {
@@ -294,14 +293,14 @@ TEST(DeviceWriterTest, AMarkThatFailsLosesNoBlock) {
     });
     {
       DeviceWriter writer(rules);
-      DeviceWriter::Arrived arrived{.byte_shape = Dims{1024}};
+      DeviceWriter::WriteDigest arrived{.byte_shape = Dims{1024}};
       Status status = write(writer, &arrived);
       if (status.ok()) status = writer.Finish();
       EXPECT_THAT(status, HasMessage("planted")) << failing;
       EXPECT_TRUE(writer.Settle(Deadline::After(std::chrono::seconds(5))));
     }
     DeviceWriter again(rules);
-    DeviceWriter::Arrived arrived{.byte_shape = Dims{1024}};
+    DeviceWriter::WriteDigest arrived{.byte_shape = Dims{1024}};
     ASSERT_OK(write(again, &arrived));
     ASSERT_OK(again.Finish());
     const std::string all(1024, 'z');
@@ -312,10 +311,10 @@ TEST(DeviceWriterTest, AMarkThatFailsLosesNoBlock) {
 }
 
 // What a thread has begun to write is waited for also where what it reads from throws.
-TEST(DeviceWriterTest, AFillThatThrowsLeavesNothingUnderWay) {
+TEST(DeviceWriterTest, ThrowingFillLeavesNoPendingWork) {
   HostDevices devices({HostDevice::Options{.pinned = {4, 256}, .delay_us = 2000}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(20);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(1024));
   std::memset(devices[0].Reveal(there), 'x', 1024);
@@ -338,10 +337,10 @@ TEST(DeviceWriterTest, AFillThatThrowsLeavesNothingUnderWay) {
 }
 
 // However often marks fail: the block comes back with the first one that does not.
-TEST(DeviceWriterTest, MarksThatFailForAWhileLoseNoBlock) {
+TEST(DeviceWriterTest, RepeatedlyFailingMarksLoseNoBlock) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(5);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
   const PlacedBox to = ByteRow(256);
@@ -373,10 +372,10 @@ TEST(DeviceWriterTest, MarksThatFailForAWhileLoseNoBlock) {
 
 // There is no memory between a copy and the digest behind it: the block stays with the device until
 // the copy is done.
-TEST(DeviceWriterTest, WhatIsThrownWhileABlockIsLaunchedKeepsTheBlock) {
+TEST(DeviceWriterTest, ExceptionDuringLaunchKeepsTheBlock) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}, .delay_us = 0}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(5);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
   std::atomic<bool> go = false;
@@ -388,7 +387,7 @@ TEST(DeviceWriterTest, WhatIsThrownWhileABlockIsLaunchedKeepsTheBlock) {
   const PlacedBox to = ByteRow(256);
   {
     DeviceWriter writer(rules);
-    DeviceWriter::Arrived arrived{.byte_shape = Dims{256}};
+    DeviceWriter::WriteDigest arrived{.byte_shape = Dims{256}};
     const Status status = writer.Write(
         device, to.box, to, there,
         [](const PlacedBox&, std::byte* base) {
@@ -407,10 +406,10 @@ TEST(DeviceWriterTest, WhatIsThrownWhileABlockIsLaunchedKeepsTheBlock) {
   devices[0].Free(there);
 }
 
-TEST(DeviceQueuesTest, WhatIsThrownWhileABlockIsLaunchedIsAFailure) {
+TEST(DeviceQueuesTest, ExceptionDuringLaunchIsAFailure) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(5);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(256));
   for (const char* const where : {"copy-out", "mark"}) {
@@ -431,10 +430,10 @@ TEST(DeviceQueuesTest, WhatIsThrownWhileABlockIsLaunchedIsAFailure) {
 }
 
 // A device that is full: the host digests, through the one block that there is.
-TEST(DeviceQueuesTest, TheHostDigestsWithoutHoldingABlock) {
+TEST(DeviceQueuesTest, HostDigestHoldsNoBlock) {
   HostDevices devices({HostDevice::Options{.pinned = {1, 256}}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(2);
   const std::string text = Random(3).Bytes(300);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(text.size()));
@@ -444,7 +443,7 @@ TEST(DeviceQueuesTest, TheHostDigestsWithoutHoldingABlock) {
   });
   const PlacedBox whole = ByteRow(300);
   Crc64 digest = 0;
-  const DigestWanted wanted{{device, {&whole, 1}, there}, Dims{300}, &digest};
+  const DigestRequest wanted{{device, {&whole, 1}, there}, Dims{300}, &digest};
   ASSERT_OK(DigestsOnDevices({&wanted, 1}, rules));
   EXPECT_EQ(digest, Crc64Extend(0, text.data(), text.size()));
   devices[0].SetFault({});
@@ -452,9 +451,9 @@ TEST(DeviceQueuesTest, TheHostDigestsWithoutHoldingABlock) {
 }
 
 // Memory that a queue which is gone may still work on is freed after that, and nobody waits.
-class DeviceRemainsTest : public testing::Test {
+class PendingDeviceWorkTest : public testing::Test {
  protected:
-  ~DeviceRemainsTest() override {
+  ~PendingDeviceWorkTest() override {
     Resume();
     devices_[0].SetFault({});
   }
@@ -490,7 +489,7 @@ class DeviceRemainsTest : public testing::Test {
     devices_[0].SetFault({});
     devices_[0].Quiesce();
   }
-  std::byte* Allocate() { return device_->remains->Allocate(sizeof(here_)).value(); }
+  std::byte* Allocate() { return device_->pending_work->Allocate(sizeof(here_)).value(); }
 
   HostDevices devices_{{HostDevice::Options{.delay_us = 0}}};
   std::shared_ptr<const OpenedDevice> device_ = OpenDevice({DeviceKind::kCuda, 0}).value();
@@ -498,26 +497,26 @@ class DeviceRemainsTest : public testing::Test {
   std::atomic<bool> go_ = true;
 };
 
-TEST_F(DeviceRemainsTest, MemoryIsFreedOnceWhatQueuesLeftIsOver) {
+TEST_F(PendingDeviceWorkTest, MemoryIsFreedOnceLeftoverWorkEnds) {
   Hang();
   std::byte* const there = Allocate();
-  EXPECT_TRUE(device_->remains->Over());
+  EXPECT_TRUE(device_->pending_work->IsIdle());
   Leave(there);
-  device_->remains->Free(there);
-  EXPECT_FALSE(device_->remains->Over());
+  device_->pending_work->Free(there);
+  EXPECT_FALSE(device_->pending_work->IsIdle());
   EXPECT_EQ(devices_[0].allocations(), 1u);
   Resume();
-  EXPECT_TRUE(device_->remains->Over());
+  EXPECT_TRUE(device_->pending_work->IsIdle());
   EXPECT_EQ(devices_[0].allocations(), 0u);
 }
 
 // Whoever uses the device next frees it; nobody needs to give back other memory for that.
-TEST_F(DeviceRemainsTest, TheNextQueueOrAllocationFreesWhatHasWaited) {
+TEST_F(PendingDeviceWorkTest, NextQueueOrAllocationFreesWaitingMemory) {
   for (const bool by_queue : {true, false}) {
     Hang();
     std::byte* const there = Allocate();
     Leave(there);
-    device_->remains->Free(there);
+    device_->pending_work->Free(there);
     Resume();
     EXPECT_EQ(devices_[0].allocations(), 1u);
     if (by_queue) {
@@ -529,7 +528,7 @@ TEST_F(DeviceRemainsTest, TheNextQueueOrAllocationFreesWhatHasWaited) {
         if (what == "allocate") seen = devices_[0].allocations();
         return Status();
       });
-      device_->remains->Free(Allocate());
+      device_->pending_work->Free(Allocate());
       EXPECT_EQ(seen, 0u);
     }
     EXPECT_EQ(devices_[0].allocations(), 0u);
@@ -537,36 +536,36 @@ TEST_F(DeviceRemainsTest, TheNextQueueOrAllocationFreesWhatHasWaited) {
 }
 
 // Work of which nobody knows when it ends keeps the memory that it may reach, and no other.
-TEST_F(DeviceRemainsTest, LostWorkKeepsOnlyMemoryThatItMayReach) {
+TEST_F(PendingDeviceWorkTest, LostWorkKeepsOnlyReachableMemory) {
   std::byte* const reached = Allocate();
   Lose(reached);
-  device_->remains->Free(reached);
+  device_->pending_work->Free(reached);
   EXPECT_EQ(devices_[0].allocations(), 1u);
-  device_->remains->Free(Allocate());
+  device_->pending_work->Free(Allocate());
   EXPECT_EQ(devices_[0].allocations(), 1u);
 }
 
 // The same of work that hangs; and of memory whose owner knows that nothing works on it.
-TEST_F(DeviceRemainsTest, WorkThatHangsKeepsNoMemoryThatItCannotReach) {
+TEST_F(PendingDeviceWorkTest, HungWorkKeepsNoUnreachableMemory) {
   std::byte* const reached = Allocate();
   std::byte* const renewed = Allocate();
   Hang();
   Leave(reached);
-  EXPECT_FALSE(device_->remains->IsOver(renewed));
-  device_->remains->Free(Allocate());
+  EXPECT_FALSE(device_->pending_work->HasNoPendingWork(renewed));
+  device_->pending_work->Free(Allocate());
   EXPECT_EQ(devices_[0].allocations(), 2u);
-  device_->remains->Renew(renewed);
-  EXPECT_TRUE(device_->remains->IsOver(renewed));
-  device_->remains->Free(renewed);
-  device_->remains->Free(reached);
+  device_->pending_work->ResetPendingWork(renewed);
+  EXPECT_TRUE(device_->pending_work->HasNoPendingWork(renewed));
+  device_->pending_work->Free(renewed);
+  device_->pending_work->Free(reached);
   EXPECT_EQ(devices_[0].allocations(), 1u);
   Resume();
-  EXPECT_TRUE(device_->remains->Over());
+  EXPECT_TRUE(device_->pending_work->IsIdle());
   EXPECT_EQ(devices_[0].allocations(), 0u);
 }
 
 // Also where the failure cannot be put into words, as where the host has no memory for them.
-TEST_F(DeviceRemainsTest, AMarkThatCannotBeMadeLaterIsSaidToFail) {
+TEST_F(PendingDeviceWorkTest, FailedLateMarkReportsAnError) {
   struct Wordless : std::exception {
     const char* what() const noexcept override { return nullptr; }  // std::string throws.
   };
@@ -583,11 +582,11 @@ TEST_F(DeviceRemainsTest, AMarkThatCannotBeMadeLaterIsSaidToFail) {
   EXPECT_THAT(late->Reached(), HasCode(Code::kResourceExhausted));
 }
 
-TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
+TEST(DeviceQueuesTest, QueuesDigestInBatchesAndReadBack) {
   // Room for eight digests at a time.
   HostDevices devices({HostDevice::Options{.pinned = {2, 64}}});
   ASSERT_OK_AND_ASSIGN(const auto device, OpenDevice({DeviceKind::kCuda, 0}));
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.patience = std::chrono::seconds(20);
   const std::string text = Random(3).Bytes(300);
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(text.size()));
@@ -597,7 +596,7 @@ TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
   for (std::int64_t i = 0; i < 30; ++i)
     tens.push_back({Box::Make({10 * i}, {10}).value(), 10 * i, {1}});
   std::vector<Crc64> digests(tens.size());
-  std::vector<DigestWanted> wanted;
+  std::vector<DigestRequest> wanted;
   for (std::size_t i = 0; i < tens.size(); ++i) {
     wanted.push_back({{device, {&tens[i], 1}, there}, Dims{300}, &digests[i]});
   }
@@ -613,7 +612,7 @@ TEST(DeviceQueuesTest, DigestsInBatchesAndReadsBack) {
   devices[0].Free(there);
 }
 
-TEST(DeviceFencesTest, AStreamThatRecordsAGraphIsRefused) {
+TEST(DeviceFencesTest, StreamThatRecordsAGraphIsRefused) {
   HostDevices devices({HostDevice::Options{}});
   ASSERT_OK_AND_ASSIGN(std::byte* const there, devices[0].Allocate(4));
   BufferView view = DeviceView(there, 0);

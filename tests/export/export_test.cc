@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/crc32.h"
+#include "index/archives/torch_archive.h"
 #include "index/archives/zip_archive.h"
 #include "index/foreign/open_source.h"
 #include "tests/fs/vfs_ops.h"
@@ -20,6 +21,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
+using ::testing::Pair;
 
 // Names of files below a folder (or "" for a file) and their bytes.
 using Tree = std::map<std::string, std::string>;
@@ -128,7 +131,7 @@ class ExportTest : public testing::Test {
   std::shared_ptr<OpenedCheckpoint> source_;
 };
 
-TEST_F(ExportTest, FilesOfViewsAreThoseOfTheMount) {
+TEST_F(ExportTest, ViewExportsEqualTheMountedFiles) {
   TinySpec spec = WideSpec();
   // What safetensors has no type for.
   std::erase_if(spec.tensors, [](const TinyTensor& t) { return t.dtype == DType::kC128; });
@@ -166,7 +169,7 @@ TEST_F(ExportTest, FilesOfViewsAreThoseOfTheMount) {
 // Bytes of tensors by key, as our own reader of the format finds them.
 Result<Tree> ReadForeignTensors(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(HostFileSystem(), path, {}));
-  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  TENSORMOUNT_ASSIGN_OR_RETURN(const auto opened, OpenFound(found, {}));
   for (const std::string& warning : opened->warnings()) {
     if (warning.find("tensor") != std::string::npos) return Status(Code::kDataLoss, warning);
   }
@@ -192,7 +195,7 @@ Tree TensorsOf(const TinySpec& spec) {
   return out;
 }
 
-TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
+TEST_F(ExportTest, TorchExportsContainEveryTensor) {
   const TinySpec spec = WideSpec();
   Write(spec);
   const Tree want = TensorsOf(spec);
@@ -230,7 +233,7 @@ TEST_F(ExportTest, TorchFormatsHoldEveryTensor) {
 }
 
 // torch has two of these elements in a byte (float4_e2m1fn_x2).
-TEST_F(ExportTest, TorchFormatsHoldPairsOfF4) {
+TEST_F(ExportTest, TorchExportsStoreF4AsPairs) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors = {{.key = "long", .dtype = DType::kF4, .shape = {6000}},
                   {.key = "rows", .dtype = DType::kF4, .shape = {5, 8}},
@@ -256,7 +259,7 @@ TEST_F(ExportTest, TorchFormatsHoldPairsOfF4) {
   EXPECT_THAT(Run("odd.pt", options, 1), HasCode(Code::kUnsupported));
 }
 
-TEST_F(ExportTest, ValuesOfTorch) {
+TEST_F(ExportTest, TorchExportContainsCommonValues) {
   TinySpec spec = DefaultTinySpec();
   spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};
   Write(spec);
@@ -265,13 +268,50 @@ TEST_F(ExportTest, ValuesOfTorch) {
   ASSERT_OK(Run("values.pt", options, 2));
   ASSERT_OK_AND_ASSIGN(const FoundSource found,
                        FindSource(HostFileSystem(), dir_.Join("out/values.pt"), {}));
-  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(found, {}));
   ASSERT_OK_AND_ASSIGN(const CommonState common, opened->index().Common());
   EXPECT_EQ(common.values.at("iteration"), spec.common.at("iteration"));
   EXPECT_EQ(common.values.at("lr"), spec.common.at("lr"));
 }
 
-TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
+// A list that lacks a few items is exported as a list with gaps. If it lacks more, its tensors are
+// exported under their keys.
+TEST_F(ExportTest, TorchExportRebuildsLists) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors.clear();
+  CommonDict paths;
+  const auto add = [&](const std::string& list, std::int64_t index) {
+    const std::string key = list + "." + std::to_string(index);
+    spec.tensors.push_back({.key = key, .dtype = DType::kF32, .shape = {2}});
+    paths.items[key] = CommonTuple{{list, index}};
+  };
+  for (std::int64_t i = 0; i < 30; ++i) add("full", i);
+  for (const std::int64_t i : {0, 71}) add("gaps", i);
+  for (const std::int64_t i : {0, 72}) add("far", i);
+  spec.common["torch.planner_data"] = paths;
+  Write(spec);
+  ExportOptions options;
+  options.format = ExportFormat::kTorch;
+  ASSERT_OK(Run("lists.pt", options, 1));
+  ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().OpenRead(dir_.Join("out/lists.pt")));
+  ASSERT_OK_AND_ASSIGN(const FileInfo info, file->Stat());
+  ASSERT_OK_AND_ASSIGN(const TorchArchive archive, TorchArchive::Read(*file, 0, info.size));
+  std::map<std::string, std::size_t> lists;
+  std::vector<std::string> others;
+  const pickle::Value root = archive.document().root();
+  for (std::size_t i = 0; i < root.size(); ++i) {
+    const std::string key(root.key(i).text());
+    if (root.item(i).kind() == pickle::Kind::kList) {
+      lists[key] = root.item(i).size();
+    } else {
+      others.push_back(key);
+    }
+  }
+  EXPECT_THAT(lists, ElementsAre(Pair("full", 30u), Pair("gaps", 72u)));
+  EXPECT_THAT(others, IsSupersetOf({"far.0", "far.72"}));
+}
+
+TEST_F(ExportTest, DcpExportContainsValuesAndObjects) {
   TinySpec spec = DefaultTinySpec();
   spec.common["torch.planner_data"] = CommonDict{{{"layers.0.w", CommonTuple{{"layers", 0, "w"}}}}};
   Write(spec);
@@ -280,7 +320,7 @@ TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
   ASSERT_OK(Run("dcp", options, 2));
   ASSERT_OK_AND_ASSIGN(const FoundSource found,
                        FindSource(HostFileSystem(), dir_.Join("out/dcp"), {}));
-  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(found, {}));
   ASSERT_OK_AND_ASSIGN(const CommonState common, opened->index().Common());
   EXPECT_EQ(common.values.at("iteration"), spec.common.at("iteration"));
   EXPECT_EQ(common.values.at("lr"), spec.common.at("lr"));
@@ -301,7 +341,7 @@ TEST_F(ExportTest, ValuesAndObjectsOfDcp) {
 }
 
 // As torch's planners cut, so that a nested dict can be loaded from it.
-TEST_F(ExportTest, ValuesInDictsAreItemsOfDcp) {
+TEST_F(ExportTest, DcpExportWritesDictValuesAsItems) {
   TinySpec spec = DefaultTinySpec();
   spec.common.clear();
   spec.objects.clear();
@@ -319,7 +359,7 @@ TEST_F(ExportTest, ValuesInDictsAreItemsOfDcp) {
   ASSERT_OK(Run("dcp", options, 2));
   ASSERT_OK_AND_ASSIGN(const FoundSource found,
                        FindSource(HostFileSystem(), dir_.Join("out/dcp"), {}));
-  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(const auto opened, OpenFound(found, {}));
   ASSERT_OK_AND_ASSIGN(CommonState common, opened->index().Common());
   const CommonValue paths = common.values.at("torch.planner_data");
   common.values.erase("torch.planner_data");
@@ -342,7 +382,7 @@ TEST_F(ExportTest, ValuesInDictsAreItemsOfDcp) {
   EXPECT_EQ(*dict->Find("args.none"), CommonValue(CommonTuple{{"args", "none"}}));
 }
 
-TEST_F(ExportTest, WhatAFormatLacksIsNamedAndNothingWritten) {
+TEST_F(ExportTest, ErrorNamesUnsupportedTensorsAndWritesNothing) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back({.key = "six", .dtype = DType::kF6E2M3, .shape = Dims({4, 4}), .seed = 7});
   spec.tensors.push_back({.key = "z", .dtype = DType::kC128, .shape = Dims({2}), .seed = 8});
@@ -385,7 +425,7 @@ TEST_F(ExportTest, FailedWritesLeaveNothing) {
   }
 }
 
-TEST_F(ExportTest, IsCancelledAtAnyMoment) {
+TEST_F(ExportTest, ExportCanBeCancelledAtAnyMoment) {
   Write(DefaultTinySpec());
   for (const ExportFormat format : {ExportFormat::kNpy, ExportFormat::kTorch}) {
     for (const int ranks : {1, 3}) {
@@ -411,7 +451,7 @@ TEST_F(ExportTest, IsCancelledAtAnyMoment) {
           continue;
         }
         EXPECT_THAT(result.status(), HasCode(Code::kCancelled)) << n;
-        EXPECT_THAT(result.status().message(), HasSubstr("what was written is removed"));
+        EXPECT_THAT(result.status().message(), HasSubstr("the files written so far were removed"));
         EXPECT_THAT(Out(), IsEmpty()) << n;
         ASSERT_LT(n, 1000);
       }
@@ -419,7 +459,7 @@ TEST_F(ExportTest, IsCancelledAtAnyMoment) {
   }
 }
 
-TEST_F(ExportTest, DamageIsNamedAndNothingIsLeft) {
+TEST_F(ExportTest, DamageErrorNamesTheFileAndLeavesNothing) {
   Write(WideSpec());
   // Each data file, in its middle: some tensor is hit in one of them.
   ASSERT_OK_AND_ASSIGN(const auto files, HostFileSystem().List(dir_.Join("store/step-1/data")));
@@ -444,7 +484,7 @@ TEST_F(ExportTest, DamageIsNamedAndNothingIsLeft) {
   }
 }
 
-TEST_F(ExportTest, OnlyExportsAreReplaced) {
+TEST_F(ExportTest, OverwriteReplacesOnlyEarlierExports) {
   Write(DefaultTinySpec());
   ExportOptions options;
   options.format = ExportFormat::kDcp;
@@ -505,17 +545,17 @@ TEST_F(ExportTest, OnlyExportsAreReplaced) {
   // What is read is not replaced, even where it is an export.
   ASSERT_OK_AND_ASSIGN(const FoundSource found,
                        FindSource(HostFileSystem(), dir_.Join("out/x"), {}));
-  ASSERT_OK_AND_ASSIGN(source_, OpenFound(HostFileSystem(), found, {}));
+  ASSERT_OK_AND_ASSIGN(source_, OpenFound(found, {}));
   options.format = ExportFormat::kDcp;
   const auto itself = Run("x", options);
   EXPECT_THAT(itself.status(), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(itself.status().message(), HasSubstr("which is exported"));
+  EXPECT_THAT(itself.status().message(), HasSubstr("the source of this export"));
   EXPECT_THAT(Run("no/such", options).status(), HasCode(Code::kNotFound));
   EXPECT_THAT(Run("..", options).status(), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Out(), ElementsAre("f", "n", "x"));
 }
 
-TEST_F(ExportTest, FilesThatAreWrittenAgainDoNotKeepAnExportFromBeingReplaced) {
+TEST_F(ExportTest, ExportWithEmptyFilesCanBeReplaced) {
   TinySpec spec = DefaultTinySpec();
   spec.objects.push_back({.key = "config.json", .bytes = "{}", .index = {}, .grid = {}});
   // No rank has a byte of it to write, and still one must make it.
@@ -534,7 +574,7 @@ TEST_F(ExportTest, FilesThatAreWrittenAgainDoNotKeepAnExportFromBeingReplaced) {
   EXPECT_THAT(Run("x", options).status(), HasCode(Code::kInvalidArgument));
 }
 
-TEST_F(ExportTest, WhereNamesCannotBeExchangedNothingIsReplaced) {
+TEST_F(ExportTest, NothingIsReplacedWithoutExchange) {
   Write(DefaultTinySpec());
   int exchanges = 0;
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) -> Status {
@@ -560,7 +600,7 @@ TEST_F(ExportTest, WhereNamesCannotBeExchangedNothingIsReplaced) {
   EXPECT_EQ(exchanges, 2);
 }
 
-TEST_F(ExportTest, LeftoversAreTold) {
+TEST_F(ExportTest, LeftoverTemporaryFilesAreWarnedAbout) {
   Write(DefaultTinySpec());
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("out/x.0123abcd.tmp")));
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("out/x.notes.tmp")));
@@ -570,7 +610,7 @@ TEST_F(ExportTest, LeftoversAreTold) {
   EXPECT_THAT(report.warnings, ElementsAre(HasSubstr("x.0123abcd.tmp")));
 }
 
-TEST_F(ExportTest, KeysByMap) {
+TEST_F(ExportTest, KeysAreRenamedByTheMap) {
   Write(DefaultTinySpec());
   ExportOptions options;
   options.format = ExportFormat::kTorch;
@@ -583,7 +623,7 @@ TEST_F(ExportTest, KeysByMap) {
 
 // After a power cut at any moment there is the whole export under its name, or nothing; once the
 // call has returned, it is there.
-TEST_F(ExportTest, DurableWhenItReturns) {
+TEST_F(ExportTest, ExportIsDurableWhenItReturns) {
   TinySpec spec;
   spec.writers = 1;
   spec.tensors.push_back({.key = "a/b", .dtype = DType::kF32, .shape = Dims({5}), .seed = 1});

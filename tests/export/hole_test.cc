@@ -11,7 +11,7 @@ namespace tensormount::fs {
 namespace {
 
 // 400 x 300, of which [100:400, 200:250] is stored by nobody; the file beside it is whole.
-TEST(ExportOfAHole, IsRefusedNamingTheBoxAndLeavesNothing) {
+TEST(ExportOfAHole, HoleErrorNamesTheBoxAndLeavesNothing) {
   TempDir dir;
   Random random(TestSeed());
   HandMade made(dir.Join("source"), random, {1u << 20});

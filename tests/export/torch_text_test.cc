@@ -46,7 +46,7 @@ CommonValue SomeOfEverything() {
   return dict;
 }
 
-TEST(PickleWriterTest, ValuesCanBeReadBack) {
+TEST(PickleWriterTest, ValuesRoundTrip) {
   const CommonValue value = SomeOfEverything();
   for (const int protocol : {2, 4}) {
     PickleWriter writer(protocol);
@@ -60,7 +60,7 @@ TEST(PickleWriterTest, ValuesCanBeReadBack) {
   }
 }
 
-TEST(PickleWriterTest, TensorAsTorchWritesIt) {
+TEST(PickleWriterTest, TensorPickleEqualsThatOfTorch) {
   PickleWriter writer(2);
   PickleTensor(writer, DType::kBF16, Dims({2, 3}), "0");
   const std::string text = writer.Finish();
@@ -75,7 +75,7 @@ TEST(PickleWriterTest, TensorAsTorchWritesIt) {
 }
 
 // torch.save(0.1) of torch 2.13 has this length and this CRC-32.
-TEST(ZipWriterTest, ArchiveAsTorchWritesIt) {
+TEST(ZipWriterTest, ArchiveEqualsThatOfTorch) {
   PickleWriter pickle(2);
   pickle.Float(0.1);
   ZipWriter zip;
@@ -91,7 +91,7 @@ TEST(ZipWriterTest, ArchiveAsTorchWritesIt) {
 }
 
 // The same with data: [[0., 1., 2.], [3., 4., 5.]] of bfloat16; the pickle is torch's own.
-TEST(ZipWriterTest, ArchiveWithAHoleAsTorchWritesIt) {
+TEST(ZipWriterTest, ArchiveWithAHoleEqualsThatOfTorch) {
   const std::string pickle(
       "\x80\x02"
       "ctorch._utils\n_rebuild_tensor_v2\nq\0((X\7\0\0\0storageq\1ctorch\nBFloat16Storage\nq\2"
@@ -120,7 +120,7 @@ TEST(ZipWriterTest, ArchiveWithAHoleAsTorchWritesIt) {
 }
 
 // Entries over 4 GiB, and entries behind them: in a file that is mostly holes.
-TEST(ZipWriterTest, Zip64) {
+TEST(ZipWriterTest, WritesZip64ForEntriesOver4GiB) {
   TempDir dir;
   constexpr std::uint64_t kHuge = (std::uint64_t{5} << 30) + 3;
   ASSERT_OK_AND_ASSIGN(const auto file, HostFileSystem().CreateExclusive(dir.Join("a.pt")));
@@ -170,7 +170,19 @@ TEST(ZipWriterTest, Zip64) {
   EXPECT_OK(CheckZipCrc(*file, *archive.Find("archive/version")));
 }
 
-TEST(PickleEncodedTest, WhatIsNoDtypeIsNeverNamed) {
+// Without the data: where each entry's begins.
+TEST(ZipWriterTest, DataIsAlignedInAndBehindEntriesOver4GiB) {
+  constexpr std::uint64_t kHuge = (std::uint64_t{4} << 30) + 5;
+  ZipWriter zip;
+  std::string text;
+  for (const auto& [name, size] : {std::pair("data/0", kHuge), {"data/1", 7}, {"data/2", kHuge}}) {
+    zip.Begin(name, size, text);
+    EXPECT_EQ((zip.size() - size) % ZipWriter::kAlignment, 0u) << name;
+    zip.End(text);
+  }
+}
+
+TEST(PickleEncodedTest, InvalidDtypeNamesAreNotEncoded) {
   const auto written = [](const CommonValue& value) {
     PickleWriter pickle(2);
     return PickleEncoded(pickle, value);
@@ -198,7 +210,7 @@ PathStep Name(std::string name) { return {std::move(name), PathStep::Kind::kName
 PathStep Number(std::int64_t key) { return {key, PathStep::Kind::kNumberKey}; }
 PathStep Item(std::int64_t index) { return {index, PathStep::Kind::kListItem}; }
 
-TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
+TEST(SavedPathsTest, PathsAreKeptOnlyForUnrenamedKeys) {
   CommonDict dict;
   dict.items["model.w"] = CommonTuple{{"model", "w"}};
   dict.items["list.1"] = CommonTuple{{"list", 1}};
@@ -218,12 +230,12 @@ TEST(SavedPathsTest, OnlyOfKeysThatKeepTheirNames) {
   EXPECT_EQ(path("new", "model.w"), Path({Name("new")}));
   EXPECT_EQ(path("model.w", "old"), Path({Name("model.w")}));
   EXPECT_EQ(path("bad", "bad"), Path({Name("bad")}));
-  EXPECT_EQ(SavedPaths::ForPlanner(path("opt.2.m", "opt.2.m")),
+  EXPECT_EQ(SavedPaths::ToPlannerPath(path("opt.2.m", "opt.2.m")),
             (std::vector<CommonKey>{"opt", "2", "m"}));
 }
 
 // Anybody may have written planner_data.
-TEST(SavedPathsTest, PathsOfWhichNoStateDictCanBeMadeAreDropped) {
+TEST(SavedPathsTest, ConflictingPathsAreDropped) {
   const auto known = [](const std::map<std::string, CommonValue>& paths) {
     CommonDict dict;
     for (const auto& [key, path] : paths) dict.items[key] = path;
@@ -247,7 +259,7 @@ TEST(SavedPathsTest, PathsOfWhichNoStateDictCanBeMadeAreDropped) {
   EXPECT_EQ(known({{"1", CommonTuple{std::vector<CommonValue>(100, CommonValue("a"))}}}), "");
 }
 
-TEST(SavedPathsTest, ContainersAsTheyWereSaved) {
+TEST(SavedPathsTest, ContainersKeepTheirSavedTypes) {
   // {"z": OrderedDict(b=t, a=t), "list": [t, v], "none": OrderedDict()}
   const CommonList nodes = {{CommonList{{"dict", CommonList{{"z", "list", "none"}}}},
                              CommonList{{"odict", CommonList{{"b", "a"}}}}, "tensor", "tensor",
@@ -266,7 +278,7 @@ TEST(SavedPathsTest, ContainersAsTheyWereSaved) {
   EXPECT_TRUE(paths.empty().front().ordered);
 }
 
-TEST(SavedPathsTest, OfStructuresOfSeveralRanks) {
+TEST(SavedPathsTest, StructuresOfSeveralRanksAreMerged) {
   const auto structure = [](CommonList nodes) {
     return CommonDict{{{"version", 1}, {"nodes", std::move(nodes)}}};
   };

@@ -28,7 +28,7 @@ class CommonJsonTest : public testing::Test {
   TempDir dir_;
 };
 
-TEST_F(CommonJsonTest, ShowsValuesThenWhatIsReserved) {
+TEST_F(CommonJsonTest, ShowsValuesBeforeReservedFields) {
   TinySpec spec = DefaultTinySpec();
   spec.common = {{"args", Dict({{Key("betas"), CommonTuple{{0.9, HUGE_VAL}}}})},
                  {"odd \"name\"", std::int64_t{9007199254740993}},
@@ -55,14 +55,14 @@ TEST_F(CommonJsonTest, ShowsValuesThenWhatIsReserved) {
   EXPECT_THAT(CommonFromJson(json.at("$content").dump()), IsOkAndHolds(spec.common.at("$content")));
 }
 
-TEST_F(CommonJsonTest, CheckpointJsonHasTheContentMetadata) {
+TEST_F(CommonJsonTest, CheckpointJsonShowsContentMetadata) {
   TinySpec spec = DefaultTinySpec();
   spec.common["$content"] = Dict({{Key("model"), "tiny"}});
   EXPECT_EQ(nlohmann::json::parse(Read(spec, "checkpoint.json")).at("content"),
             nlohmann::json::parse(R"({"model": "tiny"})"));
 }
 
-TEST_F(CommonJsonTest, NothingReservedIsShownWhereNothingWasSet) {
+TEST_F(CommonJsonTest, EmptyStateShowsNoReservedFields) {
   TinySpec spec = DefaultTinySpec();
   spec.common = {};
   EXPECT_EQ(Read(spec, "common.json"), "{}\n");

@@ -60,7 +60,7 @@ class ForeignMountTest : public testing::Test {
   std::unique_ptr<VfsOps> ops_;
 };
 
-TEST_F(ForeignMountTest, AFolderIsACheckpoint) {
+TEST_F(ForeignMountTest, DirectoryMountsAsACheckpoint) {
   Step("step1");
   timespec times[2] = {{.tv_sec = 1000, .tv_nsec = 5}, {.tv_sec = 1000, .tv_nsec = 5}};
   const std::string file = run() + "/step1/model.safetensors";
@@ -78,7 +78,7 @@ TEST_F(ForeignMountTest, AFolderIsACheckpoint) {
 }
 
 // As `rsync -t --inplace` does: size and time are what they were.
-TEST_F(ForeignMountTest, AFileThatIsRewrittenUnderItsOldTimeIsRefused) {
+TEST_F(ForeignMountTest, FileRewrittenWithItsOldMtimeIsRefused) {
   Step("step1");
   const timespec times[2] = {{.tv_sec = 1000, .tv_nsec = 5}, {.tv_sec = 1000, .tv_nsec = 5}};
   const std::string file = run() + "/step1/model.safetensors";
@@ -101,7 +101,7 @@ TEST_F(ForeignMountTest, AFileThatIsRewrittenUnderItsOldTimeIsRefused) {
   EXPECT_EQ(ops_->ReadAll("tensors/w").status().ToErrno(), ESTALE);
 }
 
-TEST_F(ForeignMountTest, ATrainingDirectoryIsAStore) {
+TEST_F(ForeignMountTest, TrainingDirectoryMountsAsAStore) {
   Step("iter_0000010", "a");
   Step("iter_0000020", "b");
   ASSERT_OK(HostFileSystem().CreateDirectory(run() + "/iter_0000030"));  // Being saved.
@@ -128,7 +128,7 @@ TEST_F(ForeignMountTest, ATrainingDirectoryIsAStore) {
   EXPECT_EQ(Names().size(), 3u);
 }
 
-TEST_F(ForeignMountTest, AStepThatIsReplacedIsAnotherOne) {
+TEST_F(ForeignMountTest, ReplacedStepGetsNewInodes) {
   Step("step5", "old");
   Open(run());
   ASSERT_OK_AND_ASSIGN(const Vfs::Entry before, ops_->Walk("step5"));
@@ -142,7 +142,7 @@ TEST_F(ForeignMountTest, AStepThatIsReplacedIsAnotherOne) {
   EXPECT_THAT(ops_->ReadAll("step5/tensors/new"), IsOkAndHolds(Tensor("new").bytes()));
 }
 
-TEST_F(ForeignMountTest, LinksOutNeedARootAndAHubsNeedNone) {
+TEST_F(ForeignMountTest, LinksOutNeedARootExceptInAHubCache) {
   for (const char* folder : {"hub/blobs", "hub/snapshots/x", "hub/links/x"}) {
     ASSERT_OK(HostFileSystem().CreateDirectories(dir_.Join(folder)));
   }
@@ -161,7 +161,7 @@ TEST_F(ForeignMountTest, LinksOutNeedARootAndAHubsNeedNone) {
   EXPECT_THAT(ops_->ReadAll("tensors/w"), IsOkAndHolds(Tensor("w").bytes()));
 }
 
-TEST_F(ForeignMountTest, AnItemThatCannotBeReadHidesNoOther) {
+TEST_F(ForeignMountTest, UnreadableItemHidesNoOther) {
   const std::string source = SourcePath("tests/golden/foreign/dcp-old/torch-1.13");
   ASSERT_OK(HostFileSystem().CreateDirectories(run()));
   for (const char* name : {".metadata", "__0_0.distcp", "__1_0.distcp"}) {

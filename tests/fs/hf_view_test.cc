@@ -74,7 +74,7 @@ std::map<std::string, std::string> BytesByKey(const TinySpec& spec) {
   return bytes;
 }
 
-TEST(HfOptionsTest, SizesOfParts) {
+TEST(HfOptionsTest, PartSizesAreParsed) {
   EXPECT_THAT(ParsePartSize("100000"), IsOkAndHolds(100'000u));
   EXPECT_THAT(ParsePartSize("5GB"), IsOkAndHolds(HfOptions().part_bytes));
   EXPECT_THAT(ParsePartSize("5G"), IsOkAndHolds(5'000'000'000u));
@@ -89,7 +89,7 @@ TEST(HfOptionsTest, SizesOfParts) {
   }
 }
 
-TEST_F(HfTest, OneFileWhereAllFitsOnePart) {
+TEST_F(HfTest, SmallModelIsOneFile) {
   const TinySpec spec = DefaultTinySpec();
   Write(spec);
   ASSERT_OK(TryOpen(HfOptions().part_bytes));
@@ -104,7 +104,7 @@ TEST_F(HfTest, OneFileWhereAllFitsOnePart) {
             ops_->ReadAll("model.safetensors").value());
 }
 
-TEST_F(HfTest, PartsOfAChosenSize) {
+TEST_F(HfTest, PartsHaveTheChosenSize) {
   const TinySpec spec = DefaultTinySpec();
   Write(spec);
   // In order: bias 128, embed.weight 256, empty 0, layers.0.cols 240, layers.0.w 2048, step 8.
@@ -180,7 +180,7 @@ TEST_F(HfTest, RulesSelectAndRename) {
   EXPECT_TRUE(found == BytesByKey(spec));
 }
 
-TEST_F(HfTest, RulesSeeWhatAMapShows) {
+TEST_F(HfTest, RulesApplyToMappedKeys) {
   Write(DefaultTinySpec());
   ASSERT_OK(
       TryOpen(1, R"([{"key": "shown", "to": "hf.name"}, {"key": "z", "to": "y"}, {"drop": "*"}])",
@@ -189,7 +189,7 @@ TEST_F(HfTest, RulesSeeWhatAMapShows) {
                                                    {"y", "model-00002-of-00002.safetensors"}}));
 }
 
-TEST_F(HfTest, RulesThatDoNotFitFailTheMountInWords) {
+TEST_F(HfTest, ConflictingRulesFailTheMountWithAMessage) {
   Write(DefaultTinySpec());
   const Status status = TryOpen(1 << 20, R"([{"key": "bias", "to": "step"}])");
   ASSERT_THAT(status, HasCode(Code::kInvalidArgument));
@@ -197,7 +197,7 @@ TEST_F(HfTest, RulesThatDoNotFitFailTheMountInWords) {
   EXPECT_THAT(status.message(), HasSubstr("bias and step would both be called step"));
 }
 
-TEST_F(HfTest, WhatTheFormatCannotHoldIsLeftOutAndListed) {
+TEST_F(HfTest, UnsupportedTensorsAreLeftOutAndListed) {
   TinySpec spec = DefaultTinySpec();
   const TinySpec held = spec;
   spec.tensors.push_back({.key = "a \"complex\" one", .dtype = DType::kC128, .shape = {3}});
@@ -231,7 +231,7 @@ TEST_F(HfTest, WhatTheFormatCannotHoldIsLeftOutAndListed) {
   EXPECT_TRUE(found.empty());
 }
 
-TEST_F(HfTest, NoneWhereThereAreNoTensors) {
+TEST_F(HfTest, NoHfDirectoryWithoutTensors) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.clear();
   Write(spec);
@@ -239,7 +239,7 @@ TEST_F(HfTest, NoneWhereThereAreNoTensors) {
   EXPECT_THAT(ops_->Stat("hf"), HasCode(Code::kNotFound));
 }
 
-TEST_F(HfTest, FilesBesideTheTensors) {
+TEST_F(HfTest, ConfigAndTokenizerFilesAreShown) {
   TinySpec spec = DefaultTinySpec();
   const auto object = [](std::string key, std::string bytes) {
     return TinyObject{.key = std::move(key), .bytes = std::move(bytes), .index = {}, .grid = {}};
@@ -271,7 +271,7 @@ TEST_F(HfTest, FilesBesideTheTensors) {
   EXPECT_THAT(ops_->Stat("hf/merges.txt"), HasCode(Code::kNotFound));
 }
 
-TEST_F(HfTest, ManyPartsStayRightWhileFewAreKept) {
+TEST_F(HfTest, ManyPartsReadExactlyWithASmallCache) {
   TinySpec spec;
   spec.tensors.reserve(300);
   for (int i = 0; i < 300; ++i) {
@@ -324,7 +324,7 @@ std::map<std::string, std::string> TiedBytes(const TinySpec& spec,
 
 // transformers wants the embedding and drops the output layer where config.json says that they are
 // one; where nothing says so, it may want either.
-TEST_F(HfTest, TiedTensorsHaveTheNamesThatTheModelKeeps) {
+TEST_F(HfTest, TiedTensorsGetTheNamesThatTheModelKeeps) {
   const std::vector<std::string> both = {"lm_head.weight", "model.embed_tokens.weight"};
   const std::vector<std::string> embedding = {"model.embed_tokens.weight"};
   const std::pair<std::string, std::vector<std::string>> cases[] = {
@@ -347,7 +347,7 @@ TEST_F(HfTest, TiedTensorsHaveTheNamesThatTheModelKeeps) {
   }
 }
 
-TEST_F(HfTest, TiedTensorsInPartsAndUnderRules) {
+TEST_F(HfTest, TiedTensorsWorkInPartsAndWithRules) {
   const TinySpec spec = TiedSpec();
   Write(spec);
   ASSERT_OK(TryOpen(256));
@@ -378,7 +378,7 @@ TEST_F(HfTest, TiedTensorsInPartsAndUnderRules) {
 }
 
 // As safetensors.torch.save_model writes them and load_model wants them: once.
-TEST_F(HfTest, ModelSafetensorsHasTiedTensorsOnce) {
+TEST_F(HfTest, ModelSafetensorsContainsTiedTensorsOnce) {
   const TinySpec spec = TiedSpec();
   Write(spec);
   ASSERT_OK(TryOpen(HfOptions().part_bytes));

@@ -12,14 +12,14 @@
 namespace tensormount::fs {
 namespace {
 
-TEST(KeyPath, PlainKeysAreTheirOwnPaths) {
+TEST(KeyPath, PlainKeysArePathsUnchanged) {
   for (const char* key :
        {"w", "layers.0.attention.weight", "a/b/c", "model/layer:0/w", "x y", "ä"}) {
     EXPECT_EQ(PathOfKey(key, false), key);
   }
 }
 
-TEST(KeyPath, DocumentedEscapes) {
+TEST(KeyPath, DocumentedEscapesAreApplied) {
   EXPECT_EQ(PathOfKey("a@b", false), "a%40b");
   EXPECT_EQ(PathOfKey("50%", false), "50%25");
   EXPECT_EQ(PathOfKey("..", false), "%2E%2E");
@@ -37,7 +37,7 @@ TEST(KeyPath, DocumentedEscapes) {
   EXPECT_EQ(PathOfKey(std::string(240, 'k'), false), std::string(240, 'k'));
 }
 
-TEST(KeyPath, OtherSpellingsStandForNothing) {
+TEST(KeyPath, NonCanonicalPathsAreNotFound) {
   for (const char* path :
        {"",   "a//b", "/a",    "a/",    "%41", "%2e", "%",   "%4", "%%",    "a/..", ".",
         "%+", "%+a",  "%+a/b", "a%=/b", "%=",  "x%-", "%-x", "@",  "a.npy", "b]"}) {
@@ -76,7 +76,7 @@ std::string RandomKey(Random& random) {
   return key;
 }
 
-TEST(KeyPath, ReversibleAndAFileSystemCanHoldIt) {
+TEST(KeyPath, RandomKeysRoundTripAsValidPaths) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(20000); ++i) {
     const std::string key = RandomKey(random);
@@ -153,7 +153,7 @@ TEST(KeyTree, ListsEveryKeyOnceUnderItsPath) {
   }
 }
 
-TEST(KeyTree, LookupOfWhatIsNotThere) {
+TEST(KeyTree, LookupOfMissingNamesIsNotFound) {
   const ListedKeys source({"a", "a/b", "c/d"});
   const KeyTree tree(source);
   for (const char* name : {"b", "a%", "c%=", "d", "%-", "%+a", "", "..", "%61", "a/b"}) {

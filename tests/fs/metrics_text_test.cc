@@ -14,7 +14,7 @@
 namespace tensormount::fs {
 namespace {
 
-TEST(MetricsText, IsTheFormat) {
+TEST(MetricsText, MatchesThePrometheusFormat) {
   MetricsText text;
   text.One("a_total", MetricsText::Type::kCounter, "What", std::uint64_t{18446744073709551615U});
   text.Family("b", MetricsText::Type::kGauge, "Which");
@@ -27,7 +27,7 @@ TEST(MetricsText, IsTheFormat) {
             "tensormount_b{x=\"1\",y=\"\"} -1\ntensormount_b 0.5\n");
 }
 
-TEST(MetricsText, LabelsHoldAnything) {
+TEST(MetricsText, LabelsAreEscaped) {
   const auto label = [](std::string_view value) {
     MetricsText text;
     text.Family("a", MetricsText::Type::kGauge, "What");
@@ -43,14 +43,14 @@ TEST(MetricsText, LabelsHoldAnything) {
   EXPECT_EQ(label(std::string_view("a\0b", 3)), "a?b");
 }
 
-TEST(MetricsText, Numbers) {
+TEST(MetricsText, NumbersArePrintedAsPrometheusExpects) {
   EXPECT_EQ(MetricsText::Number(std::numeric_limits<double>::infinity()), "+Inf");
   EXPECT_EQ(MetricsText::Number(-std::numeric_limits<double>::infinity()), "-Inf");
   EXPECT_EQ(MetricsText::Number(std::numeric_limits<double>::quiet_NaN()), "NaN");
   EXPECT_EQ(MetricsText::Number(1.024e-06), "1.024e-06");
 }
 
-TEST(MountStatsTest, BucketsCountAllThatWasNoSlower) {
+TEST(MountStatsTest, BucketsAreCumulative) {
   MountStats stats;
   stats.Count(Op::kRead, std::chrono::nanoseconds(500), false);
   stats.Count(Op::kRead, std::chrono::microseconds(2), false);

@@ -142,7 +142,7 @@ TEST_F(OpenModesTest, OneRegistrationServesANodeUntilItsLastRelease) {
   EXPECT_EQ(modes.counts().fell_back, 0u);
 }
 
-TEST_F(OpenModesTest, WhatLiesInPiecesIsTheDaemonsAndNoFallback) {
+TEST_F(OpenModesTest, TensorsInPiecesUseTheDaemonWithoutFallback) {
   OpenModes modes = Modes();
   const Opened pieces = File("pieces");
   EXPECT_EQ(modes.TierOf(pieces.node, *pieces.file), "daemon");
@@ -153,7 +153,7 @@ TEST_F(OpenModesTest, WhatLiesInPiecesIsTheDaemonsAndNoFallback) {
   EXPECT_EQ(modes.counts().fell_back, 0u);
 }
 
-TEST_F(OpenModesTest, AModeHoldsWhileAnyHandleIsOpen) {
+TEST_F(OpenModesTest, ModeStaysWhileAnyHandleIsOpen) {
   OpenModes modes = Modes();
   const Opened a = File("a");
   kernel_.refusal = ELOOP;
@@ -173,23 +173,23 @@ TEST_F(OpenModesTest, AModeHoldsWhileAnyHandleIsOpen) {
   EXPECT_NE(counts.reasons.begin()->first.find("ELOOP"), std::string::npos);
 }
 
-TEST_F(OpenModesTest, WithoutTheRightItAsksOnce) {
+TEST_F(OpenModesTest, MissingPrivilegeIsTriedOnce) {
   OpenModes modes = Modes();
   kernel_.refusal = EPERM;
   EXPECT_OK(Open(modes, File("a")));
   EXPECT_OK(Open(modes, File("b")));
   EXPECT_EQ(kernel_.asked, 1);
-  EXPECT_NE(modes.WhyNot().find("CAP_SYS_ADMIN"), std::string::npos);
+  EXPECT_NE(modes.DisabledReason().find("CAP_SYS_ADMIN"), std::string::npos);
   EXPECT_THAT(modes.Probe(), HasCode(Code::kUnsupported));
 }
 
-TEST_F(OpenModesTest, SaysWhyNothingIsPassedThrough) {
-  OpenModes told = Modes({.refused = "--tier daemon"});
-  EXPECT_EQ(told.WhyNot(), "--tier daemon");
+TEST_F(OpenModesTest, ReasonForNoPassthroughIsReported) {
+  OpenModes told = Modes({.disabled_reason = "--tier daemon"});
+  EXPECT_EQ(told.DisabledReason(), "--tier daemon");
   EXPECT_NE(told.Join(File("a").node), nullptr);  // Without a look at storage.
   negotiated_ = false;
   OpenModes old = Modes();
-  EXPECT_NE(old.WhyNot().find("6.9"), std::string::npos);
+  EXPECT_NE(old.DisabledReason().find("6.9"), std::string::npos);
   EXPECT_FALSE(Open(old, File("a")).value()->passthrough());
   EXPECT_EQ(kernel_.asked, 0);
   negotiated_ = true;
@@ -217,7 +217,7 @@ TEST_F(OpenModesTest, OnlySealedFilesOfTheRightSizeArePassedThrough) {
   EXPECT_EQ(kernel_.asked, 0);
 }
 
-TEST_F(OpenModesTest, VerifiesBeforeTheFirstOpen) {
+TEST_F(OpenModesTest, FirstOpenVerifiesTheFile) {
   OpenModes modes = Modes({.verify = true});
   const Opened a = File("a");
   ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
@@ -236,7 +236,7 @@ TEST_F(OpenModesTest, VerifiesBeforeTheFirstOpen) {
   EXPECT_TRUE(Open(modes, c).value()->passthrough());
 }
 
-TEST_F(OpenModesTest, NothingOutsideOfTheCheckpointIsPassedThrough) {
+TEST_F(OpenModesTest, FilesOutsideTheCheckpointAreNotPassedThrough) {
   OpenModes modes = Modes();
   const std::string data = dir_.Join("store/step/data");
   ASSERT_EQ(rename(data.c_str(), dir_.Join("elsewhere").c_str()), 0);
@@ -248,7 +248,7 @@ TEST_F(OpenModesTest, NothingOutsideOfTheCheckpointIsPassedThrough) {
   EXPECT_TRUE(Open(modes, File("a")).value()->passthrough());
 }
 
-TEST_F(OpenModesTest, WhatChangedSinceItWasVerifiedIsVerifiedAgain) {
+TEST_F(OpenModesTest, ChangedFileIsVerifiedAgain) {
   OpenModes modes = Modes({.verify = true});
   const Opened a = File("a");
   ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
@@ -303,7 +303,7 @@ TEST_F(OpenModesTest, WhatChangedSinceItWasVerifiedIsVerifiedAgain) {
   EXPECT_EQ(kernel_.live(), 1u);
 }
 
-TEST_F(OpenModesTest, LargeFilesAreTheDaemonsUntilTheyAreProven) {
+TEST_F(OpenModesTest, LargeFilesUseTheDaemonUntilVerified) {
   OpenModes modes = Modes({.verify = true, .verified_in_open = kBig - 1});
   const Opened a = File("a");
   EXPECT_EQ(modes.TierOf(a.node, *a.file), "daemon (not proven)");
@@ -322,8 +322,9 @@ TEST_F(OpenModesTest, LargeFilesAreTheDaemonsUntilTheyAreProven) {
   const Opened b = File("b");
   ASSERT_OK_AND_ASSIGN(const std::string path, b.file->BackingPath());
   // What is read of a file that was changed a moment ago is not remembered.
-  const Deadline deadline = Deadline::After(FileStamp::kSettles);
-  while (!FileStamp::Of(HostFileSystem().Stat(path).value()).Settled() && !deadline.Passed()) {
+  const Deadline deadline = Deadline::After(FileStamp::kSettleTime);
+  while (!FileStamp::OfForeignFile(HostFileSystem().Stat(path).value()).IsSettled() &&
+         !deadline.Passed()) {
     std::this_thread::yield();
   }
   char byte = 0;
@@ -332,7 +333,7 @@ TEST_F(OpenModesTest, LargeFilesAreTheDaemonsUntilTheyAreProven) {
   EXPECT_EQ(prover_.load().proven, 1u);
 }
 
-TEST_F(OpenModesTest, DamageOfALargeFileIsToldOnce) {
+TEST_F(OpenModesTest, DamageOfALargeFileIsReportedOnce) {
   OpenModes modes = Modes({.verify = true, .verified_in_open = 0});
   const Opened a = File("a");
   ASSERT_OK_AND_ASSIGN(const std::string path, a.file->BackingPath());
@@ -363,7 +364,7 @@ TEST_F(OpenModesTest, DamageOfALargeFileIsToldOnce) {
   EXPECT_TRUE(Open(modes, a).value()->passthrough());
 }
 
-TEST_F(OpenModesTest, NothingIsProvenForNobody) {
+TEST_F(OpenModesTest, ClosedFilesAreNotVerifiedInTheBackground) {
   wanted_ = false;
   OpenModes modes = Modes({.verify = true, .verified_in_open = 0});
   const Opened a = File("a");
@@ -381,7 +382,7 @@ TEST_F(OpenModesTest, NothingIsProvenForNobody) {
   EXPECT_EQ(prover_.load().waiting, 0u);
 }
 
-TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
+TEST_F(OpenModesTest, OpenDuringADecisionIsRetried) {
   kernel_.hold = true;
   OpenModes modes = Modes();
   const Opened a = File("a");
@@ -401,7 +402,7 @@ TEST_F(OpenModesTest, WhoComesDuringADecisionComesAgain) {
 }
 
 // Opens, late releases and refusals on three nodes at once: the kernel never meets two modes.
-TEST_F(OpenModesTest, NoRaceMixesModes) {
+TEST_F(OpenModesTest, ConcurrentOpensNeverMixModes) {
   OpenModes modes = Modes();
   const std::vector<Opened> files = {File("a"), File("b"), File("pieces")};
   std::atomic<int> refused{0};

@@ -86,7 +86,7 @@ TEST_F(ShownTest, EveryViewShowsMappedNames) {
   EXPECT_EQ(Json("extents/blocks/0/w.json")["key"], "blocks/0/w");
 }
 
-TEST_F(ShownTest, AttributesTellTheStoredKey) {
+TEST_F(ShownTest, AttributesGiveTheStoredKey) {
   Write(DefaultTinySpec());
   Open(kShownRules);
   EXPECT_THAT(ops_->Xattr("tensors/zz/bias", "user.tensormount.key"), IsOkAndHolds("zz/bias"));
@@ -96,7 +96,7 @@ TEST_F(ShownTest, AttributesTellTheStoredKey) {
               IsOkAndHolds(Not(Contains("user.tensormount.stored_key"))));
 }
 
-TEST_F(ShownTest, CollisionsFailTheMountInWords) {
+TEST_F(ShownTest, KeyCollisionFailsTheMountWithAMessage) {
   Write(DefaultTinySpec());
   for (const std::string& source : {store() + "/step-1", store()}) {
     const Status status = TryOpen(source, R"([{"key": "bias", "to": "step"}])");
@@ -105,13 +105,13 @@ TEST_F(ShownTest, CollisionsFailTheMountInWords) {
   }
 }
 
-TEST_F(ShownTest, AStoreShowsEveryCheckpointMapped) {
+TEST_F(ShownTest, StoreMountMapsKeysOfEveryCheckpoint) {
   Write(DefaultTinySpec());
   ASSERT_OK(TryOpen(store(), kShownRules));
   EXPECT_OK(ops_->Stat("step-1/tensors/zz/bias"));
 }
 
-TEST_F(ShownTest, ACheckpointThatTheMapDoesNotFitIsAnErrorAndOthersAreNot) {
+TEST_F(ShownTest, CheckpointThatTheMapDoesNotFitFailsAlone) {
   TinySpec spec = DefaultTinySpec();
   ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), store(), "step-0", spec));
   spec.tensors[0].key = "other";
@@ -122,7 +122,7 @@ TEST_F(ShownTest, ACheckpointThatTheMapDoesNotFitIsAnErrorAndOthersAreNot) {
 }
 
 // 100,000 keys: no call looks at all of them.
-TEST(ShownTensorsTest, CountsWhatAMapLeaves) {
+TEST(ShownTensorsTest, CountsTensorsKeptByTheMap) {
   Inventory inventory;
   inventory.info.uuid = {1, 2};
   for (const char* key : {"a", "b", "c"}) {
@@ -179,7 +179,7 @@ TinySpec StackedSpec() {
   return spec;
 }
 
-TEST_F(ShownTest, LayersAreOpenedByNameAndNotListed) {
+TEST_F(ShownTest, LayersOpenByNameAndAreNotListed) {
   const TinySpec spec = StackedSpec();
   Write(spec);
   Open("");
@@ -211,7 +211,7 @@ TEST_F(ShownTest, LayersAreOpenedByNameAndNotListed) {
   EXPECT_EQ(Json("common.json"), nlohmann::json::object());
 }
 
-TEST_F(ShownTest, LayersBelowFoldersThatAreAndAreNotThere) {
+TEST_F(ShownTest, LayersOpenBelowListedAndUnlistedDirectories) {
   const TinySpec spec = StackedSpec();
   Write(spec);
   Open("");

@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-TEST(SliceNameTest, TakesTheLastGroupOrWhatFollowsTheAt) {
+TEST(SliceNameTest, ParsesTheLastBracketsOrTheTextAfterAt) {
   const struct {
     std::string_view name, stem, slice;
     bool npy;
@@ -43,7 +43,7 @@ TEST(SliceNameTest, TakesTheLastGroupOrWhatFollowsTheAt) {
   }
 }
 
-TEST(SliceNameTest, TheTextOfABoxGivesTheBoxAgain) {
+TEST(SliceNameTest, BoxTextRoundTrips) {
   const Dims shape{5, 1, 7};
   const Box box = Box::Make({2, 0, 0}, {1, 1, 7}).value();
   EXPECT_EQ(SliceText(box), "[2:3,0:1,0:7]");
@@ -97,7 +97,7 @@ class SlicesTest : public testing::Test {
   SlicesView view_{fixture_.shown(), items_};
 };
 
-TEST_F(SlicesTest, AnyBoxOfAnyTensorInEverySpelling) {
+TEST_F(SlicesTest, AnyBoxReadsExactlyInEverySpelling) {
   Random random(TestSeed());
   for (const std::string key : {"rows", "cols", "cube", "layers/0/w", "layers/0"}) {
     const Dims& shape = Tensor(key).shape;
@@ -137,7 +137,7 @@ TEST_F(SlicesTest, AnyBoxOfAnyTensorInEverySpelling) {
   }
 }
 
-TEST_F(SlicesTest, AxesThatIntegersDropMakeAnotherNpyFile) {
+TEST_F(SlicesTest, DroppedAxesGiveAnotherNpyFile) {
   const std::uint64_t full = Walk("rows[2:3,1:4].npy").value().item;
   const std::uint64_t dropped = Walk("rows[2,1:4].npy").value().item;
   EXPECT_NE(full, dropped);
@@ -149,7 +149,7 @@ TEST_F(SlicesTest, AxesThatIntegersDropMakeAnotherNpyFile) {
               IsOkAndHolds(MakeNpyHeader(DType::kU8, {1}).value() + bytes));
 }
 
-TEST_F(SlicesTest, KeysOfAllKinds) {
+TEST_F(SlicesTest, EscapedAndSubByteKeysRead) {
   EXPECT_THAT(Read("x[0%5D[1:3]"), IsOkAndHolds(TinyBytes(Tensor("x[0]")).substr(1, 2)));
   EXPECT_THAT(Read("a%40b%25@1:3"), IsOkAndHolds(TinyBytes(Tensor("a@b%")).substr(1, 2)));
   EXPECT_THAT(Read("scalar[]"), IsOkAndHolds(TinyBytes(Tensor("scalar"))));
@@ -165,7 +165,7 @@ TEST_F(SlicesTest, KeysOfAllKinds) {
   EXPECT_EQ(Walk("f4[:,2:4]").value().size, 4u);
 }
 
-TEST_F(SlicesTest, ANameThatWouldBeTooLongGoesBehindAFolder) {
+TEST_F(SlicesTest, LongNamesAreReadThroughADirectory) {
   const std::string name(240, 'L');
   const std::string want = TinyBytes(Tensor("d/" + name)).substr(2, 2);
   EXPECT_THAT(Read("d/%+" + name + "/[1]"), IsOkAndHolds(want));
@@ -180,7 +180,7 @@ TEST_F(SlicesTest, ANameThatWouldBeTooLongGoesBehindAFolder) {
   EXPECT_THAT(Walk("layers/[1]"), HasCode(Code::kNotFound));
 }
 
-TEST_F(SlicesTest, LayersOfStacks) {
+TEST_F(SlicesTest, SlicesOfStackedLayersRead) {
   const std::string layer = TinyBytes(Tensor("stack")).substr(240, 120);
   EXPECT_THAT(Read("h/2/w[]"), IsOkAndHolds(layer));
   EXPECT_THAT(Read("h/2/w[1:6,2:4]"),
@@ -194,7 +194,7 @@ TEST_F(SlicesTest, LayersOfStacks) {
   EXPECT_THAT(Walk("h/4"), HasCode(Code::kNotFound));
 }
 
-TEST_F(SlicesTest, ErrorsAreInWords) {
+TEST_F(SlicesTest, InvalidSlicesReturnTheRightErrno) {
   for (const char* none : {"rows", "rows.npy", "rows[14]", "rows[0:14]", "rows[-14]", "rows[0:2,7]",
                            "rows[::2]", "rows[x]", "rows[0,0,0]", "rows[2:1]", "no[0]", "rows[0]x",
                            "layers/1/w[0]", "f4[0].npy", "scalar[0]", "layers[0]", "rows@[0:1]"}) {
@@ -209,7 +209,7 @@ TEST_F(SlicesTest, ErrorsAreInWords) {
   EXPECT_EQ(items_->size(), 2u);  // layers and rows[0]
 }
 
-TEST_F(SlicesTest, WhatIsForgottenIsGone) {
+TEST_F(SlicesTest, ForgottenItemsAreStale) {
   const std::uint64_t first = Walk("rows[1]").value().item;
   ASSERT_EQ(Walk("rows@1:2").value().item, first);
   EXPECT_EQ(items_->size(), 1u);
@@ -233,7 +233,7 @@ TEST_F(SlicesTest, WhatIsForgottenIsGone) {
 }
 
 // As after a minute in which nobody asked: the checkpoint was closed, and is opened again.
-TEST_F(SlicesTest, WhatTheKernelKnowsOutlivesTheView) {
+TEST_F(SlicesTest, ItemsOutliveTheView) {
   const std::uint64_t first = Walk("rows[1]").value().item;
   const std::uint64_t folder = Walk("layers").value().item;
   const SlicesView next(fixture_.shown(), items_);
@@ -245,7 +245,7 @@ TEST_F(SlicesTest, WhatTheKernelKnowsOutlivesTheView) {
   EXPECT_THAT(next.Stat(first), HasCode(Code::kStale));
 }
 
-TEST_F(SlicesTest, FoldersListNothingAndFilesSayWhatTheyAre) {
+TEST_F(SlicesTest, DirectoriesListNothingAndFilesHaveAttributes) {
   for (const char* folder : {"", "layers", "layers/0", "h", "%+rows"}) {
     const ViewNode node = Walk(folder).value();
     EXPECT_TRUE(node.folder) << folder;
@@ -266,7 +266,7 @@ TEST_F(SlicesTest, FoldersListNothingAndFilesSayWhatTheyAre) {
   EXPECT_EQ(attributes.at("box"), "[0:6, 2:4]");
 }
 
-TEST_F(SlicesTest, RunsOfATensorAreServedFromWhereTheyAre) {
+TEST_F(SlicesTest, ContiguousSlicesAreServedFromTheTensor) {
   using Kind = FileSegments::Segment::Kind;
   const struct {
     const char* path;

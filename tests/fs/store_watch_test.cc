@@ -76,7 +76,7 @@ void CopyMany(const std::string& store, const std::string& from, int count) {
   }
 }
 
-TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
+TEST_F(StoreWatchTest, ReadsEachCommitOnceAndScansLargeStoresInTurns) {
   Write("step-1");
   CopyMany(store(), "step-1", 300);
   Write("step-2");
@@ -95,12 +95,12 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
   });
   const WatchEnd end(*this);
   Start(fs, milliseconds(800));
-  ExpectSoon([&] { return watch_->Now()->by_id.size() == 302; });
-  EXPECT_EQ(watch_->Now()->latest->name, "step-2");
+  ExpectSoon([&] { return watch_->CurrentListing()->by_id.size() == 302; });
+  EXPECT_EQ(watch_->CurrentListing()->latest->name, "step-2");
   EXPECT_EQ(read, 302);
   // While time stamps may be too coarse to tell, everything is looked at; then a part.
   ExpectSoon([&] {
-    EXPECT_EQ(watch_->Now()->by_id.size(), 302u);
+    EXPECT_EQ(watch_->CurrentListing()->by_id.size(), 302u);
     const std::lock_guard lock(mutex);
     return looks.size() >= 4 && looks[looks.size() - 2] <= 70;
   });
@@ -111,7 +111,7 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
   }
   EXPECT_EQ(read, 302);
   Write("step-3");
-  ExpectSoon([&] { return watch_->Now()->latest->name == "step-3"; });
+  ExpectSoon([&] { return watch_->CurrentListing()->latest->name == "step-3"; });
   EXPECT_EQ(read, 303);
   const auto old = watch_->FindName("step-2");
   Write("step-2", IfExists::kReplace);
@@ -120,11 +120,11 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
     return now != nullptr && now != old;
   });
   EXPECT_TRUE(old->gone());
-  EXPECT_EQ(watch_->Now()->latest->name, "step-2");
+  EXPECT_EQ(watch_->CurrentListing()->latest->name, "step-2");
   ASSERT_OK_AND_ASSIGN(const Store opened, Store::Open(HostFileSystem(), store()));
   ASSERT_OK(opened.Remove("step-2"));
   ExpectSoon([&] { return watch_->FindName("step-2") == nullptr; });
-  EXPECT_EQ(watch_->Now()->latest->name, "step-3");
+  EXPECT_EQ(watch_->CurrentListing()->latest->name, "step-3");
   EXPECT_EQ(watch_->FindName("copy-17")->name, "copy-17");
   EXPECT_EQ(watch_->FindName("copy-300"), nullptr);
   EXPECT_EQ(watch_->FindName(".staging"), nullptr);
@@ -132,19 +132,19 @@ TEST_F(StoreWatchTest, ReadsEachCommitRecordOnceAndLooksAtLargeStoresInTurn) {
 
 // What `cp` or rsync bring is there when its commit record is, though the store's folder has not
 // changed since.
-TEST_F(StoreWatchTest, FindsCheckpointsThatAreCopiedIn) {
+TEST_F(StoreWatchTest, FindsCheckpointsCopiedIntoTheStore) {
   Write("step-1");
   CopyMany(store(), "step-1", 100);
   ASSERT_OK(HostFileSystem().CreateDirectory(store() + "/slow"));
   Start(HostFileSystem(), milliseconds(150));
-  EXPECT_EQ(watch_->Now()->by_id.size(), 101u);
+  EXPECT_EQ(watch_->CurrentListing()->by_id.size(), 101u);
   std::this_thread::sleep_for(milliseconds(250));  // Until the folder counts as unchanged.
   EXPECT_EQ(watch_->FindName("slow"), nullptr);
   WriteWholeFile(store() + "/slow/COMMIT", ReadWholeFile(store() + "/step-1/COMMIT"));
   ExpectSoon([&] { return watch_->FindName("slow") != nullptr; });
 }
 
-TEST_F(StoreWatchTest, LatestIsNotKnownWhileACommitRecordCannotBeRead) {
+TEST_F(StoreWatchTest, UnreadableCommitMakesLatestUnknown) {
   Write("old");
   Write("new");
   std::atomic<bool> fails{true};
@@ -155,24 +155,24 @@ TEST_F(StoreWatchTest, LatestIsNotKnownWhileACommitRecordCannotBeRead) {
   });
   const WatchEnd end(*this);
   Start(fs);
-  const auto now = watch_->Now();
+  const auto now = watch_->CurrentListing();
   EXPECT_EQ(now->latest, nullptr) << "an older one would be believed";
   EXPECT_THAT(now->latest_unknown, HasCode(Code::kDataLoss));
   EXPECT_THAT(now->problems, testing::SizeIs(1));
   fails = false;
   ExpectSoon([&] {
-    const auto later = watch_->Now();
+    const auto later = watch_->CurrentListing();
     return later->latest && later->latest->name == "new";
   });
   // Damage that was proven is passed over.
   ASSERT_OK(HostFileSystem().CreateDirectory(store() + "/bad"));
   WriteWholeFile(store() + "/bad/COMMIT", "nonsense");
-  ExpectSoon([&] { return watch_->Now()->problems.size() == 1; });
-  EXPECT_EQ(watch_->Now()->latest->name, "new");
-  EXPECT_OK(watch_->Now()->latest_unknown);
+  ExpectSoon([&] { return watch_->CurrentListing()->problems.size() == 1; });
+  EXPECT_EQ(watch_->CurrentListing()->latest->name, "new");
+  EXPECT_OK(watch_->CurrentListing()->latest_unknown);
 }
 
-TEST_F(StoreWatchTest, AnswersForOneNameDuringTheFirstLook) {
+TEST_F(StoreWatchTest, FindsANameDuringTheFirstScan) {
   Write("step-1");
   CopyMany(store(), "step-1", 20);
   // The look gets on slowly, and does not end before this test has its answers.
@@ -187,22 +187,22 @@ TEST_F(StoreWatchTest, AnswersForOneNameDuringTheFirstLook) {
   });
   const WatchEnd end(*this);
   Start(fs);
-  EXPECT_FALSE(watch_->settled());
+  EXPECT_FALSE(watch_->first_check_done());
   const auto found = watch_->FindName("step-1");
   ASSERT_NE(found, nullptr);
   EXPECT_EQ(watch_->FindName("step-2"), nullptr);
   EXPECT_EQ(watch_->FindName(".trash"), nullptr);
-  EXPECT_FALSE(watch_->settled());
+  EXPECT_FALSE(watch_->first_check_done());
   EXPECT_OK(watch_->View(*found));
   answered = true;
   // "latest" needs all.
-  const auto now = watch_->Now();
+  const auto now = watch_->CurrentListing();
   EXPECT_EQ(now->by_id.size(), 21u);
   EXPECT_EQ(now->Find("step-1"), found);
   EXPECT_FALSE(found->gone());
 }
 
-TEST_F(StoreWatchTest, ReplacedDuringTheFirstLook) {
+TEST_F(StoreWatchTest, CheckpointReplacedDuringTheFirstScanIsGone) {
   Write("step-1");
   Write("a");
   std::atomic<bool> hold{true};
@@ -231,25 +231,25 @@ TEST_F(StoreWatchTest, ReplacedDuringTheFirstLook) {
   }
 }
 
-TEST_F(StoreWatchTest, RefreshSeesWhatWasThereBeforeIt) {
+TEST_F(StoreWatchTest, RefreshSeesEarlierPublishes) {
   Write("step-1");
   Start();
   for (int i = 2; i < 6; ++i) {
-    EXPECT_NE(watch_->Now()->latest, nullptr);
+    EXPECT_NE(watch_->CurrentListing()->latest, nullptr);
     const std::string name = "step-" + std::to_string(i);
     Write(name);
     watch_->Refresh();
-    EXPECT_EQ(watch_->Now()->latest->name, name);
+    EXPECT_EQ(watch_->CurrentListing()->latest->name, name);
   }
 }
 
 // While somebody has a file open, what was let go of is found again and not opened twice.
-TEST_F(StoreWatchTest, KeepsAtMostSoManyOpen) {
+TEST_F(StoreWatchTest, KeepsALimitedNumberOfCheckpointsOpen) {
   Write("step-1");
   for (int i = 0; i < 40; ++i) Write("more-" + std::to_string(i));
   Start();
   std::vector<std::shared_ptr<const CheckpointView>> views;
-  const auto now = watch_->Now();
+  const auto now = watch_->CurrentListing();
   for (const auto& slot : now->by_id) {
     auto view = watch_->View(*slot);
     ASSERT_OK(view);
@@ -258,13 +258,13 @@ TEST_F(StoreWatchTest, KeepsAtMostSoManyOpen) {
   EXPECT_EQ(watch_->open_checkpoints(), 41u);
   std::this_thread::sleep_for(StoreWatch::kMaxAge);
   ExpectSoon([&] {
-    (void)watch_->Now();
+    (void)watch_->CurrentListing();
     return watch_->open_checkpoints() <= StoreWatch::kKeptOpen;
   });
-  EXPECT_THAT(watch_->View(*watch_->Now()->by_id[0]), IsOkAndHolds(views[0]));
+  EXPECT_THAT(watch_->View(*watch_->CurrentListing()->by_id[0]), IsOkAndHolds(views[0]));
 }
 
-TEST(DoorbellTest, RingsForHandsAndNames) {
+TEST(DoorbellTest, RingsForCallsAndForNewNames) {
   TempDir dir;
   ASSERT_OK_AND_ASSIGN(const auto bell, Doorbell::Make(dir.path()));
   EXPECT_TRUE(bell->watches());

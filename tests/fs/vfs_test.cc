@@ -68,7 +68,7 @@ class VfsTest : public testing::Test {
 
 // A disk that is not there any more, or a store that somebody moved, is no empty store: a script
 // that resumes would begin anew.
-TEST_F(VfsTest, AStoreThatWentIsNotAnEmptyOne) {
+TEST_F(VfsTest, RemovedStoreIsStaleAndNotEmpty) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   const auto listed = [&] {
@@ -121,7 +121,7 @@ TEST_F(VfsTest, StoreShowsItsCheckpoints) {
   CheckControlFiles(*ops_);
 }
 
-TEST_F(VfsTest, StrangeKeys) {
+TEST_F(VfsTest, ShowsUnusualKeys) {
   const TinySpec spec = StrangeTinySpec();
   Write("step-1", spec);
   Open(JoinPath(store(), "step-1"), true);
@@ -131,7 +131,7 @@ TEST_F(VfsTest, StrangeKeys) {
   CheckJson(*ops_, "", spec);
 }
 
-TEST_F(VfsTest, CheckpointAloneIsTheRoot) {
+TEST_F(VfsTest, MountedCheckpointIsTheRoot) {
   const TinySpec spec = DefaultTinySpec();
   Write("step-1", spec);
   Open(store() + "/latest");  // Taken once.
@@ -145,7 +145,7 @@ TEST_F(VfsTest, CheckpointAloneIsTheRoot) {
   EXPECT_EQ(ops_->Stat("latest").status().ToErrno(), ENOENT);
 }
 
-TEST_F(VfsTest, SafetensorsFile) {
+TEST_F(VfsTest, MountsASafetensorsFile) {
   TinySpec spec = DefaultTinySpec();
   spec.objects.clear();
   spec.common.clear();
@@ -168,7 +168,7 @@ TEST_F(VfsTest, SafetensorsFile) {
               IsOkAndHolds(std::string("f32")));
 }
 
-TEST_F(VfsTest, WhatIsNoSourceIsRefused) {
+TEST_F(VfsTest, InvalidSourcesAreRefused) {
   const std::string folder = dir_.Join("folder");
   ASSERT_OK(HostFileSystem().CreateDirectory(folder));
   EXPECT_THAT(Vfs::Open(HostFileSystem(), {folder}), HasCode(Code::kUnsupported));
@@ -184,7 +184,7 @@ TEST_F(VfsTest, EmptyStoreHasNoLatest) {
   EXPECT_EQ(ops_->ReadLink("latest").status().ToErrno(), ENOENT);
 }
 
-TEST_F(VfsTest, PublishShows) {
+TEST_F(VfsTest, PublishedCheckpointAppears) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
@@ -194,7 +194,7 @@ TEST_F(VfsTest, PublishShows) {
   CheckTensorFiles(*ops_, "step-2", DefaultTinySpec(2));
 }
 
-TEST_F(VfsTest, RemovalShowsAndOpenFilesReadOn) {
+TEST_F(VfsTest, RemovedCheckpointVanishesAndOpenFilesStillRead) {
   const TinySpec spec = DefaultTinySpec();
   Write("step-1", spec);
   Write("step-2", DefaultTinySpec(2));
@@ -228,7 +228,7 @@ TEST_F(VfsTest, RemovalShowsAndOpenFilesReadOn) {
   EXPECT_EQ(vfs_->OpenFile(node.id).status().ToErrno(), ESTALE);
 }
 
-TEST_F(VfsTest, RemovedCheckpointIsLetGoOf) {
+TEST_F(VfsTest, RemovedCheckpointIsClosed) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
@@ -250,7 +250,7 @@ TEST_F(VfsTest, RemovedCheckpointIsLetGoOf) {
   }
 }
 
-TEST_F(VfsTest, ReplacementIsAnotherCheckpoint) {
+TEST_F(VfsTest, ReplacedCheckpointGetsNewNodes) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   ASSERT_OK_AND_ASSIGN(const Vfs::Entry old, ops_->Walk("step-1/tensors/bias"));
@@ -272,7 +272,7 @@ TEST_F(VfsTest, ReplacementIsAnotherCheckpoint) {
   EXPECT_EQ(vfs_->Stat(old.id).status().ToErrno(), ESTALE);
 }
 
-TEST_F(VfsTest, BrokenCommitHidesTheCheckpointAndIsReported) {
+TEST_F(VfsTest, DamagedCommitHidesTheCheckpointAndIsReported) {
   Write("step-1", DefaultTinySpec());
   Write("step-2", DefaultTinySpec(2));
   const std::string commit = JoinPath(JoinPath(store(), "step-2"), "COMMIT");
@@ -284,7 +284,7 @@ TEST_F(VfsTest, BrokenCommitHidesTheCheckpointAndIsReported) {
   EXPECT_THAT(vfs_->StatusFields(), testing::HasSubstr("step-2"));
 }
 
-TEST_F(VfsTest, InodesAndTimesAreTheSameInEveryMount) {
+TEST_F(VfsTest, InodesAndTimesAreEqualInEveryMount) {
   Write("step-1", StrangeTinySpec());
   Write("step-2", StrangeTinySpec());
   Open(store());
@@ -307,7 +307,7 @@ TEST_F(VfsTest, InodesAndTimesAreTheSameInEveryMount) {
   EXPECT_NE(ops_->Stat("").value().inode, first[0].inode);
 }
 
-TEST_F(VfsTest, ModesAreNeverWiderThanTheStores) {
+TEST_F(VfsTest, ModesNeverExceedThoseOfTheStore) {
   Write("step-1", DefaultTinySpec());
   const std::string folder = JoinPath(store(), "step-1");
   ASSERT_EQ(chmod(folder.c_str(), 0750), 0);
@@ -332,7 +332,7 @@ TinySpec LeafSpec() {
   return spec;
 }
 
-TEST_F(VfsTest, DamageIsServedOnlyWithoutVerify) {
+TEST_F(VfsTest, DamagedBytesAreServedOnlyWithoutVerify) {
   const TinySpec spec = LeafSpec();
   Write("step-1", spec);
   const std::string good = TinyBytes(spec.tensors[0]);
@@ -357,7 +357,7 @@ TEST_F(VfsTest, DamageIsServedOnlyWithoutVerify) {
   }
 }
 
-TEST_F(VfsTest, VerifiedBytesAreVerifiedAgainOnceTheirFileChanged) {
+TEST_F(VfsTest, ChangedFilesAreVerifiedAgain) {
   const TinySpec spec = LeafSpec();
   Write("step-1", spec);
   const std::string good = TinyBytes(spec.tensors[0]);
@@ -378,7 +378,7 @@ TEST_F(VfsTest, VerifiedBytesAreVerifiedAgainOnceTheirFileChanged) {
   }
 }
 
-TEST_F(VfsTest, DamagedObject) {
+TEST_F(VfsTest, DamagedObjectReturnsEio) {
   const TinySpec spec = LeafSpec();
   Write("step-1", spec);
   Damage("step-1", spec.objects[0].bytes.substr(70000, 64));
@@ -388,7 +388,7 @@ TEST_F(VfsTest, DamagedObject) {
   EXPECT_EQ(file->Read(66000, 10).status().ToErrno(), EIO);
 }
 
-TEST_F(VfsTest, GridPartsBesideAKeyOfTheSameName) {
+TEST_F(VfsTest, GridPartsAndAKeyOfTheSameNameBothRead) {
   TinySpec spec = DefaultTinySpec();
   spec.objects = {{.key = "rng", .bytes = "zero", .index = {0}, .grid = {2}},
                   {.key = "rng", .bytes = "one", .index = {1}, .grid = {2}},
@@ -401,7 +401,7 @@ TEST_F(VfsTest, GridPartsBesideAKeyOfTheSameName) {
 }
 
 // A store that stops answering must cost those who look no more than their patience, once.
-TEST_F(VfsTest, StuckStoreDoesNotStopTheRest) {
+TEST_F(VfsTest, StuckStoreDoesNotBlockOpenCheckpoints) {
   Write("step-1", DefaultTinySpec());
   std::atomic<bool> stuck{false};
   std::atomic<bool> reached{false};
@@ -435,7 +435,7 @@ TEST_F(VfsTest, StuckStoreDoesNotStopTheRest) {
 
 // Also at the very moment at which the mount sees that its checkpoint is gone: here as long as the
 // opening of another one, gone too, hangs.
-TEST_F(VfsTest, AnOpenFileOfARemovedCheckpointHasItsAttributesAtEveryMoment) {
+TEST_F(VfsTest, OpenFileOfARemovedCheckpointKeepsAttributes) {
   Write("step-1", DefaultTinySpec());
   Write("step-2", DefaultTinySpec(2));
   std::atomic<bool> hangs{false};
@@ -458,10 +458,10 @@ TEST_F(VfsTest, AnOpenFileOfARemovedCheckpointHasItsAttributesAtEveryMoment) {
   ASSERT_EQ(::rename((store() + "/step-1").c_str(), (store() + "/.trash.1").c_str()), 0);
   ASSERT_EQ(::rename((store() + "/step-2").c_str(), (store() + "/.trash.2").c_str()), 0);
   const Deadline seen = Deadline::After(std::chrono::seconds(20));
-  while (vfs_->IsThere(entry.id) && !seen.Passed()) {
+  while (vfs_->CheckpointExists(entry.id) && !seen.Passed()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  ASSERT_FALSE(vfs_->IsThere(entry.id));
+  ASSERT_FALSE(vfs_->CheckpointExists(entry.id));
   for (int i = 0; i < 20; ++i) EXPECT_OK(vfs_->Stat(entry.id));
   hangs = false;
   opens.join();
@@ -469,7 +469,7 @@ TEST_F(VfsTest, AnOpenFileOfARemovedCheckpointHasItsAttributesAtEveryMoment) {
   vfs_ = nullptr;
 }
 
-TEST(InMemoryTest, SaysWhatIsThereAndWhatIsNot) {
+TEST(InMemoryTest, ReportsWhetherPagesAreInMemory) {
   TempDir dir;
   const std::string path = dir.Join("f");
   constexpr std::size_t kBytes = std::size_t{3} << 20;
@@ -492,7 +492,7 @@ TEST(InMemoryTest, SaysWhatIsThereAndWhatIsNot) {
   close(fd);
 }
 
-TEST_F(VfsTest, NumbersThatMeanNothingAreStale) {
+TEST_F(VfsTest, UnknownInodeNumbersAreStale) {
   Write("step-1", DefaultTinySpec());
   Open(store());
   ASSERT_OK_AND_ASSIGN(const Vfs::Entry tensors_entry, ops_->Walk("step-1/tensors"));

@@ -214,7 +214,7 @@ TEST(ViewBoxes, AnyBoxInAnyContainerEqualsTheOracle) {
   EXPECT_GT(refused, 0);
 }
 
-TEST(ViewBoxes, WhatDoesNotFitIsRefused) {
+TEST(ViewBoxes, BoxesThatDoNotFitAreRefused) {
   Random random(1);
   TempDir dir;
   BuildSpec spec = RandomSpec(random, 0, 0);
@@ -238,7 +238,7 @@ TEST(ViewBoxes, WhatDoesNotFitIsRefused) {
 }
 
 // Every read that needs a damaged chunk fails, however often it is tried; others go on.
-TEST(ViewBoxes, DamageIsAnErrorEachTime) {
+TEST(ViewBoxes, DamageFailsEveryRead) {
   Random random(TestSeed());
   for (int round = 0; round < TestScale(6); ++round) {
     TempDir dir;
@@ -300,7 +300,7 @@ class ViewsTest : public testing::Test {
 };
 
 // Names that views promise are there, and others are not.
-TEST_F(ViewsTest, CheckpointJsonNamesWhatIsThere) {
+TEST_F(ViewsTest, CheckpointJsonListsOnlyExistingPaths) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back({.key = "tiny", .dtype = DType::kF4, .shape = {8}});
   spec.tensors.push_back({.key = "wide", .dtype = DType::kC128, .shape = {2}});
@@ -327,7 +327,7 @@ TEST_F(ViewsTest, CheckpointJsonNamesWhatIsThere) {
 }
 
 // Every node of every view, by the numbers that listing it gave.
-TEST_F(ViewsTest, ItemsMeanTheSameUntilTheyMeanNothing) {
+TEST_F(ViewsTest, ItemsAreStableOrStale) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back({.key = "a/b/c", .dtype = DType::kU8, .shape = {3}});
   ASSERT_OK_AND_ASSIGN(const ViewPtr view, OpenView(Write(spec)));
@@ -382,7 +382,7 @@ TEST_F(ViewsTest, ItemsMeanTheSameUntilTheyMeanNothing) {
 }
 
 // The kernel may keep the number of a slice of a checkpoint that another one has replaced.
-TEST_F(ViewsTest, MadeItemsAreForgottenAndNeverUsedAgain) {
+TEST_F(ViewsTest, ForgottenItemNumbersAreNeverReused) {
   const auto items = std::make_shared<SliceItems>();
   ASSERT_OK_AND_ASSIGN(const ViewPtr view,
                        OpenView(Write(DefaultTinySpec()), ServeVerify::kOff, items));
@@ -402,7 +402,7 @@ TEST_F(ViewsTest, MadeItemsAreForgottenAndNeverUsedAgain) {
   EXPECT_EQ(view->OpenFile(slice).status().ToErrno(), ESTALE);
 }
 
-TEST_F(ViewsTest, BackingFilesAreTheFileByteForByte) {
+TEST_F(ViewsTest, BackingFileEqualsTheShownFile) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back(
       {.key = "both", .dtype = DType::kU8, .shape = {8, 4}, .parts = 2, .tensor_file = true});
@@ -430,7 +430,7 @@ TEST_F(ViewsTest, BackingFilesAreTheFileByteForByte) {
 }
 
 // A foreign file is its own model.safetensors, whatever the order of its tensors and its metadata.
-TEST_F(ViewsTest, ForeignSafetensorsIsServedAsItIs) {
+TEST_F(ViewsTest, ForeignSafetensorsFileIsServedUnchanged) {
   std::vector<SafetensorsEntry> entries = {{.key = "z", .dtype = DType::kU8, .shape = {5}},
                                            {.key = "none", .dtype = DType::kF32, .shape = {0}},
                                            {.key = "a", .dtype = DType::kF64, .shape = {2, 2}},
@@ -490,17 +490,17 @@ TEST_F(ViewsTest, WholeFilesAreVerifiedOnce) {
       };
       const auto proof = [&] { return file->ProofOf(file->OpenBacking().value()).value(); };
       EXPECT_TRUE(proof().hashed);
-      EXPECT_EQ(proof().left, file->size());
+      EXPECT_EQ(proof().unverified_bytes, file->size());
       int asked = 0;
       if (std::string(path) == "tensors/big") {
         const auto second = [&](std::uint64_t done) { return done < (1u << 20); };
         EXPECT_THAT(prove(second), HasCode(Code::kCancelled));
         EXPECT_FALSE(proof().whole);
-        EXPECT_EQ(proof().left, file->size() - (1u << 20));
+        EXPECT_EQ(proof().unverified_bytes, file->size() - (1u << 20));
       }
       EXPECT_OK(prove());
       EXPECT_TRUE(proof().whole);
-      EXPECT_EQ(proof().left, 0u);
+      EXPECT_EQ(proof().unverified_bytes, 0u);
       // Once seen good it is not read again, until the file changes.
       EXPECT_OK(prove([&](std::uint64_t) { return ++asked == 0; }));
       EXPECT_EQ(asked, 0);

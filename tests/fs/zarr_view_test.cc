@@ -133,7 +133,7 @@ std::string Assemble(const Json& metadata, std::size_t item,
   return out;
 }
 
-TEST_F(ZarrTest, EveryArrayFromItsMetadataAndChunks) {
+TEST_F(ZarrTest, EveryArrayReadsFromMetadataAndChunks) {
   const std::map<std::string, std::string> paths = {
       {"layers/0", "layers/0%="},
       {"layers/0/zarr.json", "layers/0/zarr%2Ejson"},
@@ -165,7 +165,7 @@ TEST_F(ZarrTest, EveryArrayFromItsMetadataAndChunks) {
   }
 }
 
-TEST_F(ZarrTest, ListingsHoldEverythingOnce) {
+TEST_F(ZarrTest, ListingsContainEveryEntryOnce) {
   const std::map<std::string, ViewNode> all = Collect();
   std::set<std::uint64_t> items;
   std::set<std::pair<bool, std::string>> identities;
@@ -197,7 +197,7 @@ TEST_F(ZarrTest, ListingsHoldEverythingOnce) {
   EXPECT_THAT(below("zarr.json%=/"), ElementsAre("c.0", "zarr.json"));
 }
 
-TEST_F(ZarrTest, ConsolidatedMetadataIsThatOfEveryFolder) {
+TEST_F(ZarrTest, ConsolidatedMetadataCoversEveryDirectory) {
   const Json root = Metadata("");
   EXPECT_EQ(root["zarr_format"], 3);
   EXPECT_EQ(root["node_type"], "group");
@@ -220,7 +220,7 @@ TEST_F(ZarrTest, ConsolidatedMetadataIsThatOfEveryFolder) {
   EXPECT_EQ(lines, folders);
 }
 
-TEST_F(ZarrTest, MetadataSaysWhatAZarrLibraryNeeds) {
+TEST_F(ZarrTest, MetadataContainsAllThatZarrLibrariesNeed) {
   EXPECT_EQ(Metadata("rows"), Json::parse(R"({
     "zarr_format": 3, "node_type": "array", "shape": [13, 6], "data_type": "float32",
     "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [5, 6]}},
@@ -237,7 +237,7 @@ TEST_F(ZarrTest, MetadataSaysWhatAZarrLibraryNeeds) {
   EXPECT_EQ(Metadata("a")["node_type"], "group");
 }
 
-TEST_F(ZarrTest, EveryTypeOfWholeBytesHasACoreType) {
+TEST_F(ZarrTest, EveryWholeByteTypeHasAZarrType) {
   for (const DTypeInfo& info : AllDTypes()) {
     const std::string_view type = ZarrType(info.dtype);
     EXPECT_EQ(type.empty(), info.bits < 8) << info.name;
@@ -246,7 +246,7 @@ TEST_F(ZarrTest, EveryTypeOfWholeBytesHasACoreType) {
   }
 }
 
-TEST_F(ZarrTest, OnlyTheExactNamesAreThere) {
+TEST_F(ZarrTest, NonCanonicalNamesAreNotFound) {
   for (const char* none :
        {"rows/c.3.0", "rows/c.0.1", "rows/c.00.0", "rows/c.0", "rows/c", "rows/c.0.0.0",
         "rows/c.-1.0", "rows/c.+1.0", "rows/c/0/0", "rows/d.0.0", "scalar/c.0", "none/c.0.0",
@@ -256,7 +256,7 @@ TEST_F(ZarrTest, OnlyTheExactNamesAreThere) {
   EXPECT_EQ(Walk("rows/zarr.json/x").status().ToErrno(), ENOTDIR);
 }
 
-TEST_F(ZarrTest, NumbersThatWereNeverGivenAreStale) {
+TEST_F(ZarrTest, UnissuedItemNumbersAreStale) {
   std::set<std::uint64_t> items = {View::kRoot};
   for (const auto& [path, node] : Collect()) items.insert(node.item);
   for (std::uint64_t bit = 0; bit < 40; ++bit) {
@@ -271,7 +271,7 @@ TEST_F(ZarrTest, NumbersThatWereNeverGivenAreStale) {
   EXPECT_THAT(view_.Stat(~std::uint64_t{0}), HasCode(Code::kStale));
 }
 
-TEST_F(ZarrTest, TimesAndAttributes) {
+TEST_F(ZarrTest, ChunksHaveTimesAndAttributes) {
   const ViewNode chunk = Walk("cols/c.0.3").value();
   const OpenedCheckpoint& opened = fixture_.shown().opened;
   EXPECT_EQ(chunk.mtime, opened.index().Find("cols").value().mtime);
@@ -285,7 +285,7 @@ TEST_F(ZarrTest, TimesAndAttributes) {
 }
 
 // With TENSORMOUNT_TEST_SCALE=100 the 100,000 tensors of a million chunks.
-TEST(ZarrScaleTest, MetadataOfManyTensorsIsMadeQuickly) {
+TEST(ZarrScaleTest, MetadataOfManyTensorsIsComplete) {
   const auto seconds_since = [](std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
@@ -334,7 +334,7 @@ TEST(ZarrScaleTest, MetadataOfManyTensorsIsMadeQuickly) {
   EXPECT_EQ(files, static_cast<std::uint64_t>(spec.tensors) * 11);
 }
 
-TEST(ZarrEmptyTest, ACheckpointWithoutTensors) {
+TEST(ZarrEmptyTest, CheckpointWithoutTensorsIsAnEmptyGroup) {
   const ShownFixture fixture{TinySpec{}};
   const ZarrView view(fixture.shown());
   ASSERT_OK_AND_ASSIGN(const std::string text, ReadView(fixture.shown(), view, "zarr.json"));
@@ -362,7 +362,7 @@ ZarrGrid GridOf(const Dims& shape, const std::vector<Region>& regions, std::uint
 
 Box BoxFrom(const Dims& begin, const Dims& extent) { return Box::Make(begin, extent).value(); }
 
-TEST(ZarrGridTest, RegularGridsAreTheStoredOnes) {
+TEST(ZarrGridTest, RegularChunksAreShownAsStored) {
   // 2-D, the last row and column smaller.
   std::vector<Region> regions;
   for (std::int64_t r = 0; r < 10; r += 4) {
@@ -399,7 +399,7 @@ TEST(ZarrGridTest, VeryLargePiecesAreCut) {
   EXPECT_EQ(GridOf({1024 * kMi}, {Box::Whole({1024 * kMi})}).chunk(), (Dims{256 * kMi}));
 }
 
-TEST(ZarrGridTest, WhatIsNoRegularGridIsCutInRows) {
+TEST(ZarrGridTest, IrregularGridsAreCutIntoRows) {
   const Dims whole{6, 8};
   for (const std::vector<Region>& regions :
        {std::vector<Region>{BoxFrom({0, 0}, {2, 8}), BoxFrom({2, 0}, {3, 8}),
@@ -417,7 +417,7 @@ TEST(ZarrGridTest, WhatIsNoRegularGridIsCutInRows) {
   EXPECT_EQ(GridOf({20}, cells, 19).chunk(), (Dims{20}));
 }
 
-TEST(ZarrGridTest, RowBlocksAreOfSomeMegabytes) {
+TEST(ZarrGridTest, RowBlocksAreAFewMegabytes) {
   const auto rows = [](const Dims& shape, std::uint64_t max = std::uint64_t{1} << 20) {
     return ZarrGrid::RowBlocks(TensorMeta::Make("w", DType::kF32, shape).value(), max);
   };

@@ -105,7 +105,7 @@ TEST_P(GoldenCheckpoint, OpensAndReadsTheSameBytes) {
   for (const auto& damage : report.damages) ADD_FAILURE() << damage.object << damage.reason;
 }
 
-TEST_P(GoldenCheckpoint, TheSameInputGivesTheSameBytes) {
+TEST_P(GoldenCheckpoint, SameInputGivesTheSameBytes) {
   const char* out = std::getenv("TENSORMOUNT_GOLDEN_OUT");
   TempDir dir;
   const std::string path = JoinPath(out != nullptr ? out : dir.path(), Name());
@@ -146,7 +146,7 @@ TEST_P(GoldenCheckpoint, TheSameInputGivesTheSameBytes) {
 
 // Each file of tests/golden/bad says the code that it must produce: CODE-what.commit or .tmm. What
 // lies in its folders is of other formats (tests/adopt/hostile_test.cc).
-TEST(Golden, BadFilesProduceTheirCodes) {
+TEST(Golden, BadFilesFailWithTheirCodes) {
   const std::string folder = SourcePath("tests/golden/bad");
   ASSERT_OK_AND_ASSIGN(const auto entries, HostFileSystem().List(folder));
   int seen = 0;

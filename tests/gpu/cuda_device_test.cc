@@ -80,7 +80,7 @@ TEST_F(CudaDeviceTest, ConformsWithOneKilobyteOfScratchMemory) {
   EXPECT_OK(SmallCopiesAreExact(*device, TestSeed(), TestScale(5)));
 }
 
-TEST_F(CudaDeviceTest, WithoutMemoryForItsBuffersCopiesGoRunByRun) {
+TEST_F(CudaDeviceTest, CopiesGoRunByRunWithoutScratchMemory) {
   const auto device = First();
   ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(4096));
@@ -215,7 +215,7 @@ TEST_F(CudaDeviceTest, ThousandsOfSmallCopiesShareALaunch) {
 }
 
 // What a call that failed had collected is not done by the next one.
-TEST_F(CudaDeviceTest, CopiesOfACallThatFailedAreForgotten) {
+TEST_F(CudaDeviceTest, CopiesOfAFailedCallAreDropped) {
   const auto device = First();
   ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(400));
@@ -265,7 +265,7 @@ TEST_F(CudaDeviceTest, GapsOnTheHostAreNotWritten) {
 }
 
 // As saves and loads lay out small tensors: each begins a cache line of the block.
-TEST_F(CudaDeviceTest, SmallTensorsCrossTogether) {
+TEST_F(CudaDeviceTest, SmallTensorsAreTransferredTogether) {
   const auto device = First();
   ASSERT_OK_AND_ASSIGN(const auto queue, device->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(64'000));
@@ -303,7 +303,7 @@ TEST_F(CudaDeviceTest, SmallTensorsCrossTogether) {
 
 // Memory that cannot be pinned: the results of kernels, and blocks of the ring, are ordinary
 // memory.
-TEST_F(CudaDeviceTest, WhereNothingCanBePinnedAllIsRight) {
+TEST_F(CudaDeviceTest, ResultsAreExactWithoutPinnedMemory) {
   FailAt("cuMemHostRegister", cuda::kNotPermitted);
   FakeCudaDevices fresh;
   const auto device = fresh.cuda().Open(kFirst).value();
@@ -318,7 +318,7 @@ TEST_F(CudaDeviceTest, WhereNothingCanBePinnedAllIsRight) {
 }
 
 // A stream of the program that hangs holds up who waits for it, and nobody else.
-TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
+TEST_F(CudaDeviceTest, HungStreamBlocksNoOtherWork) {
   const auto device = First();
   void* const stream = devices_[0].MakeStream();
   std::atomic<bool> go = false;
@@ -335,7 +335,7 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
     // Queues that came and went while it hung, too.
     for (int i = 0; i < 3; ++i) {
       ASSERT_OK_AND_ASSIGN(const auto behind, device->MakeQueue({}));
-      ASSERT_OK(behind->After(fence));
+      ASSERT_OK(behind->WaitFor(fence));
       copy.to += 256;
       ASSERT_OK(behind->CopyOut({&copy, 1}));
       ASSERT_OK(behind->Mark());
@@ -349,7 +349,7 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
   // A queue takes only so much that is not done, and says so by its deadline.
   ASSERT_OK_AND_ASSIGN(const auto full,
                        device->MakeQueue({.patience = std::chrono::milliseconds(50)}));
-  ASSERT_OK(full->After(fence));
+  ASSERT_OK(full->WaitFor(fence));
   copy.to += 256;
   Status status;
   int copies = 0;
@@ -365,7 +365,7 @@ TEST_F(CudaDeviceTest, AStreamThatHangsHoldsUpNobodyElse) {
 
 // Memory is taken and given back beside a stream of the program that hangs. cuMemFree would wait
 // for it.
-TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
+TEST_F(CudaDeviceTest, MemoryIsFreedWhileAStreamHangs) {
   for (const bool pools : {true, false}) {
     if (!pools) FailAt("memory pools", cuda::kNotPermitted);
     const auto fresh = std::make_unique<FakeCudaDevices>();
@@ -402,7 +402,7 @@ TEST_F(CudaDeviceTest, MemoryIsGivenBackWhileAStreamHangs) {
 }
 
 // What a device without pools keeps makes room where it is full.
-TEST_F(CudaDeviceTest, KeptMemoryIsFreedWhereTheDeviceIsFull) {
+TEST_F(CudaDeviceTest, CachedMemoryIsFreedWhenTheDeviceIsFull) {
   FailAt("memory pools", cuda::kNotPermitted);
   const auto fresh = std::make_unique<FakeCudaDevices>();
   const auto device = fresh->cuda().Open(kFirst).value();
@@ -422,7 +422,7 @@ TEST_F(CudaDeviceTest, KeptMemoryIsFreedWhereTheDeviceIsFull) {
 }
 
 // Ranks may be threads of one process: NCCL's kernels then work in each other's memory.
-TEST_F(CudaDeviceTest, DevicesOfAProcessReachEachOthersMemory) {
+TEST_F(CudaDeviceTest, DevicesOfAProcessCanAccessEachOthersPools) {
   (void)First();
   const std::size_t before = TheFakeCuda().pools_opened();
   (void)devices_.cuda().Open(kSecond).value();
@@ -431,13 +431,13 @@ TEST_F(CudaDeviceTest, DevicesOfAProcessReachEachOthersMemory) {
 
 // While ranks exchange, a load that is cancelled goes on until all are told: by queues that were
 // made before, too.
-TEST_F(CudaDeviceTest, AWriterThatWaitsOnIsNotCancelled) {
+TEST_F(CudaDeviceTest, WaitingWriterIsNotCancelled) {
   FailAt("cuMemHostRegister", cuda::kNotPermitted);  // So that each copy is a wait.
   const FakeCudaDevices fresh;
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice(kFirst));
   ASSERT_OK_AND_ASSIGN(std::byte* const there, opened->ops->Allocate(1000));
   std::atomic<bool> cancel = false;
-  DeviceRules rules;
+  DeviceLimits rules;
   rules.cancel = &cancel;
   rules.patience = std::chrono::seconds(20);
   {
@@ -456,7 +456,7 @@ TEST_F(CudaDeviceTest, AWriterThatWaitsOnIsNotCancelled) {
     });
     ASSERT_OK(write());
     cancel = true;
-    writer.WaitOn(std::chrono::seconds(20));
+    writer.IgnoreCancellation(std::chrono::seconds(20));
     EXPECT_OK(write());
     EXPECT_OK(writer.Finish());
   }
@@ -466,7 +466,7 @@ TEST_F(CudaDeviceTest, AWriterThatWaitsOnIsNotCancelled) {
 
 // ---- Which device, whose memory --------------------------------------------------------------
 
-TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
+TEST_F(CudaDeviceTest, DeviceIsFoundByUuidUnderAnyOrdinal) {
   Device named = kFirst;
   named.uuid.fill(0xAB);
   named.uuid[15] = 1;
@@ -477,14 +477,14 @@ TEST_F(CudaDeviceTest, IsFoundByItsUuidWhateverItsOrdinal) {
   EXPECT_EQ(devices_.cuda().Open(part).value(), devices_.cuda().Open(kSecond).value());
   named.uuid[15] = 9;
   EXPECT_THAT(devices_.cuda().Open(named),
-              HasMessage("no device is GPU-abababab-abab-abab-abab-ababababab09, of the 2 that "
-                         "CUDA_VISIBLE_DEVICES leaves"));
+              HasMessage("device GPU-abababab-abab-abab-abab-ababababab09 is not among the 2 "
+                         "devices that this process sees (CUDA_VISIBLE_DEVICES)"));
   EXPECT_THAT(devices_.cuda().Open({DeviceKind::kCuda, 7}), HasCode(Code::kUnavailable));
   EXPECT_THAT(First()->name(), testing::HasSubstr("cuda:0 (Fake H100)"));
   EXPECT_EQ(devices_.cuda().Count().value(), 2);
 }
 
-TEST_F(CudaDeviceTest, PointersOfOthersAreRefusedByName) {
+TEST_F(CudaDeviceTest, ErrorNamesTheOwnerOfAForeignPointer) {
   const auto device = First();
   ASSERT_OK_AND_ASSIGN(std::byte* const there, device->Allocate(96));
   EXPECT_OK(CheckMemory(CudaView(there, {96})));
@@ -496,13 +496,13 @@ TEST_F(CudaDeviceTest, PointersOfOthersAreRefusedByName) {
   strided.strides = {-11};
   EXPECT_THAT(CheckMemory(strided), HasMessage("is not known to CUDA"));
   ASSERT_OK_AND_ASSIGN(std::byte* const pinned, device->AllocatePinned(100));
-  EXPECT_THAT(CheckMemory(CudaView(pinned)), HasMessage("is memory of the host"));
+  EXPECT_THAT(CheckMemory(CudaView(pinned)), HasMessage("is host memory"));
   device->FreePinned(pinned);
   device->Free(there);
 }
 
 // Expandable segments of PyTorch, and managed memory.
-TEST_F(CudaDeviceTest, MemoryThatWasMappedInPartsIsOne) {
+TEST_F(CudaDeviceTest, MemoryMappedInPartsIsAccepted) {
   (void)First();
   std::byte* const mapped = TheFakeCuda().make_mapped(0, 10'000);
   EXPECT_OK(CheckMemory(CudaView(mapped, {10'000})));
@@ -513,7 +513,7 @@ TEST_F(CudaDeviceTest, MemoryThatWasMappedInPartsIsOne) {
 
 // ---- Streams ---------------------------------------------------------------------------------
 
-TEST_F(CudaDeviceTest, EveryKindOfStreamIsWaitedFor) {
+TEST_F(CudaDeviceTest, EveryKindOfStreamIsAwaited) {
   const auto device = First();
   void* const own = devices_[0].MakeStream();
   const std::pair<DeviceStream, void*> streams[] = {
@@ -533,11 +533,11 @@ TEST_F(CudaDeviceTest, EveryKindOfStreamIsWaitedFor) {
     EXPECT_OK(AwaitMark(*mark, Deadline::After(std::chrono::seconds(10))));
   }
   EXPECT_THAT(devices_.cuda().Open(kSecond).value()->MarkStream({StreamKind::kHandle, own}),
-              HasMessage("the stream is none of this device"));
+              HasMessage("the stream does not belong to this device"));
 }
 
 // Each stream of the program that is held goes on behind the work, and not before.
-TEST_F(CudaDeviceTest, AStreamThatIsHeldGoesOnBehindTheWork) {
+TEST_F(CudaDeviceTest, HeldStreamContinuesAfterTheWork) {
   const auto device = First();
   void* const slow = devices_[0].MakeStream();
   void* const held = devices_[0].MakeStream();
@@ -553,16 +553,16 @@ TEST_F(CudaDeviceTest, AStreamThatIsHeldGoesOnBehindTheWork) {
   EXPECT_OK(AwaitMark(*behind, Deadline::After(std::chrono::seconds(10))));
 }
 
-TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
+TEST_F(CudaDeviceTest, RecordingStreamIsRefusedAndItsGraphStaysIntact) {
   const auto device = First();
   void* const stream = devices_[0].MakeStream();
   ASSERT_OK_AND_ASSIGN(const auto before, device->MarkStream({StreamKind::kHandle, stream}));
   TheFakeCuda().begin_capture(stream);
-  EXPECT_THAT(device->MarkStream({StreamKind::kHandle, stream}), HasMessage("records a graph"));
+  EXPECT_THAT(device->MarkStream({StreamKind::kHandle, stream}), HasMessage("capturing a graph"));
   EXPECT_THAT(device->MarkStream({StreamKind::kLegacyDefault, nullptr}),
-              HasMessage("records a graph"));
+              HasMessage("capturing a graph"));
   EXPECT_THAT(device->HoldStream({StreamKind::kHandle, stream}, before),
-              HasMessage("records a graph"));
+              HasMessage("capturing a graph"));
   // What waits for earlier work does not disturb it: the driver would refuse a strict thread.
   EXPECT_OK(AwaitMark(*before, Deadline::After(std::chrono::seconds(10))));
   TheFakeCuda().end_capture(stream);
@@ -571,13 +571,13 @@ TEST_F(CudaDeviceTest, AStreamThatRecordsAGraphIsRefusedAndNoGraphIsSpoiled) {
 
 // ---- What goes wrong --------------------------------------------------------------------------
 
-TEST_F(CudaDeviceTest, OthersErrorsAreNamedAsNotOurs) {
+TEST_F(CudaDeviceTest, ErrorsOfOtherWorkAreReportedAsForeign) {
   const auto device = First();
   TheFakeCuda().break_context(0, cuda::kIllegalAddress);
   const auto queue = device->MakeQueue({});
   EXPECT_THAT(queue, HasCode(Code::kUnavailable));
   EXPECT_THAT(queue, HasMessage("CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access"));
-  EXPECT_THAT(queue, HasMessage("not by tensormount, no work of which was under way"));
+  EXPECT_THAT(queue, HasMessage("tensormount had no work under way"));
   TheFakeCuda().break_context(0, cuda::kSuccess);
 
   // Under work of ours nobody can say.
@@ -598,14 +598,14 @@ TEST_F(CudaDeviceTest, OthersErrorsAreNamedAsNotOurs) {
                             : mark.status();
   EXPECT_THAT(failed, HasCode(Code::kUnavailable));
   EXPECT_THAT(failed, HasMessage("CUDA_ERROR_ECC_UNCORRECTABLE"));
-  EXPECT_THAT(failed, HasMessage("work of the program, or of tensormount"));
+  EXPECT_THAT(failed, HasMessage("work of this program or of tensormount"));
   TheFakeCuda().set_fault({});
   TheFakeCuda().break_context(0, cuda::kSuccess);
   device->FreePinned(here);
   device->Free(there);
 }
 
-TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
+TEST_F(CudaDeviceTest, ResetDeviceIsReportedAndReopened) {
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenDevice(kFirst));
   ASSERT_OK_AND_ASSIGN(const auto queue, opened->ops->MakeQueue({}));
   ASSERT_OK_AND_ASSIGN(const auto mark, queue->Mark());
@@ -619,7 +619,7 @@ TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
   ASSERT_OK_AND_ASSIGN(const auto driver, gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
   cuda::Context fresh = nullptr;
   ASSERT_EQ(driver->cuDevicePrimaryCtxRetain(&fresh, 100), cuda::kSuccess);
-  EXPECT_THAT(mark->Reached(), HasMessage("somebody has reset the device"));
+  EXPECT_THAT(mark->Reached(), HasMessage("the device was reset"));
   EXPECT_THAT(queue->Mark(), HasCode(Code::kUnavailable));
   EXPECT_THAT(opened->ops->MakeQueue({}), HasCode(Code::kUnavailable));
   *pinned = std::byte{1};  // Pages of the process: still there.
@@ -628,11 +628,11 @@ TEST_F(CudaDeviceTest, ADeviceThatWasResetIsSaidToBeAndOpenedAnew) {
   EXPECT_OK(OrderIsKept(*again->ops, TestSeed(), 2));
   // Moments of the old one are not those of the new one.
   ASSERT_OK_AND_ASSIGN(const auto other, again->ops->MakeQueue({}));
-  EXPECT_THAT(other->After(mark), HasCode(Code::kUnavailable));
+  EXPECT_THAT(other->WaitFor(mark), HasCode(Code::kUnavailable));
 }
 
 // The program works on another device meanwhile.
-TEST_F(CudaDeviceTest, TheCallersContextIsLeftAlone) {
+TEST_F(CudaDeviceTest, CallersCudaContextIsUnchanged) {
   ASSERT_OK_AND_ASSIGN(const auto driver, gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
   cuda::Context second = nullptr;
   ASSERT_EQ(driver->cuDevicePrimaryCtxRetain(&second, 101), cuda::kSuccess);
@@ -644,7 +644,7 @@ TEST_F(CudaDeviceTest, TheCallersContextIsLeftAlone) {
   EXPECT_EQ(TheFakeCuda().contexts_on_stack(), 0);
 }
 
-TEST_F(CudaDeviceTest, DriversThatDoNotBegin) {
+TEST_F(CudaDeviceTest, DriverFailuresAreReported) {
   EXPECT_THAT(gpu::OpenDriver("libthere_is_none.so.1"), HasCode(Code::kUnavailable));
   EXPECT_THAT(gpu::OpenDriver("libc.so.6"), HasMessage("is older than CUDA 12"));
   const std::span<const std::byte> other = std::as_bytes(std::span("other"));
@@ -655,11 +655,12 @@ TEST_F(CudaDeviceTest, DriversThatDoNotBegin) {
   EXPECT_THAT(devices.Open(kFirst), HasCode(Code::kUnavailable));
   FailAt("cuDevicePrimaryCtxRetain", cuda::kOutOfMemory);
   gpu::CudaDevices full(TENSORMOUNT_FAKE_CUDA, other);
-  EXPECT_THAT(full.Open(kFirst), HasMessage("take its context: CUDA_ERROR_OUT_OF_MEMORY"));
+  EXPECT_THAT(full.Open(kFirst),
+              HasMessage("retain the device's primary context: CUDA_ERROR_OUT_OF_MEMORY"));
 }
 
 // The parent has used CUDA, tensormount has not.
-TEST_F(CudaDeviceTest, AForkedChildIsTold) {
+TEST_F(CudaDeviceTest, ForkedChildIsRefused) {
   ASSERT_OK(gpu::OpenDriver(TENSORMOUNT_FAKE_CUDA));
   const pid_t child = fork();
   if (child == 0) {
@@ -675,7 +676,7 @@ TEST_F(CudaDeviceTest, AForkedChildIsTold) {
 
 // Every function that may fail, at its first and at later calls: an error in words, and the next
 // try is right.
-TEST_F(CudaDeviceTest, EveryFunctionMayFail) {
+TEST_F(CudaDeviceTest, FailureOfEveryCudaFunctionIsHandled) {
   const char* const functions[] = {"cuMemAllocFromPoolAsync",
                                    "cuMemHostRegister",
                                    "cuLaunchKernel",

@@ -43,7 +43,7 @@ Hash128 ByKernel(const std::string& bytes, std::size_t shift) {
   });
 }
 
-TEST(KernelsTest, HashesOfEveryLength) {
+TEST(KernelsTest, HashesOfEveryLengthMatchTheHost) {
   Random random(TestSeed());
   const std::string all = random.Bytes(3000);
   for (std::size_t size = 0; size <= all.size(); ++size) {
@@ -53,7 +53,7 @@ TEST(KernelsTest, HashesOfEveryLength) {
   }
 }
 
-TEST(KernelsTest, HashesOfLeaves) {
+TEST(KernelsTest, LeafHashesMatchTheHost) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(300); ++i) {
     // Ends of blocks and stripes, and what is around them.
@@ -69,7 +69,7 @@ TEST(KernelsTest, HashesOfLeaves) {
   }
 }
 
-TEST(KernelsTest, CopiesOfEveryShape) {
+TEST(KernelsTest, CopiesOfEveryShapeAreExact) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(500); ++i) {
     const StridedBytes s = MakeStridedBytes(random);
@@ -148,7 +148,7 @@ StridedCopy Transpose(std::int64_t word, std::int64_t rows, std::int64_t columns
 }
 
 // Words of every size; whole tiles, edges, and so many tiles that there are several strips.
-TEST(KernelsTest, Transposes) {
+TEST(KernelsTest, TransposesAreExact) {
   Random random(TestSeed());
   for (const std::int64_t word : {1, 2, 4, 8}) {
     for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{128, 256},
@@ -166,7 +166,7 @@ TEST(KernelsTest, Transposes) {
 }
 
 // What is not aligned for more than a word is read, or written, by single words.
-TEST(KernelsTest, TransposesOfWordsThatAreNotAligned) {
+TEST(KernelsTest, TransposesOfUnalignedWordsAreExact) {
   Random random(TestSeed());
   constexpr std::size_t kBytes = 2 * 128 * 192;
   for (const std::size_t from : {0u, 2u, 4u}) {
@@ -188,7 +188,7 @@ TEST(KernelsTest, TransposesOfWordsThatAreNotAligned) {
   ExpectTiledCopy(random, plan, 128 * 256, 128 * 128, 0, 0, false, true);
 }
 
-TEST(KernelsTest, TransposesOfAnyRank) {
+TEST(KernelsTest, TransposesOfAnyRankAreExact) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(60); ++i) {
     const std::int64_t word = std::int64_t{1} << random.Int(0, 3);
@@ -228,7 +228,7 @@ TEST(KernelsTest, TransposesOfAnyRank) {
 }
 
 // Where tiles would be next to empty, or save nothing.
-TEST(KernelsTest, OtherCopiesAreNotTiled) {
+TEST(KernelsTest, OnlyTransposesAreTiled) {
   const auto tiles = [](const StridedCopy& plan) {
     return kernels::CutIntoTiles(plan, nullptr, nullptr).tiles;
   };
@@ -250,7 +250,7 @@ TEST(KernelsTest, OtherCopiesAreNotTiled) {
   EXPECT_EQ(tiles(plan), 0u);
 }
 
-TEST(KernelsTest, RunsFromAnywhereToAnywhere) {
+TEST(KernelsTest, RunsAtAnyAlignmentAreCopiedExactly) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(50); ++i) {
     const std::string bytes = random.Bytes(60'000);
@@ -289,7 +289,7 @@ TEST(KernelsTest, RunsFromAnywhereToAnywhere) {
 }
 
 // What no memory here holds: over 2^32 pieces, and steps of zero.
-TEST(KernelsTest, PiecesBeyond32Bits) {
+TEST(KernelsTest, PieceNumbersExceed32Bits) {
   StridedCopy plan;
   plan.run = 2;
   plan.axes = 3;
@@ -306,7 +306,7 @@ TEST(KernelsTest, PiecesBeyond32Bits) {
             1 + 4 * (std::int64_t{1} << 33) + std::int64_t{1'000'000'006} * 2 + 2'000'000'000);
 }
 
-TEST(KernelsTest, DigestsOfEveryShape) {
+TEST(KernelsTest, DigestsOfEveryShapeMatchTheHost) {
   Random random(TestSeed());
   const auto tables = std::make_unique<kernels::CrcTables>();
   kernels::FillCrcTables(*tables);
@@ -331,7 +331,7 @@ TEST(KernelsTest, DigestsOfEveryShape) {
   }
 }
 
-TEST(KernelsTest, ACrcMovesAnyDistance) {
+TEST(KernelsTest, CrcShiftsByAnyDistance) {
   Random random(TestSeed());
   const auto tables = std::make_unique<kernels::CrcTables>();
   kernels::FillCrcTables(*tables);

@@ -16,7 +16,7 @@
 namespace tensormount {
 namespace {
 
-TEST(DeviceModuleTest, IsFoundAndWorks) {
+TEST(DeviceModuleTest, DeviceModuleLoadsAndWorks) {
   ASSERT_OK(OpenDeviceModule());
   const Result<int> count = CountDevices();
   if (!count.ok()) {

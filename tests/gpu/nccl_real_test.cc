@@ -27,7 +27,7 @@ namespace {
 constexpr std::chrono::seconds kRealPatience{60};
 
 // Where there is NCCL and no GPU, its own words are the failure, and nothing hangs or crashes.
-TEST(RealNcclTest, WithoutAGpuSaysSo) {
+TEST(RealNcclTest, MissingGpuIsReportedWithNcclsError) {
   const auto library = NcclLibrary::Open();
   if (!library.ok()) TENSORMOUNT_SKIP_UNLESS_REQUIRED("nccl", library.status().message());
   if (OpenDriver().ok()) GTEST_SKIP() << "this machine has a GPU";
@@ -35,7 +35,7 @@ TEST(RealNcclTest, WithoutAGpuSaysSo) {
    public:
     void* handle() const override { return nullptr; }
     std::string device() const override { return {}; }
-    Status Within(const std::function<Status()>& calls) override { return calls(); }
+    Status RunOnDevice(const std::function<Status()>& calls) override { return calls(); }
     Status Mark() override { return {}; }
     Result<bool> Done() override { return true; }
   };
@@ -59,7 +59,7 @@ Status CopyAndWait(DeviceQueue& queue, std::byte* from, std::byte* to, std::size
 
 // One rank, since NCCL takes one a GPU: its init, a group of a send and a receive, memory given
 // back, its end.
-TEST(RealNcclTest, OneRankExchangesWithItself) {
+TEST(RealNcclTest, SingleRankExchangesWithItself) {
   constexpr Device kDevice{DeviceKind::kCuda, 0};
   auto link = OpenDeviceLink(kDevice);
   if (!link.ok()) TENSORMOUNT_SKIP_UNLESS_REQUIRED("nccl", link.status().message());

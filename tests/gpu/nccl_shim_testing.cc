@@ -34,7 +34,7 @@ class ShimStream final : public NcclStream {
 
   void* handle() const override { return stream_; }
   std::string device() const override { return name_; }
-  Status Within(const std::function<Status()>& calls) override {
+  Status RunOnDevice(const std::function<Status()>& calls) override {
     set_device_(device_);
     const Status said = calls();
     set_device_(-1);

@@ -42,7 +42,7 @@ void OnNcclRanks(int ranks, const std::function<void(Communicator&)>& body) {
 class NcclConformanceTest
     : public testing::TestWithParam<std::tuple<std::size_t, NcclVersion, int>> {};
 
-TEST_P(NcclConformanceTest, Holds) {
+TEST_P(NcclConformanceTest, ConformanceCaseHolds) {
   const auto [index, version, ranks] = GetParam();
   const BulkCase& c = BulkCases()[index];
   if (ranks < c.min_ranks) return;
@@ -160,7 +160,7 @@ void ExpectRingFails(const NcclShim& shim, int ranks, const std::function<void()
   EXPECT_EQ(shim.live(), 0);
 }
 
-TEST(NcclTransportTest, AHungReceiveIsNamedByItsDeadline) {
+TEST(NcclTransportTest, HungReceiveIsReportedAtTheDeadline) {
   for (const NcclVersion version : {NcclVersion::kNew, NcclVersion::kOld}) {
     const NcclShim shim(version);
     ExpectRingFails(
@@ -179,7 +179,7 @@ TEST(NcclTransportTest, AHungReceiveIsNamedByItsDeadline) {
   }
 }
 
-TEST(NcclTransportTest, ALaunchThatNeverEndsIsNamedByItsDeadline) {
+TEST(NcclTransportTest, HungLaunchIsReportedAtTheDeadline) {
   const NcclShim shim;
   ExpectRingFails(
       shim, 2, [&] { shim.Fault("ncclGroupEnd", 0, 3, kNcclShimHang); },
@@ -197,7 +197,7 @@ struct PlantedError {
   Code code;
 };
 
-TEST(NcclTransportTest, AnErrorOfEachEntryPointIsToldToAll) {
+TEST(NcclTransportTest, ErrorOfEachNcclFunctionIsReportedOnAll) {
   for (const PlantedError& planted : std::vector<PlantedError>{
            {"ncclSend", kNcclShimError, NcclResult::kInvalidArgument, Code::kInvalidArgument},
            {"ncclRecv", kNcclShimError, NcclResult::kInternalError, Code::kInternal},
@@ -230,7 +230,7 @@ TEST(NcclTransportTest, AnErrorOfEachEntryPointIsToldToAll) {
   }
 }
 
-TEST(NcclTransportTest, LateCallsAreWaitedFor) {
+TEST(NcclTransportTest, LateCallsAreAwaited) {
   const NcclShim shim;
   for (const char* call : {"ncclCommInitRankConfig", "ncclCommGetAsyncError", "ncclSend",
                            "ncclGroupEnd", "ncclCommSuspend", "ncclCommFinalize"}) {
@@ -267,7 +267,7 @@ void ExpectNoTransport(const NcclShim& shim, const Timeouts& timeouts,
   EXPECT_EQ(shim.live(), 0);
 }
 
-TEST(NcclTransportTest, AnInitThatNeverEndsIsGivenUp) {
+TEST(NcclTransportTest, HungInitIsAbandoned) {
   const NcclShim shim;
   shim.Fault("ncclCommInitRankConfig", 1, 0, kNcclShimHang);
   ExpectNoTransport(shim, {seconds(30), milliseconds(2000)}, [](int, const Status& status) {
@@ -276,7 +276,7 @@ TEST(NcclTransportTest, AnInitThatNeverEndsIsGivenUp) {
   });
 }
 
-TEST(NcclTransportTest, AnInitThatFailsIsToldToAll) {
+TEST(NcclTransportTest, FailedInitIsReportedOnAll) {
   for (const int victim : {0, 2}) {
     for (const char* call : {"ncclGetUniqueId", "ncclCommInitRankConfig"}) {
       if (victim != 0 && std::strcmp(call, "ncclGetUniqueId") == 0) continue;
@@ -291,7 +291,7 @@ TEST(NcclTransportTest, AnInitThatFailsIsToldToAll) {
   }
 }
 
-TEST(NcclTransportTest, SeveralRanksOnOneGpuAreNamed) {
+TEST(NcclTransportTest, ErrorNamesRanksThatShareAGpu) {
   const NcclShim shim;
   OnNcclRanks(3, [&](Communicator& comm) {
     const std::string name = comm.rank() == 1 ? "GPU-b" : "GPU-a";
@@ -311,7 +311,7 @@ TEST(NcclTransportTest, SeveralRanksOnOneGpuAreNamed) {
 }
 
 // A call that waits for other ranks for ever keeps neither a wait nor the destructor.
-TEST(NcclTransportTest, AnAbortThatHangsIsLeftBehind) {
+TEST(NcclTransportTest, HungAbortIsLeftBehind) {
   const NcclShim shim;
   std::vector<std::string> log;
   SetLogSink([&](LogLevel, std::string_view line) { log.emplace_back(line); });
@@ -330,13 +330,13 @@ TEST(NcclTransportTest, AnAbortThatHangsIsLeftBehind) {
                   HasCode(Code::kDeadlineExceeded));
       const Status settled = transport->Settle(Deadline::After(milliseconds(20)));
       EXPECT_THAT(settled, HasCode(Code::kDeadlineExceeded));
-      EXPECT_THAT(settled, HasMessage("may still be written"));
+      EXPECT_THAT(settled, HasMessage("may still write to the memory"));
     }
     ASSERT_OK(Collective(comm, kPatient).Agree({}, "given up"));
     transport.reset();
     EXPECT_LT(std::chrono::steady_clock::now() - begin, kMargin);
   });
-  EXPECT_THAT(log, testing::ElementsAre(testing::HasSubstr("a communicator does not end")));
+  EXPECT_THAT(log, testing::ElementsAre(testing::HasSubstr("a communicator did not end in time")));
   EXPECT_EQ(shim.live(), 1);
   shim.reset();
   for (const Deadline end = NcclPatience(); shim.live() != 0 && !end.Passed();) {
@@ -345,7 +345,7 @@ TEST(NcclTransportTest, AnAbortThatHangsIsLeftBehind) {
   EXPECT_EQ(shim.live(), 0);
 }
 
-TEST(NcclTransportTest, MemoryIsGivenBackBetweenExchanges) {
+TEST(NcclTransportTest, MemoryIsReleasedBetweenExchanges) {
   for (const NcclVersion version : {NcclVersion::kNew, NcclVersion::kOld}) {
     const NcclShim shim(version);
     OnNcclRanks(2, [&](Communicator& comm) {
@@ -371,7 +371,7 @@ TEST(NcclTransportTest, MemoryIsGivenBackBetweenExchanges) {
   }
 }
 
-TEST(NcclTransportTest, WhoCannotSuspendKeepsItsMemory) {
+TEST(NcclTransportTest, RankThatCannotSuspendKeepsItsMemory) {
   const NcclShim shim;
   shim.Fail("ncclCommSuspend", 1, 0, NcclResult::kInvalidUsage);
   OnNcclRanks(2, [&](Communicator& comm) {
@@ -386,7 +386,7 @@ TEST(NcclTransportTest, WhoCannotSuspendKeepsItsMemory) {
   EXPECT_STREQ(shim.misuse(), "");
 }
 
-TEST(NcclTransportTest, MemoryOfTheHostIsRefused) {
+TEST(NcclTransportTest, HostMemoryIsRefused) {
   const NcclShim shim;
   OnNcclRanks(1, [&](Communicator& comm) {
     NcclRing ring(comm);
@@ -396,7 +396,7 @@ TEST(NcclTransportTest, MemoryOfTheHostIsRefused) {
   });
 }
 
-TEST(NcclTransportTest, CountsHaveMoreThan32Bits) {
+TEST(NcclTransportTest, CountsMayExceed32Bits) {
   const NcclShim shim;
   OnNcclRanks(2, [&](Communicator& comm) {
     BulkRank rank{.comm = comm,
@@ -410,7 +410,7 @@ TEST(NcclTransportTest, CountsHaveMoreThan32Bits) {
   EXPECT_EQ(shim.largest(), (std::uint64_t{5} << 30) + 1);
 }
 
-TEST(NcclLibraryTest, SaysWhatIsMissing) {
+TEST(NcclLibraryTest, ErrorNamesTheMissingLibraryOrSymbol) {
   EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasCode(Code::kUnavailable));
   EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasMessage("/no/such/libnccl.so.2"));
   EXPECT_THAT(NcclLibrary::Open("/no/such/libnccl.so.2"), HasMessage("TENSORMOUNT_NCCL"));
@@ -425,7 +425,7 @@ TEST(NcclLibraryTest, SaysWhatIsMissing) {
   EXPECT_EQ(newer.library().value()->VersionText(), "2.32.3");
 }
 
-TEST(NcclLibraryTest, ARankWithoutOrWithAnotherIsNamed) {
+TEST(NcclLibraryTest, RankWithoutOrWithAnotherNcclIsNamed) {
   const NcclShim newer;
   const NcclShim old(NcclVersion::kOld);
   OnNcclRanks(3, [&](Communicator& comm) {
@@ -443,7 +443,7 @@ TEST(NcclLibraryTest, ARankWithoutOrWithAnotherIsNamed) {
   });
 }
 
-TEST(NcclGroupsTest, AreCutWhereARankHasEnough) {
+TEST(NcclGroupsTest, GroupsEndWhenARankReachesItsLimit) {
   const NcclOptions two{.group_units = 2};
   EXPECT_EQ(NcclGroups({}, 3, two), (std::vector<std::uint64_t>{0}));
   EXPECT_EQ(NcclGroups({{0, 1, 1}, {0, 2, 1}, {1, 2, 1}, {0, 1, 1}}, 3, two),
@@ -461,7 +461,7 @@ TEST(NcclGroupsTest, AreCutWhereARankHasEnough) {
 }
 
 // Of random plans: no rank has more in a group than it may, and no group could have been longer.
-TEST(NcclGroupsTest, AreAsLongAsTheyMayBe) {
+TEST(NcclGroupsTest, GroupsAreAsLongAsTheLimitsAllow) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(200); ++i) {
     const int ranks = static_cast<int>(random.Int(1, 5));

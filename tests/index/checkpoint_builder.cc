@@ -7,7 +7,7 @@
 #include "index/records/checkpoint_index.h"
 #include "index/records/completeness.h"
 #include "index/records/manifest.h"
-#include "shard/leaf_hash.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/page_hash.h"
 #include "shard/strided_digest.h"
 
@@ -27,18 +27,16 @@ struct Writer {
            Hash128& hash) {
     offset = data.size();
     first_leaf = leaves.size();
-    LeafHasher hasher;
-    hasher.Update(bytes.data(), bytes.size());
-    hasher.Finish();
-    leaves.insert(leaves.end(), hasher.leaves().begin(), hasher.leaves().end());
-    hash = hasher.Root();
+    const ChunkHashes hashes = HashChunk(bytes.data(), bytes.size());
+    hashes.AppendTo(leaves);
+    hash = hashes.root;
     data += bytes;
     if (page_hashes && bytes.size() > kLeafBytes) {
       std::vector<Hash128> pages;
       for (std::size_t at = 0; at < bytes.size(); at += kHashPageBytes) {
         pages.push_back(Xxh3(std::string_view(bytes).substr(at, kHashPageBytes)));
       }
-      AppendPageHashes(hasher.leaves(), hash, pages, leaves);
+      AppendPageHashes(hashes.leaves, hash, pages, leaves);
       paged = true;
     }
   }

@@ -138,7 +138,7 @@ CommonValue Nested(int containers) {
   return value;
 }
 
-TEST(CommonValue, TakesWhatCppHasByItsKind) {
+TEST(CommonValue, ConvertsFromCppTypesByKind) {
   EXPECT_EQ(CommonValue().kind(), Kind::kNone);
   EXPECT_EQ(CommonValue(true).kind(), Kind::kBool);
   EXPECT_EQ(CommonValue(1).kind(), Kind::kInt);
@@ -188,7 +188,7 @@ TEST(CommonValue, EqualityKeepsKindsAndBitsApart) {
   EXPECT_EQ(texts.size(), distinct.size());
 }
 
-TEST(CommonValue, RandomTreesSurviveBothCodings) {
+TEST(CommonValue, RandomTreesRoundTripInBothEncodings) {
   Random random(TestSeed());
   for (int i = TestScale(1500); i > 0; --i) {
     const CommonValue value = RandomTree(random, 4);
@@ -225,7 +225,7 @@ TEST(CommonValue, DamagedEncodingsAreRefusedOrCanonical) {
   }
 }
 
-TEST(CommonValue, EncodingsThatAreNotTheOneAreRefused) {
+TEST(CommonValue, NonCanonicalEncodingsAreRefused) {
   const auto u32 = [](std::uint32_t n) {
     ByteWriter out;
     out.U32(n);
@@ -241,10 +241,11 @@ TEST(CommonValue, EncodingsThatAreNotTheOneAreRefused) {
     EXPECT_THAT(Decoded(encoded), FailsWith(Code::kDataLoss, why));
   };
   refused(bytes({10}), "unknown kind of value 10");
-  refused(bytes({0, 2}), "a bool that is neither");
-  refused(bytes({9}) + std::string(8, '\1'), "an unsigned value that fits in an int");
-  refused(bytes({6}) + u32(5) + none, "more items are announced");
-  refused(bytes({7}) + u32(0xFFFFFFFF) + none, "more items are announced");
+  refused(bytes({0, 2}), "a bool value is neither 0 nor 1");
+  refused(bytes({9}) + std::string(8, '\1'),
+          "an unsigned value that fits an int is not stored as one");
+  refused(bytes({6}) + u32(5) + none, "the number of items exceeds");
+  refused(bytes({7}) + u32(0xFFFFFFFF) + none, "the number of items exceeds");
   refused(bytes({8}) + u32(1) + bytes({4}) + u32(1) + "a" + none, "unknown kind of key 4");
   const std::string a = bytes({3}) + u32(1) + "a" + none;
   const std::string b = bytes({3}) + u32(1) + "b" + none;
@@ -257,15 +258,15 @@ TEST(CommonValue, EncodingsThatAreNotTheOneAreRefused) {
 }
 
 // Sizes: limits_test.cc.
-TEST(CommonValue, DepthIsLimitedEverywhere) {
+TEST(CommonValue, DepthIsLimitedInEveryEncoding) {
   const CommonValue deepest = Nested(kMaxCommonDepth);
   ASSERT_OK(CheckCommon(deepest));
   EXPECT_THAT(Decoded(Encoded(deepest)), IsOkAndHolds(deepest));
   EXPECT_THAT(CommonFromJson(CommonToJson(deepest)), IsOkAndHolds(deepest));
-  EXPECT_THAT(CheckCommon(deepest, 1), FailsWith(Code::kInvalidArgument, "more than 63 deep"));
+  EXPECT_THAT(CheckCommon(deepest, 1), FailsWith(Code::kInvalidArgument, "more than 63 levels deep"));
   const CommonValue deeper = Nested(kMaxCommonDepth + 1);
-  EXPECT_THAT(CheckCommon(deeper), FailsWith(Code::kInvalidArgument, "more than 64 deep"));
-  EXPECT_THAT(Decoded(Encoded(deeper)), FailsWith(Code::kDataLoss, "more than 64 deep"));
+  EXPECT_THAT(CheckCommon(deeper), FailsWith(Code::kInvalidArgument, "more than 64 levels deep"));
+  EXPECT_THAT(Decoded(Encoded(deeper)), FailsWith(Code::kDataLoss, "more than 64 levels deep"));
   EXPECT_THAT(CommonFromJson(CommonToJson(deeper)), HasCode(Code::kInvalidArgument));
   // Megabytes of brackets cost no stack.
   EXPECT_THAT(CommonFromJson(std::string(5'000'000, '[')),
@@ -276,7 +277,7 @@ TEST(CommonValue, DepthIsLimitedEverywhere) {
 }
 
 // docs/format.md, "common.json", row by row.
-TEST(CommonJson, WritesEveryValueInItsOneForm) {
+TEST(CommonJson, WritesEveryValueInItsCanonicalForm) {
   const auto is = [](const CommonValue& value, const std::string& text) {
     EXPECT_EQ(CommonToJson(value), text);
     EXPECT_THAT(CommonFromJson(text), IsOkAndHolds(value)) << text;
@@ -318,7 +319,7 @@ TEST(CommonJson, WritesEveryValueInItsOneForm) {
      R"({"a":{"$dict":[[-1,[{"b":1}]]]}})");
 }
 
-TEST(CommonJson, ReadsWhatPeopleWrite) {
+TEST(CommonJson, ReadsHandwrittenJson) {
   EXPECT_THAT(CommonFromJson(" { \"a\" : [ 1 , 2.5e0 ] } "),
               IsOkAndHolds(CommonValue(Dict({{Key("a"), List({1, 2.5})}}))));
   EXPECT_THAT(CommonFromJson(R"({"$float":"nan"})"),
@@ -327,7 +328,7 @@ TEST(CommonJson, ReadsWhatPeopleWrite) {
               IsOkAndHolds(CommonValue(Dict({{Key("a"), 1}}))));
 }
 
-TEST(CommonJson, SaysWhereATextBreaksARule) {
+TEST(CommonJson, ErrorNamesThePlaceOfTheJsonFault) {
   const auto refused = [](const std::string& text, const std::string& why) {
     EXPECT_THAT(CommonFromJson(text), FailsWith(Code::kInvalidArgument, why)) << text;
   };
@@ -339,27 +340,27 @@ TEST(CommonJson, SaysWhereATextBreaksARule) {
   refused("1e999", "byte");
   refused("18446744073709551616", "the integer 18446744073709551616 does not fit in 64 bits");
   refused("{\"a\":[0,-9223372036854775809]}", "a[1]: the integer -9223372036854775809");
-  refused(R"({"a":1,"a":1})", "the key a is there twice");
-  refused(R"({"x":{"$dict":[[1,0],[1,0]]}})", "x: the key {1} is there twice");
+  refused(R"({"a":1,"a":1})", "key a occurs twice");
+  refused(R"({"x":{"$dict":[[1,0],[1,0]]}})", "x: key {1} occurs twice");
   refused(R"({"x":[{"$what":1}]})", "x[0]: unknown tag \"$what\"");
-  refused(R"({"$tuple":[],"a":1})", "must be the only one");
-  refused(R"({"a":1,"$tuple":[]})", "must be the only one");
-  refused(R"({"$tuple":[],"$bytes":""})", "must be the only one");
-  refused(R"({"$tuple":1})", "$tuple wants an array");
-  refused(R"({"$tuple":{"$tuple":[]}})", "$tuple wants an array");
-  refused(R"({"$bytes":"abc"})", "$bytes wants an even number of hex digits");
-  refused(R"({"$bytes":"AB"})", "$bytes wants an even number of hex digits");
-  refused(R"({"$bytes":1})", "$bytes wants an even number of hex digits");
-  refused(R"({"$string":"61"})", "$string is for what is no UTF-8");
-  refused(R"({"$float":"1.0"})", "$float is");
-  refused(R"({"$float":"inf","bits":"7ff0000000000000"})", "$float is");
-  refused(R"({"$float":"nan","bits":"7ff0000000000000"})", "not those of a NaN");
-  refused(R"({"$float":"nan","bits":"7ff8"})", "not those of a NaN");
-  refused(R"({"$float":"nan","more":1})", "$float is");
-  refused(R"({"$float":"nan","bits":"7ff8000000000000","more":1})", "must be the only one");
-  refused(R"({"$dict":{}})", "$dict wants an array of [key, value]");
-  refused(R"({"$dict":[[1]]})", "$dict wants an array of [key, value]");
-  refused(R"({"$dict":[[1,2,3]]})", "$dict wants an array of [key, value]");
+  refused(R"({"$tuple":[],"a":1})", "must be the only key");
+  refused(R"({"a":1,"$tuple":[]})", "must be the only key");
+  refused(R"({"$tuple":[],"$bytes":""})", "must be the only key");
+  refused(R"({"$tuple":1})", "$tuple must be an array");
+  refused(R"({"$tuple":{"$tuple":[]}})", "$tuple must be an array");
+  refused(R"({"$bytes":"abc"})", "$bytes must be an even number of hex digits");
+  refused(R"({"$bytes":"AB"})", "$bytes must be an even number of hex digits");
+  refused(R"({"$bytes":1})", "$bytes must be an even number of hex digits");
+  refused(R"({"$string":"61"})", "$string is only for text that is not UTF-8");
+  refused(R"({"$float":"1.0"})", "$float must be");
+  refused(R"({"$float":"inf","bits":"7ff0000000000000"})", "$float must be");
+  refused(R"({"$float":"nan","bits":"7ff0000000000000"})", "do not encode a NaN");
+  refused(R"({"$float":"nan","bits":"7ff8"})", "do not encode a NaN");
+  refused(R"({"$float":"nan","more":1})", "$float must be");
+  refused(R"({"$float":"nan","bits":"7ff8000000000000","more":1})", "must be the only key");
+  refused(R"({"$dict":{}})", "$dict must be an array of [key, value] pairs");
+  refused(R"({"$dict":[[1]]})", "$dict must be an array of [key, value] pairs");
+  refused(R"({"$dict":[[1,2,3]]})", "$dict must be an array of [key, value] pairs");
   refused(R"({"$dict":[[1.0,2]]})", "a key of $dict is a float");
   refused(R"({"$dict":[[9223372036854775808,2]]})", "a key of $dict is a unsigned");
 }
@@ -430,7 +431,7 @@ TEST(CommonPath, FindsByPath) {
   }
 }
 
-TEST(CommonPath, DifferencesReadAsPeopleSayThem) {
+TEST(CommonPath, DifferencesAreReadable) {
   const CommonValue a = Sample();
   const auto changed = [&](const std::function<void(CommonDict&)>& change) {
     CommonValue b = a;
@@ -486,7 +487,7 @@ TEST(CommonPath, DifferencesReadAsPeopleSayThem) {
   EXPECT_EQ(DifferenceOf(umlauts, umlauts + "!").find("\ufffd"), std::string::npos);
 }
 
-TEST(CommonState, RecordsSplitIntoWhatTheyHold) {
+TEST(CommonState, RecordsSplitIntoSharedContentAndRanks) {
   CommonValues records = {{"lr", 0.5},
                           {"$content", Dict({{Key("model"), "tiny"}})},
                           {"$rank.0", Dict({{Key("seed"), 7}})},

@@ -71,7 +71,7 @@ class CompareTest : public testing::Test {
 
 using Lines = std::vector<std::string>;
 
-TEST_F(CompareTest, EqualCheckpointsAreComparedWithoutReadingHoweverTheyAreCut) {
+TEST_F(CompareTest, EqualCheckpointsAreComparedWithoutReadingData) {
   TinySpec spec = DefaultTinySpec();
   const auto a = Make("a", spec);
   for (TinyTensor& tensor : spec.tensors) {
@@ -87,7 +87,7 @@ TEST_F(CompareTest, EqualCheckpointsAreComparedWithoutReadingHoweverTheyAreCut) 
   EXPECT_EQ(summary_.equal, spec.tensors.size() + spec.objects.size() + spec.common.size());
 }
 
-TEST_F(CompareTest, NamesWhatWasAddedRemovedAndChanged) {
+TEST_F(CompareTest, ReportsAddedRemovedAndChangedKeys) {
   TinySpec spec = DefaultTinySpec();
   const auto a = Make("a", spec);
   for (TinyTensor& tensor : spec.tensors) {
@@ -107,7 +107,7 @@ TEST_F(CompareTest, NamesWhatWasAddedRemovedAndChanged) {
   EXPECT_EQ(found_["layers.0.cols"].reason, "shape [6, 10] and [10, 6]");
   EXPECT_EQ(found_["layers.0.w"].reason, "digests differ");
   EXPECT_EQ(found_["step"].reason, "dtype i64 and f64");
-  EXPECT_EQ(found_["config"].what, Mismatch::What::kObject);
+  EXPECT_EQ(found_["config"].subject, Mismatch::Subject::kObject);
   EXPECT_THAT(found_["iteration"].reason, testing::HasSubstr("17"));
   EXPECT_EQ(summary_.bytes_read, 0U);
   EXPECT_EQ(summary_.added, 1U);
@@ -115,7 +115,7 @@ TEST_F(CompareTest, NamesWhatWasAddedRemovedAndChanged) {
   EXPECT_EQ(summary_.changed, 5U);
 }
 
-TEST_F(CompareTest, WithoutDigestsBytesAreReadInBlocksByThreads) {
+TEST_F(CompareTest, ThreadsReadBlocksWhenDigestsAreMissing) {
   TinySpec spec;
   spec.tensors = {
       {.key = "w", .dtype = DType::kF32, .shape = {300, 100}, .seed = 5, .parts = 3, .axis = 1},
@@ -144,7 +144,7 @@ TEST_F(CompareTest, WithoutDigestsBytesAreReadInBlocksByThreads) {
   EXPECT_EQ(ended.status().code(), Code::kCancelled);
 }
 
-TEST_F(CompareTest, TheFirstElementThatDiffersIsNamedWhicheverThreadFindsIt) {
+TEST_F(CompareTest, FirstDifferingElementIsReportedByAnyThread) {
   TinySpec spec;
   spec.tensors = {{.key = "w", .dtype = DType::kI32, .shape = {200, 100}, .seed = 5}};
   const auto ours = Make("a", spec);
@@ -180,7 +180,7 @@ TEST_F(CompareTest, TheFirstElementThatDiffersIsNamedWhicheverThreadFindsIt) {
   EXPECT_EQ(IndexOf(values.max_abs->at, {200, 100}), Dims({123, 45}));
 }
 
-TEST_F(CompareTest, ValuesOfOtherTypesOfOneShape) {
+TEST_F(CompareTest, ValuesOfDifferentDtypesAreCompared) {
   TinySpec spec;
   spec.tensors = {{.key = "w", .dtype = DType::kI32, .shape = {50}, .seed = 5}};
   const auto a = Make("a", spec);
@@ -236,7 +236,7 @@ TEST_F(CompareTest, CommonValuesAreComparedEntryByEntry) {
   EXPECT_EQ(summary_.equal, 2U);  // args.seed and the tensor.
 }
 
-TEST_F(CompareTest, DamageEndsIt) {
+TEST_F(CompareTest, DamageFailsTheComparison) {
   TinySpec spec;
   spec.tensors = {{.key = "w", .dtype = DType::kF32, .shape = {100}, .seed = 1}};
   const auto a = Make("a", spec);

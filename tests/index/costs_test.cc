@@ -55,7 +55,7 @@ class CostsTest : public SharingStoreTest {
   }
 };
 
-TEST_F(CostsTest, AreWhatTheFilesSay) {
+TEST_F(CostsTest, CostsMatchTheFilesOnDisk) {
   const StoreCosts costs = Costs();
   ASSERT_THAT(costs.checkpoints(), SizeIs(4));
   std::uint64_t own = 0;
@@ -86,7 +86,7 @@ TEST_F(CostsTest, AreWhatTheFilesSay) {
   EXPECT_EQ(costs.Find("nothing"), nullptr);
 }
 
-TEST_F(CostsTest, RemovingOneFreesItsOwnBytes) {
+TEST_F(CostsTest, RemovingACheckpointFreesItsOwnBytes) {
   const std::uint64_t before = Costs().stored_bytes();
   const std::uint64_t own = Costs().Find("link-1")->own_bytes;
   ASSERT_OK(MakeStore().Remove("link-1"));
@@ -98,7 +98,7 @@ TEST_F(CostsTest, RemovingOneFreesItsOwnBytes) {
 }
 
 // Each COMMIT is read once, no index is opened, and only files that several list are looked at.
-TEST_F(CostsTest, ReadLittle) {
+TEST_F(CostsTest, CostsReadOnlyCommitRecordsAndSharedFiles) {
   std::mutex mutex;
   std::map<std::string, int> opened;
   std::set<std::string> looked;
@@ -127,7 +127,7 @@ TEST_F(CostsTest, ReadLittle) {
 
 // As many names as there are checkpoints that list the file, one of which has a copy: the name that
 // is missing there is in .trash/ or in a staging, and must not hide the copy.
-TEST_F(CostsTest, NamesElsewhereInTheStoreHideNoCopy) {
+TEST_F(CostsTest, LinksInTrashOrStagingDoNotHideCopies) {
   ASSERT_OK(
       MakeStore().Remove("link-1"));  // Links: base, link-2, .trash; listed: base, copy, link-2.
   const auto agree = [&] {
@@ -147,7 +147,7 @@ TEST_F(CostsTest, NamesElsewhereInTheStoreHideNoCopy) {
 }
 
 // A number that leaves out what could not be looked at would be a wrong one.
-TEST_F(CostsTest, WhatCannotBeLookedAtFails) {
+TEST_F(CostsTest, UnreadableFileFailsTheCosts) {
   for (const int err : {EACCES, EIO}) {
     for (int point = 0; point < 12; ++point) {
       std::atomic<int> seen = 0;
@@ -163,7 +163,7 @@ TEST_F(CostsTest, WhatCannotBeLookedAtFails) {
   }
 }
 
-TEST_F(CostsTest, OnesWithAProblemCostNothingThatIsKnown) {
+TEST_F(CostsTest, CheckpointsWithAProblemHaveNoKnownCost) {
   WriteWholeFile(InStore("link-2/COMMIT"), "nonsense");
   const StoreCosts costs = Costs();
   ASSERT_THAT(costs.checkpoints(), SizeIs(4));
@@ -181,7 +181,7 @@ TEST_F(CostsTest, OnesWithAProblemCostNothingThatIsKnown) {
   EXPECT_EQ(Costs().Find("base")->shared_bytes(), 0u);
 }
 
-TEST_F(CostsTest, ADamagedSharedFileNamesAllThatHaveIt) {
+TEST_F(CostsTest, DamagedSharedFileNamesAllItsCheckpoints) {
   const std::string file = "data/" + NamesIn(InStore("base/data"))[0];
   FlipByte(InStore("base/" + file), 20);
   const auto sharers = [&](const std::string& name) {

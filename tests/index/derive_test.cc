@@ -103,7 +103,7 @@ class DeriveTest : public testing::Test {
   BuildSpec spec_;
 };
 
-TEST_F(DeriveTest, AllOfItIsLinks) {
+TEST_F(DeriveTest, FullDeriveIsHardLinksOnly) {
   Build();
   ASSERT_OK_AND_ASSIGN(const DeriveReport report, DeriveOn(fs_, store_ + "/new", "old", {}));
   EXPECT_EQ(report.tensors, 20u);
@@ -119,7 +119,7 @@ TEST_F(DeriveTest, AllOfItIsLinks) {
   ASSERT_OK_AND_ASSIGN(const auto opened, OpenedCheckpoint::Open(fs_, store_ + "/new", {}));
   EXPECT_EQ(opened->index().info().parent, spec_.uuid);
   ASSERT_OK_AND_ASSIGN(const auto common, opened->index().CommonRecords());
-  EXPECT_EQ(SavesInARowThatReused(opened->index()), 1u);
+  EXPECT_EQ(ConsecutiveLinkedSaves(opened->index()), 1u);
   EXPECT_EQ(common, spec_.common);
   // Files that did not change keep their times.
   ASSERT_OK_AND_ASSIGN(const auto old, OpenedCheckpoint::Open(fs_, store_ + "/old", {}));
@@ -127,7 +127,7 @@ TEST_F(DeriveTest, AllOfItIsLinks) {
   EXPECT_EQ(opened->index().Find("a.1").value().mtime, old->index().Find("a.1").value().mtime);
 }
 
-TEST_F(DeriveTest, KeepDropAndRename) {
+TEST_F(DeriveTest, KeepDropAndRenameApply) {
   Build();
   DeriveOptions options;
   options.keep = {"a.*", "b.3", "rng"};
@@ -160,7 +160,7 @@ TEST_F(DeriveTest, KeepDropAndRename) {
 }
 
 // Who resumes, and the next save, want the last step of the run, not what somebody cut out of one.
-TEST_F(DeriveTest, ADerivedOneIsNoStepOfTheRun) {
+TEST_F(DeriveTest, DerivedCheckpointIsNotLatestOrBase) {
   Build();
   ASSERT_OK(DeriveOn(fs_, store_ + "/slim", "old", {.keep = {"a.*"}}));
   const Store store = Store::Open(fs_, store_).value();
@@ -168,19 +168,20 @@ TEST_F(DeriveTest, ADerivedOneIsNoStepOfTheRun) {
   const auto next = store.Begin("next", IfExists::kFail, BaseChoice::kLatest);
   ASSERT_OK(next);
   EXPECT_EQ(next.value().base_name, "old");
-  EXPECT_GT(next.value().generation, store.Look("slim").generation);
+  EXPECT_GT(next.value().generation, store.FindListing("slim").generation);
   (void)store.AbortOrDecide(next.value());
   PruneOptions options;
   options.rules = RetentionRules::Parse("last=1").value();
   ASSERT_OK_AND_ASSIGN(const PruneReport pruned, retention::Prune(fs_, store, options));
   EXPECT_EQ(pruned.removed(), 0u);
-  EXPECT_THAT(pruned.decisions.back().reason, testing::HasSubstr("derived from another one"));
+  EXPECT_THAT(pruned.decisions.back().reason,
+              testing::HasSubstr("derived from another checkpoint"));
   // Where there is nothing else it is the latest, and a base.
   ASSERT_OK(store.Remove("old"));
   EXPECT_EQ(store.Latest().value().name, "slim");
 }
 
-TEST_F(DeriveTest, ARenameOfNothingIsASlip) {
+TEST_F(DeriveTest, RenameThatMatchesNothingIsRefused) {
   Build();
   for (const std::string from : {"zzz", "c.*", "b.3"}) {
     DeriveOptions options;
@@ -206,7 +207,7 @@ TEST_F(DeriveTest, ARenameOfNothingIsASlip) {
 }
 
 // Whatever is kept, the bytes on disk are at most twice those that are live.
-TEST_F(DeriveTest, OfFilesThatAreMostlyDroppedTheRestIsCopied) {
+TEST_F(DeriveTest, RestOfMostlyDroppedFilesIsCopied) {
   Build();
   ASSERT_OK_AND_ASSIGN(const DeriveReport report,
                        DeriveOn(fs_, store_ + "/new", "old", {.keep = Few()}));
@@ -225,7 +226,7 @@ TEST_F(DeriveTest, OfFilesThatAreMostlyDroppedTheRestIsCopied) {
   ExpectWhole("new");
 }
 
-TEST_F(DeriveTest, WhatCannotBeIsNamedAndLeavesNothing) {
+TEST_F(DeriveTest, ErrorNamesTheInvalidOptionAndLeavesNothing) {
   Build();
   const auto expect = [&](const DeriveOptions& options, const std::string& from, Code code,
                           const std::string& word) {
@@ -249,7 +250,7 @@ TEST_F(DeriveTest, WhatCannotBeIsNamedAndLeavesNothing) {
 
 // Each operation fails once: the old one is untouched, nothing new is visible, and the next try
 // succeeds.
-TEST_F(DeriveTest, EveryOperationMayFail) {
+TEST_F(DeriveTest, FaultAtAnyOperationLeavesNoPartialCheckpoint) {
   Build(2000);
   const DeriveOptions options = {.keep = {"a.*", "b.1"}};
   int operations = 0;
@@ -278,7 +279,7 @@ TEST_F(DeriveTest, EveryOperationMayFail) {
   ExpectWhole("last");
 }
 
-TEST_F(DeriveTest, DamageOfWhatIsCopiedIsNamed) {
+TEST_F(DeriveTest, ErrorNamesTheDamagedFile) {
   Build();
   for (const DirectoryEntry& e : fs_.List(store_ + "/old/data").value()) {
     const std::string path = store_ + "/old/data/" + e.name;

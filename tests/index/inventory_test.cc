@@ -55,7 +55,7 @@ Result<Inventory> Merge(const std::vector<Inventory>& writers) {
   return merger.Finish();
 }
 
-TEST(Uuid, TextGoesBothWays) {
+TEST(Uuid, TextRoundTrips) {
   const Uuid uuid{0x0123456789abcdef, 0xfedcba9876543210};
   EXPECT_EQ(uuid.ToString(), "0123456789abcdeffedcba9876543210");
   EXPECT_EQ(uuid.Short(), "01234567");
@@ -65,7 +65,7 @@ TEST(Uuid, TextGoesBothWays) {
   EXPECT_NE(Uuid::Random(), Uuid::Random());
 }
 
-TEST(ExtentTable, RowsComeBackAsTheyWere) {
+TEST(ExtentTable, RowsRoundTrip) {
   ExtentTable table(2);
   ChunkRecord box = Chunk(BoxOf({1, 2}, {3, 4}), 5, 600, 4);
   box.manifest = 7;
@@ -89,7 +89,7 @@ TEST(ExtentTable, RowsComeBackAsTheyWere) {
   EXPECT_THAT(table.At(2), HasCode(Code::kDataLoss));
 }
 
-TEST(ExtentTable, RefusesWhatIsNoRow) {
+TEST(ExtentTable, RefusesMalformedRows) {
   EXPECT_THAT(ExtentTable::FromPacked(2, std::string(ExtentTable(2).row_bytes() + 1, '\0')),
               HasCode(Code::kDataLoss));
   EXPECT_THAT(ExtentTable::FromPacked(17, ""), HasCode(Code::kDataLoss));
@@ -119,7 +119,7 @@ TEST(ExtentTable, SortsByFirstElement) {
   EXPECT_EQ(table.At(2).value().file, 0u);
 }
 
-TEST(InventoryMerger, OrderOfManifestsDoesNotMatter) {
+TEST(InventoryMerger, MergeIgnoresManifestOrder) {
   Inventory a = WriterInventory("w", {4, 4}, "data/b", {BoxOf({0, 0}, {2, 4})});
   Inventory b = WriterInventory("w", {4, 4}, "data/a", {BoxOf({2, 0}, {2, 4})});
   a.tensors[0].digest = 5;
@@ -164,7 +164,7 @@ TEST(InventoryMerger, RefusesDisagreement) {
   EXPECT_THAT(twice.Add(a, "manifest/a.tmm"), HasCode(Code::kDataLoss));
 }
 
-TEST(InventoryMerger, CoordinatorListsWhatThereMustBe) {
+TEST(InventoryMerger, MergedContentMustMatchTheCoordinatorList) {
   const Inventory a = WriterInventory("w", {4, 4}, "data/a", {BoxOf({0, 0}, {4, 4})});
   ASSERT_OK_AND_ASSIGN(Inventory merged, Merge({a}));
   merged.tensors[0].mtime = 99;
@@ -186,7 +186,7 @@ TEST(InventoryMerger, CoordinatorListsWhatThereMustBe) {
   EXPECT_THAT(with(list), HasMessage("lists 2 tensors, the writers wrote 1"));
 }
 
-TEST(CheckComplete, NamesTheMissingAndTheDoubledBox) {
+TEST(CheckComplete, ErrorNamesTheMissingOrDuplicateBox) {
   ASSERT_OK_AND_ASSIGN(Inventory gap,
                        Merge({WriterInventory("w", {4, 8}, "data/a",
                                               {BoxOf({0, 0}, {4, 3}), BoxOf({0, 4}, {4, 4})})}));
@@ -216,7 +216,7 @@ TEST(CheckComplete, AcceptsFlatCutsAndEmptyTensors) {
 }
 
 // Cells of an uneven grid, whole and with one cell wrong in every way.
-TEST(CheckComplete, SeesEveryFlawOfAGrid) {
+TEST(CheckComplete, DetectsEveryFlawOfAGrid) {
   const std::vector<std::int64_t> rows = {0, 1, 4};
   const std::vector<std::int64_t> columns = {0, 5, 6, 8};
   std::vector<Region> cells;
@@ -276,7 +276,7 @@ TEST(CheckComplete, ComparesLengthsWithRegionsAndFiles) {
   EXPECT_THAT(CheckComplete(inventory), HasMessage("data/a: a chunk reaches past its end"));
 }
 
-TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
+TEST(CheckComplete, RefusesUnknownChunkKinds) {
   ASSERT_OK_AND_ASSIGN(Inventory inventory,
                        Merge({WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})})}));
   ASSERT_OK(CheckComplete(inventory));
@@ -286,14 +286,14 @@ TEST(CheckComplete, RefusesChunksOfAKindThatNoReaderTakes) {
     std::string odd = rows;
     odd[24] = static_cast<char>(odd[24] | flag);
     ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
-    EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk of unknown kind"));
+    EXPECT_THAT(CheckComplete(inventory), HasMessage("a chunk with unknown flags"));
     EXPECT_FALSE(inventory.tensors[0].extents.At(0).ok());
   }
 }
 
 // A region has one row: another that means the same is refused, also where the chunks come one
 // after the other.
-TEST(CheckComplete, RefusesRowsThatAreNotCanonical) {
+TEST(CheckComplete, RefusesNonCanonicalRows) {
   const Box whole = Box::Make({0, 0}, {4, 8}).value();
   ASSERT_OK_AND_ASSIGN(Inventory inventory,
                        Merge({WriterInventory("w", {4, 8}, "data/a",
@@ -316,7 +316,7 @@ TEST(CheckComplete, RefusesRowsThatAreNotCanonical) {
   EXPECT_THAT(check(60, 0), testing::HasSubstr("44 bytes stored, 0"));
   EXPECT_THAT(check(68 + 16, 1), testing::HasSubstr("row 0"));  // One row of the shape.
   EXPECT_THAT(check(24, 1 | std::uint64_t{44} << 32),
-              testing::HasSubstr("a box with a flat range"));
+              testing::HasSubstr("a box has fields of a flat range"));
 
   // Two rows each, with nothing wrong but how that is written.
   ASSERT_OK_AND_ASSIGN(inventory,
@@ -327,13 +327,13 @@ TEST(CheckComplete, RefusesRowsThatAreNotCanonical) {
   odd[24] = static_cast<char>(odd[24] | 2);
   odd[60] = 16;
   ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
-  EXPECT_THAT(CheckComplete(inventory), HasMessage("a flat range that is a box"));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("a flat range is equal to a box"));
   odd[24] = static_cast<char>(odd[24] & ~2);
   ASSERT_OK_AND_ASSIGN(inventory.tensors[0].extents, ExtentTable::FromPacked(2, odd));
-  EXPECT_THAT(CheckComplete(inventory), HasMessage("a box with a flat range"));
+  EXPECT_THAT(CheckComplete(inventory), HasMessage("a box has fields of a flat range"));
 }
 
-TEST(CheckComplete, ChunksOfHalfBytesMeetAtBytes) {
+TEST(CheckComplete, SubByteChunksMustMeetAtWholeBytes) {
   const auto check = [](std::int64_t cut, std::uint64_t length, std::uint64_t rest) {
     Inventory inventory = WriterInventory("w", {4, 6}, "data/a", {});
     inventory.tensors[0].meta = Meta("w", DType::kF4, {4, 6});
@@ -356,7 +356,7 @@ TEST(CheckComplete, ChunksOfHalfBytesMeetAtBytes) {
   EXPECT_THAT(check(7, 3, 8), HasCode(Code::kDataLoss));
 }
 
-TEST(CheckComplete, ObjectsFillTheirGrids) {
+TEST(CheckComplete, ObjectsMustFillTheirGrids) {
   Inventory inventory;
   inventory.files.push_back({.name = "data/a", .placement = Placement::kPack});
   inventory.manifests = {"manifest/a.tmm"};
@@ -369,14 +369,14 @@ TEST(CheckComplete, ObjectsFillTheirGrids) {
   EXPECT_OK(CheckComplete(inventory));
 }
 
-TEST(FileRoots, RefuseOverlapsAndEnds) {
+TEST(FileRoots, RefuseOverlappingAndOutOfFileRanges) {
   Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
   const Result<std::vector<FileRoot>> roots = FileRootsOf(inventory);
   ASSERT_OK(roots);
   EXPECT_NE(roots.value()[0].root, Hash128{});
   EXPECT_EQ(roots.value()[0].ranges, 1u);
   inventory.extras.push_back({.file = 0, .offset = 127, .length = 1});
-  EXPECT_THAT(FileRootsOf(inventory), HasMessage("at 127 overlaps the one before it"));
+  EXPECT_THAT(FileRootsOf(inventory), HasMessage("at 127 overlaps the range before it"));
   inventory.extras[0].offset = 128;
   EXPECT_THAT(FileRootsOf(inventory), HasMessage("reaches past the end"));
   inventory.files[0].length = 129;
@@ -386,7 +386,7 @@ TEST(FileRoots, RefuseOverlapsAndEnds) {
   EXPECT_EQ(more.value()[0].ranges, 2u);
 }
 
-TEST(ContentRoot, SeesWhatIsStoredAndNotWhere) {
+TEST(ContentRoot, DependsOnContentAndNotOnPlacement) {
   Inventory inventory = WriterInventory("w", {4, 8}, "data/a", {BoxOf({0, 0}, {4, 8})});
   const Hash128 root = ContentRoot(inventory);
   Inventory moved = inventory;

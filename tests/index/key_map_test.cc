@@ -21,7 +21,7 @@ KeyMap Map(std::string_view json) {
   return map.ok() ? std::move(map).value() : KeyMap();
 }
 
-TEST(KeyMapTest, EachKindOfRule) {
+TEST(KeyMapTest, EveryKindOfRuleApplies) {
   const KeyMap map = Map(R"([
     {"key": "lm_head.weight", "to": "output.weight"},
     {"prefix": "model.", "to": "decoder."},
@@ -38,7 +38,7 @@ TEST(KeyMapTest, EachKindOfRule) {
   EXPECT_EQ(map.Apply("optimizer"), "optimizer");
 }
 
-TEST(KeyMapTest, FirstMatchWinsAndResultsAreNotMappedAgain) {
+TEST(KeyMapTest, FirstMatchWinsAndIsAppliedOnce) {
   const KeyMap map = Map(R"([{"key": "a", "to": "b"}, {"prefix": "a", "to": "c"},
                              {"key": "b", "to": "d"}, {"drop": "*"}])");
   EXPECT_EQ(map.Apply("a"), "b");
@@ -47,7 +47,7 @@ TEST(KeyMapTest, FirstMatchWinsAndResultsAreNotMappedAgain) {
   EXPECT_EQ(map.Apply("z"), "");
 }
 
-TEST(KeyMapTest, StarsTakeAsLittleAsTheyCan) {
+TEST(KeyMapTest, StarsMatchAsLittleAsPossible) {
   EXPECT_EQ(Map(R"([{"match": "*.*", "to": "*|*"}])").Apply("a.b.c"), "a|b.c");
   EXPECT_EQ(Map(R"([{"match": "*.w", "to": "W *"}])").Apply("a.w.w"), "W a.w");
   EXPECT_EQ(Map(R"([{"match": "a*b*b", "to": "<*><*>"}])").Apply("abcbb"), "<><cb>");
@@ -58,18 +58,19 @@ TEST(KeyMapTest, StarsTakeAsLittleAsTheyCan) {
   EXPECT_EQ(Map(R"([{"match": "x[*]?", "to": "y*"}])").Apply("x[1/2]?"), "y1/2");
 }
 
-TEST(KeyMapTest, RulesThatAreNoneAreNamed) {
+TEST(KeyMapTest, ErrorNamesTheInvalidRule) {
   const std::pair<const char*, const char*> cases[] = {
       {"nonsense", "not JSON"},
       {"{}", "a list"},
-      {"[3]", "rule 1: an object"},
-      {R"([{"drop": "a"}, {"to": "b"}])", "rule 2: one of key, prefix, match and drop"},
+      {"[3]", "rule 1: expected an object"},
+      {R"([{"drop": "a"}, {"to": "b"}])", "rule 2: expected one of key, prefix, match and drop"},
       {R"([{"key": "a"}])", "rule 1: \"to\" is missing"},
       {R"([{"key": "a", "to": 1}])", "rule 1: \"to\" must be a string"},
       {R"([{"key": "a", "to": "b", "form": "c"}])", "unknown field \"form\""},
-      {R"([{"key": "a", "prefix": "b", "to": "c"}])", "not two"},
-      {R"([{"key": "a", "key": "b", "to": "c"}])", "\"key\" twice"},
-      {R"([{"drop": "a", "to": "b"}])", "drop has no"},
+      {R"([{"key": "a", "prefix": "b", "to": "c"}])",
+       "expected only one of key, prefix, match and drop"},
+      {R"([{"key": "a", "key": "b", "to": "c"}])", "\"key\" occurs twice"},
+      {R"([{"drop": "a", "to": "b"}])", "drop takes no"},
       {R"([{"key": "", "to": "b"}])", "empty"},
       {R"([{"key": "a", "to": ""}])", "rule 1: \"to\""},
       {R"([{"match": "a*b*", "to": "c*"}])", "\"a*b*\" has 2 '*' and \"c*\" has 1"},
@@ -89,7 +90,7 @@ TEST(KeyMapTest, CollisionsNameBothKeys) {
   EXPECT_THAT(names.status().message(), HasSubstr("b and model.b would both be called b"));
 }
 
-TEST(KeyMapTest, NamesThatNoKeyMayHaveAreRefused) {
+TEST(KeyMapTest, RulesThatGiveInvalidKeysAreRefused) {
   const KeyMap strip = Map(R"([{"prefix": "model.", "to": ""}])");
   const std::vector<std::string> empty = {"model."};
   const auto names = strip.ApplyToAll(empty);
@@ -100,7 +101,7 @@ TEST(KeyMapTest, NamesThatNoKeyMayHaveAreRefused) {
   EXPECT_THAT(grow.ApplyToAll(longest), HasCode(Code::kInvalidArgument));
 }
 
-TEST(KeyMapTest, DroppedKeysMayShareTheirAbsence) {
+TEST(KeyMapTest, DroppedKeysDoNotCollide) {
   const KeyMap map = Map(R"([{"drop": "opt.*"}, {"key": "w", "to": "opt.w"}])");
   const std::vector<std::string> keys = {"opt.a", "opt.b", "opt.w", "w"};
   const auto names = map.ApplyToAll(keys);
@@ -108,7 +109,7 @@ TEST(KeyMapTest, DroppedKeysMayShareTheirAbsence) {
   EXPECT_THAT(names.value(), ElementsAre("", "", "", "opt.w"));
 }
 
-TEST(KeyMapTest, AnEmptyMapChangesNothing) {
+TEST(KeyMapTest, EmptyMapChangesNothing) {
   const std::vector<std::string> keys = {"a", "b"};
   const auto names = KeyMap().ApplyToAll(keys);
   ASSERT_THAT(names, IsOk());
@@ -116,7 +117,7 @@ TEST(KeyMapTest, AnEmptyMapChangesNothing) {
   EXPECT_TRUE(Map("[]").empty());
 }
 
-TEST(KeyMapTest, AMatchOfManyStarsIsNotExponential) {
+TEST(KeyMapTest, ManyStarsMatchInPolynomialTime) {
   std::string stars;
   for (int i = 0; i < 200; ++i) stars += "a*";
   const KeyMap map = Map(R"([{"drop": ")" + stars + R"(b"}])");

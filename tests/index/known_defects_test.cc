@@ -33,21 +33,22 @@ class KnownDefectsTest : public testing::Test {
   int made_ = 0;
 };
 
-TEST_F(KnownDefectsTest, NothingIsSaidOfWhatIsRight) {
+TEST_F(KnownDefectsTest, SoundCheckpointHasNoNotes) {
   EXPECT_THAT(Notes(DefaultTinySpec()), IsEmpty());
 }
 
-TEST_F(KnownDefectsTest, EmptySavesOfPlanCaching) {
-  EXPECT_THAT(Notes(TinySpec()), ElementsAre(HasSubstr("holds no tensor, no object and no value")));
+TEST_F(KnownDefectsTest, EmptySaveOfDcpPlanCachingIsNoted) {
+  EXPECT_THAT(Notes(TinySpec()),
+              ElementsAre(HasSubstr("contains no tensor, no object and no common value")));
   TinySpec spec;
   spec.common["tensormount.dcp.0"] =
       CommonDict{{{"dict", CommonList{{CommonList{{"m.w", CommonTuple{{"m", "w"}}}}}}}}};
-  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("had 1 value (m.w), of which none is stored")));
+  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("had 1 value (m.w), but none of them is stored")));
   spec.tensors = {{.key = "m.w", .dtype = DType::kF32, .shape = Dims({2})}};
   EXPECT_THAT(Notes(spec), IsEmpty());
 }
 
-TEST_F(KnownDefectsTest, TextKeysInTheStateOfAnOptimizer) {
+TEST_F(KnownDefectsTest, TextKeysInOptimizerStateAreNoted) {
   const auto spec = [](const CommonValue& key, const CommonValue& param) {
     TinySpec made;
     made.tensors = {{.key = "optim.state.0.m", .dtype = DType::kF32, .shape = Dims({2})}};
@@ -56,7 +57,7 @@ TEST_F(KnownDefectsTest, TextKeysInTheStateOfAnOptimizer) {
     made.common["optim.param_groups"] = CommonList{{CommonDict{{{"params", CommonList{{param}}}}}}};
     return made;
   };
-  EXPECT_THAT(Notes(spec("0", 0)), ElementsAre(HasSubstr("optim.state has text as keys (\"0\")")));
+  EXPECT_THAT(Notes(spec("0", 0)), ElementsAre(HasSubstr("optim.state has text keys (\"0\")")));
   EXPECT_THAT(Notes(spec(CommonList{{0}}, 0)), IsEmpty());
   EXPECT_THAT(Notes(spec("0", "0")), IsEmpty());
   // Of torch.distributed.checkpoint, where text is right.
@@ -66,15 +67,15 @@ TEST_F(KnownDefectsTest, TextKeysInTheStateOfAnOptimizer) {
   EXPECT_THAT(Notes(dcp), IsEmpty());
 }
 
-TEST_F(KnownDefectsTest, TiesThatOnlySomeRanksHad) {
+TEST_F(KnownDefectsTest, TiesOfOnlySomeRanksAreNoted) {
   TinySpec spec;
   spec.tensors = {{.key = "a", .dtype = DType::kF32, .shape = Dims({2})},
                   {.key = "b", .dtype = DType::kF32, .shape = Dims({2}), .seed = 1}};
   const CommonValue tied = MadeStructure({{DictNode({{"a", "b"}}), "tensor", TensorNode("a")}});
   spec.common["tensormount.tree.1"] = tied;
-  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored each by itself: b with a")));
+  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored separately: b with a")));
   spec.common["tensormount.tree.2"] = MadeStructure({{DictNode({{"a", "b"}}), "tensor", "tensor"}});
-  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored each by itself: b with a")));
+  EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("stored separately: b with a")));
   TinySpec right;
   right.tensors = {spec.tensors.front()};
   right.common["tensormount.tree.1"] = tied;
@@ -88,7 +89,7 @@ TinyTensor NumberOfSeed(std::string key, char number) {
   return tensor;
 }
 
-TEST_F(KnownDefectsTest, MomentsOfNoStep) {
+TEST_F(KnownDefectsTest, MomentsAtStepZeroAreNoted) {
   struct Case {
     std::string option;
     std::string moment;
@@ -105,7 +106,7 @@ TEST_F(KnownDefectsTest, MomentsOfNoStep) {
             NumberOfSeed("optim.state.w." + one.moment, stepped ? one.stepped : one.fresh),
             NumberOfSeed("optim.state.w.step", step)};
         if (stepped && step == 0) {
-          EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("(optim.state.w) say step 0")));
+          EXPECT_THAT(Notes(spec), ElementsAre(HasSubstr("(optim.state.w) have step 0")));
         } else {
           EXPECT_THAT(Notes(spec), IsEmpty()) << one.moment;
         }

@@ -13,7 +13,7 @@
 namespace tensormount {
 namespace {
 
-TEST(LayerNamesTest, PatternsHaveOneSlotThatNoDigitTouches) {
+TEST(LayerNamesTest, PatternsNeedOneSlotWithoutAdjacentDigits) {
   EXPECT_OK(CheckLayerPattern("layers.{}.w"));
   EXPECT_OK(CheckLayerPattern("{}"));
   for (const char* bad : {"layers.w", "a.{}.{}", "layer0{}.w", "a.{}1", ""}) {
@@ -22,7 +22,7 @@ TEST(LayerNamesTest, PatternsHaveOneSlotThatNoDigitTouches) {
   EXPECT_EQ(LayerKey("layers.{}.w", 12), "layers.12.w");
 }
 
-TEST(LayerNamesTest, FindsWhatLayerKeyMakesAndNothingElse) {
+TEST(LayerNamesTest, FindInvertsLayerKey) {
   const LayerNames names(
       {{"w", "layers.{}.w"}, {"e", "experts.{}"}, {"w2", "layers.{}.w"}, {"v2", "v2.{}/x9"}});
   for (const auto& [key, pattern] : names.patterns()) {
@@ -54,7 +54,7 @@ BuildSpec StackSpec(Random& random) {
   return spec;
 }
 
-TEST(LayerNamesTest, ResolvesOnTheIndex) {
+TEST(LayerNamesTest, IndexResolvesLayerNames) {
   Random random(TestSeed());
   TempDir dir;
   ASSERT_OK_AND_ASSIGN(const BuiltCheckpoint built,
@@ -75,7 +75,7 @@ TEST(LayerNamesTest, ResolvesOnTheIndex) {
               HasCode(Code::kInvalidArgument));
 }
 
-TEST(LayerNamesTest, ALayerReadsAsATensorOfItsOwn) {
+TEST(LayerNamesTest, LayerReadsAsASeparateTensor) {
   const std::uint64_t seed = TestSeed();
   Random random(seed);
   TempDir dir;
@@ -118,7 +118,7 @@ TEST(LayerNamesTest, ALayerReadsAsATensorOfItsOwn) {
   EXPECT_THAT(keys, ::testing::ElementsAre("layers.4.w", "w"));
 }
 
-TEST(LayerNamesTest, ElementsUnderAByteAreLayersOnlyInWholeBytes) {
+TEST(LayerNamesTest, SubByteLayersMustBeWholeBytes) {
   BuildSpec spec;
   Inventory inventory;
   inventory.info.uuid = {1, 2};

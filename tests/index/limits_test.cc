@@ -20,7 +20,7 @@
 namespace tensormount {
 namespace {
 
-TEST(CommonValueLimits, SizeIsLimitedEverywhere) {
+TEST(CommonValueLimits, SizeIsLimitedInEveryEncoding) {
   const auto fails_with = [](Code code, const std::string& message) {
     return testing::AllOf(HasCode(code), HasMessage(message));
   };
@@ -29,7 +29,7 @@ TEST(CommonValueLimits, SizeIsLimitedEverywhere) {
               fails_with(Code::kInvalidArgument, "has 67108865 bytes, at most 67108864"));
   CommonList many;
   many.items.resize(kMaxCommonNodes);
-  EXPECT_THAT(CheckCommon(std::move(many)), fails_with(Code::kInvalidArgument, "4194305 values"));
+  EXPECT_THAT(CheckCommon(std::move(many)), fails_with(Code::kInvalidArgument, "4194305 nested values"));
   ByteWriter nones;
   nones.U8(static_cast<std::uint8_t>(CommonValue::Kind::kList));
   nones.U32(kMaxCommonNodes);
@@ -61,7 +61,7 @@ TEST(SafetensorsLimits, LongStringsAreNotCopied) {
 }
 
 // Tuples that fit beside the stack, that no longer do, and what is between: an answer each time.
-TEST(PickleLimits, MemoryMayEndAtAnyTuple) {
+TEST(PickleLimits, TupleOverTheMemoryLimitIsRefused) {
   int refused = 0;
   for (std::size_t n = 1 << 19; n <= std::size_t{6} << 20; n += 1 << 18) {
     const auto parsed = pickle::Parse(Pickle("(" + std::string(n, 'N') + "t"));

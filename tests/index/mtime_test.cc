@@ -16,14 +16,14 @@ std::map<std::string, std::int64_t> Only(std::map<std::string, std::int64_t> all
   return all;
 }
 
-TEST_F(MtimeTest, TheFirstCheckpointHasTheTimeOfItsPublish) {
+TEST_F(MtimeTest, FirstCheckpointHasItsPublishTime) {
   ASSERT_OK(Save("a", DefaultTinySpec(), {.now = 5000}));
   const auto times = MtimesOf(InStore("a"));
   EXPECT_EQ(times.size(), 11u);  // 6 tensors, 3 parts of objects, 2 JSON files.
   EXPECT_EQ(Only(times, 5000), (std::map<std::string, std::int64_t>{}));
 }
 
-TEST_F(MtimeTest, OnlyWhatChangedMovesAlsoWithinOneSecond) {
+TEST_F(MtimeTest, OnlyChangedEntriesGetALaterMtime) {
   TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   spec.tensors[1].seed = 777;
@@ -40,7 +40,7 @@ TEST_F(MtimeTest, OnlyWhatChangedMovesAlsoWithinOneSecond) {
                 {"layers.0.w", 5002}, {"object rng[1]", 5001}, {"checkpoint.json", 5002}}));
 }
 
-TEST_F(MtimeTest, AnotherShardingOfTheSameBytesIsNoChange) {
+TEST_F(MtimeTest, ReshardingKeepsMtimes) {
   TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   for (TinyTensor& t : spec.tensors) {
@@ -52,7 +52,7 @@ TEST_F(MtimeTest, AnotherShardingOfTheSameBytesIsNoChange) {
             (std::map<std::string, std::int64_t>{{"checkpoint.json", 9000}}));
 }
 
-TEST_F(MtimeTest, AnotherTypeOrShapeOfTheSameBytesIsAChange) {
+TEST_F(MtimeTest, AnotherDtypeOrShapeChangesTheMtime) {
   TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   spec.tensors[0].dtype = DType::kF16;
@@ -63,7 +63,7 @@ TEST_F(MtimeTest, AnotherTypeOrShapeOfTheSameBytesIsAChange) {
                 {"embed.weight", 6000}, {"bias", 6000}, {"checkpoint.json", 6000}}));
 }
 
-TEST_F(MtimeTest, ATensorThatCameBackIsLaterThanAnythingBefore) {
+TEST_F(MtimeTest, ReaddedTensorHasTheLatestMtime) {
   const TinySpec full = DefaultTinySpec(1);
   TinySpec without = full;
   without.tensors.erase(without.tensors.begin());
@@ -90,7 +90,7 @@ TEST_F(MtimeTest, CommonValuesAreComparedBitByBit) {
   EXPECT_EQ(MtimesOf(InStore("d"))["common.json"], 7001);
 }
 
-TEST_F(MtimeTest, AReplacedCheckpointCountsAsParent) {
+TEST_F(MtimeTest, ReplacedCheckpointCountsAsAParent) {
   const TinySpec first = DefaultTinySpec(1);
   TinySpec second = first;
   second.tensors[0].seed = 50;
@@ -106,7 +106,7 @@ TEST_F(MtimeTest, AReplacedCheckpointCountsAsParent) {
   EXPECT_EQ(MtimesOf(InStore("b"))["embed.weight"], 5003);
 }
 
-TEST_F(MtimeTest, AParentThatWasRemovedMeanwhileStillCounts) {
+TEST_F(MtimeTest, RemovedParentStillDeterminesMtimes) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   const Store store = MakeStore();
@@ -116,7 +116,7 @@ TEST_F(MtimeTest, AParentThatWasRemovedMeanwhileStillCounts) {
   EXPECT_EQ(MtimesOf(InStore("b"))["bias"], 5000);
 }
 
-TEST_F(MtimeTest, ADamagedParentDoesNotStopASave) {
+TEST_F(MtimeTest, DamagedParentDoesNotStopASave) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   const Store store = MakeStore();

@@ -86,7 +86,7 @@ class OpenTest : public testing::Test {
 
 // A record that is not what its kind must be is damage to whoever needs it, though the file is as
 // COMMIT says: a list never just ends there.
-TEST_F(OpenTest, ARecordOfTheIndexThatIsNoneOfItsKindIsDamage) {
+TEST_F(OpenTest, IndexRecordOfAWrongKindIsDataLoss) {
   const std::string name(kIndexName);
   ASSERT_OK_AND_ASSIGN(const auto records, CheckpointIndex::RecordsOf(built_.inventory));
   ASSERT_OK_AND_ASSIGN(const auto good, SstTable::Open(HostFileSystem(), Below(name)));
@@ -136,14 +136,14 @@ TEST_F(OpenTest, ARecordOfTheIndexThatIsNoneOfItsKindIsDamage) {
   EXPECT_THAT(common->CommonRecords(), HasCode(Code::kDataLoss));
 }
 
-TEST_F(OpenTest, NotACheckpointIsNotFound) {
+TEST_F(OpenTest, DirectoryWithoutACheckpointIsNotFound) {
   EXPECT_THAT(OpenedCheckpoint::Open(HostFileSystem(), dir_.path(), {}), HasCode(Code::kNotFound));
   EXPECT_THAT(OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("x"), {}),
               HasCode(Code::kNotFound));
   EXPECT_THAT(VerifyCheckpoint(HostFileSystem(), dir_.path(), {}), HasCode(Code::kNotFound));
 }
 
-TEST_F(OpenTest, IsLockedWhileItIsOpen) {
+TEST_F(OpenTest, OpenCheckpointHoldsALock) {
   ASSERT_OK_AND_ASSIGN(auto opened, Open());
   ASSERT_OK_AND_ASSIGN(const auto other, HostFileSystem().OpenRead(Below("COMMIT")));
   EXPECT_THAT(other->TryLockExclusive(), HasCode(Code::kBusy));
@@ -152,12 +152,12 @@ TEST_F(OpenTest, IsLockedWhileItIsOpen) {
   EXPECT_THAT(Open(), HasCode(Code::kStale));
 }
 
-TEST_F(OpenTest, OneBadCopyOfCommitIsAWarning) {
+TEST_F(OpenTest, OneDamagedCopyOfCommitIsAWarning) {
   for (const std::size_t byte : {50u, 4096u + 50u}) {
     Flip("COMMIT", byte, 3);
     ASSERT_OK_AND_ASSIGN(const auto opened, Open());
     ASSERT_EQ(opened->warnings().size(), 1u);
-    EXPECT_THAT(opened->warnings()[0], testing::HasSubstr("copy is damaged: checksum differs"));
+    EXPECT_THAT(opened->warnings()[0], testing::HasSubstr("copy is damaged: checksum mismatch"));
     EXPECT_TRUE(Whole(*opened));
     const auto damages = Damages();
     ASSERT_EQ(damages.size(), 1u);
@@ -170,7 +170,7 @@ TEST_F(OpenTest, OneBadCopyOfCommitIsAWarning) {
   EXPECT_EQ(Damages().size(), 1u);
 }
 
-TEST_F(OpenTest, ANewerFormatIsRefusedInWords) {
+TEST_F(OpenTest, NewerFormatIsRefusedWithAMessage) {
   built_.commit.incompatible = 4;
   ASSERT_OK(HostFileSystem().RemoveFile(Below("COMMIT")));
   WriteWholeFile(Below("COMMIT"), EncodeCommit(built_.commit));
@@ -181,7 +181,7 @@ TEST_F(OpenTest, ANewerFormatIsRefusedInWords) {
 
 // Flips anywhere in the index: seen at open (then rebuilt), or by the read that meets them, or by
 // verify; never other bytes.
-TEST_F(OpenTest, FlipsInTheIndexNeverGiveOtherAnswers) {
+TEST_F(OpenTest, FlippedIndexBytesNeverGiveWrongData) {
   const std::string name(kIndexName);
   const std::string whole = ReadWholeFile(Below(name));
   Random random(TestSeed());
@@ -206,7 +206,7 @@ TEST_F(OpenTest, FlipsInTheIndexNeverGiveOtherAnswers) {
 
 // The same where only the tail is looked at when it is opened: what is damaged shows as it is read,
 // and is read from elsewhere then.
-TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreReadFromElsewhere) {
+TEST(OpenLargeIndex, FlippedIndexIsReplacedByTheManifests) {
   TempDir dir;
   BuildSpec spec;
   Random random(5);
@@ -269,7 +269,7 @@ TEST(OpenLargeIndex, FlipsInFrontOfTheTailAreReadFromElsewhere) {
 }
 
 // An index that is no file, leads elsewhere or cannot be read is as good as none.
-TEST_F(OpenTest, AnIndexThatIsNoFileIsRebuilt) {
+TEST_F(OpenTest, IndexThatIsNotAFileIsRebuilt) {
   const std::string index = Below(std::string(kIndexName));
   const std::string bytes = ReadWholeFile(index);
   WriteWholeFile(dir_.Join("elsewhere"), bytes);
@@ -300,7 +300,7 @@ TEST_F(OpenTest, AnIndexThatIsNoFileIsRebuilt) {
 }
 
 // Data files that are something else are damage, to readers and to verify; none is followed.
-TEST_F(OpenTest, ADataFileThatIsNoFileIsDamage) {
+TEST_F(OpenTest, DataFileThatIsNotARegularFileIsDamage) {
   ASSERT_OK_AND_ASSIGN(const auto files, HostFileSystem().List(Below("data")));
   ASSERT_FALSE(files.empty());
   const std::string file = Below("data/" + files[0].name);
@@ -343,7 +343,7 @@ TEST_F(OpenTest, ADataFileThatIsNoFileIsDamage) {
 }
 
 // Where data cannot be read for want of descriptors or rights, verify knows nothing of them.
-TEST_F(OpenTest, WhatCannotBeReadNowIsNoDamage) {
+TEST_F(OpenTest, UnreadableDataIsNotReportedAsDamage) {
   for (const int err : {EMFILE, EACCES, ENOMEM, ETIMEDOUT, EIO}) {
     SCOPED_TRACE(std::strerror(err));
     for (const FileOp op : {FileOp::kOpenRead, FileOp::kRead}) {
@@ -364,14 +364,15 @@ TEST_F(OpenTest, WhatCannotBeReadNowIsNoDamage) {
       const auto both = VerifyCheckpoint(bad, path(), {.threads = 2});
       ASSERT_OK(both);
       EXPECT_EQ(both.value().damages.size(), 1u);
-      EXPECT_THAT(both.value().warnings, testing::Contains(testing::HasSubstr("not all could be")));
+      EXPECT_THAT(both.value().warnings,
+                  testing::Contains(testing::HasSubstr("not everything could be")));
       ASSERT_EQ(::unlink(stranger.c_str()), 0);
     }
   }
 }
 
 // One page of COMMIT that the disk does not give costs one copy.
-TEST_F(OpenTest, AnUnreadablePageOfCommitCostsOneCopy) {
+TEST_F(OpenTest, UnreadablePageOfCommitLosesOneCopy) {
   const std::uint64_t size = ReadWholeFile(Below("COMMIT")).size();
   ASSERT_EQ(size % 8192, 0u);
   for (std::uint64_t page = 0; page < size; page += 4096) {
@@ -390,7 +391,7 @@ TEST_F(OpenTest, AnUnreadablePageOfCommitCostsOneCopy) {
 }
 
 // What is open is read to its end under whatever name, or none.
-TEST_F(OpenTest, ARemovedOrReplacedCheckpointIsReadToTheEnd) {
+TEST_F(OpenTest, RemovedOrReplacedCheckpointReadsToTheEnd) {
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   ASSERT_OK(HostFileSystem().RenameNoReplace(path(), dir_.Join("trash")));
   EXPECT_TRUE(Whole(*opened));
@@ -402,7 +403,7 @@ TEST_F(OpenTest, ARemovedOrReplacedCheckpointIsReadToTheEnd) {
   EXPECT_TRUE(Whole(*opened));
 }
 
-TEST_F(OpenTest, VerifyEndsWithTheCheckpointThatItBegan) {
+TEST_F(OpenTest, VerifyFinishesTheCheckpointItStarted) {
   VerifyOptions options;
   options.threads = 1;
   bool moved = false;
@@ -417,7 +418,7 @@ TEST_F(OpenTest, VerifyEndsWithTheCheckpointThatItBegan) {
 }
 
 // It is no finding about the checkpoint.
-TEST_F(OpenTest, WhoWatchesAVerifyMayEndIt) {
+TEST_F(OpenTest, VerifyCanBeCancelledByItsWatcher) {
   VerifyOptions options;
   std::atomic<int> asked = 0;
   options.watch = [&](std::uint64_t, std::uint64_t) {
@@ -439,7 +440,7 @@ TEST_F(OpenTest, ErrorsNameTheCheckpoint) {
   EXPECT_THAT(opened->OpenFile(0), HasMessage(file));
 }
 
-TEST_F(OpenTest, AnIndexOfAnotherCheckpointIsNotUsed) {
+TEST_F(OpenTest, IndexOfAnotherCheckpointIsNotUsed) {
   // Same content and length, another uuid.
   BuildSpec other = spec_;
   other.uuid.low ^= 1;
@@ -460,7 +461,7 @@ TEST_F(OpenTest, AnIndexOfAnotherCheckpointIsNotUsed) {
   EXPECT_THAT(again->warnings()[0], testing::HasSubstr("it is the index of another checkpoint"));
 }
 
-TEST_F(OpenTest, FlipsInManifestsAreSeenByVerify) {
+TEST_F(OpenTest, VerifyDetectsFlippedManifestBytes) {
   Random random(TestSeed() + 1);
   for (const char* name :
        {"manifest/rank-0.tmm", "manifest/rank-1.tmm", "manifest/coordinator.tmm"}) {
@@ -488,7 +489,7 @@ TEST_F(OpenTest, FlipsInManifestsAreSeenByVerify) {
   EXPECT_TRUE(Damages().empty());
 }
 
-TEST_F(OpenTest, EveryByteOfADataFileIsVouchedFor) {
+TEST_F(OpenTest, VerifyDetectsEveryFlippedDataByte) {
   for (const FileRecord& file : built_.inventory.files) {
     const std::string whole = ReadWholeFile(Below(file.name));
     for (std::size_t byte = 0; byte < whole.size(); byte += 1 + whole.size() / 150) {
@@ -502,7 +503,7 @@ TEST_F(OpenTest, EveryByteOfADataFileIsVouchedFor) {
   EXPECT_TRUE(Damages().empty());
 }
 
-TEST_F(OpenTest, AnIndexThatCannotBeReadIsADamageAndNotTheEndOfVerify) {
+TEST_F(OpenTest, VerifyReportsAnUnreadableIndexAndContinues) {
   ObservedFileSystem sick(HostFileSystem(), [](const FileEvent& event) {
     const bool index = event.path.find("/index/") != std::string::npos;
     return index && event.op == FileOp::kRead ? Status::FromErrno(EIO, "read", event.path)
@@ -516,7 +517,7 @@ TEST_F(OpenTest, AnIndexThatCannotBeReadIsADamageAndNotTheEndOfVerify) {
   EXPECT_GT(report.value().chunks, 0u);  // The rest was checked all the same.
 }
 
-TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
+TEST_F(OpenTest, VerifyReportsUnexpectedFiles) {
   WriteWholeFile(Below("data/stranger"), "x");
   WriteWholeFile(Below("note.txt"), "x");
   ASSERT_OK(HostFileSystem().CreateDirectory(Below("more")));
@@ -526,7 +527,7 @@ TEST_F(OpenTest, VerifyNamesWhatDoesNotBelongThere) {
   EXPECT_EQ(damages[0].object, "data/stranger");
 }
 
-TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
+TEST_F(OpenTest, VerifyDetectsWrongIndexWithValidChecksums) {
   // Of content with another mtime.
   Inventory inventory = built_.inventory;
   inventory.tensors[0].mtime += 1;
@@ -536,7 +537,7 @@ TEST_F(OpenTest, AnIndexThatLiesUnderRightChecksumsIsSeenByVerify) {
   EXPECT_THAT(damages[0].reason, testing::HasSubstr("1 of "));
 }
 
-TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowTheRootThatAFriendNamed) {
+TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowATrustedRoot) {
   // Under right checksums, a record that names a file elsewhere.
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("root")));
   const std::string theirs = dir_.Join("root/theirs");
@@ -585,7 +586,7 @@ TEST_F(OpenTest, ForeignFilesAreReadOnlyBelowTheRootThatAFriendNamed) {
   EXPECT_THAT(open("roo"), HasCode(Code::kPermissionDenied));
 }
 
-TEST_F(OpenTest, LinksInACheckpointLeadNowhere) {
+TEST_F(OpenTest, LinksInACheckpointAreNotFollowed) {
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   ASSERT_EQ(rename(Below("data").c_str(), dir_.Join("elsewhere").c_str()), 0);
   ASSERT_EQ(symlink(dir_.Join("elsewhere").c_str(), Below("data").c_str()), 0);
@@ -595,7 +596,7 @@ TEST_F(OpenTest, LinksInACheckpointLeadNowhere) {
   EXPECT_TRUE(Whole(*opened));
 }
 
-TEST_F(OpenTest, TheIndexHoldsNoNameOfThisMachine) {
+TEST_F(OpenTest, IndexDoesNotContainTheHostName) {
   const std::string bytes = ReadWholeFile(Below(std::string(kIndexName)));
   char host[256] = {};
   ASSERT_EQ(gethostname(host, sizeof(host) - 1), 0);
@@ -605,7 +606,7 @@ TEST_F(OpenTest, TheIndexHoldsNoNameOfThisMachine) {
   EXPECT_EQ(bytes.find(dir_.path()), std::string::npos);
 }
 
-TEST_F(OpenTest, AFailedWriteOfTheIndexIsAnError) {
+TEST_F(OpenTest, FailedIndexWriteIsAnError) {
   ASSERT_OK(HostFileSystem().RemoveFile(Below(std::string(kIndexName))));
   for (const FileOp op : {FileOp::kCreate, FileOp::kWrite, FileOp::kSync}) {
     ObservedFileSystem failing(HostFileSystem(), [&](const FileEvent& event) {
@@ -626,7 +627,7 @@ TEST_F(OpenTest, AFailedWriteOfTheIndexIsAnError) {
   EXPECT_EQ(syncs, 1);
 }
 
-TEST_F(OpenTest, TheSafetensorsHeaderPlacesTensorsAligned) {
+TEST_F(OpenTest, SafetensorsHeaderAlignsTensors) {
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   ASSERT_OK_AND_ASSIGN(const std::string header, opened->index().SafetensorsHeader());
   EXPECT_EQ(header.size(), opened->index().safetensors_header_bytes());
@@ -641,7 +642,7 @@ TEST_F(OpenTest, TheSafetensorsHeaderPlacesTensorsAligned) {
   }));
 }
 
-TEST_F(OpenTest, KeysAreFoundInOrder) {
+TEST_F(OpenTest, KeysAreListedInOrder) {
   ASSERT_OK_AND_ASSIGN(const auto opened, Open());
   std::vector<std::string> keys;
   for (const RandomTensor& tensor : spec_.tensors) keys.push_back(tensor.key);
@@ -667,7 +668,7 @@ TEST_F(OpenTest, KeysAreFoundInOrder) {
 
 // Reads that go on where others ended: in order, out of order, ended early, within each other, of
 // keys that are there, missing, or prefixes of one another.
-TEST(SstTableTest, ReadsAsAPlainTableDoesWhateverWasReadBefore) {
+TEST(SstTableTest, ReadsMatchAPlainTableAfterAnyReads) {
   Random random(TestSeed());
   TempDir dir;
   const auto name = [&] {

@@ -24,7 +24,7 @@
 namespace tensormount {
 namespace {
 
-TEST(PageHash, IsAsTheFormatSays) {
+TEST(PageHash, MatchesTheFormatSpecification) {
   std::string mark("tensormount pages v1\0", 21);
   std::string check("tensormount page block v1\0", 26);
   const std::uint64_t words[] = {1, 2, 3, 4, 5, 6};
@@ -112,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Guarded, PageHashTest, testing::Bool());
 
 // Runs that are part of a leaf, parts of two leaves, columns with pages between them, and some that
 // touch all.
-TEST_P(PageHashTest, ReadsTakeThePagesThatTheyTouch) {
+TEST_P(PageHashTest, ReadsFetchOnlyTheTouchedPages) {
   std::vector<Box> boxes = {Box::Make({3, 100}, {1, 20}).value(), Box::Make({0, 0}, {1, 1}).value(),
                             Box::Make({23, 50'000}, {1, 1}).value(),
                             Box::Make({0, 700}, {kRows, 300}).value(),
@@ -138,11 +138,11 @@ TEST_P(PageHashTest, ReadsTakeThePagesThatTheyTouch) {
 }
 
 // The page is named; the pages beside it, of the same leaf, are still read.
-TEST_P(PageHashTest, ADamagedPageIsNamedAndItsNeighboursAreRead) {
+TEST_P(PageHashTest, DamagedPageIsNamedAndItsNeighborsRead) {
   constexpr std::int64_t kBad = 7 * kColumns + 20'000;  // Of the tensor.
   Rewrite(DataFile(), [](std::string& data) { data[kHead + kBad] ^= 4; });
   const std::string name =
-      "byte " + std::to_string(kHead + kBad / 4096 * 4096) + ": checksum differs";
+      "byte " + std::to_string(kHead + kBad / 4096 * 4096) + ": checksum mismatch";
   std::string got;
   ReadStats stats;
   const Box bad[] = {Box::Make({7, 20'000}, {1, 1}).value(),
@@ -163,15 +163,16 @@ TEST_P(PageHashTest, ADamagedPageIsNamedAndItsNeighboursAreRead) {
 }
 
 // What is known to be good of a leaf is the page that was compared, and no other.
-TEST_P(PageHashTest, APageThatWasReadProvesNothingOfItsLeaf) {
+TEST_P(PageHashTest, VerifiedPageDoesNotVerifyItsLeaf) {
   constexpr std::uint64_t kBad = 5 * 4096 + 7;
   Rewrite(DataFile(), [](std::string& data) { data[kHead + kBad] ^= 4; });
   ASSERT_OK_AND_ASSIGN(const auto opened,
                        OpenedCheckpoint::Open(HostFileSystem(), dir_.Join("c"), {}));
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("w"));
   const std::string path = dir_.Join("c/" + DataFile());
-  const Deadline deadline = Deadline::After(FileStamp::kSettles);
-  while (!FileStamp::Of(HostFileSystem().Stat(path).value()).Settled() && !deadline.Passed()) {
+  const Deadline deadline = Deadline::After(FileStamp::kSettleTime);
+  while (!FileStamp::OfForeignFile(HostFileSystem().Stat(path).value()).IsSettled() &&
+         !deadline.Passed()) {
     std::this_thread::yield();
   }
   const auto read = [&](std::uint64_t at, std::size_t size, std::uint64_t* from_storage) {
@@ -194,7 +195,7 @@ TEST_P(PageHashTest, APageThatWasReadProvesNothingOfItsLeaf) {
 }
 
 // A byte of the page hashes: what they were to prove is proved by its leaf, and only that.
-TEST_P(PageHashTest, DamagedPageHashesCountAsNotThere) {
+TEST_P(PageHashTest, DamagedPageHashesAreIgnored) {
   const std::string manifest = "manifest/rank-0.tmm";
   const std::string before = ReadWholeFile(dir_.Join("c/" + manifest));
   const std::uint64_t leaves = LeafCount(kRows * kColumns);
@@ -226,7 +227,7 @@ TEST_P(PageHashTest, DamagedPageHashesCountAsNotThere) {
 
 // A writer that got page hashes wrong, and their check right: the leaf has the last word, of whole
 // bytes and of damaged ones.
-TEST_P(PageHashTest, WrongPageHashesOfAWriterRefuseNothing) {
+TEST_P(PageHashTest, WrongPageHashesDoNotRefuseGoodData) {
   const std::string manifest = "manifest/rank-0.tmm";
   const std::string before = ReadWholeFile(dir_.Join("c/" + manifest));
   const std::uint64_t leaves = LeafCount(kRows * kColumns);
@@ -254,7 +255,7 @@ TEST_P(PageHashTest, WrongPageHashesOfAWriterRefuseNothing) {
 }
 
 // Gaps of some pages between runs as long: the gaps are spared, though much of all is wanted.
-TEST_P(PageHashTest, PagesBetweenLongRunsAreSpared) {
+TEST_P(PageHashTest, PagesBetweenLongRunsAreNotRead) {
   const Box box = Box::Make({0, 0}, {kRows, 30'000}).value();
   std::string got;
   ReadStats stats;
@@ -264,7 +265,7 @@ TEST_P(PageHashTest, PagesBetweenLongRunsAreSpared) {
 }
 
 // Everything but the manifests, and COMMIT and the index that name them, is as without.
-TEST(PageHash, NothingElseOnDiskKnowsOfThem) {
+TEST(PageHash, PageHashesChangeOnlyTheManifests) {
   Random random(TestSeed());
   TempDir dir;
   BuildSpec spec;

@@ -14,7 +14,7 @@ namespace {
 using PublishScaleTest = StoreTest;
 
 // With TENSORMOUNT_TEST_SCALE=10 the million chunks of docs/performance.md.
-TEST_F(PublishScaleTest, ManyChunksArePublishedComparedWithTheirParentAndOpened) {
+TEST_F(PublishScaleTest, ManyChunksArePublishedComparedAndOpened) {
   const SyntheticSpec spec{.tensors = TestScale(1000), .chunks_per_tensor = 100, .writers = 4};
   const Store store = MakeStore();
   std::set<std::string> roots;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads that compare bytes with their hashes once, and again when their file has changed.
 #include <fcntl.h>
+#include <functional>
+#include <future>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -8,10 +10,30 @@
 #include "base/deadline.h"
 #include "index/read/checkpoint.h"
 #include "index/read/proven_ranges.h"
+#include "index/records/lru_cache.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/random.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
+
+namespace tensormount {
+
+// A key of a cache whose hash is computed under the lock of the cache, and may take long.
+struct SlowKey {
+  int number = 0;
+  std::function<void()> hashing;
+  bool operator==(const SlowKey& other) const { return number == other.number; }
+};
+
+}  // namespace tensormount
+
+template <>
+struct std::hash<tensormount::SlowKey> {
+  std::size_t operator()(const tensormount::SlowKey& key) const {
+    if (key.hashing) key.hashing();
+    return static_cast<std::size_t>(key.number);
+  }
+};
 
 namespace tensormount {
 namespace {
@@ -20,7 +42,7 @@ FileStamp StampAt(std::uint64_t inode) {
   return {.device = 1, .inode = inode, .size = 4000, .changed_seconds = 1000};
 }
 
-TEST(ProvenRanges, AgreeWithABitForEachByte) {
+TEST(ProvenRanges, MatchAPerByteModel) {
   Random random(TestSeed());
   ProvenRanges ranges;
   constexpr std::size_t kBytes = 400;
@@ -33,7 +55,7 @@ TEST(ProvenRanges, AgreeWithABitForEachByte) {
                    std::min<std::int64_t>(kBytes, static_cast<std::int64_t>(begin) + 40)));
     if (random.OneIn(100)) {  // The file changed.
       ++inode;
-      ASSERT_FALSE(ranges.Hold(7, StampAt(inode), {begin, begin + 1}));
+      ASSERT_FALSE(ranges.AreProven(7, StampAt(inode), {begin, begin + 1}));
       good.assign(kBytes, false);
     }
     ranges.Add(7, StampAt(inode), {begin, end});
@@ -48,8 +70,8 @@ TEST(ProvenRanges, AgreeWithABitForEachByte) {
     const bool all =
         std::all_of(good.begin() + static_cast<std::ptrdiff_t>(from),
                     good.begin() + static_cast<std::ptrdiff_t>(to), [](bool g) { return g; });
-    ASSERT_EQ(ranges.Hold(7, StampAt(inode), {from, to}), all) << from << " " << to;
-    ASSERT_FALSE(ranges.Hold(8, StampAt(inode), {from, to}));
+    ASSERT_EQ(ranges.AreProven(7, StampAt(inode), {from, to}), all) << from << " " << to;
+    ASSERT_FALSE(ranges.AreProven(8, StampAt(inode), {from, to}));
   }
 }
 
@@ -60,78 +82,109 @@ TEST(ProvenRanges, AreBounded) {
     ranges.Add(0, stamp, {10 * i, 10 * i + 5});
   }
   const std::uint64_t last = 10 * (ProvenRanges::kMaxRanges + 9);
-  EXPECT_TRUE(ranges.Hold(0, stamp, {0, 5}));
-  EXPECT_FALSE(ranges.Hold(0, stamp, {last, last + 5}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp, {0, 5}));
+  EXPECT_FALSE(ranges.AreProven(0, stamp, {last, last + 5}));
   // What joins others always fits.
   ranges.Add(0, stamp, {0, last + 5});
-  EXPECT_TRUE(ranges.Hold(0, stamp, {0, last + 5}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp, {0, last + 5}));
   ranges.Add(1, stamp, {0, 5});
-  EXPECT_TRUE(ranges.Hold(1, stamp, {0, 5}));
+  EXPECT_TRUE(ranges.AreProven(1, stamp, {0, 5}));
 }
 
-TEST(FileStamp, IsSettledOnceAnotherChangeWouldShow) {
+// A thread that frees descriptors of other checkpoints may hold what a reader of this one waits
+// for.
+TEST(LruCacheTest, ClearWaitsForOtherThreadsOnlyIfAllowed) {
+  LruCache<SlowKey, int> cache(100);
+  const SlowKey one{.number = 1};
+  cache.Put(one, std::make_shared<int>(1), 1);
+  std::promise<void> inside;
+  std::promise<void> cleared;
+  bool in_time = false;
+  const SlowKey slow{.number = 2, .hashing = [&] {
+                       inside.set_value();
+                       // The limit is for a Clear that waits after all, which is then seen below.
+                       in_time = cleared.get_future().wait_for(std::chrono::seconds(30)) ==
+                                 std::future_status::ready;
+                     }};
+  std::thread reader([&] { EXPECT_EQ(cache.Get(slow), nullptr); });
+  inside.get_future().wait();
+  cache.Clear(/*may_wait=*/false);
+  cleared.set_value();
+  reader.join();
+  EXPECT_TRUE(in_time);
+  EXPECT_NE(cache.Get(one), nullptr);
+  cache.Clear(/*may_wait=*/false);
+  EXPECT_EQ(cache.Get(one), nullptr) << "nobody had the lock";
+}
+
+TEST(FileStamp, IsSettledAfterATimestampGrain) {
   TempDir dir;
   const std::string path = dir.Join("f");
   WriteWholeFile(path, "1");
-  const auto stamp = [&] { return FileStamp::Of(HostFileSystem().Stat(path).value()); };
-  EXPECT_FALSE(stamp().Settled());
-  const Deadline deadline = Deadline::After(FileStamp::kSettles);
-  while (!stamp().Settled() && !deadline.Passed()) std::this_thread::yield();
+  const auto stamp = [&] { return FileStamp::OfForeignFile(HostFileSystem().Stat(path).value()); };
+  EXPECT_FALSE(stamp().IsSettled());
+  const Deadline deadline = Deadline::After(FileStamp::kSettleTime);
+  while (!stamp().IsSettled() && !deadline.Passed()) std::this_thread::yield();
   const FileStamp before = stamp();
-  ASSERT_TRUE(before.Settled());
+  ASSERT_TRUE(before.IsSettled());
   WriteWholeFile(path, "2");
   EXPECT_NE(stamp(), before);
   FileStamp odd = before;
   odd.changed_seconds = INT64_MAX;
-  EXPECT_TRUE(odd.Settled());
+  EXPECT_TRUE(odd.IsSettled());
   odd.changed_seconds = INT64_MIN;
-  EXPECT_TRUE(odd.Settled());
+  EXPECT_TRUE(odd.IsSettled());
+  // Of a file system that does not tell files and their changes apart.
+  FileStamp unknown;
+  unknown.size = 1;
+  unknown.modified_seconds = 1;
+  EXPECT_FALSE(unknown.IsSettled());
 }
 
-TEST(FileStamp, ALinkIsNoWrite) {
+TEST(FileStamp, HardLinkIsNotTakenForAWrite) {
   TempDir dir;
   const std::string path = dir.Join("f");
   WriteWholeFile(path, "1");
-  const FileStamp one = FileStamp::OfOurs(HostFileSystem().Stat(path).value());
+  const FileStamp one = FileStamp::OfStoreFile(HostFileSystem().Stat(path).value());
   FileStamp two = one;
-  EXPECT_TRUE(two.SameBytes(one));
+  EXPECT_TRUE(two.IsUnwrittenSince(one));
   two.links = 2;
   two.changed_nanoseconds += 1;
-  EXPECT_TRUE(two.SameBytes(one));
-  EXPECT_TRUE(one.SameBytes(two));
+  EXPECT_TRUE(two.IsUnwrittenSince(one));
+  EXPECT_TRUE(one.IsUnwrittenSince(two));
   FileStamp written = two;
   written.modified_nanoseconds += 1;
-  EXPECT_FALSE(written.SameBytes(one));
+  EXPECT_FALSE(written.IsUnwrittenSince(one));
   FileStamp put_back = two;
   put_back.changed_seconds += 1;
-  EXPECT_FALSE(put_back.SameBytes(two));
+  EXPECT_FALSE(put_back.IsUnwrittenSince(two));
   // Of other programs' files nobody knows who links them.
-  FileStamp foreign = FileStamp::Of(HostFileSystem().Stat(path).value());
+  FileStamp foreign = FileStamp::OfForeignFile(HostFileSystem().Stat(path).value());
   const FileStamp before = foreign;
   foreign.changed_nanoseconds += 1;
-  EXPECT_FALSE(foreign.SameBytes(before));
+  EXPECT_FALSE(foreign.IsUnwrittenSince(before));
 }
 
 // Who looked before the link must not make its state the known one again: a change that is like
 // another link from there would go unseen.
-TEST(ProvenRanges, FollowALinkAndNotBack) {
+TEST(ProvenRanges, FollowAHardLinkForwardOnly) {
   const auto stamp = [](std::uint64_t links, std::int64_t changed) {
     return FileStamp{
         .device = 1, .inode = 2, .size = 9, .changed_seconds = changed, .links = links};
   };
   ProvenRanges ranges;
   ranges.Add(0, stamp(1, 100), {0, 9});
-  EXPECT_TRUE(ranges.Hold(0, stamp(2, 200), {0, 9}));
-  EXPECT_TRUE(ranges.Hold(0, stamp(1, 100), {0, 9}));
-  EXPECT_FALSE(ranges.Hold(0, stamp(2, 201), {0, 9}));
-  EXPECT_TRUE(ranges.Hold(0, stamp(3, 300), {0, 9}));
-  EXPECT_TRUE(ranges.Hold(0, stamp(2, 400), {0, 9}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp(2, 200), {0, 9}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp(1, 100), {0, 9}));
+  EXPECT_FALSE(ranges.AreProven(0, stamp(2, 201), {0, 9}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp(3, 300), {0, 9}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp(2, 400), {0, 9}));
   EXPECT_EQ(ranges.Bytes(0, stamp(2, 400)), 9u);
-  EXPECT_FALSE(ranges.Hold(0, stamp(2, 401), {0, 9}));
+  EXPECT_FALSE(ranges.AreProven(0, stamp(2, 401), {0, 9}));
   // What is added in another state is all that is known.
   ranges.Add(0, stamp(2, 401), {3, 4});
-  EXPECT_FALSE(ranges.Hold(0, stamp(2, 401), {0, 9}));
-  EXPECT_TRUE(ranges.Hold(0, stamp(2, 401), {3, 4}));
+  EXPECT_FALSE(ranges.AreProven(0, stamp(2, 401), {0, 9}));
+  EXPECT_TRUE(ranges.AreProven(0, stamp(2, 401), {3, 4}));
 }
 
 // With page hashes, and without.
@@ -163,8 +216,9 @@ class ReadOnce : public testing::TestWithParam<bool> {
   // Waits until no file's state is of a moment ago.
   void Settle() const {
     for (const std::string& path : files_) {
-      const Deadline deadline = Deadline::After(FileStamp::kSettles);
-      while (!FileStamp::Of(HostFileSystem().Stat(path).value()).Settled() && !deadline.Passed()) {
+      const Deadline deadline = Deadline::After(FileStamp::kSettleTime);
+      while (!FileStamp::OfForeignFile(HostFileSystem().Stat(path).value()).IsSettled() &&
+             !deadline.Passed()) {
         std::this_thread::yield();
       }
     }
@@ -179,7 +233,7 @@ INSTANTIATE_TEST_SUITE_P(PageHashes, ReadOnce, testing::Bool());
 
 // Reads of every kind beside damage that comes and goes, often within one tick of the clock: what
 // is handed out is always right, and nothing is refused while all is whole.
-TEST_P(ReadOnce, NoChangeGoesUnseen) {
+TEST_P(ReadOnce, EveryDamageIsDetectedAndGoodDataIsRead) {
   Random random(TestSeed() + 1);
   std::vector<std::pair<std::string, std::uint64_t>> damage;
   int failed = 0;
@@ -244,7 +298,7 @@ TEST_P(ReadOnce, NoChangeGoesUnseen) {
   EXPECT_GT(good, 0);
 }
 
-TEST_P(ReadOnce, WhatIsProvenIsReadWithoutItsHashes) {
+TEST_P(ReadOnce, VerifiedBytesAreNotHashedAgain) {
   ASSERT_OK_AND_ASSIGN(const TensorEntry rows, opened_->index().Find("b"));
   std::string all(300'000, '?');
   Settle();
@@ -266,7 +320,7 @@ TEST_P(ReadOnce, WhatIsProvenIsReadWithoutItsHashes) {
 
 // A later save links a file, and a checkpoint that shared it is deleted: nothing is compared again.
 // What is written after that, and given its old time, is noticed all the same.
-TEST_P(ReadOnce, LinksOfLaterSavesProveNothingAgain) {
+TEST_P(ReadOnce, HardLinksOfLaterSavesCauseNoRehash) {
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened_->index().Find("b"));
   std::string all(300'000, '?');
   const auto hashed = [&]() -> Result<std::uint64_t> {
@@ -298,7 +352,7 @@ TEST_P(ReadOnce, LinksOfLaterSavesProveNothingAgain) {
 }
 
 // A damaged file that is restored by another one of its name serves again, without a new open.
-TEST_P(ReadOnce, AGoodCopyInThePlaceOfADamagedFileIsFound) {
+TEST_P(ReadOnce, RepairedFileIsReadAgain) {
   ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened_->index().Find("a"));
   std::string got(300'000, '?');
   std::string damaged;

@@ -9,10 +9,12 @@
 #include "index/foreign/open_source.h"
 #include "index/read/checkpoint.h"
 #include "index/read/threaded_read.h"
+#include "shard/leaf_hash.h"
 #include "shard/strided_digest.h"
 #include "tests/index/checkpoint_builder.h"
 #include "tests/support/guard_for_a_while.h"
 #include "tests/support/observed_file_system.h"
+#include "tests/support/plain_reads_file_system.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -126,7 +128,7 @@ void CompareWithOracle(Random& random, const OpenedCheckpoint& opened, const Bui
 }
 
 // Two halves of columns: rows of 4 KiB are scattered into place, whole chunks are mapped.
-TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
+TEST(Read, ColumnsAreScatteredAndRowsAreMapped) {
   TempDir dir;
   Random random(TestSeed());
   BuildSpec spec;
@@ -167,9 +169,51 @@ TEST(Read, ColumnHalvesAreScatteredAndRowsAreMapped) {
   EXPECT_TRUE(cut.empty());
 }
 
+// A slow source is waited for once, not once a chunk: whoever reads says first what it will read.
+TEST(Read, AllReadsStartBeforeTheFirstWait) {
+  TempDir dir;
+  Random random(TestSeed());
+  constexpr std::int64_t kWriters = 8;
+  constexpr std::int64_t kColumns = 100'000;
+  BuildSpec spec;
+  spec.writers = kWriters;
+  spec.tensors.push_back({.key = "w",
+                          .dtype = DType::kU8,
+                          .shape = {kWriters, kColumns},
+                          .bytes = random.Bytes(kWriters * kColumns)});
+  Partition rows;
+  for (std::int64_t row = 0; row < kWriters; ++row) {
+    rows.push_back({Region(Box::Make({row, 0}, {1, kColumns}).value())});
+  }
+  spec.partitions.push_back(rows);
+  ASSERT_OK(BuildCheckpoint(HostFileSystem(), dir.Join("c"), spec));
+  PlainReadsFileSystem fs("plain://");
+  ASSERT_OK_AND_ASSIGN(const auto opened,
+                       OpenedCheckpoint::Open(fs, "plain://" + dir.Join("c"), {}));
+  ASSERT_OK_AND_ASSIGN(const TensorEntry entry, opened->index().Find("w"));
+  PlainReadsFileSystem::Counts& counts = fs.counts();
+  const auto read = [&](std::uint64_t offset, std::uint64_t size, ReadVerify verify) {
+    counts.hints = counts.hinted_bytes = 0;
+    const std::uint64_t before = counts.reads;
+    std::string got(size, '?');
+    EXPECT_OK(opened->ReadBytes(entry, offset, got.data(), size, verify, nullptr));
+    EXPECT_EQ(got, spec.tensors[0].bytes.substr(offset, size));
+    EXPECT_TRUE(counts.hints == 0 || counts.reads_at_hint == before);
+  };
+  read(0, kWriters * kColumns, ReadVerify::kOff);
+  EXPECT_EQ(counts.hints, static_cast<std::uint64_t>(kWriters));
+  EXPECT_EQ(counts.hinted_bytes, static_cast<std::uint64_t>(kWriters * kColumns));
+  // The end of one row and the begin of the next: of both the leaves that prove it.
+  read(kColumns - 10, 20, ReadVerify::kExtendLeaves);
+  EXPECT_EQ(counts.hints, 2u);
+  EXPECT_EQ(counts.hinted_bytes, static_cast<std::uint64_t>(kColumns));
+  read(5, 100, ReadVerify::kExtendLeaves);  // One read of data, and nothing to begin before it.
+  EXPECT_EQ(counts.hints, 0u);
+}
+
 // Thousands of small tensors are a few reads where somebody reads them in order, and as many as
 // they are elsewhere: what was read ahead is nobody's later.
-TEST(Read, SmallTensorsInOrderAreFewReads) {
+TEST(Read, SmallTensorsInOrderTakeFewReads) {
   TempDir dir;
   Random random(TestSeed());
   BuildSpec spec;
@@ -273,7 +317,7 @@ class MappedLeavesTest : public testing::Test {
   std::shared_ptr<OpenedCheckpoint> opened_;
 };
 
-TEST_F(MappedLeavesTest, AreReadOnceEach) {
+TEST_F(MappedLeavesTest, EachLeafIsReadOnce) {
   std::string got;
   ReadStats stats;
   ASSERT_OK(ReadColumns(&got, &stats));
@@ -285,7 +329,7 @@ TEST_F(MappedLeavesTest, AreReadOnceEach) {
 
 // Rows of two leaves of which 16 KiB are wanted: the other leaf is nobody's, with a guard or
 // without.
-TEST(Read, LeavesWithNothingWantedAreNotRead) {
+TEST(Read, UnneededLeavesAreNotRead) {
   constexpr std::int64_t kRows = 20;
   constexpr std::int64_t kColumns = 128 * 1024;
   TempDir dir;
@@ -315,7 +359,7 @@ TEST(Read, LeavesWithNothingWantedAreNotRead) {
 
 // By threads: what one would read, of all or of any region, into strided memory too; what is
 // damaged in the part of any of them fails all.
-TEST(Read, ByThreadsIsTheSame) {
+TEST(Read, AnyNumberOfThreadsReadsTheSame) {
   Random random(TestSeed());
   TempDir dir;
   BuildSpec spec;
@@ -405,7 +449,7 @@ TEST(Read, ShortRunsAndHalfBytesAreSharedBetweenThreads) {
 }
 
 // A byte of any leaf, one that is wanted or one between: the leaf is named.
-TEST_F(MappedLeavesTest, ADamagedOneIsNamed) {
+TEST_F(MappedLeavesTest, ErrorNamesTheDamagedLeaf) {
   ASSERT_OK_AND_ASSIGN(const auto extents,
                        opened_->index().Extents(opened_->index().Find("w").value().ordinal));
   ASSERT_EQ(extents->size(), 2u);
@@ -427,7 +471,7 @@ TEST_F(MappedLeavesTest, ADamagedOneIsNamed) {
       EXPECT_THAT(status, HasCode(Code::kDataLoss)) << at;
       EXPECT_THAT(status.message(),
                   testing::HasSubstr("byte " + std::to_string(chunk.offset + at / 65536 * 65536) +
-                                     ": checksum differs"));
+                                     ": checksum mismatch"));
       ASSERT_EQ(pwrite(fd, &byte, 1, place), 1);
     }
     ASSERT_OK(ReadColumns(&got, nullptr));
@@ -446,7 +490,7 @@ TEST_F(MappedLeavesTest, ADamagedOneIsNamed) {
 // Where nothing catches SIGBUS, as in the programs of others, a bad block must not end them: few
 // columns of long rows are read instead of mapped, others fetched before they are touched. (In this
 // process nothing enables the guard.)
-TEST(Read, WithoutAGuardColumnsAreReadAllTheSame) {
+TEST(Read, ColumnsReadWithoutTheMappingGuard) {
   ASSERT_FALSE(MappingGuarded());
   TempDir dir;
   Random random(TestSeed());
@@ -537,12 +581,12 @@ struct Flipped {
   }
 };
 
-TEST(ReadDamage, AFlippedByteIsNamedByTensorBoxFileAndLeaf) {
+TEST(ReadDamage, FlippedByteErrorNamesTensorBoxFileAndLeaf) {
   // Byte 32 + 65536 + 5 of the file: the second leaf of writer 1's chunk.
   Flipped f(TwoChunks(true), 32 + 65536 + 5);
   std::string out(64 * 4096, '\0');
   const std::string where =
-      "tensor w [0:64, 2048:4096]: data/11112222-r1.bin: byte 65568: checksum differs";
+      "tensor w [0:64, 2048:4096]: data/11112222-r1.bin: byte 65568: checksum mismatch";
   for (const ReadVerify mode : {ReadVerify::kWholeLeaves, ReadVerify::kExtendLeaves}) {
     const Status status = f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), mode, nullptr);
     EXPECT_THAT(status, HasCode(Code::kDataLoss));
@@ -563,13 +607,13 @@ TEST(ReadDamage, AFlippedByteIsNamedByTensorBoxFileAndLeaf) {
   EXPECT_EQ(report.damages[0].object, "tensor w [0:64, 2048:4096]");
   EXPECT_EQ(report.damages[0].file, "data/11112222-r1.bin");
   EXPECT_EQ(report.damages[0].offset, 65568u);
-  EXPECT_EQ(report.damages[0].reason, "checksum differs");
+  EXPECT_EQ(report.damages[0].reason, "checksum mismatch");
   ASSERT_OK_AND_ASSIGN(const VerifyReport quick,
                        VerifyCheckpoint(HostFileSystem(), f.dir.Join("c"), {.quick = true}));
   EXPECT_TRUE(quick.damages.empty());
 }
 
-TEST(ReadDamage, OfSmallNeighboursTheRightOneIsNamed) {
+TEST(ReadDamage, ErrorNamesTheRightSmallNeighbor) {
   BuildSpec spec = TwoChunks(false);
   spec.partitions = {{{}, {}}};
   for (std::int64_t row = 0; row < 64; ++row) {
@@ -582,7 +626,7 @@ TEST(ReadDamage, OfSmallNeighboursTheRightOneIsNamed) {
   };
   for (const ReadVerify mode : {ReadVerify::kWholeLeaves, ReadVerify::kExtendLeaves}) {
     EXPECT_THAT(read(mode), HasMessage("tensor w [20:21, 0:4096]: data/11112222-r1.bin: byte "
-                                       "81952: checksum differs"));
+                                       "81952: checksum mismatch"));
   }
   EXPECT_OK(read(ReadVerify::kOff));
   WriteWholeFile(f.data, ReadWholeFile(f.data).substr(0, 32 + 30 * 4096 + 9));
@@ -591,7 +635,7 @@ TEST(ReadDamage, OfSmallNeighboursTheRightOneIsNamed) {
                                                  "byte 122921: the file ends here"));
 }
 
-TEST(ReadDamage, TheDigestSeesWhatLeavesDoNot) {
+TEST(ReadDamage, DigestDetectsDamageOutsideWholeLeaves) {
   // Column pieces out of rows cover no whole leaf.
   Flipped f(TwoChunks(false), 32 + 5);
   Crc64 sum = 0;
@@ -608,7 +652,7 @@ TEST(ReadDamage, TheDigestSeesWhatLeavesDoNot) {
   EXPECT_NE(sum, f.entry.digest);
 }
 
-TEST(ReadDamage, AShortFileAndAMissingOneAreDataLoss) {
+TEST(ReadDamage, ShortAndMissingFilesAreDataLoss) {
   Flipped f(TwoChunks(true), SIZE_MAX);
   std::string bytes = ReadWholeFile(f.data);
   WriteWholeFile(f.data, bytes.substr(0, bytes.size() - 1));
@@ -631,7 +675,7 @@ TEST(ReadDamage, AShortFileAndAMissingOneAreDataLoss) {
   EXPECT_THAT(missing, HasMessage("the file is missing"));
 }
 
-TEST(ReadDamage, ADamagedManifestDoesNotProveAnything) {
+TEST(ReadDamage, DamagedManifestVerifiesNothing) {
   Flipped f(TwoChunks(true), SIZE_MAX);
   const std::string path = f.dir.Join("c/manifest/rank-1.tmm");
   std::string bytes = ReadWholeFile(path);
@@ -640,11 +684,11 @@ TEST(ReadDamage, ADamagedManifestDoesNotProveAnything) {
   std::string out(64 * 4096, '\0');
   EXPECT_THAT(
       f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kWholeLeaves, nullptr),
-      HasMessage("rank-1.tmm: the leaf hashes do not belong to it"));
+      HasMessage("rank-1.tmm: the leaf hashes do not match its chunk hash"));
   EXPECT_OK(f.opened->ReadBytes(f.entry, 0, out.data(), out.size(), ReadVerify::kOff, nullptr));
 }
 
-TEST(Read, RefusesWhatDoesNotFit) {
+TEST(Read, RefusesRegionsAndBuffersThatDoNotFit) {
   Flipped f(TwoChunks(true), SIZE_MAX);
   std::string out(64 * 4096, '\0');
   const BufferView whole = BufferView::Host(DType::kU8, out.data(), {64, 4096});
@@ -665,7 +709,7 @@ TEST(Read, RefusesWhatDoesNotFit) {
   EXPECT_THAT(read(Region(Box::Whole({64, 4096})), device), HasCode(Code::kUnsupported));
 }
 
-TEST(Read, AFileThatIsTheTensorIsFound) {
+TEST(Read, TensorFileIsFound) {
   TempDir dir;
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(WriteTinyCheckpoint(HostFileSystem(), dir.Join("store"), "c", spec, {}));
@@ -691,7 +735,7 @@ TEST(Read, AFileThatIsTheTensorIsFound) {
   EXPECT_EQ(found, 1);
 }
 
-TEST(Read, ASafetensorsFileIsACheckpoint) {
+TEST(Read, SafetensorsFileOpensAsACheckpoint) {
   TempDir dir;
   std::string bytes(1000, 'x');
   std::string header = R"({"w":{"dtype":"U8","shape":[1000],"data_offsets":[0,1000]}})";

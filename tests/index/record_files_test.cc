@@ -34,7 +34,7 @@ std::string Resealed(std::string bytes, std::size_t at, std::uint64_t value) {
   return bytes;
 }
 
-TEST(CommitRecord, ComesBackAsItWas) {
+TEST(CommitRecord, CommitRecordRoundTrips) {
   const CommitRecord record = SmallRecord();
   const std::string bytes = EncodeCommit(record);
   EXPECT_EQ(bytes.size(), 8192u);
@@ -46,7 +46,7 @@ TEST(CommitRecord, ComesBackAsItWas) {
   EXPECT_EQ(decoded.record.Find("index/x"), nullptr);
 }
 
-TEST(CommitRecord, EveryFlippedBitIsSeen) {
+TEST(CommitRecord, EveryFlippedBitIsDetected) {
   const std::string bytes = EncodeCommit(SmallRecord());
   // All of what is written, and a sample of the padding.
   const auto length = LoadLittle<std::uint64_t>(bytes.data() + 40);
@@ -68,7 +68,7 @@ TEST(CommitRecord, EveryFlippedBitIsSeen) {
   }
 }
 
-TEST(CommitRecord, SurvivesACutBehindTheFirstCopy) {
+TEST(CommitRecord, SurvivesTruncationAfterTheFirstCopy) {
   CommitRecord record = SmallRecord();
   for (int i = 0; i < 100; ++i) {
     record.files.push_back({.name = "manifest/" + std::to_string(1000 + i)});
@@ -98,7 +98,7 @@ TEST(CommitRecord, CopiesThatDisagreeAreRefused) {
   EXPECT_THAT(DecodeCommit(mixed, "COMMIT"), HasMessage("its two copies disagree"));
 }
 
-TEST(CommitRecord, UnknownIncompatibleBitsAreRefusedAndOthersNot) {
+TEST(CommitRecord, OnlyUnknownIncompatibleBitsAreRefused) {
   const std::string bytes = EncodeCommit(SmallRecord());
   const Result<DecodedCommit> incompatible = DecodeCommit(Resealed(bytes, 32, 0x240), "COMMIT");
   EXPECT_THAT(incompatible, HasCode(Code::kUnsupported));
@@ -107,7 +107,7 @@ TEST(CommitRecord, UnknownIncompatibleBitsAreRefusedAndOthersNot) {
   EXPECT_OK(DecodeCommit(Resealed(bytes, 24, 1), "COMMIT"));
 }
 
-TEST(CommitRecord, NamesThatLeadElsewhereAreRefused) {
+TEST(CommitRecord, FileNamesOutsideTheCheckpointAreRefused) {
   for (const char* name : {"data/../../etc", "/data/x", "COMMIT", "data/", "data//x", "data/./x"}) {
     CommitRecord record = SmallRecord();
     record.files = {{.name = name}};
@@ -134,7 +134,7 @@ Inventory SmallInventory() {
   return inventory;
 }
 
-TEST(Manifest, ComesBackAsItWas) {
+TEST(Manifest, ManifestRoundTrips) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
   ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   ASSERT_OK_AND_ASSIGN(const Manifest manifest, DecodeManifest(bytes, "manifest/a.tmm"));
@@ -171,7 +171,7 @@ TEST(Manifest, EveryFlippedBitAndEveryCutIsRefused) {
 }
 
 // Checksums hold, contents lie: what decodes is refused or harmless, never a crash.
-TEST(Manifest, LiesUnderValidChecksumsAreSurvived) {
+TEST(Manifest, WrongContentWithValidChecksumsDoesNotCrash) {
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
   ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));
   const auto records = LoadLittle<std::uint64_t>(bytes.data() + 48);
@@ -201,7 +201,7 @@ TEST(Manifest, LiesUnderValidChecksumsAreSurvived) {
   }
 }
 
-TEST(Manifest, LeavesAreReadWithoutTheRest) {
+TEST(Manifest, LeavesAreReadWithoutTheRestOfTheManifest) {
   TempDir dir;
   const std::vector<Hash128> leaves = {{1, 2}, {3, 4}, {5, 6}};
   ASSERT_OK_AND_ASSIGN(const std::string bytes, EncodeManifest(SmallInventory(), leaves));

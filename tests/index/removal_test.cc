@@ -36,7 +36,7 @@ using Every = RetentionRules::Every;
 class RemovalTest : public RetainedStepsTest {
  protected:
   Result<PruneReport> Prune(FileSystem& on, const std::string& rules,
-                            const retention::PruneFor& whom = {}) {
+                            const retention::PruneContext& whom = {}) {
     PruneOptions options;
     options.rules = RetentionRules::Parse(rules).value();
     return retention::Prune(on, Store::Open(on, StorePath()).value(), options, whom);
@@ -44,7 +44,7 @@ class RemovalTest : public RetainedStepsTest {
 };
 
 // Another one may have begun after it and be there before it.
-TEST_F(RemovalTest, ASaveDoesNotRemoveWhatItHasJustCommitted) {
+TEST_F(RemovalTest, SaveDoesNotRemoveItsOwnCheckpoint) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const auto pruned = Prune(fs(), "last=1", {.saved = UuidOf("step-2")});
   ASSERT_OK(pruned);
@@ -53,7 +53,7 @@ TEST_F(RemovalTest, ASaveDoesNotRemoveWhatItHasJustCommitted) {
 }
 
 // Those of a program were never a text.
-TEST_F(RemovalTest, RulesThatNobodyCouldWriteRemoveNothing) {
+TEST_F(RemovalTest, InvalidRulesOfAProgramRemoveNothing) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const auto refused = [&](const RetentionRules& rules) {
     for (const bool dry_run : {true, false}) {
@@ -78,7 +78,7 @@ TEST_F(RemovalTest, RulesThatNobodyCouldWriteRemoveNothing) {
   EXPECT_THAT(Left(), SizeIs(2));
 }
 
-TEST_F(RemovalTest, AThousandTimesAPolicyThatNobodyCouldReadIsNotWritten) {
+TEST_F(RemovalTest, OversizedPolicyIsNotWritten) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   ASSERT_OK(SetRetentionPolicy(StorePath(), RetentionRules::Parse("last=2").value()));
   RetentionRules rules;
@@ -91,7 +91,7 @@ TEST_F(RemovalTest, AThousandTimesAPolicyThatNobodyCouldReadIsNotWritten) {
 }
 
 // Pinned between the look and the rename: `pin` said that it is held.
-TEST_F(RemovalTest, RmSeesThePinThatCameAtThatMoment) {
+TEST_F(RemovalTest, RemoveHonorsAPinSetDuringTheRename) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   std::thread pinning;
   Status pinned(Code::kInternal, "not yet");
@@ -112,7 +112,7 @@ TEST_F(RemovalTest, RmSeesThePinThatCameAtThatMoment) {
 }
 
 // What cannot be moved back is said, and never taken for a removal that went well.
-TEST_F(RemovalTest, APinnedOneThatStaysInTrashIsNamed) {
+TEST_F(RemovalTest, PinnedCheckpointLeftInTrashIsReported) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   for (const bool by_rule : {true, false}) {
     const Uuid uuid = UuidOf("step-1");
@@ -139,7 +139,7 @@ TEST_F(RemovalTest, APinnedOneThatStaysInTrashIsNamed) {
   }
 }
 
-TEST_F(RemovalTest, WhatIsNotRemovedLeavesNothing) {
+TEST_F(RemovalTest, RefusedRemovalLeavesNothingBehind) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   ASSERT_OK(fs().CreateDirectory(InStore("folder")));
   EXPECT_THAT(MakeStore().Remove("folder"), HasCode(Code::kInvalidArgument));
@@ -148,7 +148,7 @@ TEST_F(RemovalTest, WhatIsNotRemovedLeavesNothing) {
 }
 
 // Whoever removes may be slow to see the pin and move it back: a disk syncs when it likes.
-TEST_F(RemovalTest, APinWaitsForWhoeverRemoves) {
+TEST_F(RemovalTest, PinWaitsForARunningRemoval) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Uuid uuid = UuidOf("step-1");
   std::unique_ptr<File> lock = pins::Lock(fs(), StorePath(), 1).value();
@@ -173,7 +173,7 @@ TEST_F(RemovalTest, APinWaitsForWhoeverRemoves) {
 }
 
 // Also where a filesystem cannot exchange two names.
-TEST_F(RemovalTest, AnotherPinTakesThePlaceOfAllBefore) {
+TEST_F(RemovalTest, NewPinReplacesAllEarlierPins) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   ObservedFileSystem plain(fs(), [](const FileEvent& e) {
     return e.op == FileOp::kExchange ? Status(Code::kUnsupported, "exchange") : Status();
@@ -192,7 +192,7 @@ TEST_F(RemovalTest, AnotherPinTakesThePlaceOfAllBefore) {
   EXPECT_THAT(NamesIn(InStore(".pins")), SizeIs(1));
 }
 
-TEST_F(RemovalTest, WhatCannotBeReadAsPinsHolds) {
+TEST_F(RemovalTest, UnreadablePinsPreventRemoval) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   WriteWholeFile(InStore(".pins"), "a file");
   EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kDataLoss));
@@ -206,7 +206,7 @@ TEST_F(RemovalTest, WhatCannotBeReadAsPinsHolds) {
   EXPECT_OK(ListCheckpoints(StorePath()).value()[0].pins_read);
 }
 
-TEST_F(RemovalTest, APinThatIsAFolderIsTakenAwayToo) {
+TEST_F(RemovalTest, PinThatIsADirectoryCanBeRemoved) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const std::string pin = InStore(".pins/" + UuidOf("step-1").ToString());
   ASSERT_OK(fs().CreateDirectories(pin + "/below"));
@@ -218,14 +218,14 @@ TEST_F(RemovalTest, APinThatIsAFolderIsTakenAwayToo) {
   EXPECT_FALSE(fs().Exists(pin));
 }
 
-TEST_F(RemovalTest, ALinkToACheckpointIsNotPinned) {
+TEST_F(RemovalTest, SymlinkToACheckpointCannotBePinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   std::filesystem::create_directory_symlink(InStore("step-1"), InStore("linked"));
   EXPECT_THAT(PinCheckpoint(InStore("linked")), HasCode(Code::kInvalidArgument));
 }
 
 // The disk is full, and that is why somebody prunes.
-TEST_F(RemovalTest, PruneNeedsNoRoom) {
+TEST_F(RemovalTest, PruneWorksOnAFullDisk) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   ObservedFileSystem full(fs(), [this](const FileEvent& e) {
     if (fs().Exists(e.path)) return Status();
@@ -240,7 +240,7 @@ TEST_F(RemovalTest, PruneNeedsNoRoom) {
 }
 
 // A number that is none is no reason to wait for ever.
-TEST_F(RemovalTest, WaitingForNoNumberOfSecondsEnds) {
+TEST_F(RemovalTest, LockTimeoutOfNanDoesNotWaitForever) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   const auto held = pins::Lock(fs(), StorePath(), 0);
   ASSERT_OK(held);
@@ -248,7 +248,7 @@ TEST_F(RemovalTest, WaitingForNoNumberOfSecondsEnds) {
               HasCode(Code::kBusy));
 }
 
-TEST_F(RemovalTest, WhatCannotBeReadIsSaid) {
+TEST_F(RemovalTest, UnreadableCheckpointIsReported) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   WriteWholeFile(InStore("step-3/COMMIT"), "");
   const auto pruned = Prune(fs(), "last=1");
@@ -261,7 +261,7 @@ TEST_F(RemovalTest, WhatCannotBeReadIsSaid) {
 }
 
 // Whoever gave an ephemeral one a second name wants to keep it, under that one.
-TEST_F(RemovalTest, ACopyOfAnEphemeralOneStays) {
+TEST_F(RemovalTest, CopyOfAnEphemeralCheckpointIsKept) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Uuid uuid = UuidOf("step-1");
   ASSERT_OK(pins::MarkEphemeral(fs(), StorePath(), uuid, "step-1"));
@@ -283,7 +283,7 @@ TEST_F(RemovalTest, ACopyOfAnEphemeralOneStays) {
   EXPECT_THAT(Left(), ElementsAre("step-2"));
 }
 
-TEST_F(RemovalTest, NamesOfOneCheckpointCountOnce) {
+TEST_F(RemovalTest, CheckpointWithTwoNamesCountsOnce) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   std::filesystem::copy(InStore("step-4"), InStore("best"),
                         std::filesystem::copy_options::recursive);
@@ -293,7 +293,7 @@ TEST_F(RemovalTest, NamesOfOneCheckpointCountOnce) {
 
 // A save that replaces a checkpoint moves it from its name to .staging, behind the back of whoever
 // has looked there already.
-TEST_F(RemovalTest, SweepingPinsSeesWhatIsReplacedMeanwhile) {
+TEST_F(RemovalTest, PinSweepKeepsPinsOfCheckpointsMovedToTrash) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Uuid uuid = UuidOf("step-1");
@@ -317,7 +317,7 @@ TEST_F(RemovalTest, SweepingPinsSeesWhatIsReplacedMeanwhile) {
 // ---- Space, and other runs -----------------------------------------------------------------
 
 // A run with room for three checkpoints, whatever it saves.
-TEST_F(RemovalTest, WhatRulesRemoveIsFreedWhereNobodyReadsIt) {
+TEST_F(RemovalTest, PrunedCheckpointIsFreedUnlessItIsRead) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   auto reader = OpenedCheckpoint::Open(fs(), InStore("step-1"), {});
   ASSERT_OK(reader);
@@ -325,7 +325,7 @@ TEST_F(RemovalTest, WhatRulesRemoveIsFreedWhereNobodyReadsIt) {
   ASSERT_OK(pruned);
   EXPECT_GT(pruned.value().bytes_freed, 0u) << "step-2";
   EXPECT_GT(pruned.value().bytes_waiting, 0u);
-  EXPECT_THAT(pruned.value().waiting, ElementsAre("step-1: still read"));
+  EXPECT_THAT(pruned.value().waiting, ElementsAre("step-1: still being read"));
   EXPECT_THAT(NamesIn(InStore(".trash")), SizeIs(2));
   EXPECT_TRUE(HoldsWhole(InStore(".trash/" + NamesIn(InStore(".trash"))[0]), RetainedStepSpec(1)));
   reader.value().reset();
@@ -343,7 +343,7 @@ TEST_F(RemovalTest, WhatRulesRemoveIsFreedWhereNobodyReadsIt) {
   EXPECT_THAT(pruned.value().waiting, Not(IsEmpty()));
 }
 
-TEST_F(RemovalTest, RulesAreForTheRunThatTheyName) {
+TEST_F(RemovalTest, MatchLimitsRulesToOneRun) {
   for (int i = 1; i <= 3; ++i) {
     ASSERT_OK(Save("a-" + std::to_string(i), RetainedStepSpec(1)));
     ASSERT_OK(Save("b-" + std::to_string(i), RetainedStepSpec(1)));
@@ -361,7 +361,7 @@ TEST_F(RemovalTest, RulesAreForTheRunThatTheyName) {
     if (d.checkpoint == "a-2") other_run = d.reason;
     if (!d.kept) goes += d.checkpoint + " ";
   }
-  EXPECT_EQ(other_run, "the rules are for b-?");
+  EXPECT_EQ(other_run, "the name does not match b-?");
   EXPECT_EQ(goes, "b-2 b-1 ");
   ASSERT_OK(Prune(fs(), "last=1,match=none-*"));
   EXPECT_THAT(Left(), SizeIs(5));
@@ -371,18 +371,18 @@ TEST_F(RemovalTest, RulesAreForTheRunThatTheyName) {
   EXPECT_EQ(RetentionRules::Parse(R"(match=a\,b,last=1)").value().match, "a,b");
 }
 
-TEST_F(RemovalTest, AMetricThatNothingHasIsSaid) {
+TEST_F(RemovalTest, UnknownMetricIsReported) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const auto pruned = Prune(fs(), "last=1,best=nothing.of.it:min:1");
   ASSERT_OK(pruned);
   EXPECT_THAT(Left(), SizeIs(3));
   EXPECT_THAT(pruned.value().notes, ElementsAre(AllOf(HasSubstr("best=nothing.of.it:min:1"),
-                                                      HasSubstr("all of them stay"))));
+                                                      HasSubstr("all of them are kept"))));
 }
 
 // ---- Copies -----------------------------------------------------------------------------------
 
-TEST_F(RemovalTest, ALinkToTheSourceIsNoCopyOfIt) {
+TEST_F(RemovalTest, SymlinkToTheSourceIsNotACopy) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const std::string other = dir_.Join("other");
   ASSERT_OK(Store::OpenOrCreate(fs(), other));
@@ -396,7 +396,7 @@ TEST_F(RemovalTest, ALinkToTheSourceIsNoCopyOfIt) {
 }
 
 // A backup of a store beside one who prunes it.
-TEST_F(RemovalTest, WhatGoesWhileAStoreIsCopiedIsPassedOver) {
+TEST_F(RemovalTest, CheckpointRemovedDuringStoreCopyIsSkipped) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const std::string other = dir_.Join("other");
   const auto removing = [&](bool& removed) {
@@ -428,7 +428,7 @@ TEST_F(RemovalTest, WhatGoesWhileAStoreIsCopiedIsPassedOver) {
   EXPECT_THAT(named.value().checkpoints[1].status.message(), HasSubstr("removed while"));
 }
 
-TEST_F(RemovalTest, OneThatMayNotBeReadDoesNotKeepTheOthers) {
+TEST_F(RemovalTest, UnreadableCheckpointDoesNotStopTheCopy) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ObservedFileSystem closed(fs(), [&](const FileEvent& e) {
     const bool of_it = e.op == FileOp::kOpenRead && e.path.starts_with(InStore("step-1/data"));
@@ -446,7 +446,7 @@ TEST_F(RemovalTest, OneThatMayNotBeReadDoesNotKeepTheOthers) {
   EXPECT_OK(copied.value().checkpoints[1].status);
 }
 
-TEST_F(RemovalTest, NothingIsCopiedOfNothing) {
+TEST_F(RemovalTest, CopyWithoutSourcesIsRefused) {
   EXPECT_THAT(CopyCheckpoints(fs(), {}, dir_.Join("other"), {}), HasCode(Code::kInvalidArgument));
   EXPECT_FALSE(fs().Exists(dir_.Join("other")));
 }

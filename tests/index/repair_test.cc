@@ -80,7 +80,7 @@ class RepairTest : public SharingStoreTest {
   std::map<std::string, std::string> whole_;
 };
 
-TEST_F(RepairTest, AnyFileIsMadeWholeOutOfACopy) {
+TEST_F(RepairTest, AnyFileIsRepairedFromACopy) {
   std::size_t number = 0;
   for (const auto& [file, bytes] : FilesBelow(InStore("link-1"))) {
     ++number;
@@ -128,7 +128,7 @@ TEST_F(RepairTest, AnyFileIsMadeWholeOutOfACopy) {
   EXPECT_THAT(nothing.files, IsEmpty());
 }
 
-TEST_F(RepairTest, BothCopiesOfCommit) {
+TEST_F(RepairTest, BothDamagedCopiesOfCommitAreRepaired) {
   const std::uint64_t size = fs().LinkStat(InStore("link-1/COMMIT")).value().size;
   const auto damage = [&] {
     Flip(InStore("link-1/COMMIT"), 20);
@@ -149,11 +149,11 @@ TEST_F(RepairTest, BothCopiesOfCommit) {
   ASSERT_OK_AND_ASSIGN(const auto reader, OpenedCheckpoint::Open(fs(), InStore("link-1"), {}));
   ASSERT_OK_AND_ASSIGN(const RepairReport read, Repair("link-1", InCopy("link-1")));
   ASSERT_THAT(read.left, SizeIs(1));
-  EXPECT_THAT(read.left[0].reason, HasSubstr("somebody reads"));
+  EXPECT_THAT(read.left[0].reason, HasSubstr("the checkpoint is in use"));
 }
 
 // One that this program could write only shorter stays as it is, and is damaged still.
-TEST_F(RepairTest, ACommitThatSaysMoreIsLeft) {
+TEST_F(RepairTest, CommitWithUnknownFieldsIsNotRewritten) {
   const std::string path = InStore("link-1/COMMIT");
   const std::string was = ReadWholeFile(path);
   const std::string longer = was.substr(0, was.size() / 2) + std::string(4096, '\0');
@@ -166,11 +166,11 @@ TEST_F(RepairTest, ACommitThatSaysMoreIsLeft) {
   EXPECT_EQ(report.files[0].bytes_damaged, was.size());
   EXPECT_EQ(report.files[0].bytes_repaired, 0u);
   ASSERT_THAT(report.left, SizeIs(1));
-  EXPECT_THAT(report.left[0].reason, HasSubstr("says more than this program knows"));
+  EXPECT_THAT(report.left[0].reason, HasSubstr("has fields that this version does not know"));
   EXPECT_EQ(ReadWholeFile(path), damaged);
 }
 
-TEST_F(RepairTest, AFileThatIsSharedIsRepairedForAll) {
+TEST_F(RepairTest, SharedFileIsRepairedInAllCheckpoints) {
   const std::string shared = DataOf("base", "-t");
   // A save under way that has linked it.
   ASSERT_OK_AND_ASSIGN(const Staging staging, MakeStore().Begin("next", IfExists::kFail));
@@ -201,7 +201,7 @@ TEST_F(RepairTest, AFileThatIsSharedIsRepairedForAll) {
 }
 
 // Between the last look for other names and the exchange of its own.
-TEST_F(RepairTest, ASaveThatLinksTheDamagedFileMeanwhile) {
+TEST_F(RepairTest, FileLinkedByASaveDuringRepairIsRepaired) {
   const std::string shared = DataOf("base", "-t");
   Flip(InStore("base/" + shared), 5);
   ASSERT_OK_AND_ASSIGN(const Staging staging, MakeStore().Begin("next", IfExists::kFail));
@@ -217,7 +217,7 @@ TEST_F(RepairTest, ASaveThatLinksTheDamagedFileMeanwhile) {
 }
 
 // The same, and it is moved while the last look goes through the folders of the store.
-TEST_F(RepairTest, ANameThatMovesWhileItIsLookedFor) {
+TEST_F(RepairTest, FileMovedDuringRepairIsRepaired) {
   const std::string shared = DataOf("base", "-t");
   for (const char* from : {".staging/next", ".trash/next"}) {
     SCOPED_TRACE(from);
@@ -290,7 +290,7 @@ class ReusesInodes : public ObservedFileSystem {
   std::string made_;
 };
 
-TEST_F(RepairTest, TheManifestOfASaveBesideItStays) {
+TEST_F(RepairTest, RepairKeepsTheManifestOfAConcurrentSave) {
   for (const char* what : {"flipped", "not to be opened"}) {
     SCOPED_TRACE(what);
     const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
@@ -317,7 +317,7 @@ TEST_F(RepairTest, TheManifestOfASaveBesideItStays) {
 }
 
 // Between the look for other names and their exchange.
-TEST_F(RepairTest, ANameThatGotAnotherFileMeanwhileKeepsIt) {
+TEST_F(RepairTest, RepairKeepsAFileReplacedMeanwhile) {
   const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
   // By `cp -al`.
   ASSERT_OK(fs().CreateDirectory(InStore("twin")));
@@ -347,7 +347,7 @@ TEST_F(RepairTest, ANameThatGotAnotherFileMeanwhileKeepsIt) {
 }
 
 // A checkpoint that was cut otherwise has neither the files nor the manifests.
-TEST_F(RepairTest, OutOfAnotherSharding) {
+TEST_F(RepairTest, RepairsFromAnotherSharding) {
   TinySpec other = FrozenSpec();
   other.tensors[0].parts = 5;
   other.tensors[0].axis = 1;
@@ -381,14 +381,14 @@ TEST_F(RepairTest, OutOfAnotherSharding) {
   ASSERT_OK_AND_ASSIGN(const RepairReport roots, Repair("base", from));
   ASSERT_THAT(roots.left, SizeIs(1));
   EXPECT_EQ(roots.left[0].file, manifest);
-  EXPECT_THAT(roots.left[0].reason, HasSubstr("is no copy of this checkpoint"));
+  EXPECT_THAT(roots.left[0].reason, HasSubstr("is not a copy of this checkpoint"));
   ASSERT_THAT(roots.files, SizeIs(2));
   EXPECT_TRUE(roots.files[1].whole);
   ASSERT_OK(Repair("base", InCopy("base")));
   ExpectWhole();
 }
 
-TEST_F(RepairTest, OtherBytesAreNotTaken) {
+TEST_F(RepairTest, RepairRefusesDifferentBytes) {
   TinySpec other = FrozenSpec(99);
   other.tensors[1] = FrozenSpec().tensors[1];
   ASSERT_OK(WriteTinyCheckpoint(fs(), dir_.Join("other"), "x", other));
@@ -402,7 +402,7 @@ TEST_F(RepairTest, OtherBytesAreNotTaken) {
   ASSERT_THAT(report.left, SizeIs(1));
   EXPECT_THAT(report.left[0].object, HasSubstr("tensor frozen.big"));
   EXPECT_EQ(report.left[0].file, tensor_file);
-  EXPECT_THAT(report.left[0].reason, HasSubstr("holds other bytes"));
+  EXPECT_THAT(report.left[0].reason, HasSubstr("has different bytes"));
   ASSERT_THAT(report.files, SizeIs(2));
   EXPECT_EQ(FilesBelow(StorePath()), damaged);
   // Neither tensor is there, or it is another one.
@@ -411,14 +411,15 @@ TEST_F(RepairTest, OtherBytesAreNotTaken) {
   ASSERT_OK(WriteTinyCheckpoint(fs(), dir_.Join("other"), "y", less));
   ASSERT_OK_AND_ASSIGN(const RepairReport shape, Repair("base", dir_.Join("other/y")));
   ASSERT_THAT(shape.left, SizeIs(1));
-  EXPECT_THAT(shape.left[0].reason, HasSubstr("its tensor is f32 [100, 300], not f32 [300, 100]"));
+  EXPECT_THAT(shape.left[0].reason, HasSubstr("the tensor of the other checkpoint is f32 [100, "
+                                              "300], not f32 [300, 100]"));
   ASSERT_OK_AND_ASSIGN(const RepairReport none, Repair("link-1", InCopy("base")));
   EXPECT_THAT(none.left, IsEmpty()) << "what it shares with base";
   ExpectWhole();
 }
 
 // Half of a file is better than none: what can be had is there, the rest is named.
-TEST_F(RepairTest, WhatCanBeHadOfALostFile) {
+TEST_F(RepairTest, LostFileIsPartlyRepaired) {
   ASSERT_OK(Save("two", Both(FrozenSpec(5), StepSpec(6))));
   TinySpec part = StepSpec(6);
   ASSERT_OK(WriteTinyCheckpoint(fs(), dir_.Join("part"), "x", part));
@@ -438,7 +439,7 @@ TEST_F(RepairTest, WhatCanBeHadOfALostFile) {
 }
 
 // A sector of the source that cannot be read costs its 64 KiB, and no more.
-TEST_F(RepairTest, ABadSectorOfTheSource) {
+TEST_F(RepairTest, BadSectorOfTheSourceLosesOneBlock) {
   TinySpec large;
   large.tensors = {{"w", DType::kU8, {10 * 65536}, 3, 1, 0, true}};
   ASSERT_OK(Save("large", large));
@@ -465,7 +466,7 @@ TEST_F(RepairTest, ABadSectorOfTheSource) {
 }
 
 // Nothing is known of the bytes: neither verify nor repair calls them damaged.
-TEST_F(RepairTest, AManifestOfANewerFormatIsNotDamage) {
+TEST_F(RepairTest, NewerManifestIsNotReportedAsDamage) {
   const std::string commit = InStore("base/COMMIT");
   ASSERT_OK_AND_ASSIGN(DecodedCommit decoded, DecodeCommit(ReadWholeFile(commit), "COMMIT"));
   const std::string manifest = "manifest/" + NamesIn(InStore("base/manifest")).back();
@@ -485,7 +486,7 @@ TEST_F(RepairTest, AManifestOfANewerFormatIsNotDamage) {
   EXPECT_EQ(FilesBelow(StorePath()), before);
 }
 
-TEST_F(RepairTest, Refused) {
+TEST_F(RepairTest, InvalidRepairsAreRefused) {
   EXPECT_THAT(Repair("link-1", InStore("link-1")), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Repair("none", InCopy("base")), HasCode(Code::kNotFound));
   Flip(InStore("base/" + DataOf("base", "-t")), 5);
@@ -495,7 +496,7 @@ TEST_F(RepairTest, Refused) {
                        EXPECT_THAT(Repair("link-1", InCopy("base")), HasCode(Code::kBusy));
                        SetMtimes(InStore(".staging"), 1000);
                        const auto gc = MakeStore().Gc({});
-                       EXPECT_THAT(gc.value().kept, ElementsAre(HasSubstr(".repair: somebody")));
+                       EXPECT_THAT(gc.value().kept, ElementsAre(HasSubstr(".repair: in use")));
                      }
                      return Status();
                    }}));
@@ -506,13 +507,13 @@ TEST_F(RepairTest, Refused) {
   WriteWholeFile(InStore(".staging/.repair/part-1"), "x");
   ASSERT_OK_AND_ASSIGN(const auto findings, MakeStore().Fsck({}));
   ASSERT_THAT(findings, SizeIs(1));
-  EXPECT_THAT(findings[0].problem, HasSubstr("a repair that is under way"));
+  EXPECT_THAT(findings[0].problem, HasSubstr("a repair that is running"));
   ASSERT_OK(Repair("base", InCopy("base")));
   ExpectWhole();
 }
 
 // Whoever can write to a store must not lead a repair by somebody else out of it.
-TEST_F(RepairTest, NothingOutsideIsTouched) {
+TEST_F(RepairTest, RepairChangesNothingOutsideTheStore) {
   const std::string outside = dir_.Join("outside");
   const std::string shared = DataOf("base", "-t");
   ASSERT_OK(fs().RenameNoReplace(InStore("base/data"), outside));
@@ -521,7 +522,8 @@ TEST_F(RepairTest, NothingOutsideIsTouched) {
   const auto before = FilesBelow(outside);
   const auto repaired = Repair("base", InCopy("base"));
   EXPECT_THAT(repaired, HasCode(Code::kDataLoss));
-  EXPECT_THAT(repaired.status().message(), HasSubstr("has the name of a folder"));
+  EXPECT_THAT(repaired.status().message(),
+              HasSubstr("has the name of one of its parent directories"));
   EXPECT_EQ(FilesBelow(outside), before);
   // Another checkpoint keeps what a link of it leads to.
   ASSERT_OK(fs().RemoveFile(InStore("base/data")));
@@ -534,7 +536,7 @@ TEST_F(RepairTest, NothingOutsideIsTouched) {
   EXPECT_EQ(FilesBelow(outside)[shared.substr(5)], before.at(shared.substr(5)));
 }
 
-TEST_F(RepairTest, WithoutExchangeAndLinks) {
+TEST_F(RepairTest, RepairsWithoutExchangeAndHardLinks) {
   const std::string shared = DataOf("base", "-t");
   for (const FileOp refused : {FileOp::kExchange, FileOp::kLink}) {
     SCOPED_TRACE(std::string(FileOpName(refused)));
@@ -558,7 +560,7 @@ TEST_F(RepairTest, WithoutExchangeAndLinks) {
 }
 
 // Each operation fails in turn: no file gets worse, and the next repair ends well.
-TEST_F(RepairTest, AnyOperationMayFail) {
+TEST_F(RepairTest, FaultAtAnyOperationLosesNothing) {
   const std::string shared = DataOf("base", "-t");
   int failed = 0;
   bool reached = true;
@@ -594,7 +596,7 @@ TEST_F(RepairTest, AnyOperationMayFail) {
   EXPECT_GT(failed, 10);
 }
 
-TEST_F(RepairTest, APowerCutAtAnyOperation) {
+TEST_F(RepairTest, PowerCutAtAnyOperationLosesNothing) {
   const std::string root = dir_.Join("live");
   ASSERT_OK(fs().CreateDirectory(root));
   std::filesystem::copy(StorePath(), root + "/store", std::filesystem::copy_options::recursive);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What rules say and decide, beside a plain model of docs/semantics.md.
+// What rules say and decide, beside a plain model of docs/steps.md.
 #include <algorithm>
 #include <limits>
 #include <tuple>
@@ -52,7 +52,7 @@ std::string WhyOf(const RetentionRules& rules, const std::vector<Candidate>& can
   return "is not there";
 }
 
-TEST(RetentionRulesTest, TextsAreReadAndWritten) {
+TEST(RetentionRulesTest, RuleTextsRoundTrip) {
   const RetentionRules rules = Rules(
       "last=3,every=1000,every=6h,every=5-generations,best=eval.loss:min:2,best=a\\,b\\\\:x:max:1");
   EXPECT_EQ(rules.keep_last, 3u);
@@ -67,7 +67,7 @@ TEST(RetentionRulesTest, TextsAreReadAndWritten) {
   EXPECT_EQ(RetentionRules::OfStore().ToText(), "policy");
 }
 
-TEST(RetentionRulesTest, WhatIsNoRuleIsNamed) {
+TEST(RetentionRulesTest, ErrorNamesTheInvalidRule) {
   for (const char* text : {"last",
                            "last=",
                            "last=0",
@@ -98,7 +98,7 @@ TEST(RetentionRulesTest, WhatIsNoRuleIsNamed) {
   }
 }
 
-TEST(RetentionRulesTest, RandomTextsNeverDoMoreThanFail) {
+TEST(RetentionRulesTest, RandomTextsParseOrFail) {
   Random random(TestSeed());
   const std::string alphabet = "last=every,best:min:1234567890h-generations\\.policy";
   for (int i = 0; i < TestScale(20'000); ++i) {
@@ -114,7 +114,7 @@ TEST(RetentionRulesTest, RandomTextsNeverDoMoreThanFail) {
   }
 }
 
-TEST(RetentionRulesTest, TheStepIsTheLastNumberOfTheName) {
+TEST(RetentionRulesTest, StepIsTheLastNumberInTheName) {
   EXPECT_EQ(StepOf("step-1000"), 1000u);
   EXPECT_EQ(StepOf("epoch-2-step-0010.final"), 10u);
   EXPECT_EQ(StepOf("7"), 7u);
@@ -124,11 +124,11 @@ TEST(RetentionRulesTest, TheStepIsTheLastNumberOfTheName) {
   EXPECT_EQ(StepOf(""), std::nullopt);
 }
 
-TEST(RetentionRulesTest, WithoutRulesAllStay) {
+TEST(RetentionRulesTest, NoRulesKeepAllCheckpoints) {
   EXPECT_THAT(Stay({}, {Named("a", 1), Named("b", 2)}), ElementsAre("b", "a"));
 }
 
-TEST(RetentionRulesTest, TheNewestStaysWhateverTheRules) {
+TEST(RetentionRulesTest, NewestCheckpointIsAlwaysKept) {
   std::vector<Candidate> all = {Named("step-1", 1), Named("step-2", 2), Named("step-3", 3)};
   EXPECT_THAT(Stay(Rules("every=2"), all), ElementsAre("step-3", "step-2"));
   all[2].ephemeral = true;
@@ -139,7 +139,7 @@ TEST(RetentionRulesTest, TheNewestStaysWhateverTheRules) {
   EXPECT_THAT(Stay(Rules("every=5"), all), ElementsAre("step-2"));
 }
 
-TEST(RetentionRulesTest, WhatCannotBeReadStaysAndDoesNotCount) {
+TEST(RetentionRulesTest, UnreadableCheckpointsAreKeptAndNotCounted) {
   std::vector<Candidate> all = {Named("a", 1), Named("b", 2), Named("c", 3)};
   all[2].problem = Status(Code::kDataLoss, "COMMIT is damaged");
   EXPECT_THAT(Stay(Rules("last=1"), all), ElementsAre("b", "c"));
@@ -148,19 +148,19 @@ TEST(RetentionRulesTest, WhatCannotBeReadStaysAndDoesNotCount) {
   EXPECT_THAT(Stay(Rules("last=1"), all), ElementsAre("a", "b", "c"));
 }
 
-TEST(RetentionRulesTest, PinsAndBasesStay) {
+TEST(RetentionRulesTest, PinnedAndBaseCheckpointsAreKept) {
   std::vector<Candidate> all = {Named("a", 1), Named("b", 2), Named("c", 3), Named("d", 4)};
   all[0].pinned = "pinned (for the paper)";
   all[1].base_of = ".staging/e.01234567";
-  all[2].expired_pin = "pinned, but only until 1970-01-02 00:00 UTC";
+  all[2].expired_pin = "pinned, expired 1970-01-02 00:00 UTC";
   EXPECT_THAT(Stay(Rules("last=1"), all), ElementsAre("d", "b", "a"));
   EXPECT_THAT(WhyOf(Rules("last=1"), all, "a"), HasSubstr("for the paper"));
   EXPECT_THAT(WhyOf(Rules("last=1"), all, "b"), HasSubstr(".staging/e.01234567"));
   EXPECT_EQ(WhyOf(Rules("last=1"), all, "c"),
-            "goes: no rule keeps it (pinned, but only until 1970-01-02 00:00 UTC)");
+            "goes: no rule keeps it (pinned, expired 1970-01-02 00:00 UTC)");
 }
 
-TEST(RetentionRulesTest, EphemeralOnesGoWithTheNextAndAreNotCounted) {
+TEST(RetentionRulesTest, EphemeralCheckpointsAreRemovedAndNotCounted) {
   std::vector<Candidate> all = {Named("a", 1), Named("b", 2), Named("c", 3), Named("d", 4)};
   all[1].ephemeral = all[2].ephemeral = true;
   EXPECT_THAT(Stay({}, all), ElementsAre("d", "a"));
@@ -170,7 +170,7 @@ TEST(RetentionRulesTest, EphemeralOnesGoWithTheNextAndAreNotCounted) {
   EXPECT_THAT(Stay({}, all), ElementsAre("d", "c", "a"));
 }
 
-TEST(RetentionRulesTest, TheBestAndWhatHasNoNumber) {
+TEST(RetentionRulesTest, BestRuleKeepsBestAndUnmeasuredCheckpoints) {
   std::vector<Candidate> all;
   const auto add = [&](const std::string& name, MetricValue value) {
     all.push_back(Named(name, all.size() + 1));
@@ -189,7 +189,7 @@ TEST(RetentionRulesTest, TheBestAndWhatHasNoNumber) {
               ElementsAre("newest", "unread", "none", "nan", "low"));
   EXPECT_THAT(Stay(Rules("best=loss:min:2"), all),
               ElementsAre("newest", "unread", "none", "tie2", "nan", "tie", "low"));
-  EXPECT_THAT(WhyOf(Rules("best=loss:min:2"), all, "tie"), HasSubstr("as good as others"));
+  EXPECT_THAT(WhyOf(Rules("best=loss:min:2"), all, "tie"), HasSubstr("(tied)"));
   EXPECT_THAT(WhyOf(Rules("best=loss:min:2"), all, "nan"), HasSubstr("NaN"));
   EXPECT_THAT(WhyOf(Rules("best=loss:min:2"), all, "unread"), HasSubstr("its index is damaged"));
   EXPECT_THAT(Stay(Rules("best=loss:max:1"), all),
@@ -199,7 +199,7 @@ TEST(RetentionRulesTest, TheBestAndWhatHasNoNumber) {
 }
 
 // 64-bit integers are compared exactly.
-TEST(RetentionRulesTest, LargeIntegersDiffer) {
+TEST(RetentionRulesTest, LargeIntegersAreComparedExactly) {
   std::vector<Candidate> all = {Named("a", 1), Named("b", 2), Named("c", 3)};
   all[0].metrics = {Number(static_cast<long double>(std::numeric_limits<std::int64_t>::max()))};
   all[1].metrics = {Number(static_cast<long double>(std::numeric_limits<std::int64_t>::max() - 1))};
@@ -207,7 +207,7 @@ TEST(RetentionRulesTest, LargeIntegersDiffer) {
   EXPECT_THAT(Stay(Rules("best=n:max:1"), all), ElementsAre("c", "a"));
 }
 
-TEST(RetentionRulesTest, AClockThatRanBackLosesNothing) {
+TEST(RetentionRulesTest, ClockJumpLosesNoCheckpoint) {
   std::vector<Candidate> all;
   // A clock that jumped ahead by years, and back to before all of them.
   for (const std::int64_t created :
@@ -228,7 +228,7 @@ bool Later(const Candidate& a, const Candidate& b) {
   return std::tie(a.generation, a.uuid, a.name) > std::tie(b.generation, b.uuid, b.name);
 }
 
-// Word by word what docs/semantics.md says, with a look at all others for each.
+// Word by word what docs/steps.md says, with a look at all others for each.
 bool ModelKeeps(const RetentionRules& rules, const std::vector<Candidate>& all,
                 const Candidate& c) {
   if (!c.problem.ok() || !c.pinned.empty() || !c.base_of.empty()) return true;
@@ -309,7 +309,7 @@ RetentionRules RandomRules(Random& random) {
   return rules;
 }
 
-TEST(RetentionRulesTest, DecidesAsTheModelDoes) {
+TEST(RetentionRulesTest, DecisionsMatchTheModel) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(1500); ++i) {
     const RetentionRules rules = RandomRules(random);

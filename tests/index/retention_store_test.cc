@@ -49,6 +49,17 @@ class RetentionStoreTest : public RetainedStepsTest {
     ASSERT_OK(fs().CreateDirectories(InStore(below.substr(0, below.rfind('/')))));
     WriteWholeFile(InStore(below), text);
   }
+  // fsck does not take a file for damaged if the disk does not give it.
+  void ExpectUnread(const std::string& below, int error) {
+    ObservedFileSystem broken(fs(), [&](const FileEvent& e) {
+      const bool fails = e.op == FileOp::kOpenRead && e.path.ends_with(below);
+      return fails ? Status::FromErrno(error, "injected", e.path) : Status();
+    });
+    ASSERT_OK_AND_ASSIGN(const auto findings, Store::Open(broken, StorePath()).value().Fsck({}));
+    ASSERT_THAT(findings, SizeIs(1)) << below;
+    EXPECT_EQ(findings[0].object, below);
+    EXPECT_TRUE(findings[0].unread) << below;
+  }
   std::string TensorFileOf(const std::string& name) {
     for (const std::string& file : NamesIn(InStore(name + "/data"))) {
       if (file.ends_with(".bin")) return InStore(name + "/data/" + file);
@@ -67,7 +78,7 @@ const PruneReport::Decision& On(const PruneReport& report, const std::string& na
   return kNone;
 }
 
-TEST_F(RetentionStoreTest, WhatNoRuleKeepsGoesAndTheRestIsWhole) {
+TEST_F(RetentionStoreTest, PruneRemovesUnkeptAndLeavesTheRestWhole) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(6));
   const auto dry = Prune("last=2,every=3", {.dry_run = true});
   ASSERT_OK(dry);
@@ -90,14 +101,14 @@ TEST_F(RetentionStoreTest, WhatNoRuleKeepsGoesAndTheRestIsWhole) {
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(RetentionStoreTest, WithoutRulesAndPolicyNothingGoes) {
+TEST_F(RetentionStoreTest, PruneWithoutRulesOrPolicyRemovesNothing) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   ASSERT_OK(Prune("policy"));
   ASSERT_OK(Prune(""));
   EXPECT_THAT(Left(), SizeIs(3));
 }
 
-TEST_F(RetentionStoreTest, ThePolicyIsWhatPruneWithoutRulesUses) {
+TEST_F(RetentionStoreTest, PruneWithoutRulesUsesTheStorePolicy) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   ASSERT_OK(SetRetentionPolicy(StorePath(), RetentionRules::Parse("last=3").value()));
   ASSERT_OK(SetRetentionPolicy(StorePath(), RetentionRules::Parse("last=2").value()));
@@ -116,7 +127,7 @@ TEST_F(RetentionStoreTest, ThePolicyIsWhatPruneWithoutRulesUses) {
   EXPECT_THAT(MakeStore().Begin("policy.json", IfExists::kFail), HasCode(Code::kInvalidArgument));
 }
 
-TEST_F(RetentionStoreTest, ADamagedOrNewerPolicyRemovesNothing) {
+TEST_F(RetentionStoreTest, DamagedOrNewerPolicyRemovesNothing) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   ASSERT_OK(SetRetentionPolicy(StorePath(), RetentionRules::Parse("last=1").value()));
   const std::string good = ReadWholeFile(InStore("policy.json"));
@@ -175,6 +186,7 @@ TEST_F(RetentionStoreTest, ADamagedOrNewerPolicyRemovesNothing) {
   });
   EXPECT_THAT(PruneOn(failing, "last=1"), HasCode(Code::kPermissionDenied));
   EXPECT_THAT(Left(), SizeIs(3));
+  for (const int error : {EACCES, EIO}) ExpectUnread("policy.json", error);
   // Unknown fields and compatible bits are no matter.
   WriteWholeFile(InStore("policy.json"), with("\"compatible\": 0", "\"compatible\": 8, \"x\": 1"));
   EXPECT_OK(Prune("policy"));
@@ -183,7 +195,7 @@ TEST_F(RetentionStoreTest, ADamagedOrNewerPolicyRemovesNothing) {
 
 // ---- The newest -------------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, WhereTheNewestDoesNotVerifyNothingGoes) {
+TEST_F(RetentionStoreTest, NothingIsRemovedWhenTheNewestFailsVerify) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const std::string file = TensorFileOf("step-3");
   const std::string bytes = ReadWholeFile(file);
@@ -208,7 +220,7 @@ TEST_F(RetentionStoreTest, WhereTheNewestDoesNotVerifyNothingGoes) {
   EXPECT_THAT(Left(), ElementsAre("step-3"));
 }
 
-TEST_F(RetentionStoreTest, WhatCannotBeReadStaysAndIsNamed) {
+TEST_F(RetentionStoreTest, UnreadableCheckpointsAreKeptAndReported) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   WriteWholeFile(InStore("step-4/COMMIT"), "nonsense");
   ASSERT_OK(fs().RemoveFile(InStore("step-1/COMMIT")));
@@ -216,8 +228,8 @@ TEST_F(RetentionStoreTest, WhatCannotBeReadStaysAndIsNamed) {
   const auto pruned = Prune("last=1");
   ASSERT_OK(pruned);
   EXPECT_THAT(Left(), ElementsAre("folder", "step-1", "step-3", "step-4"));
-  EXPECT_THAT(On(pruned.value(), "step-4").reason, HasSubstr("it cannot be read"));
-  EXPECT_THAT(On(pruned.value(), "step-1").reason, HasSubstr("it cannot be read"));
+  EXPECT_THAT(On(pruned.value(), "step-4").reason, HasSubstr("the checkpoint cannot be read"));
+  EXPECT_THAT(On(pruned.value(), "step-1").reason, HasSubstr("the checkpoint cannot be read"));
   EXPECT_THAT(pruned.value().decisions, SizeIs(4)) << "a folder is none of them";
   // With nothing that can be read nothing goes.
   WriteWholeFile(InStore("step-3/COMMIT"), "nonsense");
@@ -226,7 +238,7 @@ TEST_F(RetentionStoreTest, WhatCannotBeReadStaysAndIsNamed) {
 }
 
 // Somebody with other rules, or an operator, was at work.
-TEST_F(RetentionStoreTest, WhereTheNewestIsGoneMeanwhileNothingMoreGoes) {
+TEST_F(RetentionStoreTest, PruneStopsWhenTheNewestVanishes) {
   for (const bool replaced : {false, true}) {
     ASSERT_OK(fs().RemoveTree(StorePath()));
     ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
@@ -252,7 +264,7 @@ TEST_F(RetentionStoreTest, WhereTheNewestIsGoneMeanwhileNothingMoreGoes) {
 
 // ---- Pins -------------------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, WhatIsPinnedStaysUntilItIsUnpinned) {
+TEST_F(RetentionStoreTest, PinnedCheckpointIsKeptUntilUnpinned) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const auto pin = PinCheckpoint(InStore("step-1"), {.reason = "for the paper"});
   ASSERT_OK(pin);
@@ -273,7 +285,7 @@ TEST_F(RetentionStoreTest, WhatIsPinnedStaysUntilItIsUnpinned) {
   EXPECT_THAT(Left(), ElementsAre("step-3"));
 }
 
-TEST_F(RetentionStoreTest, APinnedCheckpointIsNotRemovedOrReplacedWithoutForce) {
+TEST_F(RetentionStoreTest, PinnedCheckpointNeedsForceToRemoveOrReplace) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1"), {.reason = "for the paper"}));
   EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kPermissionDenied));
@@ -291,7 +303,7 @@ TEST_F(RetentionStoreTest, APinnedCheckpointIsNotRemovedOrReplacedWithoutForce) 
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(RetentionStoreTest, PinsAreChangedListedAndTakenAway) {
+TEST_F(RetentionStoreTest, PinsAreChangedListedAndRemoved) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   EXPECT_THAT(ListPins(StorePath()).value(), IsEmpty());
   EXPECT_THAT(PinCheckpoint(InStore("none")), HasCode(Code::kNotFound));
@@ -314,14 +326,14 @@ TEST_F(RetentionStoreTest, PinsAreChangedListedAndTakenAway) {
   EXPECT_OK(MakeStore().Remove("step-1"));
 }
 
-TEST_F(RetentionStoreTest, APinThatIsOverHoldsNothing) {
+TEST_F(RetentionStoreTest, ExpiredPinDoesNotPreventRemoval) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   ASSERT_OK(PinCheckpoint(InStore("step-1"), {.expires = 4'000'000'000}));
   ASSERT_OK(PinCheckpoint(InStore("step-2"), {.expires = 4'000'000'000}));
   ASSERT_OK(Prune("last=1", {}, 3'999'999'999));
   EXPECT_THAT(Left(), SizeIs(3));
   const auto dry = Prune("last=1", {.dry_run = true}, 4'000'000'000);
-  EXPECT_THAT(On(dry.value(), "step-1").reason, HasSubstr("but only until 2096-10-02"));
+  EXPECT_THAT(On(dry.value(), "step-1").reason, HasSubstr("expired 2096-10-02"));
   // A clock that runs back makes it hold again.
   ASSERT_OK(Prune("last=1", {}, 1));
   EXPECT_THAT(Left(), SizeIs(3));
@@ -329,7 +341,7 @@ TEST_F(RetentionStoreTest, APinThatIsOverHoldsNothing) {
   EXPECT_THAT(Left(), ElementsAre("step-3"));
 }
 
-TEST_F(RetentionStoreTest, APinThatCannotBeReadHolds) {
+TEST_F(RetentionStoreTest, UnreadablePinPreventsRemoval) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const std::string uuid = UuidOf("step-1").ToString();
   ASSERT_OK(PinCheckpoint(InStore("step-1"), {.expires = 1}));
@@ -351,12 +363,13 @@ TEST_F(RetentionStoreTest, APinThatCannotBeReadHolds) {
     const auto pruned = Prune("last=1");
     ASSERT_OK(pruned);
     EXPECT_THAT(On(pruned.value(), "step-1").reason,
-                HasSubstr("the pin cannot be read, and holds"));
+                HasSubstr("the pin cannot be read, so it does not expire"));
     EXPECT_THAT(MakeStore().Remove("step-1"), HasCode(Code::kPermissionDenied));
     EXPECT_THAT(ListPins(StorePath()).value()[0].problem, Not(IsEmpty()));
     EXPECT_THAT(MakeStore().Fsck({}).value(),
                 Contains(testing::Field(&Store::FsckFinding::object, ".pins/" + uuid)));
   }
+  ExpectUnread(".pins/" + uuid, EIO);
   // A second one beside it that is over changes nothing; nor does a folder in its place.
   WriteWholeFile(InStore(".pins/" + uuid + ".01234567"), good);
   ASSERT_OK(Prune("last=1"));
@@ -379,7 +392,7 @@ TEST_F(RetentionStoreTest, APinThatCannotBeReadHolds) {
 }
 
 // Where files cannot be exchanged a pin that is changed holds at every moment.
-TEST_F(RetentionStoreTest, WithoutExchangeAPinHoldsWhileItIsChanged) {
+TEST_F(RetentionStoreTest, PinHoldsDuringChangeWithoutExchange) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Uuid uuid = UuidOf("step-1");
   int looks = 0;
@@ -410,7 +423,7 @@ TEST_F(RetentionStoreTest, WithoutExchangeAPinHoldsWhileItIsChanged) {
 }
 
 // Pinned between the last look and the rename: it comes back, and who pinned it is told the truth.
-TEST_F(RetentionStoreTest, WhatIsPinnedWhileItGoesComesBack) {
+TEST_F(RetentionStoreTest, CheckpointPinnedDuringRemovalIsMovedBack) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   std::thread pinning;
   std::atomic<bool> pinned = false;
@@ -437,7 +450,7 @@ TEST_F(RetentionStoreTest, WhatIsPinnedWhileItGoesComesBack) {
 }
 
 // Pinned before its turn: it is not even moved.
-TEST_F(RetentionStoreTest, WhatIsPinnedBeforeItsTurnIsNotMoved) {
+TEST_F(RetentionStoreTest, CheckpointPinnedBeforeItsTurnIsNotMoved) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   bool moved = false;
   ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
@@ -456,7 +469,7 @@ TEST_F(RetentionStoreTest, WhatIsPinnedBeforeItsTurnIsNotMoved) {
 }
 
 // What a crash between the rename and the way back leaves, gc moves back, or keeps and names.
-TEST_F(RetentionStoreTest, GcMovesBackWhatIsPinned) {
+TEST_F(RetentionStoreTest, GcMovesBackPinnedCheckpoints) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Uuid uuid = UuidOf("step-1");
@@ -494,7 +507,7 @@ TEST_F(RetentionStoreTest, GcMovesBackWhatIsPinned) {
 }
 
 // A disk without room for one more name in .trash: the marks there give way.
-TEST_F(RetentionStoreTest, RemovingNeedsNoRoom) {
+TEST_F(RetentionStoreTest, RemovalWorksWithoutFreeSpace) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
   int room = 2;
   ObservedFileSystem full(
@@ -520,7 +533,7 @@ TEST_F(RetentionStoreTest, RemovingNeedsNoRoom) {
 }
 
 // What a power cut leaves of a save that is over keeps nothing in .trash.
-TEST_F(RetentionStoreTest, ADamagedBaseKeepsNothingInTrash) {
+TEST_F(RetentionStoreTest, DamagedBaseRecordKeepsNothingInTrash) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Staging staging = Written(MakeStore(), "step-3", RetainedStepSpec(3));
   WriteWholeFile(JoinPath(staging.directory, "BASE"), std::string(33, '\0'));
@@ -532,7 +545,7 @@ TEST_F(RetentionStoreTest, ADamagedBaseKeepsNothingInTrash) {
 }
 
 // A removal that took another one than it meant, and died before it saw that.
-TEST_F(RetentionStoreTest, WhatAnInterruptedRemovalTookComesBack) {
+TEST_F(RetentionStoreTest, CheckpointOfAnInterruptedRemovalIsRestored) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   const Uuid first = UuidOf("step-1");
   const Uuid second = UuidOf("step-2");
@@ -548,7 +561,7 @@ TEST_F(RetentionStoreTest, WhatAnInterruptedRemovalTookComesBack) {
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
+TEST_F(RetentionStoreTest, GcRemovesOnlyPinsAndMarksOfGoneCheckpoints) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(PinCheckpoint(InStore("step-1")));
   const Store store = MakeStore();
@@ -589,7 +602,7 @@ TEST_F(RetentionStoreTest, GcTakesPinsAndMarksOfWhatIsGoneAndNoOthers) {
 
 // ---- Saves under way --------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, WhatASaveUnderWayTakesFilesOfStays) {
+TEST_F(RetentionStoreTest, BaseOfARunningSaveIsKept) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   const Store store = MakeStore();
   const Staging staging = Written(store, "next", RetainedStepSpec(9));
@@ -616,7 +629,7 @@ TEST_F(RetentionStoreTest, WhatASaveUnderWayTakesFilesOfStays) {
   EXPECT_THAT(Left(), ElementsAre("next"));
 }
 
-TEST_F(RetentionStoreTest, TheParentOfASaveThroughAMountStays) {
+TEST_F(RetentionStoreTest, ParentOfAMountSaveIsKept) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(1));
   const auto shared = MakeStore().BeginShared("mounted", {});
   ASSERT_OK(shared);
@@ -636,7 +649,7 @@ TEST_F(RetentionStoreTest, TheParentOfASaveThroughAMountStays) {
 
 // ---- Ephemeral --------------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, EphemeralOnesGoOnceALaterOneIsThere) {
+TEST_F(RetentionStoreTest, EphemeralCheckpointIsRemovedAfterALaterSave) {
   const Store store = MakeStore();
   const auto ephemeral = [&](const std::string& name) {
     const Staging staging = Written(store, name, RetainedStepSpec(1));
@@ -693,14 +706,15 @@ TEST_F(RetentionStoreTest, MetricsAreFoundInTheCommonState) {
   }
   EXPECT_FALSE(On(dry.value(), "whole").kept);
   EXPECT_FALSE(On(dry.value(), "worse").kept);
-  EXPECT_EQ(On(dry.value(), "none").reason, "it has no eval.loss");
-  EXPECT_EQ(On(dry.value(), "text").reason, "it has a eval.loss that is no number: string");
+  EXPECT_EQ(On(dry.value(), "none").reason, "the checkpoint has no eval.loss");
+  EXPECT_EQ(On(dry.value(), "text").reason,
+            "the checkpoint has a eval.loss that is not a number: string");
   EXPECT_THAT(On(dry.value(), "nan").reason, HasSubstr("NaN"));
   const auto third = Prune("best=eval.loss[1]:min:1", {.dry_run = true});
   EXPECT_THAT(On(third.value(), "list").reason, HasSubstr("lowest eval.loss[1]"));
 }
 
-TEST_F(RetentionStoreTest, OfHoursTheNewestStaysWhateverTheClockDid) {
+TEST_F(RetentionStoreTest, NewestOfEachHourIsKeptDespiteClockJumps) {
   const auto save = [&](const std::string& name, std::int64_t now) {
     ASSERT_OK(Save(name, RetainedStepSpec(1), {.now = now}));
   };
@@ -715,7 +729,7 @@ TEST_F(RetentionStoreTest, OfHoursTheNewestStaysWhateverTheClockDid) {
 
 // ---- Failures ---------------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, ARemovalThatFailsIsNamedAndTheNextIsTried) {
+TEST_F(RetentionStoreTest, FailedRemovalIsReportedAndTheNextIsTried) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(4));
   ObservedFileSystem failing(fs(), [](const FileEvent& e) {
     return e.op == FileOp::kRename && e.path.ends_with("/step-2")
@@ -730,7 +744,7 @@ TEST_F(RetentionStoreTest, ARemovalThatFailsIsNamedAndTheNextIsTried) {
   EXPECT_THAT(pruned.value().failures(), ElementsAre(HasSubstr("step-2: PERMISSION_DENIED")));
 }
 
-TEST_F(RetentionStoreTest, ARemovalThatMayNotLastSaysSo) {
+TEST_F(RetentionStoreTest, UnsyncedRemovalIsReportedAsUnknown) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   ASSERT_OK(fs().CreateDirectory(InStore(".pins")));
   ObservedFileSystem failing(fs(), [&](const FileEvent& e) {
@@ -740,13 +754,13 @@ TEST_F(RetentionStoreTest, ARemovalThatMayNotLastSaysSo) {
   });
   const auto pruned = PruneOn(failing, "last=1");
   ASSERT_OK(pruned);
-  if (fs().MovedFoldersSyncThemselves(StorePath())) GTEST_SKIP() << "syncs other folders here";
+  if (fs().CanSyncOnlyMovedFolder(StorePath())) GTEST_SKIP() << "syncs other folders here";
   EXPECT_TRUE(On(pruned.value(), "step-1").removed);
   EXPECT_THAT(On(pruned.value(), "step-1").failed, HasCode(Code::kUnknown));
 }
 
 // A save took its name between the look and the rename: what was moved is moved back.
-TEST_F(RetentionStoreTest, WhatTookItsNameMeanwhileIsNotRemoved) {
+TEST_F(RetentionStoreTest, CheckpointThatTookTheNameIsNotRemoved) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   bool done = false;
   ObservedFileSystem racing(fs(), [&](const FileEvent& e) {
@@ -766,7 +780,7 @@ TEST_F(RetentionStoreTest, WhatTookItsNameMeanwhileIsNotRemoved) {
 
 // Every operation fails once, or answers that there is no such thing: what the rules keep is there
 // and whole, whatever the answer is.
-TEST_F(RetentionStoreTest, NoFailureOfAnyOperationLosesWhatIsKept) {
+TEST_F(RetentionStoreTest, FaultAtAnyOperationLosesNoKeptCheckpoint) {
   const auto fill = [&] {
     ASSERT_OK(fs().RemoveTree(StorePath()));
     ASSERT_NO_FATAL_FAILURE(SaveSteps(5));
@@ -820,7 +834,7 @@ TEST_F(RetentionStoreTest, NoFailureOfAnyOperationLosesWhatIsKept) {
 
 // ---- Several at once --------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, OneWhoPrunesWaitsForTheOtherOrSaysThatItIsBusy) {
+TEST_F(RetentionStoreTest, ConcurrentPruneWaitsOrReturnsBusy) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   auto lock = pins::Lock(fs(), StorePath(), 0);
   ASSERT_OK(lock);
@@ -839,7 +853,7 @@ TEST_F(RetentionStoreTest, OneWhoPrunesWaitsForTheOtherOrSaysThatItIsBusy) {
 
 // With locks and without (hosts that do not see each other's), beside saves: the newest of all that
 // was ever published is there in the end, and at every moment something is.
-TEST_F(RetentionStoreTest, OfTwoWhoPruneWithOtherRulesTheNewestStays) {
+TEST_F(RetentionStoreTest, ConcurrentPrunesKeepTheNewest) {
   const std::vector<std::string> rules = {"last=1",
                                           "every=2",
                                           "every=3",
@@ -904,7 +918,7 @@ TEST_F(RetentionStoreTest, OfTwoWhoPruneWithOtherRulesTheNewestStays) {
 
 // A keeps what it takes for the newest and removes the rest; B does not see that one, and keeps
 // another. Neither may remove what the other rests on.
-TEST_F(RetentionStoreTest, WhoDoesNotSeeTheNewestRemovesNothingThatOthersRestOn) {
+TEST_F(RetentionStoreTest, PruneBlindToTheNewestRemovesNothingOthersKeep) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const auto blind = [&](const std::string& name) {
     return [this, name](const FileEvent& e) {
@@ -921,13 +935,13 @@ TEST_F(RetentionStoreTest, WhoDoesNotSeeTheNewestRemovesNothingThatOthersRestOn)
   EXPECT_THAT(Left(), ElementsAre("step-2", "step-3"));
 }
 
-TEST_F(RetentionStoreTest, ReadersReadOn) {
+TEST_F(RetentionStoreTest, PruneDoesNotDisturbReaders) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(2));
   auto reader = OpenedCheckpoint::Open(fs(), InStore("step-1"), {});
   ASSERT_OK(reader);
   ASSERT_OK(Prune("last=1"));
   EXPECT_THAT(MakeStore().Gc({.grace = seconds(0)}).value().kept,
-              ElementsAre(HasSubstr("still read")));
+              ElementsAre(HasSubstr("still being read")));
   const auto entry = reader.value()->index().Find("w");
   std::string got(TinyBytes(RetainedStepSpec(1).tensors[0]).size(), '?');
   ASSERT_OK(reader.value()->ReadBytes(entry.value(), 0, got.data(), got.size(),
@@ -935,7 +949,7 @@ TEST_F(RetentionStoreTest, ReadersReadOn) {
   EXPECT_EQ(got, TinyBytes(RetainedStepSpec(1).tensors[0]));
 }
 
-TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
+TEST_F(RetentionStoreTest, TrashHintCountsSharedFilesOnce) {
   const auto hint = [&] {
     return retention::WithTrashHint(fs(), StorePath(), Status::FromErrno(ENOSPC, "write", "x"))
         .fields()
@@ -959,7 +973,7 @@ TEST_F(RetentionStoreTest, WhatTrashHoldsIsCountedOnce) {
 
 // ---- For programs -----------------------------------------------------------------------------
 
-TEST_F(RetentionStoreTest, AProgramCanDoWhatTheCommandDoes) {
+TEST_F(RetentionStoreTest, ApiPrunesLikeTheCommand) {
   ASSERT_NO_FATAL_FAILURE(SaveSteps(3));
   const auto listed = ListCheckpoints(StorePath());
   ASSERT_OK(listed);

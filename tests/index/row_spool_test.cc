@@ -87,7 +87,7 @@ Status AddAll(InventoryMerger& merger, const std::vector<Inventory>& writers) {
   return Status();
 }
 
-TEST(RowSpool, AMergeInBoundedMemoryIsTheMergeInMemory) {
+TEST(RowSpool, SpooledMergeEqualsTheMergeInMemory) {
   const TempDir dir;
   const std::string path = dir.Join("rows");
   int with_file = 0;
@@ -134,7 +134,7 @@ TEST(RowSpool, AMergeInBoundedMemoryIsTheMergeInMemory) {
   EXPECT_GT(with_shared, 20);
 }
 
-TEST(RowSpool, RangesOfTwoWritersThatOverlapAreRefused) {
+TEST(RowSpool, OverlappingRangesOfTwoWritersAreRefused) {
   std::vector<Inventory> writers(2);
   for (std::size_t w = 0; w < 2; ++w) {
     writers[w].info.uuid = {1, 2};
@@ -150,10 +150,10 @@ TEST(RowSpool, RangesOfTwoWritersThatOverlapAreRefused) {
   }
   InventoryMerger merger;
   ASSERT_OK(AddAll(merger, writers));
-  EXPECT_THAT(merger.Finish(), HasMessage("data/w: the piece of 32 bytes at 31 overlaps"));
+  EXPECT_THAT(merger.Finish(), HasMessage("data/w: the range of 32 bytes at 31 overlaps"));
 }
 
-TEST(RowSpool, AFullDiskIsSaid) {
+TEST(RowSpool, FullDiskIsReported) {
   const TempDir dir;
   Random random(7);
   std::vector<Inventory> writers;

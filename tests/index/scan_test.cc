@@ -43,7 +43,7 @@ class ScanTest : public ::testing::Test {
   std::vector<std::uint32_t> opened_;
 };
 
-TEST_F(ScanTest, TellsOfEachRangeOnceWithTheHashesOfItsRecord) {
+TEST_F(ScanTest, VisitsEachRangeOnceWithItsRecordedHashes) {
   for (const int threads : {1, 4}) {
     std::vector<int> told(ranges_.size());
     std::vector<Crc64> digests(built_.inventory.tensors.size());
@@ -77,7 +77,7 @@ TEST_F(ScanTest, TellsOfEachRangeOnceWithTheHashesOfItsRecord) {
   }
 }
 
-TEST_F(ScanTest, OneThreadReadsInTheOrderOfFilesAndOpensEachOnce) {
+TEST_F(ScanTest, OneThreadReadsFilesInOrderAndOpensEachOnce) {
   std::vector<std::pair<std::uint32_t, std::uint64_t>> seen;
   std::reverse(ranges_.begin(), ranges_.end());
   ASSERT_OK(MakeScan(1).Run(ranges_, [&](std::size_t i, ScanFinding&) {
@@ -88,7 +88,7 @@ TEST_F(ScanTest, OneThreadReadsInTheOrderOfFilesAndOpensEachOnce) {
   EXPECT_EQ(std::set(opened_.begin(), opened_.end()).size(), opened_.size());
 }
 
-TEST_F(ScanTest, EndsWithTheFailureOfItsVisitor) {
+TEST_F(ScanTest, VisitorFailureEndsTheScan) {
   int visits = 0;
   EXPECT_THAT(MakeScan(1).Run(ranges_,
                               [&](std::size_t, ScanFinding&) {
@@ -99,7 +99,7 @@ TEST_F(ScanTest, EndsWithTheFailureOfItsVisitor) {
   EXPECT_EQ(visits, 1);
 }
 
-TEST_F(ScanTest, SaysWhichStepFailed) {
+TEST_F(ScanTest, ReportsTheStepThatFailed) {
   using Step = ScanFinding::Step;
   const auto steps = [&](Scan::Files files) {
     std::set<Step> found;

@@ -61,7 +61,7 @@ class StoreFaultsTest : public StoreTest {
 
 // ---- latest -----------------------------------------------------------------------------------
 
-TEST_F(StoreFaultsTest, LatestIsNeverAnOlderOneBecauseANewerOneCannotBeRead) {
+TEST_F(StoreFaultsTest, UnreadableNewestCheckpointMakesLatestFail) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ASSERT_OK(Save("new", DefaultTinySpec()));
   struct Fault {
@@ -87,7 +87,7 @@ TEST_F(StoreFaultsTest, LatestIsNeverAnOlderOneBecauseANewerOneCannotBeRead) {
   EXPECT_THAT(MakeStore().Latest(), HasCode(Code::kUnsupported));
 }
 
-TEST_F(StoreFaultsTest, AFolderThatComesAndGoesIsNoFault) {
+TEST_F(StoreFaultsTest, DirectoryRemovedDuringAScanIsIgnored) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ASSERT_OK(Save("new", DefaultTinySpec()));
   ObservedFileSystem removing(fs(), [&](const FileEvent& e) {
@@ -100,7 +100,7 @@ TEST_F(StoreFaultsTest, AFolderThatComesAndGoesIsNoFault) {
 }
 
 // Another one takes its place between two looks: it is neither removed nor damaged.
-TEST_F(StoreFaultsTest, ACommitThatIsBackAtTheNextLookIsRead) {
+TEST_F(StoreFaultsTest, CommitReadableOnRetryIsUsed) {
   ASSERT_OK(Save("new", DefaultTinySpec()));
   for (const int err : {ENOENT, ESTALE}) {
     int looks = 0;
@@ -117,7 +117,7 @@ TEST_F(StoreFaultsTest, ACommitThatIsBackAtTheNextLookIsRead) {
 }
 
 // A number that nobody's folder stands for could be given to two saves.
-TEST_F(StoreFaultsTest, AGenerationThatCannotBeClaimedIsNotTaken) {
+TEST_F(StoreFaultsTest, UnclaimableGenerationIsNotUsed) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ObservedFileSystem failing(fs(), [](const FileEvent& e) {
     return e.op == FileOp::kCreateDirectory && e.path.find("/.generations/") != std::string::npos
@@ -127,7 +127,7 @@ TEST_F(StoreFaultsTest, AGenerationThatCannotBeClaimedIsNotTaken) {
   EXPECT_THAT(OpenOn(failing).Begin("new", IfExists::kFail), HasCode(Code::kResourceExhausted));
 }
 
-TEST_F(StoreFaultsTest, ADamagedOneIsPassedOverWithAWarning) {
+TEST_F(StoreFaultsTest, DamagedCheckpointIsSkippedWithAWarning) {
   ASSERT_OK(Save("old", DefaultTinySpec()));
   ASSERT_OK(Save("bad", DefaultTinySpec()));
   ASSERT_OK(fs().CreateDirectory(InStore("folder")));
@@ -135,17 +135,17 @@ TEST_F(StoreFaultsTest, ADamagedOneIsPassedOverWithAWarning) {
   const auto opened = OpenNamed(fs(), StorePath() + "/latest", {});
   ASSERT_OK(opened);
   EXPECT_EQ(opened.value()->name(), "old");
-  EXPECT_THAT(opened.value()->warnings(), ElementsAre(HasSubstr("checkpoint bad was passed over")));
+  EXPECT_THAT(opened.value()->warnings(), ElementsAre(HasSubstr("checkpoint bad was skipped")));
   // COMMIT lost altogether.
   ASSERT_OK(fs().RemoveFile(InStore("bad/COMMIT")));
   const auto again = OpenNamed(fs(), StorePath() + "/latest", {});
   ASSERT_OK(again);
-  EXPECT_THAT(again.value()->warnings(), ElementsAre(HasSubstr("checkpoint bad was passed over")));
+  EXPECT_THAT(again.value()->warnings(), ElementsAre(HasSubstr("checkpoint bad was skipped")));
 }
 
 // ---- fsck -------------------------------------------------------------------------------------
 
-TEST_F(StoreFaultsTest, FsckAdvisesNothingAgainstWhatItCouldNotRead) {
+TEST_F(StoreFaultsTest, FsckGivesNoRemedyForUnreadableObjects) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   for (const int err : {EIO, EMFILE, EACCES}) {
     for (const char* file : {"a/COMMIT", "a/manifest/coordinator.tmm"}) {
@@ -159,7 +159,7 @@ TEST_F(StoreFaultsTest, FsckAdvisesNothingAgainstWhatItCouldNotRead) {
       EXPECT_FALSE(f.damage) << f.problem;
       EXPECT_TRUE(f.unread);
       EXPECT_THAT(f.remedy, Not(HasSubstr("rm")));
-      EXPECT_THAT(f.remedy, Not(HasSubstr("save it again")));
+      EXPECT_THAT(f.remedy, Not(HasSubstr("save the checkpoint again")));
     }
   }
   MakeNewer("a");
@@ -167,12 +167,12 @@ TEST_F(StoreFaultsTest, FsckAdvisesNothingAgainstWhatItCouldNotRead) {
   ASSERT_OK(found);
   ASSERT_THAT(found.value(), SizeIs(1));
   EXPECT_FALSE(found.value()[0].damage);
-  EXPECT_THAT(found.value()[0].remedy, HasSubstr("newer program"));
+  EXPECT_THAT(found.value()[0].remedy, HasSubstr("newer version"));
 }
 
 // ext2 after a power cut: the name leads to another inode. What pins held nobody can say, so all
 // stays.
-TEST_F(StoreFaultsTest, AFileInPlaceOfAFolderIsNamedAndNothingIsRemoved) {
+TEST_F(StoreFaultsTest, FileInPlaceOfADirectoryIsReportedAndKept) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(Save("b", DefaultTinySpec()));
   ASSERT_OK(MakeStore().Remove("b"));
@@ -181,7 +181,7 @@ TEST_F(StoreFaultsTest, AFileInPlaceOfAFolderIsNamedAndNothingIsRemoved) {
   WriteWholeFile(InStore(".derived"), "");
   const auto kept = MakeStore().Gc({.grace = seconds(0)});
   ASSERT_OK(kept);
-  EXPECT_THAT(kept.value().failed, Contains(HasSubstr("fsck says what to do")));
+  EXPECT_THAT(kept.value().failed, Contains(HasSubstr("`tensormount fsck` shows the remedy")));
   EXPECT_THAT(NamesIn(InStore(".trash")), Not(IsEmpty()));
   const auto found = MakeStore().Fsck({});
   ASSERT_OK(found);
@@ -191,8 +191,8 @@ TEST_F(StoreFaultsTest, AFileInPlaceOfAFolderIsNamedAndNothingIsRemoved) {
     // What pins may hold in the trash is not known either.
     EXPECT_EQ(f.unread, f.object.starts_with(".trash/")) << f.object << ": " << f.problem;
   }
-  EXPECT_THAT(told, ElementsAre(".derived: remove it: it is made anew",
-                                ".pins: remove it, then pin again what must stay"));
+  EXPECT_THAT(told, ElementsAre(".derived: remove it: it is recreated when needed",
+                                ".pins: remove it, then pin the checkpoints to keep again"));
   ASSERT_OK(fs().RemoveFile(InStore(".pins")));
   ASSERT_OK(fs().RemoveFile(InStore(".derived")));
   const auto gone = MakeStore().Gc({.grace = seconds(0)});
@@ -202,7 +202,7 @@ TEST_F(StoreFaultsTest, AFileInPlaceOfAFolderIsNamedAndNothingIsRemoved) {
   EXPECT_THAT(MakeStore().Fsck({}).value(), IsEmpty());
 }
 
-TEST_F(StoreFaultsTest, WhatSaysNothingOfTheBytesIsNoDamage) {
+TEST_F(StoreFaultsTest, EnvironmentErrorsAreNotReportedAsDamage) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   for (const int err : {EMFILE, ENOMEM, ESTALE, EACCES}) {
     for (const FileOp op : {FileOp::kOpenRead, FileOp::kRead, FileOp::kList}) {
@@ -225,7 +225,7 @@ TEST_F(StoreFaultsTest, WhatSaysNothingOfTheBytesIsNoDamage) {
   }
 }
 
-TEST_F(StoreFaultsTest, AFolderThatCannotBeListedIsNotTakenForEmpty) {
+TEST_F(StoreFaultsTest, UnlistableDirectoryIsNotTakenForEmpty) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(fs().CreateDirectories(InStore(".derived")));
   for (const std::string folder : {".staging", ".trash", ".derived", ".generations"}) {
@@ -244,7 +244,7 @@ TEST_F(StoreFaultsTest, AFolderThatCannotBeListedIsNotTakenForEmpty) {
   }
 }
 
-TEST_F(StoreFaultsTest, AFileTooManyIsNotToBeRestored) {
+TEST_F(StoreFaultsTest, FsckAdvisesRemovingUnexpectedFiles) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   WriteWholeFile(InStore("a/data/notes.txt"), "mine");
   const auto found = MakeStore().Fsck({});
@@ -253,7 +253,7 @@ TEST_F(StoreFaultsTest, AFileTooManyIsNotToBeRestored) {
   EXPECT_THAT(found.value()[0].remedy, HasSubstr("remove it"));
 }
 
-TEST_F(StoreFaultsTest, ALostManifestNamesOne) {
+TEST_F(StoreFaultsTest, LostManifestIsReportedOnce) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(fs().RemoveFile(InStore("a/manifest/coordinator.tmm")));
   const auto report = VerifyCheckpoint(fs(), InStore("a"), VerifyOptions{.quick = true});
@@ -262,7 +262,7 @@ TEST_F(StoreFaultsTest, ALostManifestNamesOne) {
   EXPECT_EQ(report.value().damages[0].file, "manifest/coordinator.tmm");
 }
 
-TEST_F(StoreFaultsTest, ALostSuperblockIsFoundAndMade) {
+TEST_F(StoreFaultsTest, FsckRecreatesALostSuperblock) {
   EXPECT_THAT(Store::FsckFolder(fs(), dir_.path(), {}), HasCode(Code::kNotFound));
   ObservedFileSystem unlisted(fs(), Failing(FileOp::kList, dir_.path(), EACCES));
   EXPECT_THAT(Store::Open(unlisted, dir_.path()), HasMessage("not a store (no store.json)"));
@@ -293,7 +293,7 @@ TEST_F(StoreFaultsTest, ALostSuperblockIsFoundAndMade) {
 
 // ---- locks ------------------------------------------------------------------------------------
 
-TEST_F(StoreFaultsTest, WhereThereAreNoLocksReadersGoOnAndGcKeeps) {
+TEST_F(StoreFaultsTest, WithoutLocksReadersWorkAndGcKeepsCheckpoints) {
   for (const int err : {ENOSYS, ENOLCK, EOPNOTSUPP}) {
     SCOPED_TRACE(std::strerror(err));
     const TinySpec spec = DefaultTinySpec();
@@ -328,14 +328,14 @@ class LyingRename : public ObservedFileSystem {
   }
 };
 
-TEST_F(StoreFaultsTest, ARemovalThatMayNotLastIsUnknown) {
+TEST_F(StoreFaultsTest, UnsyncedRemovalReturnsUnknown) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(Save("b", DefaultTinySpec()));
   ASSERT_OK(Save("c", DefaultTinySpec()));
   ObservedFileSystem failing(fs(), Failing(FileOp::kSyncDirectory, ".trash", EIO));
   const Status removed = OpenOn(failing).Remove("a");
   EXPECT_THAT(removed, HasCode(Code::kUnknown));
-  EXPECT_THAT(removed, HasMessage("removed, but a power cut may undo it or not"));
+  EXPECT_THAT(removed, HasMessage("removed, but a power failure may undo it"));
   EXPECT_FALSE(fs().Exists(InStore("a")));
   LyingRename lying;
   EXPECT_OK(OpenOn(lying).Remove("b"));
@@ -347,7 +347,7 @@ TEST_F(StoreFaultsTest, ARemovalThatMayNotLastIsUnknown) {
 
 // ---- gc ---------------------------------------------------------------------------------------
 
-TEST_F(StoreFaultsTest, GcTouchesNothingThatItCannotLookAt) {
+TEST_F(StoreFaultsTest, GcKeepsUnreadableStagings) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
   SetMtimes(staging.directory, HostFileSystem().NowSeconds() - 90000);
@@ -368,7 +368,7 @@ TEST_F(StoreFaultsTest, GcTouchesNothingThatItCannotLookAt) {
   }
 }
 
-TEST_F(StoreFaultsTest, ARemovedCheckpointWhoseCommitIsNoFileIsFreed) {
+TEST_F(StoreFaultsTest, RemovedCheckpointWhoseCommitIsNotAFileIsFreed) {
   const auto make = std::array<std::function<void(const std::string&)>, 3>{
       [](const std::string& path) { ASSERT_EQ(mkdir(path.c_str(), 0755), 0); },
       [](const std::string& path) { ASSERT_EQ(mkfifo(path.c_str(), 0644), 0); },
@@ -386,7 +386,7 @@ TEST_F(StoreFaultsTest, ARemovedCheckpointWhoseCommitIsNoFileIsFreed) {
   }
 }
 
-TEST_F(StoreFaultsTest, ACommittedCheckpointIsNeverFiledAsAborted) {
+TEST_F(StoreFaultsTest, CommittedCheckpointIsNeverMarkedAborted) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("step", spec));
   const Store store = MakeStore();
@@ -407,7 +407,7 @@ TEST_F(StoreFaultsTest, ACommittedCheckpointIsNeverFiledAsAborted) {
   EXPECT_EQ(moved.value(), store.path() + "/.trash/" + replaced.ToString());
 }
 
-TEST_F(StoreFaultsTest, TimeStampsOfOtherClocksHoldNothingForEver) {
+TEST_F(StoreFaultsTest, FutureTimestampsDoNotKeepTrashForever) {
   const Store store = MakeStore();
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(store.Remove("a"));
@@ -461,7 +461,7 @@ TEST_F(StoreFaultsTest, AgesDoNotOverflow) {
 
 // ---- publish ----------------------------------------------------------------------------------
 
-TEST_F(StoreFaultsTest, APublishRemovesNothingThatALaterSaveCouldInherit) {
+TEST_F(StoreFaultsTest, PublishKeepsFilesThatALaterSaveCouldInherit) {
   const TinySpec spec = DefaultTinySpec();
   bool visible = false;
   std::vector<std::string> removed;

@@ -49,7 +49,52 @@ TEST_F(StoreLifecycleTest, RemovingHidesAtOnceAndGcDeletesAfterTheGracePeriod) {
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(StoreLifecycleTest, TheGracePeriodIsCountedFromTheRemoval) {
+// Frameworks make the directory that they are about to save into, on each rank.
+TEST_F(StoreLifecycleTest, EmptyDirectoryDoesNotTakeAName) {
+  const Store store = MakeStore();
+  for (const IfExists if_exists : {IfExists::kFail, IfExists::kReplace}) {
+    const std::string name = if_exists == IfExists::kFail ? "fail" : "replace";
+    ASSERT_OK(fs().CreateDirectory(InStore(name)));
+    ASSERT_OK(Save(name, DefaultTinySpec(), {.if_exists = if_exists}));
+    EXPECT_TRUE(store.FindListing(name).problem.ok());
+  }
+  EXPECT_THAT(Save("fail", DefaultTinySpec()), HasCode(Code::kAlreadyExists));
+  // A directory with a file, a link to an empty directory, and a file keep their names.
+  ASSERT_OK(fs().CreateDirectory(InStore("full")));
+  WriteWholeFile(InStore("full/mine"), "x");
+  ASSERT_OK(fs().CreateDirectory(InStore("elsewhere")));
+  ASSERT_EQ(symlink("elsewhere", InStore("link").c_str()), 0);
+  WriteWholeFile(InStore("file"), "x");
+  for (const IfExists if_exists : {IfExists::kFail, IfExists::kReplace}) {
+    for (const char* name : {"full", "link", "file"}) {
+      EXPECT_THAT(Save(name, DefaultTinySpec(), {.if_exists = if_exists}),
+                  HasCode(Code::kAlreadyExists))
+          << name;
+    }
+  }
+  EXPECT_EQ(ReadWholeFile(InStore("full/mine")), "x");
+}
+
+// The directory may be made while the save is running.
+TEST_F(StoreLifecycleTest, EmptyDirectoryOfALateRankIsReplaced) {
+  for (const IfExists if_exists : {IfExists::kFail, IfExists::kReplace}) {
+    const std::string name = if_exists == IfExists::kFail ? "fail" : "replace";
+    int made = 0;
+    ObservedFileSystem late(fs(), [&](const FileEvent& e) {
+      if (e.op == FileOp::kRename && e.path.find(".staging/") != std::string::npos &&
+          e.path2.ends_with("/" + name) && made++ == 0) {
+        EXPECT_OK(fs().CreateDirectory(InStore(name)));
+      }
+      return Status();
+    });
+    ASSERT_OK(
+        WriteTinyCheckpoint(late, StorePath(), name, DefaultTinySpec(), {.if_exists = if_exists}));
+    EXPECT_GT(made, 0);
+    EXPECT_TRUE(MakeStore().FindListing(name).problem.ok());
+  }
+}
+
+TEST_F(StoreLifecycleTest, GracePeriodStartsAtTheRemoval) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   SetMtimes(InStore("a"), 1000);
   const Store store = MakeStore();
@@ -61,7 +106,7 @@ TEST_F(StoreLifecycleTest, TheGracePeriodIsCountedFromTheRemoval) {
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(StoreLifecycleTest, WhatIsStillReadIsKept) {
+TEST_F(StoreLifecycleTest, GcKeepsCheckpointsThatAreOpen) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec));
   const Store store = MakeStore();
@@ -70,14 +115,14 @@ TEST_F(StoreLifecycleTest, WhatIsStillReadIsKept) {
   ASSERT_OK(store.Remove("a"));
   const auto kept = store.Gc(kAtOnce);
   ASSERT_OK(kept);
-  EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("still read")));
+  EXPECT_THAT(kept.value().kept, ElementsAre(HasSubstr("still being read")));
   EXPECT_THAT(kept.value().removed, IsEmpty());
   opened = Status(Code::kCancelled, "closed");
   ASSERT_OK(store.Gc(kAtOnce));
   EXPECT_THAT(NamesIn(InStore(".trash")), IsEmpty());
 }
 
-TEST_F(StoreLifecycleTest, CopiesWithOneUuidCanBothBeRemoved) {
+TEST_F(StoreLifecycleTest, TwoCopiesWithOneUuidCanBeRemoved) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   const Store store = MakeStore();
   ASSERT_EQ(std::system(("cp -r " + InStore("a") + " " + InStore("b")).c_str()), 0);
@@ -103,7 +148,7 @@ class TwoNames : public ObservedFileSystem {
   std::string is_;
 };
 
-TEST_F(StoreLifecycleTest, AFolderThatIsAlsoALiveCheckpointIsNeverDeleted) {
+TEST_F(StoreLifecycleTest, TrashEntryThatIsALiveCheckpointIsKept) {
   ASSERT_OK(Save("dead", DefaultTinySpec()));
   ASSERT_OK(Save("live", DefaultTinySpec()));
   ASSERT_OK(MakeStore().Remove("dead"));
@@ -113,11 +158,11 @@ TEST_F(StoreLifecycleTest, AFolderThatIsAlsoALiveCheckpointIsNeverDeleted) {
   ASSERT_OK(store);
   const auto report = store.value().Gc(kAtOnce);
   ASSERT_OK(report);
-  EXPECT_THAT(report.value().kept, ElementsAre(HasSubstr("the same folder as checkpoint live")));
+  EXPECT_THAT(report.value().kept, ElementsAre(HasSubstr("the same directory as checkpoint live")));
   EXPECT_TRUE(fs().Exists(JoinPath(entry, "COMMIT")));
 }
 
-TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
+TEST_F(StoreLifecycleTest, GcRemovesOnlyAbandonedStagings) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   const Staging old = Written(store, "old", spec);
@@ -135,7 +180,7 @@ TEST_F(StoreLifecycleTest, GcTakesAbandonedStagingsAndLeavesYoungOnes) {
   EXPECT_OK(store.Publish(young, TinyCoordinator(spec), {}));
 }
 
-TEST_F(StoreLifecycleTest, ASaveThatWritesIntoAnOldFolderIsNotAbandoned) {
+TEST_F(StoreLifecycleTest, OldStagingStillWrittenToIsNotAbandoned) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "slow", DefaultTinySpec());
   SetMtimes(staging.directory, HostFileSystem().NowSeconds() - 90000);
@@ -173,7 +218,7 @@ TEST_F(StoreLifecycleTest, GcClearsDerivedClaimsAndOtherLeftovers) {
 
 // A power cut on a filesystem without a journal: the folder of a claim shows what was deleted, and
 // what is in it are second names of files.
-TEST_F(StoreLifecycleTest, AClaimWithSomethingInItIsRemoved) {
+TEST_F(StoreLifecycleTest, NonemptyGenerationClaimIsRemoved) {
   for (const char* name : {"a", "b", "c"}) ASSERT_OK(Save(name, DefaultTinySpec()));
   ASSERT_OK(fs().CreateDirectories(InStore(".generations/1/data")));
   const std::string file = NamesIn(InStore("c/data"))[0];
@@ -242,7 +287,7 @@ TEST_F(StoreLifecycleTest, APublishedSaveIsCommittedForGood) {
 
 // Else the next save may get the inode of a folder that is deleted in memory only, and lose its
 // data/ to a repair after a power cut, where there is no journal.
-TEST_F(StoreLifecycleTest, GcIsDurableWhateverItDeletes) {
+TEST_F(StoreLifecycleTest, GcSyncsTheStoreAfterDeleting) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(Save("b", DefaultTinySpec(2)));
   std::vector<std::string> order;
@@ -258,7 +303,7 @@ TEST_F(StoreLifecycleTest, GcIsDurableWhateverItDeletes) {
 }
 
 // What an aborted save leaves: folders, which gc deletes, and no data.
-TEST_F(StoreLifecycleTest, OfAnAbortedSaveOnlyFilesAreDeletedAtOnce) {
+TEST_F(StoreLifecycleTest, AbortedSaveLosesOnlyItsFilesAtOnce) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "step", DefaultTinySpec());
   ASSERT_OK(store.AbortOrDecide(staging));
@@ -288,7 +333,7 @@ class SyncsOfMovesTest : public StoreLifecycleTest, public testing::WithParamInt
                                if (e.op == FileOp::kSyncDirectory) synced.push_back(e.path);
                              }),
           themselves_(themselves) {}
-    bool MovedFoldersSyncThemselves(const std::string&) override { return themselves_; }
+    bool CanSyncOnlyMovedFolder(const std::string&) override { return themselves_; }
 
    private:
     bool themselves_;
@@ -299,7 +344,7 @@ class SyncsOfMovesTest : public StoreLifecycleTest, public testing::WithParamInt
 };
 INSTANTIATE_TEST_SUITE_P(All, SyncsOfMovesTest, testing::Bool());
 
-TEST_P(SyncsOfMovesTest, OfAPublish) {
+TEST_P(SyncsOfMovesTest, PublishSyncsTheMovedDirectories) {
   const auto store = Store::OpenOrCreate(watched_, StorePath());
   ASSERT_OK(store);
   const TinySpec spec = DefaultTinySpec();
@@ -313,7 +358,7 @@ TEST_P(SyncsOfMovesTest, OfAPublish) {
   }
 }
 
-TEST_P(SyncsOfMovesTest, OfAReplacement) {
+TEST_P(SyncsOfMovesTest, ReplacementSyncsTheMovedDirectories) {
   ASSERT_OK(Save("step", DefaultTinySpec()));
   // What is replaced stays where it is, so that the exchange is the last move.
   ObservedFileSystem stays(watched_, [](const FileEvent& e) {
@@ -336,7 +381,7 @@ TEST_P(SyncsOfMovesTest, OfAReplacement) {
 }
 
 // Whoever says how a save ended has made it durable himself.
-TEST_P(SyncsOfMovesTest, OfAVerdict) {
+TEST_P(SyncsOfMovesTest, VerdictSyncsTheMovedDirectories) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   const Staging staging = Written(store, "step", spec);
@@ -356,7 +401,7 @@ TEST_P(SyncsOfMovesTest, OfAVerdict) {
               HasCode(Code::kUnknown));
 }
 
-TEST_P(SyncsOfMovesTest, OfAnAbortAndOfARemoval) {
+TEST_P(SyncsOfMovesTest, AbortAndRemovalSyncTheMovedDirectories) {
   const auto store = Store::OpenOrCreate(watched_, StorePath());
   ASSERT_OK(store);
   const std::string root = store.value().path();
@@ -377,7 +422,7 @@ TEST_P(SyncsOfMovesTest, OfAnAbortAndOfARemoval) {
   }
 }
 
-TEST_P(SyncsOfMovesTest, OfWhatSomebodyMovedOn) {
+TEST_P(SyncsOfMovesTest, NewParentOfADirectoryMovedOnIsSynced) {
   const std::string from = dir_.Join("from");
   const std::string to = dir_.Join("to");
   ASSERT_OK(fs().CreateDirectory(from));
@@ -388,7 +433,7 @@ TEST_P(SyncsOfMovesTest, OfWhatSomebodyMovedOn) {
   EXPECT_EQ(synced_.size(), GetParam() ? 1u : 2u);
 }
 
-TEST_F(StoreLifecycleTest, WhereNothingCanBeReadTheVerdictIsUnknown) {
+TEST_F(StoreLifecycleTest, UnreadableStoreGivesAnUnknownVerdict) {
   const Store store = MakeStore();
   const Staging staging = Written(store, "step", DefaultTinySpec());
   ObservedFileSystem gone(fs(), [](const FileEvent& e) {
@@ -460,7 +505,7 @@ TEST_F(StoreLifecycleTest, ACleanStoreHasNoFindings) {
   EXPECT_THAT(found.value(), IsEmpty());
 }
 
-TEST_F(StoreLifecycleTest, ALostIndexIsFoundAndRebuiltWithTheSameAnswers) {
+TEST_F(StoreLifecycleTest, LostIndexIsRebuiltWithTheSameContent) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec, {.now = 5000}));
   const auto times = MtimesOf(InStore("a"));
@@ -494,7 +539,7 @@ TEST_F(StoreLifecycleTest, ALostIndexIsFoundAndRebuiltWithTheSameAnswers) {
 
 // One flipped byte wherever it stands in what fsck rebuilt: never used, made again; and verify and
 // fsck agree on what serves.
-TEST_F(StoreLifecycleTest, ADamagedRebuiltIndexIsNotUsedAndMadeAgain) {
+TEST_F(StoreLifecycleTest, DamagedRebuiltIndexIsRebuiltAgain) {
   const TinySpec spec = DefaultTinySpec();
   ASSERT_OK(Save("a", spec));
   ASSERT_OK(fs().RemoveFile(InStore("a/index/index.sst")));
@@ -507,7 +552,7 @@ TEST_F(StoreLifecycleTest, ADamagedRebuiltIndexIsNotUsedAndMadeAgain) {
   const auto verify = [&] { return VerifyCheckpoint(fs(), InStore("a"), {}); };
   ASSERT_OK_AND_ASSIGN(const VerifyReport repaired, verify());
   EXPECT_THAT(repaired.damages, IsEmpty());
-  EXPECT_THAT(repaired.warnings, ElementsAre(HasSubstr("the one that fsck rebuilt serves")));
+  EXPECT_THAT(repaired.warnings, ElementsAre(HasSubstr("using the index that fsck rebuilt")));
   ASSERT_OK_AND_ASSIGN(auto found, store.Fsck({}));
   ASSERT_THAT(found, SizeIs(1));
   EXPECT_TRUE(found[0].repaired);
@@ -532,7 +577,7 @@ TEST_F(StoreLifecycleTest, ADamagedRebuiltIndexIsNotUsedAndMadeAgain) {
   }
 }
 
-TEST_F(StoreLifecycleTest, FsckNamesDamageCopiesAndLeftovers) {
+TEST_F(StoreLifecycleTest, FsckReportsDamageCopiesAndLeftovers) {
   const auto saved = Save("a", DefaultTinySpec());
   ASSERT_OK(saved);
   ASSERT_OK(Save("b", DefaultTinySpec()));

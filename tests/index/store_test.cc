@@ -17,7 +17,7 @@ using testing::ElementsAre;
 using testing::IsEmpty;
 using testing::SizeIs;
 
-TEST_F(StoreTest, AFolderWithoutSuperblockIsNoStore) {
+TEST_F(StoreTest, DirectoryWithoutSuperblockIsNotAStore) {
   EXPECT_THAT(Store::Open(fs(), StorePath()), HasCode(Code::kNotFound));
   EXPECT_THAT(Store::Open(fs(), dir_.path()), HasMessage("not a store"));
 }
@@ -34,7 +34,7 @@ TEST_F(StoreTest, OpeningAgainGivesTheSameUuid) {
   EXPECT_THAT(NamesIn(StorePath()), ElementsAre("store.json"));
 }
 
-TEST_F(StoreTest, MissingFoldersAreMadeAndSymlinksOnTheWayAreFollowed) {
+TEST_F(StoreTest, CreatesMissingParentsAndFollowsSymlinks) {
   ASSERT_OK(fs().CreateDirectory(dir_.Join("real")));
   ASSERT_EQ(symlink(dir_.Join("real").c_str(), dir_.Join("link").c_str()), 0);
   const TinySpec spec = DefaultTinySpec();
@@ -44,6 +44,30 @@ TEST_F(StoreTest, MissingFoldersAreMadeAndSymlinksOnTheWayAreFollowed) {
   ASSERT_EQ(symlink(dir_.Join("real/a/b/store").c_str(), dir_.Join("s").c_str()), 0);
   ASSERT_OK(WriteTinyCheckpoint(fs(), dir_.Join("s"), "step-2", spec));
   EXPECT_TRUE(HoldsWhole(dir_.Join("real/a/b/store/step-2"), spec));
+}
+
+// What a store needs is asked before anything is made.
+TEST_F(StoreTest, StoreNeedsAWritableFileSystemWithNoReplace) {
+  class Lacking : public ObservedFileSystem {
+   public:
+    Lacking(FileSystem& base, Ability what) : ObservedFileSystem(base, {}), what_(what) {}
+    std::string_view name() const override { return "the lacking one"; }
+    bool Can(Ability ability) const override { return ability != what_; }
+
+   private:
+    const Ability what_;
+  };
+  Lacking sealed(fs(), Ability::kWrite);
+  const auto read_only = Store::OpenOrCreate(sealed, StorePath());
+  EXPECT_THAT(read_only, HasCode(Code::kReadOnly));
+  EXPECT_THAT(read_only, HasMessage(StorePath() + ": the lacking one is read-only"));
+  Lacking replacing(fs(), Ability::kRenameNoReplace);
+  const auto replaces = Store::OpenOrCreate(replacing, StorePath());
+  EXPECT_THAT(replaces, HasCode(Code::kUnsupported));
+  EXPECT_THAT(replaces, HasMessage("the lacking one does not support renaming without replacing"));
+  EXPECT_FALSE(fs().Exists(StorePath()));
+  Lacking unlocked(fs(), Ability::kLocks);
+  EXPECT_OK(Store::OpenOrCreate(unlocked, StorePath()));
 }
 
 TEST_F(StoreTest, ConcurrentCreatorsAgree) {
@@ -62,7 +86,7 @@ TEST_F(StoreTest, ConcurrentCreatorsAgree) {
   EXPECT_THAT(NamesIn(dir_.Join("x/y/store")), ElementsAre("store.json"));
 }
 
-TEST_F(StoreTest, AStoreThatSomebodyMakesMeanwhileIsTheStore) {
+TEST_F(StoreTest, StoreCreatedConcurrentlyIsUsed) {
   ASSERT_OK(fs().CreateDirectory(StorePath()));
   // Between the looks of one who makes it, at every one of them.
   for (int look = 0;; ++look) {
@@ -103,7 +127,7 @@ TEST_F(SuperblockTest, UnknownIncompatibleBitsAreRefusedByName) {
   EXPECT_THAT(store, HasMessage("incompatible feature bits 0x14"));
 }
 
-TEST_F(SuperblockTest, UnknownReadCompatibleBitsMakeItReadOnly) {
+TEST_F(SuperblockTest, UnknownReadCompatibleBitsMakeTheStoreReadOnly) {
   const auto store = OpenWith("\"read_compatible\": 0", "\"read_compatible\": 2");
   ASSERT_OK(store);
   EXPECT_OK(store.value().List());
@@ -120,7 +144,7 @@ TEST_F(SuperblockTest, ANewerVersionIsRefused) {
   EXPECT_THAT(OpenWith("\"version\": 1", "\"version\": 2"), HasCode(Code::kUnsupported));
 }
 
-TEST_F(SuperblockTest, DamageIsNamed) {
+TEST_F(SuperblockTest, ErrorNamesTheDamage) {
   EXPECT_THAT(OpenWith("{", "["), HasCode(Code::kDataLoss));
   EXPECT_THAT(OpenWith("tensormount-store", "tensormount-stope"), HasCode(Code::kDataLoss));
   EXPECT_THAT(OpenWith("\"incompatible\": 0", "\"incompatible\": -1"), HasCode(Code::kDataLoss));
@@ -142,7 +166,7 @@ TEST_F(StoreTest, NamesThatCannotBeCheckpointsAreRefused) {
   EXPECT_TRUE(HoldsWhole(InStore(std::string(255, 'n')), spec));
 }
 
-TEST_F(StoreTest, APublishedCheckpointIsListedAndWhole) {
+TEST_F(StoreTest, PublishedCheckpointIsListedAndWhole) {
   const TinySpec spec = DefaultTinySpec();
   const auto first = Save("step-1", spec);
   ASSERT_OK(first);
@@ -170,14 +194,14 @@ TEST_F(StoreTest, APublishedCheckpointIsListedAndWhole) {
   EXPECT_EQ(store.Latest().value().name, "step-2");
 }
 
-TEST_F(StoreTest, LatestGoesByGenerationNotByName) {
+TEST_F(StoreTest, LatestIsTheHighestGeneration) {
   EXPECT_THAT(MakeStore().Latest(), HasCode(Code::kNotFound));
   ASSERT_OK(Save("z", DefaultTinySpec()));
   ASSERT_OK(Save("a", DefaultTinySpec()));
   EXPECT_EQ(MakeStore().Latest().value().name, "a");
 }
 
-TEST_F(StoreTest, ABrokenCheckpointIsListedWithItsProblemAndLatestPassesItBy) {
+TEST_F(StoreTest, DamagedCheckpointIsListedAndLatestSkipsIt) {
   ASSERT_OK(Save("good", DefaultTinySpec()));
   ASSERT_OK(Save("bad", DefaultTinySpec()));
   WriteWholeFile(InStore("bad/COMMIT"), "nonsense");
@@ -196,7 +220,7 @@ TEST_F(StoreTest, ABrokenCheckpointIsListedWithItsProblemAndLatestPassesItBy) {
   EXPECT_EQ(next.value().info.generation, 3u);
 }
 
-TEST_F(StoreTest, ATakenNameIsRefusedEarlyAndLate) {
+TEST_F(StoreTest, TakenNameIsRefusedAtBeginAndAtPublish) {
   const Store store = MakeStore();
   const TinySpec mine = DefaultTinySpec(5);
   const Staging late = Written(store, "step", mine);
@@ -210,7 +234,7 @@ TEST_F(StoreTest, ATakenNameIsRefusedEarlyAndLate) {
   EXPECT_TRUE(HoldsWhole(InStore("step"), mine));
 }
 
-TEST_F(StoreTest, OfConcurrentPublishersOfOneNameOneWins) {
+TEST_F(StoreTest, ConcurrentPublishersOfOneNameHaveOneWinner) {
   const Store store = MakeStore();
   constexpr int kPublishers = 6;
   std::vector<TinySpec> specs;
@@ -241,7 +265,7 @@ TEST_F(StoreTest, OfConcurrentPublishersOfOneNameOneWins) {
   EXPECT_TRUE(HoldsWhole(InStore("step"), specs[static_cast<std::size_t>(winner)]));
 }
 
-TEST_F(StoreTest, ConcurrentSavesClaimDifferentGenerationsAlsoWhileGcRuns) {
+TEST_F(StoreTest, ConcurrentSavesClaimDifferentGenerationsDuringGc) {
   const Store store = MakeStore();
   std::mutex mutex;
   std::set<std::uint64_t> generations;
@@ -271,7 +295,7 @@ TEST_F(StoreTest, ConcurrentSavesClaimDifferentGenerationsAlsoWhileGcRuns) {
   EXPECT_THAT(generations, SizeIs(40));
 }
 
-TEST_F(StoreTest, AGenerationIsAboveEveryCommittedOneAlsoWithoutClaims) {
+TEST_F(StoreTest, NewGenerationExceedsEveryCommittedOne) {
   ASSERT_OK(Save("a", DefaultTinySpec()));
   ASSERT_OK(Save("b", DefaultTinySpec()));
   ASSERT_OK(fs().RemoveTree(InStore(".generations")));
@@ -280,7 +304,7 @@ TEST_F(StoreTest, AGenerationIsAboveEveryCommittedOneAlsoWithoutClaims) {
   EXPECT_EQ(staging.value().generation, 3u);
 }
 
-TEST_F(StoreTest, ReplacingIsAnExchangeAndTheOldOneGoesToTrash) {
+TEST_F(StoreTest, ReplacedCheckpointIsExchangedAndMovedToTrash) {
   const TinySpec old_spec = DefaultTinySpec(1);
   const auto old = Save("step", old_spec);
   ASSERT_OK(old);
@@ -294,7 +318,7 @@ TEST_F(StoreTest, ReplacingIsAnExchangeAndTheOldOneGoesToTrash) {
   EXPECT_TRUE(HoldsWhole(InStore("other"), old_spec));
 }
 
-TEST_F(StoreTest, AFolderThatIsNoCheckpointIsNotReplacedOrRemoved) {
+TEST_F(StoreTest, NonCheckpointDirectoryIsNotReplacedOrRemoved) {
   const Store store = MakeStore();
   ASSERT_OK(fs().CreateDirectory(InStore("mine")));
   WriteWholeFile(InStore("mine/notes"), "precious");
@@ -304,7 +328,7 @@ TEST_F(StoreTest, AFolderThatIsNoCheckpointIsNotReplacedOrRemoved) {
   EXPECT_EQ(ReadWholeFile(InStore("mine/notes")), "precious");
 }
 
-TEST_F(StoreTest, WhereExchangeIsRefusedReplacingIsUnsupportedAndChangesNothing) {
+TEST_F(StoreTest, ReplaceWithoutExchangeIsRefusedAndChangesNothing) {
   const TinySpec old_spec = DefaultTinySpec(1);
   ASSERT_OK(Save("step", old_spec));
   ObservedFileSystem no_exchange(fs(), [](const FileEvent& e) {
@@ -316,7 +340,7 @@ TEST_F(StoreTest, WhereExchangeIsRefusedReplacingIsUnsupportedAndChangesNothing)
   EXPECT_TRUE(HoldsWhole(InStore("step"), old_spec));
 }
 
-TEST_F(StoreTest, ARenameThatHappenedButIsReportedAsFailedIsACommit) {
+TEST_F(StoreTest, RenameThatSucceededDespiteAnErrorIsACommit) {
   // As NFS answers when the reply to a rename was lost and the request sent again.
   ObservedFileSystem nfs(fs(), [&](const FileEvent& e) {
     if (e.op != FileOp::kRename || !e.path2.ends_with("/step")) return Status();
@@ -328,7 +352,7 @@ TEST_F(StoreTest, ARenameThatHappenedButIsReportedAsFailedIsACommit) {
   EXPECT_TRUE(HoldsWhole(InStore("step"), spec));
 }
 
-TEST_F(StoreTest, AMissingManifestIsNamed) {
+TEST_F(StoreTest, ErrorNamesTheMissingManifest) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   const Staging staging = Written(store, "step", spec);
@@ -343,7 +367,7 @@ TEST_F(StoreTest, AMissingManifestIsNamed) {
   EXPECT_THAT(hole, HasMessage("[4:8, 0:16]"));
 }
 
-TEST_F(StoreTest, DataFilesMustBeThereAndAsLongAsManifestsSay) {
+TEST_F(StoreTest, PublishRefusesMissingOrShortDataFiles) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   const Staging staging = Written(store, "step", spec);
@@ -361,7 +385,7 @@ TEST_F(StoreTest, DataFilesMustBeThereAndAsLongAsManifestsSay) {
   EXPECT_THAT(store.Publish(staging, TinyCoordinator(spec), {}), HasCode(Code::kDataLoss));
 }
 
-TEST_F(StoreTest, WhatNoManifestNamesIsNotPublished) {
+TEST_F(StoreTest, FilesInNoManifestAreNotPublished) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   const Staging staging = Written(store, "step", spec);
@@ -373,7 +397,7 @@ TEST_F(StoreTest, WhatNoManifestNamesIsNotPublished) {
               ElementsAre("coordinator.tmm", "rank-0.tmm", "rank-1.tmm"));
 }
 
-TEST_F(StoreTest, ADataFileOfAnEarlierCheckpointMayBeLinked) {
+TEST_F(StoreTest, DataFileOfAnEarlierCheckpointMayBeLinked) {
   TinySpec spec = DefaultTinySpec();
   const auto first = Save("step-1", spec);
   ASSERT_OK(first);
@@ -412,7 +436,7 @@ TEST_F(StoreTest, ManifestsOfAnotherSaveAndNamesOutsideAreRefused) {
   }
 }
 
-TEST_F(StoreTest, AStagingOfSomebodyElseIsNotPublished) {
+TEST_F(StoreTest, StagingOfAnotherSaveIsNotPublished) {
   const Store store = MakeStore();
   const TinySpec spec = DefaultTinySpec();
   Staging staging = Written(store, "a", spec);

@@ -85,7 +85,7 @@ if [ "$have_mpi" = ON ]; then
   [ -f "$module" ] || fail "no $module"
   mv "$module" "$scratch/mpi.so"
 fi
-refused "mpi.so is not there: install the package tensormount-mpi"
+refused "mpi.so does not exist: install the package tensormount-mpi"
 "$command" import "$scratch/model.safetensors" "$scratch/alone/a" > "$scratch/log" ||
   fail "without MPI nothing is imported"
 # The module without the library of MPI, and one of another version.
@@ -97,7 +97,7 @@ rm "$scratch/libgone.so.1"
 refused "libgone.so.1: cannot open shared object file.*libopenmpi3"
 echo 'const char tensormount_mpi_module_version[] = "0.0.9"; void tensormount_mpi_module_init(void) {}' |
   cc -shared -fPIC -x c - -o "$module"
-refused "is of another version than this command"
+refused "has a different version than this command"
 rm "$module"
 [ "$have_mpi" != ON ] || mv "$scratch/mpi.so" "$module"
 if [ "$have_mpi" = ON ]; then
@@ -121,10 +121,10 @@ if [ "$have_gpu" = ON ]; then
   if readelf -dW "$cuda" | grep -E 'NEEDED.*(cuda|nvidia|rocksdb)'; then fail "it is linked to that"; fi
   mv "$cuda" "$scratch/cuda.so"
 fi
-says "libtensormount_cuda.so is not there: install the package tensormount-cuda"
+says "libtensormount_cuda.so does not exist: install the package tensormount-cuda"
 echo 'const void* tensormount_device_module(void) { static const void* m[] = {"another"}; return m; }' |
   cc -shared -fPIC -x c - -o "$cuda"
-says "is of another build than this"
+says "comes from another build than this library"
 rm "$cuda"
 [ "$have_gpu" != ON ] || mv "$scratch/cuda.so" "$cuda"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks tests/deadlines.txt: what it names exists, and all of it together is at most 20 seconds.
+"""Checks tests/deadlines.txt: every test that it names exists, and its deadlines add up to at most 20 seconds.
 
-usage: deadlines.py ROOT       prints one line per problem, exits 1 where there is one
+usage: deadlines.py ROOT       prints one line per problem, exits 1 if there is one
 """
 
 import os
@@ -43,7 +43,7 @@ def problems(root):
                 yield f"tests/deadlines.txt:{number}: not 'seconds program case why'"
                 continue
             total += float(entry.group(1))
-            # Without the number of a parameter; of Python without the class.
+            # Without the number of a parameter; for Python without the class.
             case = re.sub(r"/\w+$", "", entry.group(3))
             if case not in known and case.rpartition(".")[2] not in known:
                 yield f"tests/deadlines.txt:{number}: there is no case {case}"

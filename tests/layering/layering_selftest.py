@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plants violations in a copy of the tree, one at a time, and sees each of them caught.
+"""Plants violations in a copy of the tree, one at a time, and checks that each is reported.
 
 usage: layering_selftest.py ROOT
 """
@@ -16,18 +16,18 @@ SPDX = "// SPDX-License-Identifier: Apache-2.0\n"
 PURPOSE = SPDX + "// For planted_too.h.\n"
 GUARD = SPDX + "#ifndef {0}\n#define {0}\n{1}\n#endif\n"
 
-# File, its text, and what the message must contain.
+# File, its text, and a part of the expected message.
 PLANTED = [
     ("base/planted.cc", PURPOSE + '#include "shard/copy_plan.h"\n', "base must not include"),
     ("index/planted.cc", PURPOSE + '#include "collective/comm/collective.h"\n', "index must not include"),
     ("index/read/planted.cc", PURPOSE + '#include "index/store/store.h"\n', "index/read must not include"),
     ("collective/load/planted.cc", PURPOSE + '#include "collective/save/data_writer.h"\n', "collective/load must not"),
-    ("collective/planted.cc", PURPOSE + '#include "state/models/tree_walk.h"\n', "state/models has no users"),
     ("fs/planted.cc", PURPOSE + '#include "gpu/cuda_device.h"\n', "fs must not include"),
     ("gpu/planted.cc", PURPOSE + '#include "fs/vfs.h"\n', "gpu must not include"),
     ("shard/planted.cc", PURPOSE + '#include "tensormount/communicator.h"\n', "which collective"),
     ("base/planted.cc", PURPOSE + '#include "tensormount/unheard_of.h"\n', "has no layer"),
     ("examples/planted.cc", PURPOSE + '#include "base/hash.h"\n', "examples must not include"),
+    ("state/planted.cc", PURPOSE + '#include "examples/models/tree.h"\n', "state must not include"),
     ("fs/planted.cc", PURPOSE + "#include <rocksdb/db.h>\n", "<rocksdb/db.h> belongs into"),
     ("fs/vfs_planted.cc", PURPOSE + "#include <fuse3/fuse_lowlevel.h>\n", "belongs into"),
     ("fs/vfs_planted.cc", PURPOSE + "#  include <linux/fuse.h>\n", "belongs into"),
@@ -45,8 +45,12 @@ PLANTED = [
     ("base/planted.cc", PURPOSE + "//\n" * layering.MAX_LINES, "over"),
     ("docs/planted.md", "see /ho" "me/someone/x\n", "a path of one machine"),
     ("docs/planted.md", "from pypi.o" "rg\n", "host name"),
+    ("python/planted.py", "#!" "SPDX-License-Identifier: Apache-2.0\n<<<<<<< HEAD\n", "of a merge"),
     ("base/planted.cc", PURPOSE + "// TO" "DO: more\n", "unfinished"),
     ("base/planted.cc", PURPOSE + '#include "hash.h"\n', "has no folder"),
+    ("mount-tools/planted.cc", PURPOSE + "FileSystem& fs = HostFileSystem();\n", "names HostFileSystem"),
+    ("include/tensormount/planted.h",
+     GUARD.format("TENSORMOUNT_PLANTED_H_", "FileSystem& HostFileSystem();"), "names HostFileSystem"),
     ("base/planted.cc", SPDX + "int planted;\n", "no comment that says"),
     ("base/planted.cc", SPDX + "// Says little.\n", "has no planted.h"),
 ]
@@ -64,7 +68,7 @@ def main():
             os.makedirs(os.path.dirname(full), exist_ok=True)
             with open(full, "w") as file:
                 file.write(text)
-            # The whole walk must find the file; that all others are clean is the other test.
+            # The walk must find the file. Another test checks that all other files are clean.
             new = [name for name in layering.source_files(copy) if name not in before]
             caught = [line for name in new for line in layering.file_violations(copy, name)]
             os.remove(full)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that files of one unit can be compiled in one batch (CMAKE_UNITY_BUILD): what one .cc file
-keeps to itself must not be a name of another, nor of a header that one of them may include.
+"""Checks that files of one unit can be compiled in one batch (CMAKE_UNITY_BUILD): a name that is local to one .cc
+file must not be declared in another, or in a header that one of them may include.
 
 usage: unity_names.py ROOT     prints one line per violation, exits 1 where there is one
 
-A unit is the folder with the nearest CMakeLists.txt, and the files elsewhere that it compiles too.
-A file's own are names in anonymous namespaces, and in named ones what is static or constant, types
-and aliases. Functions of one name clash even if their parameters differ: a call could change its
-meaning without a word. Aliases, using-declarations and macros may be repeated word by word.
+A unit is the directory with the nearest CMakeLists.txt, and the files elsewhere that it compiles. Local names are
+those in anonymous namespaces and, in named namespaces, static and constant names, types and aliases. Functions of
+one name clash even if their parameters differ, because a call could silently change its meaning. Aliases,
+using-declarations and macros may be repeated literally.
 """
 
 import collections
@@ -30,24 +30,24 @@ TOKEN = re.compile(
     re.DOTALL | re.VERBOSE)
 WORD = re.compile(r"[A-Za-z_]\w*$")
 DEFINE = re.compile(r"#\s*(define|undef)\s+(\w+)(.*)")
-# A file of another folder in a CMakeLists.txt.
+# A file of another directory in a CMakeLists.txt.
 BORROWED = re.compile(r"(?:\.\./|\$\{PROJECT_SOURCE_DIR\}/)([\w./-]+\.cc)\b")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 CLASS_KEYS = ("class", "struct", "union", "enum")
-# Words outside of a declarator, with what follows them in brackets.
+# Words outside of a declarator that are followed by brackets.
 WITH_BRACKETS = ("__attribute__", "alignas", "decltype", "noexcept", "template")
 NOT_NAMES = CLASS_KEYS + ("auto", "bool", "char", "double", "int", "long", "unsigned", "void")
-# Macros that declare something, and its name.
+# Macros that declare a name, and that name.
 MACROS = [(r"(MATCHER|ACTION)(_P\d*)?", "{0}"), (r"TEST(_F|_P)?", "{0}_{1}_Test"),
           (r"INSTANTIATE_TEST_SUITE_P", "gtest_{0}{1}_EvalGenerator_")]
 
 # kind: function, variable, type, forward, alias, typedef, using, using namespace, macro. scope: the
-# namespaces around it, "" if anonymous. own: seen by its file only. text: of what may be repeated.
+# namespaces around it, "" if anonymous. own: local to its file. text: of declarations that may be repeated.
 Declaration = collections.namedtuple("Declaration", "name kind scope own text")
 
 
 def lex(text):
-    """The tokens of C++ text, strings as "", and the lines of its preprocessor."""
+    """The tokens of C++ text, with strings as "", and its preprocessor lines."""
     found = [t for t in TOKEN.finditer(text.replace("\\\n", " ")) if t.lastgroup != "space"]
     tokens = ['""' if t.group("text") else t.group() for t in found if t.lastgroup != "directive"]
     return tokens, [t.group() for t in found if t.lastgroup == "directive"]
@@ -85,7 +85,7 @@ def after_declaration(tokens, at):
 
 
 def outline(tokens):
-    """A declaration without what is in its brackets, attributes and template arguments."""
+    """A declaration without the contents of brackets, attributes and template arguments."""
     out, at = [], 0
     while at < len(tokens):
         token = tokens[at]
@@ -110,7 +110,7 @@ def enumerators(tokens):
 
 
 def read_type(tokens, words):
-    """(name, kind) pairs of a class, struct, union or enum; None where it declares none."""
+    """(name, kind) pairs of a class, struct, union or enum; None: it declares none of these."""
     cut = next((i for i, w in enumerate(words) if w in ("{}", ":", ";", "()", "=")), len(words) - 1)
     head, stop = words[:cut], words[cut]
     names = [w for w in head if WORD.match(w) and w not in CLASS_KEYS + ("final",)]
@@ -134,7 +134,7 @@ def read_declarator(words):
 
 
 def is_own(words, found):
-    """Whether a function or variable in a named namespace is seen by its file only."""
+    """Whether a function or variable in a named namespace is local to its file."""
     head = set(words[:words.index(found[0][0])] if found else [])
     constant = head & {"const", "constexpr"} and not head & {"inline", "extern"}
     return "static" in head or bool(constant and found[0][1] == "variable")
@@ -193,7 +193,7 @@ def read_scope(tokens, at, scope, out):
 
 
 def declarations(text):
-    """What a file declares in namespaces, and its macros."""
+    """The declarations of a file in namespaces, and its macros."""
     tokens, directives = lex(text)
     out, macros = [], {}
     read_scope(tokens, 0, (), out)
@@ -205,12 +205,12 @@ def declarations(text):
 
 
 def enclosing(declaration):
-    """The named namespaces around a declaration, and its name: what it can be mistaken for."""
+    """The named namespaces around a declaration, and its name. Declarations with equal ones can be confused."""
     return tuple(name for name in declaration.scope if name) + (declaration.name,)
 
 
 def units(root, paths):
-    """The sorted .cc files of each folder whose CMakeLists.txt compiles some."""
+    """The sorted .cc files of each directory whose CMakeLists.txt compiles some."""
     folders = {os.path.dirname(p) for p in paths if os.path.basename(p) == "CMakeLists.txt"}
     found = collections.defaultdict(set)
     for path in paths:
@@ -227,7 +227,7 @@ def units(root, paths):
 
 
 def may_see(top, header):
-    """Whether files of the folder `top` may include a header (layering.py)."""
+    """Whether files of the directory `top` may include a header (layering.py)."""
     allowed = layering.MAY_INCLUDE.get(top, [])
     if header.startswith("include/tensormount/"):
         layer = layering.PUBLIC_HEADERS.get(header.removeprefix("include/tensormount/"))
@@ -237,19 +237,19 @@ def may_see(top, header):
 
 
 def clash(one, other):
-    """Whether two declarations of one name, in two files, cannot be in one batch."""
+    """Whether two declarations of one name in two files cannot be compiled in one batch."""
     same = one.text == other.text and one.kind == other.kind
     return (one.own or other.own) and not (one.text and same)
 
 
 def defines(definition, header):
-    """Whether a file's declaration may be what a header's of the same name stands for."""
+    """Whether a file's declaration may be the definition of a header's declaration with the same name."""
     kinds = {definition.kind, header.kind}
     return "" not in definition.scope and ("forward" in kinds or kinds == {"variable"})
 
 
 def header_clash(path, declaration, headers):
-    """A header that `path` may include whose name `declaration` clashes with or hides; or None."""
+    """A header that `path` may include and that declares a name with which `declaration` clashes; or None."""
     *scope, name = enclosing(declaration)
     for depth in range(len(scope), -1, -1) if declaration.own else []:
         for header, other in headers[(*scope[:depth], name)]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plants names in a small tree, one pair of files at a time, and sees what cannot be compiled in
-one batch reported, and nothing else.
+"""Plants names in a small tree, one pair of files at a time, and checks that exactly the names that cannot be
+compiled in one batch are reported.
 
 usage: unity_names_selftest.py ROOT
 """
@@ -20,7 +20,7 @@ def own(text):
 
 
 def named(text, name="tensormount"):
-    """Text in a namespace with a name."""
+    """Text in a named namespace."""
     return f"namespace {name} {{\n{text}\n}}  // namespace {name}\n"
 
 
@@ -28,7 +28,7 @@ FOLDERS = ["base", "bench", "index", "examples", "fuzz", "tests", "tests/index"]
 A, B, SUB, HEADER = "index/a.cc", "index/b.cc", "index/adopt/c.cc", "index/h.h"
 FUNCTION = own("int Planted(int a) { return a; }")
 
-# What is said (None: nothing), and the files.
+# A part of the report (None: no report), and the files.
 PLANTED = [
     ("tensormount::Planted", {A: FUNCTION, B: FUNCTION}),
     ("tensormount::Planted", {A: FUNCTION,
@@ -71,10 +71,10 @@ PLANTED = [
     ("also in index/h.h", {"tests/index/a.cc": FUNCTION, HEADER: named("bool Planted();")}),
     ("also in tests/fs/h.h", {"tests/index/a.cc": FUNCTION,
                               "tests/fs/h.h": named("bool Planted();")}),
-    # One's own in an inner namespace would hide it from neighbours.
+    # A local name in an inner namespace would hide the header's name from the other files.
     ("also in base/h.h", {A: named("namespace {\nint Planted = 1;\n}", "tensormount::pickle"),
                           "base/h.h": named("bool Planted();")}),
-    # A folder that compiles files of others: they meet there.
+    # A directory that compiles files of other directories.
     ("tensormount::Planted", {"base/a.cc": FUNCTION, A: FUNCTION,
                               "fuzz/CMakeLists.txt": "library(x ../base/a.cc ../index/a.cc)\n"}),
     # Allowed.
@@ -105,7 +105,7 @@ PLANTED = [
 
 
 def reported(files):
-    """What the check says of a tree with these files and a CMakeLists.txt in each of FOLDERS."""
+    """The report for a tree with these files and a CMakeLists.txt in each of FOLDERS."""
     with tempfile.TemporaryDirectory() as tree:
         for path, text in ({f"{f}/CMakeLists.txt": "" for f in FOLDERS} | files).items():
             os.makedirs(os.path.join(tree, os.path.dirname(path)), exist_ok=True)
@@ -121,7 +121,7 @@ def main():
         if len(found) != (expected is not None) or not all(expected in line for line in found):
             missed += 1
             print(f"expected {expected!r}: {found}: {files}")
-    # Of the real tree: names are found in every file that has some of its own.
+    # In the real tree, names are found in every file that has local names.
     for path in layering.source_files(sys.argv[1]):
         if path.endswith(".cc"):
             with open(os.path.join(sys.argv[1], path), encoding="utf-8") as file:

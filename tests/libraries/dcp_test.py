@@ -21,22 +21,22 @@ class Dcp(libraries.LibraryTest):
         libraries.make("torch", "dcp,dcp_files,dcp_threads,dcp_ranks_only,dcp_twice,hf_shards,hf_consolidated",
                        cls.made)
 
-    def test_one_file_a_rank(self):
+    def test_reads_one_file_per_rank(self):
         self.check(self.made / "dcp", ALL)
 
-    def test_a_file_an_item(self):
+    def test_reads_one_file_per_item(self):
         self.check(self.made / "dcp_files", ALL, adopted=False)
 
-    def test_several_writers_a_rank(self):
+    def test_reads_several_writers_per_rank(self):
         self.check_list(self.made / "dcp_threads", ALL)
         self.check_load(self.made / "dcp_threads", ALL)
 
-    def test_files_left_over_are_no_part(self):
+    def test_leftover_files_are_ignored(self):
         some = dict(list(ALL.items())[:5])
         self.check_list(self.made / "dcp_twice", some)
         self.check_load(self.made / "dcp_twice", some)
 
-    def test_a_checkpoint_a_rank(self):
+    def test_reads_one_checkpoint_per_rank(self):
         lines = self.json_lines("ls", self.made / "dcp_ranks_only")
         for rank in range(4):
             spec = ("f32", (5, 3))
@@ -45,7 +45,7 @@ class Dcp(libraries.LibraryTest):
                              formula.raw(f"model.of_rank{rank}", *spec))
         self.assertEqual(len(lines), 8)
 
-    def test_objects_are_the_bytes_that_were_saved(self):
+    def test_objects_have_the_saved_bytes(self):
         if not libraries.HAVE_FUSE:
             self.skipTest("/dev/fuse cannot be opened")
         with self.mounted(self.made / "dcp") as mnt:
@@ -54,13 +54,13 @@ class Dcp(libraries.LibraryTest):
             for key, value in formula.OBJECT_VALUES.items():
                 self.assertEqual(torch.load(io.BytesIO(found[key].read_bytes()), weights_only=False), value, key)
 
-    def test_changes_are_noticed(self):
+    def test_changed_bytes_are_detected(self):
         self.check_refused_when_changed(self.made / "dcp", "__0_0.distcp", "model.layers.0.attn.qkv", ALL)
 
-    def test_hugging_face_shards(self):
+    def test_reads_hugging_face_shards(self):
         self.check(self.made / "hf_shards", self.hugging_face())
 
-    def test_hugging_face_consolidated(self):
+    def test_reads_hugging_face_consolidated_files(self):
         self.check(self.made / "hf_consolidated", self.hugging_face())
 
     def hugging_face(self):

@@ -57,7 +57,7 @@ class Export(libraries.LibraryTest):
             self.assertEqual(tuple(found[key].shape), shape, key)
             self.assertEqual(raw_of(found[key]), formula.raw(key, dtype, shape), key)
 
-    def test_dcp(self):
+    def test_torch_loads_dcp_exports(self):
         exported = list(self.exported("dcp"))
         # Two and three ranks, which hold rows of everything that has rows.
         libraries.make("torch", ",".join(f"load@{out}" for _, out in exported), self.dir, 2, 3)
@@ -66,7 +66,7 @@ class Export(libraries.LibraryTest):
             self.check_load(out, ALL)
             self.run_tool("diff", source, out)
 
-    def test_hugging_face(self):
+    def test_safetensors_opens_hf_exports(self):
         for _, out in self.exported("hf", "--hf-part-size", "200K"):
             found = {}
             parts = sorted(out.glob("*.safetensors"))
@@ -77,12 +77,12 @@ class Export(libraries.LibraryTest):
                     found.update({key: f.get_tensor(key) for key in f.keys()})
             self.check_tensors(found)
 
-    def test_safetensors(self):
+    def test_safetensors_opens_safetensors_exports(self):
         for _, out in self.exported("safetensors", name="out.safetensors"):
             with safetensors.safe_open(out, "pt") as f:
                 self.check_tensors({key: f.get_tensor(key) for key in f.keys()})
 
-    def test_torch(self):
+    def test_torch_loads_torch_exports(self):
         for _, out in self.exported("torch", name="out.pt"):
             found = torch.load(out, weights_only=True)
             flat = {}
@@ -99,7 +99,7 @@ class Export(libraries.LibraryTest):
             mapped = torch.load(out, weights_only=True, mmap=True)
             self.assertEqual(set(mapped), set(found))
 
-    def test_npy(self):
+    def test_numpy_loads_npy_exports(self):
         for _, out in self.exported("npy"):
             files = {str(path.relative_to(out))[:-4]: path for path in out.rglob("*.npy")}
             self.assertEqual(set(files), set(ALL))
@@ -110,7 +110,7 @@ class Export(libraries.LibraryTest):
                 if dtype in NUMPY:
                     self.assertEqual(array.dtype, np.dtype(NUMPY[dtype]), key)
 
-    def test_zarr(self):
+    def test_zarr_opens_zarr_exports(self):
         for _, out in self.exported("zarr"):
             for key, (dtype, shape) in ALL.items():
                 if dtype not in NUMPY:
@@ -119,7 +119,7 @@ class Export(libraries.LibraryTest):
                 self.assertEqual(np.shape(array), shape, key)
                 self.assertEqual(np.ascontiguousarray(array).tobytes(), formula.raw(key, dtype, shape), key)
 
-    def test_torch_save_to_dcp(self):
+    def test_torch_save_file_becomes_a_dcp_checkpoint(self):
         """A file that torch.save wrote becomes a checkpoint that any number of ranks can load."""
         flat = {key: make_torch.laid_out(make_torch.tensor(key, dtype, shape), how)
                 for key, (dtype, shape, how) in formula.MODEL.items()}

@@ -33,14 +33,14 @@ class TorchSave(libraries.LibraryTest):
         return {key: make_torch.laid_out(make_torch.tensor(key, *spec[:2]), spec[2])
                 for key, spec in formula.MODEL.items()}
 
-    def test_state_dict(self):
+    def test_reads_a_torch_state_dict(self):
         for name in ("model.pt", "pytorch_model.bin", "model.pth"):
             torch.save(self.tensors(), self.dir / name)
         self.check(self.dir / "model.pt", ALL)
         self.check_list(self.dir / "pytorch_model.bin", ALL)
         self.check_load(self.dir / "model.pth", ALL)
 
-    def test_a_training_state(self):
+    def test_reads_a_nested_training_state(self):
         """Nested, with parameters, shared storages, windows, and what is no tensor."""
         base = make_torch.tensor("base", "f32", (20, 12))
         state = collections.OrderedDict(
@@ -69,7 +69,7 @@ class TorchSave(libraries.LibraryTest):
                              np.ascontiguousarray(want[key][1:3, 1:2]).tobytes(), key)
         self.run_tool("verify", self.dir / "training.pt")
 
-    def test_one_byte_flipped_is_found(self):
+    def test_flipped_byte_is_detected(self):
         torch.save({"w": make_torch.tensor("w", "f32", (64, 64))}, self.dir / "w.pt")
         raw = bytearray((self.dir / "w.pt").read_bytes())
         raw[raw.index(formula.raw("w", "f32", (64, 64))[:64]) + 5000] ^= 4
@@ -78,12 +78,12 @@ class TorchSave(libraries.LibraryTest):
 
 
 class Safetensors(libraries.LibraryTest):
-    def test_one_file(self):
+    def test_reads_one_safetensors_file(self):
         safetensors.torch.save_file({key: make_torch.tensor(key, *spec) for key, spec in ALL.items()
                                      if spec[0] != "c64"}, self.dir / "model.safetensors", {"format": "pt"})
         self.check(self.dir / "model.safetensors", {k: s for k, s in ALL.items() if s[0] != "c64"})
 
-    def test_folder_of_parts(self):
+    def test_reads_a_directory_of_parts(self):
         folder = self.dir / "hf"
         folder.mkdir()
         names, parts = {}, [{}, {}, {}]
@@ -101,16 +101,16 @@ class Safetensors(libraries.LibraryTest):
 
 
 class Numpy(libraries.LibraryTest):
-    def test_npz(self):
+    def test_reads_npz(self):
         some = {key: spec for key, spec in ALL.items() if spec[0] in NUMPY}
         np.savez(self.dir / "model.npz", **{key: array(key, *spec) for key, spec in some.items()})
         self.check(self.dir / "model.npz", some)
 
-    def test_column_major(self):
+    def test_reads_column_major_arrays(self):
         np.savez(self.dir / "model.npz", w=np.asfortranarray(array("w", "f32", (9, 14))))
         self.check(self.dir / "model.npz", {"w": ("f32", (9, 14))}, adopted=False)
 
-    def test_compressed_is_refused_by_name(self):
+    def test_compressed_npz_is_refused(self):
         np.savez_compressed(self.dir / "model.npz", w=np.zeros(1000))
         self.assertRegex(self.run_tool("ls", self.dir / "model.npz", expect=2).stderr, "(?i)compress|deflate")
 
@@ -118,7 +118,7 @@ class Numpy(libraries.LibraryTest):
 class Zarr(libraries.LibraryTest):
     """Megatron-Core's form of the first years: a version 2 array a key, by zarr's own writer."""
 
-    def test_arrays(self):
+    def test_reads_zarr_arrays(self):
         folder = self.dir / "iter_0000005"
         folder.mkdir()
         (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')

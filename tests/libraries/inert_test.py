@@ -116,14 +116,14 @@ class Inert(libraries.LibraryTest):
     def sources(self):
         return [(self.made / name, "model.layers.0.attn.qkv") for name in ("dcp", "hf_shards", "model.pt")]
 
-    def test_commands(self):
+    def test_commands_do_not_execute_pickles(self):
         for source, key in self.sources():
             for args in (["ls", source], ["info", source], ["cat", source, key + "[0:5]"], ["verify", source],
                          ["load", source, "--ranks", "2"]):
                 lines, _ = self.traced(*args)
                 self.check_inert(lines, [source])
 
-    def test_mount(self):
+    def test_mount_does_not_execute_pickles(self):
         harness.need_fuse()
         if os.geteuid() != 0:
             self.skipTest("others than root mount with the help of fusermount3")
@@ -176,7 +176,7 @@ class Inert(libraries.LibraryTest):
         (outside / ".metadata").write_bytes(raw.replace(b"\x8c\x0c__1_0.distcp", b"\x8c\x0c" + name))
         yield outside
 
-    def test_hostile(self):
+    def test_hostile_checkpoints_execute_nothing(self):
         for source in self.hostile():
             for args in (["ls", source], ["info", source], ["verify", source], ["load", source],
                          ["cat", source, "model.layers.0.attn.qkv"]):
@@ -187,7 +187,7 @@ class Inert(libraries.LibraryTest):
                 if args[0] in ("verify", "load") and source.suffix == "":
                     self.assertNotEqual(done.returncode, 0, args)
 
-    def test_corpus(self):
+    def test_bad_files_end_within_time_and_memory(self):
         """Files that only lie: each under a deadline and a bound of memory."""
         paths = [path for path in sorted((libraries.HERE.parent / "golden" / "bad").rglob("*")) if path.is_file()]
         for path in paths[:: max(1, len(paths) // 40)]:
@@ -195,7 +195,7 @@ class Inert(libraries.LibraryTest):
             self.check_inert(lines, [path.parent])
             self.assertGreaterEqual(done.returncode, 0, path)
 
-    def test_memory(self):
+    def test_commands_use_at_most_64_mib(self):
         """At most 64 MiB besides what describes the checkpoint."""
         for source in [source for source, _ in self.sources()]:
             for command in ("ls", "verify"):

@@ -36,10 +36,10 @@ class Megatron(libraries.LibraryTest):
         libraries.make("megatron", cls.made / "iter_0000077")
         (cls.made / "latest_checkpointed_iteration.txt").write_text("77")
 
-    def test_every_tensor(self):
+    def test_reads_every_tensor(self):
         self.check(self.made / "iter_0000077", MODEL)
 
-    def test_training_folder(self):
+    def test_training_directory_mounts_as_a_store(self):
         (line,) = self.json_lines("ls", self.made)
         self.assertEqual(line["checkpoint"], "iter_0000077")
         if libraries.HAVE_FUSE:
@@ -48,7 +48,7 @@ class Megatron(libraries.LibraryTest):
                 for step in ("iter_0000077", "latest"):
                     self.assertEqual((mnt / step / "tensors" / key).read_bytes(), formula.raw(key, *MODEL[key]))
 
-    def test_objects(self):
+    def test_objects_load_with_their_values(self):
         if not libraries.HAVE_FUSE:
             self.skipTest("/dev/fuse cannot be opened")
         with self.mounted(self.made / "iter_0000077") as mnt:
@@ -62,7 +62,7 @@ class Megatron(libraries.LibraryTest):
             common = (mnt / "common.json").read_text()
             self.assertIn("77", common)
 
-    def test_changes_are_noticed(self):
+    def test_changed_bytes_are_detected(self):
         self.check_refused_when_changed(self.made / "iter_0000077", "__0_0.distcp",
                                         "decoder.layers.self_attention.qkv.weight", MODEL)
 
@@ -73,7 +73,7 @@ class Olmo(libraries.LibraryTest):
         super().setUpClass()
         libraries.make("olmo", cls.made / "step3")
 
-    def test_every_tensor(self):
+    def test_reads_every_tensor(self):
         expected = formula.expected(formula.MODEL)
         self.check_list(self.made / "step3", expected)
         self.check_load(self.made / "step3", expected)

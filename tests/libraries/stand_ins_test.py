@@ -107,7 +107,7 @@ old.megatron({str(cls.made)!r})
             data = (folder / where["relative_path"]).read_bytes()
             yield state, data[where["offset"]:where["offset"] + where["length"]]
 
-    def test_metadata_has_the_same_structure(self):
+    def test_stand_in_metadata_has_the_structure_of_torch(self):
         def without(folder):
             (name, args, (kind, fields)) = symbols((folder / ".metadata").read_bytes())
             fields = dict(fields)
@@ -121,7 +121,7 @@ old.megatron({str(cls.made)!r})
         self.assertEqual(made, real)
         self.assertEqual(extra["version"], "1.0.0")
 
-    def test_items_hold_the_same_pickles(self):
+    def test_stand_in_items_have_the_pickles_of_torch(self):
         def of(folder):
             return {(state["fqn"], str(state.get("offset"))): entries(raw) for state, raw in self.items(folder)}
 
@@ -136,7 +136,7 @@ old.megatron({str(cls.made)!r})
             self.assertLessEqual(set(real[key]) - set(item),
                                  {".format_version", ".storage_alignment", "byteorder", ".data/serialization_id"})
 
-    def test_torch_loads_what_stand_ins_wrote(self):
+    def test_torch_loads_stand_in_checkpoints(self):
         state = {key: torch.zeros(SHAPES[key], dtype=DTYPES[key]) for key in SHAPES}
         state["iteration"] = 0
         dcp.load(state, checkpoint_id=self.made / "stand-ins", no_dist=True)
@@ -158,7 +158,7 @@ old.megatron({str(cls.made)!r})
                     self.assertTrue(torch.equal(value, cells(state["fqn"])[box]), (folder, state))
             self.assertGreater(opened, 5, folder)
 
-    def test_what_is_committed_is_what_is_written(self):
+    def test_committed_fixtures_match_the_generator(self):
         compared = 0
         for folder in (GOLDEN / "dcp-old").iterdir():
             for path in folder.rglob("*"):

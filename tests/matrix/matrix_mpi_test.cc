@@ -20,7 +20,7 @@ void ExpectGood(int ranks, const std::vector<std::string>& arguments) {
   }
 }
 
-TEST(AcceptanceMatrixMpi, ASampleOnTwoThreeFourAndEightProcesses) {
+TEST(AcceptanceMatrixMpi, SampledPairsLoadExactlyOnUpToEightProcesses) {
   if (const std::string why = WhyNoMpi("tests/matrix_ranks"); !why.empty()) {
     TENSORMOUNT_SKIP_UNLESS_REQUIRED("mpi", why);
   }

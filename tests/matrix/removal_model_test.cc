@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What removes, holds and adds checkpoints of one store, interleaved: programs of the product over
 // a file system in memory, stopped and killed before each call that decides something
-// (docs/semantics.md, "Who removes, and who holds"). After each schedule nothing that a pin, a
+// (docs/steps.md, "Removal and holds"). After each schedule nothing that a pin, a
 // rule, a base or an acknowledgement holds is lost or altered, nothing is stuck, and everybody was
 // told the truth.
 #include <algorithm>
@@ -108,7 +108,7 @@ bool StandsIn(const Standing& standing, const Uuid& uuid) {
 std::vector<std::string> InTrash(FileSystem& fs, const Uuid& uuid) {
   std::vector<std::string> found;
   const std::string trash = JoinPath(kStore, store_paths::kTrashFolder);
-  const auto entries = store_moves::ListIfThere(fs, trash);
+  const auto entries = store_moves::ListIfExists(fs, trash);
   if (!entries.ok()) return found;
   for (const DirectoryEntry& e : entries.value()) {
     if (e.kind != FileKind::kDirectory) continue;
@@ -815,7 +815,7 @@ double ScaleFactor() { return TestScale(1000) / 1000.0; }
 
 int Count() { return static_cast<int>(Operations().size()); }
 
-TEST_F(RemovalModelTest, EachAlone) {
+TEST_F(RemovalModelTest, EachOperationAloneKeepsTheInvariants) {
   for (int a = 0; a < Count(); ++a) {
     Schedule schedule({a});
     ++all_;
@@ -825,7 +825,7 @@ TEST_F(RemovalModelTest, EachAlone) {
   }
 }
 
-TEST_F(RemovalModelTest, Pairs) {
+TEST_F(RemovalModelTest, InterleavedPairsKeepTheInvariants) {
   share_ = std::min(1.0, 0.0024 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
@@ -846,7 +846,7 @@ TEST_F(RemovalModelTest, Pairs) {
   }
 }
 
-TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
+TEST_F(RemovalModelTest, PairsWithOneKilledKeepTheInvariants) {
   share_ = std::min(1.0, 0.0065 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {
@@ -879,7 +879,7 @@ TEST_F(RemovalModelTest, PairsOfWhichOneIsKilled) {
   }
 }
 
-TEST_F(RemovalModelTest, Triples) {
+TEST_F(RemovalModelTest, InterleavedTriplesKeepTheInvariants) {
   share_ = std::min(1.0, 0.00004 * ScaleFactor());
   for (int a = 0; a < Count(); ++a) {
     for (int b = 0; b < Count(); ++b) {

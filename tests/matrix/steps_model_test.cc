@@ -678,7 +678,7 @@ class StepsModel {
   std::atomic<int> seen_{0};
 };
 
-TEST(StepsModelTest, RandomSequences) {
+TEST(StepsModelTest, RandomSequencesMatchTheModel) {
   for (int round = 0; round < TestScale(200); ++round) {
     const std::uint64_t seed = TestSeed() + static_cast<std::uint64_t>(round);
     SCOPED_TRACE("sequence of seed " + std::to_string(seed));
@@ -690,7 +690,7 @@ TEST(StepsModelTest, RandomSequences) {
   }
 }
 
-TEST(StepsModelTest, PowerCutsAnywhere) {
+TEST(StepsModelTest, PowerCutsAnywhereMatchTheModel) {
   for (int round = 0; round < TestScale(30); ++round) {
     const std::uint64_t seed = TestSeed() + 100'000 + static_cast<std::uint64_t>(round);
     SCOPED_TRACE("sequence of seed " + std::to_string(seed));

@@ -21,7 +21,7 @@ namespace {
 using Ms = std::chrono::milliseconds;
 
 std::shared_ptr<PendingAnswer> NeverLate(
-    PendingAnswer::Work once_begun = PendingAnswer::Work::kMayBeGivenUp) {
+    PendingAnswer::EarlyAnswer once_begun = PendingAnswer::EarlyAnswer::kAllowed) {
   return std::make_shared<PendingAnswer>(once_begun, [](Ms) { return false; });
 }
 
@@ -62,7 +62,7 @@ bool WatchUntil(BlockingWork& work, const std::function<bool()>& over) {
   return true;
 }
 
-TEST(BlockingWorkTest, WhatHangsHoldsNothingElse) {
+TEST(BlockingWorkTest, HungWorkDoesNotBlockOtherWork) {
   BlockingWork work(nullptr, 2);
   Gate gate;
   std::atomic<int> done = 0;
@@ -74,7 +74,7 @@ TEST(BlockingWorkTest, WhatHangsHoldsNothingElse) {
   EXPECT_TRUE(WatchUntil(work, [&] { return work.idle(); }));
 }
 
-TEST(BlockingWorkTest, WorkThatMovesGetsNoMoreThreadsThanItShould) {
+TEST(BlockingWorkTest, ProgressingWorkGetsFewThreads) {
   BlockingWork work(nullptr, 2);
   std::atomic<int> now = 0;
   std::atomic<int> most = 0;
@@ -94,7 +94,7 @@ TEST(BlockingWorkTest, WorkThatMovesGetsNoMoreThreadsThanItShould) {
   EXPECT_LE(most, 8);
 }
 
-TEST(BlockingWorkTest, CallersDoTheWorkWhileThereAreSlotsOfAnyKind) {
+TEST(BlockingWorkTest, CallersDoTheWorkWhileSlotsAreFree) {
   const auto slots = std::make_shared<CallerSlots>(1);
   BlockingWork reads(slots, 1);
   BlockingWork writes(slots, 1);
@@ -117,12 +117,13 @@ TEST(BlockingWorkTest, CallersDoTheWorkWhileThereAreSlotsOfAnyKind) {
   EXPECT_EQ(by, std::thread::id());
 }
 
-TEST(PendingAnswerTest, WhatBeganToChangeSomethingIsNotAnsweredLate) {
-  for (const auto kind : {PendingAnswer::Work::kIsFinished, PendingAnswer::Work::kMayBeGivenUp}) {
+TEST(PendingAnswerTest, WorkThatBeganAChangeGetsNoLateAnswer) {
+  for (const auto kind :
+       {PendingAnswer::EarlyAnswer::kBeforeBegin, PendingAnswer::EarlyAnswer::kAllowed}) {
     int late = 0;
     PendingAnswer answer(kind, [&](Ms) { return ++late > 0; });
     ASSERT_TRUE(answer.Begin());
-    const bool may = kind == PendingAnswer::Work::kMayBeGivenUp;
+    const bool may = kind == PendingAnswer::EarlyAnswer::kAllowed;
     EXPECT_EQ(answer.AnswerLate(), may);
     EXPECT_EQ(answer.Claim(), !may);
     EXPECT_EQ(late, may ? 1 : 0);
@@ -130,20 +131,20 @@ TEST(PendingAnswerTest, WhatBeganToChangeSomethingIsNotAnsweredLate) {
   }
 }
 
-TEST(PendingAnswerTest, WhatWaitsForItsTurnIsGivenUpAndNeverBegun) {
-  PendingAnswer answer(PendingAnswer::Work::kIsFinished, [](Ms) { return true; });
+TEST(PendingAnswerTest, WaitingWorkIsAbandonedBeforeItBegins) {
+  PendingAnswer answer(PendingAnswer::EarlyAnswer::kBeforeBegin, [](Ms) { return true; });
   EXPECT_TRUE(answer.AnswerLate());
   EXPECT_FALSE(answer.Begin());
   EXPECT_FALSE(answer.Claim());
 }
 
-TEST(PendingAnswerTest, WhatIsDoneAnywayIsDoneAfterItsAnswer) {
+TEST(PendingAnswerTest, UnconditionalWorkRunsAfterItsLateAnswer) {
   BlockingWork work(nullptr, 1);
   Gate gate;
   work.Run(NeverLate(), [&] { gate.Wait(); });
   ASSERT_TRUE(gate.AwaitInside(1));
-  const auto answer =
-      std::make_shared<PendingAnswer>(PendingAnswer::Work::kIsDoneAnyway, [](Ms) { return true; });
+  const auto answer = std::make_shared<PendingAnswer>(PendingAnswer::EarlyAnswer::kKeepsWork,
+                                                      [](Ms) { return true; });
   std::promise<bool> claimed;
   work.Run(answer, [&] { claimed.set_value(answer->Claim()); });
   EXPECT_TRUE(answer->AnswerLate());  // While it waits for its turn.
@@ -181,7 +182,7 @@ class CallersTest : public testing::Test {
   pid_t child_ = 0;
 };
 
-TEST_F(CallersTest, SignalsThatEndNothingKillNobody) {
+TEST_F(CallersTest, HandledAndIgnoredSignalsAreNotKills) {
   EXPECT_FALSE(IsBeingKilled(child_));
   // Handled, ignored, blocked, and those that do nothing by default.
   for (const int number : {SIGUSR1, SIGUSR2, SIGTERM, SIGWINCH, SIGCHLD, SIGURG, SIGTSTP}) {
@@ -191,12 +192,12 @@ TEST_F(CallersTest, SignalsThatEndNothingKillNobody) {
   EXPECT_EQ(ProcessOf(child_), child_);
 }
 
-TEST_F(CallersTest, ASignalThatEndsItsProgramDoes) {
+TEST_F(CallersTest, FatalSignalIsDetectedAsAKill) {
   ASSERT_EQ(kill(child_, SIGQUIT), 0);  // With a core: it is pending until the thread takes it.
   EXPECT_TRUE(IsBeingKilled(child_));
 }
 
-TEST_F(CallersTest, WhoIsGoneIsGone) {
+TEST_F(CallersTest, DeadCallerIsDetected) {
   ASSERT_EQ(kill(child_, SIGKILL), 0);
   siginfo_t ended{};
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(child_), &ended, WEXITED | WNOWAIT), 0);
@@ -207,7 +208,7 @@ TEST_F(CallersTest, WhoIsGoneIsGone) {
   EXPECT_FALSE(IsBeingKilled(0));  // Not to be seen is not gone.
 }
 
-TEST(PublishCallsTest, WhoComesBackBeforeTheEndIsCalledWhenItIsThere) {
+TEST(PublishCallsTest, RepeatedPublishCallIsNotifiedAtTheEnd) {
   PublishCalls calls;
   const auto call = calls.Add(7, {.folder = 1, .name = "staging", .as = "step"});
   int asked = 0;
@@ -216,11 +217,11 @@ TEST(PublishCallsTest, WhoComesBackBeforeTheEndIsCalledWhenItIsThere) {
     ++asked;
     return [&called] { ++called; };
   };
-  EXPECT_TRUE(calls.Waits(*call, again));
+  EXPECT_TRUE(calls.WaitForEnd(*call, again));
   EXPECT_EQ(called, 0);
   calls.End(*call, Status());
   EXPECT_EQ(called, 1);
-  EXPECT_FALSE(calls.Waits(*call, again));
+  EXPECT_FALSE(calls.WaitForEnd(*call, again));
   EXPECT_EQ(asked, 1);
 }
 

@@ -88,7 +88,7 @@ class FuseShimTest : public testing::Test {
   std::array<int, 2> ends_{};
 };
 
-TEST_F(FuseShimTest, AsksForWhatIsOfferedAndWanted) {
+TEST_F(FuseShimTest, RequestsFeaturesOfferedAndWanted) {
   FuseShim shim({.want_mmap = true, .passthrough_depth = 2});
   EXPECT_FALSE(shim.initialized());
   const std::string sent = Init(shim, kInitExt, kMmap | kPassthrough, kWriteback | 8, 1u << 9);
@@ -103,7 +103,7 @@ TEST_F(FuseShimTest, AsksForWhatIsOfferedAndWanted) {
   EXPECT_EQ(shim.kernel_minor(), 41u);
 }
 
-TEST_F(FuseShimTest, WhatComesBeforeInitIsNotInit) {
+TEST_F(FuseShimTest, MessageBeforeInitIsNotTakenForInit) {
   FuseShim shim({.want_mmap = true, .passthrough_depth = 1});
   std::string other(40 + 64, '\0');
   Set(other, 4, 1);
@@ -116,7 +116,7 @@ TEST_F(FuseShimTest, WhatComesBeforeInitIsNotInit) {
   EXPECT_TRUE(shim.direct_io_mmap());
 }
 
-TEST_F(FuseShimTest, AsksForNothingThatIsNotOffered) {
+TEST_F(FuseShimTest, RequestsNoFeatureThatIsNotOffered) {
   for (const std::uint32_t flags : {0u, kInitExt}) {
     FuseShim shim({.want_mmap = true, .passthrough_depth = 1});
     // Without INIT_EXT the second word is not flags at all.
@@ -130,7 +130,7 @@ TEST_F(FuseShimTest, AsksForNothingThatIsNotOffered) {
   }
 }
 
-TEST_F(FuseShimTest, AsksForNothingThatIsNotWanted) {
+TEST_F(FuseShimTest, RequestsNoFeatureThatIsNotWanted) {
   FuseShim shim({.want_mmap = false, .passthrough_depth = 0});
   const std::string sent = Init(shim, kInitExt, kMmap | kPassthrough);
   EXPECT_EQ(At(sent, kFlags), 0u);
@@ -139,7 +139,7 @@ TEST_F(FuseShimTest, AsksForNothingThatIsNotWanted) {
   EXPECT_FALSE(shim.passthrough());
 }
 
-TEST_F(FuseShimTest, LeavesTheAskingToALibfuseThatKnows) {
+TEST_F(FuseShimTest, LeavesPassthroughToANewerLibfuse) {
   for (const bool agreed : {true, false}) {
     FuseShim shim({.want_mmap = false, .passthrough_depth = 1, .by_libfuse = true});
     const std::uint32_t flags2 = agreed ? kPassthrough : 0;
@@ -149,12 +149,12 @@ TEST_F(FuseShimTest, LeavesTheAskingToALibfuseThatKnows) {
   }
 }
 
-TEST_F(FuseShimTest, NamesTheBackingFileInOneOpenReply) {
+TEST_F(FuseShimTest, AddsTheBackingFileToOneOpenReply) {
   FuseShim shim({.want_mmap = true, .passthrough_depth = 1});
   (void)Init(shim, kInitExt, kPassthrough);
   EXPECT_EQ(Send(shim, OpenReply()), OpenReply());
   {
-    const FuseShim::InOpenReply names(9, false);
+    const FuseShim::OpenReplyScope names(9, false);
     const std::string sent = Send(shim, OpenReply());
     std::string want = OpenReply();
     Set(want, kOpenFlags, (1u << 7) | (1u << 5));  // Passthrough, and no cache to keep beside it.

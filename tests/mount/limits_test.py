@@ -88,7 +88,7 @@ class Mount:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def test_idle(store, at):
+def test_idle_daemon_does_not_wake_up(store, at):
     with Mount(store, at) as mount:
         (at / "step-1/tensors/t3").read_bytes()
         # The watchdog ends its round.
@@ -103,7 +103,7 @@ def test_idle(store, at):
         expect(woken <= 1, f"an idle daemon woke up {woken} times")
 
 
-def test_dead(store, at):
+def test_dead_mounts_are_replaced_and_cleaned_up(store, at):
     with Mount(store, at) as mount:
         os.kill(mount.pid, signal.SIGKILL)
         time.sleep(0.1)
@@ -125,7 +125,7 @@ def test_dead(store, at):
     expect(nothing.returncode == 2 and "nothing is mounted" in nothing.stderr, nothing.stderr)
 
 
-def test_helper(store, at):
+def test_mount_helper_accepts_fstab_options(store, at):
     done = run(str(BIN / "mount.tensormount"), str(store), str(at), "-o", "rw,views,read-only,nofail,x-systemd.idle=1")
     try:
         expect("npy" in os.listdir(at / "step-1"), f"options of fstab: {done.stdout}")
@@ -160,7 +160,7 @@ def read_all(at, count, tensors, threads):
     return files, errors, wrong
 
 
-def test_crowd(store, at, tensors):
+def test_many_open_files_need_few_descriptors_and_memory(store, at, tensors):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10000, hard - 500)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count + 400, hard))
@@ -212,7 +212,7 @@ def first_stat(store, at, name):
         return stat, time.monotonic() - begun, len(os.listdir(at))
 
 
-def test_many_checkpoints(store, at):
+def test_large_store_mounts_as_fast_as_a_small_one(store, at):
     commit = (store / "step-1/COMMIT").read_bytes()
     few = store.with_name("few")
     shutil.copytree(store, few, symlinks=True)
@@ -248,11 +248,11 @@ def main():
         write_model(folder / "in.safetensors", [(f"t{i}", content(i)) for i in range(tensors)])
         run(PROGRAM, "import", str(folder / "in.safetensors"), str(store / "step-1"))
         try:
-            test_idle(store, at)
-            test_dead(store, at)
-            test_helper(store, at)
-            test_crowd(store, at, tensors)
-            test_many_checkpoints(store, at)
+            test_idle_daemon_does_not_wake_up(store, at)
+            test_dead_mounts_are_replaced_and_cleaned_up(store, at)
+            test_mount_helper_accepts_fstab_options(store, at)
+            test_many_open_files_need_few_descriptors_and_memory(store, at, tensors)
+            test_large_store_mounts_as_fast_as_a_small_one(store, at)
         finally:
             while os.path.ismount(at):
                 run(PROGRAM, "unmount", "--lazy", str(at), check=False)

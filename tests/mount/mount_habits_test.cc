@@ -58,7 +58,7 @@ void* MapAndClose(const std::string& path) {
   return map;
 }
 
-TEST_F(HabitsTest, PagesOfAMappedObjectAreWritten) {
+TEST_F(HabitsTest, PagesOfAMappedObjectAreSaved) {
   Mount(store());
   BeginStaging();
   const int came = ChildStatus([&] {
@@ -74,7 +74,7 @@ TEST_F(HabitsTest, PagesOfAMappedObjectAreWritten) {
 }
 
 // What was not written back yet is in the kernel alone: nobody may publish without it.
-TEST_F(HabitsTest, AnObjectThatIsMappedIsOpenForWriting) {
+TEST_F(HabitsTest, MappedObjectCountsAsOpenForWriting) {
   Mount(store());
   BeginStaging();
   const int came = ChildStatus([&] {
@@ -92,7 +92,7 @@ TEST_F(HabitsTest, AnObjectThatIsMappedIsOpenForWriting) {
 }
 
 // The other mount knows of the pages by the lease alone.
-TEST_F(HabitsTest, AnotherMountDoesNotPublishWithoutThePages) {
+TEST_F(HabitsTest, OtherMountDoesNotPublishWithoutMappedPages) {
   Mount(store());
   BeginStaging();
   const std::string second = dir_.Join("mnt2");
@@ -116,7 +116,7 @@ TEST_F(HabitsTest, AnotherMountDoesNotPublishWithoutThePages) {
   EXPECT_TRUE(ReadWholeFile(second + "/s/objects/x") == std::string(kMapped, 7));
 }
 
-TEST_F(HabitsTest, AnAppendThatASignalMeetsIsDoneOnce) {
+TEST_F(HabitsTest, AppendInterruptedByASignalIsDoneOnce) {
   static std::atomic<bool> slow;
   slow = false;
   // Longer than the watchdog waits for, several times over.
@@ -153,7 +153,7 @@ TEST_F(HabitsTest, AnAppendThatASignalMeetsIsDoneOnce) {
 }
 
 // Without room on the disk: nothing is copied, and nothing is cut off before it is certain.
-TEST_F(HabitsTest, ARenameOfAnObjectMovesIt) {
+TEST_F(HabitsTest, RenameMovesAnObject) {
   static std::atomic<bool> full;
   full = false;
   static ObservedFileSystem fs(HostFileSystem(), [](const FileEvent& event) -> Status {
@@ -193,7 +193,7 @@ TEST_F(HabitsTest, ARenameOfAnObjectMovesIt) {
   EXPECT_EQ(access(At("s/objects/state").c_str(), F_OK), -1);
 }
 
-TEST_F(HabitsTest, AForkThatEndsIsNoClose) {
+TEST_F(HabitsTest, ExitOfAForkedChildIsNotAClose) {
   Mount(store());
   BeginStaging();
   const Fd fd(open(Object("opt").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644));
@@ -209,7 +209,7 @@ TEST_F(HabitsTest, AForkThatEndsIsNoClose) {
 }
 
 // Before anything was written: whoever opened it is known all the same.
-TEST_F(HabitsTest, AForkBeforeTheFirstWriteIsNoClose) {
+TEST_F(HabitsTest, ExitOfAForkBeforeTheFirstWriteIsNotAClose) {
   Mount(store());
   BeginStaging();
   const Fd fd(open(Object("opt").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644));
@@ -223,7 +223,7 @@ TEST_F(HabitsTest, AForkBeforeTheFirstWriteIsNoClose) {
   EXPECT_EQ(Published("opt"), "all");
 }
 
-TEST_F(HabitsTest, AChildWritesOnWhatItsParentOpened) {
+TEST_F(HabitsTest, ChildCanWriteToAFileOpenedByItsParent) {
   Mount(store());
   BeginStaging();
   int ready[2];
@@ -256,7 +256,7 @@ TEST_F(HabitsTest, AChildWritesOnWhatItsParentOpened) {
 }
 
 // Every tier, and a view that is made when it is asked for.
-TEST_F(HabitsTest, OpenFilesOfARemovedCheckpointAnswer) {
+TEST_F(HabitsTest, OpenFilesOfARemovedCheckpointStillRead) {
   TinySpec spec = DefaultTinySpec();
   spec.tensors.push_back(
       {.key = "big", .dtype = DType::kU8, .shape = {500000}, .seed = 5, .tensor_file = true});

@@ -60,7 +60,7 @@ TEST_P(MountReadTest, StoreShowsItsCheckpoints) {
   CheckControlFiles(*ops_);
 }
 
-TEST_P(MountReadTest, StrangeKeysAndAllViews) {
+TEST_P(MountReadTest, ShowsUnusualKeysInAllViews) {
   const TinySpec spec = StrangeTinySpec();
   Write("step-1", spec);
   MountOptions options = Mode();
@@ -71,7 +71,7 @@ TEST_P(MountReadTest, StrangeKeysAndAllViews) {
   CheckXattrs(*ops_, "", spec);
 }
 
-TEST_F(MountTest, MetricsCountWhatProgramsDo) {
+TEST_F(MountTest, MetricsCountOperationsOfPrograms) {
   TinySpec spec;
   spec.tensors.push_back({.key = "w", .dtype = DType::kU8, .shape = {100'000}, .parts = 2});
   Write("step-1", spec);
@@ -223,7 +223,7 @@ TEST_P(MountReadTest, MapsLikeAPlainFile) {
   }
 }
 
-TEST_P(MountReadTest, CopiesInTheKernel) {
+TEST_P(MountReadTest, CopyFileRangeAndSendfileAreExact) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
   Mount(store(), Mode());
@@ -253,7 +253,7 @@ TEST_P(MountReadTest, CopiesInTheKernel) {
   EXPECT_TRUE(ReadWholeFile(dir_.Join("cp")) == pair.bytes);
 }
 
-TEST_P(MountReadTest, DirectReads) {
+TEST_P(MountReadTest, DirectReadsAreExact) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
   Mount(store(), Mode());
@@ -272,7 +272,7 @@ TEST_P(MountReadTest, DirectReads) {
   EXPECT_TRUE(all == pair.bytes);
 }
 
-TEST_P(MountReadTest, ReadersAtOnce) {
+TEST_P(MountReadTest, ConcurrentReadersReadExactly) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
   MountOptions options = Mode();
@@ -297,7 +297,7 @@ TEST_P(MountReadTest, ReadersAtOnce) {
   for (std::thread& reader : readers) reader.join();
 }
 
-TEST_F(MountTest, StatSaysWhatProgramsNeed) {
+TEST_F(MountTest, StatReportsSizesTimesAndInodes) {
   const Pair pair = MakePair(dir_);
   Write("step-1", pair.spec);
   Mount(store());
@@ -322,7 +322,7 @@ TEST_F(MountTest, StatSaysWhatProgramsNeed) {
 }
 
 // The second copy moves nothing, and of a new step only what changed: that is what mtimes are for.
-TEST_F(MountTest, RsyncMovesOnlyWhatChanged) {
+TEST_F(MountTest, RsyncTransfersOnlyChangedFiles) {
   TinySpec spec = DefaultTinySpec();
   Write("step-1", spec);
   spec.tensors[1].seed = 77;  // The parent is there: published within the same second.

@@ -143,7 +143,7 @@ class SaveTest : public MountTest {
   std::vector<std::unique_ptr<Subprocess>> daemons_;
 };
 
-TEST_F(SaveTest, AsTheInterfaceSays) {
+TEST_F(SaveTest, DocumentedShellSessionSaves) {
   Mount(store());
   ExpectShell(R"sh(
     S=$MNT/.staging/step-1
@@ -170,7 +170,7 @@ EOF
   ExpectPublished("step-1");
 }
 
-TEST_F(SaveTest, AnswersOfSystemCalls) {
+TEST_F(SaveTest, SystemCallsReturnTheDocumentedErrnos) {
   Mount(store());
   const auto name = [this](const std::string& path) { return Staged("s/" + path); };
   // In the root.
@@ -286,7 +286,7 @@ TEST_F(SaveTest, SharedMappingsAreCondemned) {
   EXPECT_EQ(ErrnoOf(rename(Staged("s").c_str(), At("s").c_str())), EIO);
 }
 
-TEST_F(SaveTest, ProgramsWrite) {
+TEST_F(SaveTest, OrdinaryProgramsCanSave) {
   Mount(store());
   ExpectShell(R"sh(
     S=$MNT/.staging/a
@@ -340,7 +340,7 @@ EOF
   }
 }
 
-TEST_F(SaveTest, RemovesWithAllThatIsInIt) {
+TEST_F(SaveTest, RemovingAStagingRemovesItsContents) {
   Mount(store());
   ExpectShell(R"sh(
     S=$MNT/.staging/a
@@ -371,7 +371,7 @@ open(f"{root}/done/{r}", "w").close()
 )sh", staging, std::to_string(r), stop ? "1" : "0"};
 }
 
-TEST_F(SaveTest, FourProcessesOnTwoMountsOneIsKilled) {
+TEST_F(SaveTest, SaveFromTwoMountsSurvivesAKilledWriter) {
   Daemon(mount_point());
   Daemon(second());
   Begin("step-1");
@@ -409,7 +409,7 @@ TEST_F(SaveTest, FourProcessesOnTwoMountsOneIsKilled) {
   ExpectPublished("step-1");
 }
 
-TEST_F(SaveTest, ADaemonThatIsKilledLosesNothingThatWasSynced) {
+TEST_F(SaveTest, KilledDaemonLosesNoSyncedBytes) {
   Subprocess& daemon = Daemon(mount_point());
   Begin("step-1");
   ASSERT_EQ(PutErrno(Staged("step-1/tensors/b"), b_), 0);
@@ -446,7 +446,7 @@ TEST_F(SaveTest, ADaemonThatIsKilledLosesNothingThatWasSynced) {
   ExpectPublished("step-1");
 }
 
-TEST_F(SaveTest, OneOfTwoPublishersWins) {
+TEST_F(SaveTest, ConcurrentPublishersHaveOneWinner) {
   Mount(store());
   MountSecond();
   for (int round = 0; round < 5; ++round) {
@@ -475,7 +475,7 @@ TEST_F(SaveTest, OneOfTwoPublishersWins) {
   }
 }
 
-TEST_F(SaveTest, ReadersWhilePublishing) {
+TEST_F(SaveTest, ReadersSeeWholeCheckpointsDuringPublish) {
   Mount(store());
   std::atomic<bool> stop{false};
   std::atomic<int> reads{0};
@@ -512,7 +512,7 @@ TEST_F(SaveTest, ReadersWhilePublishing) {
 }
 
 // With the rights of the one who mounts, and no others.
-TEST_F(SaveTest, OrdinaryUsersSaveInTheirOwnStores) {
+TEST_F(SaveTest, UnprivilegedUserSavesInItsOwnStore) {
   const std::vector<std::string> nobody = {"setpriv", "--reuid=65534", "--regid=65534",
                                            "--clear-groups"};
   const auto as_nobody = [&](std::vector<std::string> command) {

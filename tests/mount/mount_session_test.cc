@@ -8,6 +8,7 @@
 #include <grp.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@
 #include "fs/mount/mount_table.h"
 #include "tests/mount/mount_fixture.h"
 #include "tests/support/observed_file_system.h"
+#include "tests/support/plain_reads_file_system.h"
 
 namespace tensormount::fs {
 namespace {
@@ -31,7 +33,7 @@ TinySpec BigSpec() {
   return spec;
 }
 
-TEST(MountTable, IsAskedByTheWholePath) {
+TEST(MountTable, MountIsFoundByItsWholePath) {
   EXPECT_TRUE(FindMount("/proc"));
   EXPECT_TRUE(FindMount("/proc/"));
   EXPECT_FALSE(FindMount("/proc/self"));
@@ -40,7 +42,7 @@ TEST(MountTable, IsAskedByTheWholePath) {
   EXPECT_FALSE(FindMount(""));
 }
 
-TEST_F(MountTest, PublishAndRemovalShowWithinASecond) {
+TEST_F(MountTest, PublishAndRemovalAppearWithinASecond) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
@@ -65,7 +67,7 @@ TEST_F(MountTest, PublishAndRemovalShowWithinASecond) {
   }
 }
 
-TEST_F(MountTest, ReplacementShowsWithinASecond) {
+TEST_F(MountTest, ReplacementAppearsWithinASecond) {
   Write("step-1", BigSpec());
   Mount(store());
   ASSERT_OK(ops_->ReadAll("step-1/tensors/big"));
@@ -124,7 +126,7 @@ std::vector<std::pair<std::string, int>> TryToWrite(const std::string& root) {
   return answers;
 }
 
-TEST_F(MountTest, RefusesWritesAsAReadOnlyBindMountDoes) {
+TEST_F(MountTest, RefusesWritesLikeAReadOnlyBindMount) {
   Write("step-1", DefaultTinySpec());
   MountOptions options;
   options.read_only = true;
@@ -156,7 +158,7 @@ TEST_F(MountTest, RefusesWritesAsAReadOnlyBindMountDoes) {
 }
 
 // The kernel refuses for a mount that is read-only; where somebody has made it writable, we do.
-TEST_F(MountTest, RefusesWritesByItself) {
+TEST_F(MountTest, WritesAreRefusedByTheMountItself) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   if (mount(nullptr, mount_point().c_str(), nullptr, MS_REMOUNT | MS_NOSUID | MS_NODEV, nullptr) !=
@@ -171,7 +173,31 @@ TEST_F(MountTest, RefusesWritesByItself) {
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
 }
 
-TEST_F(MountTest, RefusesMountPoints) {
+// No descriptors, locks or inodes, and a path that is none of the kernel's.
+TEST_F(MountTest, ReadOnlySourceIsMounted) {
+  static auto* plain = new PlainReadsFileSystem("plain://");  // Threads of a mount may outlive it.
+  Write("step-1", DefaultTinySpec());
+  Mount("plain://" + store(), {}, *plain);
+  for (int again = 0; again < 2; ++again) {
+    CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
+    CheckNpyFiles(*ops_, "step-1", DefaultTinySpec());
+    CheckSafetensors(*ops_, "latest", DefaultTinySpec());
+  }
+  EXPECT_THAT(ops_->Stat(".staging"), HasCode(Code::kNotFound));
+  struct statvfs space {};
+  EXPECT_EQ(statvfs(mount_point().c_str(), &space), 0);
+  EXPECT_EQ(space.f_blocks, 0u);
+  EXPECT_EQ(plain->counts().refused, 0u);
+  EXPECT_EQ(plain->counts().strays, 0u);
+  MountOptions others{.source = "plain://" + store(), .mount_point = dir_.Join("other")};
+  others.allow_other = true;
+  ASSERT_OK(HostFileSystem().CreateDirectory(others.mount_point));
+  const Status refused = MountSession::Start(*plain, others).status();
+  EXPECT_THAT(refused, HasCode(Code::kUnsupported));
+  EXPECT_THAT(refused.message(), testing::HasSubstr("is not on this host"));
+}
+
+TEST_F(MountTest, InvalidMountPointsAreRefused) {
   Write("step-1", DefaultTinySpec());
   const auto try_at = [&](const std::string& path, const std::string& source) {
     MountOptions options;
@@ -194,7 +220,7 @@ TEST_F(MountTest, RefusesMountPoints) {
   EXPECT_THAT(try_at(mount_point(), store()), HasCode(Code::kBusy));
 }
 
-TEST_F(MountTest, StatusTellsHowFilesAreServed) {
+TEST_F(MountTest, StatusReportsHowFilesAreServed) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   ASSERT_OK_AND_ASSIGN(const std::string text, ops_->ReadAll(".tensormount/status"));
@@ -211,7 +237,7 @@ TEST_F(MountTest, StatusTellsHowFilesAreServed) {
 
 // A thread that blocks what it raises itself ends the process, whatever handler there is: one page
 // that the disk does not give would end the mount for everybody.
-TEST_F(MountTest, NoServingThreadBlocksItsOwnFaults) {
+TEST_F(MountTest, ServingThreadsDoNotBlockFaultSignals) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   CheckTensorFiles(*ops_, "step-1", DefaultTinySpec());
@@ -230,7 +256,7 @@ TEST_F(MountTest, NoServingThreadBlocksItsOwnFaults) {
   EXPECT_GT(serving, 0);
 }
 
-TEST_F(MountTest, UnmountFromOutsideEndsTheSession) {
+TEST_F(MountTest, ExternalUnmountEndsTheSession) {
   Write("step-1", DefaultTinySpec());
   Mount(store());
   {
@@ -270,7 +296,7 @@ TEST_F(MountTest, StopsEvenWhileInUse) {
   }
 }
 
-TEST_F(MountTest, UnmountTouchesNoOthersMounts) {
+TEST_F(MountTest, UnmountRefusesOtherFileSystems) {
   const std::string other = dir_.Join("other");
   ASSERT_EQ(mkdir(other.c_str(), 0755), 0);
   if (mount("none", other.c_str(), "tmpfs", 0, nullptr) != 0) GTEST_SKIP() << "may not mount";
@@ -278,7 +304,7 @@ TEST_F(MountTest, UnmountTouchesNoOthersMounts) {
   EXPECT_EQ(umount2(other.c_str(), 0), 0);
 }
 
-TEST_F(MountTest, DaemonUnmountsOnSignalsAndADeadOneCanBeCleanedUp) {
+TEST_F(MountTest, DaemonUnmountsOnSignalsAndDeadMountsAreCleanedUp) {
   Write("step-1", DefaultTinySpec());
   const std::string program = BuiltProgram("tensormount");
   if (access(program.c_str(), X_OK) != 0) GTEST_SKIP() << "the command is not built";
@@ -309,7 +335,7 @@ TEST_F(MountTest, DaemonUnmountsOnSignalsAndADeadOneCanBeCleanedUp) {
   EXPECT_EQ(stat(mount_point().c_str(), &st), 0);
 }
 
-TEST_F(MountTest, DamageIsAnErrorAndALine) {
+TEST_F(MountTest, DamageIsAnErrorAndALogLine) {
   const TinySpec spec = BigSpec();
   Write("step-1", spec);
   const std::string good = TinyBytes(spec.tensors[0]);
@@ -343,7 +369,7 @@ TEST_F(MountTest, DamageIsAnErrorAndALine) {
   EXPECT_THAT(line["message"].get<std::string>(), testing::HasSubstr("tensor big"));
 }
 
-TEST_F(MountTest, OthersSeeNoMoreThanTheStoreShowsThem) {
+TEST_F(MountTest, OtherUsersGetOnlyThePermissionsOfTheStore) {
   if (geteuid() != 0) GTEST_SKIP() << "needs another user to be";
   Write("step-1", DefaultTinySpec());
   MountOptions options;
@@ -391,7 +417,7 @@ class StuckStorageTest : public MountTest,
 INSTANTIATE_TEST_SUITE_P(Tiers, StuckStorageTest,
                          testing::Values(MountOptions::Tier::kDaemon, MountOptions::Tier::kAuto));
 
-TEST_P(StuckStorageTest, DeafensNobody) {
+TEST_P(StuckStorageTest, StuckStorageDoesNotBlockOtherCalls) {
   Write("step-1", BigSpec());
   Write("step-2", DefaultTinySpec());
   static std::atomic<bool> stuck;

@@ -31,7 +31,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kStressRows = 512;
 constexpr std::int64_t kColumns = 640;
-// How long a name may still lead to what it named before (docs/semantics.md: within a second), with
+// How long a name may still lead to what it named before (docs/mounting.md: within a second), with
 // room for a machine that is busy with other things.
 constexpr std::chrono::milliseconds kStale{6000};
 
@@ -333,12 +333,12 @@ void MountStressTest::Churn(const MountOptions& options) {
   });
 }
 
-TEST_F(MountStressTest, WhatTheKernelReads) { Churn({.tier = MountTier::kAuto}); }
-TEST_F(MountStressTest, WhatTheKernelReadsOnceItIsVerified) {
+TEST_F(MountStressTest, PassthroughReadsAreExactDuringChurn) { Churn({.tier = MountTier::kAuto}); }
+TEST_F(MountStressTest, VerifiedPassthroughReadsAreExactDuringChurn) {
   Churn({.tier = MountTier::kAuto, .verify = Verify::kFirst});
 }
-TEST_F(MountStressTest, WhatTheDaemonReads) { Churn({.tier = MountTier::kDaemon}); }
-TEST_F(MountStressTest, WhatTheDaemonReadsThroughThePageCache) {
+TEST_F(MountStressTest, DaemonReadsAreExactDuringChurn) { Churn({.tier = MountTier::kDaemon}); }
+TEST_F(MountStressTest, CachedDaemonReadsAreExactDuringChurn) {
   Churn({.tier = MountTier::kDaemon, .verify = Verify::kAlways, .page_cache = true});
 }
 

@@ -109,7 +109,7 @@ class MountTierTest : public MountTest {
 #define NEEDS_PASSTHROUGH() \
   if (!Passes()) GTEST_SKIP() << Status()["passthrough"]["why_not"].get<std::string>()
 
-TEST_F(MountTierTest, TheKernelReadsWholeFilesItself) {
+TEST_F(MountTierTest, WholeFilesArePassedThrough) {
   Write("step-1", TierSpec());
   Mount(store());
   NEEDS_PASSTHROUGH();
@@ -167,7 +167,7 @@ TEST_F(MountTierTest, TheKernelReadsWholeFilesItself) {
   EXPECT_EQ(stats["bytes"]["passthrough"], 2 * kBig) << stats["bytes"];
 }
 
-TEST_F(MountTierTest, TheDaemonTierIsToldToStay) {
+TEST_F(MountTierTest, DaemonTierOptionDisablesPassthrough) {
   Write("step-1", TierSpec());
   Mount(store(), {.tier = MountTier::kDaemon});
   EXPECT_EQ(TierOf("step-1/tensors/whole"), "daemon");
@@ -178,7 +178,7 @@ TEST_F(MountTierTest, TheDaemonTierIsToldToStay) {
   EXPECT_GE(DaemonBytes(), static_cast<std::uint64_t>(kBig));
 }
 
-TEST_F(MountTierTest, PassthroughCanBeAskedFor) {
+TEST_F(MountTierTest, PassthroughTierIsUsedOrRefused) {
   Write("step-1", TierSpec());
   MountOptions options{
       .source = store(), .mount_point = mount_point(), .tier = MountTier::kPassthrough};
@@ -199,7 +199,7 @@ TEST_F(MountTierTest, PassthroughCanBeAskedFor) {
 }
 
 // Without CAP_SYS_ADMIN the mount works all the same, by fusermount3 and by the daemon.
-TEST_F(MountTierTest, AnOrdinaryUserGetsTheDaemonTier) {
+TEST_F(MountTierTest, UnprivilegedUserGetsTheDaemonTier) {
   Write("step-1", TierSpec());
   const std::string program = BuiltProgram("tensormount");
   if (geteuid() != 0 || access(program.c_str(), X_OK) != 0) GTEST_SKIP() << "needs root";
@@ -225,7 +225,7 @@ TEST_F(MountTierTest, AnOrdinaryUserGetsTheDaemonTier) {
   EXPECT_TRUE(daemon.WaitFor(std::chrono::seconds(10)).has_value());
 }
 
-TEST_F(MountTierTest, FirstVerifiesBeforeItIsPassedThrough) {
+TEST_F(MountTierTest, VerifyFirstRunsBeforePassthrough) {
   Write("step-1", TierSpec());
   Write("step-2", TierSpec(50));
   Damage(store() + "/step-1");
@@ -242,7 +242,7 @@ TEST_F(MountTierTest, FirstVerifiesBeforeItIsPassedThrough) {
   EXPECT_LT(DaemonBytes() - before, kTexts);
 }
 
-TEST_F(MountTierTest, AlwaysKeepsItInTheDaemon) {
+TEST_F(MountTierTest, VerifyAlwaysUsesTheDaemon) {
   Write("step-1", TierSpec());
   Mount(store(), {.verify = Verify::kAlways});
   EXPECT_EQ(TierOf("step-1/tensors/whole"), "daemon");
@@ -253,7 +253,7 @@ TEST_F(MountTierTest, AlwaysKeepsItInTheDaemon) {
 }
 
 // A file that cannot be passed through is read all the same, and counted.
-TEST_F(MountTierTest, FallsBackForOneFile) {
+TEST_F(MountTierTest, UnsealedFileFallsBackToTheDaemon) {
   Write("step-1", TierSpec());
   Mount(store());
   NEEDS_PASSTHROUGH();
@@ -268,7 +268,7 @@ TEST_F(MountTierTest, FallsBackForOneFile) {
   EXPECT_NE(status["reasons"].dump().find("not sealed"), std::string::npos) << status;
 }
 
-TEST_F(MountTierTest, AFileOutlivesItsSource) {
+TEST_F(MountTierTest, OpenFileOutlivesItsCheckpoint) {
   Write("step-1", TierSpec());
   Mount(store());
   const Fd fd(open(At("step-1/tensors/whole").c_str(), O_RDONLY));
@@ -282,7 +282,7 @@ TEST_F(MountTierTest, AFileOutlivesItsSource) {
 
 // Same and different files, opened, read, mapped and closed by many threads: never EIO, never
 // another byte, and nothing is left registered.
-TEST_F(MountTierTest, ManyThreadsOpenAndClose) {
+TEST_F(MountTierTest, ConcurrentOpensLeaveNoBackingFile) {
   TinySpec spec = TierSpec();
   for (int i = 0; i < 4; ++i) {
     spec.tensors.push_back({.key = "n" + std::to_string(i),
@@ -366,7 +366,7 @@ class MountTierOnTest : public MountTierTest {
   std::string below_;
 };
 
-TEST_F(MountTierOnTest, Tmpfs) {
+TEST_F(MountTierOnTest, ServesFromTmpfs) {
   const std::string at = dir_.Join("tmpfs");
   ASSERT_EQ(mkdir(at.c_str(), 0755), 0);
   if (mount("none", at.c_str(), "tmpfs", 0, nullptr) != 0) GTEST_SKIP() << "may not mount";
@@ -374,7 +374,7 @@ TEST_F(MountTierOnTest, Tmpfs) {
   CheckOn(at);
 }
 
-TEST_F(MountTierOnTest, Overlayfs) {
+TEST_F(MountTierOnTest, ServesFromOverlayfs) {
   // On a tmpfs of its own: what lies below may be an overlay already.
   below_ = dir_.Join("below");
   ASSERT_EQ(mkdir(below_.c_str(), 0755), 0);

@@ -430,7 +430,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, ParityTest,
                                                                  : "PageCache";
                          });
 
-TEST_P(ParityTest, FilesAnswerAsPlainFilesDo) {
+TEST_P(ParityTest, FilesBehaveLikePlainFiles) {
   Write("step-1", Spec());
   Mount(store(), Options());
   const std::string bound = BindCopy();
@@ -453,7 +453,7 @@ TEST_P(ParityTest, FilesAnswerAsPlainFilesDo) {
   }
 }
 
-TEST_P(ParityTest, FoldersAnswerAsPlainFoldersDo) {
+TEST_P(ParityTest, DirectoriesBehaveLikePlainDirectories) {
   Write("step-1", Spec());
   Mount(store(), Options());
   const std::string bound = BindCopy();
@@ -539,7 +539,7 @@ void TryToChange(const std::string& root, const std::string& path, Answers& answ
   note("fsetxattr", fsetxattr(fd, "user.x", "y", 1, 0));
 }
 
-TEST_P(ParityTest, ChangesAreRefusedAsByAReadOnlyBindMount) {
+TEST_P(ParityTest, ChangesAreRefusedLikeOnAReadOnlyBindMount) {
   if (geteuid() != 0) GTEST_SKIP() << "needs another user to be";
   ASSERT_EQ(chmod(dir_.path().c_str(), 0755), 0);
   Write("step-1", Spec());
@@ -577,7 +577,7 @@ TEST_P(ParityTest, ChangesAreRefusedAsByAReadOnlyBindMount) {
 }
 
 // What df, installers and copy programs look at: the numbers of where the bytes are.
-TEST_P(ParityTest, SpaceIsThatOfTheSource) {
+TEST_P(ParityTest, StatfsReportsTheSpaceOfTheSource) {
   Write("step-1", Spec());
   Mount(store(), Options());
   struct statvfs ours {};

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the examples of docs/semantics.md: every ```console block, in one shell, line for line.
+"""Runs the examples of docs/mounting.md: every ```console block, in one shell, line for line.
 
 usage: semantics_test.py BIN     BIN is the folder of the built command
 """
@@ -78,7 +78,7 @@ def main():
         print(f"skipped: {reason}")
         sys.exit(1 if "fuse" in os.environ.get("TENSORMOUNT_REQUIRE", "").split(",") else 77)
     env = {**os.environ, "PATH": f"{pathlib.Path(sys.argv[1]).resolve()}:{os.environ['PATH']}", "LC_ALL": "C"}
-    wanted = examples((ROOT / "docs" / "semantics.md").read_text())
+    wanted = examples((ROOT / "docs" / "mounting.md").read_text())
     failed = 0
     base = os.environ.get("TENSORMOUNT_TEST_TMPDIR") or None
     with tempfile.TemporaryDirectory(dir=base) as name:

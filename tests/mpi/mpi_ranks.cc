@@ -22,6 +22,7 @@
 #include "tests/collective/collective_cases.h"
 #include "tests/collective/communicator_conformance.h"
 #include "tests/collective/group_view_cases.h"
+#include "tests/collective/host_transports.h"
 
 namespace tensormount {
 namespace {
@@ -66,7 +67,7 @@ int Late(Communicator& comm, const std::string& folder) {
   }
   const Status status = c.Agree({}, "evaluate");
   if (std::FILE* file = std::fopen(mark(comm.rank()).c_str(), "w")) std::fclose(file);
-  const std::string name = "rank " + std::to_string(last) + " did not come within";
+  const std::string name = "rank " + std::to_string(last) + " did not arrive within";
   if (status.code() == Code::kDeadlineExceeded &&
       status.message().find(name) != std::string::npos) {
     return Say(comm, "good");

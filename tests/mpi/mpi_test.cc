@@ -65,7 +65,7 @@ TEST_F(MpiTest, ConformsOnTwoRanks) { ExpectAllGood(2, RunRanks(2, {"conformance
 TEST_F(MpiTest, ConformsOnFourRanks) { ExpectAllGood(4, RunRanks(4, {"conformance"})); }
 
 // MPI cannot take back what was sent, so these processes leave without MPI_Finalize.
-TEST_F(MpiTest, CancelledMemoryIsFree) {
+TEST_F(MpiTest, CancelledRequestsReleaseTheirMemory) {
   const ProcessOutcome outcome = RunRanks(2, {"cancel"}, {"--enable-recovery"});
   EXPECT_FALSE(outcome.timed_out) << outcome;
   EXPECT_EQ(Said(outcome), (std::multiset<std::string>{"rank 0: good", "rank 1: good"})) << outcome;
@@ -73,21 +73,21 @@ TEST_F(MpiTest, CancelledMemoryIsFree) {
 
 TEST_F(MpiTest, ConformsOnOneRank) { ExpectAllGood(1, RunRanks(1, {"conformance"})); }
 
-TEST_F(MpiTest, EveryCollectiveOperationOnEveryRank) {
+TEST_F(MpiTest, EveryCollectiveOperationWorksOnEveryRank) {
   ExpectAllGood(2, RunRanks(2, {"collective"}));
   ExpectAllGood(3, RunRanks(3, {"collective"}));
 }
 
-TEST_F(MpiTest, ChannelsAndSubgroupsConformAndWorkAtTheSameTime) {
+TEST_F(MpiTest, ChannelsAndSubgroupsConformAndWorkConcurrently) {
   ExpectAllGood(4, RunRanks(4, {"views"}));
 }
 
 TEST_F(MpiTest, BulkTransportsConform) { ExpectAllGood(3, RunRanks(3, {"bulk"})); }
 
-TEST_F(MpiTest, WorldsAreUsedAgain) { ExpectAllGood(3, RunRanks(3, {"worlds"})); }
+TEST_F(MpiTest, WorldsAreReused) { ExpectAllGood(3, RunRanks(3, {"worlds"})); }
 
 // It was missed after half an hour (arrival) where it died outside of a call.
-TEST_F(MpiTest, ARankThatDiesBetweenTwoJobsIsMissedByLiveness) {
+TEST_F(MpiTest, RankThatDiesBetweenJobsIsDetectedByLiveness) {
   for (const int victim : {0, 2}) {
     const ProcessOutcome outcome = RunRanks(
         3, {"between", std::to_string(victim), std::to_string(SIGKILL)}, {"--enable-recovery"});
@@ -99,7 +99,7 @@ TEST_F(MpiTest, ARankThatDiesBetweenTwoJobsIsMissedByLiveness) {
   }
 }
 
-TEST_F(MpiTest, ARankThatDoesNotComeIsNamedAndGetsTheFailure) {
+TEST_F(MpiTest, LateRankIsNamedAndReceivesTheFailure) {
   TempDir folder;
   const ProcessOutcome outcome = RunRanks(3, {"late", folder.path()});
   EXPECT_EQ(Said(outcome),
@@ -141,28 +141,28 @@ void ExpectSurvivorsNameTheVictim(const std::vector<Fate>& fates) {
   }
 }
 
-TEST_F(MpiTest, AKilledRankIsNamedByAll) {
+TEST_F(MpiTest, AllRanksNameAKilledRank) {
   ExpectSurvivorsNameTheVictim(
       {{Operation::kAllGather, 2, SIGKILL}, {Operation::kExchange, 0, SIGKILL}});
 }
-TEST_F(MpiTest, AStoppedRankIsNamedByAll) {
+TEST_F(MpiTest, AllRanksNameAStoppedRank) {
   ExpectSurvivorsNameTheVictim(
       {{Operation::kExchange, 2, SIGSTOP}, {Operation::kAgree, 0, SIGSTOP}});
 }
 
 // Between ranks that hear of each other only because their subgroup asked for it.
-TEST_F(MpiTest, AStoppedRankOfASubgroupIsNamedByAll) {
+TEST_F(MpiTest, AllRanksNameAStoppedRankOfASubgroup) {
   ExpectSurvivorsNameTheVictim({{Operation::kAllToAll, 2, SIGSTOP, "victim-of-subgroup"},
                                 {Operation::kAgree, 0, SIGSTOP, "victim-of-subgroup"}});
 }
 
-TEST(WithoutMpiTest, SaysSoInWords) {
+TEST(WithoutMpiTest, ErrorSaysThatMpiIsMissing) {
   const auto session = MpiSession::Init();
   EXPECT_THAT(session, HasCode(Code::kUnsupported));
   EXPECT_THAT(session, HasMessage("no MPI"));
 }
 
-TEST(UnderMpiLauncherTest, IsFoundInTheEnvironment) {
+TEST(UnderMpiLauncherTest, LauncherIsFoundInTheEnvironment) {
   const std::vector<const char*> names = {"OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
                                           "PMIX_RANK", "MV2_COMM_WORLD_SIZE"};
   for (const char* name : names) ::unsetenv(name);

@@ -281,7 +281,7 @@ class Trying(unittest.TestCase):
         self.assertEqual(self.verdict(-11, 0), ("caught", "crash"))
         self.assertEqual(self.verdict(1, 1), ("survived", ""))  # Without the fault too.
 
-    def test_what_takes_too_long_does_so_twice(self):
+    def test_a_timeout_counts_only_when_it_repeats(self):
         self.assertEqual(self.verdict(None, 0, None), ("caught", "too long"))
         self.assertEqual(self.verdict(None, 0, 0), ("survived", ""))
         self.assertEqual(self.verdict(None, None), ("survived", ""))

@@ -79,7 +79,7 @@ void ExpectOnlyCellsChanged(const RandomTensor& tensor, ShardMemory& shard) {
   }
 }
 
-TEST(SaveLoadProperty, AnyCutToAnyCut) {
+TEST(SaveLoadProperty, AnyShardingLoadsAsAnyOther) {
   const std::vector<int> kRanks = {1, 2, 3, 4, 8};
   Random random(TestSeed());
   for (int i = 0; i < TestScale(40); ++i) {

@@ -35,7 +35,7 @@ def numbers(boxes):
 class Arithmetic(unittest.TestCase):
     """Small cases that can be checked by eye; no PyTorch."""
 
-    def test_even_rows(self):
+    def test_even_rows_give_one_box(self):
         self.assertEqual(one((8, 3), (2,), (1,), ("shard", 0)), [_boxes.Box((4, 0), (4, 3), (0, 0), True)])
 
     def test_chunks_are_rounded_up_and_the_last_are_short_or_empty(self):
@@ -43,53 +43,53 @@ class Arithmetic(unittest.TestCase):
         self.assertEqual([box.extent for (box,) in held], [(2,), (2,), (1,), (0,)])
         self.assertEqual([box.begin for (box,) in held[:3]], [(0,), (2,), (4,)])
 
-    def test_negative_axis(self):
+    def test_negative_axis_counts_from_the_end(self):
         self.assertEqual(numbers(one((2, 6), (3,), (2,), ("shard", -1))), [((0, 4), (2, 2), (0, 0))])
 
     def test_two_mesh_axes_cut_one_axis(self):
         self.assertEqual(numbers(one((8,), (2, 2), (1, 0), ("shard", 0), ("shard", 0))), [((4,), (2,), (0,))])
 
-    def test_fully_sharded_over_tensor_parallel(self):
+    def test_fsdp_over_tensor_parallel_gives_one_box(self):
         boxes = one((8,), (2, 2), (0, 1), ("strided", 0, 2), ("shard", 0))
         self.assertEqual(numbers(boxes), [((4,), (2,), (0,))])
 
-    def test_strided_is_several_boxes_in_the_order_of_local_rows(self):
+    def test_strided_shard_gives_boxes_in_local_row_order(self):
         boxes = one((8, 2), (2,), (1,), ("strided", 0, 2))
         self.assertEqual(numbers(boxes), [((2, 0), (2, 2), (0, 0)), ((6, 0), (2, 2), (2, 0))])
 
-    def test_strided_along_two_axes_is_their_product(self):
+    def test_strided_shards_on_two_axes_give_their_product(self):
         boxes = one((4, 4), (2, 2), (0, 1), ("strided", 0, 2), ("strided", 1, 2))
         self.assertEqual(
             numbers(boxes),
             [((0, 1), (1, 1), (0, 0)), ((0, 3), (1, 1), (0, 1)), ((2, 1), (1, 1), (1, 0)), ((2, 3), (1, 1), (1, 1))],
         )
 
-    def test_neighbours_become_one_box(self):
+    def test_adjacent_boxes_are_merged(self):
         # Cut in two, of each half both rows: the halves touch again.
         self.assertEqual(numbers(one((4,), (1,), (0,), ("strided", 0, 2))), [((0,), (4,), (0,))])
 
-    def test_main_replica_is_number_zero_of_each_replicating_axis(self):
+    def test_main_replica_is_rank_zero_of_each_replica_axis(self):
         mains = {c: one((2,), (2, 2), c, ("replicate",), ("shard", 0))[0].main for c in itertools.product(range(2), range(2))}
         self.assertEqual(mains, {(0, 0): True, (0, 1): True, (1, 0): False, (1, 1): False})
 
     def test_a_scalar_is_one_box_without_axes(self):
         self.assertEqual(one((), (2,), (1,), ("replicate",)), [_boxes.Box((), (), (), False)])
 
-    def test_no_cells_are_one_empty_box(self):
+    def test_tensor_without_cells_gives_one_empty_box(self):
         for shape in ((0, 3), (3, 0)):
             (box,) = one(shape, (2,), (1,), ("shard", 0))
             self.assertIn(0, box.extent)
 
-    def test_fully_sharded_over_tensor_parallel_that_does_not_divide(self):
+    def test_fsdp_over_uneven_tensor_parallel_cuts(self):
         # Tensor parallelism: rows 0 to 4 and 5 to 8; of five rows four ranks get 2, 2, 1, 0.
         placements = ("strided", 0, 2), ("shard", 0)
-        held = [_boxes.placement_boxes((9,), *_boxes.as_fsdp_cuts((4, 2), (i, 0), placements)) for i in range(4)]
+        held = [_boxes.placement_boxes((9,), *_boxes.fsdp_cuts((4, 2), (i, 0), placements)) for i in range(4)]
         self.assertEqual([numbers(one) for one in held], [[((0,), (2,), (0,))], [((2,), (2,), (0,))], [((4,), (1,), (0,))], [((0,), (0,), (0,))]])
         for other in [("strided", 0, 4), ("shard", 0)], [("strided", 0, 2), ("shard", 1)], [("shard", 0), ("strided", 0, 4)]:
-            self.assertIsNone(_boxes.as_fsdp_cuts((4, 2), (0, 0), other))
+            self.assertIsNone(_boxes.fsdp_cuts((4, 2), (0, 0), other))
 
-    def test_what_is_no_box_is_refused_by_name(self):
-        with self.assertRaisesRegex(UnsupportedError, "P.sum.*part of a sum"):
+    def test_error_names_the_unsupported_placement(self):
+        with self.assertRaisesRegex(UnsupportedError, "P.sum.*partial sums"):
             one((2,), (2,), (0,), ("partial", "P(sum)"))
         with self.assertRaisesRegex(UnsupportedError, "Fancy"):
             one((2,), (2,), (0,), ("unknown", "Fancy()"))
@@ -99,7 +99,7 @@ class Arithmetic(unittest.TestCase):
             one((2,), (2,), (0,), ("shard", -2))
         with self.assertRaisesRegex(LayoutError, "coordinate 2"):
             one((2,), (2,), (2,), ("shard", 0))
-        with self.assertRaisesRegex(LayoutError, "split factor of 0"):
+        with self.assertRaisesRegex(LayoutError, "split factor 0"):
             one((2,), (2,), (0,), ("strided", 0, 0))
         with self.assertRaisesRegex(LayoutError, "placements"):
             one((2,), (2, 2), (0, 0), ("shard", 0))
@@ -201,7 +201,7 @@ def dcp_accepts(items):
 
 @needs("torch")
 class AgainstTorch(unittest.TestCase):
-    def test_random_placements_hold_the_cells_that_distribute_tensor_gives(self):
+    def test_random_placements_match_distribute_tensor(self):
         import torch
         from torch.distributed.checkpoint.planner_helpers import _create_write_items_for_dtensor
         from torch.distributed.tensor import distribute_tensor
@@ -225,7 +225,7 @@ class AgainstTorch(unittest.TestCase):
                         boxes = _boxes.boxes(dtensor)
                     except LayoutError as error:
                         # Two ways to shard it give this rank a tensor of the same shape.
-                        self.assertIn("a size that the mesh divides leaves no doubt", str(error), what)
+                        self.assertIn("use a size that the mesh divides evenly", str(error), what)
                         self.assertTrue(any(p[0] == "strided" for p in placements), what)
                         refused.add(number)
                         continue
@@ -273,16 +273,16 @@ class AgainstTorch(unittest.TestCase):
             file=sys.stderr,
         )
 
-    def test_partial_sums_are_refused_by_name(self):
+    def test_partial_sums_are_refused(self):
         import torch
         from torch.distributed.tensor import DTensor, Partial
 
         with FakeRanks(0) as fake:
             part = DTensor.from_local(torch.ones(2), fake.mesh((2,)), [Partial()], run_check=False)
-            with self.assertRaisesRegex(UnsupportedError, "P.*part of a sum"):
+            with self.assertRaisesRegex(UnsupportedError, "P.*partial sums"):
                 _boxes.boxes(part)
 
-    def test_a_kind_of_placement_that_is_not_known_is_refused(self):
+    def test_unknown_placement_is_described_as_unknown(self):
         from torch.distributed.tensor import Shard
 
         class Fancy(Shard):
@@ -290,16 +290,16 @@ class AgainstTorch(unittest.TestCase):
 
         self.assertEqual(_boxes.describe_placement(Fancy(0))[0], "unknown")
 
-    def test_a_local_tensor_of_another_shape_is_refused(self):
+    def test_local_tensor_of_another_shape_is_refused(self):
         import torch
         from torch.distributed.tensor import DTensor, Shard
 
         with FakeRanks(1) as fake:
             lies = DTensor.from_local(torch.ones(3, 2), fake.mesh((2,)), [Shard(0)], run_check=False, shape=torch.Size((5, 2)), stride=(2, 1))
-            with self.assertRaisesRegex(LayoutError, r"local tensor of \(3, 2\)"):
+            with self.assertRaisesRegex(LayoutError, r"local tensor of shape \(3, 2\)"):
                 _boxes.boxes(lies)
 
-    def test_fsdp_over_tensor_parallel(self):
+    def test_fsdp_over_tensor_parallel_matches_local_shapes(self):
         """PyTorch describes uneven ones by placements that are not what it does. The shape of a local tensor tells
         that, but for the few where both have as many rows."""
         program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fsdp_ranks.py")
@@ -322,7 +322,7 @@ class AgainstTorch(unittest.TestCase):
 
 @needs("torch")
 class RealRanks(unittest.TestCase):
-    def test_four_gloo_processes(self):
+    def test_boxes_match_on_four_gloo_processes(self):
         here = os.path.dirname(os.path.abspath(__file__))
         with tempfile.TemporaryDirectory() as logs:
             done = subprocess.run(

@@ -14,7 +14,7 @@ from unittest import mock
 
 import tensormount as tm
 from support import GOLDEN, Folder, run, write_safetensors
-from tensormount import _abi, _held, _key_map, _index, _load, _save, _saver, _store, _values, errors
+from tensormount import _abi, _held, _key_map, _index, _load, _save, _saver, _store, _values, _verify, errors
 
 
 class Golden(unittest.TestCase):
@@ -62,7 +62,7 @@ class Golden(unittest.TestCase):
             with self.assertRaises(tm.OutOfRangeError):
                 tensor.read_bytes(offset, size)
 
-    def test_has_objects(self):
+    def test_reads_objects(self):
         objects = self.checkpoint.objects
         # Whatever it gives can be asked for: a mapping.
         whole = {"config": b"{}", ("rng", 0): b"first", ("rng", 1): b"second"}
@@ -84,14 +84,14 @@ class Golden(unittest.TestCase):
             self.assertNotIn(key, objects)
         self.assertEqual(sorted(objects), list(whole))
         self.assertEqual(sorted([*objects, "s"], reverse=True), ["s", *list(whole)[::-1]])
-        for key, said in (("none", "no object|none"), ("rng", r"on a grid \[2\]: name a part"),
+        for key, said in (("none", "no object|none"), ("rng", r"on a grid \[2\]: pass the index of a part"),
                           (("rng", 2), r"no part \[2\]"), ("confg", "did you mean config[?]")):
             with self.assertRaisesRegex(KeyError, said):
                 objects[key]
         with self.assertRaises(KeyError):
             objects.grid("none")
 
-    def test_has_values_of_every_kind(self):
+    def test_reads_common_values_of_every_kind(self):
         common = self.checkpoint.common
         nested = {-1: None, "": (0.5, -0.0), "big": 1 << 63}
         self.assertEqual(common["args"], [nested, [], {}, "\udcff"])
@@ -105,7 +105,7 @@ class Golden(unittest.TestCase):
         self.assertEqual(self.checkpoint.rank_common(0), {})
         self.assertEqual(self.checkpoint.warnings, [])
 
-    def test_shows_itself_in_a_notebook(self):
+    def test_notebook_shows_a_table(self):
         text = self.checkpoint._repr_html_()
         self.assertIn("<code>layers.0.w</code></td><td>f32</td><td>[6, 8]</td>", text)
         self.assertIn("6 tensors", text)
@@ -119,7 +119,7 @@ class Opening(Folder):
         write_safetensors("m.safetensors", {"w": ("F32", (4, 4), data), "<b>": ("U8", (64,), data)})
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
 
-    def test_what_is_not_there_is_a_file_not_found(self):
+    def test_missing_checkpoint_raises_file_not_found(self):
         with self.assertRaises(FileNotFoundError) as caught:
             tm.open("STORE/step-9")
         error = caught.exception
@@ -127,7 +127,7 @@ class Opening(Folder):
         self.assertEqual((error.code, error.errno), ("NOT_FOUND", errno.ENOENT))
         self.assertIn("step-9", str(error))
 
-    def test_a_key_that_is_not_there_is_a_key_error(self):
+    def test_missing_key_raises_key_error(self):
         with tm.open("STORE/step-1") as checkpoint:
             with self.assertRaises(KeyError) as caught:
                 checkpoint["v"]
@@ -148,7 +148,7 @@ class Opening(Folder):
             with self.assertRaises(tm.InvalidArgumentError):
                 tm.open("STORE/step-1\0")
 
-    def test_a_hint_costs_little_and_replaces_no_error(self):
+    def test_key_hint_is_cheap_and_keeps_the_error(self):
         import difflib
 
         compared, listed = [], []
@@ -177,7 +177,7 @@ class Opening(Folder):
             # Nothing is kept, and many are not listed.
             for most, calls, said in ((1 << 20, 1, "did you mean <b>"), (0, 0, "^((?!did you mean).)*$")):
                 listed.clear()
-                with mock.patch("tensormount._hints._MOST_INDEX_BYTES", most):
+                with mock.patch("tensormount._hints._MAX_INDEX_BYTES", most):
                     for path in ("STORE/step-1", "m.safetensors"):
                         with tm.open(path) as checkpoint:
                             with self.assertRaisesRegex(KeyError, said):
@@ -192,25 +192,25 @@ class Opening(Folder):
                     with self.assertRaises(tm.KeyNotFoundError):
                         look_up("<b")
 
-    def test_paths_of_every_kind(self):
+    def test_every_kind_of_path_opens(self):
         for path in ("STORE/step-1", b"STORE/step-1", "STORE/latest", "STORE", "m.safetensors"):
             with tm.open(path) as checkpoint:
                 self.assertEqual(checkpoint.keys(), ["<b>", "w"])
-                self.assertEqual(checkpoint.warnings, ["STORE is a store: this is its latest, step-1"]
+                self.assertEqual(checkpoint.warnings, ["STORE is a store; its latest checkpoint, step-1, was opened"]
                                  if path == "STORE" else [])
         for step in (9, 10):
             os.makedirs(f"RUN/step{step}")
             write_safetensors(f"RUN/step{step}/model.safetensors", {"w": ("U8", (2,), bytes([step, step]))})
         with tm.open("RUN") as checkpoint:
             self.assertEqual(checkpoint["w"].read_bytes(), b"\n\n")
-            self.assertEqual(checkpoint.warnings, ["RUN is a training directory: this is its latest, step10"])
+            self.assertEqual(checkpoint.warnings, ["RUN is a training directory; its latest checkpoint, step10, was opened"])
         for path in ("~/STORE", "~"):
             with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
                 tm.open(path)
         with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
             tm.save({"n": 1}, "~/STORE/step-1")
         self.assertFalse(os.path.exists("~"))
-        with self.assertRaisesRegex(tm.UnsupportedError, "a file of the checkpoint .*/step-1: open that folder"):
+        with self.assertRaisesRegex(tm.UnsupportedError, "part of the checkpoint .*/step-1; open that directory"):
             tm.open("STORE/step-1/COMMIT")
         from pathlib import Path
 
@@ -221,7 +221,7 @@ class Opening(Folder):
         with tm.open("m.safetensors") as checkpoint:
             self.assertIsNone(checkpoint.uuid)
 
-    def test_closed_is_said_by_everything(self):
+    def test_closed_checkpoint_refuses_every_use(self):
         checkpoint = tm.open("STORE/step-1")
         tensor = checkpoint["w"]
         checkpoint.close()
@@ -247,7 +247,7 @@ class Opening(Folder):
         with self.assertRaises(tm.StaleError):
             pickle.loads(text)
 
-    def test_damage_is_data_loss_and_says_where(self):
+    def test_data_loss_error_names_the_damaged_place(self):
         shutil.copytree("STORE", "DAMAGED")
         for folder, _, names in os.walk("DAMAGED/step-1/data"):
             for name in names:
@@ -267,7 +267,7 @@ class Opening(Folder):
         self.assertEqual(caught.exception.key, "w")
         self.assertIn("data/", caught.exception.message)
 
-    def test_closing_while_others_read_takes_nothing_away(self):
+    def test_close_does_not_disturb_concurrent_reads(self):
         for _ in range(20):
             checkpoint = tm.open("STORE/step-1")
             tensor = checkpoint["w"]
@@ -288,7 +288,7 @@ class Opening(Folder):
                 thread.join()
             self.assertEqual(len(ends), 4)
 
-    def test_closing_while_others_look_up(self):
+    def test_close_does_not_disturb_concurrent_lookups(self):
         def look_up(checkpoint):
             try:
                 while True:
@@ -308,7 +308,7 @@ class Opening(Folder):
             for thread in threads:
                 thread.join()
 
-    def test_one_that_nobody_refers_to_is_closed(self):
+    def test_unreferenced_checkpoint_is_closed(self):
         def files():
             found = []
             for number in os.listdir("/proc/self/fd"):
@@ -327,7 +327,7 @@ class Opening(Folder):
 
 
 class Errors(unittest.TestCase):
-    def test_all_pickle_with_their_fields(self):
+    def test_errors_pickle_with_their_fields(self):
         for name in tm.__all__:
             kind = getattr(tm, name)
             if not (isinstance(kind, type) and issubclass(kind, tm.Error)):
@@ -339,7 +339,7 @@ class Errors(unittest.TestCase):
             self.assertEqual(vars(again), vars(error))
             self.assertEqual((again.errno, again.rank, str(again)), (7, 3, f"{kind.code}: words"))
 
-    def test_fields_of_the_library(self):
+    def test_errors_take_fields_from_the_library(self):
         """tm_last_error_json, of a library that has it."""
 
         class Library:
@@ -371,20 +371,20 @@ class Errors(unittest.TestCase):
         self.assertEqual((error.message, error.errno, error.rank, error.key, error.box, error.file,
                           error.cause), ("long", 74, 2, "w", ((0, 4), (1, 2)), "data/x", None))
 
-    def test_a_status_of_a_later_library_is_an_error_too(self):
+    def test_unknown_status_raises_internal_error(self):
         with self.assertRaises(errors.InternalError):
             _abi.fail(99)
 
 
 class Index(unittest.TestCase):
-    def test_reads_only_the_box(self):
+    def test_slice_plan_covers_only_the_box(self):
         plan = _index.plan((slice(2, 9, 3), 1, None, Ellipsis, slice(-2, None)), (10, 4, 5, 6))
         self.assertEqual(plan.begin, (2, 1, 0, 4))
         self.assertEqual(plan.extent, (7, 1, 5, 2))
         self.assertEqual(plan.steps, (3, 1, 1, 1))
         self.assertEqual(plan.shape, (3, 1, 5, 2))
 
-    def test_what_numpy_has_and_tensors_have_not_is_refused_by_name(self):
+    def test_error_names_the_unsupported_index(self):
         class Array:
             shape = (2,)
 
@@ -397,7 +397,7 @@ class Index(unittest.TestCase):
             self.assertIsInstance(caught.exception, IndexError)
             self.assertIn(words, str(caught.exception))
 
-    def test_beyond_the_tensor(self):
+    def test_index_beyond_the_tensor_is_out_of_range(self):
         for index in (4, -5, (0, 4), (0, 0, 0), (slice(None), 0, slice(None)), (Ellipsis, 0, 0, 0)):
             with self.assertRaises(tm.OutOfRangeError):
                 _index.plan(index, (4, 4))
@@ -408,13 +408,13 @@ class Index(unittest.TestCase):
 
 
 class Values(unittest.TestCase):
-    def test_floats(self):
+    def test_special_floats_are_decoded(self):
         values = _values.from_json(
             b'[{"$float":"inf"},{"$float":"-inf"},{"$float":"nan","bits":"7ff8000000000001"}]')
         self.assertEqual(values[:2], [math.inf, -math.inf])
         self.assertTrue(math.isnan(values[2]))
 
-    def test_dicts_with_keys_that_json_lacks(self):
+    def test_dicts_with_non_string_keys_are_decoded(self):
         self.assertEqual(_values.from_json(b'{"$dict":[[0,"a"],["$x",{"$tuple":[]}]]}'),
                          {0: "a", "$x": ()})
         with self.assertRaises(tm.LayoutError):
@@ -424,7 +424,7 @@ class Values(unittest.TestCase):
 class Layouts(Folder):
     """Where bytes are, for programs and as a picture."""
 
-    def test_chunks_and_picture(self):
+    def test_layout_lists_chunks_and_draws_them(self):
         write_safetensors("m.safetensors", {"a<b>": ("F32", (4, 2), bytes(range(32)))})
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
         with tm.open("STORE/step-1") as checkpoint:
@@ -453,7 +453,7 @@ class Layouts(Folder):
 class Examples(Folder):
     """Docstrings, and the code blocks of docs/python.md and README are in docs_test.py."""
 
-    def test_docstrings(self):
+    def test_docstring_examples_run(self):
         import struct
 
         import tensormount._checkpoint as module
@@ -464,7 +464,7 @@ class Examples(Folder):
             self.skipTest("no NumPy")
         write_safetensors("m.safetensors", {"w": ("F32", (16, 32), struct.pack("<512f", *range(512)))})
         run("import", "m.safetensors", "STORE/step-1", "--ranks", 2)
-        for one in (module, _held, _key_map, _save, _saver, _load, _store, tm):
+        for one in (module, _held, _key_map, _save, _saver, _load, _store, _verify, tm):
             result = doctest.testmod(one)
             self.assertEqual(result.failed, 0, one.__name__)
             self.assertGreater(result.attempted, 0)

@@ -85,7 +85,7 @@ def killed_in_a_save(group, rank, size, folder, victim, how):
 
 
 class DcpKills(support.Folder):
-    def test_in_a_save(self):
+    def test_killed_rank_during_a_dcp_save_is_survived(self):
         generator, seed = support.seeded()
         cases = [(victim, how) for victim in range(RANKS) for how in ("sync", "async")]
         for victim, how in cases if LONG else [generator.choice(cases)]:

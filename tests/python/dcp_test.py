@@ -441,7 +441,7 @@ def what_dcp_gathers():
 
 
 class Dcp(support.Folder):
-    def test_four_ranks(self):
+    def test_dcp_works_on_four_ranks(self):
         wanted = ALL if LONG else SOME
         said = torchrun(__file__, 4, ("pairs", "sync", wanted), ("byte_items",), ("several_boxes",),
                  ("tensors_of_parts",), ("own_planners",), ("planners_with_chunks_of_their_own",), ("cached_plans",), ("save_app",), ("what_dcp_gathers",), ("save_by_dcp",),
@@ -451,19 +451,19 @@ class Dcp(support.Folder):
             torchrun(__file__, size, ("load_app",), ("load_elsewhere", 4, "sync", wanted if LONG else SOME[1::3]),
                      ("load_from_dcp", EACH if LONG else ["rows", "columns"]))
 
-    def test_two_ranks(self):
+    def test_dcp_works_on_two_ranks(self):
         torchrun(__file__, 2, *(("pairs", how, TWO) for how in ("thread", "no-collectives", "process")))
 
     @needs_long
-    def test_all_in_other_modes(self):
+    def test_all_shardings_work_in_other_modes(self):
         for how in ("thread", "no-collectives", "process"):
             torchrun(__file__, 4, ("pairs", how, ALL))
 
     @needs_long
-    def test_six_ranks(self):
+    def test_dcp_works_on_six_ranks(self):
         torchrun(__file__, 6, ("fully_sharded_over_tensor_parallelism",), ("pairs", "sync", SOME))
 
-    def test_alone(self):
+    def test_dcp_works_without_a_process_group(self):
         state = {"model": {"w": torch.arange(6.0)}, "list": [torch.ones(2), 3]}
         dcp.save(state, storage_writer=tm.torch.Writer("S/alone"))
         into = {"model": {"w": torch.zeros(6)}, "list": [torch.zeros(2), 0]}
@@ -499,7 +499,7 @@ class Dcp(support.Folder):
         with self.assertRaises(TypeError):
             tm.torch.Writer("S/x", plcement="auto")
 
-    def test_plans_that_are_cached(self):
+    def test_cached_dcp_plans_save_current_values(self):
         """A planner that keeps its plans says of an unchanged one nothing but that it is unchanged."""
         for number in range(4):
             state = {"model": {"w": torch.full((6,), float(number)), "b": torch.arange(3) * number},
@@ -516,7 +516,7 @@ class Dcp(support.Folder):
             for key, value in state["model"].items():
                 self.assertTrue(torch.equal(into["model"][key], value), key)
 
-    def test_the_report_is_of_the_last_save(self):
+    def test_report_describes_the_last_save(self):
         writer = tm.torch.Writer("S/reported")
         dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
         self.assertEqual(writer.report["tensors"], 1)
@@ -524,7 +524,7 @@ class Dcp(support.Folder):
             dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
         self.assertIsNone(writer.report)
 
-    def test_a_plan_that_leaves_something_out(self):
+    def test_incomplete_plan_is_refused(self):
         class Delta(DefaultSavePlanner):
             """As one that says what has changed in a way of its own."""
 
@@ -547,7 +547,7 @@ class Dcp(support.Folder):
                 dcp.save(state, storage_writer=tm.torch.Writer("S/delta"), planner=planner())
             self.assertFalse(os.path.exists("S/delta"))
 
-    def test_chunks_of_a_planner(self):
+    def test_requests_use_the_chunks_of_the_planner(self):
         """Requests count from the begin of the chunk that a planner's own metadata name."""
         from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -572,11 +572,11 @@ class Dcp(support.Folder):
             self.assertTrue(torch.equal(into["w"], whole), type(planner))
         # Of a smaller tensor there is no telling which cells are meant.
         for rows in (6, 4):
-            with self.assertRaisesRegex(BaseException, "w: .*metadata say|[Ss]ize"):
+            with self.assertRaisesRegex(BaseException, "w: .*metadata has the shape|[Ss]ize"):
                 dcp.load({"w": torch.zeros(rows, 6)}, storage_reader=tm.torch.Reader("S/chunks"),
                          planner=DynamicMetaLoadPlanner())
 
-    def test_a_part_that_the_placements_do_not_know(self):
+    def test_local_part_unknown_to_placements_loads(self):
         # As in fully_sharded_over_tensor_parallelism; DCP's planner takes this rank's part for empty.
         from boxes_test import FakeRanks
 
@@ -592,7 +592,7 @@ class Dcp(support.Folder):
             (item,) = planner.create_local_plan().items
         self.assertEqual((item.storage_offsets, item.lengths), ((6, 0), (1, 3)))
 
-    def test_parts(self):
+    def test_tensors_of_parts_save_and_load(self):
         whole = torch.arange(12.0).reshape(4, 3)
         state = {"a": parts(whole, 0, 2), "b": parts(whole + 1, 1, 2)}
         # One rank of two: the library sees that rows are missing.
@@ -607,8 +607,8 @@ class Dcp(support.Folder):
         self.assertTrue(torch.equal(into["both"], whole) and torch.equal(into["other"], whole + 1))
         # Parts that are not what they are said to be.
         for row, refused, why in (
-            (whole[:1, :2], tm.LayoutError, "said to be"),
-            (other, tm.UnsupportedError, "their memory"),
+            (whole[:1, :2], tm.LayoutError, "its write item says"),
+            (other, tm.UnsupportedError, "its memory"),
         ):
             lies = Parts(whole.shape, {(0, 0): whole.clone()})
             lies.__get_tensor_shard__ = lambda index, row=row: row

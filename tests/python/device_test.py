@@ -15,7 +15,8 @@ import ranks
 from support import Folder, needs
 
 import tensormount as tm
-from tensormount import _shards, _state
+from tensormount import _abi, _state
+from tensormount._leaves import tensors
 
 BUILD = os.path.dirname(os.path.dirname(os.path.realpath(os.environ.get("TENSORMOUNT_LIBRARY", "/none/none/none"))))
 DRIVER = os.path.join(BUILD, "fake_driver", "libcuda.so.1")
@@ -56,7 +57,7 @@ class FakeDevice:
 
 
 def on_device(key, t):
-    words = (_shards._DEVICE_CUDA, 0, 0, 0, _shards._MEMORY_DEVICE, _shards._STREAM_LEGACY_DEFAULT, 0)
+    words = (_abi.TM_DEVICE_CUDA, 0, 0, 0, _abi.TM_MEMORY_DEVICE, _abi.TM_STREAM_LEGACY_DEFAULT, 0)
     return words if getattr(t, "on_device", False) else None
 
 
@@ -99,7 +100,7 @@ def child():
     import torch
 
     device = FakeDevice()
-    _shards._device_words = on_device
+    tensors._device_words = on_device
     base = torch.randn(40, 30)
     state = {"w": base, "t": base.t(), "columns": base[:, 3:20:2], "b": torch.arange(100, dtype=torch.uint8)[10:90],
              "host": torch.ones(5)}
@@ -141,20 +142,20 @@ class DeviceTensors(Folder):
         if not os.path.exists(PART):
             self.skipTest("this build has no part with CUDA")
 
-    def test_saved_and_loaded_by_the_part_with_cuda(self):
+    def test_cuda_tensors_save_and_load(self):
         if not os.path.exists(DRIVER):
             self.skipTest("this build has no driver for tests")
         done = subprocess.run([sys.executable, os.path.realpath(__file__), "child", "device_store"], capture_output=True, text=True, timeout=120)
         self.assertEqual((done.returncode, done.stdout), (0, "fine\n"), done.stderr)
 
-    def test_without_a_driver_it_is_said(self):
+    def test_missing_cuda_driver_is_reported(self):
         import torch
 
         if os.path.exists("/dev/nvidiactl"):
             self.skipTest("this machine has one")
         t = torch.ones(4)
         t.on_device = True
-        words, _shards._device_words = _shards._device_words, on_device
+        words, tensors._device_words = tensors._device_words, on_device
         try:
             # Not PeerLost, a ConnectionError, by which programs take a rank for dead.
             with self.assertRaisesRegex(tm.DeviceError, "tensor w: .*no CUDA driver: libcuda.so.1") as caught:
@@ -162,15 +163,15 @@ class DeviceTensors(Folder):
             self.assertNotIsInstance(caught.exception, tm.PeerLost)
             self.assertEqual((caught.exception.code, caught.exception.device), ("UNAVAILABLE", "cuda:0"))
         finally:
-            _shards._device_words = words
+            tensors._device_words = words
 
 
 class ErrorsOfOtherRanks(Folder):
     """What one rank says of its failure is what all ranks get."""
 
-    def test_the_fields_of_an_error_reach_the_other_ranks(self):
+    def test_error_fields_reach_the_other_ranks(self):
         def call(group, rank, error):
-            state = {"w": 1} if rank == 0 else _state.Unmade(error)
+            state = {"w": 1} if rank == 0 else _state.FailedState(error)
             tm.save(state, "store/step", group=group, arrival=30)
 
         for error in (tm.DeviceError("it fell off the bus", device="cuda:0", key="w", box=((0, 1), (2, 3))),
@@ -185,11 +186,11 @@ class ErrorsOfOtherRanks(Folder):
             self.assertEqual(got.file, error.file and "data/0??")
             self.assertIn(error.message, str(got))
 
-    def test_an_error_whose_fields_cannot_be_told_is_told_without_them(self):
+    def test_unencodable_error_fields_are_dropped(self):
         def call(group, rank):
             error = tm.DeviceError("it fell off the bus", device="cuda:0")
             error.box = "none"
-            tm.save({"w": 1} if rank == 0 else _state.Unmade(error), "store/step", group=group, arrival=30)
+            tm.save({"w": 1} if rank == 0 else _state.FailedState(error), "store/step", group=group, arrival=30)
 
         for got in ranks.threads(call, 2):
             self.assertEqual(got.code, "UNAVAILABLE")

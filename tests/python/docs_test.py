@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of README.md and docs/python.md does what it shows."""
+"""The Python of README.md, docs/python.md and docs/extending.md does what it shows."""
 
 import doctest
 import os
@@ -8,6 +8,7 @@ import struct
 import unittest
 
 from support import ROOT, Folder, run, write_safetensors
+from tensormount._leaves import registry
 
 try:
     import numpy  # noqa: F401
@@ -36,16 +37,23 @@ class Documents(Folder):
             key: ("F32", shape, values) for key in ("embed", "layers.0.w", "layers.1.w")})
         run("import", "three.safetensors", "STORE/step-1", "--ranks", 2)
 
-    def test_python_md(self):
-        found = blocks("docs", "python.md")
-        self.assertEqual(len(found), 5)
-        test = doctest.DocTestParser().get_doctest("\n".join(found), {}, "python.md", "python.md", 0)
+    def test_examples_of_python_md_run(self):
+        self.check("python.md", 5)
+
+    def test_examples_of_extending_md_run(self):
+        self.addCleanup(lambda: [registry.unregister_leaf_kind(kind) for kind in list(registry.registered())])
+        self.check("extending.md", 2)
+
+    def check(self, name, count):
+        found = blocks("docs", name)
+        self.assertEqual(len(found), count)
+        test = doctest.DocTestParser().get_doctest("\n".join(found), {}, name, name, 0)
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
         runner.run(test)
         self.assertEqual(runner.failures, 0)
         self.assertGreater(runner.tries, 8)
 
-    def test_readme(self):
+    def test_examples_of_the_readme_run(self):
         (found,) = blocks("README.md")
         names = {}
         os.chdir("README")

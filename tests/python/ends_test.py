@@ -45,7 +45,7 @@ class Ends(support.Folder):
         self.assertEqual(process.returncode, status, err)
         return out, err
 
-    def test_what_a_handler_raises_at_the_end(self):
+    def test_exception_of_a_signal_handler_cancels_at_exit(self):
         """Of SIGTERM, as of batch systems: the wait ends, the save is cancelled, and that is said."""
         process = self.start("""
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
@@ -64,23 +64,23 @@ class Ends(support.Folder):
             self.assertRegex(err, rf"save S/{name} is lost: .*\(interrupted\)")
         self.assertNotIn("Traceback", err)
 
-    def test_what_was_cancelled_is_not_waited_for(self):
+    def test_exit_does_not_wait_for_cancelled_jobs(self):
         """Nor is it called lost. What exit_wait=0 gives up is cancelled before others are waited for."""
         out, err = self.finish(self.start("""
             jobs = [job_of_two("cancelled", exit_wait=0.3), slow("long"), job_of_two("given-up", exit_wait=0)]
             jobs[0].cancel()
             import tensormount._jobs as inside
-            cancel = inside._Live.cancel
+            cancel = inside._LibraryJob.cancel
             def told(live):
                 print(live.label, os.path.exists("S/long"), flush=True)
                 cancel(live)
-            inside._Live.cancel = told
+            inside._LibraryJob.cancel = told
             """))
         self.assertIn("save S/given-up False\n", out)
         self.assertEqual(err, "")
         self.assertTrue(os.path.exists("S/long"))
 
-    def test_after_an_exception_peers_are_waited_for_no_longer_than_a_silent_rank(self):
+    def test_exit_after_an_exception_waits_liveness_at_most(self):
         begin = time.monotonic()
         _, err = self.finish(self.start("""
             job = job_of_two("crashed", liveness=0.5)
@@ -95,7 +95,7 @@ class Ends(support.Folder):
             """), 1)
         self.assertTrue(os.path.exists("S/alone"), err)
 
-    def test_children_of_multiprocessing(self):
+    def test_multiprocessing_children_can_save(self):
         """They end by os._exit(). A thread of theirs may still save."""
         for method in ("fork", "forkserver", "spawn"):
             with open("children.py", "w") as file:
@@ -146,7 +146,7 @@ class Failures(support.Folder):
 
     finish, start = Ends.finish, Ends.start
 
-    def test_a_finalizer_logs_nothing_itself(self):
+    def test_finalizer_does_not_log(self):
         """It runs wherever the collector does: where a handler holds its lock, too."""
         tm.save({"w": np.ones(1)}, "S/taken")
         _, err = self.finish(self.start("""
@@ -185,7 +185,7 @@ class Failures(support.Folder):
         self.assertEqual(err.count("save S/taken failed: AlreadyExistsError"), 2, err)
         self.assertEqual(err.split("told")[0].count("failed"), 2, err)
 
-    def test_what_was_raised_is_not_logged_again(self):
+    def test_raised_failure_is_not_logged_again(self):
         tm.save({"w": np.ones(1)}, "S/raised")
         _, err = self.finish(self.start("""
             try:

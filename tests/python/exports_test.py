@@ -76,7 +76,7 @@ class Exports(support.Folder):
     """Each state is saved in one of the ways that there are, exported to each format, and read by the
     library whose format it is. Leaves are counted: a test that compares nothing fails."""
 
-    def test_states_at_random(self):
+    def test_random_states_export_and_load(self):
         generator, seed = support.seeded()
         self.leaves = collections.Counter()
         ways = [self.of_save, self.of_torch_save, self.of_writer, self.of_torch_file]
@@ -141,7 +141,7 @@ class Exports(support.Folder):
         try:
             return tm.export(source, to, format=format, replace=True)
         except tm.UnsupportedError as error:
-            self.assertIn("two of", str(error))
+            self.assertIn("is used twice", str(error))
             self.assertTrue(has_twins(state))
             return None
 
@@ -185,7 +185,7 @@ class Exports(support.Folder):
         if has_twins(state):
             self.assertEqual(compared.other, [])
             if exact and (compared.lost or compared.more):
-                self.assertIn("paths read alike", str(report["notes"]))
+                self.assertIn("several values the same name", str(report["notes"]))
         elif exact:
             self.assertEqual((compared.lost, compared.other, compared.more), ([], [], []))
             self.leaves[way, "dcp"] += compared.equal
@@ -246,7 +246,7 @@ class Exports(support.Folder):
         for found in places.values():
             self.assertEqual(len(set(found)), 1)
 
-    def test_an_optimizer(self):
+    def test_optimizer_state_exports_and_loads(self):
         model = torch.nn.Linear(3, 2)
         optim = torch.optim.AdamW(model.parameters())
         model(torch.ones(4, 3)).sum().backward()
@@ -265,7 +265,7 @@ class Exports(support.Folder):
             self.assertEqual(len(fresh.state), 2)
             self.assertEqual([float(one["step"]) for one in fresh.state.values()], [1.0, 1.0])
 
-    def test_for_dcp(self):
+    def test_dcp_loads_an_exported_state(self):
         state = {"model": {"a": torch.ones(2), "b.c": torch.arange(3)}, "optim": {"state": {0: {"m": torch.zeros(2)}}, "groups": [{"lr": 0.5}]},
                  "step": 7, "betas": (0.9, 0.95), "size": torch.Size([2])}
         tm.save(state, "S/dcp")
@@ -281,7 +281,7 @@ class Exports(support.Folder):
             back = torch.load(f"{name}-plain.pt", weights_only=True)
             held = dict(state)
             if name == "by-dcp":  # An object that is more than plain data.
-                self.assertIn("no place for 1 object (size)", str(report))
+                self.assertIn("cannot store 1 object (size)", str(report))
                 del held["size"]
             self.assertIsNone(difference(held, back, text_keys=True))
         # Each name of a tie, over the same bytes.
@@ -301,7 +301,7 @@ class Exports(support.Folder):
         dcp.load(into, checkpoint_id="dcp")
         self.assertEqual((into["step"], into["model"]["b.c"].tolist()), (7, [0, 1, 2]))
 
-    def test_names_that_tensors_and_values_share(self):
+    def test_name_conflicts_of_tensors_and_values_resolve(self):
         ones = torch.ones(2)
         for number, state in enumerate((
             {"a.b": ones, "a": {"b": bytearray(b"x"), "c": ones + 1}}, {"a.b": ones, "a": {"b": 5, "c": ones + 1}},
@@ -321,7 +321,7 @@ class Exports(support.Folder):
                 elif wanted is not None:
                     self.assertIsNone(difference(wanted, found), (number, path))
 
-    def test_what_torch_cannot_hold_is_named(self):
+    def test_unsupported_values_are_reported(self):
         import numpy
 
         state = {"w": torch.ones(1), "fine": numpy.float32(0.5), "odd": {"big": 1 << 80, "dtype": numpy.dtype("f4")}}
@@ -337,7 +337,7 @@ class Exports(support.Folder):
 class ReaderOfOthers(support.Folder):
     """tm.torch.Reader gives DCP the names and paths that the state dict had, whoever wrote it."""
 
-    def test_names_and_paths(self):
+    def test_torch_reads_saved_names_and_paths(self):
         w = torch.arange(4.0)
         state = {"model": {"a.b": w, "c": torch.ones(2), "tied": w}, "step": 7,
                  "optim": {"state": {0: {"m": torch.zeros(2), "step": 3}}, "groups": [{"lr": 0.5, "params": [0, 1]}],
@@ -373,7 +373,7 @@ class ReaderOfOthers(support.Folder):
                 for name in into["model"]:
                     self.assertTrue(torch.equal(into["model"][name], w))
 
-    def test_paths_of_which_no_state_dict_can_be_made(self):
+    def test_conflicting_paths_are_dropped(self):
         from tensormount.torch._paths import possible_paths
 
         huge = 1 << 40
@@ -390,7 +390,7 @@ class ReaderOfOthers(support.Folder):
             self.assertEqual(sorted(leaf for _, leaf in leaves(state) if leaf is not None), list(range(len(paths))))
         self.assertEqual(possible_paths({"a": ("x", [7], "m"), "b": ["x", [8], 0]}), {"a": ("x", "7", "m"), "b": ("x", "8", 0)})
 
-    def test_hostile_planner_data(self):
+    def test_hostile_planner_data_allocates_no_list(self):
         """Positions in planner_data of a DCP folder make no list of their size, wherever it goes."""
         dcp.save({"model": [torch.ones(2), torch.zeros(2)], "b": {"c": torch.ones(1)}}, checkpoint_id="hostile")
         with open("hostile/.metadata", "rb") as file:
@@ -417,7 +417,7 @@ class TiedModels(support.Folder):
         made.lm_head.weight = made.model.embed_tokens.weight
         return made
 
-    def test_safetensors_is_what_load_model_wants(self):
+    def test_load_model_accepts_the_safetensors_export(self):
         model = self.model()
         tm.save(model.state_dict(), "S/tied")
         report = tm.export("S/tied", "m.safetensors", format="safetensors")
@@ -430,7 +430,7 @@ class TiedModels(support.Folder):
         self.assertEqual(load_model(fresh, "m.safetensors"), (set(), []))
         self.assertTrue(torch.equal(fresh.lm_head.weight, model.lm_head.weight))
 
-    def test_hf_has_the_names_that_the_model_keeps(self):
+    def test_hf_export_keeps_tied_names_of_the_model(self):
         model = self.model()
         state = model.state_dict()
         for config, names in ((None, list(state)), ({"tie_word_embeddings": True}, ["model.embed_tokens.weight"]),
@@ -443,7 +443,7 @@ class TiedModels(support.Folder):
             self.assertEqual(os.path.exists("hf/config.json"), config is not None)
 
     @support.needs("transformers")
-    def test_transformers_reads_it(self):
+    def test_transformers_loads_the_export(self):
         import transformers
 
         config = transformers.LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -465,15 +465,15 @@ class TiedModels(support.Folder):
 class OldDefects(support.Folder):
     """What earlier versions made is named by `info` and `verify`, and is no damage."""
 
-    def test_they_are_named(self):
+    def test_known_defects_are_reported(self):
         optimizer = {"state": {"0": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         torch.save({"optimizer": optimizer}, "text.pt")
         support.run("import", "text.pt", "S/text")
         steps = {"state": {"w": {"mu_product": torch.tensor(0.9), "step": torch.tensor(0.0)}},
                  "param_groups": [{"lr": 0.1, "momentum_decay": 4e-3, "params": ["w"]}]}
         tm.save({"optim": steps}, "S/fresh")
-        for source, text in (("text.pt", "optimizer.state has text as keys"), ("S/text", "optimizer.state has text as keys"),
-                             ("S/fresh", "(optim.state.w) say step 0")):
+        for source, text in (("text.pt", "optimizer.state has text keys"), ("S/text", "optimizer.state has text keys"),
+                             ("S/fresh", "(optim.state.w) have step 0")):
             found = tm.verify(source)
             self.assertTrue(found["whole"])
             self.assertIn(text, str(found["warnings"]))

@@ -38,7 +38,7 @@ class Foreign(support.Folder):
         put(path, "")
         support.write_safetensors(path, tensors)
 
-    def test_a_hubs_cache_needs_no_option(self):
+    def test_hub_cache_opens_without_options(self):
         self.tensors("hub/models--x/blobs/aaaa", {"w": ("F32", (3,), W)})
         snapshot = "hub/models--x/snapshots/0123"
         put(f"{snapshot}/README.md", "")
@@ -49,7 +49,7 @@ class Foreign(support.Folder):
         with tm.open(f"{snapshot}/model.safetensors") as checkpoint:
             self.assertEqual(checkpoint.keys(), ["w"])
 
-    def test_roots(self):
+    def test_roots_allow_links_out(self):
         self.tensors("nfs/blobs/aaaa", {"w": ("F32", (3,), W)})
         put("ssd/snap/README.md", "")
         os.symlink("../../nfs/blobs/aaaa", "ssd/snap/model.safetensors")
@@ -69,7 +69,7 @@ class Foreign(support.Folder):
                      lambda one, **options: tm.export(one, "ssd/out.safetensors", **options)):
             with self.assertRaises(tm.PermissionDeniedError):
                 call("ssd/snap")
-            with self.assertRaisesRegex(tm.InvalidArgumentError, "a list of texts"):
+            with self.assertRaisesRegex(tm.InvalidArgumentError, "a list of str"):
                 call("ssd/snap", roots="nfs")
             call("ssd/snap", roots=["nfs"])
         # A load looks at what is stored by the same roots: a value that is not is no value that stays.
@@ -88,7 +88,7 @@ class Foreign(support.Folder):
         with tm.open("ssd/out.safetensors") as checkpoint:
             self.assertEqual(checkpoint["w"].read_bytes(), W)
 
-    def test_which_of_several_sets_of_weights(self):
+    def test_file_selects_one_of_several_weight_sets(self):
         self.tensors("both/model.safetensors", {"w": ("F32", (3,), W)})
         self.tensors("both/one.safetensors", {"w": ("F32", (3,), OTHER), "b": ("U8", (1,), b"b")})
         put("both/model.safetensors.index.json",
@@ -105,7 +105,7 @@ class Foreign(support.Folder):
         for name, expected in (("model.safetensors", W), ("model.safetensors.index.json", OTHER)):
             self.assertEqual(run("cat", "both", "w", "--file", name).stdout, expected)
 
-    def test_what_lies_beside_is_named(self):
+    def test_files_beside_the_weights_are_reported(self):
         self.tensors("trainer/checkpoint-20/model.safetensors", {"w": ("F32", (3,), W)})
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
             put(f"trainer/checkpoint-20/{name}", "x")
@@ -117,7 +117,7 @@ class Foreign(support.Folder):
 
 @unittest.skipIf(torch is None, "PyTorch is not there")
 class OfTorch(support.Folder):
-    def test_pairs_of_f4(self):
+    def test_f4_pairs_read_as_torch_dtype(self):
         data = bytes(range(12))
         support.write_safetensors("f4.safetensors", {"f4": ("F4", (3, 8), data),
                                                      "w": ("F32", (3,), W)})
@@ -137,7 +137,7 @@ class OfTorch(support.Folder):
             self.assertEqual(state["w"].tolist(), [1, 2, 3])
             self.assertEqual(state["f4"].read_bytes(), data)
 
-    def test_a_type_that_torch_lacks_fails_no_state(self):
+    def test_unsupported_dtype_does_not_fail_the_state(self):
         support.write_safetensors("f6.safetensors", {"f6": ("F6_E2M3", (4,), b"abc"),
                                                      "w": ("F32", (3,), W)})
         with tm.open("f6.safetensors") as checkpoint:
@@ -146,7 +146,7 @@ class OfTorch(support.Folder):
             self.assertIn("f6 (f6_e2m3)", told.output[0])
             self.assertEqual(state["w"].tolist(), [1, 2, 3])
 
-    def test_dcp_reads_beside_f4(self):
+    def test_dcp_reads_tensors_beside_f4(self):
         import torch.distributed.checkpoint as dcp
 
         data = bytes(range(12))

@@ -2,6 +2,7 @@
 """Saves and loads by several processes, without torch and MPI: what comes back, verdicts that are the
 same on all ranks, ranks that come late or raise; those that die or stop: kills_test.py."""
 
+import collections
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import ranks
 import support
 import tensormount as tm
 from tensormount import _group
-from tensormount._group import _Folder
+from tensormount._group import _DirectoryStore
 
 try:
     import numpy as np
@@ -185,7 +186,7 @@ def closed_while_it_loads(group, rank, size):
 
 
 class Folders(support.Folder):
-    def test_the_last_of_those_who_count_is_told(self):
+    def test_last_counter_sees_the_full_count(self):
         """And nobody fails, though who is the last deletes what all others have made."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
@@ -195,7 +196,7 @@ class Folders(support.Folder):
 
             def count(folder=f"F{number}", told=told):
                 try:
-                    store = _Folder(folder)
+                    store = _DirectoryStore(folder)
                     told.append(store.add("group/read", 1))
                     if told[-1] == 6:
                         store.delete_key("group/read")
@@ -223,7 +224,7 @@ class Environment(unittest.TestCase):
         clean = {name: value for name, value in os.environ.items() if name not in self.NAMES}
         return mock.patch.dict(os.environ, {**clean, **variables}, clear=True)
 
-    def test_ranks(self):
+    def test_ranks_are_read_from_the_environment(self):
         for variables, wanted in (
             ({}, None),
             ({"WORLD_SIZE": "4", "RANK": "3"}, (3, 4)),
@@ -248,7 +249,7 @@ class Environment(unittest.TestCase):
             with self.given(**variables), self.assertRaises(tm.Error):
                 tm.Group.from_env()
 
-    def test_where_they_meet(self):
+    def test_meeting_point_is_derived_from_slurm(self):
         slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3"}
         for nodes, host in (("gpu003", "gpu003"), ("a,b[1-2]", "a"), ("gpu[003-007,012],login", "gpu003"),
                             ("n[7,9]", "n7"), ("r[1-2]n[03-04]-ib", "r1n03-ib"), ("x-1-[5-6]", "x-1-5")):
@@ -266,7 +267,7 @@ class Environment(unittest.TestCase):
             with self.given(**variables), self.assertRaisesRegex(tm.UnsupportedError, missing):
                 _group._meeting_point(_group.ranks_of_environment())
 
-    def test_who_saves_without_the_others_is_told(self):
+    def test_save_without_a_group_under_a_launcher_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "S", "x")
             with self.given(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2"):
@@ -290,19 +291,19 @@ class Environment(unittest.TestCase):
 
 
 class Groups(support.Folder):
-    def test_save_and_load(self):
+    def test_group_saves_and_loads(self):
         self.assertEqual(ranks.run("group_test:save_and_load", 4), ["fine\n"] * 4)
         self.assertEqual(ranks.run("group_test:load_elsewhere", 3), ["fine\n"] * 3)
         self.assertEqual(ranks.run("group_test:load_elsewhere", 1), ["fine\n"])
 
-    def test_without_unix_sockets(self):
+    def test_group_loads_over_tcp_only(self):
         out = ranks.run("group_test:load_by_tcp", 3)
         self.assertEqual(out, ["fine\n"] * 3)
 
-    def test_savers(self):
+    def test_group_savers_work(self):
         self.assertEqual(ranks.run("group_test:savers", 3), ["fine\n"] * 3)
 
-    def test_one_is_wrong(self):
+    def test_error_of_one_rank_is_raised_on_all(self):
         outs = ranks.run("group_test:one_is_wrong", 4)
         for rank, out in enumerate(outs):
             lines = out.splitlines()
@@ -312,7 +313,7 @@ class Groups(support.Folder):
                 self.assertEqual([line.split()[1] for line in lines[:3]], ["1"] * 3, out)
             self.assertEqual(lines[3:], ["differ w", "common step", "nowhere", "fine"], out)
 
-    def test_a_rank_raises(self):
+    def test_ranks_hear_of_a_rank_that_raised(self):
         outs = [rank.result() for rank in ranks.start("group_test:raises_between", 4)]
         self.assertEqual(outs[2][0], 3)
         for number in (0, 1, 3):
@@ -320,17 +321,17 @@ class Groups(support.Folder):
         self.assertEqual([entry["checkpoint"] for entry in tm.Store("S").list()
                           if entry["checkpoint"] in ("before", "not-there")], ["before"])
 
-    def test_a_group_is_closed_while_it_loads(self):
+    def test_close_during_a_load_is_safe(self):
         self.assertEqual(ranks.run("group_test:closed_while_it_loads", 2), ["True 1\n", ""])
 
-    def test_exports(self):
+    def test_group_exports(self):
         self.assertEqual(ranks.run("group_test:exports", 3), ["fine\n"] * 3)
 
-    def test_an_alarm_in_a_validation(self):
+    def test_alarm_interrupts_a_validation(self):
         out = ranks.run("group_test:alarmed_in_validate", 2)
         self.assertEqual(out[0], "alarm True\nclosed True\n")
 
-    def test_ctrl_c_on_one_rank(self):
+    def test_ctrl_c_on_one_rank_cancels_all(self):
         found = ranks.start("group_test:interrupted", 3)
         for rank in found:
             self.assertEqual(rank.process.stdout.readline(), "begun\n")
@@ -359,7 +360,7 @@ def savers(group, rank, size):
         try:
             job.wait(ranks.LIMIT)
         except tm.ResourceExhaustedError as error:
-            assert error.rank == 1 and "staging needs" in str(error), error
+            assert error.rank == 1 and "of staging memory" in str(error), error
     with tm.Saver(group) as saver:
         own = {"x": object()} if rank == 2 else values()
         try:
@@ -385,6 +386,82 @@ def load_by_tcp(group, rank, size):
         tm.load(into, "S/tcp", tcp)
         assert into["step"] == 1
     print("fine")
+
+
+class Mail:
+    """A transport of a host program's own: queues in this process."""
+
+    def __init__(self, queues, rank):
+        self.queues, self.rank = queues, rank  # Of all ranks: (from, to, tag) to what was sent.
+        self.broken = False
+
+    def send(self, to, tag, data):
+        if self.broken:
+            raise OSError("the wire is cut")
+        self.queues[self.rank, to, tag].append(bytes(data))
+
+    def receive(self, source, tag, into):
+        return self.queues[source, self.rank, tag], into
+
+    def test(self, request):
+        if request is None:
+            return True
+        queue, into = request
+        if not queue:
+            return False
+        into[:] = queue.popleft()  # A ValueError where it is not as long.
+        return True
+
+    def cancel(self, request):
+        pass
+
+
+class Callbacks(support.Folder):
+    def ranks(self, call, size=3):
+        queues = collections.defaultdict(collections.deque)
+        outcomes = [None] * size
+
+        def run(rank):
+            host = Mail(queues, rank)
+            try:
+                with tm.Group.from_callbacks(host, rank, size, tag=7, leave_wait=1) as group:
+                    self.assertEqual((group.rank, group.size, group.kind), (rank, size, "callbacks"))
+                    outcomes[rank] = call(group, host)
+            except Exception as error:
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        self.assertFalse(any(thread.is_alive() for thread in threads), outcomes)
+        self.assertEqual({tag for _, _, tag in queues}, {7})
+        return outcomes
+
+    def test_callback_group_saves_and_loads(self):
+        def call(group, host):
+            whole = np.arange(12.0).reshape(3, 4)
+            state = {"w": tm.Shards((3, 4), [((group.rank, 0), whole[group.rank : group.rank + 1].copy())]), "step": 1}
+            for _ in range(2):
+                tm.save(state, "S/callbacks", group, replace=True)
+            request = {"w": tm.Shards((3, 4), [((0, group.rank), np.zeros((3, 1)))]), "step": 0}
+            tm.load(request, "S/callbacks", group)
+            return request["step"], (request["w"].parts[0].data == whole[:, group.rank : group.rank + 1]).all()
+
+        self.assertEqual(self.ranks(call), [(1, True)] * 3)
+
+    def test_failing_transport_is_reported(self):
+        def call(group, host):
+            host.broken = group.rank == 1
+            tm.save({"step": 1}, "S/broken", group, **SHORT)
+
+        with self.assertLogs("tensormount", "ERROR") as logged:
+            outcomes = self.ranks(call, 2)
+        self.assertIn("OSError: the wire is cut", str(logged.output))
+        self.assertTrue(all(isinstance(one, (tm.PeerLost, tm.PeerTimeout)) for one in outcomes), outcomes)
+        with self.assertRaises(tm.InvalidArgumentError):
+            tm.Group.from_callbacks(Mail({}, 2), 2, 2)
 
 
 if __name__ == "__main__":

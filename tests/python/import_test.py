@@ -25,18 +25,18 @@ def python(*arguments):
 
 
 class Import(unittest.TestCase):
-    def test_brings_nothing_heavy(self):
+    def test_import_loads_no_heavy_module(self):
         loaded = python("-c", "import sys, tensormount as tm; tm.open; print(*sys.modules)").stdout
         self.assertEqual(sorted(set(HEAVY) & set(loaded.split())), [])
 
-    def test_alone_opens_no_library_and_no_module_of_the_package(self):
+    def test_import_alone_loads_no_library_or_submodule(self):
         loaded = python("-c", "import sys, tensormount; print(*sys.modules)").stdout.split()
         self.assertEqual([name for name in loaded if name.startswith("tensormount")],
                          ["tensormount"])
         self.assertNotIn("ctypes", loaded)
         self.assertNotIn("typing", loaded)
 
-    def test_every_public_name_is_there(self):
+    def test_every_public_name_exists(self):
         for name in tensormount._NAMES:
             self.assertTrue(getattr(tensormount, name), name)
             self.assertIn(name, dir(tensormount))
@@ -44,7 +44,7 @@ class Import(unittest.TestCase):
             tensormount.nothing
         self.assertNotIn("open", tensormount.__all__)
 
-    def test_type_hints_can_be_asked_for(self):
+    def test_type_hints_resolve(self):
         import typing
 
         import tensormount as tm
@@ -54,12 +54,12 @@ class Import(unittest.TestCase):
             with self.subTest(call=call.__qualname__):
                 self.assertIn("return", typing.get_type_hints(call))
 
-    def test_checkers_see_the_names_that_are_looked_up(self):
+    def test_type_checkers_see_every_lazy_name(self):
         with open(tensormount.__file__, encoding="utf-8") as file:
             seen = re.findall(r"\b(\w+) as \1\b", file.read())
         self.assertEqual(sorted(seen), sorted(tensormount._NAMES))
 
-    def test_a_library_that_is_not_there_is_said(self):
+    def test_missing_library_is_reported(self):
         for path, words in (("/nowhere/lib.so", "TENSORMOUNT_LIBRARY"), ("libc.so.6", "it lacks")):
             said = python("-c", f"""
 import os, tensormount as tm

@@ -2,9 +2,12 @@
 """What signal handlers, finalizers and other threads do in the middle of a call: ask for the same job, end
 what it uses, fork."""
 
+import ctypes
+import gc
 import os
 import sys
 import threading
+import time
 import unittest
 from unittest import mock
 
@@ -31,7 +34,7 @@ class Interrupts(support.Folder):
         self.assertEqual(process.returncode, status, err)
         return out, err
 
-    def test_a_handler_asks_in_the_middle_of_a_verdict(self):
+    def test_signal_handler_may_query_a_finishing_job(self):
         """While it is taken, and while what the job held goes."""
         self.finish("""
             from tensormount import _load, _save
@@ -71,7 +74,7 @@ class Interrupts(support.Folder):
             assert job.wait(60)["tensors"] == 1 and asked
             """)
 
-    def test_handlers_at_any_moment(self):
+    def test_signal_handlers_at_any_moment_are_safe(self):
         self.finish("""
             jobs = []
             def ask(*_):
@@ -103,7 +106,7 @@ class Interrupts(support.Folder):
             print(len(jobs))
             """)
 
-    def test_threads_that_ask_for_one_load(self):
+    def test_threads_waiting_for_one_load_see_it_filled(self):
         """One of them fills the request, and it is the caller's when any of them has the verdict."""
         tm.save({"w": np.ones(3), **{f"v{i}": i for i in range(50)}}, "S/threads")
         before = sys.getswitchinterval()
@@ -127,10 +130,10 @@ class Interrupts(support.Folder):
                 thread.join()
             self.assertEqual((wrong, request["v49"]), ([], "mine"))
 
-    def test_a_wait_within_a_wait(self):
+    def test_nested_waits_do_not_deadlock(self):
         self.finish("""
-            from tensormount._tasks import Once
-            once = Once()
+            from tensormount._tasks import OneTimeEvent
+            once = OneTimeEvent()
             signal.signal(signal.SIGALRM, lambda *_: once.wait(0.0001))
             signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
             threading.Timer(1, once.set).start()
@@ -138,11 +141,77 @@ class Interrupts(support.Folder):
                 pass
             signal.setitimer(signal.ITIMER_REAL, 0)
             """)
-        once = _tasks.Once()
+        once = _tasks.OneTimeEvent()
         threading.Timer(0.05, once.set).start()
         self.assertTrue(once.wait(LIMIT) and once.wait(0))
 
-    def test_the_library_is_opened_within_its_opening(self):
+    def test_ctrl_c_while_a_thread_starts_is_raised(self):
+        """Within Thread.start() threading may answer what a signal handler raises with an error of its own,
+        though the thread runs: the call is made once, and what the handler raised is what the caller gets."""
+        calls = []
+        start = threading.Thread.start
+        raised = [KeyboardInterrupt(), ValueError("a handler's"), KeyboardInterrupt()]
+        for own, answer in zip(raised, (RuntimeError("release unlocked lock"), KeyError("a thread"), None)):
+
+            def interrupted(thread, own=own, answer=answer):
+                start(thread)
+                try:
+                    raise own
+                finally:
+                    if answer:
+                        raise answer
+
+            with mock.patch.object(threading.Thread, "start", interrupted), self.assertRaises(type(own)) as got:
+                _tasks.run_in_background(calls.append)
+            self.assertIs(got.exception, own)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            try:
+                raise ValueError("what the caller is busy with")
+            except ValueError:
+                self.assertEqual(_tasks.run_in_background(lambda task: 7), 7)
+        deadline = time.monotonic() + LIMIT
+        while len(calls) < len(raised) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.assertEqual(len(calls), len(raised))
+
+    def test_memory_of_an_interrupted_call_lives_until_the_library_returns(self):
+        """The library goes on after an exception has ended the call, and then writes its verdict."""
+        freed = []
+
+        class Verdict(ctypes.c_int32):
+            def __del__(self):
+                freed.append(ctypes.addressof(self))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        for call in (
+            lambda: tm.verify("S/a", progress=interrupt),
+            lambda: tm.diff("S/a", "S/b", progress=interrupt),
+            lambda: tm.copy(["S/a", "S/b"], "T", progress=interrupt),
+            lambda: tm.repair("S/a", "T/a", progress=interrupt),
+        ):
+            go_on, returned = threading.Event(), threading.Event()
+
+            def library(function, *arguments, go_on=go_on, returned=returned, **kinds):
+                go_on.wait(LIMIT)
+                returned.set()
+                return b"{}"
+
+            with mock.patch.object(ctypes, "c_int32", Verdict), mock.patch.object(_abi, "get_text", library):
+                with self.assertRaises(KeyboardInterrupt):
+                    call()
+                gc.collect()
+                self.assertEqual(freed, [])
+                go_on.set()
+                self.assertTrue(returned.wait(LIMIT))
+            deadline = time.monotonic() + LIMIT
+            while not freed and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.assertEqual(len(freed), 1)
+            freed.clear()
+
+    def test_library_may_be_opened_reentrantly(self):
         self.finish("""
             import ctypes
             opened = ctypes.CDLL
@@ -154,7 +223,7 @@ class Interrupts(support.Folder):
             assert tm.library_version()
             """)
 
-    def test_mpi_within_its_beginning(self):
+    def test_reentrant_mpi_initialization_is_refused(self):
         session = _group._MpiSession
 
         def begin(self):
@@ -175,7 +244,7 @@ class Closing(support.Folder):
 
     finish = Interrupts.finish
 
-    def test_each_call(self):
+    def test_close_is_safe_during_each_call(self):
         self.finish("""
             from collections.abc import Mapping
             def close(group):
@@ -193,14 +262,14 @@ class Closing(support.Folder):
                     return iter(self.given)
             class Leaf(tm.Shards):
                 @property
-                def shape(self):
+                def parts(self):
                     if self.group:
                         group, self.group = self.group, None
                         close(group)
-                    return (3,)
-                @shape.setter
-                def shape(self, shape):
-                    self.group = None
+                    return self.given
+                @parts.setter
+                def parts(self, parts):
+                    self.group, self.given = None, parts
             def objects(group):
                 close(group)
                 yield "o"
@@ -239,7 +308,7 @@ class Closing(support.Folder):
             assert os.path.exists("out")
             """)
 
-    def test_at_any_moment(self):
+    def test_close_is_safe_at_any_moment(self):
         self.finish("""
             sys.setswitchinterval(1e-6)
             tm.save({"w": numpy.ones(3)}, "S/first", objects={"o": b"x"}, replace=True)
@@ -268,7 +337,7 @@ class Closing(support.Folder):
 class Forks(support.Folder):
     finish = Interrupts.finish
 
-    def test_a_child_leaves_the_mount_of_its_parent(self):
+    def test_forked_child_does_not_unmount_for_its_parent(self):
         with open("program", "w") as file:
             file.write("#!/bin/sh\necho \"$@\" >> calls\n")
         os.chmod("program", 0o755)

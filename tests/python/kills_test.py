@@ -93,7 +93,7 @@ def until_one_is_gone(group, rank, size, path, seed):
 
 
 class Kills(support.Folder):
-    def test_at_random_moments(self):
+    def test_kills_at_random_moments_are_survived(self):
         generator, seed = support.seeded()
         moments, met = support.scaled(6), set()
         for number in range(moments):

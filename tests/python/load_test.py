@@ -24,7 +24,7 @@ class Renamed(support.Folder):
                  "cfg": {"name": "a", "deep": {"x": [1, 2]}}, "rng": tm.PerRank(b"r")}, "S/values", replace=True)
         return groups
 
-    def test_plain_values(self):
+    def test_key_map_renames_plain_values(self):
         groups = self.saved()
         rules = [{"prefix": "optim.", "to": "optimizer."}, {"key": "step", "to": "extra.iteration"},
                  {"prefix": "cfg.", "to": ""}, {"prefix": "model.", "to": "net."}, {"key": "rng", "to": "extra.rng"}]
@@ -61,7 +61,7 @@ class Renamed(support.Folder):
             self.assertTrue(equal(request, state), request)
             self.assertEqual(loaded.kept, [])
 
-    def test_nothing_is_found_under_its_old_name(self):
+    def test_renamed_values_are_not_found_under_old_names(self):
         self.saved()
         for request, rules, missing in (
             ({"step": 0}, [{"key": "step", "to": "iteration"}], "step"),
@@ -91,7 +91,7 @@ class Renamed(support.Folder):
         swapped = [{"key": "enc.w", "to": "dec.w"}, {"key": "dec.w", "to": "enc.w"}]
         self.assertEqual(ask("enc.w", "dec.w", rules=swapped)[2], [2, 1])
 
-    def test_tied_tensors_and_names_of_paths(self):
+    def test_key_map_renames_tied_tensors_and_paths(self):
         both = np.arange(3.0)
         tm.save({"m": {"embed": both, "head": both}}, "S/tied")
         request = {"embed": np.zeros(3), "head": np.zeros(3)}
@@ -111,7 +111,7 @@ class Absent(support.Folder):
         super().setUpClass()
         tm.save({"w": np.ones(3), "none": {}, "list": [{"a": 1}]}, "S/absent")
 
-    def test_each_is_named(self):
+    def test_every_absent_value_is_named(self):
         for request, names in (
             ({"x": {}}, ["x"]), ({"x": []}, ["x"]), ({"x": ()}, ["x"]), ({"x": {"y": {}}}, ["x.y"]), ({"w": {}}, ["w"]),
             ({"x": [{"lr": 1}, {"lr": 2, "n": 3}]}, ["x.0.lr", "x.1.lr", "x.1.n"]), ({"x": ({"a": [{}]},)}, ["x.0.a.0"]),
@@ -128,14 +128,14 @@ class Absent(support.Folder):
         tm.load(request, "S/absent")
         self.assertEqual(request, {"none": {}, "list": [{"a": 1}]})
 
-    def test_globs_are_those_of_the_library(self):
+    def test_globs_match_like_those_of_the_library(self):
         names = ["a.b", "a/b", "a[1]", "a\\b", "ab", "ä.b"]
         for glob in ("a*", "a?b", "a[[]*", "a\\*", "a\\\\b", "[!a]*", "*"):
             absent = tm.load({name: np.zeros(1) for name in names}, "S/absent", not_stored="return",
                              strict_exempt=[glob]).not_stored
             self.assertEqual(sorted(_load.unmatched(names, [glob])), sorted(absent), glob)
 
-    def test_what_cannot_be_read_is_in_no_state(self):
+    def test_unreadable_value_is_never_put_into_a_state(self):
         with support.stored_as("n.odd", '{"numpy":["int8",1000]}'):
             tm.save({"n": {"good": 1, "odd": 2}, "w": np.ones(2)}, "S/odd")
         for request in ({}, {"n": {}}, {"n": None}):
@@ -151,14 +151,14 @@ class Absent(support.Folder):
 class Tied(support.Folder):
     """One tensor under two keys in the request, two in the checkpoint."""
 
-    def test_what_differs_is_refused(self):
+    def test_tied_request_for_different_tensors_is_refused(self):
         one, two = np.full(3, 1.0), np.full(3, 2.0)
         tm.save({"a": one, "b": two, "c": one.copy(), "d": one.astype("f4")}, "S/two")
         support.write_safetensors("two.safetensors", {
             key: ("F64", (3,), array.tobytes()) for key, array in (("a", one), ("b", two), ("c", one))})
         for source in ("S/two", "two.safetensors"):
             into = np.zeros(3)
-            with self.assertRaisesRegex(tm.LayoutError, "a and b are one tensor in the request") as caught:
+            with self.assertRaisesRegex(tm.LayoutError, "a and b share memory in the request") as caught:
                 tm.load({"a": into, "b": into}, source)
             self.assertEqual(caught.exception.key, "b")
             self.assertFalse(into.any())
@@ -168,7 +168,7 @@ class Tied(support.Folder):
                 into[:] = 0
                 tm.load(request, source, key_map=rules)
                 self.assertEqual(into[0], 1 if "c" in request else 2)
-        with self.assertRaisesRegex(tm.LayoutError, "a and d are one"):
+        with self.assertRaisesRegex(tm.LayoutError, "a and d share memory in the request"):
             tm.load({"a": into, "d": into}, "S/two", rules=[tm.Rule(convert=True)])
         # Rows that are asked for are compared where a file has no digests.
         rows = np.arange(12.0).reshape(4, 3)
@@ -197,16 +197,16 @@ class OneRank(support.Folder):
             self.assertIn(getattr(outcome, "rank", None), (1, None) if rank else (1,), outcomes)
         self.assertTrue(any("rank 1" in str(outcome) for outcome in outcomes))
 
-    def test_arguments(self):
+    def test_wrong_arguments_are_refused_on_all_ranks(self):
         state = {"w": np.ones(2)}
         tm.save(state, "S/w")
-        for options, said in (({"replace": "no"}, "replace="), ({"path": "S/\0"}, "no NUL"), ({"objects": {"o": 5}}, "object o")):
+        for options, said in (({"replace": "no"}, "replace="), ({"path": "S/\0"}, "must not contain NUL"), ({"objects": {"o": 5}}, "object o")):
             def save(group, rank, options=options):
                 given = dict(options) if rank else {}
                 return tm.save(state, given.pop("path", "S/never"), group, **given)
 
             self.told(save, tm.InvalidArgumentError, said)
-        for options, said in (({"strict_exempt": "w*"}, r"strict_exempt='w\*': a list"), ({"source": "\0"}, "no NUL"),
+        for options, said in (({"strict_exempt": "w*"}, r"strict_exempt='w\*': a list"), ({"source": "\0"}, "must not contain NUL"),
                               ({"verify": "x"}, "verify="), ({"objects": "o"}, "objects=")):
             def load(group, rank, options=options):
                 given = dict(options) if rank else {}
@@ -221,7 +221,7 @@ class OneRank(support.Folder):
         self.told(by_saver, tm.Error, "replace=|rank 1")
         self.assertEqual([entry["checkpoint"] for entry in tm.Store("S").list()], ["w"])
 
-    def test_absent_values_of_one_rank(self):
+    def test_absent_values_of_one_rank_are_reported(self):
         tm.save({"w": np.ones(2), "n": 1}, "V/values")
         into = np.zeros(2)
 
@@ -231,7 +231,7 @@ class OneRank(support.Folder):
         self.told(load, tm.KeyNotFoundError, "not stored: m")
         self.assertFalse(into.any())
 
-    def test_values_of_single_ranks_are_those_of_the_lowest(self):
+    def test_values_of_single_ranks_come_from_the_lowest(self):
         """Though each has a structure of its own, by whatever hash; a rank may have none."""
         for number in range(4):
             for first in (0, 1):

@@ -35,7 +35,7 @@ class Processes(support.Folder):
         self.assertEqual(process.returncode, status, err)
         return out, err
 
-    def test_the_interpreter_ends_while_a_job_goes_on(self):
+    def test_interpreter_exit_waits_for_a_job(self):
         for end, status in (("pass", 0), ("raise SystemExit(0)", 0), ("raise ValueError", 1),
                             ("import os; os._exit(0)", 0)):
             process = python(f"""
@@ -50,7 +50,7 @@ class Processes(support.Folder):
                     self.assertEqual(float(checkpoint["w"][...].sum()), 3_000_000)
                 self.assertRegex(err, "load S/nothing failed: CheckpointNotFoundError")
 
-    def test_a_failed_save_of_which_nobody_asks_is_logged(self):
+    def test_unobserved_failed_save_is_logged(self):
         tm.save({"w": np.ones(1)}, "S/taken", replace=True)
         begin = """
             import gc, logging, numpy, time, tensormount as tm
@@ -72,7 +72,7 @@ class Processes(support.Folder):
                     _, err = self.finish(python(begin + code), 1 if name == "an error" else 0)
                     self.assertEqual(err.count("save S/taken failed: AlreadyExistsError"), lines, err)
 
-    def test_what_the_end_does_not_wait_for(self):
+    def test_exit_abandons_jobs_of_a_missing_rank(self):
         """A rank of two whose other one never comes: the save is lost, and that is said."""
         begin = textwrap.dedent(ALONE_OF_TWO) + """
 group = alone_of_two()
@@ -93,7 +93,7 @@ print("waiting", flush=True)
         with self.assertRaisesRegex(tm.InvalidArgumentError, "exit_wait"):
             tm.async_save({"w": np.zeros(3)}, "S/x", exit_wait=-1)
 
-    def test_daemon_threads_save_until_the_end(self):
+    def test_daemon_threads_may_save_until_exit(self):
         for _ in range(support.scaled(3)):
             self.finish(python("""
                 import numpy, threading, time, tensormount as tm
@@ -113,7 +113,7 @@ print("waiting", flush=True)
                 ends = True
                 """))
 
-    def test_without_a_thread_to_be_had(self):
+    def test_calls_work_without_a_new_thread(self):
         """At a limit, or at the end of the interpreter: the call is made all the same."""
         self.finish(python("""
             import threading, numpy, tensormount as tm
@@ -128,7 +128,7 @@ print("waiting", flush=True)
             group.close()
             """))
 
-    def test_a_group_of_the_parent_is_closed_in_a_fork(self):
+    def test_parent_group_can_be_closed_in_a_fork(self):
         self.finish(python("""
             import os, threading, numpy, tensormount as tm
             tm.save({"w": numpy.ones(1 << 24)}, "T/long")
@@ -145,7 +145,7 @@ print("waiting", flush=True)
             work.join()
             """))
 
-    def test_the_mapping_guard_and_faulthandler(self):
+    def test_mapping_guard_coexists_with_faulthandler(self):
         """The handler that was there before has what is not the library's."""
         out, err = self.finish(python("""
             import ctypes, faulthandler, mmap, os, numpy, tensormount as tm
@@ -164,7 +164,7 @@ print("waiting", flush=True)
         self.assertEqual(int(out), int(np.arange(1 << 16).reshape(256, 256)[:, 3].sum()))
         self.assertIn("Fatal Python error: Bus error", err)
 
-    def test_a_slow_hook_at_the_end(self):
+    def test_exit_waits_for_a_slow_hook(self):
         self.finish(python("""
             import numpy, time, tensormount as tm
             tm.async_save({"w": numpy.ones(3)}, "S/slow", on_event=lambda event: time.sleep(0.2))
@@ -190,7 +190,7 @@ print("waiting", flush=True)
         self.assertEqual(out, "interrupted\n")
         self.assertFalse(os.path.exists("S/never"))
 
-    def test_ctrl_c_ends_what_reads(self):
+    def test_ctrl_c_ends_reads(self):
         """At once for who waits; and the reading ends, too, instead of going on for nobody."""
         process = python("""
             import json, os, signal, sys, threading, time
@@ -244,7 +244,7 @@ print("waiting", flush=True)
         self.assertEqual(out, "CancelledError\n")
         self.assertFalse(os.path.exists("S/never"))
 
-    def test_the_interpreter_ends_with_a_saver(self):
+    def test_interpreter_exits_with_an_open_saver(self):
         for last in ("pass", "circle = [saver, job]; circle.append(circle)", "del saver, job", "raise SystemExit(0)"):
             for mode in (False, True):
                 _, err = self.finish(python(f"""
@@ -255,7 +255,7 @@ print("waiting", flush=True)
                     """))
                 self.assertEqual(err, "")
 
-    def test_a_saver_of_the_parent(self):
+    def test_forked_child_can_drop_the_parents_saver(self):
         self.finish(python("""
             import os, threading, numpy, tensormount as tm
             saver, go_on = tm.Saver(), threading.Event()
@@ -276,7 +276,7 @@ print("waiting", flush=True)
             assert job.wait(60)["tensors"] == 1 and not saver.closed
             """))
 
-    def test_what_a_signal_handler_raises(self):
+    def test_exception_of_a_signal_handler_cancels_the_save(self):
         """Be it an Exception, as an alarm's: the save is cancelled, in the wait and while it begins."""
         for begun, call in (
             ("event", 'tm.save({"w": numpy.zeros(3)}, "A/x", on_event=lambda event: go_on.wait(60))'),
@@ -304,7 +304,7 @@ print("waiting", flush=True)
                 self.assertEqual(out, "alarm\n")
                 self.assertFalse(os.path.exists("A/x"))
 
-    def test_forked_children(self):
+    def test_forked_children_can_save_and_load(self):
         tm.save({"w": np.arange(10)}, "S/forked")
         group = tm.Group.single()
         checkpoint = tm.open("S/forked")

@@ -183,8 +183,8 @@ def named(report):
     """Of an export's report: (how many are left out, their names as far as listed)."""
     count, names = 0, []
     for note in report["notes"]:
-        found = re.fullmatch(r"\w+ has no place for (\d+) [a-z ]+ \((.*)\): left out", note)
-        also = re.fullmatch(r"\w+ cannot hold the values: (.*)", note)
+        found = re.fullmatch(r"\w+ cannot store (\d+) [a-z ]+ \((.*)\): left out", note)
+        also = re.fullmatch(r"\w+ cannot store the values: (.*)", note)
         if found or also:
             listed = re.fullmatch(r"(.*?)(?: and (\d+) more)?", (found or also).groups()[-1])
             first = listed.group(1).split(", ")

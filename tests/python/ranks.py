@@ -11,11 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from unittest import mock
 
 import tensormount as tm
-from tensormount import _group
+from tensormount.testing import threads  # noqa: F401: for what needs no process each.
 
 LIMIT = 180.0
 
@@ -53,31 +51,6 @@ def start(function, size, *arguments, **environment):
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment})
         found.append(Rank(process, number))
     return found
-
-
-def threads(call, size, limit=LIMIT):
-    """Ranks as threads of this process, for what needs no process each: `call(group, rank)`. What each
-    returned or raised."""
-    folder = tempfile.mkdtemp(dir=os.environ.get("TENSORMOUNT_TEST_TMPDIR"))
-    outcomes = [None] * size
-
-    def run(rank):
-        try:
-            with tm.Group.from_folder(folder, rank, size, timeout=60) as group:
-                outcomes[rank] = call(group, rank)
-        except Exception as error:
-            outcomes[rank] = error
-
-    # Groups are numbered in each process.
-    with mock.patch.object(_group, "_next", lambda name: 0):
-        running = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        for one in running:
-            one.start()
-        for one in running:
-            one.join(limit)
-    if any(one.is_alive() for one in running):
-        raise AssertionError(f"a rank did not end: {outcomes}")
-    return outcomes
 
 
 def end(ranks):

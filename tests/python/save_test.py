@@ -20,7 +20,7 @@ from unittest import mock
 import ranks
 import support
 import tensormount as tm
-from tensormount import _abi, _store, _tasks
+from tensormount import _abi, _tasks
 
 try:
     import numpy as np
@@ -73,7 +73,7 @@ def zeros_like(state):
 
 
 class RoundTrip(support.Folder):
-    def test_everything_comes_back(self):
+    def test_state_round_trips(self):
         state = state_of()
         report = tm.save(state, "S/all")
         self.assertEqual(report["path"], "S/all")
@@ -87,7 +87,7 @@ class RoundTrip(support.Folder):
         self.assertTrue(equal(back, state), back)
         self.assertIs(back["model"]["w"], back["model"]["tied"])
 
-    def test_load_in_place(self):
+    def test_load_fills_tensors_in_place(self):
         state = state_of(1)
         tm.save(state, "S/place", metadata={"run": "x"}, objects={"o": b"same"},
                 rank_objects={"rng": b"mine"})
@@ -103,7 +103,7 @@ class RoundTrip(support.Folder):
         self.assertEqual(loaded.uuid, tm.Store("S").latest()["uuid"])
         self.assertGreaterEqual(loaded.report["bytes_by_leaf"], 1)
 
-    def test_a_counter_is_exchanged_as_one_value(self):
+    def test_counter_is_loaded_as_one_value(self):
         import collections
 
         tm.save({"seen": collections.Counter({3: 2, "x": 1})}, "S/counter")
@@ -112,7 +112,7 @@ class RoundTrip(support.Folder):
         self.assertEqual(request, {"seen": collections.Counter({3: 2, "x": 1})})
         self.assertIs(type(request["seen"]), collections.Counter)
 
-    def test_a_part(self):
+    def test_part_of_a_state_loads(self):
         tm.save(state_of(2), "S/part")
         request = {"model": {"a.b": np.zeros((4, 6), "i8")}, "step": 0, "new": "stays"}
         loaded = tm.load(request, "S/part", strict_exempt=["new"])
@@ -125,7 +125,7 @@ class RoundTrip(support.Folder):
         loaded = tm.load({"absent": np.zeros(3)}, "S/part", not_stored="return")
         self.assertEqual(loaded.not_stored, ["absent"])
 
-    def test_names_that_keys_alone_do_not_tell(self):
+    def test_ambiguous_keys_load_by_structure(self):
         tm.save({1: np.full(3, 111), "1": np.full(3, 222)}, "S/number")
         request = {1: np.zeros(3, "i8")}
         tm.load(request, "S/number")
@@ -145,14 +145,14 @@ class RoundTrip(support.Folder):
         tm.load({"lm_head": into, "model.embed": into}, "S/one")
         self.assertEqual(into[2], 2)
 
-    def test_a_container_that_stands_twice(self):
+    def test_container_used_twice_loads_separately(self):
         tm.save({"a": [1], "b": [2], "x": {"k": 1}, "y": {"k": 2}}, "S/twice")
         numbers, words = [0], {"k": 0}
         request = {"a": numbers, "b": numbers, "x": words, "y": words}
         tm.load(request, "S/twice")
         self.assertEqual(request, {"a": [1], "b": [2], "x": {"k": 1}, "y": {"k": 2}})
 
-    def test_shapes_and_types(self):
+    def test_shape_and_dtype_rules_apply(self):
         tm.save({"w": np.arange(12, dtype="f4").reshape(3, 4)}, "S/rules")
         with self.assertRaises(tm.LayoutError) as raised:
             tm.load({"w": np.zeros((3, 5), "f4")}, "S/rules")
@@ -169,7 +169,7 @@ class RoundTrip(support.Folder):
         tm.load({"model.w": renamed}, "S/rules", key_map=[{"key": "w", "to": "model.w"}])
         np.testing.assert_array_equal(renamed, double)
 
-    def test_parts_by_hand(self):
+    def test_manual_shards_save_and_load(self):
         """A tensor cut into boxes and flat ranges, into others for the load, of NumPy and torch."""
         generator, seed = support.seeded()
         try:
@@ -221,7 +221,7 @@ class RoundTrip(support.Folder):
             tm.save({"w": tm.Shards((4,), [((0,), np.zeros(3))])}, "S/hole")
         self.assertEqual((caught.exception.key, caught.exception.box), ("w", ((3,), (1,))))
 
-    def test_strided_memory(self):
+    def test_strided_arrays_save_and_load(self):
         whole = np.arange(48.0).reshape(6, 8)
         tm.save({"a": whole[::2, 1::3], "b": whole.T, "c": whole[::-1]}, "S/strided")
         into = np.zeros((6, 8))
@@ -231,7 +231,7 @@ class RoundTrip(support.Folder):
         self.assertEqual(np.count_nonzero(into), np.count_nonzero(whole[::2, 1::3]))
         np.testing.assert_array_equal(request["c"], whole[::-1])
 
-    def test_what_is_asked_for_and_not_stored(self):
+    def test_not_stored_policy_covers_tensors_and_values(self):
         """One policy for tensors and plain values, and nothing is touched before it is decided."""
         tm.save({"w": np.ones(3), "a": 1, "deep": {"b": [2, {"c": 3}], "t": [np.ones(2), 5]}}, "S/asked", replace=True)
         cases = [({"x": 0}, ["x"], "x"), ({"deep": {"z": None}}, ["deep.z"], "deep.z"),
@@ -259,7 +259,7 @@ class RoundTrip(support.Folder):
             tm.load({"x": 0}, "S/asked", not_stored="log")
         self.assertIn("S/asked: asked for, but not stored: x", logged.output[0])
 
-    def test_names_of_a_checkpoint_that_was_inherited_from(self):
+    def test_names_of_an_inherited_base_stay_correct(self):
         """Its structures say nothing of what was saved anew: here a tie, there names."""
         one, two, tied = np.full(3, 1), np.full(3, 2), np.full(3, 7)
         tm.save({"m": {"a": one, "b": two}, "rest": {"x": one.copy()}}, "S/base")
@@ -274,22 +274,22 @@ class RoundTrip(support.Folder):
             tm.load(request, f"S/names-{number}")
             self.assertEqual((int(request["a.b"][0]), int(request["a"]["b"][0])), (8, 9))
 
-    def test_a_value_that_cannot_be_read(self):
+    def test_unreadable_value_is_named_and_the_rest_loads(self):
         """As a newer version might have stored it: it is named, and the rest is there."""
         from tensormount import _tree
 
-        plain = _tree.Flat.json_texts
+        plain = _tree.FlatTree.json_texts
 
         def other(flat):
             common, ranks = plain(flat)
             common["odd"] = '{"numpy.dtype":"<f1"}'
             return common, ranks
 
-        _tree.Flat.json_texts = other
+        _tree.FlatTree.json_texts = other
         try:
             tm.save({"w": np.ones(3), "n": {"good": 1}, "odd": 2}, "S/odd", replace=True)
         finally:
-            _tree.Flat.json_texts = plain
+            _tree.FlatTree.json_texts = plain
         request = {"w": np.zeros(3), "n": {"good": 0}}
         loaded = tm.load(request, "S/odd")
         self.assertEqual((request["w"].sum(), request["n"]["good"]), (3, 1))
@@ -303,7 +303,7 @@ class RoundTrip(support.Folder):
         with self.assertRaisesRegex(tm.LayoutError, r"\['odd'\]: .*<f1"):
             tm.load({"odd": 0}, "S/odd")
 
-    def test_refused(self):
+    def test_unsupported_states_and_paths_are_refused(self):
         fine = {"w": np.zeros(3)}
         for state, kind, text in (
             ({"x": object()}, tm.UnsupportedError, "x"),
@@ -337,7 +337,7 @@ class RoundTrip(support.Folder):
                 call()
         self.assertTrue(os.path.exists("S/taken"))
 
-    def test_events(self):
+    def test_events_report_every_phase(self):
         seen = []
         tm.save({"w": np.zeros(3)}, "S/events", on_event=seen.append)
         phases = [event["phase"] for event in seen if event["kind"] == "end"]
@@ -353,7 +353,7 @@ class RoundTrip(support.Folder):
         self.assertEqual(group.size, 1)
 
 
-    def test_before_publish(self):
+    def test_before_publish_hook_can_veto(self):
         """Sees what is durable and not there yet; what it raises is the verdict."""
         seen = []
 
@@ -390,7 +390,7 @@ class RoundTrip(support.Folder):
             tm.save({"w": np.ones(3)}, "S/other", on_commit=lambda report: 1 / 0)
         self.assertTrue(tm.verify("S/other")["whole"])
 
-    def test_whatever_a_hook_raises_is_a_no(self):
+    def test_any_exception_in_a_hook_fails_the_save(self):
         class Mute(Exception):
             def __str__(self):
                 raise RuntimeError
@@ -407,7 +407,7 @@ class RoundTrip(support.Folder):
                 tm.save({"w": np.zeros(3)}, "S/mute", before_publish=refuse)
             self.assertFalse(os.path.exists("S/mute"))
 
-    def test_options_of_other_types(self):
+    def test_options_of_wrong_types_are_refused(self):
         for wrong in ({"replace": "no"}, {"validate": "false"}, {"page_hashes": None}, {"on_event": 5},
                       {"before_publish": "x"}, {"on_commit": 1}, {"producer": 5}, {"progress": "yes"},
                       {"common_exempt": [5]}):
@@ -415,7 +415,7 @@ class RoundTrip(support.Folder):
                 tm.save({"w": np.zeros(3)}, "S/types", **wrong)
             self.assertFalse(os.path.exists("S/types"))
 
-    def test_options_that_there_are_not(self):
+    def test_unknown_options_are_refused(self):
         with self.assertRaisesRegex(TypeError, "no option plcement"):
             tm.save({"w": np.zeros(3)}, "S/x", plcement="auto")
         with self.assertRaisesRegex(TypeError, "no option strikt"):
@@ -423,7 +423,7 @@ class RoundTrip(support.Folder):
 
 
 class Jobs(support.Folder):
-    def test_background(self):
+    def test_async_save_stages_and_commits(self):
         weights = np.full(100_000, 3.0)
         job = tm.async_save({"w": weights}, "S/job")
         job.wait_staged(LIMIT)
@@ -443,7 +443,7 @@ class Jobs(support.Folder):
         with self.assertRaises(tm.UnsupportedError):
             pickle.dumps(job)
 
-    def test_await(self):
+    def test_jobs_can_be_awaited(self):
         async def both():
             saving = tm.async_save({"w": np.arange(1000)}, "S/await")
             await saving
@@ -455,7 +455,7 @@ class Jobs(support.Folder):
 
         np.testing.assert_array_equal(asyncio.run(both()), np.arange(1000))
 
-    def test_waits_for_a_time(self):
+    def test_wait_times_out_and_can_be_repeated(self):
         """A wait whose time is over says so; the job goes on, and can be waited for again."""
         go_on = threading.Event()
         job = tm.async_save(
@@ -472,7 +472,7 @@ class Jobs(support.Folder):
         job.wait_staged(timeout=LIMIT)
         self.assertEqual(job.wait(timeout=LIMIT)["tensors"], 1)
 
-    def test_progress(self):
+    def test_progress_counts_bytes(self):
         told = []
         state = {"w": np.arange(1 << 20)}
         tm.save(state, "S/progress", progress=lambda done, total: told.append((done, total)))
@@ -498,7 +498,7 @@ class Jobs(support.Folder):
         self.assertFalse(os.path.exists("S/never"))
 
     @support.needs("tqdm")
-    def test_a_bar(self):
+    def test_progress_bar_is_shown(self):
         import io
         from contextlib import redirect_stderr
 
@@ -508,7 +508,7 @@ class Jobs(support.Folder):
         self.assertIn("save S/bar", shown.getvalue())
         self.assertIn("8.39M/8.39M", shown.getvalue())
 
-    def test_with(self):
+    def test_job_is_a_context_manager(self):
         with tm.async_save({"w": np.zeros(3)}, "S/with") as job:
             pass
         self.assertTrue(job.done())
@@ -529,7 +529,7 @@ class Jobs(support.Folder):
             with tm.open(f"D/dropped-{number}") as checkpoint:
                 self.assertEqual(int(checkpoint["w"][9_999]), number)
 
-    def test_nothing_is_left(self):
+    def test_many_saves_leak_nothing(self):
         """Threads, descriptors and groups after many saves in one process."""
         group = tm.Group.single()
         state = {f"t{i}": np.full(64, i) for i in range(20)}
@@ -560,7 +560,7 @@ class Jobs(support.Folder):
 
 
 class Stores(support.Folder):
-    def test_what_operators_do(self):
+    def test_store_lists_pins_and_removes_checkpoints(self):
         for step in range(3):
             tm.save({"w": np.arange(5) + step, "step": step}, f"S/step-{step}")
         store = tm.Store("S")
@@ -595,7 +595,7 @@ class Stores(support.Folder):
             tm.wait_committed("S/step-9", timeout=0.05)
         self.assertTrue(tm.validate({"w": np.zeros((3, 3))})["ok"])
 
-    def test_a_spec_is_judged_without_the_job(self):
+    def test_spec_is_checked_without_the_job(self):
         def dump(group, rank, rows=(0, 4)):
             part = tm.Shards((8, 3), [((rows[rank], 0), np.zeros((4, 3), "f4"))])
             state = {"model": {"w": part}, "step": rank, "rng": tm.PerRank(rank)}
@@ -618,7 +618,7 @@ class Stores(support.Folder):
         self.assertIsInstance(outcomes[1], tm.Error)
         self.assertRegex(str(outcomes[0]), "rank 1.*set")
 
-    def test_a_spec_is_written_whole_or_not_at_all(self):
+    def test_spec_is_written_atomically(self):
         state = {"w": np.zeros((4, 3), "f4")}
         with self.assertRaisesRegex(tm.UnsupportedError, "only a shell"):
             tm.dump_spec(state, "~/job.json")
@@ -638,7 +638,7 @@ class Stores(support.Folder):
         tm.dump_spec(state, "/dev/null")
         self.assertEqual([name for name in os.listdir(".") if "tmp" in name], [])
 
-    def test_a_wrong_time_out_is_heard_of_by_all_ranks(self):
+    def test_invalid_timeout_is_raised_on_all_ranks(self):
         for call in (tm.validate, lambda state, group, **times: tm.dump_spec(state, None, group, **times)):
             def wrong(group, rank, call=call):
                 return call({"w": np.zeros(3)}, group, **({"liveness": -1} if rank else {"arrival": 20}))
@@ -647,7 +647,7 @@ class Stores(support.Folder):
             self.assertIsInstance(outcomes[1], ValueError)
             self.assertRegex(str(outcomes[0]), "rank 1.*liveness=-1")
 
-    def test_repair(self):
+    def test_repair_restores_damaged_files(self):
         for step in (1, 2):
             tm.save({"w": np.arange(90_000, dtype="f4"), "step": step}, f"D/{step}")
         tm.copy("D/1", "E")
@@ -676,7 +676,7 @@ class Stores(support.Folder):
         with self.assertRaises(tm.InvalidArgumentError):
             tm.repair("D/1", "D/1")
 
-    def test_what_stays(self):
+    def test_prune_keeps_by_rules_and_pins(self):
         for step in range(6):
             tm.save({"w": np.arange(5) + step, "eval": {"loss": 1 / (step + 1)}}, f"R/step-{step}")
         store = tm.Store("R")
@@ -721,7 +721,7 @@ class Stores(support.Folder):
         with self.assertRaises(tm.DataLossError):
             store.prune("last=1")
 
-    def test_export(self):
+    def test_export_writes_files(self):
         state = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(4, dtype="i4")}
         tm.save(state, "E/export")
         said = tm.export("E/export", "out.safetensors")
@@ -742,7 +742,7 @@ class Stores(support.Folder):
             tm.export("E/nothing", "never")
         self.assertFalse(os.path.exists("never"))
 
-    def test_adopt(self):
+    def test_adopt_refuses_own_checkpoints(self):
         with self.assertRaisesRegex(tm.InvalidArgumentError, "nothing to adopt"):
             tm.save({"w": np.zeros(3)}, "A/mine", replace=True)
             tm.adopt("A/mine", "Other/mine")
@@ -752,7 +752,7 @@ class Stores(support.Folder):
         with self.assertRaisesRegex(tm.InvalidArgumentError, "nothing to adopt"):
             tm.adopt("A/adopted", "Other/adopted")
 
-    def test_a_task_ends_the_verify_of_what_others_wrote(self):
+    def test_cancelled_task_ends_the_verify_of_foreign_files(self):
         """Of archives, which are looked at entry by entry, and of plain files."""
         support.write_safetensors("plain.safetensors", {"w": ("F32", (2,), bytes(8))})
         np.savez("archive.npz", a=np.arange(5), b=np.arange(6))
@@ -763,10 +763,10 @@ class Stores(support.Folder):
             given = _abi.VerifyOptions(struct_size=ctypes.sizeof(_abi.VerifyOptions), task=task.address)
             whole = ctypes.c_int32()
             with self.assertRaises(tm.CancelledError):
-                _store._json("tm_verify", path.encode(), ctypes.addressof(given), ctypes.addressof(whole))
+                _tasks.read_json("tm_verify", path.encode(), ctypes.addressof(given), ctypes.addressof(whole))
 
     @unittest.skipUnless(os.access("/dev/fuse", os.W_OK), "no FUSE")
-    def test_publish(self):
+    def test_store_publishes_a_staging(self):
         store = tm.Store("P")
         tm.save({"w": np.zeros(3)}, "P/first")
         os.mkdir("mnt")

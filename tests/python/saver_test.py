@@ -33,7 +33,7 @@ class Savers(support.Folder):
         with tm.open(path) as checkpoint:
             return float(checkpoint["w"][0])
 
-    def test_saves_as_async_save_does(self):
+    def test_saver_saves_like_async_save(self):
         weights, group = np.full(1000, 3.0), tm.Group.single()
         with tm.Saver(group) as saver:
             self.assertIs(saver.group, group)
@@ -59,7 +59,7 @@ class Savers(support.Folder):
         self.assertGreater(again["generation"], job.wait()["generation"])
         self.assertEqual(self.value("S/step"), 4.0)
 
-    def test_two_at_a_time_besides_the_own_one(self):
+    def test_group_allows_two_savers(self):
         group = tm.Group.single()
         first, second = tm.Saver(group), tm.Saver(group)
         with self.assertRaisesRegex(tm.ResourceExhaustedError, "at most 2"):
@@ -92,7 +92,7 @@ class Savers(support.Folder):
             first.wait(LIMIT), second.wait(LIMIT)
         self.assertEqual((self.value("S/first"), self.value("S/second")), (1.0, 2.0))
 
-    def test_stage_in_background(self):
+    def test_background_staging_returns_at_once(self):
         go_on, hook = self.held_up()
         weights = np.full(1000, 3.0)
         with tm.Saver(stage_in_background=True) as saver:
@@ -110,7 +110,7 @@ class Savers(support.Folder):
                 one.wait(LIMIT)
         self.assertEqual(self.value("S/third"), 3.0)
 
-    def test_what_is_staged_in_the_background_lives(self):
+    def test_background_staging_keeps_arrays_alive(self):
         go_on, hook = self.held_up()
         with tm.Saver(stage_in_background=True) as saver:
             for number in range(4):  # Nobody else has the arrays, nor the jobs.
@@ -120,7 +120,7 @@ class Savers(support.Folder):
         for number in range(4):
             self.assertEqual(self.value(f"L/{number}"), number)
 
-    def test_close_waits(self):
+    def test_close_waits_for_pending_saves(self):
         go_on, hook = self.held_up()
         saver = tm.Saver()
         job = saver.save({"w": np.ones(10)}, "S/closed", on_event=hook)
@@ -148,14 +148,14 @@ class Savers(support.Folder):
         self.assertTrue(fine.done() and refused.done())
         self.assertIsInstance(refused.exception(), tm.AlreadyExistsError)
 
-    def test_a_hook_cannot_close_it(self):
+    def test_hook_cannot_close_the_saver(self):
         with tm.Saver() as saver:
             with self.assertLogs("tensormount", "ERROR") as logged:
                 saver.save({"w": np.ones(3)}, "S/hook", on_event=lambda event: saver.close()).wait()
-            self.assertIn("closed by a hook", logged.output[0])
+            self.assertIn("closed in a hook", logged.output[0])
             self.assertFalse(saver.closed)
 
-    def test_dropped(self):
+    def test_dropped_saver_is_collected(self):
         go_on, hook = self.held_up()
         saver = tm.Saver()
         gone = weakref.ref(saver)
@@ -178,7 +178,7 @@ class Savers(support.Folder):
             gc.collect()
             self.assertIsNone(gone())
 
-    def test_nothing_is_left(self):
+    def test_saver_leaks_nothing(self):
         def once():
             with tm.Saver(staging=1 << 20) as saver:
                 saver.save({"w": np.ones(10)}, "S/again", replace=True)
@@ -193,7 +193,7 @@ class Savers(support.Folder):
             once()
         self.assertLessEqual(held(), before)
 
-    def test_dropped_jobs(self):
+    def test_dropped_jobs_finish_or_cancel(self):
         for cancels in (False, True):
             go_on, hook = self.held_up()
             with tm.Saver(cancel_on_drop=cancels) as saver:
@@ -203,7 +203,7 @@ class Savers(support.Folder):
                 go_on.set()
             self.assertEqual(os.path.exists(f"S/drop-{cancels}"), not cancels)
 
-    def test_options_of_other_types(self):
+    def test_options_of_wrong_types_are_refused(self):
         for wrong in ({"device_staging": "8GB"}, {"device_staging": 8e9}, {"device_staging": -1},
                       {"device_staging": True}, {"device_staging": None}, {"device_staging": 1 << 64},
                       {"staging": 0}, {"staging": "1"}, {"staging": -5}, {"staging": 1.5},
@@ -218,7 +218,7 @@ class Savers(support.Folder):
                 pickle.dumps(saver)
 
     @support.needs("torch")
-    def test_of_a_model(self):
+    def test_saver_saves_a_model(self):
         import torch
 
         model = torch.nn.Linear(3, 2)

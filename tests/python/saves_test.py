@@ -118,13 +118,13 @@ class Often(support.Folder):
             self.assertEqual(after[:2], before[:2])
             self.assertLess(after[2] - before[2], GROWTH)
 
-    def test_alone(self):
+    def test_repeated_saves_of_one_process_leak_nothing(self):
         self.assert_nothing_more("save_often", 1, "A", support.scaled(50))
 
-    def test_by_ranks(self):
+    def test_repeated_saves_of_ranks_leak_nothing(self):
         self.assert_nothing_more("save_often", 3, "R", support.scaled(50))
 
-    def test_groups(self):
+    def test_repeated_groups_leak_nothing(self):
         self.assert_nothing_more("make_groups", 2, "G", support.scaled(30))
 
 

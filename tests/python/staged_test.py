@@ -46,12 +46,12 @@ class StagedTensors(Folder):
         with tm.open("store/step") as read:
             self.assertTrue((read["w"][...] == 1).all())
 
-    def test_async_save(self):
+    def test_async_save_releases_staged_tensors(self):
         self.check_let_go(
             lambda state: tm.async_save(state, "store/step", on_event=self.hold_up), lambda job: None
         )
 
-    def test_wait_staged_and_done_of_a_saver(self):
+    def test_saver_releases_tensors_after_staging(self):
         for ask in (lambda job: job.wait_staged(60), lambda job: job.done()):
             self.held_up.clear()
             self.go_on.clear()
@@ -69,7 +69,7 @@ class StagedTensors(Folder):
         job = saver.save(state, name, on_event=self.hold_up)
         return first, job, weakref.ref(state["w"])
 
-    def test_a_job_that_is_awaited(self):
+    def test_awaited_job_releases_staged_tensors(self):
         async def awaited(job, ref):
             task = asyncio.ensure_future(job)
             await asyncio.sleep(0.05)
@@ -88,7 +88,7 @@ class StagedTensors(Folder):
             self.assertEqual(asyncio.run(awaited(job, ref)), (True, True, 1))
             first.wait(60)
 
-    def test_the_next_save_lets_go_of_those_of_a_job_that_nobody_asks(self):
+    def test_next_save_releases_tensors_of_an_unobserved_job(self):
         with tm.Saver(stage_in_background=True, staging=100_000) as saver:
             first, job, ref = self.not_staged_yet(saver, "store/silent")
             self.earlier.set()

@@ -69,13 +69,13 @@ def stored_as(name, text):
     """Saves store that JSON as the plain value of that name, as another version might."""
     from tensormount import _tree
 
-    plain = _tree.Flat.json_texts
+    plain = _tree.FlatTree.json_texts
 
     def other(flat):
         common, of_rank = plain(flat)
         return {**common, name: text}, of_rank
 
-    with mock.patch.object(_tree.Flat, "json_texts", other):
+    with mock.patch.object(_tree.FlatTree, "json_texts", other):
         yield
 
 

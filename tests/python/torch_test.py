@@ -67,15 +67,15 @@ without_default_group.without_group = True
 
 
 class Groups(support.Folder):
-    def test_groups(self):
+    def test_torch_process_groups_save_and_load(self):
         torchrun(__file__, 4, ("groups",), real=True)
 
-    def test_without_default_group(self):
+    def test_group_works_without_a_default_group(self):
         torchrun(__file__, 3, ("without_default_group",), real=True)
 
 
 class States(support.Folder):
-    def test_moments_before_the_first_step(self):
+    def test_unstepped_optimizer_loads_moments(self):
         def made():
             torch.manual_seed(0)
             model = torch.nn.Linear(4, 2)
@@ -121,11 +121,11 @@ class States(support.Folder):
         for groups in ([{"params": [other.weight]}, {"params": [other.bias]}], [{"params": [other.weight]}]):
             with torch.no_grad():
                 other.weight.zero_()
-            with self.assertRaisesRegex(tm.LayoutError, "none with bias, weight and otherwise new"):
+            with self.assertRaisesRegex(tm.LayoutError, "no group has the saved parameters bias, weight and otherwise only new"):
                 tm.torch.load("S/stepped", model=other, optim=torch.optim.AdamW(groups, lr=0.5), optional=["*"])
             self.assertFalse(other.weight.any())  # Before anything was loaded.
 
-    def test_an_optimizer_that_is_looked_at_stays_as_it_was(self):
+    def test_save_and_load_do_not_change_an_optimizer(self):
         """Bit for bit, for every optimizer of PyTorch, before its first step: saved, loaded as it was,
         and loaded from a later state."""
         more = {"SGD": [{}, {"momentum": 0.9, "dampening": 0.5}], "RMSprop": [{"momentum": 0.9, "centered": True}],
@@ -211,7 +211,7 @@ class States(support.Folder):
             steps(*one)
         self.assertEqual(bits(*missing), bits(*plain))
 
-    def test_schedulers_of_every_kind(self):
+    def test_every_kind_of_scheduler_round_trips(self):
         """What they hold besides numbers: counters, functions' places, schedulers of their own."""
         from torch.optim import lr_scheduler as schedulers
 
@@ -250,7 +250,7 @@ class States(support.Folder):
                 self.assertEqual(repr(other), repr(plain))
                 self.assertEqual(steps(kind, fresh, again, 6), steps(kind, optim, schedule, 6))
 
-    def test_lists_of_other_lengths(self):
+    def test_lists_of_other_lengths_are_refused(self):
         optim = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
 
         def schedule(epoch=0):
@@ -296,7 +296,7 @@ class States(support.Folder):
             with self.assertRaisesRegex(tm.InvalidArgumentError, "a dict or list was expected"):
                 tm.torch.load("S/plain", extra=extra)
 
-    def test_scheduler_and_frozen(self):
+    def test_scheduler_and_frozen_parameters_round_trip(self):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
         for parameter in model[0].parameters():
             parameter.requires_grad_(False)
@@ -371,7 +371,7 @@ class Adapted(Net):
 class Absent(support.Folder):
     """What models, optimizers and schedulers have now and had not when they were saved."""
 
-    def test_parameters_that_were_added(self):
+    def test_added_parameters_start_without_moments(self):
         kinds = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1}, "SGD+": {"lr": 0.1, "momentum": 0.9}}
 
         def optimizer(kind, groups):
@@ -429,13 +429,13 @@ class Absent(support.Folder):
         tm.torch.save("S/empty", model=net, optim=torch.optim.SGD([{"params": net.parameters()}, {"params": []}]))
         known = [*other.a.parameters(), *other.b.parameters()]
         for groups in ([{"params": known}, {"params": other.new.parameters()}], [{"params": known}]):
-            with self.assertRaisesRegex(tm.LayoutError, "none for the saved group 1, which had no parameters"):
+            with self.assertRaisesRegex(tm.LayoutError, "no group matches the saved group 1, which had no parameters"):
                 tm.torch.load("S/empty", model=other, optim=torch.optim.SGD(groups), optional=["*"])
         # As many groups, but of others: nothing is put where it does not belong.
         other = Net()
         old = other.a.weight.detach().clone()
         mixed = torch.optim.SGD([{"params": [other.a.weight, other.b.weight]}, {"params": [other.a.bias, other.b.bias]}], lr=9)
-        with self.assertRaisesRegex(tm.LayoutError, "other groups of parameters"):
+        with self.assertRaisesRegex(tm.LayoutError, "different parameter groups"):
             tm.torch.load("S/SGD+", model=other, optim=mixed)
         self.assertTrue(torch.equal(other.a.weight, old))
         self.assertEqual([group["lr"] for group in mixed.param_groups], [9, 9])
@@ -461,7 +461,7 @@ class Absent(support.Folder):
             for error in outcomes:
                 self.assertRegex(str(error), "other options than on rank 0")
 
-    def test_a_slot_that_is_missing(self):
+    def test_missing_optimizer_slot_is_reported(self):
         net = Net()
         optim = torch.optim.AdamW([{"params": net.a.parameters()}, {"params": net.b.parameters()}])
         net.train_on(optim)
@@ -509,7 +509,7 @@ class Absent(support.Folder):
         tm.torch.save("S/option", model=whole, optim=own)
 
     @unittest.skipUnless(hasattr(torch.optim, "Adafactor"), "an older PyTorch")
-    def test_a_model_that_renames_its_parameters(self):
+    def test_model_hook_that_renames_parameters_works(self):
         whole = Net()
         own = torch.optim.Adafactor(whole.parameters())
         whole.train_on(own)
@@ -518,7 +518,7 @@ class Absent(support.Folder):
                 f"base.{name}": value for name, value in model.state_dict().items()}):
             tm.torch.save("S/hooked", model=whole, optim=own)
 
-    def test_options_of_groups(self):
+    def test_optimizer_group_options_load(self):
         def made(*order):
             net = Net()
             parts = {"a": {"params": list(net.a.parameters()), "lr": 0.1}, "b": {"params": list(net.b.parameters()), "lr": 0.2}}
@@ -557,7 +557,7 @@ class Absent(support.Folder):
         # What a scheduler has besides is an error that says what helps.
         tm.torch.save("S/schedule", extra={"schedule": schedule})
         schedule.newer, schedule.newest = 1, {"x[0]": 2}
-        with self.assertRaisesRegex(tm.KeyNotFoundError, r"newer, .*; optional=\['extra.schedule.newer', '.*x\[\[\]0\]'\] lets") as caught:
+        with self.assertRaisesRegex(tm.KeyNotFoundError, r"newer, .*; optional=\['extra.schedule.newer', '.*x\[\[\]0\]'\] allows") as caught:
             tm.torch.load("S/schedule", extra={"schedule": schedule})
         self.assertEqual(caught.exception.key, "extra.schedule.newer")
         schedule.newer = 3
@@ -570,7 +570,7 @@ class Absent(support.Folder):
             with self.assertRaisesRegex(tm.InvalidArgumentError, "optional=.*a list of globs"):
                 tm.torch.load("S/schedule", extra={"schedule": schedule}, optional=wrong)
 
-    def test_moments_that_were_made_up_and_not_loaded(self):
+    def test_placeholder_moments_are_removed_if_not_loaded(self):
         """Are as if nobody had loaded: for NAdam another first step would show."""
         def made():
             net = Net()
@@ -606,7 +606,7 @@ class Absent(support.Folder):
             model.train_on(*optimizers)
         self.assertTrue(torch.equal(other.b.weight, expected.b.weight))
 
-    def test_all_ranks_hear_of_what_one_finds_before_it_asks(self):
+    def test_early_error_of_one_rank_is_raised_on_all(self):
         net = Net()
         optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         net.train_on(optim)

@@ -321,28 +321,28 @@ class Training(support.Folder):
         for other in others:
             torchrun(__file__, ranks_of(other), ("resume", other, tied, store, False))
 
-    def test_fsdp(self):
+    def test_fsdp_training_resumes_after_a_kill(self):
         self.killed_and_resumed("4", "write", ["2"])
 
     @needs_long
-    def test_fsdp_killed_before_it_is_published(self):
+    def test_fsdp_resumes_after_a_kill_before_publish(self):
         self.killed_and_resumed("4", "publish", ["3", "1", "2x2"])
 
     @needs_long
-    def test_tensor_parallelism(self):
+    def test_tensor_parallel_training_resumes_after_a_kill(self):
         self.killed_and_resumed("2x2", "write", ["4", "3", "1", "1x2"])
 
     @needs_long
-    def test_tied_weights(self):
+    def test_tied_weight_training_resumes_after_a_kill(self):
         self.killed_and_resumed("4", "step", ["3", "2x2"], tied=True)
         self.killed_and_resumed("2x2", "publish", ["3", "4"], tied=True)
 
     @needs_long
-    def test_hybrid_sharding(self):
+    def test_hybrid_sharded_training_resumes_after_a_kill(self):
         self.killed_and_resumed("h2x2", "write", ["3", "2x2"])
 
     @needs_long
-    def test_sizes_that_do_not_divide(self):
+    def test_unevenly_sharded_training_resumes_after_a_kill(self):
         self.killed_and_resumed("3x2", "publish", ["4"])
 
 

@@ -36,7 +36,7 @@ warn_return_any = False
 
 
 class Typing(unittest.TestCase):
-    def test_strictly(self):
+    def test_mypy_strict_accepts_the_package(self):
         try:
             import mypy  # noqa: F401
         except ImportError as error:

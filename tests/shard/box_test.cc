@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
 
-TEST(BoxTest, RefusesWhatDoesNotFit) {
+TEST(BoxTest, RefusesInvalidBoxes) {
   EXPECT_THAT(Box::Make({0}, {1, 2}), HasCode(Code::kInvalidArgument));
   EXPECT_THAT(Box::Make({-1}, {1}), HasMessage("negative"));
   EXPECT_THAT(Box::Make({0}, {-1}), HasMessage("negative"));
@@ -26,7 +26,7 @@ TEST(BoxTest, RefusesWhatDoesNotFit) {
   EXPECT_THAT(Box::Make({0, 0, 0}, {kMax, 2, 0}), IsOk());
 }
 
-TEST(BoxTest, SpellsLikeNumPy) {
+TEST(BoxTest, PrintsLikeNumPy) {
   EXPECT_EQ(B({0, 128}, {4, 128}).ToString(), "[0:4, 128:256]");
   EXPECT_EQ(Box().ToString(), "[]");
   EXPECT_EQ(Box().volume(), 1);
@@ -44,7 +44,7 @@ TEST(BoxTest, IntersectsAndContains) {
 }
 
 // Few axes stand in the object, many elsewhere: nobody may see where.
-TEST(DimsTest, IsAValueOfAnyRank) {
+TEST(DimsTest, StoresDimsOfAnyRank) {
   const auto make = [](int rank) {
     Dims dims;
     for (int a = 0; a < rank; ++a) dims.push_back(100 * rank + a);
@@ -93,7 +93,7 @@ struct SliceCase {
   const char* message = "";
 };
 
-TEST(SliceTest, Table) {
+TEST(SliceTest, ParsesSlicesLikeNumPy) {
   const std::vector<SliceCase> cases = {
       {"0:2, :, 7", {4, 5, 8}, "[0:2, 0:5, 7:8]", {2, 5}},
       {"", {4, 5}, "[0:4, 0:5]", {4, 5}},
@@ -151,7 +151,7 @@ TEST(SubtractBoxTest, CutsOneAxisAfterTheOther) {
   EXPECT_TRUE(scalar.empty());
 }
 
-TEST(SubtractBoxTest, LeavesEachOtherCellOnce) {
+TEST(SubtractBoxTest, LeavesEveryOtherCellOnce) {
   Random rnd(7);
   for (int round = 0; round < 2000; ++round) {
     const Dims shape = RandomShape(rnd, 4, 5);
@@ -177,7 +177,7 @@ TEST(SubtractBoxTest, LeavesEachOtherCellOnce) {
   }
 }
 
-TEST(DTypeTest, EveryNameLeadsBack) {
+TEST(DTypeTest, EveryNameRoundTrips) {
   std::set<std::string_view> names;
   for (const DTypeInfo& d : AllDTypes()) {
     EXPECT_EQ(&InfoOf(d.dtype), &d);
@@ -193,14 +193,14 @@ TEST(DTypeTest, EveryNameLeadsBack) {
   EXPECT_EQ(InfoOf(DType::kBF16).npy_descr, "<V2");
 }
 
-TEST(DTypeTest, UnknownIsUnsupported) {
+TEST(DTypeTest, UnknownNameIsUnsupported) {
   EXPECT_THAT(DTypeFromNumber(0), HasCode(Code::kUnsupported));
   EXPECT_THAT(DTypeFromNumber(24), HasMessage("24"));
   EXPECT_THAT(DTypeFromName("f7"), HasMessage("'f7'"));
   EXPECT_THAT(DTypeFromName(""), HasCode(Code::kUnsupported));
 }
 
-TEST(Utf8Test, TakesOnlyWellFormed) {
+TEST(Utf8Test, AcceptsOnlyWellFormedUtf8) {
   for (const char* good : {"", "a", "\xC3\xA9", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\xED\x9F\xBF",
                            "\xF4\x8F\xBF\xBF", "a\xC2\x80z"}) {
     EXPECT_TRUE(IsUtf8(good)) << good;

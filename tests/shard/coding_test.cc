@@ -28,7 +28,7 @@ void ExpectNoPrefixReads(Write write, Read read) {
   }
 }
 
-TEST(CodingTest, DimsOfEveryRankComeBack) {
+TEST(CodingTest, DimsOfEveryRankRoundTrip) {
   for (int rank = 0; rank <= kMaxRank; ++rank) {
     Dims dims;
     for (int a = 0; a < rank; ++a) dims.push_back(a % 2 == 0 ? -1 - a : std::int64_t{1} << (3 * a));
@@ -43,7 +43,7 @@ TEST(CodingTest, DimsOfEveryRankComeBack) {
   const std::string high(1 + 8 * (kMaxRank + 1), static_cast<char>(kMaxRank + 1));
   ByteReader too_high(high, "dims");
   EXPECT_THAT(DecodeDims(too_high, "the row"),
-              IsDataLoss("the row: rank " + std::to_string(kMaxRank + 1)));
+              IsDataLoss("the row: has " + std::to_string(kMaxRank + 1) + " axes"));
   ExpectNoPrefixReads(
       [](ByteWriter& out) {
         EncodeDims(out, Dims{3, 4});
@@ -51,7 +51,7 @@ TEST(CodingTest, DimsOfEveryRankComeBack) {
       [](ByteReader& cut) { return DecodeDims(cut, "dims").status(); });
 }
 
-TEST(CodingTest, PositionsLieOnTheirGrids) {
+TEST(CodingTest, PositionsOutsideTheirGridsAreRefused) {
   const auto decode = [](const Dims& index, const Dims& grid) {
     ByteWriter out;
     EncodeDims(out, index);
@@ -69,10 +69,10 @@ TEST(CodingTest, PositionsLieOnTheirGrids) {
               IsDataLoss("list: object rng: part [0, 7] is not on its grid [1, 7]"));
   EXPECT_THAT(decode({-1}, {4}), IsDataLoss("is not on its grid"));
   EXPECT_THAT(decode({0}, {0}), IsDataLoss("is not on its grid"));
-  EXPECT_THAT(decode({0}, {4, 4}), IsDataLoss("index and grid differ in rank"));
+  EXPECT_THAT(decode({0}, {4, 4}), IsDataLoss("index and grid have different numbers of axes"));
 }
 
-TEST(CodingTest, RegionsComeBackAndLieWithinTheirShapes) {
+TEST(CodingTest, RegionsRoundTripAndMustLieInTheirShapes) {
   const Dims shape{4, 6};
   const Box box = Box::Make({1, 2}, {2, 3}).value();
   const Region flat = Region::Flat(box, 1, 4).value();
@@ -88,7 +88,7 @@ TEST(CodingTest, RegionsComeBackAndLieWithinTheirShapes) {
         write, [&](ByteReader& cut) { return DecodeRegion(cut, "list", "w", shape).status(); });
     ByteReader again(out.bytes(), "region");
     EXPECT_THAT(DecodeRegion(again, "list", "w", Dims{2, 4}),
-                IsDataLoss("list: tensor w: a region outside of its shape"));
+                IsDataLoss("list: tensor w: a region lies outside of its shape"));
   }
   // Numbers that no encoder writes.
   const auto decode = [&](const std::vector<std::int64_t>& words) {

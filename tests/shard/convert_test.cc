@@ -104,7 +104,7 @@ bool Same(double a, double b) {
   return a == b && std::signbit(a) == std::signbit(b);
 }
 
-TEST(Convert, EverySmallFloatToEveryOther) {
+TEST(Convert, EverySmallFloatConvertsExactlyToEveryOther) {
   for (const SmallFloat& from : kSmall) {
     for (std::uint32_t code = 0; code < 1u << from.bits; ++code) {
       const double value = ValueOf(from, code);
@@ -122,7 +122,7 @@ TEST(Convert, EverySmallFloatToEveryOther) {
 }
 
 // Random bits, and what lies on, above and below every boundary between two values of the target.
-TEST(Convert, LargeFloatsToSmallOnes) {
+TEST(Convert, LargeFloatsRoundCorrectlyToSmallFloats) {
   Random random(TestSeed());
   for (const SmallFloat& to : kSmall) {
     std::vector<double> values;
@@ -150,7 +150,7 @@ TEST(Convert, LargeFloatsToSmallOnes) {
   }
 }
 
-TEST(Convert, F64AndF32AsTheProcessorDoes) {
+TEST(Convert, F64AndF32ConvertLikeTheProcessor) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(50000); ++i) {
     const std::uint64_t bits = random.Next();
@@ -233,7 +233,7 @@ bool Has(DType dtype, long double v) {
   return v < top && v >= (is_signed ? -top : 0);
 }
 
-TEST(Convert, IntegersFitOrAreNamed) {
+TEST(Convert, IntegerThatDoesNotFitIsReported) {
   const DType all[] = {DType::kBool, DType::kI8,  DType::kU8,  DType::kI16, DType::kU16,
                        DType::kI32,  DType::kU32, DType::kI64, DType::kU64};
   Random random(TestSeed());
@@ -267,7 +267,7 @@ TEST(Convert, IntegersFitOrAreNamed) {
   EXPECT_EQ(unfit->value, "300");
 }
 
-TEST(Convert, StepsOverTheDestinationEvenBackwards) {
+TEST(Convert, WritesAtAnyDestinationStride) {
   const std::uint8_t source[] = {1, 2, 3};
   std::vector<std::uint16_t> out(9, 0xEEEE);
   ASSERT_FALSE(ConvertElements(DType::kU8, reinterpret_cast<const std::byte*>(source), DType::kI16,
@@ -276,7 +276,7 @@ TEST(Convert, StepsOverTheDestinationEvenBackwards) {
             (std::vector<std::uint16_t>{0xEEEE, 3, 0xEEEE, 0xEEEE, 2, 0xEEEE, 0xEEEE, 1, 0xEEEE}));
 }
 
-TEST(Convert, SaysWhatItCannot) {
+TEST(Convert, ReportsUnsupportedConversions) {
   EXPECT_OK(CanConvert(DType::kF32, DType::kF32));
   EXPECT_OK(CanConvert(DType::kBool, DType::kBF16));
   EXPECT_OK(CanConvert(DType::kC64, DType::kC64));

@@ -31,20 +31,20 @@ std::vector<PlacedBox> Packed(const Region& bytes, std::uint64_t offset = 0) {
   return PlacePacked(bytes, offset);
 }
 
-TEST(PlanCopyTest, RowsAreOneRun) {
+TEST(PlanCopyTest, RowsBecomeOneRun) {
   const PlacedBox src = Packed(B({0, 0, 0}, {8, 4, 2}), 1000)[0];
   const PlacedBox dst = Packed(B({2, 0, 0}, {3, 4, 2}))[0];
   EXPECT_THAT(Runs(PlanCopy(dst.box, src, dst)), ElementsAre(CopyRun{1016, 0, 24}));
 }
 
-TEST(PlanCopyTest, ColumnsAreOneRunARow) {
+TEST(PlanCopyTest, ColumnsBecomeOneRunPerRow) {
   const PlacedBox src = Packed(B({0, 0}, {3, 8}))[0];
   const PlacedBox dst = Packed(B({0, 2}, {3, 2}))[0];
   EXPECT_THAT(Runs(PlanCopy(dst.box, src, dst)),
               ElementsAre(CopyRun{2, 0, 2}, CopyRun{10, 2, 2}, CopyRun{18, 4, 2}));
 }
 
-TEST(PlanCopyTest, AxesThatContinueEachOtherMerge) {
+TEST(PlanCopyTest, ContiguousAxesAreMerged) {
   // Columns of a 4-axis tensor: the first three axes are one loop.
   const PlacedBox src = Packed(B({0, 0, 0, 0}, {2, 3, 4, 8}))[0];
   const PlacedBox dst = Packed(B({0, 0, 0, 0}, {2, 3, 4, 4}))[0];
@@ -54,14 +54,14 @@ TEST(PlanCopyTest, AxesThatContinueEachOtherMerge) {
   EXPECT_EQ(copy.run, 4u);
 }
 
-TEST(PlanCopyTest, TransposedMemoryIsWalkedByElements) {
+TEST(PlanCopyTest, TransposedMemoryIsCopiedByElements) {
   const PlacedBox src{B({0, 0, 0}, {2, 2, 4}), 0, {4, 8, 1}};
   const PlacedBox dst = Packed(B({0, 0, 0}, {2, 2, 4}))[0];
   EXPECT_THAT(Runs(PlanCopy(dst.box, src, dst)), ElementsAre(CopyRun{0, 0, 4}, CopyRun{8, 4, 4},
                                                              CopyRun{4, 8, 4}, CopyRun{12, 12, 4}));
 }
 
-TEST(PlanCopyTest, ScalarAndEmpty) {
+TEST(PlanCopyTest, ScalarsAndEmptyBoxesArePlanned) {
   const PlacedBox scalar = Packed(B({0}, {8}))[0];
   EXPECT_THAT(Runs(PlanCopy(scalar.box, scalar, scalar)), ElementsAre(CopyRun{0, 0, 8}));
   EXPECT_THAT(Runs(PlanCopy(B({0}, {0}), scalar, scalar)), ElementsAre());
@@ -81,7 +81,7 @@ TEST(CopyPlanTest, ColumnShardsInterleave) {
   EXPECT_THAT(Runs(plan.value().parts()[1].copy), ElementsAre(CopyRun{0, 3, 1}, CopyRun{1, 7, 1}));
 }
 
-TEST(CopyPlanTest, HoleIsNamed) {
+TEST(CopyPlanTest, HoleIsReported) {
   const std::vector<std::vector<PlacedBox>> chunks = {Packed(B({0, 0}, {2, 4})),
                                                       Packed(B({2, 0}, {2, 3}))};
   const auto plan = CopyPlan::Make(Packed(B({1, 0}, {2, 4})), chunks);
@@ -89,7 +89,7 @@ TEST(CopyPlanTest, HoleIsNamed) {
   EXPECT_THAT(plan, HasMessage("bytes [2:3, 3:4] is stored in no chunk"));
 }
 
-TEST(CopyPlanTest, HoleIsNamedInElements) {
+TEST(CopyPlanTest, HoleIsReportedInElements) {
   const TensorMeta meta = TensorMeta::Make("w", DType::kF32, {4, 4}).value();
   const Region want = ByteRegion(DType::kF32, meta.shape(), B({1, 0}, {2, 4})).value();
   const Region have = ByteRegion(DType::kF32, meta.shape(), B({0, 0}, {4, 2})).value();
@@ -98,7 +98,7 @@ TEST(CopyPlanTest, HoleIsNamedInElements) {
               HasMessage("tensor w [1:3, 2:4] is stored in no chunk"));
 }
 
-TEST(CopyPlanTest, OverlapIsNamedEvenWhereTheVolumeFits) {
+TEST(CopyPlanTest, OverlapIsReportedEvenIfTheVolumeFits) {
   // As many bytes as wanted, but one twice and one never.
   const std::vector<std::vector<PlacedBox>> chunks = {Packed(B({0}, {6})), Packed(B({5}, {4}))};
   EXPECT_THAT(CopyPlan::Make(Packed(B({0}, {10})), chunks),
@@ -109,19 +109,19 @@ TEST(CopyPlanTest, OverlapIsNamedEvenWhereTheVolumeFits) {
   EXPECT_THAT(CopyPlan::Make(Packed(B({0}, {10})), same), HasCode(Code::kDataLoss));
 }
 
-TEST(CopyPlanTest, RanksMustAgree) {
+TEST(CopyPlanTest, DifferentTensorRanksAreRefused) {
   const std::vector<std::vector<PlacedBox>> chunks = {Packed(B({0}, {4}))};
   EXPECT_THAT(CopyPlan::Make(Packed(B({0, 0}, {2, 2})), chunks), HasCode(Code::kInvalidArgument));
 }
 
-TEST(CopyPlanTest, NothingWantedIsFine) {
+TEST(CopyPlanTest, EmptyPlanIsValid) {
   const auto plan = CopyPlan::Make({}, {});
   ASSERT_OK(plan);
   EXPECT_EQ(plan.value().bytes(), 0u);
 }
 
 // Every run size that has its own code, through tiles and without, against byte by byte.
-TEST(ExecuteCopyTest, TransposesOfEverySize) {
+TEST(ExecuteCopyTest, TransposesOfEveryRunSizeAreExact) {
   for (const std::int64_t size : {1, 2, 3, 4, 6, 8, 16, 24}) {
     const std::int64_t rows = 150;
     const std::int64_t columns = 70;
@@ -144,7 +144,7 @@ TEST(ExecuteCopyTest, TransposesOfEverySize) {
 }
 
 // Large enough to be written past the caches, at every alignment of the destination's runs.
-TEST(ExecuteCopyTest, StreamsRunsToTheirPlaces) {
+TEST(ExecuteCopyTest, StreamedRunsAreExactAtEveryAlignment) {
   const std::int64_t rows = 4100;
   const std::int64_t run = 2051;
   std::vector<std::byte> from(static_cast<std::size_t>(rows * run + 3));
@@ -163,7 +163,7 @@ TEST(ExecuteCopyTest, StreamsRunsToTheirPlaces) {
 // Every way to copy runs, of lengths around where one takes over from another, from and to places
 // off and on the start of a cache line, as a copy of its own and as a block of a large one.
 // Whatever stands between the runs stays.
-TEST(ExecuteCopyTest, RunsOfEveryLengthFromAndToAnywhere) {
+TEST(ExecuteCopyTest, RunsOfEveryLengthAndAlignmentAreExact) {
   constexpr std::uint64_t kLarge = std::uint64_t{1} << 30;
   for (const std::int64_t run :
        {17, 127, 128, 200, 448, 1023, 1024, 2050, 3071, 3072, 4100, 70000}) {

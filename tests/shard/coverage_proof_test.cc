@@ -250,7 +250,7 @@ TEST(CoverageProofTest, NoFalseAlarmInTenThousandSoundLayouts) {
   }
 }
 
-TEST(CoverageProofTest, TenThousandFaultsAreFoundExactly) {
+TEST(CoverageProofTest, TenThousandFaultsAreReportedExactly) {
   std::map<std::string, int> faults;
   for (int i = 0; i < TestScale(10'000); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
@@ -282,7 +282,7 @@ TEST(CoverageProofTest, TenThousandFaultsAreFoundExactly) {
 }
 
 // What is left to do where a proof by corners leaves too much.
-TEST(CoverageProofTest, TheSearchAloneIsExactToo) {
+TEST(CoverageProofTest, SearchWithoutProofIsExact) {
   for (int i = 0; i < TestScale(2000); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
     SCOPED_TRACE(i);
@@ -308,7 +308,7 @@ TEST(CoverageProofTest, TheSearchAloneIsExactToo) {
   }
 }
 
-TEST(CoverageProofTest, RangesInOrderAreRecognisedInOnePass) {
+TEST(CoverageProofTest, OrderedRangesAreRecognizedInOnePass) {
   const Box whole = Box::Whole({8, 6});
   const std::vector<Region> mixed = {B({0, 0}, {2, 6}), F(whole, 12, 5), F(whole, 17, 1),
                                      B({3, 0}, {5, 6})};
@@ -324,7 +324,7 @@ TEST(CoverageProofTest, RangesInOrderAreRecognisedInOnePass) {
   EXPECT_FALSE(linear);
 }
 
-TEST(CoverageProofTest, GridsAreRecognisedInAnyOrder) {
+TEST(CoverageProofTest, GridsAreRecognizedInAnyOrder) {
   Random rnd(TestSeed());
   for (int i = 0; i < TestScale(200); ++i) {
     SCOPED_TRACE(i);
@@ -351,7 +351,7 @@ TEST(CoverageProofTest, GridsAreRecognisedInAnyOrder) {
 }
 
 // Enough boxes in no order that the proof stops joining neighbours and its table grows.
-TEST(CoverageProofTest, FaultsAmongThousandsInNoOrder) {
+TEST(CoverageProofTest, FaultsAmongThousandsOfUnorderedBoxesAreFound) {
   Random rnd(TestSeed());
   for (int i = 0; i < 4; ++i) {
     const Dims shape = i % 2 == 0 ? Dims{100'000, 70'000} : Dims{4000, 3000, 5000};
@@ -395,7 +395,7 @@ TEST(CoverageProofTest, CombsDoNotTakeQuadraticTime) {
   EXPECT_THAT(CheckCoverage(SetOf({teeth, 2 * teeth}, regions)).missing, ElementsAre(gone));
 }
 
-TEST(CoverageProofTest, MoreFaultsThanTheCornersTell) {
+TEST(CoverageProofTest, MoreFaultsThanCornersAreAllCounted) {
   // A chessboard: every second cell is missing.
   const std::int64_t n = 200;
   std::vector<Region> white;
@@ -412,7 +412,7 @@ TEST(CoverageProofTest, MoreFaultsThanTheCornersTell) {
   EXPECT_THAT(report.missing, ElementsAre(B({0, 1}, {1, 1}), B({0, 3}, {1, 1}), B({0, 5}, {1, 1})));
 }
 
-TEST(CoverageProofTest, MoreHolesThanTheirGridMayHaveCells) {
+TEST(CoverageProofTest, MoreHolesThanGridCellsAreAllFound) {
   const std::int64_t n = 600;
   std::vector<Region> regions;
   std::vector<Box> holes;
@@ -430,7 +430,7 @@ TEST(CoverageProofTest, MoreHolesThanTheirGridMayHaveCells) {
   EXPECT_EQ(CheckCoverage(set, 1000).missing, holes);
 }
 
-TEST(CoverageProofTest, ManyOverlapsFarApart) {
+TEST(CoverageProofTest, ManyDistantOverlapsAreFound) {
   std::vector<Region> regions;
   for (std::int64_t r = 0; r < 40; ++r) {
     const std::int64_t at = r < 20 ? 7 : 2;
@@ -448,7 +448,7 @@ TEST(CoverageProofTest, ManyOverlapsFarApart) {
 }
 
 // Cut on more axes than corners are counted on.
-TEST(CoverageProofTest, ManyAxes) {
+TEST(CoverageProofTest, FaultsOnManyAxesAreFound) {
   const Dims shape = Dims::Filled(8, 2);
   std::vector<std::vector<std::int64_t>> cuts(8, {0, 1, 2});
   std::vector<Region> grid;
@@ -465,7 +465,7 @@ TEST(CoverageProofTest, ManyAxes) {
   EXPECT_THAT(CheckCoverage(SetOf(shape, grid)).missing, ElementsAre(gone));
 }
 
-TEST(CoverageProofTest, ExtentsAsLargeAsTheyGet) {
+TEST(CoverageProofTest, LargestExtentsDoNotOverflow) {
   const std::int64_t huge = std::int64_t{1} << 62;
   // Five times everything is as much as everything once, modulo 2^64.
   const std::vector<Region> five(5, B({0}, {huge}));
@@ -496,7 +496,7 @@ TEST(CoverageProofTest, ExtentsAsLargeAsTheyGet) {
   }
 }
 
-TEST(CoverageProofTest, MoreCornersThan64BitsNumber) {
+TEST(CoverageProofTest, CornerCountsOver64BitsAreHandled) {
   const std::int64_t half = std::int64_t{1} << 56;
   const Dims shape = {2, 2, 2, 2, 2, 2 * half};
   std::vector<std::vector<std::int64_t>> cuts(5, {0, 1, 2});
@@ -513,7 +513,7 @@ TEST(CoverageProofTest, MoreCornersThan64BitsNumber) {
   EXPECT_THAT(CheckCoverage(SetOf(shape, grid)).missing, ElementsAre(gone));
 }
 
-TEST(RegionSetTest, TakesOnlyWhatLiesWithin) {
+TEST(RegionSetTest, RefusesRegionsOutsideTheShape) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   constexpr std::int64_t kMin = std::numeric_limits<std::int64_t>::min();
   RegionSet set({4, 6});
@@ -549,7 +549,7 @@ TEST(RegionSetTest, TakesOnlyWhatLiesWithin) {
   EXPECT_EQ(set.size(), 1u);
 }
 
-TEST(RegionSetTest, HoldsRegionsAsTheyAre) {
+TEST(RegionSetTest, StoresRegionsUnchanged) {
   for (int i = 0; i < TestScale(1000); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
     SCOPED_TRACE(i);

@@ -20,7 +20,7 @@ TEST(CoverageTest, RowsAreComplete) {
   EXPECT_EQ(report.missing_elements, 0u);
 }
 
-TEST(CoverageTest, MissingRankIsNamedAsOneBox) {
+TEST(CoverageTest, MissingRankIsReportedAsOneBox) {
   std::vector<Region> grid;
   for (std::int64_t r = 0; r < 4; ++r) {
     for (std::int64_t c = 0; c < 4; ++c) {
@@ -34,7 +34,7 @@ TEST(CoverageTest, MissingRankIsNamedAsOneBox) {
   EXPECT_THAT(report.overlaps, IsEmpty());
 }
 
-TEST(CoverageTest, FlatRangesAndBoxesMix) {
+TEST(CoverageTest, FlatRangesAndBoxesCombine) {
   const Box whole = Box::Whole({4, 4});
   const CoverageReport report = CheckCoverage(
       SetOf({4, 4}, {F(whole, 0, 6), F(whole, 6, 3), B({3, 0}, {1, 4}), F(whole, 10, 2)}));
@@ -42,7 +42,7 @@ TEST(CoverageTest, FlatRangesAndBoxesMix) {
   EXPECT_THAT(report.overlaps, IsEmpty());
 }
 
-TEST(CoverageTest, OverlapNamesBothOwners) {
+TEST(CoverageTest, OverlapReportNamesBothOwners) {
   RegionSet regions({4, 4});
   ASSERT_TRUE(regions.Add(B({0, 0}, {2, 4}), 7));
   ASSERT_TRUE(regions.Add(B({2, 0}, {2, 4}), 5));
@@ -57,13 +57,13 @@ TEST(CoverageTest, OverlapNamesBothOwners) {
   EXPECT_EQ(report.overlaps[1].first, 5u);
 }
 
-TEST(CoverageTest, TheSameCellsTwiceOverlap) {
+TEST(CoverageTest, DuplicateRegionsOverlap) {
   const CoverageReport report = CheckCoverage(SetOf({4}, {B({0}, {4}), B({0}, {4}), B({1}, {0})}));
   ASSERT_EQ(report.overlaps.size(), 1u);
   EXPECT_EQ(report.overlaps[0].box, B({0}, {4}));
 }
 
-TEST(CoverageTest, NothingAtAll) {
+TEST(CoverageTest, EmptyLayoutMissesTheWholeTensor) {
   EXPECT_THAT(CheckCoverage(SetOf({4, 4}, {})).missing, ElementsAre(B({0, 0}, {4, 4})));
   EXPECT_TRUE(CheckCoverage(SetOf({4, 0}, {})).complete());
   EXPECT_THAT(CheckCoverage(SetOf({}, {})).missing, ElementsAre(Box()));
@@ -71,7 +71,7 @@ TEST(CoverageTest, NothingAtAll) {
   EXPECT_EQ(CheckCoverage(SetOf({}, {Box(), Box()})).overlaps.size(), 1u);
 }
 
-TEST(CoverageTest, ListsAreCutButCountsAreNot) {
+TEST(CoverageTest, ListsAreTruncatedButCounted) {
   std::vector<Region> odd;
   for (std::int64_t i = 1; i < 100; i += 2) odd.push_back(B({i}, {1}));
   const CoverageReport report = CheckCoverage(SetOf({100}, odd), 3);
@@ -158,7 +158,7 @@ TEST(CoveragePropertyTest, MatchesCountingEveryCell) {
 }
 
 // However the rest is cut, what one rank does not bring is named as the one box that it is.
-TEST(CoveragePropertyTest, OneMissingBoxIsNamedWhole) {
+TEST(CoveragePropertyTest, MissingBoxIsReportedWhole) {
   for (int i = 0; i < TestScale(1000); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
     SCOPED_TRACE(i);
@@ -176,7 +176,7 @@ TEST(CoveragePropertyTest, OneMissingBoxIsNamedWhole) {
   }
 }
 
-TEST(CoverageScaleTest, ManyRows) {
+TEST(CoverageScaleTest, MissingRowAmongManyIsFound) {
   std::vector<Region> rows;
   for (std::int64_t i = 0; i < 100'000; ++i) {
     if (i != 77'777) rows.push_back(B({i * 3, 0}, {3, 4096}));
@@ -187,7 +187,7 @@ TEST(CoverageScaleTest, ManyRows) {
   EXPECT_THAT(report.missing, ElementsAre(B({233'331, 0}, {3, 4096})));
 }
 
-TEST(CoverageScaleTest, Grid) {
+TEST(CoverageScaleTest, LargeGridIsComplete) {
   std::vector<Region> grid;
   for (std::int64_t a = 0; a < 64; ++a) {
     for (std::int64_t b = 0; b < 64; ++b) {
@@ -197,7 +197,7 @@ TEST(CoverageScaleTest, Grid) {
   EXPECT_TRUE(CheckCoverage(SetOf({128, 192, 40}, grid)).complete());
 }
 
-TEST(CoverageScaleTest, ThousandsOfIrregularBoxes) {
+TEST(CoverageScaleTest, ThousandsOfIrregularBoxesAreChecked) {
   Random rnd(TestSeed());
   const Dims shape = {4000, 4000, 4000};
   std::vector<Region> regions;
@@ -211,7 +211,7 @@ TEST(CoverageScaleTest, ThousandsOfIrregularBoxes) {
 }
 
 // Bricks: no cut goes through without cutting boxes.
-TEST(CoverageScaleTest, Bricks) {
+TEST(CoverageScaleTest, GapInABrickPatternIsFound) {
   std::vector<Region> bricks;
   for (std::int64_t r = 0; r < 60; ++r) {
     for (std::int64_t c = 0; c < 60; ++c) {

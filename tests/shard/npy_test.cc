@@ -16,7 +16,7 @@ std::string Golden(const std::string& dict) {
 }
 
 // What numpy.save of NumPy 2 (with ml_dtypes) wrote.
-TEST(NpyTest, AsNumPyWritesIt) {
+TEST(NpyTest, HeadersEqualThoseOfNumPy) {
   EXPECT_THAT(MakeNpyHeader(DType::kBF16, {2}),
               IsOkAndHolds(Golden("{'descr': '<V2', 'fortran_order': False, 'shape': (2,), }")));
   EXPECT_THAT(MakeNpyHeader(DType::kBool, {}),
@@ -39,7 +39,7 @@ TEST(NpyTest, LongShapesStayAligned) {
   EXPECT_EQ(header.value().back(), '\n');
 }
 
-TEST(NpyTest, SubByteTypesHaveNoForm) {
+TEST(NpyTest, SubByteTypesAreUnsupported) {
   EXPECT_THAT(MakeNpyHeader(DType::kF4, {2}), HasCode(Code::kUnsupported));
 }
 
@@ -56,7 +56,7 @@ std::string Descr(const std::string& descr) {
   return NpyFile("{'descr': " + descr + ", 'fortran_order': False, 'shape': (2,), }\n");
 }
 
-TEST(NpyTest, OwnHeadersAreReadBack) {
+TEST(NpyTest, OwnHeadersRoundTrip) {
   for (const DTypeInfo& info : AllDTypes()) {
     if (info.npy_descr.empty() || info.npy_descr == "<V1") continue;
     for (const Dims& shape : {Dims{}, Dims{7}, Dims{3, 0, 2}, Dims::Filled(16, 2)}) {
@@ -71,7 +71,7 @@ TEST(NpyTest, OwnHeadersAreReadBack) {
   }
 }
 
-TEST(NpyTest, OtherSpellingsOfTheSame) {
+TEST(NpyTest, ReadsOtherSpellingsOfAHeader) {
   for (const std::string& bytes : {
            NpyFile("{'descr':'<f4','fortran_order':True,'shape':(2,3)}"),
            NpyFile("{\"shape\": (2, 3,), \"descr\": \"<f4\", \"fortran_order\": True}  \n"),
@@ -88,22 +88,22 @@ TEST(NpyTest, OtherSpellingsOfTheSame) {
   }
 }
 
-TEST(NpyTest, NamesTypesThatAreNotRowsOfNumbers) {
+TEST(NpyTest, RefusesNonNumericTypesByName) {
   EXPECT_EQ(ParseNpyHeader(Descr("'<V2'")).value().dtype, DType::kBF16);
   EXPECT_EQ(ParseNpyHeader(Descr("'<f1'")).value().dtype, DType::kF8E5M2);
   EXPECT_EQ(ParseNpyHeader(Descr("'<u1'")).value().dtype, DType::kU8);
   const std::map<std::string, std::string> refused = {
-      {"'|O'", "elements of type '|O' are Python objects"},
-      {"'>f4'", "elements of type '>f4' are big-endian"},
+      {"'|O'", "element type '|O' is not supported: Python objects"},
+      {"'>f4'", "element type '>f4' is not supported: big-endian"},
       {"'>i8'", "big-endian"},
       {"'<U5'", "text"},
       {"'|S3'", "text"},
       {"'<M8[ns]'", "dates"},
       {"'|V2'", "raw bytes"},
-      {"'<V1'", "several kinds"},
-      {"'<f16'", "not known"},
-      {"''", "not known"},
-      {"[('a', '<f4'), ('b', '<i4')]", "records of several fields"},
+      {"'<V1'", "several formats"},
+      {"'<f16'", "unknown type"},
+      {"''", "unknown type"},
+      {"[('a', '<f4'), ('b', '<i4')]", "elements with several fields"},
   };
   for (const auto& [descr, message] : refused) {
     const auto header = ParseNpyHeader(Descr(descr));
@@ -131,23 +131,24 @@ TEST(NpyTest, HeadersAreReadUpToAMebibyte) {
   EXPECT_THAT(offset(kMaxNpyHeader + 1), HasCode(Code::kUnsupported));
 }
 
-TEST(NpyTest, RefusesWhatIsNotTheLiteral) {
+TEST(NpyTest, RefusesHeadersThatAreNotALiteral) {
   const std::map<std::string, std::string> bad = {
-      {"", "is no dictionary"},
-      {"{'descr': '<f4', 'fortran_order': False}", "lacks"},
+      {"", "not a dictionary"},
+      {"{'descr': '<f4', 'fortran_order': False}", "is missing"},
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'shape': (3,)}", "occurs twice"},
-      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'x': 1}", "none of descr"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'x': 1}", "unknown key 'x'"},
       {"{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}", "neither True nor False"},
-      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2)}", "no tuple"},
-      {"{'descr': '<f4', 'fortran_order': False, 'shape': 2}", "no tuple"},
-      {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}", "no whole number"},
-      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2 ,3 4)}", "no tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2)}", "not a tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': 2}", "not a tuple"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}", "not an integer"},
+      {"{'descr': '<f4', 'fortran_order': False, 'shape': (2 ,3 4)}", "not a tuple"},
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,)}",
-       "no whole number"},
+       "not an integer"},
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296)}", "4294967296"},
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)} or exit()", "after the dictionary"},
-      {"{'descr': __import__('os'), 'fortran_order': False, 'shape': (2,)}", "descr is no string"},
-      {"{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (2,)}", "descr is no string"},
+      {"{'descr': __import__('os'), 'fortran_order': False, 'shape': (2,)}",
+       "descr is not a string"},
+      {"{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (2,)}", "descr is not a string"},
       {"{'descr': '<f4' 'fortran_order': False, 'shape': (2,)}", "comma"},
       {"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)", "comma"},
   };

@@ -12,28 +12,28 @@ namespace {
 
 using testing::ElementsAre;
 
-TEST(RegionTest, WholeRowsAreABox) {
+TEST(RegionTest, FlatRangeOfWholeRowsIsABox) {
   EXPECT_EQ(F(B({0, 0}, {4, 8}), 8, 16), Region(B({1, 0}, {2, 8})));
   EXPECT_FALSE(F(B({0, 0}, {4, 8}), 8, 16).is_flat());
   // Rows of a middle axis.
   EXPECT_EQ(F(B({0, 0, 0}, {2, 3, 4}), 16, 8), Region(B({1, 1, 0}, {1, 2, 4})));
 }
 
-TEST(RegionTest, InsideOneRowIsABox) {
+TEST(RegionTest, FlatRangeWithinOneRowIsABox) {
   EXPECT_EQ(F(B({0, 0}, {4, 8}), 9, 5), Region(B({1, 1}, {1, 5})));
 }
 
-TEST(RegionTest, EverythingIsTheBox) {
+TEST(RegionTest, FlatRangeOfEverythingIsTheBox) {
   EXPECT_EQ(F(B({2, 1}, {4, 8}), 0, 32), Region(B({2, 1}, {4, 8})));
   EXPECT_EQ(F(Box(), 0, 1), Region());
 }
 
-TEST(RegionTest, AxesOfOneDoNotHideABox) {
+TEST(RegionTest, AxesOfExtentOneDoNotHideABox) {
   EXPECT_EQ(F(B({0, 0, 0}, {4, 1, 1}), 1, 2), Region(B({1, 0, 0}, {2, 1, 1})));
   EXPECT_EQ(F(B({0, 0, 0}, {1, 4, 1}), 1, 2), Region(B({0, 1, 0}, {1, 2, 1})));
 }
 
-TEST(RegionTest, EqualCellsAreEqualWhateverTheyWereCountedIn) {
+TEST(RegionTest, RegionsWithEqualCellsAreEqual) {
   const Region a = F(B({0, 0}, {8, 4}), 6, 7);
   EXPECT_TRUE(a.is_flat());
   EXPECT_EQ(a, F(B({1, 0}, {3, 4}), 2, 7));
@@ -44,7 +44,7 @@ TEST(RegionTest, EqualCellsAreEqualWhateverTheyWereCountedIn) {
   EXPECT_NE(a, F(B({0, 0}, {8, 4}), 7, 7));
 }
 
-TEST(RegionTest, EmptyOnesAreEqual) {
+TEST(RegionTest, EmptyRegionsAreEqual) {
   EXPECT_EQ(F(B({0}, {4}), 2, 0), Region(B({1, 1}, {0, 3})));
   EXPECT_NE(F(B({0}, {4}), 2, 0), Region());
   EXPECT_TRUE(F(Box(), 0, 0).empty());
@@ -60,7 +60,7 @@ TEST(RegionTest, FlatRangeMustLieInTheBox) {
   EXPECT_THAT(Region::Flat(of, INT64_MAX, 1), HasCode(Code::kInvalidArgument));
 }
 
-TEST(RegionTest, BoxesFollowTheOrder) {
+TEST(RegionTest, BoxesFollowElementOrder) {
   EXPECT_THAT(F(B({0, 0}, {4, 4}), 2, 9).Boxes(),
               ElementsAre(B({0, 2}, {1, 2}), B({1, 0}, {1, 4}), B({2, 0}, {1, 3})));
   EXPECT_THAT(F(B({0, 0}, {2, 4}), 3, 2).Boxes(),
@@ -68,7 +68,7 @@ TEST(RegionTest, BoxesFollowTheOrder) {
   EXPECT_THAT(Region(B({1}, {2})).Boxes(), ElementsAre(B({1}, {2})));
 }
 
-TEST(RegionPropertyTest, BoxesAreTheCellsInOrder) {
+TEST(RegionPropertyTest, BoxesGiveTheCellsInOrder) {
   for (int i = 0; i < TestScale(3000); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
     SCOPED_TRACE(i);

@@ -18,7 +18,7 @@ Result<SafetensorsHeader> Parse(std::string_view json, std::uint64_t data_bytes)
   return ParseSafetensorsHeader(json, 8 + json.size() + data_bytes);
 }
 
-TEST(SafetensorsTest, ReadsTensorsInOrderOfTheirData) {
+TEST(SafetensorsTest, ReadsTensorsInDataOrder) {
   const auto header = Parse(R"({"b":{"dtype":"F32","shape":[2],"data_offsets":[6,14]},)"
                             R"("__metadata__":{"format":"pt","k":"\u00e9"},)"
                             R"("a":{"dtype":"BF16","shape":[3,1],"data_offsets":[0,6]}}   )",
@@ -35,7 +35,7 @@ TEST(SafetensorsTest, ReadsTensorsInOrderOfTheirData) {
 }
 
 // What the reference implementation (0.8) takes.
-TEST(SafetensorsTest, TakesWhatTheReferenceTakes) {
+TEST(SafetensorsTest, AcceptsHeadersOfTheReferenceImplementation) {
   EXPECT_OK(Parse("{}", 0));
   EXPECT_OK(Parse("{}        ", 0));
   EXPECT_OK(Parse(R"({"__metadata__":null})", 0));
@@ -57,7 +57,7 @@ TEST(SafetensorsTest, TakesWhatTheReferenceTakes) {
   EXPECT_EQ(header.value().entries[3].key, "b");
 }
 
-TEST(SafetensorsTest, KnowsEveryTypeOfTheFormat) {
+TEST(SafetensorsTest, ReadsEveryTypeOfTheFormat) {
   const std::vector<std::pair<const char*, std::uint64_t>> bits = {
       {"BOOL", 8},        {"F4", 4},   {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"U8", 8},
       {"I8", 8},          {"I16", 16}, {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8},
@@ -116,7 +116,7 @@ TEST(SafetensorsTest, EveryRuleIsChecked) {
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1, "not two numbers"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":{"begin":0}}})", 1,
        "data_offsets hold an object"},
-      {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,true]}})", 1, "a truth value"},
+      {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,true]}})", 1, "a boolean"},
       {R"({"a":{"dtype":"U8","shape":[99999999999999999999],"data_offsets":[0,1]}})", 1,
        "does not fit 64 bits"},
       {R"({"a":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,1]}})", 1,
@@ -136,7 +136,8 @@ TEST(SafetensorsTest, EveryRuleIsChecked) {
        R"("b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}})",
        5, "'b': bytes 3 to 5 leave a gap"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2, "leave a gap"},
-      {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", 1, "pass the end of the data"},
+      {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", 1,
+       "reach past the end of the data"},
       {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", 3, "1 bytes are left over"},
       {"{}", 1, "1 bytes are left over"},
       {R"({"a":{"dtype":"F3","shape":[1],"data_offsets":[0,1]}})", 1, "'a': dtype 'F3'",
@@ -154,23 +155,23 @@ TEST(SafetensorsTest, EveryRuleIsChecked) {
   }
 }
 
-TEST(SafetensorsTest, NulDoesNotEndTheHeader) {
+TEST(SafetensorsTest, NulInTheHeaderIsRefused) {
   EXPECT_THAT(Parse(std::string_view("{}\0{}", 5), 0), HasMessage("NUL"));
 }
 
-TEST(SafetensorsTest, HeaderMustFitTheFile) {
-  EXPECT_THAT(ParseSafetensorsHeader("{}", 9), HasMessage("do not fit a file of 9"));
+TEST(SafetensorsTest, HeaderLongerThanTheFileIsRefused) {
+  EXPECT_THAT(ParseSafetensorsHeader("{}", 9), HasMessage("do not fit in a file of 9"));
   EXPECT_OK(ParseSafetensorsHeader("{}", 10));
 }
 
-TEST(SafetensorsTest, FilesAreReadOnlyAsFarAsTheyGo) {
+TEST(SafetensorsTest, TruncatedFilesAreRefused) {
   TempDir dir;
   const auto read = [&](std::string_view bytes) {
     WriteWholeFile(dir.Join("f"), bytes);
     auto file = HostFileSystem().OpenRead(dir.Join("f"));
     return ReadSafetensorsHeader(*file.value());
   };
-  EXPECT_THAT(read("1234567"), HasMessage("no header length"));
+  EXPECT_THAT(read("1234567"), HasMessage("too short for the header length"));
   EXPECT_THAT(read(std::string_view("\x03\0\0\0\0\0\0\0{}", 10)), HasMessage("do not fit"));
   EXPECT_THAT(read(std::string(8, '\xFF')), HasMessage("the format allows 100000000"));
   EXPECT_THAT(read(std::string_view("\x01\xE1\xF5\x05\0\0\0\0{}", 10)),
@@ -179,7 +180,7 @@ TEST(SafetensorsTest, FilesAreReadOnlyAsFarAsTheyGo) {
   EXPECT_OK(read(std::string_view("\x02\0\0\0\0\0\0\0{}", 10)));
 }
 
-TEST(SafetensorsTest, WrittenHeadersAreReadBack) {
+TEST(SafetensorsTest, WrittenHeadersRoundTrip) {
   std::vector<SafetensorsEntry> entries = {
       {"b\"\\\n\x01", DType::kF32, {2, 3}, 0, 0},
       {"a\xC3\xA9", DType::kF4, {3, 2}, 0, 0},
@@ -211,7 +212,7 @@ TEST(SafetensorsTest, WrittenHeadersAreReadBack) {
   }
 }
 
-TEST(SafetensorsTest, RefusesToWriteWhatNobodyCouldRead) {
+TEST(SafetensorsTest, RefusesToWriteInvalidHeaders) {
   const auto make = [](std::vector<SafetensorsEntry> entries, std::uint64_t alignment = 8) {
     return MakeSafetensorsHeader(entries, {}, alignment);
   };
@@ -230,7 +231,7 @@ TEST(SafetensorsTest, RefusesToWriteWhatNobodyCouldRead) {
 }
 
 // Damaged headers are refused or understood; nothing else may happen.
-TEST(SafetensorsPropertyTest, DamagedHeadersNeverBreakIn) {
+TEST(SafetensorsPropertyTest, DamagedHeadersAreRefusedOrConsistent) {
   std::vector<SafetensorsEntry> entries = {{"w", DType::kF32, {2, 3}, 0, 0},
                                            {"v", DType::kBF16, {4}, 0, 0}};
   const std::string good = MakeSafetensorsHeader(entries, {{"format", "pt"}}, 8).value().substr(8);

@@ -13,14 +13,14 @@ namespace {
 
 using Json = nlohmann::json;
 
-TEST(StrictJsonTest, TakesAnObjectAsItIs) {
+TEST(StrictJsonTest, ParsesAnObject) {
   const std::string text = R"( {"a":[1,-2,3.5,null,true],"b":{"c":"x"},"a.b":[]} )";
   const auto json = ParseStrictJson(text);
   ASSERT_OK(json);
   EXPECT_EQ(json.value(), Json::parse(text));
 }
 
-TEST(StrictJsonTest, RefusesWhatOtherParsersLetPass) {
+TEST(StrictJsonTest, RefusesAmbiguousJson) {
   const std::string nul = std::string("{\"a\":1}") + '\0' + "x";
   const std::map<std::string, std::string> bad = {
       {R"({"a":1,"a":2})", "key 'a' occurs twice"},
@@ -41,7 +41,7 @@ TEST(StrictJsonTest, RefusesWhatOtherParsersLetPass) {
   }
 }
 
-TEST(StrictJsonTest, BoundsDepthAndNumberOfValues) {
+TEST(StrictJsonTest, LimitsDepthAndNumberOfValues) {
   std::string deep = R"({"a":)" + std::string(31, '[') + std::string(31, ']') + "}";
   EXPECT_OK(ParseStrictJson(deep));
   deep = R"({"a":)" + std::string(32, '[') + std::string(32, ']') + "}";
@@ -53,7 +53,7 @@ TEST(StrictJsonTest, BoundsDepthAndNumberOfValues) {
               HasCode(Code::kResourceExhausted));
 }
 
-TEST(StrictJsonTest, HandsMembersOverOneByOne) {
+TEST(StrictJsonTest, DeliversMembersOneByOne) {
   std::string seen;
   const JsonMember note = [&](const std::string& name, Json& value) {
     seen += name + "=" + value.dump() + ";";

@@ -15,20 +15,20 @@ const std::byte* BytePointer(const std::string& s) {
   return reinterpret_cast<const std::byte*>(s.data());
 }
 
-TEST(StridedDigestTest, WholeTensorIsItsCrc) {
+TEST(StridedDigestTest, DigestOfAWholeTensorIsItsCrc) {
   const std::string text = "123456789";
   const PlacedBox placed{B({0}, {9}), 0, {1}};
   EXPECT_EQ(DigestOfPlaced(placed, BytePointer(text), {9}), 0xAE8B14860A799888u);
 }
 
-TEST(StridedDigestTest, EmptyContributesNothing) {
+TEST(StridedDigestTest, EmptyBoxContributesNothing) {
   EXPECT_EQ(DigestOfPlaced({B({3}, {0}), 0, {1}}, nullptr, {9}), 0u);
   Crc64 contribution = 7;
   ExecuteCopyWithDigest(StridedCopy(), B({0}, {0}), nullptr, nullptr, {9}, &contribution);
   EXPECT_EQ(contribution, 7u);
 }
 
-TEST(StridedDigestTest, TwoColumnsMakeTheWhole) {
+TEST(StridedDigestTest, DigestsOfTwoColumnsXorToTheWhole) {
   const std::string tensor = "abcdefgh";  // [2, 4]
   const std::string left = "abef";
   const std::string right = "cdgh";
@@ -39,7 +39,7 @@ TEST(StridedDigestTest, TwoColumnsMakeTheWhole) {
 }
 
 // The sizes at which gathering goes by blocks of rows, by parts of one row, and by single runs.
-TEST(StridedDigestTest, LargeTransposedMemory) {
+TEST(StridedDigestTest, LargeTransposedMemoryDigestsExactly) {
   const std::vector<Dims> shapes = {
       {300, 700, 2}, {2, 200'000, 2}, {3, 5, 40'000, 1}, {64, 900, 8}};
   for (const Dims& shape : shapes) {
@@ -70,7 +70,7 @@ TEST(StridedDigestTest, LargeTransposedMemory) {
   }
 }
 
-TEST(StridedDigestTest, LongColumnRuns) {
+TEST(StridedDigestTest, LongColumnRunsDigestExactly) {
   const Dims shape = {40, 1024};
   Random rnd(TestSeed());
   const std::string tensor = rnd.Bytes(40 * 1024);
@@ -91,7 +91,7 @@ TEST(StridedDigestTest, LongColumnRuns) {
 }
 
 // However a tensor is cut and held, the contributions XOR to the CRC of its bytes.
-TEST(StridedDigestPropertyTest, AnyPartitionMakesTheWhole) {
+TEST(StridedDigestPropertyTest, DigestsOfAnyPartitionXorToTheWhole) {
   for (int i = 0; i < TestScale(700); ++i) {
     Random rnd(TestSeed() + static_cast<std::uint64_t>(i));
     SCOPED_TRACE(i);

@@ -27,7 +27,7 @@ ValueMismatch Compare(DType type, const std::vector<T>& a, const std::vector<T>&
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-TEST(ElementValues, EverySmallFloatIsWhatTheConversionMakesOfIt) {
+TEST(ElementValues, DecodedSmallFloatsEqualTheirConversion) {
   for (const DType type : {DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E5M2}) {
     const int bits = static_cast<int>(InfoOf(type).bits);
     for (std::uint32_t i = 0; i < 1U << bits; ++i) {
@@ -42,7 +42,7 @@ TEST(ElementValues, EverySmallFloatIsWhatTheConversionMakesOfIt) {
   }
 }
 
-TEST(ElementValues, KindsThatTheConversionLacks) {
+TEST(ElementValues, DecodesTypesWithoutAConversion) {
   const auto value = [](DType type, std::uint8_t bits) {
     double out = 0;
     DecodeNumbers(type, reinterpret_cast<const std::byte*>(&bits), 1, &out);
@@ -57,7 +57,7 @@ TEST(ElementValues, KindsThatTheConversionLacks) {
 }
 
 // What is behind the last number is somebody else's.
-TEST(ElementValues, AsManyNumbersAsAskedForAreWritten) {
+TEST(ElementValues, DecodeWritesOnlyTheRequestedNumbers) {
   const std::vector<std::byte> zeros(64);
   for (const DType type : {DType::kBool, DType::kU8, DType::kI8, DType::kU16, DType::kI16,
                            DType::kU32, DType::kI32, DType::kI64, DType::kU64, DType::kF16,
@@ -73,7 +73,7 @@ TEST(ElementValues, AsManyNumbersAsAskedForAreWritten) {
   }
 }
 
-TEST(CompareValues, SaysHowManyHowFarAndWhere) {
+TEST(CompareValues, ReportsCountDistanceAndPlaceOfDifferences) {
   const ValueMismatch d = Compare<float>(DType::kF32, {1, 2, 3, 4}, {1, 2.5, 3, 2}, 100);
   EXPECT_EQ(d.compared, 4U);
   EXPECT_EQ(d.differing, 2U);
@@ -85,7 +85,7 @@ TEST(CompareValues, SaysHowManyHowFarAndWhere) {
   EXPECT_FALSE(d.max_abs_integer);
 }
 
-TEST(CompareValues, NotANumberIsApart) {
+TEST(CompareValues, NanHasNoDistance) {
   const float other = std::bit_cast<float>(std::bit_cast<std::uint32_t>(kNan) ^ 1U);
   const ValueMismatch d =
       Compare<float>(DType::kF32, {kNan, kNan, kNan, 0, 5}, {kNan, other, 1, -0.0F, kNan});
@@ -97,7 +97,7 @@ TEST(CompareValues, NotANumberIsApart) {
   EXPECT_FALSE(d.max_abs) << "nothing that differs has a distance";
 }
 
-TEST(CompareValues, InfinitiesAreInfinitelyFar) {
+TEST(CompareValues, OppositeInfinitiesAreInfinitelyFar) {
   const ValueMismatch d = Compare<float>(DType::kF32, {kInf, 1, kInf}, {-kInf, 1, 3});
   EXPECT_EQ(d.differing, 2U);
   EXPECT_EQ(d.max_abs->value, std::numeric_limits<double>::infinity());
@@ -105,7 +105,7 @@ TEST(CompareValues, InfinitiesAreInfinitelyFar) {
   EXPECT_EQ(d.max_rel->value, 1);
 }
 
-TEST(CompareValues, IntegersAreExact) {
+TEST(CompareValues, IntegersAreComparedExactly) {
   const std::int64_t big = std::numeric_limits<std::int64_t>::max();
   const ValueMismatch d = Compare<std::int64_t>(DType::kI64, {big, 7, -big - 1}, {big - 1, 7, big});
   EXPECT_EQ(d.differing, 2U);
@@ -117,14 +117,14 @@ TEST(CompareValues, IntegersAreExact) {
   EXPECT_EQ(*Compare<std::uint64_t>(DType::kU64, {most}, {most - 3}).max_abs_integer, 3U);
 }
 
-TEST(CompareValues, ComplexDistancesAreInThePlane) {
+TEST(CompareValues, ComplexDistanceIsTheAbsoluteValue) {
   const ValueMismatch d = Compare<float>(DType::kC64, {0, 0, 1, kNan}, {3, -4, 1, 2});
   EXPECT_EQ(d.compared, 2U);
   EXPECT_EQ(d.max_abs->value, 5);
   EXPECT_EQ(d.nan_beside, 1U);
 }
 
-TEST(CompareValues, TypesMayDiffer) {
+TEST(CompareValues, ValuesOfDifferentTypesAreCompared) {
   const std::vector<float> a = {1, 2, 0.1F};
   const std::uint16_t b[] = {0x3F80, 0x4000, 0x3DCD};  // bf16: 1, 2, about 0.1.
   ValueMismatch d;
@@ -138,7 +138,7 @@ TEST(CompareValues, TypesMayDiffer) {
   EXPECT_FALSE(CanCompareValues(DType::kF4, DType::kF4));
 }
 
-TEST(CompareValues, BlocksAddUpInAnyOrder) {
+TEST(CompareValues, BlocksMergeInAnyOrder) {
   std::vector<std::int32_t> a(4000);
   std::vector<std::int32_t> b(4000);
   for (std::size_t i = 0; i < a.size(); ++i) {

@@ -83,7 +83,7 @@ bool IsPrefix(const std::vector<JournalRecord>& records) {
   return true;
 }
 
-TEST(JournalTest, ReadsWhatWasWritten) {
+TEST(JournalTest, RecordsRoundTrip) {
   const TempDir dir;
   std::vector<std::uint64_t> ends;
   const std::string bytes = WriteSome(dir, &ends);
@@ -98,7 +98,7 @@ TEST(JournalTest, ReadsWhatWasWritten) {
   EXPECT_LT(ends.back(), bytes.size());  // A mark follows.
 }
 
-TEST(JournalTest, CutAnywhereGivesWholeRecords) {
+TEST(JournalTest, TruncatedJournalGivesWholeRecords) {
   const TempDir dir;
   std::vector<std::uint64_t> ends;
   const std::string bytes = WriteSome(dir, &ends);
@@ -116,7 +116,7 @@ TEST(JournalTest, CutAnywhereGivesWholeRecords) {
   }
 }
 
-TEST(JournalTest, AFlippedBitIsDamageOrATail) {
+TEST(JournalTest, FlippedBitIsDamageOrATornTail) {
   const TempDir dir;
   std::vector<std::uint64_t> ends;
   const std::string bytes = WriteSome(dir, &ends);
@@ -142,7 +142,7 @@ TEST(JournalTest, AFlippedBitIsDamageOrATail) {
   }
 }
 
-TEST(JournalTest, GarbageNeverPassesForRecords) {
+TEST(JournalTest, GarbageIsNeverReadAsRecords) {
   const TempDir dir;
   std::vector<std::uint64_t> ends;
   const std::string bytes = WriteSome(dir, &ends);
@@ -172,7 +172,7 @@ TEST(JournalTest, GarbageNeverPassesForRecords) {
   }
 }
 
-TEST(JournalTest, RecordsThatContradictThemselvesAreDamage) {
+TEST(JournalTest, ContradictoryRecordsAreDamage) {
   const TempDir dir;
   std::vector<std::uint64_t> ends;
   const std::string head = WriteSome(dir, &ends).substr(0, ends[0]);
@@ -208,7 +208,7 @@ TEST(JournalTest, RecordsThatContradictThemselvesAreDamage) {
   broken(6, [](JournalRecord& r) { r.number = 1; });
 }
 
-TEST(JournalTest, SyncsOfManyAreGroupedAndDurable) {
+TEST(JournalTest, ConcurrentSyncsAreGroupedAndDurable) {
   const TempDir dir;
   std::atomic<int> syncs{0};
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {
@@ -247,7 +247,7 @@ TEST(JournalTest, SyncsOfManyAreGroupedAndDurable) {
   EXPECT_THAT(journal->Append(one), HasCode(Code::kStale));
 }
 
-TEST(JournalTest, WhatIsAppendedDuringAnFsyncNeedsAnother) {
+TEST(JournalTest, RecordAppendedDuringAnFsyncIsSyncedAgain) {
   const TempDir dir;
   std::unique_ptr<JournalWriter> journal;
   const std::string record = EncodeRecord(SomeRecords()[0]);
@@ -270,7 +270,7 @@ TEST(JournalTest, WhatIsAppendedDuringAnFsyncNeedsAnother) {
   EXPECT_GE(journal->synced_bytes(), empty + 2 * record.size());
 }
 
-TEST(JournalTest, AFailedSyncCondemnsTheJournal) {
+TEST(JournalTest, FailedSyncCondemnsTheJournal) {
   const TempDir dir;
   std::atomic<bool> fail{false};
   ObservedFileSystem fs(HostFileSystem(), [&](const FileEvent& event) {

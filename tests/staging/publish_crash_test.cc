@@ -71,7 +71,7 @@ class PublishCrashTest : public StagingTest {
   const std::string bytes_ = Random(3).Bytes(64);
 };
 
-TEST_F(PublishCrashTest, AfterAFailureAnywhereItCanBePublishedAgain) {
+TEST_F(PublishCrashTest, PublishCanBeRetriedAfterAnyFailure) {
   bool failed = true;
   int published = 0;
   int k = 0;
@@ -107,7 +107,7 @@ TEST_F(PublishCrashTest, AfterAFailureAnywhereItCanBePublishedAgain) {
   EXPECT_GE(published, 3);  // The rename, and the syncs of both folders after it.
 }
 
-TEST_F(PublishCrashTest, AfterAPowerCutAnywhereItIsPublishedOrCanBe) {
+TEST_F(PublishCrashTest, PublishIsDoneOrRepeatableAfterAnyPowerCut) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   ASSERT_NO_FATAL_FAILURE(Write(live, dir_.Join("live/store")));
@@ -139,7 +139,7 @@ TEST_F(PublishCrashTest, AfterAPowerCutAnywhereItIsPublishedOrCanBe) {
   EXPECT_GT(again, 20);
 }
 
-TEST_F(PublishCrashTest, AStagingIsWholeOrNotThereAfterAPowerCut) {
+TEST_F(PublishCrashTest, StagingIsWholeOrAbsentAfterAPowerCut) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const auto store = Store::OpenOrCreate(live, dir_.Join("live/store"));
@@ -162,7 +162,7 @@ TEST_F(PublishCrashTest, AStagingIsWholeOrNotThereAfterAPowerCut) {
       staging = CreateStaging(again.value(), fs(), "step");
     }
     ASSERT_OK(staging);
-    EXPECT_TRUE(StagingInPlace(fs(), staging.value()));
+    EXPECT_TRUE(IsStagingInPlace(fs(), staging.value()));
     EXPECT_OK(StagingLease::ForWriting(fs(), staging.value()));
     EXPECT_OK(ReadSchemas(fs(), staging.value().directory));
     EXPECT_OK(ReadDoneMarks(fs(), staging.value()));

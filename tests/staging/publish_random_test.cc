@@ -207,7 +207,7 @@ class Case {
 
 class PublishRandomTest : public StagingTest {};
 
-TEST_F(PublishRandomTest, WhatIsPublishedIsWhatTheModelSays) {
+TEST_F(PublishRandomTest, PublishedCheckpointsMatchTheModel) {
   const Store store = MakeStore();
   Random random(TestSeed());
   const DType types[] = {DType::kU8,   DType::kBF16, DType::kF32,

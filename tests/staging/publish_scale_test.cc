@@ -15,7 +15,7 @@ class PublishScaleTest : public StagingTest {};
 double CpuSeconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
 // Many tensors of eight extents each by two mounts. TENSORMOUNT_TEST_SCALE=10: 10,000 of them.
-TEST_F(PublishScaleTest, ManyTensorsTakeLittle) {
+TEST_F(PublishScaleTest, ManyTensorsArePublishedQuickly) {
   const int tensors = TestScale(1000);
   const Store store = MakeStore();
   std::string schema = "{\"tensors\": {";

@@ -60,7 +60,7 @@ TEST_F(PublishStagingTest, RowsOfTwoMountsBecomeOneCheckpoint) {
   EXPECT_EQ(next.generation, published.value().info.generation + 1);
 }
 
-TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
+TEST_F(PublishStagingTest, PublishedTensorFileCanBePassedThrough) {
   const std::string big = Random(9).Bytes(3 * 65536 + 5);
   const Staging staging = Make(store_, "step",
                                R"({"tensors": {"w": {"dtype": "u8", "shape": [196613]},
@@ -97,7 +97,7 @@ TEST_F(PublishStagingTest, AFileThatIsTheTensorCanBePassedThrough) {
 
 // Four elements of 6 bits are 3 bytes, and a row has six: its last two stand in one unit with the
 // first two of the next row. Such units, one below the other, are no box of elements.
-TEST_F(PublishStagingTest, ColumnsOfUnitsMayBeNoBoxesOfElements) {
+TEST_F(PublishStagingTest, SubByteColumnsAcrossRowsArePublished) {
   const Staging staging =
       Make(store_, "step", R"({"tensors": {"w": {"dtype": "f6_e2m3", "shape": [2, 2, 6]}}})");
   TestMount a(fs(), staging, 1);
@@ -111,7 +111,7 @@ TEST_F(PublishStagingTest, ColumnsOfUnitsMayBeNoBoxesOfElements) {
   EXPECT_TRUE(IsSound("step"));
 }
 
-TEST_F(PublishStagingTest, MissingBoxesAreNamedExactlyAndCanBeWrittenLater) {
+TEST_F(PublishStagingTest, MissingBoxesAreReportedAndCanBeWrittenLater) {
   const Staging staging = Make(store_, "step",
                                R"({"tensors": {"w": {"dtype": "f32", "shape": [4, 4]},
                                                "x": {"dtype": "u8", "shape": [2]}},
@@ -126,7 +126,7 @@ TEST_F(PublishStagingTest, MissingBoxesAreNamedExactlyAndCanBeWrittenLater) {
   a.Object("rng", {0}, "zero");
   ASSERT_OK(a.Flush());
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(Lines(report_), ElementsAre("missing|object rng[1]|written by no mount",
+  EXPECT_THAT(Lines(report_), ElementsAre("missing|object rng[1]|not written by any mount",
                                           "missing|tensor w [1:3, :]|written by no mount",
                                           "missing|tensor w [3:4, 1:4]|written by no mount"));
   EXPECT_EQ(report_.bytes_missing, 42u);
@@ -144,7 +144,7 @@ TEST_F(PublishStagingTest, MissingBoxesAreNamedExactlyAndCanBeWrittenLater) {
   EXPECT_TRUE(IsSound("step"));
 }
 
-TEST_F(PublishStagingTest, UnequalBytesOfTwoMountsAreNamedExactly) {
+TEST_F(PublishStagingTest, DifferingBytesOfTwoMountsAreReported) {
   const Staging staging = Make(store_, "step",
                                R"({"tensors": {"w": {"dtype": "f32", "shape": [4, 4]}},
                                    "objects": {"config": {}}})");
@@ -201,7 +201,7 @@ TEST_F(PublishStagingTest, EqualBytesOfTwoMountsAreStoredOnce) {
   EXPECT_TRUE(IsSound("step"));
 }
 
-TEST_F(PublishStagingTest, ACommitOfAnotherOneSweepsNothing) {
+TEST_F(PublishStagingTest, CommitOfAnotherCheckpointSweepsNothing) {
   for (const char* name : {"a", "b"}) {
     const Staging staging =
         Make(store_, name, R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 8]}}})");
@@ -220,7 +220,7 @@ TEST_F(PublishStagingTest, ACommitOfAnotherOneSweepsNothing) {
   EXPECT_EQ(BytesOf("a", "w"), bytes_);
 }
 
-TEST_F(PublishStagingTest, LargeOnesAreCutAndComparedInBands) {
+TEST_F(PublishStagingTest, LargeTensorsAreComparedInBands) {
   const Staging staging =
       Make(store_, "step", R"({"tensors": {"w": {"dtype": "u8", "shape": [1300, 4100]}}})");
   const TensorMeta w = Meta(staging, "w");
@@ -247,7 +247,7 @@ TEST_F(PublishStagingTest, LargeOnesAreCutAndComparedInBands) {
   EXPECT_EQ(report_.bytes_written, all.size());
 }
 
-TEST_F(PublishStagingTest, DamagedBytesAreNeverCopied) {
+TEST_F(PublishStagingTest, DamagedBytesAreNotPublished) {
   const Staging staging = MakeW("step");
   const TensorMeta w = Meta(staging, "w");
   TestMount a(fs(), staging, 1);
@@ -259,7 +259,7 @@ TEST_F(PublishStagingTest, DamagedBytesAreNeverCopied) {
   bytes[10] = static_cast<char>(bytes[10] ^ 4);
   WriteWholeFile(file, bytes);
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
-  EXPECT_THAT(Publish("step"), HasMessage("are not those that were written"));
+  EXPECT_THAT(Publish("step"), HasMessage("checksum mismatch at byte"));
   bytes[10] = static_cast<char>(bytes[10] ^ 4);
   WriteWholeFile(file, bytes.substr(0, bytes.size() - 1));
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
@@ -268,7 +268,7 @@ TEST_F(PublishStagingTest, DamagedBytesAreNeverCopied) {
   EXPECT_TRUE(IsSound("step"));
 }
 
-TEST_F(PublishStagingTest, CondemnedUntilItIsWrittenAnew) {
+TEST_F(PublishStagingTest, CondemnedTensorIsRefusedUntilRewritten) {
   const Staging staging = MakeW("step");
   const TensorMeta w = Meta(staging, "w");
   TestMount a(fs(), staging, 1);
@@ -295,7 +295,7 @@ TEST_F(PublishStagingTest, CondemnedUntilItIsWrittenAnew) {
   EXPECT_EQ(BytesOf("again", "w"), bytes_);
 }
 
-TEST_F(PublishStagingTest, OfManyMissingMarksSixteenAreNamed) {
+TEST_F(PublishStagingTest, MissingWriterMarksAreListedUpToSixteen) {
   for (const std::uint32_t missing : {16u, 17u}) {
     const std::string name = "step-" + std::to_string(missing);
     const Staging staging =
@@ -309,7 +309,7 @@ TEST_F(PublishStagingTest, OfManyMissingMarksSixteenAreNamed) {
   }
 }
 
-TEST_F(PublishStagingTest, MarksOfAllWritersAndTheirJournalsAreNeeded) {
+TEST_F(PublishStagingTest, PublishNeedsMarksAndJournalsOfAllWriters) {
   const Staging staging =
       Make(store_, "step", R"({"tensors": {"w": {"dtype": "u8", "shape": [4, 8]}}, "writers": 3})");
   TestMount a(fs(), staging, 1);
@@ -347,7 +347,7 @@ TEST_F(PublishStagingTest, MarksOfAllWritersAndTheirJournalsAreNeeded) {
   EXPECT_EQ(published.value().info.world_size, 3u);
 }
 
-TEST_F(PublishStagingTest, NamesSchemaAndCommonValuesThatAreWrongHaveTheirOwnCodes) {
+TEST_F(PublishStagingTest, InvalidNameSchemaOrCommonValueHasItsOwnCode) {
   EXPECT_THAT(Publish("nothing"), HasCode(Code::kNotFound));
   const Staging staging = CreateStaging(store_, fs(), "step").value();
   EXPECT_THAT(Publish("step"), HasCode(Code::kInvalidArgument));
@@ -370,7 +370,7 @@ TEST_F(PublishStagingTest, NamesSchemaAndCommonValuesThatAreWrongHaveTheirOwnCod
   ASSERT_OK(a.Flush());
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
   EXPECT_THAT(Lines(report_),
-              ElementsAre("bad_object|object rng[3]|the schema has no grid for it"));
+              ElementsAre("bad_object|object rng[3]|schema.json declares no grid for it"));
   ASSERT_OK(AddSchema(fs(), staging.directory, "0000000000000001",
                       StagingSchema::Parse(R"({"objects": {"rng": {"grid": [4]}}})").value()));
   EXPECT_THAT(Publish("step"), HasCode(Code::kDataLoss));
@@ -385,10 +385,10 @@ TEST_F(PublishStagingTest, NamesSchemaAndCommonValuesThatAreWrongHaveTheirOwnCod
   EXPECT_TRUE(IsSound("taken"));
   EXPECT_THAT(PublishStaging(store_, fs(), "step", "taken", nullptr),
               HasCode(Code::kAlreadyExists));
-  EXPECT_TRUE(StagingInPlace(fs(), staging));
+  EXPECT_TRUE(IsStagingInPlace(fs(), staging));
 }
 
-TEST_F(PublishStagingTest, WithOpenWritersItIsBusy) {
+TEST_F(PublishStagingTest, PublishWithOpenWritersIsBusy) {
   const Staging staging = MakeW("step");
   TestMount a(fs(), staging, 1);
   a.Write(a.Whole(Meta(staging, "w")), 0, bytes_);
@@ -400,7 +400,7 @@ TEST_F(PublishStagingTest, WithOpenWritersItIsBusy) {
   {
     const auto gc = store_.Gc({.staging_age = std::chrono::seconds(0)});
     ASSERT_OK(gc);
-    EXPECT_TRUE(StagingInPlace(fs(), staging)) << "gc leaves a live writer alone";
+    EXPECT_TRUE(IsStagingInPlace(fs(), staging)) << "gc leaves a live writer alone";
   }
   lease = Status(Code::kUnknown, "dropped");
   ASSERT_OK(Publish("step"));
@@ -408,7 +408,7 @@ TEST_F(PublishStagingTest, WithOpenWritersItIsBusy) {
   EXPECT_THAT(StagingLease::ForPublishing(fs(), staging), HasCode(Code::kStale));
 }
 
-TEST_F(PublishStagingTest, OfPublishersAtOnceOneWins) {
+TEST_F(PublishStagingTest, ConcurrentPublishersHaveOneWinner) {
   for (int round = 0; round < 4; ++round) {
     const std::string name = "step" + std::to_string(round);
     const Staging staging = MakeW(name);

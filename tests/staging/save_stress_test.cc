@@ -195,7 +195,7 @@ class SaveStressTest : public StagingTest {
   MountStats stats_;
 };
 
-TEST_F(SaveStressTest, ThreadsOfSeveralMountsWriteWhileOthersTryToPublish) {
+TEST_F(SaveStressTest, ConcurrentWritersAndPublishersStayConsistent) {
   Random seeds(TestSeed());
   for (int round = 0; round < TestScale(1); ++round) {
     const std::string path = dir_.Join("store" + std::to_string(round));
@@ -240,7 +240,7 @@ TEST_F(SaveStressTest, ThreadsOfSeveralMountsWriteWhileOthersTryToPublish) {
   }
 }
 
-TEST_F(SaveStressTest, APowerCutAnywhereLeavesWhatCanBeFinished) {
+TEST_F(SaveStressTest, SaveCanBeFinishedAfterAnyPowerCut) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/store");
@@ -288,7 +288,7 @@ TEST_F(SaveStressTest, APowerCutAnywhereLeavesWhatCanBeFinished) {
 }
 
 // Bytes that no record names may end a data file, and be lost when the power is cut.
-TEST_F(SaveStressTest, WhatAKilledMountLeftUnsyncedDoesNotDamageWhatIsPublished) {
+TEST_F(SaveStressTest, UnsyncedBytesOfAKilledMountDamageNothing) {
   ASSERT_OK(HostFileSystem().CreateDirectory(dir_.Join("live")));
   PowerCutFileSystem live(dir_.Join("live"));
   const std::string path = dir_.Join("live/store");
@@ -318,7 +318,7 @@ TEST_F(SaveStressTest, WhatAKilledMountLeftUnsyncedDoesNotDamageWhatIsPublished)
   }
 }
 
-TEST_F(SaveStressTest, WhatADiskRefusedOnceCanBeWrittenAnew) {
+TEST_F(SaveStressTest, RefusedWriteCanBeRepeated) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
   std::atomic<FileOp> fails{FileOp::kLock};
@@ -354,7 +354,7 @@ TEST_F(SaveStressTest, WhatADiskRefusedOnceCanBeWrittenAnew) {
   ASSERT_NO_FATAL_FAILURE(ExpectSaved(fs(), path + "/s"));
 }
 
-TEST_F(SaveStressTest, WhatNoJournalTakesIsNotPublishedWithout) {
+TEST_F(SaveStressTest, WriteMissingFromTheJournalIsNotPublished) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
   std::atomic<bool> full{false};
@@ -374,7 +374,7 @@ TEST_F(SaveStressTest, WhatNoJournalTakesIsNotPublishedWithout) {
   EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
 }
 
-TEST_F(SaveStressTest, ASchemaThatWasTakenBackLeavesNothingBehind) {
+TEST_F(SaveStressTest, WithdrawnSchemaLeavesNothingBehind) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
   const auto a = Mount(fs(), path);
@@ -412,7 +412,7 @@ TEST_F(SaveStressTest, ASchemaThatWasTakenBackLeavesNothingBehind) {
   EXPECT_EQ(BytesOf("s", "x"), bytes.substr(0, 80));
 }
 
-TEST_F(SaveStressTest, WhatAnotherMountWroteToAnotherShapeIsNotPublished) {
+TEST_F(SaveStressTest, BytesWrittenToAnotherShapeAreNotPublished) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
   const auto a = Mount(fs(), path);
@@ -433,7 +433,7 @@ TEST_F(SaveStressTest, WhatAnotherMountWroteToAnotherShapeIsNotPublished) {
   EXPECT_EQ(a->Publish("s", "s").ToErrno(), EIO);
 }
 
-TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
+TEST_F(SaveStressTest, MountReleasesStagingsPublishedElsewhere) {
   const std::string path = dir_.Join("store");
   ASSERT_OK(Store::OpenOrCreate(fs(), path));
   const auto a = Mount(fs(), path);
@@ -452,7 +452,7 @@ TEST_F(SaveStressTest, MountsLetGoOfWhatOthersPublished) {
   }
 }
 
-TEST_F(SaveStressTest, FewDescriptorsWhereverItIsWrittenAndRead) {
+TEST_F(SaveStressTest, SavesAndReadsUseFewDescriptors) {
   const auto store = Store::OpenOrCreate(fs(), dir_.Join("store"));
   ASSERT_OK(store);
   const auto staging = CreateStaging(store.value(), fs(), "s");

@@ -30,7 +30,7 @@ StagedInventory ReadStagedInventory(const Staging& staging,
   return Resolve(HostFileSystem(), staging.directory, journal.value(), tensors);
 }
 
-TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
+TEST(StagingFaultsTest, SyncedBytesSurvivePowerCuts) {
   Random random(TestSeed());
   for (int round = 0; round < TestScale(2); ++round) {
     const TempDir dir;
@@ -122,7 +122,7 @@ TEST(StagingFaultsTest, WhatWasSyncedSurvivesPowerCuts) {
 
 // Before rename(2) has returned either name may be there, or both; never neither, never other
 // bytes.
-TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
+TEST(StagingFaultsTest, RenamedObjectSurvivesPowerCuts) {
   Random random(TestSeed());
   const TempDir dir;
   ASSERT_OK(HostFileSystem().CreateDirectory(dir.Join("live")));
@@ -174,7 +174,7 @@ TEST(StagingFaultsTest, ARenamedObjectSurvivesPowerCuts) {
   EXPECT_EQ(ReadStagedInventory(staging, {}).objects.size(), 1u);
 }
 
-TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
+TEST(StagingFaultsTest, FailedSyncCondemnsTheFileAndItsTargets) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
   std::atomic<bool> fail{false};
@@ -222,7 +222,7 @@ TEST(StagingFaultsTest, AFailedSyncCondemnsTheFileAndWhoseBytesWereInIt) {
   EXPECT_EQ(inventory.objects.size(), 0u);
 }
 
-TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
+TEST(StagingFaultsTest, FullDiskFailsOnlyTheWrite) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
   std::atomic<bool> full{false};
@@ -246,7 +246,7 @@ TEST(StagingFaultsTest, AFullDiskFailsTheWriteAndNoMore) {
   EXPECT_EQ(ReadStagedInventory(staging, {meta}).targets.at("a[0:200000]").bytes, data);
 }
 
-TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
+TEST(StagingFaultsTest, ConcurrentThreadsWriteOneAndManyTargets) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
   const auto writer = std::make_shared<StagingWriter>(HostFileSystem(), staging, kTestIncarnation);
@@ -295,7 +295,7 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
       } else {
         ASSERT_EQ(got.status().ToErrno(), ENODATA);
       }
-      (void)target->Written();
+      (void)target->WrittenRanges();
       (void)writer->Objects();
     }
   });
@@ -314,7 +314,7 @@ TEST(StagingFaultsTest, ManyThreadsOnOneTargetAndOnMany) {
   }
 }
 
-TEST(StagingFaultsTest, FewDescriptorsForManyFilesAndNoneInTheEnd) {
+TEST(StagingFaultsTest, ManyFilesUseFewDescriptorsAndLeakNone) {
   const TempDir dir;
   const Staging staging = MakeTestStaging(HostFileSystem(), dir.Join("s"));
   const auto writer = std::make_shared<StagingWriter>(HostFileSystem(), staging, kTestIncarnation);

@@ -10,7 +10,7 @@ using testing::ElementsAre;
 
 class StagingFolderTest : public StagingTest {};
 
-TEST_F(StagingFolderTest, MadeOnceAndJoinedByOthers) {
+TEST_F(StagingFolderTest, StagingIsCreatedOnceAndJoinedByOthers) {
   const Store store = MakeStore();
   EXPECT_THAT(ListStagings(store, fs()), IsOkAndHolds(testing::IsEmpty()));
   std::vector<Status> made(4);
@@ -31,22 +31,22 @@ TEST_F(StagingFolderTest, MadeOnceAndJoinedByOthers) {
   EXPECT_THAT(NamesIn(InStore(".staging")), ElementsAre("step"));
   const auto opened = OpenStaging(store, fs(), "step");
   ASSERT_OK(opened);
-  EXPECT_TRUE(StagingInPlace(fs(), opened.value()));
+  EXPECT_TRUE(IsStagingInPlace(fs(), opened.value()));
   EXPECT_GT(opened.value().generation, 0u);
   EXPECT_THAT(NamesIn(opened.value().directory),
               ElementsAre("UUID", "common", "data", "done", "journal", "lock", "manifest", "schema",
                           "staging.json"));
   ASSERT_OK(RemoveStaging(store, fs(), opened.value()));
-  EXPECT_FALSE(StagingInPlace(fs(), opened.value()));
+  EXPECT_FALSE(IsStagingInPlace(fs(), opened.value()));
   EXPECT_THAT(RemoveStaging(store, fs(), opened.value()), HasCode(Code::kStale));
   EXPECT_THAT(OpenStaging(store, fs(), "step"), HasCode(Code::kNotFound));
   // A new one of the same name is another one.
   ASSERT_OK(CreateStaging(store, fs(), "step"));
-  EXPECT_FALSE(StagingInPlace(fs(), opened.value()));
+  EXPECT_FALSE(IsStagingInPlace(fs(), opened.value()));
   EXPECT_THAT(StagingLease::ForWriting(fs(), opened.value()), HasCode(Code::kStale));
 }
 
-TEST_F(StagingFolderTest, NamesThatLookLikeTheOtherKindAreNotMistaken) {
+TEST_F(StagingFolderTest, LookalikeStagingNamesAreNotConfused) {
   const Store store = MakeStore();
   const auto library = store.Begin("x", IfExists::kFail);
   ASSERT_OK(library);
@@ -77,7 +77,7 @@ TEST_F(StagingFolderTest, NamesThatLookLikeTheOtherKindAreNotMistaken) {
   EXPECT_THAT(NamesIn(InStore(".staging")), testing::IsEmpty());
 }
 
-TEST_F(StagingFolderTest, TheLastCommonJsonHolds) {
+TEST_F(StagingFolderTest, LastValidCommonJsonIsUsed) {
   const Store store = MakeStore();
   const Staging staging = CreateStaging(store, fs(), "step").value();
   EXPECT_THAT(ReadCommonJson(fs(), staging), IsOkAndHolds(std::string()));
@@ -91,7 +91,7 @@ TEST_F(StagingFolderTest, TheLastCommonJsonHolds) {
   EXPECT_THAT(ReadCommonJson(fs(), staging), IsOkAndHolds(std::string("{\"a\": 2}")));
 }
 
-TEST_F(StagingFolderTest, SchemasSayWhereTheyAreWrong) {
+TEST_F(StagingFolderTest, SchemaErrorsNameThePlace) {
   const std::vector<std::pair<std::string, std::string>> bad = {
       {"[", "not JSON"},
       {"[]", "not a JSON object"},
@@ -110,7 +110,7 @@ TEST_F(StagingFolderTest, SchemasSayWhereTheyAreWrong) {
       {R"({"tensors": {"": {"dtype": "f32", "shape": [1]}}})", "tensors: key ''"},
       {R"({"tensors": {"w": {"dtype": "f32", "shape": [1], "x": 1}}})",
        "tensors.w: \"x\": unknown field"},
-      {R"({"tensors": {"w": {"dtype": "f32", "shape": [1]}, "w": {}}})", "\"w\" is there twice"},
+      {R"({"tensors": {"w": {"dtype": "f32", "shape": [1]}, "w": {}}})", "\"w\" occurs twice"},
       {R"({"objects": {"r": {"grid": [0]}}})", "objects.r.grid: "},
       {R"({"objects": {"r": {"gird": [1]}}})", "objects.r: \"gird\": unknown field"},
       {R"({"writers": 0})", "writers: 0"},
@@ -134,7 +134,7 @@ TEST_F(StagingFolderTest, SchemasSayWhereTheyAreWrong) {
   EXPECT_EQ(again.value().ToJson(), good.value().ToJson());
 }
 
-TEST_F(StagingFolderTest, EditsOfTheSchemaMergeAndConflictsFail) {
+TEST_F(StagingFolderTest, SchemaEditsMergeAndConflictsFail) {
   const Store store = MakeStore();
   const Staging staging = CreateStaging(store, fs(), "step").value();
   const auto add = [&](const std::string& incarnation, const std::string& text) {
@@ -145,12 +145,13 @@ TEST_F(StagingFolderTest, EditsOfTheSchemaMergeAndConflictsFail) {
   ASSERT_OK(add("2", R"({"tensors": {"w": {"dtype": "f32", "shape": [2]}}, "writers": 2})"));
   const Status conflict = add("2", R"({"tensors": {"w": {"dtype": "bf16", "shape": [2]}}})");
   EXPECT_THAT(conflict, HasCode(Code::kAlreadyExists));
-  EXPECT_THAT(conflict, HasMessage("tensor w: f32 [2] here, bf16 [2] there"));
-  EXPECT_THAT(add("3", R"({"writers": 3})"), HasMessage("writers: 2 here, 3 there"));
+  EXPECT_THAT(conflict, HasMessage("tensor w: f32 [2] in one schema.json, bf16 [2] in another"));
+  EXPECT_THAT(add("3", R"({"writers": 3})"),
+              HasMessage("writers: 2 in one schema.json, 3 in another"));
   ASSERT_OK(add("2", R"({"placement": "rank-shard"})"));
   ASSERT_OK(add("1", R"({"placement": "rank-shard"})"));
   EXPECT_THAT(add("3", R"({"placement": "tensor-file"})"),
-              HasMessage("placement: rank-shard here, tensor-file there"));
+              HasMessage("placement: rank-shard in one schema.json, tensor-file in another"));
   const auto merged = ReadSchemas(fs(), staging.directory);
   ASSERT_OK(merged);
   EXPECT_EQ(merged.value().tensors().size(), 2u);
@@ -159,7 +160,7 @@ TEST_F(StagingFolderTest, EditsOfTheSchemaMergeAndConflictsFail) {
               ElementsAre("1-0.json", "1-1.json", "1-2.json", "2-0.json", "2-1.json"));
 }
 
-TEST_F(StagingFolderTest, OfConflictingEditsAtOnceAtMostOneSucceeds) {
+TEST_F(StagingFolderTest, ConcurrentConflictingEditsHaveAtMostOneWinner) {
   const Store store = MakeStore();
   const Staging staging = CreateStaging(store, fs(), "step").value();
   int succeeded = 0;

@@ -5,7 +5,7 @@
 #include <memory>
 #include <numeric>
 
-#include "shard/leaf_hash.h"
+#include "shard/chunk_accumulator.h"
 #include "tests/support/cells.h"
 #include "tests/support/status_matchers.h"
 
@@ -91,10 +91,7 @@ StagedInventory Resolve(FileSystem& fs, const std::string& directory, const Jour
     return data;
   };
   const auto check_leaves = [](const std::string& data, const std::vector<Hash128>& leaves) {
-    LeafHasher hasher;
-    hasher.Update(data.data(), data.size());
-    hasher.Finish();
-    EXPECT_EQ(hasher.leaves(), leaves);
+    EXPECT_EQ(HashChunk(data.data(), data.size()).leaves, leaves);
   };
   for (const JournalRecord& record : journal.records) {
     switch (record.kind) {
@@ -148,7 +145,7 @@ StagedInventory Resolve(FileSystem& fs, const std::string& directory, const Jour
         inventory.objects[ObjectName(o.key, o.index)] = std::move(data);
         break;
       }
-      case JournalRecord::Kind::kNoObject:
+      case JournalRecord::Kind::kRemoveObject:
         inventory.objects.erase(ObjectName(record.object.key, record.object.index));
         break;
       case JournalRecord::Kind::kCondemn:

@@ -122,7 +122,7 @@ std::string Cells(std::size_t n, char first = 'a') {
   return bytes;
 }
 
-TEST_F(StagingTreeTest, SchemaMakesTheTree) {
+TEST_F(StagingTreeTest, SchemaCreatesTheTree) {
   ASSERT_OK(tree_->MakeDirectory(StagingTree::kRoot, "s"));
   EXPECT_EQ(tree_->MakeDirectory(StagingTree::kRoot, "s").status().ToErrno(), EEXIST);
   EXPECT_EQ(tree_->MakeDirectory(StagingTree::kRoot, "latest").status().ToErrno(), EPERM);
@@ -180,7 +180,7 @@ TEST_F(StagingTreeTest, SchemaIsCheckedAtClose) {
 }
 
 // An editor empties the file first, and may be gone before it writes.
-TEST_F(StagingTreeTest, TextsAreAsLongAsTheirEditsAre) {
+TEST_F(StagingTreeTest, EditedTextFileHasTheSizeOfTheEdit) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK(Put("s/common.json", R"({"step": 7})"));
   ASSERT_OK_AND_ASSIGN(const auto edit, OpenAt("s/common.json", O_RDWR));
@@ -196,8 +196,29 @@ TEST_F(StagingTreeTest, TextsAreAsLongAsTheirEditsAre) {
   EXPECT_OK(edit->Flush());
 }
 
+TEST_F(StagingTreeTest, UnwrittenTextFilesExistWhileOpen) {
+  ASSERT_OK(tree_->MakeDirectory(StagingTree::kRoot, "s").status());
+  for (const std::string name : {"s/schema.json", "s/common.json"}) {
+    SCOPED_TRACE(name);
+    {
+      ASSERT_OK_AND_ASSIGN(const auto edit, OpenAt(name));
+      EXPECT_OK(At(name));
+    }
+    EXPECT_THAT(At(name), HasCode(Code::kNotFound));
+  }
+}
+
+TEST_F(StagingTreeTest, TextFileHasTheWrittenSizeAfterTheEdit) {
+  const auto other = NewTree();
+  ASSERT_OK(Begin("s"));
+  ASSERT_OK(Put("s/common.json", R"({"step": 7, "more": "text"})"));
+  EXPECT_EQ(At("s/common.json").value().attributes.size, 27u);
+  ASSERT_OK(PutIn(*other, "s/common.json", "{}", 0, O_WRONLY | O_CREAT | O_TRUNC));
+  EXPECT_EQ(At("s/common.json").value().attributes.size, 2u);
+}
+
 // Only for what was closed and is still mapped: who has a file open may keep it for ever.
-TEST_F(StagingTreeTest, APublishDoesNotWaitForFilesThatAreOpen) {
+TEST_F(StagingTreeTest, PublishDoesNotWaitForOpenFiles) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK_AND_ASSIGN(const auto closed, OpenAt("s/objects/closed"));
   ASSERT_OK(closed->Write(0, "x", 1));
@@ -215,7 +236,7 @@ TEST_F(StagingTreeTest, APublishDoesNotWaitForFilesThatAreOpen) {
   EXPECT_LT(quickest, StagedCheckpoint::kReleasePatience);
 }
 
-TEST_F(StagingTreeTest, PublishesWhatTwoMountsWrote) {
+TEST_F(StagingTreeTest, PublishesWritesOfTwoMounts) {
   ASSERT_OK(Begin("s"));
   const auto other = NewTree();
   const std::string w = Cells(128);
@@ -266,7 +287,7 @@ TEST_F(StagingTreeTest, PublishesWhatTwoMountsWrote) {
   EXPECT_EQ(tree_->Publish("none", "step-2").ToErrno(), ENOENT);
 }
 
-TEST_F(StagingTreeTest, FilesOfFixedSize) {
+TEST_F(StagingTreeTest, TensorFilesHaveAFixedSize) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK_AND_ASSIGN(const auto w, OpenAt("s/tensors/w", O_RDWR));
   const std::string cells = Cells(128);
@@ -298,7 +319,7 @@ TEST_F(StagingTreeTest, FilesOfFixedSize) {
   EXPECT_EQ(w->Flush().ToErrno(), ENODEV);
 }
 
-TEST_F(StagingTreeTest, MarksOfWriters) {
+TEST_F(StagingTreeTest, PublishWaitsForWriterMarks) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK(Put("s/schema.json", R"({"tensors": {}, "writers": 2})"));
   ASSERT_OK(Put("s/tensors/w", Cells(128)));
@@ -318,7 +339,7 @@ TEST_F(StagingTreeTest, MarksOfWriters) {
   ASSERT_OK(tree_->Publish("s", "s"));
 }
 
-TEST_F(StagingTreeTest, Removal) {
+TEST_F(StagingTreeTest, RemovalDiscardsStagedBytes) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK(Put("s/slices/w[0:4]", Cells(64)));
   ASSERT_OK(Put("s/tensors/w", Cells(64), 64));
@@ -360,7 +381,7 @@ TEST_F(StagingTreeTest, Removal) {
   EXPECT_EQ(Tensor("u", "w"), "abc");
 }
 
-TEST_F(StagingTreeTest, ObjectsAreFilesOfAnySize) {
+TEST_F(StagingTreeTest, ObjectFilesMayHaveAnySize) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK_AND_ASSIGN(const auto folder, At("s/objects"));
   ASSERT_OK(tree_->MakeDirectory(folder.item, "a"));
@@ -392,7 +413,7 @@ TEST_F(StagingTreeTest, ObjectsAreFilesOfAnySize) {
 }
 
 // Pages of a few names, each removed before the next page: as scandir and unlink do.
-TEST_F(StagingTreeTest, APassThatRemovesWhatItListsMissesNothing) {
+TEST_F(StagingTreeTest, ListingDuringRemovalMissesNothing) {
   constexpr int kObjects = 300;
   constexpr std::size_t kPage = 7;
   ASSERT_OK(Begin("s"));
@@ -424,7 +445,7 @@ TEST_F(StagingTreeTest, APassThatRemovesWhatItListsMissesNothing) {
   EXPECT_EQ(seen.size(), std::size_t{kObjects});
 }
 
-TEST_F(StagingTreeTest, AMountThatDiedLeavesWhatItSynced) {
+TEST_F(StagingTreeTest, SyncedBytesOfADeadMountAreKept) {
   ASSERT_OK(Begin("s"));
   ASSERT_OK(Put("s/tensors/layers/0/b", Cells(10)));
   ASSERT_OK(Put("s/objects/rng/0", "0"));
@@ -444,7 +465,7 @@ TEST_F(StagingTreeTest, AMountThatDiedLeavesWhatItSynced) {
 
 // ---- The same through Vfs: what belongs to whom.
 
-TEST_F(StagingTreeTest, VfsRoutes) {
+TEST_F(StagingTreeTest, VfsRoutesStagingPaths) {
   ASSERT_OK(Begin("s"));
   for (const auto& [path, bytes] :
        std::map<std::string, std::string>{{"s/tensors/w", Cells(128)},

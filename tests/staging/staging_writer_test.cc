@@ -123,7 +123,7 @@ class ModelRun {
   void CheckAll() {
     for (ModelTarget& t : targets_) {
       EXPECT_EQ(t.target->written_bytes(), t.now.count());
-      EXPECT_EQ(t.target->Written(), t.now.Ranges());
+      EXPECT_EQ(t.target->WrittenRanges(), t.now.Ranges());
     }
     EXPECT_EQ(writer_.Objects().size(), objects_.size());
     for (const auto& [name, object] : objects_) {
@@ -268,7 +268,7 @@ class ModelRun {
   std::map<std::string, std::string> recorded_objects_;
 };
 
-TEST_F(StagingWriterTest, JournalSaysExactlyWhatWasSynced) {
+TEST_F(StagingWriterTest, JournalRecordsExactlyTheSyncedBytes) {
   Random random(TestSeed());
   for (int i = 0; i < TestScale(16); ++i) {
     SCOPED_TRACE(i);
@@ -293,7 +293,7 @@ TEST_F(StagingWriterTest, JournalSaysExactlyWhatWasSynced) {
 
 // ---- Where bytes go ---------------------------------------------------------------------------
 
-TEST_F(StagingWriterTest, SmallWritesInOrderMakeTheFileOfTheTensor) {
+TEST_F(StagingWriterTest, OrderedSmallWritesFillTheTensorFile) {
   const TensorMeta meta = Meta("w", DType::kU8, {5 << 20});
   ASSERT_OK_AND_ASSIGN(const auto target, writer_->OpenTarget(meta, Box::Whole(meta.shape())));
   Random random(TestSeed());
@@ -339,7 +339,7 @@ TEST_F(StagingWriterTest, ColumnsBecomeOneRecordOfRuns) {
   EXPECT_LT(JournalSize(), 2048u);
 }
 
-TEST_F(StagingWriterTest, TargetsOfOneTensorThatOverlapKeepTheirBytes) {
+TEST_F(StagingWriterTest, OverlappingTargetsKeepTheirOwnBytes) {
   const TensorMeta meta = Meta("w", DType::kU8, {3000, 4096});
   const Box upper = Box::Make({0, 0}, {1500, 4096}).value();
   const Box middle = Box::Make({1000, 0}, {1100, 4096}).value();
@@ -357,7 +357,7 @@ TEST_F(StagingWriterTest, TargetsOfOneTensorThatOverlapKeepTheirBytes) {
   EXPECT_TRUE(Read({meta}).targets == want);
 }
 
-TEST_F(StagingWriterTest, HundredThousandTinyWritesStaySmall) {
+TEST_F(StagingWriterTest, HundredThousandTinyWritesKeepTheJournalSmall) {
   // A file of its own, of over 4 MiB.
   constexpr std::size_t kRows = Amount(100'000u, 17'500u);
   constexpr std::size_t kRow = Amount(64u, 256u);
@@ -404,7 +404,7 @@ TEST_F(StagingWriterTest, HundredThousandTinyWritesStaySmall) {
   EXPECT_EQ(target->written_bytes(), want.count());
 }
 
-TEST_F(StagingWriterTest, SaysWhatCannotBe) {
+TEST_F(StagingWriterTest, InvalidTargetsAreRefused) {
   const TensorMeta meta = Meta("w", DType::kF32, {4, 4});
   EXPECT_EQ(writer_->journal_name(), "");
   EXPECT_THAT(writer_->OpenTarget(meta, Box::Whole({5, 4})), HasCode(Code::kInvalidArgument));

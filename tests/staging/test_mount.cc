@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "shard/chunk_accumulator.h"
 #include "shard/strided_digest.h"
 
 namespace tensormount::fs {
@@ -15,10 +16,7 @@ std::string Hex(std::uint64_t number) {
 }
 
 std::vector<Hash128> LeavesOf(std::string_view bytes) {
-  LeafHasher hasher;
-  hasher.Update(bytes.data(), bytes.size());
-  hasher.Finish();
-  return hasher.leaves();
+  return HashChunk(bytes.data(), bytes.size()).leaves;
 }
 
 }  // namespace
@@ -140,7 +138,7 @@ void TestMount::Object(const std::string& key, const Dims& index, std::string_vi
 
 void TestMount::RemoveObject(const std::string& key, const Dims& index) {
   JournalRecord record;
-  record.kind = JournalRecord::Kind::kNoObject;
+  record.kind = JournalRecord::Kind::kRemoveObject;
   record.object.key = key;
   record.object.index = index;
   Append(record);

@@ -34,7 +34,7 @@ CommonValues StateOf(double lr, std::int64_t local_rank) {
 
 using Globs = std::vector<std::string>;
 
-TEST(CommonCompare, HashesOfSingleValues) {
+TEST(CommonCompare, HashDependsOnNameAndValue) {
   const CommonValue args = StateOf(0.1, 0).at("args");
   EXPECT_EQ(CommonHash("args", args, {}), CommonHash("args", args, {}));
   EXPECT_NE(CommonHash("args", args, {}), CommonHash("argv", args, {}));
@@ -42,7 +42,7 @@ TEST(CommonCompare, HashesOfSingleValues) {
   EXPECT_EQ(CommonHash("args", args, Globs{"a*"}), std::nullopt);
 }
 
-TEST(CommonCompare, NamesTheFirstDifferenceAndItsRanks) {
+TEST(CommonCompare, ReportsTheFirstDifferenceAndItsRanks) {
   const auto found = [](const CommonValues& a, const CommonValues& b, const Globs& exempt) {
     return FirstCommonDifference(a, 0, b, 3, exempt).value_or("");
   };
@@ -68,7 +68,7 @@ TEST(CommonCompare, NamesTheFirstDifferenceAndItsRanks) {
   EXPECT_EQ(found({{"a", 1}, {"b", 1}}, {{"b", 1}, {"c", 1}}, {}), "");
 }
 
-TEST(CommonRecords, HoldWhatAStateDictHas) {
+TEST(CommonRecords, ContainTheValuesOfAStateDict) {
   StateDict state;
   EXPECT_TRUE(SharedCommonRecords(state).empty());
   ASSERT_OK_AND_ASSIGN(const auto nothing, RankCommonRecord(state, 0));
@@ -85,7 +85,7 @@ TEST(CommonRecords, HoldWhatAStateDictHas) {
   EXPECT_EQ(own->second, CommonValue(Dict({{Key("seed"), 7}})));
 }
 
-TEST(CommonRecords, WhatCannotBeStoredIsRefusedWhenItIsSet) {
+TEST(CommonRecords, UnstorableValuesAreRefusedWhenSet) {
   CommonValue deepest = 1;
   for (int i = 0; i < kMaxCommonDepth; ++i) deepest = CommonList{{std::move(deepest)}};
   const auto refused = [](const std::string& message) {
@@ -93,7 +93,7 @@ TEST(CommonRecords, WhatCannotBeStoredIsRefusedWhenItIsSet) {
   };
   StateDict state;
   EXPECT_OK(state.SetCommon("deep", deepest));
-  EXPECT_THAT(state.SetCommon("deeper", CommonList{{deepest}}), refused("more than 64 deep"));
+  EXPECT_THAT(state.SetCommon("deeper", CommonList{{deepest}}), refused("more than 64 levels deep"));
   EXPECT_THAT(state.SetRankCommon("deep", deepest), refused("common value deep: is nested"));
   EXPECT_THAT(state.SetContentMetadata(Dict({{Key("deep"), deepest}})),
               refused("content metadata: is nested"));
@@ -101,17 +101,17 @@ TEST(CommonRecords, WhatCannotBeStoredIsRefusedWhenItIsSet) {
   EXPECT_THAT(state.SetRankCommon("$x", 1), refused("reserved"));
   EXPECT_THAT(state.SetLocal("$x", 1), refused("reserved"));
   EXPECT_THAT(state.SetCommon("", 1), refused("is empty"));
-  EXPECT_THAT(state.status(), refused("more than 64 deep"));  // The first.
+  EXPECT_THAT(state.status(), refused("more than 64 levels deep"));  // The first.
 
   // Each is small enough, together they are not.
   StateDict large;
   for (const char* name : {"a", "b", "c"}) {
     ASSERT_OK(large.SetRankCommon(name, std::string(kMaxCommonBytes / 2, 'x')));
   }
-  EXPECT_THAT(RankCommonRecord(large, 0), refused("of this rank alone: has"));
+  EXPECT_THAT(RankCommonRecord(large, 0), refused("per-rank common values: has"));
 }
 
-TEST(CommonState, EverythingThatIsSavedCanBeReadBack) {
+TEST(CommonState, EverySavedValueCanBeReadBack) {
   const TempDir dir;
   const std::string path = dir.Join("store/step");
   const CommonValue args = Dict({{Key("betas"), CommonTuple{{0.9, 0.999}}},
@@ -165,7 +165,7 @@ TEST(CommonState, EverythingThatIsSavedCanBeReadBack) {
   }));
 }
 
-TEST(CommonState, ContentMetadataMustBeTheSameOnEveryRank) {
+TEST(CommonState, ContentMetadataMustBeEqualOnEveryRank) {
   const TempDir dir;
   const Status status = RunOnThreads(2, [&](Communicator& comm) -> Status {
     StateDict state;

@@ -57,8 +57,8 @@ TEST(MegatronMapping, TestFromRankOffsetsDuplicateAxis) {
   refused({{.axis = 0, .index = -1, .count = 2}}, 0, "-1 of 2");
   refused({{.axis = 0, .index = 0, .count = 0}}, 0, "0 of 0");
   refused({{.axis = 0, .index = 0, .count = kBig}}, 0, "2^63");
-  refused({{.axis = 1, .index = 0, .count = 2}}, 1, "must be named");
-  refused({}, -1, "-1 axes");
+  refused({{.axis = 1, .index = 0, .count = 2}}, 1, "must be given");
+  refused({}, -1, "-1 prepended");
   refused({}, 15, "at most 16");
 }
 
@@ -96,7 +96,7 @@ TEST(MegatronMapping, TestMetadataIntegrityViolation) {
   EXPECT_THAT(Split(bad, 1, halves), HasMessage("lies outside"));
   bad = good;
   bad.global_shape = {4, 12, 1};
-  EXPECT_THAT(Split(bad, 1, halves), HasMessage("another rank"));
+  EXPECT_THAT(Split(bad, 1, halves), HasMessage("another number of axes"));
   bad = good;
   bad.global_shape = {4, -12};
   EXPECT_THAT(Split(bad, 1, halves), HasMessage("negative"));
@@ -127,7 +127,7 @@ TEST(MegatronMapping, TestNarrowing) {
   EXPECT_EQ(on_cut_axis.value().region, Region(B({0, 0, 6, 0}, {1, 3, 2, 9})));
   EXPECT_EQ(*static_cast<std::int32_t*>(on_cut_axis.value().data.data), 27);
 
-  EXPECT_THAT(NarrowedOnGrid(whole, 2, 5, 0, 1), HasMessage("not a grid"));
+  EXPECT_THAT(NarrowedOnGrid(whole, 2, 5, 0, 1), HasMessage("cannot be divided into pieces of 5"));
   EXPECT_THAT(NarrowedOnGrid(whole, 2, 7, 6, 2), HasMessage("do not lie within the 7"));
   EXPECT_THAT(NarrowedOnGrid(whole, 2, 6, 0, 1), HasMessage("more than one piece"));
   EXPECT_THAT(NarrowedOnGrid(whole, 2, 0, 0, 0), HasCode(Code::kInvalidArgument));
@@ -196,7 +196,7 @@ TEST(MegatronMapping, TestBuildAndMerge) {
 }
 
 // A gated layer on 8 ranks: each has [gate rows; up rows] of its share, one tensor as a whole.
-TEST(ShardViews, GatedLayerOfEightRanks) {
+TEST(ShardViews, GatedLayerOfEightRanksMapsToOneTensor) {
   const Array truth = Array::Counting({64, 3});  // Gate: 32 rows, up: 32 rows.
   std::vector<int> seen(truth.values.size(), 0);
   for (std::int64_t rank = 0; rank < 8; ++rank) {
@@ -234,14 +234,14 @@ TEST(ShardViews, GatedLayerOfEightRanks) {
   EXPECT_EQ(seen, std::vector<int>(truth.values.size(), 1));
 }
 
-TEST(ShardViews, InterleavedRefuses) {
+TEST(ShardViews, InterleavedRefusesInvalidArguments) {
   std::int32_t memory[8];
   const Shard shard{.global_shape = {16}, .region = B({0}, {8}), .data = Ints(memory, {8})};
   const auto refused = [&](const std::vector<AxisMove>& moves, const char* why) {
     EXPECT_THAT(Interleaved(shard, 0, moves), HasMessage(why));
     EXPECT_THAT(Interleaved(shard, 0, moves), HasCode(Code::kInvalidArgument));
   };
-  refused({{0, 4, 0}}, "leave out");
+  refused({{0, 4, 0}}, "do not cover");
   refused({{0, 4, 0}, {4, 4, 2}}, "overlap");
   refused({{0, 8, 0}, {4, 4, 12}}, "overlap");
   refused({{0, 8, 9}}, "do not lie within the 16");
@@ -252,7 +252,7 @@ TEST(ShardViews, InterleavedRefuses) {
   EXPECT_THAT(FusedMoves(Sizes{kBig, kBig}, 0, 1), HasMessage("2^63"));
 }
 
-TEST(ShardViews, StackedAndConcatenated) {
+TEST(ShardViews, StackedAndConcatenatedShardsMapExactly) {
   const Array layer = Array::Counting({3, 4}, 100);
   for (const Region& region : {Region(B({1, 0}, {2, 3})), F(B({0, 0}, {3, 4}), 2, 9)}) {
     const Piece piece = MakePiece(layer, region);
@@ -286,7 +286,7 @@ TEST(ShardViews, StackedAndConcatenated) {
   }
   const Piece piece = MakePiece(layer, Region(Box::Whole(layer.shape)));
   EXPECT_THAT(Stacked(piece.shard, 3, 0, 1), HasCode(Code::kInvalidArgument));
-  EXPECT_THAT(Stacked(piece.shard, 0, 6, 6), HasMessage("layer 6 of 6"));
+  EXPECT_THAT(Stacked(piece.shard, 0, 6, 6), HasMessage("layer index 6 is out of range for 6 layers"));
   EXPECT_THAT(Stacked(piece.shard, 0, 0, kBig), HasMessage("2^63"));
   EXPECT_THAT(Concatenated(piece.shard, 0, 1, 3), HasMessage("do not lie within the 3"));
   EXPECT_THAT(Concatenated(piece.shard, 0, kBig, std::numeric_limits<std::int64_t>::max()),
@@ -298,7 +298,7 @@ TEST(ShardViews, StackedAndConcatenated) {
   EXPECT_EQ(element.value().region, Region(B({2}, {1})));
 }
 
-TEST(ShardViews, TransposedSplitAndSliced) {
+TEST(ShardViews, TransposedSplitAndSlicedShardsMapExactly) {
   const Array whole = Array::Counting({4, 5, 6});
   const Piece piece = MakePiece(whole, Region(B({1, 2, 0}, {2, 3, 6})));
   const std::vector<int> axes = {2, 0, 1};
@@ -345,7 +345,7 @@ TEST(ShardViews, TransposedSplitAndSliced) {
 
 // Negative strides, buffers of one axis for boxes, buffers without leading axes: all are views'
 // beginnings.
-TEST(ShardViews, AnyBufferThatFits) {
+TEST(ShardViews, ViewsAcceptAnyBufferThatFits) {
   const Array whole = Array::Counting({1, 4, 3});
   std::vector<std::int32_t> backwards(whole.values.rbegin(), whole.values.rend());
   const Region all = Box::Whole(whole.shape);
@@ -368,7 +368,7 @@ TEST(ShardViews, AnyBufferThatFits) {
   }
 }
 
-TEST(ShardViews, EmptyAndWithoutData) {
+TEST(ShardViews, EmptyAndMetadataOnlyShardsHaveViews) {
   const Shard none = MetadataOnly(DType::kBF16, {8, 4}, B({2, 0}, {3, 4}), Replica::kCopy);
   EXPECT_TRUE(none.metadata_only);
   EXPECT_EQ(none.data.shape, (Dims{3, 4}));
@@ -398,7 +398,7 @@ TEST(ShardViews, EmptyAndWithoutData) {
   EXPECT_OK(NarrowedOnGrid(no_extent, 0, 2, 0, 1));
 }
 
-TEST(BufferViews, SliceTransposeUnsqueeze) {
+TEST(BufferViews, BuffersSliceTransposeAndUnsqueeze) {
   std::int32_t memory[24];
   const BufferView buffer = Ints(memory, {4, 6});
   const auto slice = SliceView(buffer, B({1, 2}, {2, 3}));
@@ -422,7 +422,7 @@ TEST(BufferViews, SliceTransposeUnsqueeze) {
               HasMessage("strides"));
 }
 
-TEST(BufferViews, ElementsUnderAByteStayPacked) {
+TEST(BufferViews, SubByteElementsStayPacked) {
   std::uint8_t memory[12];
   const BufferView buffer = BufferView::Host(DType::kF4, static_cast<void*>(memory), {4, 6});
   const auto rows = SliceView(buffer, B({1, 0}, {2, 6}));

@@ -15,7 +15,7 @@ Shard Described(const Dims& shape, Replica replica = Replica::kUnlabelled) {
   return MetadataOnly(DType::kF32, shape, Box::Whole(shape), replica);
 }
 
-TEST(StateDictTest, ShardsOfOneKeyAgree) {
+TEST(StateDictTest, ShardsOfOneKeyMustAgree) {
   StateDict state;
   EXPECT_OK(state.AddTensor("w", Described({4, 4})));
   EXPECT_OK(state.AddTensor("w", MetadataOnly(DType::kF32, {4, 4}, B({0, 0}, {2, 4}))));
@@ -60,7 +60,7 @@ TEST(StateDictTest, BuffersAreChecked) {
 
 // Which memory the host reaches, and what is said of the others: never read, never waited for in
 // vain.
-TEST(StateDictTest, TakesMemoryThatTheHostReaches) {
+TEST(StateDictTest, AcceptsOnlyMemoryThatTheHostCanAccess) {
   const NoDevices none_here;
   float memory[4] = {};
   const auto add = [&](DeviceKind device, MemoryKind kind, const DeviceStream& stream) {
@@ -96,7 +96,7 @@ TEST(StateDictTest, TakesMemoryThatTheHostReaches) {
   }
 }
 
-TEST(DeviceStreamTest, IsNumberedAsDLPackDoes) {
+TEST(DeviceStreamTest, StreamsAreNumberedAsInDLPack) {
   EXPECT_THAT(DeviceStream::FromDLPack(-1), IsOkAndHolds(DeviceStream()));
   EXPECT_THAT(DeviceStream::FromDLPack(1),
               IsOkAndHolds(DeviceStream(StreamKind::kLegacyDefault, nullptr)));
@@ -110,7 +110,7 @@ TEST(DeviceStreamTest, IsNumberedAsDLPackDoes) {
   }
 }
 
-TEST(StateDictTest, AllocatesWhatHasNoData) {
+TEST(StateDictTest, AllocateDataAllocatesShardsWithoutData) {
   StateDict state;
   float memory[4] = {1, 2, 3, 4};
   EXPECT_OK(state.AddTensor(
@@ -155,14 +155,14 @@ TEST(StateDictTest, AllocatesWhatHasNoData) {
   EXPECT_EQ(host.tensors()[1].shard.data.data, before);
 }
 
-TEST(StateDictTest, AllocationThatCannotBe) {
+TEST(StateDictTest, ImpossibleAllocationIsRefused) {
   StateDict state;
   EXPECT_OK(state.AddTensor("huge", Described({std::int64_t{1} << 56})));
   EXPECT_THAT(state.AllocateData(), HasCode(Code::kResourceExhausted));
   EXPECT_THAT(state.status(), HasMessage("allocate tensors"));
 }
 
-TEST(StateDictTest, NamesLayers) {
+TEST(StateDictTest, LayerNamesAreSetAndChecked) {
   StateDict state;
   EXPECT_OK(state.AddTensor("layers.w", Described({12, 3})));
   EXPECT_OK(state.AddTensor("layers.12.w", Described({3})));  // There is no layer 12.
@@ -171,9 +171,9 @@ TEST(StateDictTest, NamesLayers) {
   EXPECT_EQ(state.layer_names().at("layers.w"), "layers.{}.w");
   EXPECT_OK(state.status());
 
-  EXPECT_THAT(state.NameLayers("layers.w", "l.{}.w"), HasMessage("named \"layers.{}.w\" before"));
+  EXPECT_THAT(state.NameLayers("layers.w", "l.{}.w"), HasMessage("already named \"layers.{}.w\""));
   EXPECT_THAT(state.AddTensor("layers.11.w", Described({3})),
-              HasMessage("\"layers.11.w\" is the name of layer 11 of tensor layers.w"));
+              HasMessage("\"layers.11.w\" is already the name of layer 11 of tensor layers.w"));
   EXPECT_OK(state.AddTensor("layers.13.w", Described({3})));
   EXPECT_OK(state.AddTensor("layers.011.w", Described({3})));
 
@@ -184,14 +184,14 @@ TEST(StateDictTest, NamesLayers) {
     EXPECT_THAT(state.NameLayers(key, pattern), HasMessage(why));
     EXPECT_THAT(state.NameLayers(key, pattern), HasCode(Code::kInvalidArgument));
   };
-  refused("layers.b", "b.{}", "\"b.7\" is a tensor of its own");
-  refused("layers.b", "layers.{}.w", "is the name of layer 0 of tensor layers.w");
+  refused("layers.b", "b.{}", "\"b.7\" is the key of another tensor");
+  refused("layers.b", "layers.{}.w", "is already the name of layer 0 of tensor layers.w");
   refused("layers.b", "b.{}.{}", "exactly one {}");
   refused("layers.b", "b", "exactly one {}");
   refused("layers.b", "", "exactly one {}");
   refused("layers.b", "b1{}", "digit");
   refused("layers.b", std::string(2047, 'b') + "{}", "2049 bytes");
-  refused("layers.c", "c.{}", "no tensor of that name");
+  refused("layers.c", "c.{}", "no such tensor");
   refused("scalar", "s.{}", "a scalar has no layers");
   EXPECT_OK(state.AddTensor("many", Described({1 << 17})));
   refused("many", "m.{}", "131072 layers");
@@ -199,7 +199,7 @@ TEST(StateDictTest, NamesLayers) {
   EXPECT_OK(state.AddTensor("x", Described({3, 2})));
   EXPECT_OK(state.AddTensor("y", Described({3, 2})));
   EXPECT_OK(state.NameLayers("x", "a.{}.b.1"));
-  refused("y", "a.2.b.{}", "\"a.2.b.1\" is the name of layer 2 of tensor x");
+  refused("y", "a.2.b.{}", "\"a.2.b.1\" is already the name of layer 2 of tensor x");
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include "tensormount/load.h"
 #include "tensormount/save.h"
 #include "tensormount/shard.h"
-#include "tensormount/tree.h"
 
 #include "tests/shard/boxes.h"
 #include "tests/state/cells.h"
@@ -49,7 +48,7 @@ Status OnRanks(int ranks, const std::function<Status(int rank, StateDict&)>& fil
 
 // A gated layer on 8 ranks, each holding [gate; up] of its share: one tensor in the checkpoint,
 // loaded by 2 ranks and as halves of their own.
-TEST(ViewsTest, GatedLayerOnEightRanks) {
+TEST(ViewsTest, GatedLayerOfEightRanksSavesAndLoads) {
   const TempDir dir;
   const std::string path = dir.Join("store/step-1");
   const Array truth = Array::Counting({64, 3});
@@ -95,7 +94,7 @@ TEST(ViewsTest, GatedLayerOnEightRanks) {
 
 // Layers stacked under one key, whose buffers lack that axis, on pipeline stages of 3, 1 and 4
 // layers; transposed storage of each.
-TEST(ViewsTest, StackedLayersOnUnevenStages) {
+TEST(ViewsTest, StackedLayersOnUnevenStagesSaveAndLoad) {
   const TempDir dir;
   const std::string path = dir.Join("store/step-1");
   const Array truth = Array::Counting({8, 4, 5});
@@ -107,7 +106,6 @@ TEST(ViewsTest, StackedLayersOnUnevenStages) {
         [&](int rank, StateDict& state) -> Status {
           const auto r = static_cast<std::size_t>(rank);
           memory[r].assign(stages[r].size(), std::vector<std::int32_t>(20, -1));
-          StateTree tree = TreeDict{};
           for (std::size_t i = 0; i < stages[r].size(); ++i) {
             const std::int64_t layer = stages[r][i];
             // Stored transposed: [5, 4].
@@ -118,15 +116,13 @@ TEST(ViewsTest, StackedLayersOnUnevenStages) {
                 const Shard shard,
                 ShardFromOffsets(
                     turned, std::vector<AxisFragment>{{.axis = 0, .index = layer, .count = 8}}, 1));
-            tree.get_if<TreeDict>()->items[layer] =
-                TreeTensor{.key = "layers.w", .shards = {shard}};
+            TENSORMOUNT_RETURN_IF_ERROR(state.AddTensor("layers.w", shard));
             if (load) continue;
             ForEachIndex({4, 5}, [&](const Dims& at) {
               memory[r][i][static_cast<std::size_t>(at[1] * 4 + at[0])] =
                   truth.At({layer, at[0], at[1]});
             });
           }
-          TENSORMOUNT_RETURN_IF_ERROR(FlattenTree(tree, state, {.for_load = load}));
           return load ? Status() : Status(state.NameLayers("layers.w", "layers.{}.w"));
         },
         [&](StateDict& state, Communicator& comm) {
@@ -142,75 +138,6 @@ TEST(ViewsTest, StackedLayersOnUnevenStages) {
       }
     }
   });
-}
-
-// A nested state comes back from the checkpoint alone: its structure, its values, its tensors in
-// memory that the request allocates.
-TEST(ViewsTest, TreesComeBackWithoutATemplate) {
-  const TempDir dir;
-  const std::string path = dir.Join("store/step-1");
-  const Array truth = Array::Counting({6, 4});
-  const auto state_of = [&truth](int rank, std::vector<Piece>& memory) -> StateTree {
-    memory.push_back(MakePiece(truth, B({rank * 3, 0}, {3, 4})));
-    return TreeDict{
-        .items = {{"model", TreeList{{memory.back().shard, TreeTuple{{CommonValue(3)}}}}},
-                  {std::int64_t{5}, TreeObject{.key = {}, .bytes = "seed", .place = {}}},
-                  {"nothing", TreeDict{}},
-                  {"here", TreeLocal{CommonValue(rank)}}}};
-  };
-  const FlattenOptions options{.names = TreeNames::kReversible,
-                               .structure = FlattenOptions::Structure::kCommon};
-  std::vector<std::vector<Piece>> memory(2);
-  ASSERT_OK(OnRanks(
-      2,
-      [&](int rank, StateDict& state) {
-        return FlattenTree(state_of(rank, memory[static_cast<std::size_t>(rank)]), state, options);
-      },
-      [&](StateDict& state, Communicator& comm) { return Save(state, path, comm).status(); }));
-
-  const auto checkpoint = Checkpoint::Open(path);
-  ASSERT_OK(checkpoint);
-  const auto structure = checkpoint.value().common("tree");
-  ASSERT_OK(structure);
-  ASSERT_OK(RunOnThreads(2, [&](Communicator& comm) -> Status {
-    StateDict request;
-    const Region mine = B({0, comm.rank() * 2}, {6, 2});
-    const auto ask = [&]() -> Result<StateTree> {
-      TENSORMOUNT_ASSIGN_OR_RETURN(StateTree tree, TreeFromStructure(structure.value()));
-      TENSORMOUNT_RETURN_IF_ERROR(AssignKeys(tree, options.names));
-      TENSORMOUNT_RETURN_IF_ERROR(MapLeaves(tree, [&](const TreePath&, StateTree& leaf) {
-        if (auto* tensor = leaf.get_if<TreeTensor>()) {
-          tensor->shards = {MetadataOnly(DType::kI32, truth.shape, mine)};
-        }
-        if (auto* local = leaf.get_if<TreeLocal>()) local->value = comm.rank() + 10;
-        return Status();
-      }));
-      TENSORMOUNT_RETURN_IF_ERROR(
-          FlattenTree(tree, request, {.names = options.names, .for_load = true}));
-      TENSORMOUNT_RETURN_IF_ERROR(request.AllocateData());
-      return tree;
-    };
-    const Result<StateTree> tree = ask();
-    if (!tree.ok()) (void)request.Fail(tree.status());
-    const Result<LoadReport> report = Load(request, path, comm);
-    if (!report.ok()) return report.status();
-    const auto back =
-        UnflattenTree(tree.value(), SourceOf(request, report.value()), {.names = options.names});
-    if (!back.ok()) return back.status();
-    const Piece expected_data = MakePiece(truth, mine);
-    const StateTree expected = TreeDict{
-        .items = {
-            {"model", TreeList{{TreeTensor{.key = "model.:0", .shards = {expected_data.shard}},
-                                TreeTuple{{CommonValue(3)}}}}},
-            {std::int64_t{5}, TreeObject{.key = "#5", .bytes = "seed", .place = {}}},
-            {"nothing", TreeDict{}},
-            {"here", TreeLocal{CommonValue(comm.rank() + 10)}}}};
-    const auto diff = DiffTrees(expected, back.value());
-    if (!diff.ok()) return diff.status();
-    EXPECT_TRUE(diff.value().empty()) << DescribeTree(back.value()).value();
-    for (const TreeMismatch& m : diff.value().mismatches) ADD_FAILURE() << m.path << ": " << m.what;
-    return Status();
-  }));
 }
 
 // ---- Chains of views, drawn at random --------------------------------------------------------
@@ -432,7 +359,7 @@ Status AddAll(const std::vector<Viewed>& tensors, int rank, StateDict& state) {
   return Status();
 }
 
-TEST(ViewsPropertyTest, ChainsOfViewsAreWhatArraysSay) {
+TEST(ViewsPropertyTest, ChainsOfViewsMatchTheArrayModel) {
   int flat_steps = 0;
   int steps_taken = 0;
   for (int i = 0; i < TestScale(24); ++i) {

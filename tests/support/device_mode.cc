@@ -74,7 +74,7 @@ OnDevices::OnDevices(const StateDict& state) : state_(state) {
 }
 
 Shard OnDevices::Move(std::size_t item, const Shard& shard) {
-  if (shard.metadata_only || OnDevice(shard.data) || item % 5 == 4) return shard;
+  if (shard.metadata_only || IsDeviceMemory(shard.data) || item % 5 == 4) return shard;
   const std::size_t number = item % 2;
   TestDevice& device = ModeDevice(number);
   Shard moved = shard;

@@ -24,7 +24,7 @@ class HostDevice::Queue : public DeviceQueue {
     std::thread([worker = std::move(worker_)]() mutable { worker.reset(); }).detach();
   }
 
-  Status After(const std::shared_ptr<DeviceMark>& mark) override {
+  Status WaitFor(const std::shared_ptr<DeviceMark>& mark) override {
     worker_->Add([mark]() -> Status {
       auto& own = static_cast<WorkMark&>(*mark);
       own.Wait();
@@ -54,8 +54,7 @@ class HostDevice::Queue : public DeviceQueue {
       if (device->lies_ && !packed.empty()) packed[0] = static_cast<char>(packed[0] ^ 1);
       LeafHasher hasher(leaf_bytes);
       hasher.Update(packed.data(), packed.size());
-      hasher.Finish();
-      std::copy(hasher.leaves().begin(), hasher.leaves().end(), out);
+      std::ranges::copy(hasher.Take(), out);
     });
   }
 
@@ -219,7 +218,7 @@ Status HostDevice::HoldStream(const DeviceStream& stream, const std::shared_ptr<
   return {};
 }
 
-Result<std::unique_ptr<DeviceQueue>> HostDevice::MakeQueue(const QueueRules& /*rules*/) {
+Result<std::unique_ptr<DeviceQueue>> HostDevice::MakeQueue(const QueueLimits& /*rules*/) {
   std::unique_lock lock(mutex_);
   const std::uint64_t seed = options_.seed + ++seeds_;
   lock.unlock();

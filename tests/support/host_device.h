@@ -90,7 +90,7 @@ class HostDevice : public DeviceOps,
   void Free(std::byte* data) override;
   Result<std::shared_ptr<DeviceMark>> MarkStream(const DeviceStream& stream) override;
   Status HoldStream(const DeviceStream& stream, const std::shared_ptr<DeviceMark>& mark) override;
-  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueRules& rules = {}) override;
+  Result<std::unique_ptr<DeviceQueue>> MakeQueue(const QueueLimits& rules = {}) override;
 
  private:
   class Queue;

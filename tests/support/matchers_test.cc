@@ -16,7 +16,7 @@ Result<std::unique_ptr<int>> Seven() { return std::make_unique<int>(7); }
 
 Result<int> Broken() { return Status(Code::kDataLoss, "read w: short"); }
 
-TEST(StatusMatchers, TellFailuresFromSuccess) {
+TEST(StatusMatchers, MatchSuccessAndFailureCodes) {
   EXPECT_THAT(Status(), IsOk());
   EXPECT_THAT(Broken(), Not(IsOk()));
   EXPECT_THAT(Broken(), HasCode(Code::kDataLoss));

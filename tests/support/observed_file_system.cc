@@ -252,8 +252,8 @@ Status ObservedFileSystem::SyncFileSystem(const std::string& path) {
                                     [&] { return base_.SyncFileSystem(path); });
 }
 
-bool ObservedFileSystem::MovedFoldersSyncThemselves(const std::string& folder) {
-  return base_.MovedFoldersSyncThemselves(folder);
+bool ObservedFileSystem::CanSyncOnlyMovedFolder(const std::string& folder) {
+  return base_.CanSyncOnlyMovedFolder(folder);
 }
 
 Result<std::string> ObservedFileSystem::AccessList(const std::string& path) {

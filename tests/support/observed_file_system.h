@@ -58,6 +58,8 @@ class ObservedFileSystem : public FileSystem {
   ObservedFileSystem(FileSystem& base, Before before, After after = {});
   ~ObservedFileSystem() override;
 
+  std::string_view name() const override { return base_.name(); }
+  bool Can(Ability ability) const override { return base_.Can(ability); }
   Result<std::unique_ptr<File>> OpenRead(const std::string& path) override;
   Result<std::unique_ptr<File>> OpenReadBelow(const std::string& directory,
                                               const std::string& name) override;
@@ -79,7 +81,7 @@ class ObservedFileSystem : public FileSystem {
   Status RemoveDirectory(const std::string& path) override;
   Status SyncDirectory(const std::string& path) override;
   Status SyncFileSystem(const std::string& path) override;
-  bool MovedFoldersSyncThemselves(const std::string& folder) override;
+  bool CanSyncOnlyMovedFolder(const std::string& folder) override;
   Result<std::string> Resolve(const std::string& path) override;
   std::int64_t NowSeconds() override;
   void SleepFor(std::chrono::milliseconds time) override;

@@ -11,7 +11,7 @@
 namespace tensormount {
 namespace {
 
-TEST(TempDir, RemovesReadOnlyTreesAndKeepsWhatLinksPointTo) {
+TEST(TempDir, RemovesReadOnlyTreesAndKeepsLinkTargets) {
   TempDir outside;
   WriteWholeFile(outside.Join("kept"), "x");
   std::string path;
@@ -28,7 +28,7 @@ TEST(TempDir, RemovesReadOnlyTreesAndKeepsWhatLinksPointTo) {
   EXPECT_EQ(ReadWholeFile(outside.Join("kept")), "x");
 }
 
-TEST(Random, TheSameSeedGivesTheSameCases) {
+TEST(Random, SameSeedGivesTheSameCases) {
   Random a(7), b(7), c(8);
   EXPECT_EQ(a.Bytes(13), b.Bytes(13));
   EXPECT_NE(a.Next(), c.Next());
@@ -48,7 +48,7 @@ TEST(Require, ReadsTheWholeList) {
   EXPECT_FALSE(IsRequired("fuse"));
 }
 
-TEST(Subprocess, GivesOutputsAndExitStatus) {
+TEST(Subprocess, ReturnsOutputsAndExitStatus) {
   const ProcessOutcome outcome =
       RunProcess({"sh", "-c", "cat; echo $WORD; echo no >&2; exit 3"},
                  {.environment = {{"WORD", "two"}}, .stdin_bytes = "one\n"});
@@ -57,7 +57,7 @@ TEST(Subprocess, GivesOutputsAndExitStatus) {
   EXPECT_EQ(outcome.exit_code, 3);
 }
 
-TEST(Subprocess, MissingProgramExits127AndSaysSo) {
+TEST(Subprocess, MissingProgramExits127WithAMessage) {
   const ProcessOutcome outcome = RunProcess({"/nonexistent/program"});
   EXPECT_EQ(outcome.exit_code, 127);
   EXPECT_NE(outcome.err.find("/nonexistent/program: cannot start"), std::string::npos);

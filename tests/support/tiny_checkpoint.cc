@@ -7,7 +7,7 @@
 
 #include "base/hash.h"
 #include "index/records/manifest.h"
-#include "shard/leaf_hash.h"
+#include "shard/chunk_accumulator.h"
 #include "shard/safetensors.h"
 #include "tests/support/random.h"
 
@@ -84,12 +84,10 @@ struct Writer {
   }
   // Hashes bytes into the manifest's leaves; returns the root and where they begin.
   std::pair<Hash128, std::uint64_t> Hash(std::string_view bytes) {
-    LeafHasher hasher;
-    hasher.Update(bytes.data(), bytes.size());
-    hasher.Finish();
     const std::uint64_t first = leaves.size();
-    leaves.insert(leaves.end(), hasher.leaves().begin(), hasher.leaves().end());
-    return {hasher.Root(), first};
+    const ChunkHashes hashes = HashChunk(bytes.data(), bytes.size());
+    hashes.AppendTo(leaves);
+    return {hashes.root, first};
   }
   Status AddChunk(const TensorPiece& piece, std::uint32_t file, std::uint64_t offset) {
     TENSORMOUNT_ASSIGN_OR_RETURN(TensorRecord * tensor, TensorOf(*piece.tensor));

@@ -13,7 +13,7 @@ def pattern(n, seed):
 
 
 class AdversityTest(harness.ToolTest):
-    def test_few_descriptors(self):
+    def test_commands_work_with_64_descriptors(self):
         """148 data files are read by a process that may have 64 descriptors."""
         tensors = {f"t{i}": ("U8", (5000,), pattern(5000, i)) for i in range(40)}
         harness.write_safetensors(self.dir / "many.safetensors", tensors)
@@ -32,7 +32,7 @@ class AdversityTest(harness.ToolTest):
         for key, (_, _, raw) in tensors.items():
             self.assertEqual((mnt / "many" / "tensors" / key).read_bytes(), raw, key)
 
-    def test_keys_that_look_alike(self):
+    def test_lookalike_keys_stay_separate(self):
         """Equal after normalisation, or but for case: different keys all the same."""
         tensors = {key: ("U8", (100,), pattern(100, i))
                    for i, key in enumerate(("caf\u00e9", "cafe\u0301", "W", "w", "\u00c5", "\u212b"))}
@@ -47,7 +47,7 @@ class AdversityTest(harness.ToolTest):
         self.run_tool("export", saved, self.dir / "back.safetensors", "--to", "safetensors")
         self.run_tool("load", saved, "--compare", self.dir / "back.safetensors")
 
-    def test_times_of_other_centuries(self):
+    def test_times_of_other_centuries_are_accepted(self):
         saved = self.save()
         for when in (-1, -(10**9), 2**32 + 5, 2**33):
             for folder, folders, files in os.walk(saved):
@@ -61,7 +61,7 @@ class AdversityTest(harness.ToolTest):
             self.run_tool("load", adopted, "--compare", saved)
             self.run_tool("fsck", self.store)
 
-    def test_a_clock_that_goes_back(self):
+    def test_latest_follows_saves_when_the_clock_goes_back(self):
         """What is latest is a matter of the order of saves, not of time."""
         first = self.save("step-1")
         future = time.time() + 10**8
@@ -75,7 +75,7 @@ class AdversityTest(harness.ToolTest):
         self.run_tool("gc", self.store, "--grace", "0")
         self.run_tool("verify", self.store)
 
-    def test_a_disk_that_becomes_read_only_under_a_save(self):
+    def test_disk_turned_read_only_fails_the_save_cleanly(self):
         if os.geteuid() != 0:
             self.skipTest("needs root")
         disk = self.dir / "disk"

@@ -38,7 +38,7 @@ def slowed(*command):
 
 
 class Columns(harness.ToolTest):
-    def test_progress_counts_what_import_reads(self):
+    def test_import_progress_counts_bytes_read(self):
         # A line shows after a second: a fast machine needs more to do.
         for size in [4 << 20, 8 << 20, 16 << 20]:
             harness.write_safetensors(self.model, {f"t{i}": ("U8", (size,), bytes(size)) for i in range(48)})
@@ -59,7 +59,7 @@ class Columns(harness.ToolTest):
         out = self.run_tool("--help").stdout
         return re.findall(r"^  ([a-z]+)  ", out[out.index("\nSubcommands:"):], re.M)
 
-    def test_help(self):
+    def test_help_fits_the_terminal(self):
         self.fits(self.run_tool("--help").stdout.splitlines())
         commands = self.commands()
         self.assertIn("publish", commands)
@@ -74,7 +74,7 @@ class Columns(harness.ToolTest):
         ranks = re.search(r"--ranks INT +(.*\n +.*\n)", self.run_tool("load", "--help").stdout).group(1)
         self.assertIn("[1..4096]", ranks)
 
-    def test_keys(self):
+    def test_long_keys_fit_the_terminal(self):
         keys = [KEY.format(i) for i in range(3)]
         harness.write_safetensors(self.model, {k: ("F32", (30522, 768), bytes(4 * 30522 * 768)) for k in keys[:1]} |
                                   {k: ("F32", (3, 7), bytes(84)) for k in keys[1:]})
@@ -92,7 +92,7 @@ class Columns(harness.ToolTest):
         # A terminal that is narrower than the columns before it leaves something of the name.
         self.assertTrue(on_terminal(harness.TOOL, "ls", "-l", path, columns=20)[0].endswith(".weight"))
 
-    def test_a_store(self):
+    def test_store_listing_fits_the_terminal(self):
         begin = time.time()
         for name in ("step-1", "step-10"):
             self.save(name)
@@ -114,7 +114,7 @@ class Columns(harness.ToolTest):
         # Without -l nothing is opened for it.
         self.assertEqual(set(self.json_lines("ls", self.store)[0]), {"checkpoint", "uuid", "generation", "latest"})
 
-    def test_a_training_directory(self):
+    def test_training_directory_listing_shows_steps_and_times(self):
         for step in (10, 20):
             folder = self.dir / "run" / f"iter_{step:07}"
             folder.mkdir(parents=True)
@@ -124,7 +124,7 @@ class Columns(harness.ToolTest):
         self.assertIn("latest", lines[1])
         self.assertAlmostEqual(self.json_lines("ls", "-l", self.dir / "run")[0]["modified"], time.time(), delta=60)
 
-    def test_the_table_of_layout(self):
+    def test_layout_table_fits_the_terminal(self):
         harness.write_safetensors(self.model, {"w": ("F32", (1024, 64, 2), bytes(4 * 1024 * 128))})
         path = self.save("step-1", "--ranks", "4", "--shard", "cols")
         lines = on_terminal(harness.TOOL, "layout", path, "w")

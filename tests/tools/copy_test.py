@@ -34,7 +34,7 @@ class CopyTest(harness.ToolTest):
         stats = [os.stat(path) for path in (self.store / name).rglob("*") if path.is_file()]
         return sum(st.st_size for st in stats), sum(st.st_size for st in stats if st.st_ino not in others)
 
-    def test_costs_agree(self):
+    def test_ls_reports_the_costs_on_disk(self):
         self.share("twin", "step-1")
         for entry in self.json_lines("ls", "-l", self.store):
             name = entry["checkpoint"]
@@ -56,10 +56,10 @@ class CopyTest(harness.ToolTest):
         self.assertRegex(lines[0], r"^ +1 \d{4}-\d\d-\d\d \d\d:\d\d +[\d.]+ MB +0 B +step-1$")
         self.assertRegex(lines[1], r"^ +2 \d{4}-\d\d-\d\d \d\d:\d\d +([\d.]+ MB) +\1 latest +step-2$")
         text = self.run_tool("info", self.store / "twin").stdout
-        self.assertRegex(text, r"\nstored +[\d.]+ MB, 0 B of them its own\nshared +[\d.]+ MB in \d+ files with step-1\n")
+        self.assertRegex(text, r"\nstored +[\d.]+ MB, 0 B of them only in this checkpoint\nshared +[\d.]+ MB in \d+ files with step-1\n")
         self.assertRegex(self.run_tool("info", self.store).stdout, r"\nstored +[\d.]+ MB, [\d.]+ MB of them shared")
 
-    def test_a_damaged_shared_file(self):
+    def test_damaged_shared_file_names_all_checkpoints(self):
         self.share("twin", "step-1")
         file = sorted(self.store.glob("step-1/data/*"))[0]
         name = f"data/{file.name}"
@@ -71,7 +71,7 @@ class CopyTest(harness.ToolTest):
             out.write(bytes([byte[0] ^ 1]))
         file.chmod(0o444)
         out = self.run_tool("verify", self.store / "twin", expect=1).stdout
-        self.assertIn(f"twin: {name}: the same file is in step-1, which is damaged by it too\n", out)
+        self.assertIn(f"twin: {name}: the same file is part of step-1, which is damaged too\n", out)
         damages = [line for line in self.json_lines("verify", self.store, expect=1) if line["event"] == "damage"]
         self.assertEqual({line["checkpoint"]: line["shared_with"] for line in damages},
                          {"twin": ["step-1"], "step-1": ["twin"]})
@@ -82,7 +82,7 @@ class CopyTest(harness.ToolTest):
                  if line["event"] == "finding" and line["damage"]]
         self.assertEqual([line["shared_with"] for line in found], [["twin"], ["step-1"]])
 
-    def test_copies(self):
+    def test_copy_copies_checkpoints(self):
         out = self.run_tool("copy", self.store / "step-1", self.store / "latest", self.other).stdout
         self.assertRegex(out, rf"^copied {self.other}/step-1: [\d.]+ MB copied\n"
                               rf"copied {self.other}/step-2: [\d.]+ MB copied\n$")
@@ -90,19 +90,19 @@ class CopyTest(harness.ToolTest):
             self.assertEqual(files_below(self.store / name), files_below(self.other / name))
             self.run_tool("verify", self.other / name)
         self.run_tool("fsck", self.other)
-        self.assertIn("is there already", self.run_tool("copy", self.store, self.other).stdout)
+        self.assertIn("already in the store, skipped", self.run_tool("copy", self.store, self.other).stdout)
         events = self.json_lines("copy", self.store, self.other, "--limit-rate", "1GB")
         self.assertEqual([(e["event"], e["checkpoint"]) for e in events], [("there", "step-1"), ("there", "step-2")])
         self.assertEqual(self.run_tool("copy", "-q", self.store, self.other).stdout, "")
 
-    def test_it_has_another_name_there(self):
+    def test_copy_reports_the_other_name_at_the_destination(self):
         self.run_tool("copy", self.store / "step-1", self.other)
         (self.other / "step-1").rename(self.other / "renamed")
         result = self.run_tool("copy", self.store / "step-1", self.other, expect=2)
         self.assertIn("ALREADY_EXISTS", result.stderr)
-        self.assertIn("renamed: is this checkpoint, under another name", result.stderr)
+        self.assertIn("renamed: already holds this checkpoint under another name", result.stderr)
 
-    def test_what_cannot_be(self):
+    def test_invalid_copies_are_refused(self):
         self.assertIn("INVALID_ARGUMENT", self.run_tool("copy", self.store, self.store, expect=2).stderr)
         self.assertIn("NOT_FOUND", self.run_tool("copy", self.store / "step-9", self.other, expect=2).stderr)
         self.assertIn("--limit-rate", self.run_tool("copy", self.store, self.other, "--limit-rate", "fast",
@@ -121,7 +121,7 @@ class CopyTest(harness.ToolTest):
         self.run_tool("adopt", self.model, self.store / "adopted")
         self.assertIn("UNSUPPORTED", self.run_tool("copy", self.store / "adopted", self.other, expect=2).stderr)
 
-    def test_interrupted_and_gone_on_with(self):
+    def test_interrupted_copy_is_resumed(self):
         for how in (signal.SIGINT, signal.SIGKILL):
             process = subprocess.Popen([harness.TOOL, "copy", self.store / "step-1", self.other, "--limit-rate", "1MB"],
                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -133,7 +133,7 @@ class CopyTest(harness.ToolTest):
             _, err = process.communicate(timeout=60)
             self.assertEqual(process.returncode, 130 if how == signal.SIGINT else -how, err)
             if how == signal.SIGINT:
-                self.assertIn("goes on where it was", err)
+                self.assertIn("run the same command again to continue", err)
             self.assertFalse((self.other / "step-1").exists())
             self.assertEqual(len(list(self.other.glob(".staging/.copy-*"))), 1)
         self.run_tool("copy", self.store / "step-1", self.other)

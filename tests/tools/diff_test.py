@@ -14,7 +14,7 @@ class Diff(harness.ToolTest):
     def lines(self, *args, expect=1):
         return self.run_tool("diff", *args, expect=expect).stdout.splitlines()
 
-    def test_a_store_and_the_file_that_it_was_made_from(self):
+    def test_checkpoint_equals_its_source_file(self):
         path = self.save("a", "--ranks", "3", "--shard", "cols")
         (line,) = self.lines(path, self.model, expect=0)
         self.assertRegex(line, r"^no difference: 10 equal; 1 compared by digest, 9 by bytes \(9\.\d MB read\)$")
@@ -28,7 +28,7 @@ class Diff(harness.ToolTest):
             data.unlink()  # Nobody looks at it.
         self.assertEqual(self.lines(path, other, expect=0), [line])
 
-    def test_says_what_was_added_removed_and_changed(self):
+    def test_diff_reports_added_removed_and_changed_keys(self):
         path = self.save("a", "--ranks", "2")
         changed = dict(self.tensors)
         changed["new"] = changed.pop("bias")
@@ -46,7 +46,7 @@ class Diff(harness.ToolTest):
         self.assertIn("~ big f32 [1100, 1024]: digests differ", self.lines(path, self.save("b")))
         self.assertEqual(self.lines(path, self.model, "--keys", "*i*")[:-1], [lines[0], lines[1], lines[3]])
 
-    def test_the_largest_differences_have_places_of_their_own(self):
+    def test_places_of_largest_differences_are_reported(self):
         first, second = self.dir / "first.safetensors", self.dir / "second.safetensors"
         for path, values in ((first, [5, 100, 0.25]), (second, [5, 101, 0.75])):
             harness.write_safetensors(path, {"w": ("F32", (3,), np.array(values, "<f4").tobytes())})
@@ -55,7 +55,7 @@ class Diff(harness.ToolTest):
         self.assertEqual((values["max_rel"], values["max_rel_at"]), (0.5 / 0.75, [2]))
         self.assertEqual(values["first_at"], [1])
 
-    def test_values(self):
+    def test_diff_reports_differing_values(self):
         a = np.linspace(-1, 1, 1024, dtype="<f4").reshape(32, 32)
         b = a.copy()
         b[3, 7] += np.float32(0.5)
@@ -77,7 +77,7 @@ class Diff(harness.ToolTest):
                                            "half": ("BF16", (32, 32), bf16.tobytes())})
         lines = self.lines(first, second, "--values")
         self.assertRegex(lines[0], r"^~ half: dtype f32 and bf16; \d+ of 1024 elements differ, max abs 0\.00\d+ at ")
-        self.assertEqual(lines[1], "~ n f32 [8]: 0 of 8 elements differ; 1 are NaN on both, with other bits")
+        self.assertEqual(lines[1], "~ n f32 [8]: 0 of 8 elements differ; 1 are NaN on both, with different bits")
         self.assertRegex(lines[2], r"^~ step i64 \[\]: 1 of 1 elements differ, max abs 3 at \[\], max rel 6\.\d+e-19 at ")
         self.assertRegex(lines[3], r"^~ w f32 \[32, 32\]: 13 of 1024 elements differ, max abs 0\.5 at \[3, 7\], "
                                    r"max rel [\d.]+ at \[\d+, \d+\], first at \[2, 1\]; 1 are NaN on one side$")
@@ -97,7 +97,7 @@ class Diff(harness.ToolTest):
         self.assertEqual(events[None]["changed"], 4)
         self.assertFalse(events[None]["same"])
 
-    def test_names_of_the_first_may_be_mapped(self):
+    def test_key_map_renames_the_first_source(self):
         path = self.save("a")
         rules = self.dir / "rules.json"
         rules.write_text(json.dumps([{"key": "w", "to": "zz.w"}, {"drop": "fp*"}]))
@@ -106,7 +106,7 @@ class Diff(harness.ToolTest):
                                                                    "- w f32 [64, 48]", "+ zz.w f32 [64, 48]"])
         self.lines(path, self.store / "b", "--map", rules, expect=0)
 
-    def test_common_values_and_objects(self):
+    def test_diff_reports_common_values_and_objects(self):
         save = harness.BIN / "tests" / "save_stacked"
         for name, more in [("a", ["0.50"]), ("b", ["0.25"])]:
             subprocess.run([save, self.store / name, *more], check=True, timeout=60)
@@ -118,7 +118,7 @@ class Diff(harness.ToolTest):
                          [("changed", "object"), ("changed", "common"), ("compared", None)])
         self.assertEqual(events[0]["first"], {"bytes": 4})
 
-    def test_failures_are_no_differences(self):
+    def test_failures_are_not_reported_as_differences(self):
         path = self.save("a")
         self.assertIn("NOT_FOUND", self.run_tool("diff", path, self.dir / "none", expect=2).stderr)
         file = next((path / "data").iterdir())

@@ -43,25 +43,25 @@ class EarlierTest(ToolTest):
         self.assertEqual(now, dict(shown()))
         return mnt
 
-    def test_they_are_whole(self):
+    def test_earlier_checkpoints_verify(self):
         self.verify_all()
         self.assertIn("sound", self.run_tool("fsck", "--read-data", self.store).stdout)
 
-    def test_a_mount_shows_the_same_bytes_in_every_view(self):
+    def test_mount_shows_earlier_bytes_in_every_view(self):
         mnt = self.assert_shown()
         box = (mnt / "rows/slices/layers.0.weight[1:23,2:5]").read_bytes()
         self.assertEqual(hashlib.sha256(box).hexdigest(),
                          "41b49be4223770c88b1ba5f16032c8a94d46fa189b07f915e4428ef5bcfaa732")
         self.run_tool("unmount", mnt)
 
-    def test_an_index_that_is_lost_is_rebuilt(self):
+    def test_lost_index_of_an_earlier_release_is_rebuilt(self):
         for name in NAMES:
             shutil.rmtree(self.store / name / "index")
         self.assertIn("sound", self.run_tool("fsck", self.store, "--rebuild").stdout)
         self.verify_all()
         self.run_tool("unmount", self.assert_shown())
 
-    def test_what_was_staged_then_is_published_now(self):
+    def test_earlier_staging_can_be_published(self):
         self.run_tool("publish", self.store / ".staging/unpublished")
         self.run_tool("verify", self.store / "unpublished")
         compared = self.run_tool("diff", self.store / "mounted", self.store / "unpublished").stdout

@@ -10,7 +10,7 @@ import harness
 
 
 class Errors(harness.ToolTest):
-    def test_names(self):
+    def test_taken_and_invalid_names_are_refused(self):
         self.save("step-1")
         before = sorted(p for p in self.store.rglob("*"))
         self.fails("import", self.model, self.store / "step-1", code="ALREADY_EXISTS", says="step-1")
@@ -22,10 +22,10 @@ class Errors(harness.ToolTest):
         self.run_tool("import", self.model, self.store / "step-1", "--if-exists", "replace", "--shard", "cols")
         self.run_tool("load", self.store / "step-1", "--compare", self.model)
 
-    def test_usage(self):
+    def test_usage_errors_say_what_to_do(self):
         self.fails("import", self.dir / "missing", self.store / "a", code="NOT_FOUND", says="missing")
         (self.dir / "other").mkdir()
-        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="an empty folder")
+        self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="an empty directory")
         (self.dir / "other" / "notes.txt").write_text("x")
         self.fails("ls", self.dir / "other", code="UNSUPPORTED", says="no COMMIT, no store.json")
         self.fails("compact", "a", "b", code="UNSUPPORTED", says="compact")
@@ -39,7 +39,7 @@ class Errors(harness.ToolTest):
         for command in ["mount", "import", "adopt", "load", "ls", "info", "cat", "diff", "layout", "verify", "rm", "gc", "fsck", "doctor"]:
             self.assertIn("Example:", self.run_tool(command, "--help").stdout)
 
-    def test_a_flipped_byte_of_data_is_named(self):
+    def test_flipped_byte_error_names_its_place(self):
         path = self.save("step-1", "--shard", "cols", "--ranks", "2", "--placement", "rank-shard")
         (w,) = self.json_lines("info", path, "big")
         extent = w["extents"][1]
@@ -58,7 +58,7 @@ class Errors(harness.ToolTest):
             self.assertIn(b"tensor big", failed.stderr)
         self.run_tool("verify", "--quick", path)  # No data are read.
 
-    def test_a_truncated_or_missing_data_file(self):
+    def test_truncated_or_missing_data_file_is_reported(self):
         path = self.save()
         data = max((path / "data").iterdir(), key=lambda p: p.stat().st_size)
         os.chmod(data, 0o644)
@@ -68,7 +68,7 @@ class Errors(harness.ToolTest):
         self.assertIn(data.name, self.run_tool("verify", path, expect=1).stdout)
         self.assertIn("DATA_LOSS", self.run_tool("load", path, expect=2).stderr)
 
-    def test_the_commit_record(self):
+    def test_damaged_commit_record_is_reported(self):
         path = self.save()
         commit = path / "COMMIT"
         size = commit.stat().st_size
@@ -89,15 +89,15 @@ class Errors(harness.ToolTest):
         self.fails("ls", path, code="DATA_LOSS", says="COMMIT")
         self.run_tool("verify", path, expect=1)
 
-    def test_a_damaged_latest_is_passed_over_aloud(self):
+    def test_damaged_latest_is_skipped_with_a_warning(self):
         self.save("step-1")
         path = self.save("step-2")
         (path / "COMMIT").write_bytes(b"nonsense")
         for command in ["info", "ls", "verify"]:
             result = self.run_tool(command, self.store / "latest")
-            self.assertIn("warning: checkpoint step-2 was passed over", result.stderr)
+            self.assertIn("warning: checkpoint step-2 was skipped", result.stderr)
         result = self.run_tool("info", self.store)
-        self.assertIn("warning: checkpoint step-2 was passed over", result.stderr)
+        self.assertIn("warning: checkpoint step-2 was skipped", result.stderr)
         self.assertEqual(self.json_lines("info", self.store)[0]["latest"], "step-1")
         self.assertIn("DATA_LOSS", self.run_tool("ls", self.store, expect=1).stdout)
         (path / "COMMIT").unlink()  # Lost: that is damage too, but of a folder of somebody's it is none.
@@ -105,10 +105,10 @@ class Errors(harness.ToolTest):
         shutil.rmtree(path)
         path.mkdir()
         self.assertEqual(self.run_tool("info", self.store).stderr, "")
-        self.assertIn("no checkpoint", self.run_tool("ls", self.store).stdout)
-        self.assertIn("no checkpoint", self.run_tool("fsck", self.store).stdout)
+        self.assertIn("not a checkpoint: a directory without COMMIT", self.run_tool("ls", self.store).stdout)
+        self.assertIn("a directory that is not a checkpoint", self.run_tool("fsck", self.store).stdout)
 
-    def test_a_checkpoint_of_a_newer_program_may_be_the_latest(self):
+    def test_newer_latest_checkpoint_is_refused(self):
         self.save("step-1")
         path = self.save("step-2")
         newer = harness.pathlib.Path(__file__).resolve().parents[1] / "golden/bad/UNSUPPORTED-incompatible-bit.commit"
@@ -117,11 +117,11 @@ class Errors(harness.ToolTest):
             self.fails(*command, code="UNSUPPORTED", says="step-2")
         self.assertIn("step-1", self.run_tool("ls", self.store, expect=2).stdout)
         found = self.run_tool("fsck", self.store, expect=2).stdout
-        self.assertIn("newer program", found)
+        self.assertIn("newer version", found)
         self.assertNotIn("`rm`", found)
         self.save("step-3")  # Saves go on.
 
-    def test_a_lost_superblock(self):
+    def test_lost_superblock_is_rebuilt_by_fsck(self):
         path = self.save("step-1")
         superblock = self.store / "store.json"
         for text in ["", "{\"format\": \"tens", None]:
@@ -137,7 +137,7 @@ class Errors(harness.ToolTest):
             self.run_tool("rm", self.store / "after")
         self.fails("fsck", self.dir, code="NOT_FOUND", says="not a store")
 
-    def test_a_store_that_lost_its_superblock_is_named(self):
+    def test_error_names_the_store_without_superblock(self):
         path = self.save("step-1")
         (self.store / "store.json").unlink()
         self.fails("ls", self.store, code="UNSUPPORTED", says="fsck")
@@ -181,7 +181,7 @@ class Errors(harness.ToolTest):
         self.save("step-3")
         self.assertIn("removed 1 generation number of", self.run_tool("gc", self.store).stdout)
 
-    def test_one_is_told_in_the_singular(self):
+    def test_counts_of_one_are_printed_in_the_singular(self):
         model = self.dir / "one.safetensors"
         head = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
         model.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
@@ -193,7 +193,7 @@ class Errors(harness.ToolTest):
         self.assertNotRegex(told, r"(?<![.0-9])1 (tensors|chunks|files|data files|ranks)\b")
         self.assertRegex(told, r"1 tensor, 1 chunk,")
 
-    def test_the_index(self):
+    def test_damaged_index_is_replaced_and_reported(self):
         path = self.save("step-1")
         other = self.save("step-2", "--shard", "cols", "--ranks", "2")
         index = next((path / "index").iterdir())
@@ -214,7 +214,7 @@ class Errors(harness.ToolTest):
             self.run_tool("load", path, "--compare", self.model)
             self.run_tool("verify", path, expect=1)
 
-    def test_a_newer_store(self):
+    def test_newer_store_is_refused(self):
         self.save()
         superblock = self.store / "store.json"
         text = json.loads(superblock.read_text())
@@ -224,7 +224,7 @@ class Errors(harness.ToolTest):
         self.fails("ls", self.store, code="UNSUPPORTED", says="4")
         self.fails("import", self.model, self.store / "x", code="UNSUPPORTED", says="4")
 
-    def test_a_safetensors_file_that_lies(self):
+    def test_invalid_safetensors_file_is_refused(self):
         raw = bytearray(self.model.read_bytes())
         raw[8:9] = b"["
         (self.dir / "bad.safetensors").write_bytes(raw)
@@ -232,7 +232,7 @@ class Errors(harness.ToolTest):
         (self.dir / "short.safetensors").write_bytes(self.model.read_bytes()[:-1])
         self.fails("verify", self.dir / "short.safetensors", code="DATA_LOSS", says="short.safetensors", status=1)
 
-    def test_lifecycle(self):
+    def test_checkpoints_are_removed_collected_and_checked(self):
         self.save("step-1")
         self.save("step-2")
         self.assertIn("would remove", self.run_tool("rm", "--dry-run", self.store / "step-1").stdout)
@@ -251,13 +251,13 @@ class Errors(harness.ToolTest):
         self.run_tool("fsck", self.store, "--rebuild")
         self.run_tool("load", self.store / "step-2", "--compare", self.model)
 
-    def test_a_name_that_is_not_utf_8(self):
+    def test_non_utf_8_name_is_listed_as_valid_json(self):
         # Folders may be called anything; JSON may not.
         self.save(os.fsdecode(b"step-\xff"), "-q")
         (listed,) = self.json_lines("ls", self.store)
         self.assertEqual(listed["checkpoint"], "step-\ufffd")
 
-    def test_doctor(self):
+    def test_doctor_reports_and_leaves_no_files(self):
         lines = self.json_lines("doctor", "--dir", self.dir)
         self.assertTrue({"fuse", "mpi", "kernel", "rename without replacing"} <= {l["name"] for l in lines})
         self.assertEqual([p.name for p in self.dir.iterdir()], ["model.safetensors"])

@@ -59,7 +59,7 @@ class Export(harness.ToolTest):
         self.tensors.pop("fp4")  # Only safetensors has it.
         harness.write_safetensors(self.model, self.tensors)
 
-    def test_views_by_one_rank_and_by_three(self):
+    def test_one_and_three_ranks_export_equal_views(self):
         path = self.save("step-1", "--ranks", "3", "--shard", "cols")
         whole = self.run_tool("export", path, "a.safetensors", "--to", "safetensors").stdout
         self.assertIn("MNT/model.safetensors", whole)
@@ -78,7 +78,7 @@ class Export(harness.ToolTest):
         self.run_tool("export", path, "zarr", "--to", "zarr")
         self.assertEqual(json.loads((self.dir / "zarr/zarr.json").read_text())["node_type"], "group")
 
-    def test_torch(self):
+    def test_torch_export_contains_every_tensor(self):
         path = self.save("step-1", "--ranks", "2")
         self.run_tool("export", path, "m.pt", "--to", "torch", "--ranks", "2")
         value, storages = archive_of((self.dir / "m.pt").read_bytes())
@@ -87,7 +87,7 @@ class Export(harness.ToolTest):
             self.assertEqual(value[key].args[2], shape, key)
             self.assertEqual(bytes_of(value[key], storages), raw, key)
 
-    def test_dcp(self):
+    def test_dcp_export_contains_every_tensor(self):
         path = self.save("step-1", "--ranks", "2")
         self.run_tool("export", path, "dcp", "--to", "dcp", "--ranks", "3")
         files = {f.name: f.read_bytes() for f in (self.dir / "dcp").iterdir()}
@@ -99,7 +99,7 @@ class Export(harness.ToolTest):
             tensor, storages = archive_of(raw)
             self.assertEqual(bytes_of(tensor, storages), self.tensors[index.state["fqn"]][2])
 
-    def test_shared_with_the_store(self):
+    def test_export_clones_or_links_the_store_file(self):
         # In the order of the view: elements of one size, by key.
         harness.write_safetensors(self.model, {key: self.tensors[key] for key in ("big", "w")})
         path = self.save("step-1", "--placement", "safetensors")
@@ -120,7 +120,7 @@ class Export(harness.ToolTest):
         self.assertIn("DATA_LOSS", failed.stderr)
         self.assertFalse((self.dir / "n.safetensors").exists())
 
-    def test_refusals(self):
+    def test_invalid_exports_are_refused(self):
         path = self.save()
         self.assertIn("--to", self.run_tool("export", path, "x", expect=2).stderr)
         self.assertIn("one of", self.run_tool("export", path, "x", "--to", "gguf", expect=2).stderr)
@@ -135,7 +135,7 @@ class Export(harness.ToolTest):
         self.assertIn("half (f4)", lacks.stderr)
         self.assertFalse((self.dir / "y").exists())
 
-    def test_killed(self):
+    def test_killed_export_leaves_a_reported_leftover(self):
         harness.write_safetensors(self.model, {f"t{i}": ("U8", (16 << 20,), bytes(16 << 20)) for i in range(8)})
         path = self.save()
         with subprocess.Popen([harness.TOOL, "export", str(path), "out", "--to", "dcp"], cwd=self.dir,
@@ -153,7 +153,7 @@ class Export(harness.ToolTest):
         self.assertIn(left[0].name, again.stderr)
         self.assertTrue((self.dir / "out/.metadata").exists())
 
-    def test_mpi(self):
+    def test_export_works_under_mpi(self):
         harness.need_mpi()
         path = self.save()
         self.run_tool("export", path, "one.pt", "--to", "torch")

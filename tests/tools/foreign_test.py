@@ -47,7 +47,7 @@ class Foreign(harness.ToolTest):
     def write(self, folder, name, key, tensor):
         harness.write_safetensors(folder / name, {key: tensor})
 
-    def test_every_command_takes_it(self):
+    def test_every_command_accepts_a_foreign_checkpoint(self):
         self.assertEqual(self.run_tool("ls", self.step).stdout.split(), ["a", "b"])
         lines = self.run_tool("ls", self.run).stdout.splitlines()
         self.assertEqual(lines, ["iter_0000010\tgeneration 10\tlatest", "iter_0000020\tgeneration 20"])
@@ -66,7 +66,7 @@ class Foreign(harness.ToolTest):
         self.run_tool("load", self.store / "copy", "--compare", self.step)
         self.run_tool("diff", self.store / "copy", self.step)
 
-    def test_verify(self):
+    def test_verify_reports_lost_and_duplicate_cells(self):
         lines = self.json_lines("verify", self.run)
         self.assertEqual([l["checkpoint"] for l in lines], ["iter_0000010", "iter_0000020"])
         self.assertTrue(all(l["whole"] and l["bytes"] == 64 for l in lines), lines)
@@ -78,7 +78,7 @@ class Foreign(harness.ToolTest):
                 write_shard(path, "w", "U8", np.array([120, 121], "u1"), [offset])
         result = self.run_tool("verify", self.dir / "hole", expect=1)
         self.assertIn("tensor w", result.stdout)
-        self.assertIn("[2:4] is stored nowhere", result.stdout)
+        self.assertIn("[2:4] is not stored", result.stdout)
         result = self.run_tool("verify", self.dir / "twice", expect=1)
         self.assertIn("[1:2] is stored twice", result.stdout)
         self.assertIn("shard-00002-model-00001-of-00001.safetensors", result.stdout)
@@ -97,7 +97,7 @@ class Foreign(harness.ToolTest):
         self.assertNotIn("first", result.stdout)
         self.assertIn("x.npz", result.stdout)
 
-    def test_adopt(self):
+    def test_adopt_hashes_and_lists_a_checkpoint(self):
         (adopted,) = self.json_lines("adopt", self.step, self.store / "step-20")
         self.assertEqual(adopted["bytes"], 64)
         self.assertEqual(adopted["bytes_hashed"], 64)
@@ -105,14 +105,14 @@ class Foreign(harness.ToolTest):
         self.assertFalse(adopted["self_contained"])
         path = self.store / "step-20"
         said = self.run_tool("info", path).stdout
-        self.assertIn(f"self-contained no: the data lie in files of others below {self.step.resolve()}", said)
+        self.assertIn(f"self-contained no: the data stay in the original files under {self.step.resolve()}", said)
         self.assertIn("safetensors", said)
         self.run_tool("verify", path)
         self.assertEqual(self.run_tool("cat", path, "a", text=False).stdout, self.bytes["a"])
         self.run_tool("load", path, "--ranks", "2", "--compare", self.step)
         self.assertIn("ALREADY_EXISTS", self.run_tool("adopt", self.step, path, expect=2).stderr)
         said = self.run_tool("adopt", self.run, path, "--if-exists", "replace", "--quick").stdout
-        self.assertIn("no data were read", said)
+        self.assertIn("no data was read", said)
         self.assertIn("not self-contained", said)
         self.assertEqual(json.loads(self.run_tool("info", path, "--json").stdout)["root"],
                          str((self.run / "iter_0000010").resolve()))
@@ -123,7 +123,7 @@ class Foreign(harness.ToolTest):
                       self.run_tool("adopt", self.step, self.store / "x", "--if-exists", "maybe", expect=2).stderr)
         self.assertFalse((self.store / "x").exists())
 
-    def test_roots(self):
+    def test_root_option_allows_links(self):
         hub = self.dir / "hub"
         (hub / "kept").mkdir(parents=True)
         (hub / "links" / "s").mkdir(parents=True)
@@ -141,7 +141,7 @@ class Foreign(harness.ToolTest):
         self.run_tool("adopt", source, self.store / "s", "--root", hub)
         self.assertEqual(self.run_tool("cat", self.store / "s", "w").stdout, "abcd")
 
-    def test_objects(self):
+    def test_error_names_the_pickled_call(self):
         # A pickle that would run a program where it is loaded: it is listed.
         torch = self.dir / "m.pt"
         evil = b"\x80\x02}q\x00X\x01\x00\x00\x00kcposix\nsystem\nX\x04\x00\x00\x00echo\x85Rs."
@@ -152,7 +152,7 @@ class Foreign(harness.ToolTest):
         failed = self.run_tool("ls", torch, expect=2)
         self.assertIn("posix.system", failed.stderr)
 
-    def test_a_pickled_object_is_listed_not_made(self):
+    def test_pickled_object_is_listed_and_not_built(self):
         source = FIXTURES / "dcp-2.13" / "global"
         for command in (["info", source, "opaque"], ["cat", source, "opaque", "--as", "text"]):
             self.assertEqual(self.run_tool(*command).stdout.split()[-1], "torch.float32")
@@ -258,7 +258,7 @@ class WhichRankHoldsWhat(harness.ToolTest):
         (line, _) = self.run_tool("diff", source, path, "--keys", key, expect=1).stdout.splitlines()
         self.assertRegex(line, rf"^~ {re.escape(key)} \w+ \[[\d, ]+\]: bytes differ, first at \[1, 2\]$")
 
-    def test_dcp(self):
+    def test_layout_shows_ranks_of_dcp(self):
         source = FIXTURES / "dcp-2.13" / "global"
         self.assertEqual(self.holders(source, "model.transposed"), {
             f"[{2 * r}:{2 * r + 2}, 0:4]": (f"rank {r}", f"__{r}_0.distcp", [4, 8]) for r in range(3)})
@@ -273,7 +273,7 @@ class WhichRankHoldsWhat(harness.ToolTest):
             "model.transposed": np.ascontiguousarray(cells("<f4", 4, 6).T), "model.grid": cells("<i8", 6, 8),
             "strided": np.ascontiguousarray(cells("<f4", 5, 4).T), "plain": cells("<f8", 3)})
 
-    def test_olmo(self):
+    def test_layout_shows_ranks_of_olmo(self):
         # As 0.1 wrote: runs of the flattened tensor, or boxes; 1.0 writes DCP.
         folder = self.dir / "olmo"
         folder.mkdir()
@@ -300,7 +300,7 @@ class WhichRankHoldsWhat(harness.ToolTest):
             f"[0:5, {2 * r}:{2 * r + 2}]": (f"rank {r}", f"model_and_optim/__{r}_0.distcp", [4, 20]) for r in range(2)})
         self.check_same(source, {"turned": cells("<f4", 5, 4), "rows": cells("<f4", 4, 6)})
 
-    def test_hugging_face_shards(self):
+    def test_layout_shows_ranks_of_hugging_face_shards(self):
         folder = self.dir / "hf"
         folder.mkdir()
         whole = cells("<f4", 4, 6)
@@ -340,19 +340,19 @@ class LinksOut(harness.ToolTest):
         self.assertIn("--root", failed.stderr)
         self.assertFalse(os.path.ismount(self.mnt))
 
-    def test_the_command(self):
+    def test_mount_command_needs_a_root_for_links_out(self):
         self.check_refused(self.run_tool("mount", self.source, self.mnt, expect=2))
         self.check_refused(self.run_tool("mount", self.source, self.mnt, "--root", self.source.parent, expect=2))
         self.run_tool("mount", self.source, self.mnt, "--root", self.hub)
         self.check()
 
-    def test_a_hubs_cache_needs_no_root(self):
+    def test_hub_cache_needs_no_root(self):
         snapshots = self.hub / "snapshots"
         (self.hub / "links").rename(snapshots)
         self.run_tool("mount", snapshots / "0123abcd", self.mnt)
         self.check()
 
-    def test_as_mount_8_calls_it(self):
+    def test_mount_helper_accepts_roots(self):
         def helper(*options):
             return subprocess.run([str(harness.BIN / "mount.tensormount"), str(self.source), str(self.mnt), "-o",
                                    ",".join(("ro", *options))], timeout=60, capture_output=True, text=True)

@@ -48,7 +48,7 @@ class Interrupted(harness.ToolTest):
     def temporary(self):
         return [name for name in os.listdir(self.dir) if name.endswith(".tmp")]
 
-    def test_export(self):
+    def test_interrupted_export_removes_its_files(self):
         for sent, how in ((signal.SIGINT, ["npy"]), (signal.SIGTERM, ["safetensors"]),
                           (signal.SIGHUP, ["dcp", "--ranks", "3"])):
             out = self.dir / "out"
@@ -58,7 +58,7 @@ class Interrupted(harness.ToolTest):
             self.assertFalse(out.exists())
             self.assertIn("tensormount: CANCELLED: ", err)
             self.assertIn("interrupted", err)
-            self.assertIn("what was written is removed", err)
+            self.assertIn("the files written so far were removed", err)
             self.assertEqual(len(err.splitlines()), 1, err)
 
     def staged(self):
@@ -67,7 +67,7 @@ class Interrupted(harness.ToolTest):
         except FileNotFoundError:
             return []
 
-    def test_import_and_adopt(self):
+    def test_interrupted_import_and_adopt_free_the_name(self):
         self.save("step-0")
         for sent, command in ((signal.SIGINT, ["import", self.large, self.store / "step-1", "--ranks", "2"]),
                               (signal.SIGTERM, ["adopt", self.large, self.store / "step-1"])):
@@ -83,7 +83,7 @@ class Interrupted(harness.ToolTest):
             self.save("step-1")
             self.run_tool("rm", self.store / "step-1")
 
-    def test_who_ignores_hangups_goes_on(self):
+    def test_export_under_nohup_ignores_sighup(self):
         self.make_large(256)
         job = subprocess.Popen(["nohup", harness.TOOL, "export", str(self.large), "out", "--to", "npy"], cwd=self.dir,
                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -32,14 +32,14 @@ class Maps(harness.ToolTest):
         self.rules.write_text(json.dumps(RULES))
         self.renamed = {NAMES.get(k, k): v for k, v in self.tensors.items() if NAMES.get(k, k) is not None}
 
-    def test_import_renames_on_the_way_in(self):
+    def test_import_renames_keys(self):
         path = self.save("a", "--map", self.rules, "--ranks", "3", "--shard", "flat")
         self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.renamed))
         for key, (_, _, raw) in self.renamed.items():
             self.assertEqual(self.run_tool("cat", path, key, text=False).stdout, raw, key)
         self.run_tool("verify", path)
 
-    def test_adopt_renames_what_stays_in_place(self):
+    def test_adopt_renames_keys_in_place(self):
         self.run_tool("adopt", self.model, self.store / "a", "--map", self.rules)
         path = self.store / "a"
         self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.renamed))
@@ -60,7 +60,7 @@ class Maps(harness.ToolTest):
         self.run_tool("adopt", self.model, self.store / "a", "--map", again, "--if-exists", "replace", "--quick")
         self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.tensors))
 
-    def test_load_sees_the_names_of_the_map(self):
+    def test_load_uses_mapped_names(self):
         path = self.save("a")
         other = self.dir / "renamed.safetensors"
         harness.write_safetensors(other, self.renamed)
@@ -74,13 +74,13 @@ class Maps(harness.ToolTest):
         out = self.run_tool("load", path, "--map", self.rules, "--compare", self.model, expect=1)
         self.assertIn("tensor head/bias: missing in the second source", out.stderr)
 
-    def test_the_peak_memory_of_load_is_its_own(self):
+    def test_load_reports_its_own_peak_memory(self):
         # The resource usage of a process begins with that of the program it was before exec.
         code = "import os, sys; held = b'x' * (300 << 20); os.execv(sys.argv[1], sys.argv[1:])"
         out = self.run_tool("--json", "load", self.model, prefix=(sys.executable, "-c", code)).stdout
         self.assertLess(json.loads(out)["peak_memory"], 250 << 20)
 
-    def test_the_mount_shows_the_names_of_the_map(self):
+    def test_mount_shows_mapped_names(self):
         path = self.save("a", "--ranks", "2")
         mnt = self.mount(path, "--map", self.rules)
         for key, (dtype, shape, raw) in self.renamed.items():
@@ -94,7 +94,7 @@ class Maps(harness.ToolTest):
         self.assertEqual([t["key"] for t in listed], sorted(self.renamed))
         self.assertEqual(os.getxattr(mnt / "tensors" / "head" / "bias", "user.tensormount.stored_key"), b"bias")
 
-    def test_rules_that_do_not_do(self):
+    def test_invalid_rules_are_refused(self):
         self.rules.write_text(json.dumps([{"key": "w", "to": "tiny"}]))
         path = self.save("a")
         mnt = self.dir / "MNT"
@@ -118,7 +118,7 @@ class Layers(harness.ToolTest):
         self.path = self.store / "s"
         self.w = np.arange(120, dtype="<f4").reshape(4, 6, 5)
 
-    def test_layers_are_listed_when_asked_for(self):
+    def test_ls_lists_layers_with_the_layers_option(self):
         self.assertEqual(self.run_tool("ls", self.path).stdout.split(), ["bias", "w"])
         names = [f"layers.{n}.w" for n in range(4)]
         self.assertEqual(self.run_tool("ls", self.path, "--layers").stdout.split(), ["bias", "w", *names])
@@ -131,14 +131,14 @@ class Layers(harness.ToolTest):
         self.assertIn("layer      3 of w, from byte 360", self.run_tool("info", self.path, "layers.3.w").stdout)
         self.assertIn("NOT_FOUND", self.run_tool("info", self.path, "layers.4.w", expect=2).stderr)
 
-    def test_cat_of_a_layer(self):
+    def test_cat_reads_a_layer(self):
         for n in range(4):
             raw = self.run_tool("cat", self.path, f"layers.{n}.w", text=False).stdout
             self.assertEqual(raw, self.w[n].tobytes())
         out = self.run_tool("cat", self.path, "layers.1.w[2:5, -1]", "--as", "npy", text=False).stdout
         np.testing.assert_array_equal(np.load(io.BytesIO(out)), self.w[1, 2:5, -1])
 
-    def test_layers_in_the_mount(self):
+    def test_mount_opens_layers_by_name(self):
         mnt = self.mount(self.path)
         self.assertEqual(sorted(os.listdir(mnt / "tensors")), ["bias", "w"])
         for n in range(4):
@@ -147,7 +147,7 @@ class Layers(harness.ToolTest):
         size = subprocess.run(["du", "-sb", mnt / "tensors"], check=True, capture_output=True, text=True).stdout
         self.assertEqual(int(size.split()[0]), 480 + 3)
 
-    def test_names_survive_an_import_and_follow_its_map(self):
+    def test_layer_names_survive_import_and_mapping(self):
         out = self.run_tool("import", self.path, self.store / "copy", "-v", "--ranks", "3", "--shard", "dim:2",
                             "--reuse", "off")
         self.assertRegex(out.stderr, r"rank 1: \d+ B in data/")
@@ -162,18 +162,18 @@ class Layers(harness.ToolTest):
 
 
 class Check(harness.ToolTest):
-    def test_examples(self):
+    def test_example_specs_give_the_expected_verdicts(self):
         for spec in sorted(SPECS.glob("*.json")):
             bad = "missing" in spec.name
             (report,) = json.loads("[" + self.run_tool("check", spec, "--json", expect=1 if bad else 0).stdout + "]")
             self.assertEqual(report["ok"], not bad)
         self.assertEqual(report["world"], 16384)
 
-    def test_says_what_is_missing(self):
+    def test_check_names_the_missing_box(self):
         out = self.run_tool("check", SPECS / "missing_rows.json", expect=1).stdout
         self.assertIn("tensor embed: [500:501, 0:64] is held by no rank", out)
 
-    def test_lists_as_many_as_wanted(self):
+    def test_check_lists_findings_up_to_the_limit(self):
         spec = self.dir / "spec.json"
         spec.write_text(json.dumps({"world": 2, "tensors": [
             {"key": "w{i}", "dtype": "f32", "shape": [4], "repeat": {"i": [0, 9]},
@@ -181,10 +181,10 @@ class Check(harness.ToolTest):
         (report,) = json.loads("[" + self.run_tool("--json", "check", spec, "--limit", "4", expect=1).stdout + "]")
         self.assertEqual((len(report["findings"]), report["finding_count"]), (4, 9))
 
-    def test_what_is_no_spec(self):
+    def test_invalid_specs_are_refused(self):
         spec = self.dir / "spec.json"
         spec.write_text('{"world": 2, "tensors": [{"key": "w"}]}')
-        self.assertIn("tensors[0]: one of", self.run_tool("check", spec, expect=2).stderr)
+        self.assertIn("tensors[0]: give exactly one of", self.run_tool("check", spec, expect=2).stderr)
         self.assertIn("NOT_FOUND", self.run_tool("check", self.dir / "none", expect=2).stderr)
 
 

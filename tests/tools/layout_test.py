@@ -22,7 +22,7 @@ class Layout(harness.ToolTest):
         self.run_tool("layout", *args, "--svg", file)
         return file.read_text()
 
-    def test_a_grid(self):
+    def test_layout_draws_a_grid(self):
         path = self.save("a", "--ranks", "4", "--shard", "grid:2x2", "--placement", "rank-shard")
         picture = self.text(path, "w")
         lines = picture.splitlines()
@@ -36,7 +36,7 @@ class Layout(harness.ToolTest):
         self.assertRegex(picture, r"(?m)^\[32:64, 0:24\] +rank 2 +data/\w+-r2\.safetensors +\d+ +3072$")
         self.assertNotIn("\033", picture)
 
-    def test_json_has_every_chunk(self):
+    def test_json_lists_every_chunk(self):
         path = self.save("a", "--ranks", "3", "--shard", "cols", "--placement", "rank-shard")
         (layout,) = self.json_lines("layout", path, "layers.0.mlp")
         self.assertEqual((layout["dtype"], layout["shape"], layout["checkpoint"]), ("f16", [129, 33], "a"))
@@ -50,7 +50,7 @@ class Layout(harness.ToolTest):
                 self.assertEqual(chunk[field], extent[name])
             self.assertFalse(chunk["strided"])
 
-    def test_runs_scalars_cubes_and_nothing(self):
+    def test_layout_draws_runs_scalars_cubes_and_empty_tensors(self):
         path = self.save("a", "--ranks", "4", "--shard", "flat", "--placement", "rank-shard")
         runs = self.text(path, "layers.0.attn/qkv")  # [30, 7, 5] in runs of 263 elements.
         self.assertIn("down: axis 0, across: axes 1 to 2", runs)
@@ -65,13 +65,13 @@ class Layout(harness.ToolTest):
         cube = self.text(self.save("b", "--ranks", "4", "--shard", "grid:2x2"), "layers.0.attn/qkv")
         self.assertIn("down: axis 0, across: axis 1\naxis 2 (5) is not cut", cube)
 
-    def test_tensor_files_are_of_the_ranks_that_wrote_them(self):
+    def test_tensor_file_chunks_name_their_writers(self):
         path = self.save("a", "--ranks", "2", "--placement", "tensor-file")
         picture = self.text(path, "big")
         self.assertIn("2 chunks in 1 file of a", picture)
         self.assertRegex(picture, r"(?m)^rank 1: 1 chunk, 2\.3 MB$")
 
-    def test_foreign_files(self):
+    def test_layout_draws_foreign_files(self):
         picture = self.text(self.model, "w")
         self.assertIn("no hash", picture)
         self.assertIn("model.safetensors", picture)
@@ -79,7 +79,7 @@ class Layout(harness.ToolTest):
         self.model.rename(part)
         self.assertIn("part 2: 1 chunk", self.text(part, "w"))
 
-    def test_layers(self):
+    def test_layout_draws_layers(self):
         subprocess.run([harness.BIN / "tests" / "save_stacked", self.store / "s"], check=True, timeout=60)
         picture = self.text(self.store / "s", "layers.2.w")
         self.assertIn("layers.2.w  f32 [6, 5]", picture)
@@ -89,13 +89,23 @@ class Layout(harness.ToolTest):
         self.assertIn("NOT_FOUND", out)
         self.assertIn(f"hint: `tensormount ls {self.store / 's'}` lists the keys", out)
 
-    def test_svg(self):
+    def test_svg_draws_every_box(self):
         path = self.save("a", "--ranks", "4", "--shard", "grid:2x2", "--placement", "rank-shard")
         text = self.svg(path, "w")
         root = ET.fromstring(text)
         tips = [r.find(SVG + "title").text for r in root.iter(SVG + "rect") if r.find(SVG + "title") is not None]
         self.assertEqual(len(tips), 4)
         self.assertRegex(tips[3], r"^\[32:64, 24:48\] of rank 3\ndata/\w+-r3.safetensors at \d+, 3072 bytes\nhash \w{32}$")
+        # The boxes are the four quarters of the panel.
+        def geometry(rects):
+            return [tuple(float(r.get(k)) for k in ("x", "y", "width", "height")) for r in rects]
+        rects = list(root.iter(SVG + "rect"))
+        ((left, top, width, height),) = geometry(r for r in rects if r.get("fill") == "#eee")
+        boxes = geometry(r for r in rects if r.find(SVG + "title") is not None)
+        self.assertEqual({box[:2] for box in boxes},
+                         {(left + right * width / 2, top + down * height / 2)
+                          for right in (0, 1) for down in (0, 1)})
+        self.assertEqual({box[2:] for box in boxes}, {(width / 2, height / 2)})
         labels = [t.text for t in root.iter(SVG + "text")]
         for wanted in ["w", "rank 0", "[0:32, 0:24]", "axis 0 ↓", "axis 1 →", "24", "Held by"]:
             self.assertIn(wanted, labels)
@@ -103,7 +113,7 @@ class Layout(harness.ToolTest):
         self.assertEqual(self.svg(path, "w"), text)
         self.assertEqual(self.run_tool("layout", path, "w", "--svg", "-").stdout, text)
 
-    def test_html(self):
+    def test_html_escapes_keys(self):
         harness.write_safetensors(self.model, {"a<b>&\"'\n\x01": ("F32", (2,), bytes(8))})
         file = self.dir / "report.html"
         out = self.run_tool("layout", self.model, "a<b>&\"'\n\x01", "--html", file).stdout
@@ -115,7 +125,7 @@ class Layout(harness.ToolTest):
         html.parser.HTMLParser().feed(text)
         ET.fromstring(text[text.index("<svg"):text.index("</svg>") + 6])
 
-    def test_thousands_of_chunks_are_drawn_as_few(self):
+    def test_thousands_of_chunks_are_merged_in_the_drawing(self):
         subprocess.run([harness.BIN / "tests" / "save_chunks", self.store, "many"], check=True, timeout=60)
         path = self.store / "many"
         text = self.svg(path, "one")
@@ -126,14 +136,14 @@ class Layout(harness.ToolTest):
         picture = self.text(path, "one")
         self.assertLess(len(picture.splitlines()), 100)
         self.assertRegex(picture, r"(?m)^[\d]+ of 5000 boxes are too small to be seen$")
-        self.assertIn("... and 4960 chunks more", picture)
+        self.assertIn("... and 4960 more chunks", picture)
         self.assertRegex(picture, r"(?m)^5000 └─+┘$")
         (layout,) = self.json_lines("layout", path, "one")
         self.assertEqual(len(layout["chunks"]), 5000)
         self.assertEqual(self.text(path, "one", "-v").count("data/"), 5000)
         self.assertIn("down: axis 1, across: axis 2\naxis 0 (3) is not cut", self.text(path, "few"))
 
-    def test_neighbours_of_one_holder_are_merged(self):
+    def test_adjacent_chunks_of_one_rank_are_merged(self):
         subprocess.run([harness.BIN / "tests" / "save_chunks", self.store, "many", "1"], check=True, timeout=60)
         text = self.svg(self.store / "many", "few")
         self.assertEqual(text.count("chunks drawn as one"), 1)

@@ -69,7 +69,7 @@ class Lost(harness.ToolTest):
         self.assertIn(naming[0], told.stderr)
         self.run_tool("load", source, "--partial")
 
-    def test_a_file_of_dcp(self):
+    def test_lost_dcp_file_is_reported(self):
         source = self.dcp("hole")
         files = sorted(source.glob("*.distcp"))
         whole = self.run_tool("ls", source).stdout.split()
@@ -88,9 +88,9 @@ class Lost(harness.ToolTest):
         file = sorted(short.glob("*.distcp"))[-1]
         os.truncate(file, file.stat().st_size // 2)
         self.run_tool("verify", short, expect=1)
-        self.refused("load", short, naming=[file.name, "before an item does"])
+        self.refused("load", short, naming=[file.name, "before the end of an item"])
 
-    def test_a_file_of_an_index(self):
+    def test_lost_indexed_file_is_reported(self):
         source, whole = self.indexed()
         self.check(source, ["b.safetensors", "tensor b"], ["a"])
         # A part that nothing is lost of is whole.
@@ -106,10 +106,10 @@ class Lost(harness.ToolTest):
         for i in (1, 3):
             harness.write_safetensors(folder / f"model-{i:05}-of-00003.safetensors",
                                       {f"k{i}": ("F32", (2, 3), os.urandom(24))})
-        self.refused("load", folder, naming=["2 of 3 files are there"])
+        self.refused("load", folder, naming=["only 2 of 3 files exist"])
         self.run_tool("load", folder, "--partial")
 
-    def test_cells(self):
+    def test_missing_zarr_chunks_are_reported(self):
         folder = self.dir / "zarr"
         for name in ("whole", "holed"):
             (folder / name).mkdir(parents=True)
@@ -119,14 +119,14 @@ class Lost(harness.ToolTest):
             for i in range(2):
                 (folder / name / str(i)).write_bytes(np.arange(2, dtype="<i4").tobytes())
         (folder / "holed" / "1").unlink()
-        self.check(folder, ["tensor holed", "[2:4] is stored nowhere"], ["whole"])
+        self.check(folder, ["tensor holed", "[2:4] is not stored"], ["whole"])
         # What a fill value stands for is no loss, but nothing that we read.
         text = (folder / "holed" / ".zarray").read_text()
         (folder / "holed" / ".zarray").write_text(text.replace('"fill_value": null', '"fill_value": 0'))
         self.assertIn("fill value", self.run_tool("verify", folder).stderr)
         self.assertIn("fill value", self.run_tool("load", folder).stderr)
 
-    def test_compare_looks_at_both(self):
+    def test_compare_reports_tensors_missing_in_the_first_source(self):
         more = {"a": ("F32", (2, 3), bytes(24)), "b": ("F32", (2, 3), bytes(24))}
         harness.write_safetensors(self.dir / "one.safetensors", {"a": more["a"]})
         harness.write_safetensors(self.dir / "two.safetensors", more)
@@ -139,7 +139,7 @@ class Lost(harness.ToolTest):
         rules.write_text('[{"drop": "b"}]')
         self.run_tool("load", two, "--compare", two, "--map", rules)
 
-    def test_a_glob_that_matches_nothing(self):
+    def test_glob_that_matches_nothing_is_refused(self):
         for command in (("load", self.model), ("load", self.model, "--compare", self.model),
                         ("diff", self.model, self.model)):
             result = self.run_tool(*command, "--keys", "typo*", expect=2)

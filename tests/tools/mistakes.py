@@ -42,8 +42,8 @@ load st/step-1 --ranks 0 | --ranks | 0
 load st/step-1 --ranks -3 | --ranks | -3
 load st/step-1 --ranks 1e3 | --ranks | 1e3
 load st/step-1 --ranks 5000 | --ranks | 5000
-load st/step-1 --shard dim:9 --ranks 2 | --shard dim:9: cuts no tensor | at most 2 axes
-load st/step-1 --shard grid:2x2x2 --ranks 8 | --shard grid:2x2x2: cuts no tensor | at most 2 axes
+load st/step-1 --shard dim:9 --ranks 2 | --shard dim:9: splits no tensor | at most 2 axes
+load st/step-1 --shard grid:2x2x2 --ranks 8 | --shard grid:2x2x2: splits no tensor | at most 2 axes
 load st/step-1 --shard grid:2x2 --ranks 3 | is for 4 ranks, but there are 3
 load st/step-1 --shard diagonal | shard rule 'diagonal' | rows, cols, dim:K
 load st/step-1 --shard dim:-1 | dim:-1
@@ -53,85 +53,85 @@ load st/step-1 --shard none.json | none.json
 load st/step-1 --shard m.safetensors | m.safetensors
 load st/step-1 --keys 'typo*' | --keys 'typo*': no key matches it
 load st/step-1 --compare m.safetensors --keys 'typo*' | --keys 'typo*': no key matches it
-load st/step-1 --compare nothere | nothere: no such file or folder
-load nothere | nothere: no such file or folder
+load st/step-1 --compare nothere | nothere: no such file or directory
+load nothere | nothere: no such file or directory
 load st/step-1 --map none.json | none.json | No such file
 load st/step-1 --map notes.json | notes.json
 load st/step-1 --liveness -1 | --liveness
 diff st/step-1 | diff: | required
-diff st/step-1 nothere | nothere: no such file or folder
+diff st/step-1 nothere | nothere: no such file or directory
 diff st/step-1 st/step-2 --keys 'typo*' | --keys 'typo*': no key matches it
-diff st/step-1 empty | empty: an empty folder
+diff st/step-1 empty | empty: an empty directory
 cat st/step-1 wte.weigth | no tensor wte.weigth | did you mean wte.weight
 cat st/step-1 WTE.weight | no tensor WTE.weight | did you mean wte.weight
 cat st/step-1 wteweight | no tensor wteweight | did you mean wte.weight
 cat st/step-1 nothing.at.all.like.it | no tensor nothing.at.all.like.it | `tensormount ls st/step-1` lists the keys
-cat st/step-1 'wte.weight[0:2' | wte.weight[0:2 | a slice ends with its bracket
+cat st/step-1 'wte.weight[0:2' | wte.weight[0:2 | a slice ends with a bracket
 cat st/step-1 'wte.weight[0:99]' | wte.weight | 99
 cat st/step-1 'wte.weight[0:2,0:2,0:2]' | tensor wte.weight: slice [0:2,0:2,0:2] of shape [4, 6] | more parts than axes
 cat st/step-1 'wte.weight[a]' | wte.weight | a
 cat st/step-1 'wte.weight[::0]' | wte.weight
 cat st/step-1 'wte.weight[3:1]' | wte.weight
-cat st/step-1 wte.weight --as json | --as json: raw, npy or text
-cat st/latest2 wte.weight | st/latest2: no such file or folder
+cat st/step-1 wte.weight --as json | --as json: must be raw, npy or text
+cat st/latest2 wte.weight | st/latest2: no such file or directory
 cat notes.txt wte.weight | notes.txt
 cat st/step-1 '' | no tensor | `tensormount ls st/step-1` lists the keys
 info st/step-1 wte.wieght | no tensor wte.wieght | did you mean wte.weight
-info st/step-3 | st/step-3: no such file or folder | did you mean st/step-
+info st/step-3 | st/step-3: no such file or directory | did you mean st/step-
 layout st/step-1 wte.weigth | wte.weigth | did you mean wte.weight
 layout st/step-1 wte.weight --svg nodir/a.svg | nodir/a.svg | No such file
 layout st/step-1 | layout: | required
-ls nothere | nothere: no such file or folder
-ls empty | empty: an empty folder
+ls nothere | nothere: no such file or directory
+ls empty | empty: an empty directory
 ls other | other: | no COMMIT, no store.json
-ls notes.txt | notes.txt | no file of a format
+ls notes.txt | notes.txt | not a file of a supported format
 ls st/step-1 'typo*' | 'typo*': no key of st/step-1 matches it | `tensormount ls st/step-1`
 ls st/step-1 wte.weigth | no key of st/step-1 matches it | did you mean wte.weight
-ls st/step-3 | st/step-3: no such file or folder | did you mean st/step-
-ls s3://bucket/x | s3://bucket/x: a URL | mount what it names
-ls file:///tmp/x | a URL: give the path itself, /tmp/x
+ls st/step-3 | st/step-3: no such file or directory | did you mean st/step-
+ls s3://bucket/x | s3://bucket/x: is a URL | Mount it
+ls file:///tmp/x | is a URL; pass the path instead: /tmp/x
 ls st/step-1/data | st/step-1/data
 ls cut.safetensors | cut.safetensors
-import m.safetensors s3://bucket/x | s3://bucket: a URL | mount what it names
-import m.safetensors gs://b/x | gs://b: a URL
-import s3://bucket/x st/a | s3://bucket/x: a URL
-import m.safetensors st | st: want STORE/NAME
+import m.safetensors s3://bucket/x | s3://bucket: is a URL | Mount it
+import m.safetensors gs://b/x | gs://b: is a URL
+import s3://bucket/x st/a | s3://bucket/x: is a URL
+import m.safetensors st | st: the path must be STORE/NAME
 import m.safetensors st/ | st
 import m.safetensors st/step-1 | st/step-1 | choose another name, or pass --if-exists replace
-import m.safetensors st/step-1/c | a store cannot be made there | is a checkpoint
-import m.safetensors st/sub/dir/c | a store cannot be made there | is a store
+import m.safetensors st/step-1/c | cannot create a store there | is a checkpoint
+import m.safetensors st/sub/dir/c | cannot create a store there | is a store
 import m.safetensors st/latest | latest | reserved
 import m.safetensors st/.hidden | .hidden | begins with a dot
-import m.safetensors notes.txt/a | notes.txt is no folder
-import m.safetensors st/a --if-exists maybe | --if-exists maybe: fail or replace
+import m.safetensors notes.txt/a | notes.txt is not a directory
+import m.safetensors st/a --if-exists maybe | --if-exists maybe: must be fail or replace
 import m.safetensors st/a --placement fast | --placement fast
-import m.safetensors st/a --shard dim:9 --ranks 2 | --shard dim:9: cuts no tensor
-import nothere st/a | nothere: no such file or folder
+import m.safetensors st/a --shard dim:9 --ranks 2 | --shard dim:9: splits no tensor
+import nothere st/a | nothere: no such file or directory
 import st st/a --map none.json | none.json | No such file
 import cut.safetensors st/a | cut.safetensors
-export st/step-1 out --to pickle | --to pickle: one of safetensors, hf, npy
+export st/step-1 out --to pickle | --to pickle: must be one of safetensors, hf, npy
 export st/step-1 m.safetensors --to safetensors | m.safetensors
 export st/step-1 nodir/out --to npy | nodir | No such file
-export st/step-1 out --to npy --hf-part-size 1GB | --hf-part-size and --hf-rules go with --to hf
+export st/step-1 out --to npy --hf-part-size 1GB | --hf-part-size and --hf-rules require --to hf
 export st/step-1 out --to hf --hf-part-size many | many
-export st/step-1 s3://x/y --to npy | s3://x/y: a URL
-export nothere out --to npy | nothere: no such file or folder
+export st/step-1 s3://x/y --to npy | s3://x/y: is a URL
+export nothere out --to npy | nothere: no such file or directory
 adopt m.safetensors st/step-1 | st/step-1
-adopt st/step-1 st/a | is a checkpoint of tensormount | `tensormount import`
-adopt empty st/a | empty: an empty folder
-adopt m.safetensors s3://x/y | s3://x: a URL
-mount nothere mnt | nothere: no such file or folder
-mount st nomnt | mount point nomnt: no such folder
-mount empty mnt | `tensormount init empty` makes it a store | an empty folder
+adopt st/step-1 st/a | st/step-1: already a tensormount checkpoint | `tensormount import`
+adopt empty st/a | empty: an empty directory
+adopt m.safetensors s3://x/y | s3://x: is a URL
+mount nothere mnt | nothere: no such file or directory
+mount st nomnt | mount point nomnt: no such directory
+mount empty mnt | `tensormount init empty` makes this directory a store | an empty directory
 mount st full | full
 mount st mnt --verify sometimes | --verify sometimes
 mount st mnt --tier fast | --tier fast
 unmount mnt | mnt
 stats mnt | mnt
-verify nothere | nothere: no such file or folder
-verify empty | empty: an empty folder
+verify nothere | nothere: no such file or directory
+verify empty | empty: an empty directory
 rm st/step-3 | st/step-3: no such checkpoint; nothing was removed | `tensormount ls st`
-rm st | st: a store: name a checkpoint of it, st/NAME; nothing was removed
+rm st | st: is a store; name a checkpoint in it, st/NAME; nothing was removed
 rm nothere/a | nothere | No such file
 gc nothere | nothere | No such file
 gc other | other: not a store
@@ -142,10 +142,10 @@ publish st/.staging/none | none
 publish st/step-1 | st/step-1
 check none.json | none.json | No such file
 check notes.json | notes.json
-init s3://x | s3://x: a URL
-init st/step-1 | a store cannot be made there
-init notes.txt | notes.txt is no folder
-compact st/a | compact: this command is not built yet
+init s3://x | s3://x: is a URL
+init st/step-1 | cannot create a store there
+init notes.txt | notes.txt is not a directory
+compact st/a | compact: this command is not implemented yet
 """
 
 def commands():

@@ -15,7 +15,7 @@ from harness import TOOL, ToolTest, need_fuse
 
 
 class Mistakes(unittest.TestCase):
-    def test_each_says_what_where_and_what_to_do(self):
+    def test_every_error_names_object_reason_and_remedy(self):
         base = os.environ.get("TENSORMOUNT_TEST_TMPDIR") or None
         with tempfile.TemporaryDirectory(dir=base) as name:
             folder = pathlib.Path(name)
@@ -40,7 +40,7 @@ class Mistakes(unittest.TestCase):
 
 
 class InWords(ToolTest):
-    def test_a_checkpoint_stays_whole_whatever_is_saved_into_it(self):
+    def test_saves_into_a_checkpoint_are_refused(self):
         path = self.save("step-1")
         self.fails("import", self.model, path / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
         self.fails("import", self.model, path / "data" / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
@@ -48,20 +48,20 @@ class InWords(ToolTest):
         self.fails("import", self.model, self.dir / "link" / "c", code="INVALID_ARGUMENT", says="is a checkpoint")
         self.run_tool("verify", path)
 
-    def test_a_store_that_stands_within_another_goes_on(self):
+    def test_store_within_a_store_works(self):
         self.save("step-1")
         inner = self.store / "old"
         inner.mkdir()
         (inner / "store.json").write_bytes((self.store / "store.json").read_bytes())
         self.run_tool("import", self.model, inner / "step-1")
 
-    def test_a_url_as_a_path(self):
+    def test_url_as_a_path_is_refused(self):
         # Who has such a folder names it so.
         self.run_tool("import", self.model, "./s3:/bucket/x")
         self.run_tool("ls", "./s3:/bucket/x")
         self.fails("ls", "s3://bucket/x", code="UNSUPPORTED", says="a URL")
 
-    def test_the_first_checkpoint_through_a_mount(self):
+    def test_first_checkpoint_can_be_saved_through_a_mount(self):
         need_fuse()
         made = self.run_tool("init", "new/store", "--json")
         self.assertTrue(json.loads(made.stdout)["made"])
@@ -74,7 +74,7 @@ class InWords(ToolTest):
         os.rename(staging, mnt / "a")
         self.assertEqual((mnt / "a" / "tensors" / "w").read_bytes(), b"hello")
 
-    def test_why_an_ordinary_user_may_not_mount(self):
+    def test_error_says_why_an_unprivileged_user_cannot_mount(self):
         need_fuse()
         if os.geteuid() != 0 or not shutil.which("fusermount3") or not shutil.which("setpriv"):
             self.skipTest("needs root, fusermount3 and setpriv")
@@ -93,19 +93,19 @@ class InWords(ToolTest):
         self.assertEqual(len(failed.stderr.splitlines()), 1, failed.stderr)
         doctor = self.run_tool("doctor", prefix=user, expect=None).stdout
         self.assertIn("no  allow_other", doctor)
-        self.assertIn("user_allow_other into /etc/fuse.conf", doctor)
+        self.assertIn("add the line user_allow_other to /etc/fuse.conf", doctor)
         self.assertIn("yes allow_other", self.run_tool("doctor", "--dir", self.dir).stdout)
 
-    def test_the_hint_of_export(self):
+    def test_export_hints_at_the_mount_only_if_it_fits(self):
         self.save("step-1")
-        hint = "the mount shows the same bytes"
+        hint = "a mount shows the same bytes"
         self.assertIn(hint, self.run_tool("export", self.store / "step-1", "a.safetensors", "--to", "safetensors").stdout)
         rules = self.dir / "rules.json"
         rules.write_text(json.dumps([{"match": "w", "to": "v"}]))
         done = self.run_tool("export", self.store / "step-1", "b.safetensors", "--to", "safetensors", "--map", rules)
         self.assertNotIn(hint, done.stdout)
 
-    def test_mount_paths_as_sources(self):
+    def test_mount_paths_resolve_to_their_source(self):
         need_fuse()
         path = self.save("step-1")
         mnt = self.mount(self.store)

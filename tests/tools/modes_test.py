@@ -104,7 +104,7 @@ class ModesTest(harness.ToolTest):
         return self.seen(store, lambda _: all(can_read(file) for file in files),
                          lambda mnt: can_read(mnt / "one/tensors/w") or can_read(mnt / "one/model.safetensors") or can_read(mnt / "one/slices/w@:"))
 
-    def test_of_checkpoints(self):
+    def test_checkpoint_modes_match_direct_access(self):
         def chmod(what, mode, owner=0, group=0):
             def change(at):
                 for path in at[what] if isinstance(at[what], list) else [at[what]]:
@@ -158,13 +158,13 @@ class ModesTest(harness.ToolTest):
                 if right is not None:
                     self.assertEqual((direct, shown), (right, right))
 
-    def test_of_adopted_data(self):
+    def test_adopted_data_modes_match_direct_access(self):
         for name, change, right in (("open", lambda at: None, EVERYBODY), ("the file closed", lambda at: at["data"][0].chmod(0o600), set()),
                                     ("a folder above it closed", lambda at: at["data"][0].parent.chmod(0o700), set())):
             with self.subTest(name):
                 self.assertEqual(self.native(change, adopt=True), [right, right])
 
-    def test_of_foreign_checkpoints(self):
+    def test_foreign_checkpoint_modes_match_direct_access(self):
         for name, mode, right in (("open", 0o644, EVERYBODY), ("a shard closed", 0o600, set())):
             with self.subTest(name):
                 folder = self.top / f"f{mode}"
@@ -176,7 +176,7 @@ class ModesTest(harness.ToolTest):
                 direct, shown = self.seen(folder, lambda at: can_read(at / "a.safetensors"), lambda mnt: can_read(mnt / "tensors/w") or can_read(mnt / "model.safetensors"))
                 self.assertEqual((direct, shown), (right, right))
 
-    def test_what_is_closed_while_it_is_mounted(self):
+    def test_permissions_revoked_while_mounted_apply(self):
         store = self.top / "store"
         self.run_tool("import", self.model, store / "one")
         for more in ((), ("--read-only",)):
@@ -195,7 +195,7 @@ class ModesTest(harness.ToolTest):
                 self.wait_for("data/ closed", lambda: not as_user(NOBODY, lambda: can_read(mnt / "one/tensors/w")))
                 data.chmod(0o755)
 
-    def test_who_may_write(self):
+    def test_only_permitted_users_may_write(self):
         store = self.top / "store"
         self.run_tool("import", self.model, store / "one")
         makes = lambda mnt: os.mkdir(mnt / f".staging/u{os.getuid()}-{self.count}") is None
@@ -218,7 +218,7 @@ class ModesTest(harness.ToolTest):
                 if xattr:
                     os.removexattr(store, "system.posix_acl_access")
 
-    def test_errors_are_for_the_owner(self):
+    def test_only_the_owner_reads_the_errors_file(self):
         store = self.top / "store"
         self.run_tool("import", self.model, store / "one")
         direct, shown = self.seen(store, can_list, lambda mnt: can_read(mnt / ".tensormount/errors"))

@@ -17,7 +17,7 @@ class Mount(harness.ToolTest):
         harness.need_fuse()
         super().setUp()
 
-    def test_log_level(self):
+    def test_log_level_selects_messages(self):
         path = self.save()
         log = self.dir / "log"
         for level, lines in ((None, 1), ("debug", 1), ("info", 1), ("warning", 0), ("error", 0)):
@@ -29,9 +29,9 @@ class Mount(harness.ToolTest):
                       ("ls", path, "--log-level", "")):
             bad = self.run_tool(*where, expect=2)
             self.assertIn("INVALID_ARGUMENT", bad.stderr)
-            self.assertIn("debug, info, warning and error are possible", bad.stderr)
+            self.assertIn("must be debug, info, warning or error", bad.stderr)
 
-    def test_every_view_of_every_tensor(self):
+    def test_every_view_shows_every_tensor(self):
         self.save("step-1", "--shard", "cols", "--ranks", "4")
         mnt = self.mount(self.store)
         root = mnt / "latest"
@@ -45,7 +45,7 @@ class Mount(harness.ToolTest):
         self.assertEqual(sorted(p.name for p in root.iterdir()),
                          ["checkpoint.json", "common.json", "objects", "tensors"])
 
-    def test_rsync_moves_what_changed(self):
+    def test_rsync_transfers_only_changed_files(self):
         self.save("step-1", "--ranks", "2")
         changed = dict(self.tensors)
         dtype, shape, raw = changed["w"]
@@ -64,7 +64,7 @@ class Mount(harness.ToolTest):
         self.assertEqual(rsync("step-2"), ["checkpoint.json", "tensors/w"])
         self.assertEqual(rsync("step-2"), [])
 
-    def test_publish_and_removal_show(self):
+    def test_publish_and_removal_appear(self):
         self.save("step-1")
         mnt = self.mount(self.store)
         self.save("step-2", "--ranks", "2")
@@ -74,7 +74,7 @@ class Mount(harness.ToolTest):
             self.wait_for("the removal", lambda: not (mnt / "step-1").exists())
             self.assertEqual(held.read(), self.tensors["w"][2])
 
-    def test_refusals(self):
+    def test_invalid_mounts_are_refused(self):
         self.save()
         full = self.dir / "full"
         full.mkdir()
@@ -88,7 +88,7 @@ class Mount(harness.ToolTest):
             (mnt / "tensors" / "w").write_bytes(b"x")
         self.assertEqual(caught.exception.errno, 30)  # EROFS
 
-    def test_unmounts_on_signals_and_by_hand(self):
+    def test_daemon_unmounts_on_signals_and_on_command(self):
         self.save()
         for how in [signal.SIGTERM, signal.SIGINT, "unmount", "fusermount3"]:
             mnt = self.mount(self.store)
@@ -113,7 +113,7 @@ class Mount(harness.ToolTest):
                     return int(entry)
         raise AssertionError("no daemon")
 
-    def test_as_mount_8_calls_it(self):
+    def test_mount_helper_accepts_mount_8_options(self):
         self.save()
         mnt = self.dir / "MNT"
         mnt.mkdir()
@@ -124,7 +124,7 @@ class Mount(harness.ToolTest):
         self.assertIn("npy", os.listdir(mnt / "step-1"))
         self.run_tool("unmount", mnt)
 
-    def test_options_of_mount_8(self):
+    def test_mount_helper_translates_mount_8_options(self):
         self.save()
         mnt = self.dir / "MNT"
         mnt.mkdir()
@@ -146,7 +146,7 @@ class Mount(harness.ToolTest):
             self.assertEqual((mnt / ".staging").is_dir(), writable, args)
             self.run_tool("unmount", mnt)
 
-    def test_damage_is_an_error_and_is_told(self):
+    def test_damage_is_an_error_and_is_reported(self):
         path = self.save("step-1", "--placement", "rank-shard")
         (w,) = self.json_lines("info", path, "big")
         extent = w["extents"][0]

@@ -20,7 +20,7 @@ class Mpi(harness.ToolTest):
         harness.need_mpi()
         super().setUp()
 
-    def test_ranks_are_mpi_s(self):
+    def test_ranks_are_those_of_mpi(self):
         path = self.store / "step-1"
         out = self.run_tool("import", self.model, path, "--shard", "cols", prefix=harness.mpirun(3)).stdout
         self.assertEqual(out.count("committed"), 1)
@@ -28,7 +28,7 @@ class Mpi(harness.ToolTest):
         self.run_tool("load", path, "--compare", self.model, "--shard", "rows", prefix=harness.mpirun(2))
         self.run_tool("verify", path)
 
-    def test_one_verdict_and_one_line(self):
+    def test_error_is_printed_once_for_all_ranks(self):
         path = self.store / "step-1"
         self.run_tool("import", self.model, path, prefix=harness.mpirun(2))
         again = self.run_tool("import", self.model, path, prefix=harness.mpirun(2), expect=None)
@@ -39,9 +39,9 @@ class Mpi(harness.ToolTest):
         result = self.run_tool("import", self.model, self.store / "a", "--ranks", "2", prefix=harness.mpirun(2),
                                expect=None)
         self.assertNotEqual(result.returncode, 0)
-        self.assertIn("--ranks under mpirun", result.stderr)
+        self.assertIn("--ranks cannot be used under mpirun", result.stderr)
 
-    def test_a_killed_or_stopped_rank_is_named(self):
+    def test_killed_or_stopped_rank_is_named(self):
         # Big enough that the ranks are still writing when the victim is hit; where they were not,
         # the checkpoint must be there, whole.
         big = {f"t{i}": ("U8", (16 << 20,), bytes(16 << 20)) for i in range(24)}

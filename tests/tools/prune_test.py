@@ -18,13 +18,13 @@ class PruneTest(harness.ToolTest):
         for step in range(1, count + 1):
             self.save(f"step-{step}")
 
-    def test_rules_on_the_command_line(self):
+    def test_prune_applies_command_line_rules(self):
         self.steps(6)
         dry = self.run_tool("prune", self.store, "--keep-last", 2, "--keep-every", 3, "--dry-run")
         self.assertIn("would remove step-1: no rule keeps it\n", dry.stdout)
         self.assertIn("would keep step-3: step 3 is a multiple of 3\n", dry.stdout)
-        self.assertIn("would keep step-6: the newest; of the last 2; step 6 is a multiple of 3\n", dry.stdout)
-        self.assertIn("3 checkpoints would go, 3 stay\n", dry.stdout)
+        self.assertIn("would keep step-6: the newest; one of the last 2; step 6 is a multiple of 3\n", dry.stdout)
+        self.assertIn("3 checkpoints would be removed, 3 stay\n", dry.stdout)
         self.assertEqual(len(self.names()), 6)
         (document,) = self.json_lines("prune", self.store, "--rules", "last=2,every=3")
         self.assertEqual((document["removed"], document["rules"], document["dry_run"]), (3, "last=2,every=3", False))
@@ -34,13 +34,13 @@ class PruneTest(harness.ToolTest):
         self.run_tool("gc", self.store, "--grace", "0")
         self.run_tool("fsck", self.store)
         self.assertEqual(self.run_tool("prune", self.store).stdout,
-                         "no rules: the store has no policy (--set-policy), and none were given\n"
+                         "no rules: none were given, and the store has no policy (--set-policy sets one)\n"
                          "0 checkpoints removed, 3 stay\n")
         for wrong in (("--keep-last", "x"), ("--keep-every", "2d"), ("--keep-best", "loss:least:1"), ("--rules", "all")):
             self.assertIn("INVALID_ARGUMENT", self.run_tool("prune", self.store, *wrong, expect=2).stderr)
         self.assertEqual(len(self.names()), 3)
 
-    def test_the_policy_of_a_store(self):
+    def test_prune_applies_the_store_policy(self):
         self.steps(3)
         self.assertIn("no policy", self.run_tool("prune", self.store, "--show-policy").stdout)
         self.assertIn("--set-policy", self.run_tool("prune", self.store, "--set-policy", expect=2).stderr)
@@ -58,7 +58,7 @@ class PruneTest(harness.ToolTest):
         self.assertFalse((self.store / "policy.json").exists())
         self.assertEqual(self.names(), ["step-2", "step-3"])
 
-    def test_a_variable_that_was_not_set_is_no_rule(self):
+    def test_empty_rule_values_are_refused(self):
         self.steps(4)
         for words in (("--keep-last", "", "--keep-every", 100), ("--rules", "", "--keep-last", 1), ("--rules", ""),
                       ("--keep-last", 1, "--keep-best", "")):
@@ -72,27 +72,27 @@ class PruneTest(harness.ToolTest):
             self.assertIn("its value is empty", self.run_tool(*words, expect=2).stderr)
         self.run_tool("pin", self.store / "step-1", "--reason", "")
 
-    def test_what_cannot_be_read_is_named(self):
+    def test_unreadable_checkpoint_is_kept_and_reported(self):
         self.steps(4)
         (self.store / "step-4" / "COMMIT").write_text("")
         done = self.run_tool("prune", self.store, "--keep-last", 2)
-        self.assertIn("step-4: it cannot be read, so no rule removes it", done.stderr)
+        self.assertIn("step-4: the checkpoint cannot be read, so no rule removes it", done.stderr)
         self.assertEqual(self.json_lines("prune", self.store, "--keep-last", 2)[0]["checkpoints"][-1]["unread"], True)
 
-    def test_pins_of_another_user(self):
+    def test_unreadable_pins_prevent_removal(self):
         self.steps(2)
         self.run_tool("pin", self.store / "step-1")
         pins = self.store / ".pins"
         pins.rename(self.store / ".kept")
         pins.write_text("")
         listed = self.run_tool("ls", "-l", self.store)
-        self.assertIn("what is pinned cannot be told", listed.stderr)
+        self.assertIn("cannot read the pins", listed.stderr)
         self.assertIn(" ?   step-1", listed.stdout)
         self.assertEqual([line["pinned"] for line in self.json_lines("ls", "-l", self.store)], [None, None])
         self.run_tool("rm", self.store / "step-2", expect=2)
         self.assertEqual(len(self.names()), 2)
 
-    def test_a_newest_that_does_not_verify_stops_it(self):
+    def test_nothing_is_removed_when_the_newest_fails_verify(self):
         self.steps(3)
         data = next((self.store / "step-3" / "data").iterdir())
         data.unlink()
@@ -100,7 +100,7 @@ class PruneTest(harness.ToolTest):
         self.assertIn("nothing is removed: step-3, the newest", failed.stderr)
         self.assertEqual(len(self.names()), 3)
 
-    def test_pins(self):
+    def test_pins_are_set_listed_and_removed(self):
         self.steps(3)
         self.run_tool("pin", self.store / "step-1", "--reason", "in the paper", "--expires", "90d")
         (pin,) = self.json_lines("pin", self.store)
@@ -111,7 +111,7 @@ class PruneTest(harness.ToolTest):
         refused = self.run_tool("rm", self.store / "step-2", self.store / "step-1", expect=2)
         self.assertIn("PERMISSION_DENIED", refused.stderr)
         self.assertIn("in the paper", refused.stderr)
-        self.assertIn("hint: `tensormount unpin`, or `rm --force`", refused.stderr)
+        self.assertIn("hint: remove the pin with `tensormount unpin`, or use `rm --force`", refused.stderr)
         self.assertEqual(len(self.names()), 3)
         self.run_tool("prune", self.store, "--keep-last", 1)
         self.assertEqual(self.names(), ["step-1", "step-3"])
@@ -122,7 +122,7 @@ class PruneTest(harness.ToolTest):
         self.assertEqual(self.names(), ["step-3"])
         self.assertEqual(self.json_lines("pin", self.store), [])
 
-    def test_when_a_pin_is_over(self):
+    def test_pin_expiry_times_are_parsed(self):
         self.steps(1)
         checkpoint = self.store / "step-1"
         for text, seconds in (("2027-01-31T12:00Z", 1801396800), ("2027-01-31T12:00:30Z", 1801396830),
@@ -133,9 +133,9 @@ class PruneTest(harness.ToolTest):
                      "@0", "2027-02-30"):
             self.assertIn("INVALID_ARGUMENT", self.run_tool("pin", checkpoint, f"--expires={text}", expect=2).stderr, text)
         over = self.run_tool("pin", checkpoint, "--expires", "2001-01-01")
-        self.assertIn("nothing is held", over.stderr)
+        self.assertIn("the pin does not protect the checkpoint", over.stderr)
 
-    def test_import_retains(self):
+    def test_import_prunes_with_retain(self):
         self.steps(3)
         (report,) = self.json_lines("import", self.store / "step-3", self.store / "step-4", "--retain", "last=2",
                                     "--ephemeral")
@@ -147,7 +147,7 @@ class PruneTest(harness.ToolTest):
         self.assertIn("--retain", failed.stderr)
         self.assertEqual(self.names(), ["step-2", "step-3", "step-5"])
 
-    def test_processes_with_other_rules(self):
+    def test_concurrent_prunes_keep_the_newest(self):
         """They and a save at the same time: the newest stays."""
         self.steps(4)
         stop = threading.Event()

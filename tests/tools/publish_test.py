@@ -34,11 +34,11 @@ class PublishTest(harness.ToolTest):
         new.write_text(json.dumps({"journal": "", "journal_bytes": 0}))
         new.rename(folder / "done" / str(rank))
 
-    def test_what_is_missing_is_said_and_then_it_is_published(self):
+    def test_publish_names_missing_marks_then_succeeds(self):
         folder = self.staging("step-2", SCHEMA)
         self.mark(folder, 0)
         result = self.run_tool("publish", folder, expect=2)
-        self.assertIn("UNAVAILABLE: done marks are missing of 1 of 2 writers: 1", result.stderr)
+        self.assertIn("UNAVAILABLE: done marks are missing for 1 of 2 writers: 1", result.stderr)
         self.assertIn("--wait SECONDS", result.stderr)
         self.assertEqual(result.stdout, "writer 1: no done mark\n")
         (event,) = self.json_lines("publish", folder, expect=2)
@@ -61,7 +61,7 @@ class PublishTest(harness.ToolTest):
                          ["COMMIT", "data", "index", "manifest"])
         self.assertFalse(folder.exists())
 
-    def test_another_name(self):
+    def test_publish_as_another_name(self):
         folder = self.staging("step-2", {"tensors": SCHEMA["tensors"]})
         result = self.run_tool("publish", folder, "--as", "first", expect=2)
         self.assertIn("ALREADY_EXISTS", result.stderr)
@@ -75,12 +75,12 @@ class PublishTest(harness.ToolTest):
         folder = self.staging("step-2", schema)
         result = self.run_tool("publish", folder, expect=2)
         self.assertEqual(result.stdout.splitlines(), [
-            "object rng[0]: written by no mount", "object rng[1]: written by no mount",
+            "object rng[0]: not written by any mount", "object rng[1]: not written by any mount",
             "tensor w [:, :]: written by no mount"])
-        self.assertIn("DATA_LOSS: object rng[0]: written by no mount (and 2 problems more)", result.stderr)
+        self.assertIn("DATA_LOSS: object rng[0]: not written by any mount (and 2 more problems)", result.stderr)
         self.assertTrue((folder / "report.txt").exists())
 
-    def test_what_is_no_staging(self):
+    def test_publish_refuses_paths_that_are_not_a_staging(self):
         self.save("first")
         for path in (self.store, self.store / "first", self.store / ".staging" / "none"):
             self.run_tool("publish", path, expect=2)
@@ -88,7 +88,7 @@ class PublishTest(harness.ToolTest):
         result = self.run_tool("publish", self.store / ".staging" / "x.01234567", expect=2)
         self.assertIn("UNSUPPORTED", result.stderr)
 
-    def test_the_wait_has_an_end(self):
+    def test_publish_wait_times_out(self):
         folder = self.staging("step-2", SCHEMA)
         begin = time.monotonic()
         self.run_tool("publish", folder, "--wait", "0.5", expect=2)

@@ -26,7 +26,7 @@ class RepairTest(harness.ToolTest):
     def repair(self, source, *more, expect=0):
         return self.run_tool("repair", self.step, "--from", source, *more, expect=expect).stdout
 
-    def test_whatever_the_sharding(self):
+    def test_repairs_from_any_sharding(self):
         """A lost file comes back byte for byte, headers of rank shards too."""
         self.step = self.store / "shards"
         self.run_tool("import", self.model, self.step, "--ranks", 3, "--placement", "rank-shard", "--reuse", "off")
@@ -47,15 +47,15 @@ class RepairTest(harness.ToolTest):
             self.assertIn("shards: whole: ", self.run_tool("verify", self.step).stdout)
         self.assertRegex(self.repair(self.model), r"^shards: whole, nothing to repair, [\d.]+ MB checked\n$")
 
-    def test_what_is_left_is_named(self):
+    def test_unrepaired_files_are_reported(self):
         manifest = self.step / "manifest/r0.tmm"
         self.damage(manifest, 300)
         big = next(path for path in (self.step / "data").iterdir() if "-t" in path.name)
         self.damage(big, 5)
         out = self.repair(self.model, expect=1)
-        self.assertRegex(out, r"step-1: data/\S+: checksums differ in 1 of 3 stored ranges: .* repaired")
-        self.assertRegex(out, r"step-1: manifest/r0.tmm: manifest/r0.tmm: byte 0: not repaired: .* is no copy of this checkpoint")
-        self.assertIn("step-1: damaged still: 1 range not repaired", out)
+        self.assertRegex(out, r"step-1: data/\S+: checksum mismatch in 1 of 3 stored ranges: .* repaired")
+        self.assertRegex(out, r"step-1: manifest/r0.tmm: manifest/r0.tmm: byte 0: not repaired: .* is not a copy of this checkpoint")
+        self.assertIn("step-1: still damaged: 1 range not repaired", out)
         (document,) = self.json_lines("repair", self.step, "--from", self.model, expect=1)
         self.assertEqual((document["whole"], document["dry_run"]), (False, False))
         self.assertEqual([one["file"] for one in document["left"]], ["manifest/r0.tmm"])
@@ -68,7 +68,7 @@ class RepairTest(harness.ToolTest):
         self.run_tool("adopt", self.model, self.store / "adopted")
         self.assertIn("UNSUPPORTED", self.run_tool("repair", self.store / "adopted", "--from", self.model, expect=2).stderr)
 
-    def test_out_of_a_copy(self):
+    def test_repairs_every_file_from_a_copy(self):
         self.run_tool("copy", self.step, self.dir / "COPY")
         names = [path for path in self.step.rglob("*") if path.is_file()]
         files = {path: path.read_bytes() for path in names}

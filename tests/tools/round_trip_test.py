@@ -14,7 +14,7 @@ RULES = ["rows", "cols", "grid:2x2", "flat", "dim:2", "replicate"]
 
 
 class RoundTrip(harness.ToolTest):
-    def test_every_rule_gives_every_byte_back(self):
+    def test_every_shard_rule_round_trips(self):
         digests = []
         for rule in RULES:
             path = self.save(rule.replace(":", "-"), "--shard", rule, "--ranks", "4")
@@ -28,7 +28,7 @@ class RoundTrip(harness.ToolTest):
         for key, (_, _, raw) in self.tensors.items():
             self.assertEqual(digests[0][key], f"{checksums.crc64nvme(raw):016x}", key)
 
-    def test_loads_on_other_ranks_under_other_rules(self):
+    def test_checkpoint_loads_on_other_ranks_and_rules(self):
         for saved in ["cols", "flat"]:
             path = self.save(saved, "--shard", saved, "--ranks", "3")
             for ranks, rule in [(1, "rows"), (2, "cols"), (3, "grid:3x1"), (2, "grid:1x2"), (5, "flat")]:
@@ -39,7 +39,7 @@ class RoundTrip(harness.ToolTest):
                 self.assertEqual(report["tensors"], len(self.tensors))
                 self.assertEqual(len(report["per_rank"]), ranks)
 
-    def test_every_placement_gives_every_byte_back(self):
+    def test_every_placement_round_trips(self):
         # One valid safetensors file needs one rank that holds all tensors whole.
         for placement, rule in [("auto", "rows"), ("tensor-file", "rows"), ("rank-shard", "cols"),
                                 ("safetensors", "replicate")]:
@@ -50,7 +50,7 @@ class RoundTrip(harness.ToolTest):
                                 expect=2)
         self.assertIn("UNSUPPORTED: placement safetensors: one rank must hold all tensors whole", refused.stderr)
 
-    def test_compare_says_which_tensor_differs(self):
+    def test_compare_names_the_differing_tensor(self):
         path = self.save()
         changed = dict(self.tensors)
         dtype, shape, raw = changed["w"]
@@ -59,7 +59,7 @@ class RoundTrip(harness.ToolTest):
         result = self.run_tool("load", path, "--compare", self.dir / "other.safetensors", expect=1)
         self.assertIn("tensor w [0:64, 0:48]: byte 100 of the slice differs", result.stderr)
 
-    def test_cat_slices_as_numpy_does(self):
+    def test_cat_slices_like_numpy(self):
         path = self.save("s", "--shard", "cols", "--ranks", "3")
         w = np.frombuffer(self.tensors["w"][2], "<f4").reshape(64, 48)
         for text, expected in [("[3:9, 5:40]", w[3:9, 5:40]), ("[7]", w[7]), ("[:, 47]", w[:, 47]),
@@ -76,7 +76,7 @@ class RoundTrip(harness.ToolTest):
         text = self.run_tool("cat", path, "bias", "--as", "text").stdout.split()
         np.testing.assert_array_equal(np.array([float(t) for t in text]), bias)
 
-    def test_looking_at_it(self):
+    def test_ls_and_info_describe_a_checkpoint(self):
         path = self.save("step-1", "--shard", "cols", "--ranks", "4")
         self.assertEqual(self.run_tool("ls", path).stdout.split(), sorted(self.tensors))
         self.assertEqual(self.run_tool("ls", path, "layers*qkv").stdout.split(), ["layers.0.attn/qkv"])
@@ -92,7 +92,7 @@ class RoundTrip(harness.ToolTest):
         (listed,) = self.json_lines("ls", self.store)
         self.assertEqual(listed["checkpoint"], "step-1")
 
-    def test_every_kind_of_source(self):
+    def test_every_kind_of_source_is_accepted(self):
         self.save("step-1")
         self.save("step-2")
         for source in [self.model, self.store, self.store / "step-1", self.store / "latest"]:
@@ -103,7 +103,7 @@ class RoundTrip(harness.ToolTest):
         self.run_tool("import", self.store / "step-1", self.store / "copy", "--shard", "flat", "--ranks", "2")
         self.run_tool("load", self.store / "copy", "--compare", self.model)
 
-    def test_rule_files(self):
+    def test_rule_files_shard_by_key(self):
         rules = self.dir / "rules.json"
         rules.write_text(json.dumps([{"match": "layers.*", "shard": "dim:1"}, {"match": "big", "shard": "flat"}]))
         path = self.save("step-1", "--shard", rules, "--ranks", "3")
@@ -113,7 +113,7 @@ class RoundTrip(harness.ToolTest):
         rules.write_text("{}")
         self.assertIn("a JSON list", self.run_tool("load", path, "--shard", rules, expect=2).stderr)
 
-    def test_content_metadata(self):
+    def test_import_keeps_content_metadata(self):
         golden = pathlib.Path(__file__).parent.parent / "golden" / "v1" / "step-1000"
         copy = self.store / "copy"
         self.run_tool("import", golden, copy, "--ranks", "2")
@@ -126,7 +126,7 @@ class RoundTrip(harness.ToolTest):
             self.assertIn("content        step: 1000", lines)
         self.assertNotIn("content", self.json_lines("info", self.model)[0])
 
-    def test_common_values(self):
+    def test_info_prints_common_values(self):
         golden = pathlib.Path(__file__).parent.parent / "golden" / "v1" / "step-1000"
         dcp = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "dcp-2.13" / "global"
         for source in (golden, dcp):
@@ -147,8 +147,8 @@ class RoundTrip(harness.ToolTest):
                 (line,) = [l for l in lines if l.startswith(f"common         {name}: ")]
                 self.assertLessEqual(len(line), 180)
         result = self.run_tool("cat", golden, next(iter(self.json_lines("info", golden, "--common")[0])), expect=2)
-        self.assertIn("it is a common value: tensormount info", result.stderr)
-        self.fails("info", golden, "w", "--common", code="INVALID_ARGUMENT", says="without a KEY")
+        self.assertIn("it is a common value; `tensormount info", result.stderr)
+        self.fails("info", golden, "w", "--common", code="INVALID_ARGUMENT", says="takes no KEY")
         # Long ones are cut, many are counted.
         values = {f"v{i:02}": i for i in range(30)} | {"long": "ü" * 5000, "\x1b[2J": 1}
         header = json.dumps({"__metadata__": {k: str(v) for k, v in values.items()},
@@ -161,7 +161,7 @@ class RoundTrip(harness.ToolTest):
         (document,) = self.json_lines("info", self.model, "--common")
         self.assertEqual(document, {k: str(v) for k, v in values.items()})
 
-    def test_store_behind_a_symlink(self):
+    def test_store_behind_a_symlink_works(self):
         (self.dir / "real").mkdir()
         (self.dir / "link").symlink_to("real")
         self.run_tool("import", self.model, self.dir / "link" / "STORE" / "a")

@@ -103,7 +103,7 @@ class WaitsTest(harness.ToolTest):
             (staging / "tensors" / key).write_bytes(b"abcdefgh")
         return staging
 
-    def test_while_a_checkpoint_is_published(self):
+    def test_mount_answers_while_a_publish_hangs(self):
         mnt = self.mount(self.store)
         staging = self.stage(mnt, "new")
         self.others_are_served(mnt)
@@ -121,7 +121,7 @@ class WaitsTest(harness.ToolTest):
         self.assertEqual(os.listdir(mnt / ".staging"), [])
         self.assertEqual(self.run_tool("cat", self.store / "new", "s1", text=False).stdout, b"abcdefgh")
 
-    def test_a_publish_that_fails_late_says_why(self):
+    def test_late_publish_failure_says_why(self):
         mnt = self.mount(self.store)
         staging = self.stage(mnt, "new")
         self.host.rules("hang fsync *")
@@ -132,7 +132,7 @@ class WaitsTest(harness.ToolTest):
         self.assertEqual(publishing.returncode, 1)
         self.assertFalse((mnt / "new").exists())
 
-    def test_names_that_storage_does_not_confirm_do_not_hold_the_root(self):
+    def test_hanging_name_lookups_do_not_block_the_root(self):
         mnt = self.mount(self.store)
         staging = self.stage(mnt, "new")
         time.sleep(2)  # Until the kernel has to ask for the name again, and the mount to look.
@@ -143,7 +143,7 @@ class WaitsTest(harness.ToolTest):
         self.dies_at_once(publishing)
         self.host.rules()
 
-    def test_whoever_waits_for_a_publish_can_be_killed(self):
+    def test_process_waiting_for_a_publish_can_be_killed(self):
         mnt = self.mount(self.store)
         staging = self.stage(mnt, "new")
         self.host.rules("hang fsync *")
@@ -157,7 +157,7 @@ class WaitsTest(harness.ToolTest):
         self.wait_for("the publish", lambda: (mnt / "new").exists())
         self.assertEqual((mnt / "new/tensors/s1").read_bytes(), b"abcdefgh")
 
-    def test_while_many_files_are_synced(self):
+    def test_mount_answers_while_many_syncs_hang(self):
         mnt = self.mount(self.store)
         staging, go = self.stage(mnt, "new"), self.dir / "go"
         writers = [self.start(sys.executable, "-c", SYNC, staging / f"tensors/s{i}", go, stdout=subprocess.PIPE) for i in range(FILES)]
@@ -172,7 +172,7 @@ class WaitsTest(harness.ToolTest):
         self.host.rules()
         self.assertEqual([writer.wait(60) for writer in writers[1:]], [0] * (FILES - 1))
 
-    def test_while_many_files_are_verified_or_read(self):
+    def test_mount_answers_while_many_reads_hang(self):
         for verify in ("first", "off"):
             with self.subTest(verify=verify):
                 mnt = self.mount(self.store, "--verify", verify, "--tier", "daemon", name=f"MNT-{verify}")
@@ -187,7 +187,7 @@ class WaitsTest(harness.ToolTest):
                 self.host.rules()
                 self.assertEqual([reader.wait(60) for reader in readers[2:]], [0] * (FILES - 2))
 
-    def test_a_handled_signal_ends_no_call(self):
+    def test_handled_signals_do_not_interrupt_calls(self):
         """Python makes calls again that were interrupted; C programs do not, so the C library is asked."""
         mnt = self.mount(self.store, "--tier", "daemon")
         staging = self.stage(mnt, "new")

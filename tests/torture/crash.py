@@ -436,7 +436,7 @@ class Checker:
         """What fsck names as no folder any more, and as to be removed."""
         found = map(json.loads, out(self.run("--json", "fsck", self.store)).splitlines())
         return [line["object"] for line in found
-                if line.get("damage") and "not a folder" in line["problem"] and "remove it" in line["remedy"]]
+                if line.get("damage") and "not a directory" in line["problem"] and "remove it" in line["remedy"]]
 
     def check_mount(self, names, shown):
         result = self.run("mount", self.store, self.mnt)

@@ -27,7 +27,7 @@ def live(context, seed, way, rng, env=None):
     out_path, err_path = context.work / "out", context.work / "err"
     with open(out_path, "wb") as out, open(err_path, "wb") as err:
         child = subprocess.Popen([python, stores.HERE / "python_life.py", context.work / "life", str(seed), way], stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=err, start_new_session=True, env={**os.environ, **package, **(env or {})})
+                                 stdout=out, stderr=err, start_new_session=True, env={**os.environ, **package, "PYTHONFAULTHANDLER": "1", **(env or {})})
     end, begin = time.monotonic() + LIMIT, None
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.005)

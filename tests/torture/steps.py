@@ -104,8 +104,9 @@ def start(context, command, log):
 
 
 def there(context, store):
-    """Name -> whether it is pinned, as `ls` says it; None: there is no store yet."""
-    if not store.exists():
+    """Name -> whether it is pinned, as `ls` prints it; none if there is no store yet."""
+    # A command that was killed while it created the store leaves the directory, and at most hidden files in it.
+    if not store.exists() or all(path.name.startswith(".") for path in store.iterdir()):
         return {}
     done = context.run([context.tool, "--json", "ls", "-l", store])
     if done.returncode != 0:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch: models and optimizers as checkpoints, and a writer and reader for
-torch.distributed.checkpoint (DCP).
+"""Saves and loads models and optimizers, and connects to torch.distributed.checkpoint (DCP).
 
     tm.torch.save("STORE/step-1000", model=model, optim=optim, extra={"step": 1000})
     tm.torch.load("STORE/latest", model=model, optim=optim, extra=extra)
 
     torch.distributed.checkpoint.save(state, storage_writer=tm.torch.Writer("STORE/step-1000"))
     torch.distributed.checkpoint.load(state, storage_reader=tm.torch.Reader("STORE/latest"))
+
+    with tm.torch.patch_dcp():            # programs that only pass a path
+        torch.distributed.checkpoint.save(state, checkpoint_id="OUT/step-1000")
 
 Tested with PyTorch 2.13.
 """
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         Reader as Reader,
         Writer as Writer,
     )
+    from tensormount.torch._patch import patch_dcp as patch_dcp
     from tensormount.torch._train import (
         async_save as async_save,
         load as load,
@@ -35,6 +38,7 @@ _NAMES = {
     "Writer": "_dcp",
     "async_save": "_train",
     "load": "_train",
+    "patch_dcp": "_patch",
     "rng_state": "_train",
     "save": "_train",
     "set_rng_state": "_train",

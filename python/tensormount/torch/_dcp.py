@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A storage writer and reader for torch.distributed.checkpoint (DCP).
 
-DCP gathers every rank's plan at one rank, as pickles, to find out who writes what. The writer keeps
-its plan to itself and brings DCP an empty one: who writes what, and whether the ranks together have
-every tensor exactly, the library finds out without a gather. So what DCP sends is 130 bytes a rank.
+DCP gathers the plans of all ranks at one rank, as pickles, to decide which rank writes what. Our writer keeps
+its plan and gives DCP an empty one, because the library decides that, and checks that the ranks together have
+every tensor exactly, without a gather. DCP then sends 130 bytes for each rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import io
 import operator
 import os
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -40,11 +41,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
+from tensormount._checkpoint import open as open_checkpoint
 from tensormount._group import Group
 from tensormount._held import Shards
 from tensormount._jobs import begin, log
+from tensormount._leaves import dtensors, tensors
 from tensormount._state import State
-from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, UnsupportedError
+from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, StaleError, UnsupportedError
 from tensormount.torch import _paths
 
 if TYPE_CHECKING:
@@ -54,12 +57,12 @@ else:
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-# Options of a save that are functions of the process.
+# Options of a save that are functions, which cannot be pickled.
 _HOOKS = ("on_event", "before_publish", "on_commit")
 
 
-class _AtPath:
-    """What DCP calls to say which checkpoint is meant."""
+class _CheckpointPath:
+    """The methods by which DCP sets the path of the checkpoint."""
 
     _path: Optional[str]
 
@@ -72,22 +75,24 @@ class _AtPath:
             self._path = os.fspath(checkpoint_id)
 
 
-class Writer(_AtPath, StorageWriter):
-    """Saves what torch.distributed.checkpoint.save and async_save (by thread and by process) are
-    given as checkpoint "STORE/NAME": complete and durable when they return, or not there.
+class Writer(_CheckpointPath, StorageWriter):
+    """Saves for torch.distributed.checkpoint.save and async_save, as checkpoint "STORE/NAME".
+
+    When DCP's call returns, the checkpoint is complete and durable, or does not exist. async_save works by
+    thread and by process.
 
     path      None: the checkpoint_id that DCP is given.
-    group     who saves: a process group of torch, or a Group; None: the default process group, or
-              this process alone where there is none. A process group is found anew in each process
-              that the writer is pickled to. With no_dist=True while there is a default group:
-              Group.single().
-    per_rank  globs of keys of byte items (what is no tensor) of which each rank has its own; others
-              are the same on all ranks that have them, and a save in which they differ is refused.
-    options   as of `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
+    group     a process group of torch, or a Group; None: the default process group, or this process alone
+              if there is none. A process group is looked up again in each process that the writer is
+              pickled to. Without a group the ranks are those that DCP saves with (process_group=, no_dist=True);
+              with one they must be its ranks.
+    per_rank  globs of keys of byte items (values that are not tensors) that each rank saves for itself.
+              Other byte items must be equal on all ranks that have them, or the save is refused.
+    options   as for `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
 
-    Any planner will do, with or without plan caching: data are what its resolve_data() gives. A plan
-    that leaves out a key of the planner's state dict is refused (LayoutError); what should not be saved
-    is taken out by the planner's set_up_planner().
+    Any planner works, with or without plan caching: the data are those of its resolve_data(). A plan that
+    leaves out a key of the planner's state dict is refused (LayoutError); remove keys in the planner's
+    set_up_planner() instead.
     """
 
     def __init__(
@@ -102,32 +107,35 @@ class Writer(_AtPath, StorageWriter):
         self._process_group = None if isinstance(group, Group) else group
         self._group = group if isinstance(group, Group) else None
         self._given_group = isinstance(group, Group)
+        self._token: Optional[str] = None  # The name of the group that the Writer made itself.
+        self._published = False
         self._per_rank = tuple(per_rank)
         self._options = options
-        _save.read_options(**options)  # What is wrong is said now.
+        _save.read_options(**options)  # Raises errors of the options now.
         self._plan: Optional[SavePlan] = None
         self._coordinator = False
+        self._collective = True
         self._report: Optional[dict[str, Any]] = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._given_group or self._process_group is not None:
             raise UnsupportedError(
-                "a writer with a group cannot go to another process; without one it uses the "
-                "default process group there"
+                "a Writer with a group cannot be pickled; without a group it uses the default "
+                "process group of the other process"
             )
         hooks = [name for name in _HOOKS if self._options.get(name) is not None]
         if hooks:
-            raise UnsupportedError(f"a writer with {hooks[0]} cannot go to another process")
+            raise UnsupportedError(f"a Writer with {hooks[0]} cannot be pickled")
         kept = dict(self.__dict__)
-        kept["_group"] = kept["_plan"] = None
+        kept["_group"] = kept["_plan"] = kept["_token"] = None
         return kept
 
     @property
     def report(self) -> Optional[dict[str, Any]]:
-        """The report of the last save, as of `tensormount.save`; None where it failed, and before."""
+        """The report of the last save, as of `tensormount.save`; None before it, and if it failed."""
         return self._report
 
-    # ---- What DCP calls, in this order ---------------------------------------------------------
+    # ---- Calls of DCP, in this order ------------------------------------------------------------
 
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
         super().reset(checkpoint_id)
@@ -141,29 +149,45 @@ class Writer(_AtPath, StorageWriter):
         if self._path is None:
             raise InvalidArgumentError("a Writer without a path needs a checkpoint_id")
         self._coordinator = is_coordinator
+        self._collective = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._plan = plan
-        return dataclasses.replace(plan, items=[], planner_data={})
+        self._published = False
+        # The coordinator tells each rank which ranks save together, and the name of their group.
+        known = self._collective and _has_process_group()
+        own = (torch.distributed.get_rank(), self._token) if known else None
+        return dataclasses.replace(plan, items=[], planner_data={}, storage_data=own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+        # usable: a planner that caches plans would otherwise give its ranks what an earlier save was told.
+        if not all(isinstance(plan.storage_data, tuple) for plan in plans):
+            return [dataclasses.replace(plan, storage_data=None, usable=True) for plan in plans]
+        ranks = tuple(rank for rank, _ in (plan.storage_data for plan in plans))
+        # A range takes few bytes, whatever the number of ranks.
+        members: Sequence[int] = ranks if ranks != tuple(range(len(ranks))) else range(len(ranks))
+        # The ranks keep their group if all of them have the same one. A new name is of this save alone: saves
+        # that run beside each other never meet in one group.
+        tokens = {token for _, token in (plan.storage_data for plan in plans)}
+        (token,) = tokens if len(tokens) == 1 else (None,)
+        assigned = (token or secrets.token_hex(8), members)
+        return [dataclasses.replace(plan, storage_data=assigned, usable=True) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[Any]]:
         mine, self._plan, self._report = self._plan, None, None
         path = self._path
         assert path is not None
-        group = self._ranks()
+        group = self._ranks(plan.storage_data)
         built = State()
         own: Optional[BaseException] = None
         try:
             if mine is None:
-                raise InvalidArgumentError("write_data without prepare_local_plan before")
+                raise InvalidArgumentError("write_data was called before prepare_local_plan")
             whole = _whole_plan(mine, planner)
             _check_complete(whole, planner, self._coordinator)
             self._fill(built, whole, planner, group)
         except Exception as error:
-            # The others must hear of it, or they would wait for this rank.
+            # The save still begins, so that it fails on all ranks.
             built.fail(error)
             own = error
         given, kept = _save.read_options(**self._options)
@@ -171,23 +195,43 @@ class Writer(_AtPath, StorageWriter):
             _save.SaveJob, _abi.library().tm_save_in_place, built, path, group, group._handle(),
             given, kept,
         )
-        self._report = _save._verdict(job, own)
+        self._report = _save._await_verdict(job, own)
+        self._published = True
         written: Future[list[Any]] = Future()
         written.set_result([])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        pass  # It was published when write_data returned, on all ranks.
+        # The checkpoint was published when write_data returned.
+        if not self._published:
+            raise UnsupportedError(
+                f"{type(self).__name__}: its write_data does not save through tensormount's Writer; "
+                "derive the class from DCP's own writer"
+            )
 
-    # ---- How -------------------------------------------------------------------------------------
+    # ---- Implementation ------------------------------------------------------------------------------------
 
-    def _ranks(self) -> Group:
+    def _ranks(self, assigned: Any) -> Group:
+        """The group of this save. `assigned`: its name, and its ranks in the default process group; None: a planner did
+        not keep them, or DCP uses no collectives."""
+        known = isinstance(assigned, tuple) and len(assigned) == 2
+        token, members = assigned if known else (None, ())
+        own = not self._given_group and self._process_group is None
+        if self._group is not None and own and known and token != self._token:
+            self._group.close()
+            self._group = None
         if self._group is None:
-            distributed = torch.distributed
-            if distributed.is_available() and distributed.is_initialized():
-                self._group = Group.from_torch(self._process_group)
-            else:
+            if not _has_process_group():
                 self._group = _save.saving_group(None)
+            elif own and known:
+                self._group = Group._of_torch_ranks(members, f"dcp-{token}")
+                self._token = token
+            else:
+                self._group = Group.from_torch(self._process_group)
+        if known and len(members) != self._group.size:
+            raise InvalidArgumentError(
+                f"the Writer's group has {self._group.size} ranks, but DCP saves with {len(members)}"
+            )
         return self._group
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
@@ -209,58 +253,67 @@ class Writer(_AtPath, StorageWriter):
                 continue
             about = item.tensor_data
             if about is None:
-                raise LayoutError(f"tensor {key}: an item without a shape", key=key)
+                raise LayoutError(f"tensor {key}: its write item has no shape", key=key)
             data = data.detach()
             leaf: Any = leaves.get(key)
             if not _is_strided(leaf):
-                shards.append(_shards.checkpointable_shard(key, about, data, _shards.SAVE))
+                shards.append(tensors.shard_of_item(key, about, data, _shards.SAVE))
                 continue
-            # DCP's planner takes it for one box.
+            # DCP's planner describes the local tensor as one box, which may be wrong.
             if data.shape != leaf._local_tensor.shape:
                 raise LayoutError(
-                    f"tensor {key}: the planner's data are {tuple(data.shape)}, of a local tensor of "
-                    f"{tuple(leaf._local_tensor.shape)}",
+                    f"tensor {key}: the planner's data has the shape {tuple(data.shape)}, but the local tensor "
+                    f"has {tuple(leaf._local_tensor.shape)}",
                     key=key,
                 )
-            memory = _shards._local_memory(key, data, _shards.SAVE)
+            memory = tensors.local_memory(key, data, _shards.SAVE)
             shards += [
-                _shards._torch_shard(
-                    key, memory, tuple(about.size), box.begin, box.extent, box.local_begin,
-                    _shards.UNLABELLED,
-                )
-                for box in _shards.dtensor_boxes(key, leaf)
+                tensors.shard_of(memory, tuple(about.size), box.begin, box.extent, box.local_begin)
+                for box in dtensors.boxes_of(key, leaf)
             ]
         built.add_shards(shards)
+        rank_values = self._rank_values(group.rank)
         mappings = {
             key: list(path)
             for key, path in (plan.planner_data or {}).items()
             if tuple(path) != (key,)
         } if isinstance(plan.planner_data, dict) else {}
+        values = {}
         if mappings:
             text = _values.to_json(_values.encode(mappings))
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-            built.set_values({f"{_paths.MAPPINGS}.{digest}": text}, {})
+            values[f"{_paths.MAPPINGS}.{digest}"] = text
+        built.set_values(values, rank_values)
+
+    def _rank_values(self, rank: int) -> dict[str, str]:
+        """Values of this rank that are stored with the checkpoint, as JSON by name."""
+        return {}
+
+
+def _has_process_group() -> bool:
+    """Whether torch has a default process group in this process."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _whole_plan(plan: SavePlan, planner: Any) -> SavePlan:
-    """All that this rank saves. A planner that caches its plans says "as the last time" instead
-    (usable=False); what that was, it has kept."""
+    """The whole plan of this rank. A planner that caches plans gives a plan with usable=False instead if nothing has
+    changed; its cache then has the whole plan."""
     if getattr(plan, "usable", True):
         return plan
     kept = getattr(SavePlanner, "_cached_save_plan", {})
     whole = kept.get(getattr(planner, "_cached_plans_key", None))
     if whole is None:
         raise LayoutError(
-            f"{type(planner).__name__}: its plan says that nothing has changed, but not since when; "
-            "enable_plan_caching=False plans each save anew"
+            f"{type(planner).__name__}: its plan refers to a cached plan that was not found; "
+            "pass enable_plan_caching=False"
         )
     mappings = getattr(planner, "mappings", None)
     return dataclasses.replace(whole, planner_data=mappings) if mappings else whole
 
 
 def _check_complete(plan: SavePlan, planner: Any, coordinator: bool) -> None:
-    """LayoutError where the planner's state dict has keys of which its plan saves nothing on this rank.
-    Planners may rename keys, so that only as many must be there."""
+    """LayoutError: the plan leaves out keys of the planner's state dict that this rank should save. Planners may
+    rename keys, so only the numbers of missing and of unknown keys are compared."""
     leaves = getattr(planner, "state_dict", None)
     if not isinstance(leaves, dict):
         return
@@ -274,13 +327,13 @@ def _check_complete(plan: SavePlan, planner: Any, coordinator: bool) -> None:
     if len(missing) > renamed:
         raise LayoutError(
             f"the plan of {type(planner).__name__} leaves out {_load.listed(missing)}, which its "
-            "state dict has; what should not be saved is taken out in set_up_planner()",
+            "state dict has; remove what should not be saved in set_up_planner()",
             key=missing[0],
         )
 
 
 def _has_part(leaf: Any, coordinator: bool) -> bool:
-    """Whether this rank has something to save of a leaf of a state dict."""
+    """Whether this rank should save something of a leaf of the planner's state dict."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(leaf, DTensor):
@@ -289,27 +342,27 @@ def _has_part(leaf: Any, coordinator: bool) -> bool:
         return bool(leaf.local_shards())
     if hasattr(type(leaf), "__create_write_items__"):
         return bool(leaf.__create_write_items__("", leaf))
-    # Planners before PyTorch 2.3 leave values that are no tensors to the coordinator.
+    # Planners before PyTorch 2.3 let only the coordinator save values that are not tensors.
     return coordinator or isinstance(leaf, torch.Tensor)
 
 
-class Reader(_AtPath, StorageReader):
-    """Loads through torch.distributed.checkpoint.load from anything that `tensormount.open` opens,
-    whatever it was sharded for: checkpoints of tensormount, of DCP itself, Megatron-Core, Hugging
-    Face and others. No pickle is read to list what is there; byte items are handed to the planner,
-    which unpickles them.
+class Reader(_CheckpointPath, StorageReader):
+    """Loads for torch.distributed.checkpoint.load from anything that `tensormount.open` opens.
 
-    path      None: the checkpoint_id that DCP is given. "STORE/latest" is looked up once.
-    verify    "auto", "leaves", "off". roots: as of `tensormount.open`.
-    convert   elements may be converted to the dtype asked for, as by `tensormount.Rule(convert=True)`;
-              otherwise another dtype is a LayoutError.
+    That includes checkpoints of tensormount, DCP, Megatron-Core, Hugging Face and others, whatever their
+    sharding. No pickle is read to list the contents; the planner gets byte items and unpickles them.
 
-    Any planner will do: its requests are boxes of a stored chunk, and chunks are what its metadata
-    says, or the whole tensor.
+    path      None: the checkpoint_id that DCP is given. "STORE/latest" is resolved once.
+    verify    "auto", "leaves", "off". roots: as for `tensormount.open`.
+    convert   True: elements may be converted to the requested dtype, as with
+              `tensormount.Rule(convert=True)`. Otherwise another dtype is a LayoutError.
 
-    Ranks read for themselves, so it needs no group. Where a DTensor's part is more than one box
-    (_StridedShard), use `LoadPlanner`; with DCP's own planner such a load is refused, where DCP would
-    fill in other cells' numbers.
+    Any planner works: its requests are boxes of a stored chunk. Chunks are those of its metadata, or the
+    whole tensor.
+
+    Ranks read independently, so that no group is needed. If a DTensor's part is more than one box
+    (_StridedShard), use `LoadPlanner`. With DCP's own planner such a load is refused, because DCP would fill
+    in the values of other cells.
     """
 
     def __init__(
@@ -324,8 +377,9 @@ class Reader(_AtPath, StorageReader):
         self._verify = verify
         self._convert = bool(_save.flag("convert", convert))
         self._roots = roots
-        _load.read_options(verify=verify, roots=roots)  # What is wrong is said now.
+        _load.read_options(verify=verify, roots=roots)  # Raises errors of the options now.
         self._checkpoint: Any = None
+        self._resolved: Optional[str] = None  # The path that was opened, which "latest" named.
         self._names: Optional[_paths.DcpNames] = None
         self._common: Optional[dict[str, Any]] = None
 
@@ -335,20 +389,20 @@ class Reader(_AtPath, StorageReader):
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
         super().reset(checkpoint_id)
         self._checkpoint = None
+        self._resolved = None
         self._names = None
         self._common = None
 
     def _opened(self) -> Any:
         if self._checkpoint is None:
-            from tensormount._checkpoint import open as open_checkpoint
-
             if self._path is None:
                 raise InvalidArgumentError("a Reader without a path needs a checkpoint_id")
-            self._checkpoint = open_checkpoint(self._path, roots=self._roots)
+            self._checkpoint = open_checkpoint(self._resolved or self._path, roots=self._roots)
+            self._resolved = self._checkpoint.path
         return self._checkpoint
 
-    def _named(self) -> _paths.DcpNames:
-        """What DCP calls the values of the checkpoint."""
+    def _dcp_names(self) -> _paths.DcpNames:
+        """DCP's names for the tensors and values of the checkpoint."""
         if self._names is None:
             checkpoint = self._opened()
             keys, values = list(checkpoint.keys()), checkpoint._values()
@@ -359,9 +413,12 @@ class Reader(_AtPath, StorageReader):
             self._names = _paths.dcp_names(keys, checkpoint.objects.names(), values, names)
         return self._names
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    # Without **kwargs: DCP would try again with rank= on the rank that failed, and without collectives, while the
+    # other ranks wait for it in one.
+    def read_metadata(self) -> Metadata:
+        self._close()  # An earlier load that failed has left it open.
         checkpoint = self._opened()
-        named = self._named()
+        named = self._dcp_names()
         found: dict[str, Any] = {}
         for fqn, key in named.tensors.items():
             tensor = checkpoint[key]
@@ -374,7 +431,7 @@ class Reader(_AtPath, StorageReader):
             found[fqn] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=dtype),
                 size=size,
-                # One for all: the planner makes one request a local part of it.
+                # One chunk, so that the planner makes one request for each local part.
                 chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
             )
         found.update({fqn: BytesStorageMetadata() for fqn in (*named.values, *named.made)})
@@ -386,118 +443,135 @@ class Reader(_AtPath, StorageReader):
         self._opened()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return dataclasses.replace(plan, storage_data=self._opened().uuid)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        check_same_source(plans, self._path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        try:
+            self._read_data(plan, planner)
+        finally:
+            self._close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _close(self) -> None:
+        """Closes the checkpoint, which would keep its space after it is replaced or removed."""
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._checkpoint = self._names = self._common = None
+
+    def _read_data(self, plan: LoadPlan, planner: Any) -> None:
         checkpoint = self._opened()
         _refuse_strided(planner)
-        named = self._named()
+        named = self._dcp_names()
         built = State()
         shards = []
         copies: list[tuple[Any, Any]] = []
-        tensors = []
+        filled = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
             key = named.tensors.get(item.storage_index.fqn, item.storage_index.fqn)
             target = planner.resolve_tensor(item).detach()
-            tensors.append((item, target))
+            filled.append((item, target))
             stored = checkpoint[key]
             begin, extent = self._box(item, target, stored, planner)
             into = target
             if target.device.type != "cpu":
                 into = torch.empty(extent, dtype=target.dtype)
                 copies.append((target, into))
-            memory = _shards._local_memory(key, into, _shards.LOAD)
+            memory = tensors.local_memory(key, into, _shards.LOAD)
             shards.append(
-                _shards._torch_shard(
-                    key, memory, _dtypes.torch_dims(stored._row, tuple(stored.shape)), begin, extent,
-                    (0,) * len(extent),
-                    _shards.UNLABELLED,
+                tensors.shard_of(
+                    memory, _dtypes.torch_dims(stored._row, tuple(stored.shape)), begin, extent, memory.begin
                 )
             )
         built.add_shards(shards)
         rules = [_load.Rule(convert=True)] if self._convert else []
         with Group.single() as group:
-            asked = _load._Asked({})
-            asked.group = group
-            # By the path that was opened: "latest" must not move on meanwhile.
+            pending = _load._LoadRequest({})
+            pending.group = group
+            # The path that was opened, because "latest" may have changed since.
             options = _load.read_options(verify=self._verify, rules=rules, roots=self._roots)
             loaded = _load.start(
-                built, checkpoint.path, group, group._handle(), options, asked
+                built, checkpoint.path, group, group._handle(), options, pending
             ).wait()
         if checkpoint.uuid is not None and loaded.uuid != checkpoint.uuid:
             raise LayoutError(f"{checkpoint.path}: was replaced while it was loaded")
         for target, into in copies:
             target.copy_(into)
-        for item, target in tensors:
+        for item, target in filled:
             planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._bytes(item.storage_index.fqn)))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _box(
         self, item: ReadItem, target: Any, stored: Any, planner: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where a request begins in the whole tensor, and its extent. LayoutError where the planner's
-        memory or metadata are of another tensor than the stored one."""
+        """Begin and extent of a request in the whole tensor. LayoutError: the planner's memory or metadata do not fit
+        the stored tensor."""
         key = item.storage_index.fqn
         shape = _dtypes.torch_dims(stored._row, tuple(stored.shape))
         extent = tuple(item.lengths)
         if tuple(target.shape) != extent:
             raise LayoutError(
-                f"tensor {key}: the planner's memory is {tuple(target.shape)}, its plan says "
-                f"{extent}",
+                f"tensor {key}: the planner's memory has the shape {tuple(target.shape)}, but its plan "
+                f"says {extent}",
                 key=key,
             )
         about = getattr(getattr(planner, "metadata", None), "state_dict_metadata", None) or {}
         size = getattr(about.get(key), "size", None)
         if size is not None and tuple(size) != shape:
             raise LayoutError(
-                f"tensor {key}: the planner's metadata say {tuple(size)}, stored is {shape}", key=key
+                f"tensor {key}: the planner's metadata has the shape {tuple(size)}, but the stored one is "
+                f"{shape}", key=key
             )
-        # Requests count from the begin of the chunk that they name.
+        # Offsets of a request are relative to the chunk that it names.
         chunk = item.storage_index.offset or (0,) * len(extent)
         begin = tuple(map(operator.add, chunk, item.storage_offsets))
         dtype = _dtypes.torch_dtype(stored._row)
         if target.dtype != dtype and not self._convert:
             raise LayoutError(
                 f"tensor {key}: asked for as {target.dtype}, stored as {dtype}; "
-                "Reader(convert=True) converts",
+                "Reader(convert=True) converts it",
                 key=key,
             )
         return begin, extent
 
     def _bytes(self, fqn: str) -> bytes:
-        """The bytes of a byte item; of a plain value of `tensormount.save`, what torch.save makes of
-        it."""
+        """The bytes of a byte item. A plain value of `tensormount.save` is converted by torch.save."""
         checkpoint = self._opened()
-        named = self._named()
+        named = self._dcp_names()
         if fqn in named.made:
-            return _saved(named.made[fqn], fqn)
+            return _torch_saved(named.made[fqn], fqn)
         key = named.values.get(fqn, fqn)
         if key in checkpoint.objects:
             try:
                 return bytes(checkpoint.object(key))
             except KeyNotFoundError:
                 # Each rank has its own (Writer(per_rank=...)).
-                rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+                rank = torch.distributed.get_rank() if _has_process_group() else 0
                 return bytes(checkpoint.object(key, (rank,)))
         if self._common is None:
             self._common = checkpoint.common
         values = self._common
         if key not in values:
             raise KeyNotFoundError(f"no object {key}", key=key)
-        return _saved(values[key], key)
+        return _torch_saved(values[key], key)
 
 
-def _saved(value: Any, key: str) -> bytes:
+def check_same_source(plans: Sequence[LoadPlan], path: Optional[str]) -> None:
+    """StaleError: ranks opened different checkpoints, for example because one was replaced meanwhile."""
+    if len({plan.storage_data for plan in plans}) > 1:
+        raise StaleError(f"{path}: the ranks opened different checkpoints: load again")
+
+
+def _torch_saved(value: Any, key: str) -> bytes:
     bad = _tree.first_unreadable(value)
     if bad is not None:
         raise LayoutError(f"{key}: the stored value cannot be read: {bad.reason}", key=key)
@@ -507,13 +581,15 @@ def _saved(value: Any, key: str) -> bytes:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own planner for loads, and DTensors whose part on a rank is more than one box, or another
-    than their placements say (`boxes`)."""
+    """DCP's default load planner, also for DTensors whose part on a rank is more than one box.
+
+    It also handles DTensors whose boxes differ from their placements (`tensormount.boxes`).
+    """
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         stored = self.metadata.state_dict_metadata
-        # Also those of which DCP's planner sees nothing on this rank.
+        # Including tensors for which DCP's planner has no request on this rank.
         strided = {
             key: leaf
             for key, leaf in self.state_dict.items()
@@ -535,14 +611,14 @@ def _box_items(key: str, leaf: Any) -> list[ReadItem]:
             storage_offsets=torch.Size(box.begin),
             lengths=torch.Size(box.extent),
         )
-        for box in _shards.dtensor_boxes(key, leaf)
+        for box in dtensors.boxes_of(key, leaf)
         if 0 not in box.extent
     ]
 
 
 def _is_strided(leaf: Any) -> bool:
-    """Whether it is a DTensor that may be other cells than the one box that DCP's planner takes it
-    for. Where its local tensor describes itself, the planner asks that."""
+    """Whether a leaf is a DTensor whose cells may not be the one box that DCP's planner assumes. If its local tensor
+    describes itself, the planner uses that description."""
     from torch.distributed.tensor import DTensor, placement_types
 
     strided = getattr(placement_types, "_StridedShard", None)
@@ -550,7 +626,7 @@ def _is_strided(leaf: Any) -> bool:
         strided is not None
         and isinstance(leaf, DTensor)
         and any(type(placement) is strided for placement in leaf.placements)
-        and not _shards.is_checkpointable(leaf._local_tensor)
+        and not tensors.describes_itself(type(leaf._local_tensor))
     )
 
 
@@ -562,7 +638,7 @@ def _refuse_strided(planner: Any) -> None:
             continue
         found = [
             (box.begin, box.extent)
-            for box in _shards.dtensor_boxes(key, leaf)
+            for box in dtensors.boxes_of(key, leaf)
             if 0 not in box.extent
         ]
         taken = [
@@ -573,7 +649,7 @@ def _refuse_strided(planner: Any) -> None:
         if found != taken:
             raise UnsupportedError(
                 f"tensor {key}: its part on this rank is {len(found)} boxes ({leaf.placements}), "
-                "which DCP's planner takes for another one; use "
+                "which DCP's default planner reads wrongly; use "
                 "planner=tensormount.torch.LoadPlanner()",
                 key=key,
             )

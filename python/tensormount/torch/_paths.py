@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.distributed.checkpoint (DCP) calls the tensors and values of a checkpoint, and where they
-stood in the nested state dict: the `planner_data` of its metadata.
+"""The names of torch.distributed.checkpoint (DCP) for the tensors and values of a checkpoint, and their paths in
+the nested state dict (the `planner_data` of DCP's metadata).
 
-Three places say so: `torch.planner_data` (a checkpoint of DCP, or a torch.save file), the mappings that
-our Writer keeps, and the structures of `tensormount.save`. All of them are input from outside: a path
-that no state dict can have is replaced by its key.
+They come from `torch.planner_data` (checkpoints of DCP, torch.save files), from mappings that our Writer stores,
+and from structures of `tensormount.save`. None of these is trusted: an impossible path is replaced by its key.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from typing import Any, NamedTuple, Optional, Union
 from tensormount import _tree, _values
 from tensormount.errors import LayoutError, UnsupportedError
 
-# As index/read/saved_paths.h: foreign checkpoints have it.
+# Common value of foreign checkpoints; also in index/read/saved_paths.h.
 PLANNER_DATA = "torch.planner_data"
-# Common values in which our Writer says which path of the nested state dict a flat key stood for.
+# Common values in which our Writer stores the paths of flat keys in the nested state dict.
 MAPPINGS = _tree.RESERVED + "dcp"
 
 Path = tuple[Union[str, int], ...]
-# Names that displace each other: after so many rounds each value stands under its key.
-_MOST_ROUNDS = 8
-# A list may lack items that were left out: positions go at most so far past its number of items.
-_MOST_GAPS = 64
-_MOST_GAPS_PER_ITEM = 4
+# Names can displace each other. After this many rounds each value gets its key as its path.
+_MAX_ROUNDS = 8
+# A list may lack items that were left out. Positions may exceed its number of items by at most this.
+_MAX_GAPS = 64
+_MAX_GAPS_PER_ITEM = 4
 
 
 class DcpNames(NamedTuple):
-    """By the names that DCP has: stored keys of tensors, stored names of values and objects, values that
-    are no item of the checkpoint (empty containers, parts of a value), and paths."""
+    """By DCP's names: `tensors`: stored keys; `values`: stored names of values and objects; `made`: values that are
+    not items of the checkpoint (empty containers, parts of a value); `paths`."""
 
     tensors: dict[str, str]
     values: dict[str, str]
@@ -40,7 +39,7 @@ class DcpNames(NamedTuple):
 
 
 def is_internal(name: str) -> bool:
-    """Whether a common value is no value of the state dict."""
+    """Whether a common value does not belong to the state dict."""
     return name.startswith(_tree.RESERVED) or name == PLANNER_DATA
 
 
@@ -74,11 +73,11 @@ def dcp_names(
         elif name.startswith(MAPPINGS + "."):
             said = _values.decode(values[name])
             paths.update(said if isinstance(said, dict) else {})
-    # A structure says more than these: the types of keys.
+    # Structures come last, because they also have the types of keys.
     paths.update(found.paths)
     for name in whole:
         if name not in objects and name not in encoded:
-            _cut(name, values[name], paths, found)
+            _split_value(name, values[name], paths, found)
     known = (*found.tensors, *found.values, *found.made)
     named = found._replace(paths=possible_paths({name: paths.get(name) for name in known}))
     within = {
@@ -86,7 +85,7 @@ def dcp_names(
         for fqn, name in found.values.items()
         if name not in objects and type(named.paths[fqn][-1]) is int
     }
-    _mend_lists(named, {**within, **found.made}, tuples)
+    _complete_lists(named, {**within, **found.made}, tuples)
     return named
 
 
@@ -106,7 +105,7 @@ def _add_structure(
             structure, lambda word, path, name: leaves.append((word, path, name))
         ).build()
     except (LayoutError, UnsupportedError):
-        return  # Keys stand for themselves, as where there is none.
+        return  # Keys are their own paths, as without a structure.
     _find_empty(tree, (), empty, tuples)
     for word, path, name in leaves:
         dotted = _tree.dotted(path)
@@ -132,9 +131,9 @@ def _decoded(value: Any, encoded: bool) -> Any:
     return _values.decode_or_unreadable(value, "") if encoded else value
 
 
-def _cut(name: str, value: Any, paths: dict[str, Any], found: DcpNames) -> None:
-    """As DCP's planners cut: what stands in a dict, or in a list that holds one, is an item by itself. Not
-    where two items would have one name."""
+def _split_value(name: str, value: Any, paths: dict[str, Any], found: DcpNames) -> None:
+    """Splits a value as DCP's planners do: each item of a dict, or of a list that contains a dict, becomes an item.
+    A value is not split if two items would have one name."""
     items: list[tuple[str, Path, Any]] = []
 
     def visit(fqn: str, path: Path, item: Any) -> None:
@@ -166,7 +165,7 @@ def _holds_dict(value: Any) -> bool:
 def _find_empty(
     tree: Any, path: _tree.Path, empty: list[tuple[_tree.Path, Any]], tuples: set[Path]
 ) -> None:
-    """Empty containers and tuples of a tree whose leaves are None."""
+    """Collects the empty containers and the tuples of a tree whose leaves are None."""
     if tree is None:
         return
     if type(tree) is tuple:
@@ -183,14 +182,14 @@ def _planner_path(path: _tree.Path) -> Path:
 
 
 def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
-    """Paths of which one state dict can be made; each other one is (key,).
+    """The paths, with those that cannot be in one state dict replaced by (key,).
 
-    The first step is text and the others text or positions; no path leads through another's value, or
-    has text where another has a position; positions are not negative and not far past the end.
+    The first step is a str, the others are str or positions. No path leads through the value of another, or has a
+    str where another has a position. Positions are not negative, and not far past the end.
     """
     found = {key: _path_of(key, path) for key, path in paths.items()}
-    # Of each container: its paths, by the next step.
-    for _ in range(_MOST_ROUNDS):
+    # steps: for each container its keys, by the next step of their paths.
+    for _ in range(_MAX_ROUNDS):
         steps: dict[Path, dict[Union[str, int], list[str]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
@@ -202,10 +201,10 @@ def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
             positions = [step for step in below if type(step) is int]
             last = max(positions, default=-1)
             mixed = 0 < len(positions) < len(below)
-            if mixed or last >= _MOST_GAPS + _MOST_GAPS_PER_ITEM * len(below):
+            if mixed or last >= _MAX_GAPS + _MAX_GAPS_PER_ITEM * len(below):
                 bad.update(key for step in positions for key in below[step])
             for step, through in below.items():
-                # One path ends here: nothing else may have it, or lead through it.
+                # If one path ends here, no other path may end here or lead through it.
                 if len(through) > 1 and any(len(found[key]) == len(container) + 1 for key in through):
                     bad.update(key for key in through if found[key] != (key,))
         if not bad:
@@ -214,11 +213,11 @@ def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
     return {key: (key,) for key in found}
 
 
-def _mend_lists(found: DcpNames, plain: Mapping[str, Any], tuples: Container[Path]) -> None:
-    """torch makes its lists anew from the paths, and then asks for what it has cut from them: for every
-    item of one that holds tensors or dicts, and for one without these as a whole.
+def _complete_lists(found: DcpNames, plain: Mapping[str, Any], tuples: Container[Path]) -> None:
+    """Completes lists: PyTorch rebuilds them from the paths and requests every item of a list that holds tensors or
+    dicts, and any other list as a whole.
 
-    `plain`: values by DCP's names, where they are no tensors and no objects."""
+    `plain`: the values that are not tensors or objects, by DCP's names."""
     lists: dict[Path, dict[int, Optional[str]]] = collections.defaultdict(dict)
     for name, path in found.paths.items():
         for i, step in enumerate(path):
@@ -250,7 +249,7 @@ def _mend_lists(found: DcpNames, plain: Mapping[str, Any], tuples: Container[Pat
 
 
 def _path_of(key: str, path: Any) -> Path:
-    """`path` in the form of DCP; a key of a dict that is a number is a list of one in it."""
+    """`path` in the form of DCP, which has a key of a dict that is a number as a list of one number."""
     if not isinstance(path, (list, tuple)) or not 0 < len(path) <= _tree.MAX_DEPTH:
         return (key,)
     steps: list[Union[str, int]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and optimizers as checkpoints, by the state dicts that PyTorch makes of them."""
+"""Saves models and optimizers by the state dicts that PyTorch makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tensormount import _abi, _key_map, _load, _save, _saver, _tree
 from tensormount._jobs import log
-from tensormount._state import Unmade
+from tensormount._state import FailedState
 from tensormount._tree import PerRank
 from tensormount.errors import (
     InvalidArgumentError,
@@ -33,7 +33,7 @@ from tensormount.errors import (
 
 PathLike = Union[str, "os.PathLike[str]"]
 
-_OTHER_GROUPS = "the optimizer that was saved had other groups of parameters"
+_OTHER_GROUPS = "the saved optimizer had different parameter groups"
 
 
 def save(
@@ -48,23 +48,23 @@ def save(
 ) -> dict[str, Any]:
     """Saves a model and its optimizers as checkpoint "STORE/NAME". Collective.
 
-    model, optim   a module, wrapped by FSDP2, tensor parallelism, DDP or nothing, and one optimizer
-                   or several of it. Their state dicts are those of
-                   torch.distributed.checkpoint.state_dict: keys are names of parameters, whatever
-                   wraps them.
-    extra          further values, as of `tensormount.save`; what has a state_dict() (a scheduler, a
-                   data loader; in dicts, lists and tuples, too) is asked for it. What each rank has for
-                   itself, or whose state is another on each rank, stands in PerRank(...).
-    ignore_frozen  leaves out parameters without gradients, and their optimizer states.
-    options        as of `tensormount.save`.
+    model     a module, plain or wrapped by FSDP2, tensor parallelism or DDP. Keys are parameter names,
+              whatever wraps the module (torch.distributed.checkpoint.state_dict).
+    optim     one optimizer of the module, or several.
+    extra     further values, as for `tensormount.save`. An item with a state_dict() (a scheduler, a data
+              loader; also in dicts, lists and tuples) is saved through it. Put a value or state that
+              differs between ranks into PerRank(...).
+    ignore_frozen   True: parameters without gradients, and their optimizer states, are left out.
+    options   as for `tensormount.save`.
 
-    No step is taken: an optimizer that has no moments yet is saved without, and is loaded as it was.
-    A parameter without gradients has none of its optimizer's slots (exp_avg, ...); one that has some,
-    and lacks one that others of its group have, is a LayoutError that names both. Of an optimizer that is
-    not of torch.optim that is a warning in the log, once, since its slots may depend on sizes. Returns
-    the report.
+    No optimizer step is taken: an optimizer that has no moments yet is saved without moments, and loads as
+    it was. A parameter without gradients has no slots (exp_avg, ...) of its optimizer. A parameter that has
+    some slots, but lacks one that others of its group have, is a LayoutError that names both; for
+    optimizers outside torch.optim it is a warning in the log, once, because their slots may depend on sizes.
+
+    Returns the report of `tensormount.save`.
     """
-    return _save.save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
+    return _save.save(_state_to_save(model, optim, extra, ignore_frozen), path, group, **options)
 
 
 def async_save(
@@ -78,18 +78,19 @@ def async_save(
     saver: Optional[_saver.Saver] = None,
     **options: Any,
 ) -> _save.SaveJob:
-    """As `save`, in the background: returns when the bytes are copied, so that training goes on. See
-    `tensormount.async_save`.
+    """Saves in the background: returns a SaveJob when the bytes are copied, and training goes on.
 
-    saver   of `tensormount.Saver`, which has the group then: copies on the devices, bounds of memory.
+    Parameters as for `save`; see `tensormount.async_save`.
+
+    saver     a `tensormount.Saver`, whose group is used: copies on the devices, limits of memory.
     """
     if saver is None:
-        return _save.async_save(_to_save(model, optim, extra, ignore_frozen), path, group, **options)
+        return _save.async_save(_state_to_save(model, optim, extra, ignore_frozen), path, group, **options)
     if not isinstance(saver, _saver.Saver):
         raise InvalidArgumentError(f"saver={saver!r}: a tensormount.Saver was expected")
     if group is not None and group is not saver.group:
-        raise InvalidArgumentError("group and saver: the saver is of another group")
-    return saver.save(_to_save(model, optim, extra, ignore_frozen), path, **options)
+        raise InvalidArgumentError("group and saver: the saver belongs to another group")
+    return saver.save(_state_to_save(model, optim, extra, ignore_frozen), path, **options)
 
 
 def load(
@@ -103,45 +104,47 @@ def load(
     optional: Sequence[str] = (),
     **options: Any,
 ) -> _load.Loaded:
-    """Loads what `save` saved into a model and its optimizers, on any number of ranks and any mesh.
-    Collective.
+    """Loads a checkpoint of `save` into a model and its optimizers, on any number of ranks and any mesh.
 
-    extra      a dict or list like that which was saved: plain values take the place of its own, what has
-               a load_state_dict() is given its state. A list or tuple that holds such has the length of
-               the one that was saved, or it is a LayoutError, on all ranks, before anything is loaded.
-    optional   globs of keys ("optim.state.*.exp_avg", "extra.sampler*") that may be absent: what the
-               model, optimizer or `extra` has of them stays, and `not_stored` of the result names them.
-               Without one that matches, what is not stored is KeyNotFoundError: nothing is ever left
-               or reset in silence.
-    options    as of `tensormount.load`. `not_stored` and `strict_exempt` hold for what no glob of
-               `optional` matches.
+    Collective. `model`, `optim`, `group` and `ignore_frozen` as for `save`.
 
-    Parameters that were added since the save, to a group or as groups of their own, are not stored:
-    `optional=["*adapter*"]` lets them keep what they have, and groups are found by the names of the
-    other parameters. One without moments here counts as the key "optim.state.NAME". Groups that were
-    split, united or lost parameters are a LayoutError, before anything is loaded.
+    extra     a dict or list like the saved one. Plain values are replaced; an item with a
+              load_state_dict() gets its state. A list or tuple with such items must have the saved length,
+              or it is a LayoutError on all ranks before anything is loaded.
+    optional  globs of keys ("optim.state.*.exp_avg", "extra.sampler*") that may be absent: the model,
+              optimizer or `extra` keeps its own, and `not_stored` of the result lists them. Any other key
+              that is not stored is a KeyNotFoundError: nothing is kept or reset silently.
+    options   as for `tensormount.load`. `not_stored` and `strict_exempt` apply to keys that no glob of
+              `optional` matches.
 
-    Options of a group of parameters that the saved group lacks (those of a newer PyTorch, a scheduler's
-    "initial_lr") keep the optimizer's values, and `not_stored` names them.
+    Parameters added since the save, to a group or as new groups, are not stored: `optional=["*adapter*"]`
+    lets them keep their values. Groups are found by the names of their other parameters. An added
+    parameter without moments counts as the key "optim.state.NAME". A group that was split or united, or that
+    lost parameters, is a LayoutError before anything is loaded.
 
-    An optimizer that has not stepped yet is given its moments by a step without gradients and with a
-    learning rate of 0, as torch.distributed.checkpoint.state_dict does it, so that there is memory to
-    load into; one whose step() wants a closure (LBFGS) is UnsupportedError then. It is as before where
-    the load fails, and where it was saved before its first step, too.
+    Options of a parameter group that the saved group lacks (those of a newer PyTorch, a scheduler's
+    "initial_lr") keep the optimizer's values, and `not_stored` lists them.
+
+    An optimizer that has not stepped gets memory for its moments by a step without gradients and with a
+    learning rate of 0, as in torch.distributed.checkpoint.state_dict. If its step() needs a closure
+    (LBFGS), that is an UnsupportedError. If the load fails, or if the optimizer was saved before its first
+    step, it is as before.
+
+    Returns `tensormount.Loaded`. Raises as `tensormount.load`: CheckpointNotFoundError at a first start.
     """
     arguments = {name: options.pop(name) for name in ("objects", "key_map", "progress") if name in options}
     with contextlib.ExitStack() as stack:
-        asked: Any = None
+        wanted: Any = None
         try:
             key_map = arguments.get("key_map")
             roots = options.get("roots") or ()
             rank = 0 if group is None else group.rank
-            asked = _Asked(stack, source, key_map, roots, model, optim, extra, ignore_frozen)
+            wanted = _TrainRequest(stack, source, key_map, roots, model, optim, extra, ignore_frozen)
             _check_extra(extra, source, key_map, roots, rank)
-            asked.check_added(optional, options)
-            request: Any = asked.request
+            wanted.check_added(optional, options)
+            request: Any = wanted.request
         except Exception as error:
-            request = Unmade(error)  # The load begins all the same, or the other ranks would wait.
+            request = FailedState(error)  # The load still begins, so that it fails on all ranks.
         try:
             loaded = _load.load_with(
                 request, source, group, cast(_load.LoadOptions, options), optional=optional, **arguments
@@ -152,23 +155,23 @@ def load(
             raise
         state = loaded.state
         if optim is not None:
-            loaded.not_stored += asked.take(state["optim"], loaded)
+            loaded.not_stored += wanted.take(state["optim"], loaded)
         if model is not None:
             set_model_state_dict(model, state["model"], options=_options(ignore_frozen))
         if optim is not None:
-            with _without_a_step(asked.optimizers):
+            with _without_implicit_step(wanted.optimizers):
                 set_optimizer_state_dict(
                     _module(model), optim, state["optim"], options=_options(ignore_frozen)
                 )
-            for one in asked.optimizers:
+            for one in wanted.optimizers:
                 _drop_empty(one)
     if extra is not None:
-        _give_back(extra, state["extra"])
+        _restore(extra, state["extra"])
     return loaded
 
 
-class _Asked:
-    """The request of a `load`, and what its result needs besides."""
+class _TrainRequest:
+    """The request of a `load`, and the data that are needed to complete its result."""
 
     def __init__(
         self,
@@ -181,32 +184,32 @@ class _Asked:
         extra: Any,
         ignore_frozen: bool,
     ) -> None:
-        """`stack`: takes back what optimizers were given, where its block raises."""
+        """`stack`: restores the optimizers if its block raises."""
         self.optimizers = _optimizers(optim)
-        self.saved = _saved_moments(source, key_map, roots) if optim is not None else None
+        self.saved = _saved_optimizer(source, key_map, roots) if optim is not None else None
         fresh = stack.enter_context(_moments_to_fill(self.optimizers, self.saved))
         self.request = _state(model, optim, extra, ignore_frozen)
-        # Of each group the number of the stored one; None: it was added since. Without stored groups
-        # they are asked for as any value.
+        # For each group the index of the stored group; None: the group was added since the save. If the
+        # whole list is None, groups are requested like other values.
         self.stored: Optional[list[Optional[int]]] = None
         if optim is None:
             return
-        asked = self.request["optim"]
-        # Of each group: its options as they are. Lists, too: the load fills those of the request.
-        self.groups = [_plain(group) for group in asked["param_groups"]]
+        wanted = self.request["optim"]
+        # A copy of each group with its options, because the load changes those of the request.
+        self.groups = [_plain(group) for group in wanted["param_groups"]]
         self.made_up = _parameters_of(fresh, self.optimizers, self.groups)
-        self.empty: list[str] = []  # Parameters without moments, here and there.
-        self.added: list[str] = []  # Keys of parameters and groups that were added, and stay.
+        self.empty: list[str] = []  # Parameters without moments, both here and in the checkpoint.
+        self.added: list[str] = []  # Keys of added parameters and groups, which keep their values.
         self.new_options: list[str] = []
         if self.saved is not None:
-            self.empty = _leave_out_unsaved(asked, self.saved)
+            self.empty = _remove_unsaved(wanted, self.saved)
             if self.saved.groups:
                 self.stored = _stored_groups(self.groups, self.saved.groups)
-                self.new_options = _leave_out_new_options(asked, self.saved.groups, self.stored)
+                self.new_options = _remove_new_options(wanted, self.saved.groups, self.stored)
 
     def check_added(self, optional: Sequence[str], options: dict[str, Any]) -> None:
-        """Parameters that were added to the optimizer since, and of which no moment is asked for, are
-        not stored either: KeyNotFoundError unless the options of the load let them stay."""
+        """KeyNotFoundError: parameters without requested moments were added to the optimizer since the save, and the
+        options of the load do not allow that."""
         if self.stored is None or self.saved is None:
             return
         state = self.request["optim"]["state"]
@@ -233,11 +236,11 @@ class _Asked:
         self.added += [f"optim.param_groups.{next(count)}" for one in self.stored if one is None]
 
     def take(self, optim: dict[str, Any], loaded: _load.Loaded) -> list[str]:
-        """Makes the state dict whole that was loaded for the optimizers, for PyTorch to set. Names of
-        what was not asked for: options of groups, parameters and groups that were added."""
-        _load.check_same(self.saved.uuid if self.saved is not None else None, loaded.uuid)
+        """Completes the loaded state dict of the optimizers for PyTorch. Returns the names that were not requested:
+        added parameters and groups, and options of groups that the checkpoint lacks."""
+        _load.check_same_uuid(self.saved.uuid if self.saved is not None else None, loaded.uuid)
         found = optim["param_groups"]
-        if self.stored is None:  # This rank could not look at them before.
+        if self.stored is None:  # This rank could not open the checkpoint before the load.
             self.stored = _stored_groups(self.groups, found)
             known = {name for group in found for name in _params_of(group) or ()}
             if any(name not in known for group in self.groups for name in group["params"]):
@@ -256,8 +259,10 @@ class _Asked:
 
 
 def rng_state() -> PerRank:
-    """The states of this rank's generators (torch on the CPU and on each CUDA device, Python,
-    NumPy where it is there), to be saved as one value of the rank."""
+    """The states of this rank's random generators, as one value of the rank.
+
+    They are torch's on the CPU and on each CUDA device, Python's, and NumPy's if it is installed.
+    """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "python": repr(random.getstate()),
@@ -276,7 +281,7 @@ def rng_state() -> PerRank:
 
 
 def set_rng_state(saved: PerRank) -> None:
-    """What `rng_state` gave, here again. Generators that are not here are left out."""
+    """Restores the states of `rng_state`. Generators that do not exist here are left out."""
     import ast
 
     states = saved.value if isinstance(saved, PerRank) else saved
@@ -294,7 +299,7 @@ def set_rng_state(saved: PerRank) -> None:
         )
 
 
-# ---- How -----------------------------------------------------------------------------------------
+# ---- Implementation ----------------------------------------------------------------------------------------
 
 
 def _options(ignore_frozen: bool) -> StateDictOptions:
@@ -303,7 +308,7 @@ def _options(ignore_frozen: bool) -> StateDictOptions:
 
 def _module(model: Any) -> Any:
     if model is None:
-        raise InvalidArgumentError("optim without model: names of parameters are the model's")
+        raise InvalidArgumentError("optim without model: the names of parameters come from the model")
     return model
 
 
@@ -313,33 +318,33 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
     if model is not None:
         state["model"] = dict(get_model_state_dict(model, options=options))
     if optim is not None:
-        with _without_a_step(_optimizers(optim)):
+        with _without_implicit_step(_optimizers(optim)):
             found = get_optimizer_state_dict(_module(model), optim, options=options)
         state["optim"] = _plain(found)
     if extra is not None:
-        state["extra"] = _asked(extra)
+        state["extra"] = _with_states(extra)
     return state
 
 
-def _to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> Any:
-    """What is saved. Where this rank cannot make it the save begins all the same, to fail on all ranks."""
+def _state_to_save(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> Any:
+    """The state dict to save; FailedState if this rank cannot make it. The save then fails on all ranks."""
     try:
         state = _state(model, optim, extra, ignore_frozen)
         if optim is not None:
-            _prove_slots(state["optim"], _optimizers(optim), state["model"])
+            _check_slots(state["optim"], _optimizers(optim), state["model"])
         return state
     except Exception as error:
-        return Unmade(error)
+        return FailedState(error)
 
 
-# Slots that parameters have only while an option of their group is on; it may have changed since.
+# Slots that parameters have only while an option of their group is on. The option may have changed since.
 _OPTION_OF_SLOT = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
-_warned_of: set[str] = set()  # Optimizers of others.
+_warned_kinds: set[str] = set()  # Optimizers that are not PyTorch's, and were warned of.
 
 
-def _prove_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[str, Any]) -> None:
-    """As OptimizerState of the C++ library: a parameter lacks no slot that its group has. One without
-    gradients has none at all. Of optimizers that are not PyTorch's own nobody knows that: a warning."""
+def _check_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[str, Any]) -> None:
+    """LayoutError: a parameter with moments lacks a slot that others of its group have, as in OptimizerState of the
+    C++ library. Optimizers that are not PyTorch's may do that, so it is only a warning."""
     groups = optim["param_groups"]
     whose = _owners(optimizers, groups) or [None] * len(groups)
     for number, (group, one) in enumerate(zip(groups, whose)):
@@ -356,21 +361,21 @@ def _prove_slots(optim: dict[str, Any], optimizers: Sequence[Any], model: dict[s
                 continue
             name, slot, other = lacks
             said = (
-                f"parameter {name} has no {slot} in its optimizer, which {other} of the same group "
-                f"({number}) has"
+                f"parameter {name} has no {slot} in its optimizer, but {other} of the same group "
+                f"({number}) has one"
             )
             kind = type(one)
             if kind is getattr(torch.optim, kind.__name__, None):
                 raise LayoutError(said, key=f"optim.state.{name}.{slot}")
-            if one is not None and kind.__qualname__ not in _warned_of:
-                _warned_of.add(kind.__qualname__)
+            if one is not None and kind.__qualname__ not in _warned_kinds:
+                _warned_kinds.add(kind.__qualname__)
                 log.warning("%s; saved as it is (%s)", said, kind.__qualname__)
 
 
 def _lacking_slot(
     states: dict[str, Any], group: dict[str, Any]
 ) -> Optional[tuple[str, str, str]]:
-    """A parameter, a slot that it lacks, and another parameter that has it."""
+    """A parameter, a slot that it lacks, and another parameter that has the slot; None: all slots exist."""
     wanted = {
         slot: name
         for name, slots in states.items()
@@ -384,7 +389,7 @@ def _lacking_slot(
 
 
 def _optimizers(optim: Any) -> list[Any]:
-    """Of the argument `optim`, which is one, several or None."""
+    """The optimizers of the argument `optim`, which is one, several or None."""
     if optim is None:
         return []
     return [optim] if isinstance(optim, torch.optim.Optimizer) else list(optim)
@@ -396,10 +401,10 @@ def _is_fresh(one: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
-    """PyTorch gives an optimizer without states some by a step, when its state dict is asked for or
-    set. What that leaves is another optimizer (a momentum, a step size of 0), so it is made to see an
-    empty state for each parameter."""
+def _without_implicit_step(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Prevents the step that PyTorch makes when the state dict of an optimizer without states is read or set. That
+    step would change the optimizer (a momentum, a learning rate of 0). Each parameter gets an empty state instead
+    until the block ends."""
     marked = []
     for one in optimizers:
         if not one.state:
@@ -414,7 +419,7 @@ def _without_a_step(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def _drop_empty(one: Any) -> None:
-    """Makes parameters without moments such of which the optimizer has heard nothing yet."""
+    """Removes the empty states of parameters without moments."""
     for parameter in [p for p, state in one.state.items() if not state]:
         del one.state[parameter]
 
@@ -425,11 +430,10 @@ def _parameters(one: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _moments_to_fill(
-    optimizers: Sequence[Any], saved: Optional[_Saved]
+    optimizers: Sequence[Any], saved: Optional[_SavedOptimizer]
 ) -> Iterator[list[Any]]:
-    """Memory for the moments of optimizers that have none, by a step of PyTorch's that counts for
-    nothing; none where none were saved. Yields these optimizers. Where the block raises they are as
-    before."""
+    """Creates the moments of optimizers that have none, by a step that leaves the parameters unchanged, unless no
+    moments were saved. Yields these optimizers, and restores them if the block raises."""
     fresh = [one for one in optimizers if _is_fresh(one)]
     if saved is not None and saved.moments is not None and not any(saved.moments.values()):
         fresh = []
@@ -439,15 +443,15 @@ def _moments_to_fill(
         for one in fresh:
             one.state.clear()
             for parameter in _parameters(one):
-                parameter.grad = None  # PyTorch makes no moments where there are gradients.
-            # A step with a rate of 0 still makes a NaN of an infinity, and 0 of -0.
+                parameter.grad = None  # _init_optim_state does nothing if there are gradients.
+            # A step with a learning rate of 0 still changes infinity to NaN, and -0 to 0.
             weights = [parameter.detach().clone() for parameter in _parameters(one)]
             try:
                 _init_optim_state(one)
             except Exception as error:
                 raise UnsupportedError(
-                    f"{type(one).__name__} cannot be given moments to load into before its first "
-                    f"step ({error}); take one step, and load then"
+                    f"{type(one).__name__}: its state cannot be created before its first step ({error}); "
+                    "take one step before the load"
                 ) from error
             finally:
                 for parameter, gradient in gradients:
@@ -471,22 +475,22 @@ def _moments_to_fill(
         raise
 
 
-class _Saved(NamedTuple):
-    """Of an optimizer in a checkpoint: moments by parameter, all parameters that it had, and its groups
-    of them. Without moments (None) all are asked for."""
+class _SavedOptimizer(NamedTuple):
+    """An optimizer in a checkpoint: its moments by parameter (None: unknown, all are requested), all its parameters,
+    and its parameter groups."""
 
     moments: Optional[dict[str, Any]]
     parameters: frozenset[str]
     groups: list[Any]
-    uuid: Optional[str]  # Of the checkpoint.
+    uuid: Optional[str]  # The checkpoint.
 
 
-def _saved_moments(
+def _saved_optimizer(
     source: PathLike, key_map: Optional[_key_map.Rules], roots: Sequence[str]
-) -> Optional[_Saved]:
-    """None where the checkpoint is not one of `save`, or this rank cannot open it: then all moments are
-    asked for."""
-    with _load._look(source, roots) as checkpoint:
+) -> Optional[_SavedOptimizer]:
+    """The optimizer in the checkpoint. None: `save` did not write the checkpoint, or it cannot be opened; all
+    moments are then requested."""
+    with _load._try_open(source, roots) as checkpoint:
         if checkpoint is None:
             return None
         uuid = checkpoint.uuid
@@ -502,19 +506,19 @@ def _saved_moments(
     named: set[str] = set()
     for group in groups:
         named.update(_params_of(group) or ())
-    return _Saved(moments, frozenset(named), groups, uuid)
+    return _SavedOptimizer(moments, frozenset(named), groups, uuid)
 
 
 def _params_of(group: Any) -> Optional[frozenset[str]]:
-    """The names of the parameters of a stored group; None where it is no such group."""
+    """The names of the parameters of a stored group; None: it is malformed."""
     params = group.get("params") if isinstance(group, dict) else None
     if not isinstance(params, list):
         return None
     return frozenset(name for name in params if isinstance(name, str))
 
 
-def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> list[str]:
-    """Of parameters that had no moments when they were saved none are asked for: these."""
+def _remove_unsaved(request: dict[str, Any], saved: _SavedOptimizer) -> list[str]:
+    """Removes parameters that had no moments when they were saved from the request. Returns their names."""
     own = set(itertools.chain.from_iterable(group["params"] for group in request["param_groups"]))
     moments = saved.moments
     if moments is None:
@@ -533,8 +537,8 @@ def _leave_out_unsaved(request: dict[str, Any], saved: _Saved) -> list[str]:
 def _stored_groups(
     groups: Sequence[dict[str, Any]], stored: Sequence[Any]
 ) -> list[Optional[int]]:
-    """For each group of parameters the number of the stored one that had the same, but for parameters
-    that were in none; None: it is made of such alone. LayoutError: other groups."""
+    """For each group the index of the stored group with the same parameters, apart from parameters that no stored
+    group had; None: it has only those. LayoutError: the groups cannot be matched."""
     names = [_params_of(group) for group in stored]
     where = {name: number for number, params in enumerate(names) for name in params or ()}
     found: list[Optional[int]] = []
@@ -550,20 +554,19 @@ def _stored_groups(
     if not unknown and len(found) == len(groups):
         return found
     had = sorted(names[unknown[0]] or ()) if unknown else ["others"]
-    none = f"none with {_load.listed(had)} and otherwise new parameters alone"
+    none = f"no group has the saved parameters {_load.listed(had)} and otherwise only new parameters"
     raise LayoutError(
-        f"{_OTHER_GROUPS}: {len(stored)} of them, this one has {len(groups)}, and "
-        + (none if had else f"none for the saved group {unknown[0]}, which had no parameters"),
+        f"{_OTHER_GROUPS}: {len(stored)} groups, this one has {len(groups)}, and "
+        + (none if had else f"no group matches the saved group {unknown[0]}, which had no parameters"),
         key="optim.param_groups",
     )
 
 
-def _leave_out_new_options(
+def _remove_new_options(
     request: dict[str, Any], saved: Sequence[Any], stored: Sequence[Optional[int]]
 ) -> list[str]:
-    """Options that a group of parameters has here and had not when it was saved are not asked for: their
-    names. The groups of the request are brought into the order of the stored ones, and those that were
-    not saved are left out."""
+    """Puts the groups of the request into the order of the stored groups, without groups that are not stored, and
+    removes options that are not stored. Returns the names of these options."""
     names = []
     own = dict(zip(stored, request["param_groups"]))
     request["param_groups"] = [own[number] for number in range(len(saved))]
@@ -575,7 +578,7 @@ def _leave_out_new_options(
 
 
 def _owners(optimizers: Sequence[Any], groups: Sequence[Any]) -> Optional[list[Any]]:
-    """Which optimizer each group of the state dict of all is of; None: PyTorch made others of them."""
+    """The optimizer of each group of their common state dict; None: PyTorch has regrouped them."""
     whose = [one for one in optimizers for _ in one.param_groups]
     return whose if len(whose) == len(groups) else None
 
@@ -583,7 +586,7 @@ def _owners(optimizers: Sequence[Any], groups: Sequence[Any]) -> Optional[list[A
 def _parameters_of(
     some: Sequence[Any], optimizers: Sequence[Any], groups: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """The names of the parameters of some optimizers. `groups`: of the state dict of all, in order."""
+    """The names of the parameters of some optimizers. `groups`: those of the common state dict, in order."""
     chosen = {id(one) for one in some}
     if len(chosen) == len(optimizers):
         return [name for group in groups for name in group["params"]]
@@ -594,7 +597,7 @@ def _parameters_of(
 def _drop_unloaded(
     moments: dict[str, Any], made_up: Sequence[str], absent: Container[str]
 ) -> None:
-    """Made-up moments of parameters of which nothing was stored: the next step makes right ones."""
+    """Drops created moments of parameters for which nothing was stored; the next step makes new ones."""
     for name in made_up:
         of = moments.get(name)
         if of and all(f"optim.state.{name}.{part}" in absent for part in of):
@@ -602,7 +605,7 @@ def _drop_unloaded(
 
 
 def _plain(value: Any) -> Any:
-    """Dicts of kinds that PyTorch makes, as dicts."""
+    """A copy in which subclasses of dict are plain dicts."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if type(value) is list:
@@ -610,26 +613,26 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _asked(extra: Any) -> Any:
-    """`extra`, with the states of what has one."""
+def _with_states(extra: Any) -> Any:
+    """`extra`, with each object that has a state_dict() replaced by its state."""
     if isinstance(extra, dict):
-        return {key: _asked(item) for key, item in extra.items()}
+        return {key: _with_states(item) for key, item in extra.items()}
     if type(extra) in (list, tuple):
-        return type(extra)(map(_asked, extra))
+        return type(extra)(map(_with_states, extra))
     if isinstance(extra, PerRank):
-        return PerRank(_asked(extra.value))
+        return PerRank(_with_states(extra.value))
     if not _tree.is_tensor(extra) and hasattr(extra, "state_dict"):
         return extra.state_dict()
     return extra
 
 
-def _given_back(item: Any, loaded: Any) -> Any:
-    """What stands in the place of `item` after a load: itself, where it has a state or is filled in
-    place, or the value that was loaded."""
+def _restored(item: Any, loaded: Any) -> Any:
+    """The replacement of `item` after a load: `item` itself if it has a state or is filled in place, otherwise the
+    loaded value."""
     if isinstance(item, PerRank):
         if not _has_states(item.value):
             return loaded
-        given = _given_back(item.value, loaded.value)
+        given = _restored(item.value, loaded.value)
         return item if given is item.value else PerRank(given)
     if _tree.is_tensor(item):
         return item
@@ -638,12 +641,12 @@ def _given_back(item: Any, loaded: Any) -> Any:
         return item
     if isinstance(item, dict):
         if not isinstance(loaded, dict):
-            return loaded  # An empty dict, where something else is stored.
-        _give_back(item, loaded)
+            return loaded  # `item` is an empty dict, and the stored value is not a dict.
+        _restore(item, loaded)
         return item
     if type(item) in (list, tuple) and _has_states(item):
-        _check_length(item, loaded, "extra")  # Another checkpoint may have the name by now.
-        each = [_given_back(one, new) for one, new in zip(item, loaded)]
+        _check_length(item, loaded, "extra")  # The checkpoint may have been replaced since `_check_extra`.
+        each = [_restored(one, new) for one, new in zip(item, loaded)]
         if type(item) is tuple:
             return tuple(each)
         item[:] = each
@@ -652,7 +655,7 @@ def _given_back(item: Any, loaded: Any) -> Any:
 
 
 def _has_states(value: Any) -> bool:
-    """Whether something in it is asked for a state, so that the container is the caller's."""
+    """Whether a value is, or contains, an object with a state. Containers of such objects are kept."""
     if isinstance(value, dict):
         return any(map(_has_states, value.values()))
     if type(value) in (list, tuple):
@@ -662,18 +665,18 @@ def _has_states(value: Any) -> bool:
     return not _tree.is_tensor(value) and hasattr(value, "load_state_dict")
 
 
-def _give_back(extra: Any, loaded: Any) -> None:
-    """Into the caller's dict or list, and to what has a load_state_dict()."""
+def _restore(extra: Any, loaded: Any) -> None:
+    """Puts loaded values into the caller's dict or list, and calls load_state_dict() of the objects in it."""
     if not isinstance(extra, dict):
-        given = _given_back(extra, loaded)
+        given = _restored(extra, loaded)
         if given is not extra and type(extra) is list:
             extra[:] = given
         return
     if not extra and isinstance(loaded, dict):
-        extra.update(loaded)  # It asks for all.
+        extra.update(loaded)  # An empty dict requests everything.
     for key, item in list(extra.items()):
         if key in loaded:
-            given = _given_back(item, loaded[key])
+            given = _restored(item, loaded[key])
             if given is not item:
                 extra[key] = given
 
@@ -685,33 +688,33 @@ def _check_extra(
     roots: Sequence[str],
     rank: int,
 ) -> None:
-    """Before anything is loaded: whether all of `extra` can be given back."""
-    if extra is not None and type(extra) is not list and not _in_place(extra):
+    """Checks, before the load, that all loaded values can be put into `extra`. InvalidArgumentError, LayoutError."""
+    if extra is not None and type(extra) is not list and not _is_filled_in_place(extra):
         raise InvalidArgumentError(
             f"extra={extra!r:.100}: a dict or list was expected, which the load can put values into"
         )
     if not _holds_states_in_lists(extra):
         return
-    with _load._look(source, roots) as checkpoint:
+    with _load._try_open(source, roots) as checkpoint:
         if checkpoint is None:
-            return  # The load says why.
+            return  # The load raises the reason.
         ranks = checkpoint._rank_values(rank) or checkpoint._rank_values(0)
         stored = _load._stored_state(checkpoint._values(), ranks)
     if key_map is not None:
-        stored = _key_map.renamed_values({"extra": _asked(extra)}, stored, key_map)
+        stored = _key_map.renamed_values({"extra": _with_states(extra)}, stored, key_map)
     if isinstance(stored, dict):
         _check_lengths(extra, stored.get("extra", _tree.ABSENT), "extra")
 
 
-def _in_place(value: Any) -> bool:
-    """Whether the object itself is given all that is loaded for it."""
+def _is_filled_in_place(value: Any) -> bool:
+    """Whether the object itself takes all values that are loaded for it."""
     if isinstance(value, dict) or _tree.is_tensor(value) or hasattr(value, "load_state_dict"):
         return True
     if isinstance(value, PerRank):
-        return _has_states(value.value) and _in_place(value.value)
+        return _has_states(value.value) and _is_filled_in_place(value.value)
     if type(value) is list and _has_states(value):
         return True
-    return type(value) in (list, tuple) and bool(value) and all(map(_in_place, value))
+    return type(value) in (list, tuple) and bool(value) and all(map(_is_filled_in_place, value))
 
 
 def _holds_states_in_lists(value: Any) -> bool:
@@ -723,7 +726,7 @@ def _holds_states_in_lists(value: Any) -> bool:
 
 
 def _check_lengths(item: Any, stored: Any, name: str) -> None:
-    """LayoutError where a list or tuple with states is stored as another."""
+    """LayoutError: the stored list for a list or tuple with states has another length, or is no list."""
     if stored is _tree.ABSENT or _tree.is_tensor(item) or hasattr(item, "load_state_dict"):
         return
     if isinstance(item, PerRank):
@@ -741,7 +744,7 @@ def _check_length(item: Any, stored: Any, name: str) -> None:
     if type(stored) not in (list, tuple) or len(stored) != len(item):
         had = f"{len(stored)} items" if type(stored) in (list, tuple) else "something else"
         raise LayoutError(
-            f"{name}: this {type(item).__name__}, with states in it, has {len(item)} items, and {had} were "
-            "saved: nothing says which belong together",
+            f"{name}: this {type(item).__name__} holds states and has {len(item)} items, but the "
+            f"checkpoint has {had}: they cannot be matched",
             key=name,
         )
