@@ -212,7 +212,9 @@ print("waiting", flush=True)
                 while threading.active_count() > before:
                     assert time.monotonic() < since + 20, "still reads"
                     time.sleep(0.01)
-            assert not os.path.exists("out")
+            if os.path.exists("out"):  # On a busy machine the export may end before it is cancelled.
+                with tm.open("out") as out:
+                    assert (out["w"][:] == 0).all()
             """)
         self.finish(process)
 
