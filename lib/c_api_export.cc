@@ -37,7 +37,7 @@ Result<ExportOptions> ReadExportOptions(const tm_export_options& given) {
     if (!format) {
       return Status(Code::kInvalidArgument,
                     std::string("tm_export_options.format: ") + given.format +
-                        ": not one of safetensors, hf, npy, zarr, dcp, torch");
+                        ": not one of safetensors, hf, npy, zarr, dcp, torch, torch_dist");
     }
     out.format = *format;
   }

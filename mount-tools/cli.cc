@@ -302,7 +302,8 @@ void AddExport(Program& p) {
       "mpirun -n 4 tensormount export STORE/step-0 model.dcp --to dcp", args, RunExport);
   c->add_option("SOURCE", args.source, kSource)->required();
   c->add_option("DEST", args.destination, "A file (safetensors, torch) or a directory")->required();
-  c->add_option("--to", args.to, "Output format: safetensors, hf, npy, zarr, dcp or torch")
+  c->add_option("--to", args.to,
+                "Output format: safetensors, hf, npy, zarr, dcp, torch or torch_dist")
       ->required();
   c->add_option("--if-exists", args.if_exists,
                 "If DEST exists (replace: only an earlier export of this format): fail or replace")

@@ -27,7 +27,8 @@ Status MakeExportOptions(const ExportArgs& args, fs::ExportOptions& options) {
   if (!format) {
     return Status(
         Code::kInvalidArgument,
-        fmt::format("--to {}: must be one of safetensors, hf, npy, zarr, dcp, torch", args.to));
+        fmt::format("--to {}: must be one of safetensors, hf, npy, zarr, dcp, torch, torch_dist",
+                    args.to));
   }
   options.format = *format;
   if (args.if_exists != "fail" && args.if_exists != "replace") {

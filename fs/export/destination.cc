@@ -77,8 +77,10 @@ EntryVerdict ClassifyEntry(const DirectoryEntry& entry, ExportFormat format,
       // Zarr groups and arrays have the names of keys, so any directory may be one.
       return entry.kind == FileKind::kDirectory ? EntryVerdict::kNeutral : EntryVerdict::kUnrelated;
     case ExportFormat::kDcp:
+    case ExportFormat::kTorchDist:
       if (file && name == ".metadata") return EntryVerdict::kExport;
-      return file_if(IsDcpFile(name));
+      return file_if(IsDcpFile(name) ||
+                     (format == ExportFormat::kTorchDist && written.contains(name)));
     default:
       return EntryVerdict::kUnrelated;
   }

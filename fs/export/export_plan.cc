@@ -9,6 +9,7 @@
 #include "base/coding.h"
 #include "base/hash.h"
 #include "fs/formats/torch_text.h"
+#include "fs/views/dcp_files.h"
 #include "fs/views/tied_names.h"
 #include "fs/views/zarr_metadata.h"
 #include "index/foreign/weight_files.h"
@@ -23,13 +24,14 @@ constexpr std::size_t kMostNamed = 8;
 
 // Names of the formats, in the order of the enumeration, because ExportFormatName uses the
 // enumerator as an index.
-constexpr std::array<std::pair<ExportFormat, std::string_view>, 6> kNames = {{
+constexpr std::array<std::pair<ExportFormat, std::string_view>, 7> kNames = {{
     {ExportFormat::kSafetensors, "safetensors"},
     {ExportFormat::kHf, "hf"},
     {ExportFormat::kNpy, "npy"},
     {ExportFormat::kZarr, "zarr"},
     {ExportFormat::kDcp, "dcp"},
     {ExportFormat::kTorch, "torch"},
+    {ExportFormat::kTorchDist, "torch_dist"},
 }};
 // Largest number of files in a plan: four million files take half a GB of memory. A hostile zarr
 // array could have more.
@@ -52,6 +54,7 @@ bool Holds(const ExportOptions& options, const TensorEntry& tensor) {
     case ExportFormat::kZarr:
       return !ZarrType(dtype).empty();
     case ExportFormat::kDcp:
+    case ExportFormat::kTorchDist:
     case ExportFormat::kTorch:
       return TorchHolds(tensor.meta);
   }
@@ -195,6 +198,7 @@ bool HasObject(const ObjectRecord& part, ExportFormat format, const CommonValues
                const ExportPlan& plan) {
   switch (format) {
     case ExportFormat::kDcp:
+    case ExportFormat::kTorchDist:
       return true;
     case ExportFormat::kHf:
       // The object is a file beside the parts.
@@ -208,6 +212,34 @@ bool HasObject(const ObjectRecord& part, ExportFormat format, const CommonValues
     default:
       return false;
   }
+}
+
+// Plans a DCP directory with at most `files` data files.
+Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
+               ExportPlan& plan) {
+  plan.folder = true;
+  TENSORMOUNT_ASSIGN_OR_RETURN(
+      DcpFiles made,
+      MakeDcpFiles(view.shown(), {.chunk_bytes = options.dcp_chunk_bytes,
+                                  .files = static_cast<std::uint32_t>(files),
+                                  .megatron = options.format == ExportFormat::kTorchDist}));
+  for (DcpFile& file : made.files) {
+    AddMadeFile(plan, view, std::move(file.name), std::move(file.segments), std::move(file.holes));
+  }
+  for (DcpNote& note : made.notes) {
+    if (note.names.empty()) {
+      plan.notes.push_back(std::move(note.text));
+    } else {
+      NoteUnsupportedValues(note.text, note.names, plan);
+    }
+  }
+  return {};
+}
+
+// Whether a format stores Python values beside tensors.
+bool IsTorchs(ExportFormat format) {
+  return format == ExportFormat::kDcp || format == ExportFormat::kTorchDist ||
+         format == ExportFormat::kTorch;
 }
 
 // Adds notes on objects, values and names that the format cannot store. This is not an error,
@@ -227,7 +259,7 @@ Status NoteUnsupportedContent(const CheckpointView& view, ExportFormat format, E
   note(objects, "object");
   // Internal values, which record how a state dict was nested, are not reported.
   NameSummary values;
-  if (format != ExportFormat::kDcp && format != ExportFormat::kTorch) {
+  if (!IsTorchs(format)) {
     for (const auto& [name, value] : common.values) {
       if (!SavedPaths::IsInternal(name)) values.Add(name);
     }
@@ -238,10 +270,7 @@ Status NoteUnsupportedContent(const CheckpointView& view, ExportFormat format, E
     }
   }
   note(values, "common value");
-  if (format == ExportFormat::kDcp || format == ExportFormat::kTorch ||
-      format == ExportFormat::kHf) {
-    return {};
-  }
+  if (IsTorchs(format) || format == ExportFormat::kHf) return {};
   TENSORMOUNT_ASSIGN_OR_RETURN(const TiedNames tied, TiedNames::Make(view.shown()));
   NameSummary names;
   for (const auto& [number, further] : tied.all()) {
@@ -312,6 +341,7 @@ Result<ExportPlan> MakeExportPlan(const CheckpointView& view, const ExportOption
   plan.tensors = view.shown().tensors.count();
   switch (options.format) {
     case ExportFormat::kDcp:
+    case ExportFormat::kTorchDist:
       TENSORMOUNT_RETURN_IF_ERROR(PlanDcp(view, options, dcp_files, plan));
       break;
     case ExportFormat::kTorch:
@@ -334,12 +364,6 @@ void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
   file.made = view.Serve(std::move(segments), file.name.empty() ? "export" : file.name, Node{});
   plan.bytes += file.size;
   plan.files.push_back(std::move(file));
-}
-
-Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
-                                    std::string_view shown_key) {
-  if (shown.tensors.has_own_keys()) return std::string(shown_key);
-  return shown.tensors.StoredKeyAt(n);
 }
 
 }  // namespace tensormount::fs

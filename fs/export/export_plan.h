@@ -29,9 +29,10 @@
 
 namespace tensormount::fs {
 
-// The first four are views of a mount. dcp (torch.distributed.checkpoint) and torch (torch.save)
-// exist only as exports, since their files contain CRCs of all data.
-enum class ExportFormat { kSafetensors, kHf, kNpy, kZarr, kDcp, kTorch };
+// The first four are copies of views of a mount. dcp (torch.distributed.checkpoint) has the files
+// of the view dcp/ with the CRCs of their data, torch_dist (Megatron-Core) is dcp with two more
+// files, and torch (torch.save) exists only as an export.
+enum class ExportFormat { kSafetensors, kHf, kNpy, kZarr, kDcp, kTorch, kTorchDist };
 // Name of a format, such as "hf".
 std::string_view ExportFormatName(ExportFormat format);
 std::optional<ExportFormat> ExportFormatOf(std::string_view name);
@@ -112,16 +113,8 @@ void NoteUnsupportedValues(std::string_view what, const std::vector<std::string>
 void AddMadeFile(ExportPlan& plan, const CheckpointView& view, std::string name,
                  FileSegments segments, std::vector<CrcHole> holes);
 
-// Plans a DCP directory with at most `files` data files of about the same size. Common values
-// become byte items, as torch saves values that are not tensors.
-Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
-               ExportPlan& plan);
 // Plans one torch.save file with a state dict, nested as the checkpoint records (kPlannerData).
 Status PlanTorch(const CheckpointView& view, ExportPlan& plan);
-
-// The stored key of shown tensor number `n`, which is shown as `shown_key`.
-Result<std::string> StoredTensorKey(const ShownCheckpoint& shown, std::uint32_t n,
-                                    std::string_view shown_key);
 
 }  // namespace tensormount::fs
 

@@ -249,7 +249,7 @@ Status PlanTorch(const CheckpointView& view, ExportPlan& plan) {
   TENSORMOUNT_RETURN_IF_ERROR(shown.tensors.ForEachEntry(
       0, shown.tensors.count(), [&](std::uint32_t n, const TensorEntry& tensor) -> Status {
         const TensorMeta& meta = tensor.meta;
-        TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, StoredTensorKey(shown, n, meta.key()));
+        TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored, shown.StoredTensorKey(n, meta.key()));
         keys.insert(stored);
         all.push_back({.key = meta.key(),
                        .stored = std::move(stored),

@@ -28,8 +28,8 @@ struct MountOptions {
   // Refuse all writes. If false, and the source is a store that this process may write, .staging/
   // is shown.
   bool read_only = false;
-  // List every view (docs/mounting.md): npy/, slices/, extents/, zarr/, hf/, model.safetensors.
-  // Views that are not listed can still be opened by name.
+  // List every view (docs/mounting.md): npy/, slices/, extents/, zarr/, hf/, dcp/,
+  // model.safetensors. Views that are not listed can still be opened by name.
   bool list_views = false;
   std::shared_ptr<const KeyMap> map;  // Renames keys; null: none.
   HfOptions hf;                       // How hf/ is split, and which tensors it has.

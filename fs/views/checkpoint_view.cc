@@ -12,6 +12,7 @@
 #include "fs/reach.h"
 #include "fs/views/backing_file.h"
 #include "fs/views/checkpoint_views.h"
+#include "fs/views/dcp_view.h"
 #include "fs/views/hf_view.h"
 #include "fs/views/keyed_view.h"
 #include "fs/views/slices_view.h"
@@ -152,6 +153,7 @@ Status CheckpointView::MakeViews() {
   TENSORMOUNT_ASSIGN_OR_RETURN(auto hf, HfView::Make(shown, *views_.back(), options_.hf));
   views_.push_back(std::move(hf));
   views_.push_back(MakeExtentsView(shown));
+  views_.push_back(std::make_unique<DcpView>(shown));
   if (views_.size() < kMaxViews) return {};
   return Status(Code::kInternal, "internal error: too many views for node ids");
 }
@@ -192,8 +194,8 @@ Child CheckpointView::ChildOf(std::uint8_t number, std::string name, const ViewN
           .attributes = AttributesOf(views_[number - 1u]->name(), node)};
 }
 
-// Ten views: a linear search is faster than a table. Views that are listed only with --views can be
-// opened without it, too.
+// Eleven views: a linear search is faster than a table. Views that are listed only with --views can
+// be opened without it, too.
 Result<Child> CheckpointView::LookupTop(std::string_view name) const {
   for (std::uint8_t n = 1; n <= views_.size(); ++n) {
     const View& view = *views_[n - 1u];

@@ -79,4 +79,10 @@ Result<ShownTensor> ShownCheckpoint::TensorAt(const KeyNumber& key) const {
   return tensor;
 }
 
+Result<std::string> ShownCheckpoint::StoredTensorKey(std::uint32_t n,
+                                                     std::string_view shown_key) const {
+  if (tensors.has_own_keys()) return std::string(shown_key);
+  return tensors.StoredKeyAt(n);
+}
+
 }  // namespace tensormount::fs

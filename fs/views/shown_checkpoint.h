@@ -57,6 +57,8 @@ struct ShownCheckpoint {
   // The tensor with this number in `tensors`, or in `layers` if the key is hidden. kStale if no
   // tensor has the number.
   Result<ShownTensor> TensorAt(const KeyNumber& key) const;
+  // The stored key of tensor number `n`, which is shown as `shown_key`.
+  Result<std::string> StoredTensorKey(std::uint32_t n, std::string_view shown_key) const;
   // The tree that the number of a key belongs to.
   const KeyTree& TreeOf(const KeyNumber& key) const {
     return key.hidden ? layers.tree() : tensor_tree;

@@ -213,7 +213,8 @@ typedef struct tm_export_options {
   int32_t replace;  // 1: an earlier export of the same format is replaced.
   int32_t partial;  // 1: leave out tensors whose data are missing in the source.
   int32_t reserved;
-  const char* format;        // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp" or "torch".
+  const char* format;        // "safetensors" (also NULL), "hf", "npy", "zarr", "dcp", "torch"
+                             // or "torch_dist".
   const char* key_map;       // Rules as JSON; NULL: none.
   uint64_t hf_part_bytes;    // "hf" only: largest size of a part; 0: 5 GB.
   const char* hf_rules;      // "hf" only: JSON rules that make the names of tensors; NULL: none.

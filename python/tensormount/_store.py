@@ -425,7 +425,7 @@ def export(
     source     "STORE/NAME", "STORE/latest", or a checkpoint of another program.
     group      Group; None: this process alone.
     format     "safetensors" (one file), "hf" (Hugging Face), "npy", "zarr", "dcp" (PyTorch's
-               distributed checkpoint), "torch" (torch.save).
+               distributed checkpoint), "torch_dist" (Megatron-Core), "torch" (torch.save).
     replace    True: replaces an earlier export of that format.
     partial    True: leaves out tensors that the files of a foreign source lack.
     key_map    rules that rename keys (`tm.load`).

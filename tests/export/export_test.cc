@@ -166,6 +166,44 @@ TEST_F(ExportTest, ViewExportsEqualTheMountedFiles) {
   }
 }
 
+// The files of dcp/ are those of an export, but the CRCs of data stay zero.
+TEST_F(ExportTest, DcpViewDiffersFromTheExportInCrcsOnly) {
+  Write(WideSpec());
+  ASSERT_OK_AND_ASSIGN(auto vfs,
+                       Vfs::Open(HostFileSystem(), {.source = dir_.Join("store/step-1")}));
+  VfsOps ops(*vfs);
+  ASSERT_OK_AND_ASSIGN(const Tree view, ReadShownView(ops, "dcp"));
+  ExportOptions options;
+  options.format = ExportFormat::kDcp;
+  ASSERT_OK(Run("dcp", options, 1).status());
+  ASSERT_OK_AND_ASSIGN(const Tree made, ReadTree(HostFileSystem(), dir_.Join("out/dcp")));
+  ASSERT_EQ(view.size(), 2u);
+  EXPECT_EQ(view.at(".metadata"), made.at(".metadata"));
+  const std::string& got = view.at("__0_0.distcp");
+  const std::string& want = made.at("__0_0.distcp");
+  ASSERT_EQ(got.size(), want.size());
+  std::size_t zeroed = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    if (got[i] == want[i]) continue;
+    ASSERT_EQ(got[i], 0) << i;
+    ++zeroed;
+  }
+  // Each tensor and each object with data has two places for its CRC.
+  EXPECT_GT(zeroed, 0u);
+  EXPECT_LE(zeroed, 8 * (WideSpec().tensors.size() + WideSpec().objects.size()));
+}
+
+// A tensor for which torch has no type would be missing without a word.
+TEST_F(ExportTest, NoDcpViewWhereTorchHasNoType) {
+  TinySpec spec = DefaultTinySpec();
+  spec.tensors = {{.key = "w", .dtype = DType::kF6E2M3, .shape = {8}}};
+  Write(spec);
+  ASSERT_OK_AND_ASSIGN(auto vfs,
+                       Vfs::Open(HostFileSystem(), {.source = dir_.Join("store/step-1")}));
+  VfsOps ops(*vfs);
+  EXPECT_THAT(ReadShownView(ops, "dcp").status(), HasCode(Code::kNotFound));
+}
+
 // Bytes of tensors by key, as our own reader of the format finds them.
 Result<Tree> ReadForeignTensors(const std::string& path) {
   TENSORMOUNT_ASSIGN_OR_RETURN(const FoundSource found, FindSource(HostFileSystem(), path, {}));

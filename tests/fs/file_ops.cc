@@ -366,7 +366,7 @@ void CheckListing(FileOps& ops, const std::string& checkpoint, const TinySpec& s
   ASSERT_OK_AND_ASSIGN(const std::vector<std::string> top, ops.List(checkpoint));
   std::vector<std::string> want = {"checkpoint.json", "common.json", "objects", "tensors"};
   if (views)
-    want.insert(want.end(), {"extents", "hf", "model.safetensors", "npy", "slices", "zarr"});
+    want.insert(want.end(), {"dcp", "extents", "hf", "model.safetensors", "npy", "slices", "zarr"});
   std::sort(want.begin(), want.end());
   EXPECT_EQ(top, want);
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tensormount export` writes, opened by the libraries that the formats belong to."""
 
+import contextlib
+
 import libraries
 
 libraries.need("torch", "safetensors", "zarr")
@@ -59,6 +61,12 @@ class Export(libraries.LibraryTest):
 
     def test_torch_loads_dcp_exports(self):
         exported = list(self.exported("dcp"))
+        if libraries.HAVE_FUSE:
+            # What a mount shows of them without an export.
+            with contextlib.ExitStack() as mounts:
+                shown = [(source, mounts.enter_context(self.mounted(source, name=f"MNT{number}")) / "dcp")
+                         for number, (source, _) in enumerate(exported)]
+                libraries.make("torch", ",".join(f"load@{out}" for _, out in shown), self.dir, 2, 3)
         # Two and three ranks, which hold rows of everything that has rows.
         libraries.make("torch", ",".join(f"load@{out}" for _, out in exported), self.dir, 2, 3)
         for source, out in exported:

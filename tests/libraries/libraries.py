@@ -86,8 +86,8 @@ class LibraryTest(harness.ToolTest):
         self.addCleanup(self.clean)
 
     @contextlib.contextmanager
-    def mounted(self, source, *more):
-        mnt = self.mount(source, *more)
+    def mounted(self, source, *more, name="MNT"):
+        mnt = self.mount(source, *more, name=name)
         try:
             yield mnt
         finally:

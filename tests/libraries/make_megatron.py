@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a checkpoint with megatron.core.dist_checkpointing: make_megatron.py FOLDER.
+"""Saves a checkpoint with megatron.core.dist_checkpointing: make_megatron.py FOLDER. Or loads it again with
+that and compares it: make_megatron.py load@FOLDER[,load@FOLDER]...
 
-Four ranks as tensor parallelism of two by pipeline of two.
+Four ranks as tensor parallelism of two by pipeline of two; one loads.
 """
 
 import multiprocessing
@@ -17,6 +18,7 @@ torch.cuda.current_device = lambda: "cpu"
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.dist_checkpointing.validation import StrictHandling  # noqa: E402
 
 import formula  # noqa: E402
 import make_torch  # noqa: E402
@@ -94,7 +96,38 @@ def make(rank, count, folder, manager):
     dist_checkpointing.save(state(rank), folder)
 
 
+def bits(tensor):
+    """NaN, which the formula gives, is equal to nothing."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def load(rank, count, folders):
+    for folder in folders:
+        wanted = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=getattr(torch, formula.DTYPES[dtype][2])))
+                  for key, (dtype, shape) in MODEL.items()}
+        objects = {f"rng{pp}{tp}": ShardedObject("rng_state", None, (2, 2), (pp, tp)) for pp in range(2) for tp in range(2)}
+        objects["extra"] = ShardedObject("decoder.extra_state", None, (1,), (0,))
+        found, missing, unexpected = dist_checkpointing.load(
+            {"model": {**wanted, **objects}}, folder, strict=StrictHandling.RETURN_ALL)
+        assert not unexpected, (folder, unexpected)
+        # What is stored and not requested: tensors of the common state are items of their own, too.
+        assert missing <= {"common_tensor", "args.scale"}, (folder, missing)
+        for key, (dtype, shape) in MODEL.items():
+            expected = part(key, tuple(slice(0, extent) for extent in shape))
+            assert bits(found["model"][key]) == bits(expected), (folder, key)
+        for pp in range(2):
+            for tp in range(2):
+                assert found["model"][f"rng{pp}{tp}"] == {"seed": 11 * (2 * pp + tp), "where": [pp, tp]}, folder
+        assert found["model"]["extra"] == [1, 2, 3], folder
+        for name in ("iteration", "checkpoint_version", "optimizer"):
+            assert found[name] == COMMON[name], (folder, name)
+        assert bits(found["common_tensor"]) == bits(COMMON["common_tensor"]), folder
+
+
 def main():
+    if sys.argv[1].startswith("load@"):
+        ranks.run(1, load, [one.removeprefix("load@") for one in sys.argv[1].split(",")])
+        return
     folder = sys.argv[1]
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("fork").Manager() as manager:

@@ -62,6 +62,21 @@ class Megatron(libraries.LibraryTest):
             common = (mnt / "common.json").read_text()
             self.assertIn("77", common)
 
+    def test_megatron_loads_exports_and_the_mount(self):
+        """export --to torch_dist, of the folder and of a copy of it in a store, and dcp/."""
+        source = self.made / "iter_0000077"
+        self.run_tool("import", source, self.dir / "STORE" / "copy")
+        exports = []
+        for number, one in enumerate((source, self.dir / "STORE" / "copy")):
+            exports.append(self.dir / f"out{number}")
+            self.run_tool("export", one, exports[-1], "--to", "torch_dist", "--ranks", "2")
+        self.run_tool("export", source, exports[0], "--to", "torch_dist", "--if-exists", "replace")
+        if not libraries.HAVE_FUSE:
+            libraries.make("megatron", ",".join(f"load@{one}" for one in [source, *exports]))
+            return
+        with self.mounted(self.dir / "STORE") as mnt:
+            libraries.make("megatron", ",".join(f"load@{one}" for one in [source, *exports, mnt / "copy" / "dcp"]))
+
     def test_changed_bytes_are_detected(self):
         self.check_refused_when_changed(self.made / "iter_0000077", "__0_0.distcp",
                                         "decoder.layers.self_attention.qkv.weight", MODEL)

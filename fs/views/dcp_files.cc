@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// PlanDcp of export_plan.h: a directory in the layout that FileSystemWriter of
-// torch.distributed.checkpoint (torch 2.13) writes. Items, each of which is a torch archive, are in
-// .distcp files; .metadata has their positions.
+// The files of dcp_files.h: items, each of which is a torch archive, are in .distcp files;
+// .metadata has their positions.
 //
-//   __0_0.distcp   one file for each rank of the export, all of about the same size
+//   __0_0.distcp   one or more data files of about the same size
 //     item         a zip archive as torch.save writes it: data.pkl (a tensor over storage "0", or a
 //                  value), small fixed entries, and for a tensor data/0 (its bytes)
 //   .metadata      a pickle of class Metadata: for each key its type, shape and chunks
@@ -13,6 +12,8 @@
 // Steps: collect the values that are not tensors, measure everything, lay out the items file after
 // file, then write .metadata. Of the data only the first bytes of objects are read, to recognize
 // objects that are torch archives already.
+#include "fs/views/dcp_files.h"
+
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -23,8 +24,8 @@
 #include <fmt/core.h>
 
 #include "base/checked.h"
-#include "fs/export/export_plan.h"
 #include "fs/formats/dcp_metadata.h"
+#include "fs/formats/file_builder.h"
 #include "fs/formats/torch_text.h"
 #include "index/read/saved_paths.h"
 
@@ -53,23 +54,26 @@ struct ByteItem {
   DcpItem item;
 };
 
+// Names of files of Megatron-Core.
+constexpr std::string_view kMegatronConfig = "metadata.json";
+constexpr std::string_view kMegatronCommon = "common.pt";
+constexpr std::string_view kMegatronCommonState = "common_state";
+
 class Planner {
  public:
-  Planner(const CheckpointView& view, const ExportOptions& options, int files, ExportPlan& plan)
-      : view_(view),
-        shown_(view.shown()),
-        chunk_bytes_(options.dcp_chunk_bytes),
-        files_(static_cast<std::uint64_t>(files)),
-        plan_(plan) {}
+  Planner(const ShownCheckpoint& shown, const DcpOptions& options)
+      : shown_(shown),
+        chunk_bytes_(options.chunk_bytes),
+        files_(options.files),
+        megatron_(options.megatron) {}
 
-  Status Run() {
-    plan_.folder = true;
+  Result<DcpFiles> Run() {
     TENSORMOUNT_ASSIGN_OR_RETURN(common_, shown_.opened.index().Common());
     std::set<std::string, std::less<>> keys;
     TENSORMOUNT_RETURN_IF_ERROR(
         ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
           TENSORMOUNT_ASSIGN_OR_RETURN(std::string stored,
-                                       StoredTensorKey(shown_, n, tensor.meta.key()));
+                                       shown_.StoredTensorKey(n, tensor.meta.key()));
           keys.insert(std::move(stored));
           return {};
         }));
@@ -83,16 +87,74 @@ class Planner {
       return Status();
     }));
     FinishFile();
-    FileSegments metadata;
     TENSORMOUNT_ASSIGN_OR_RETURN(std::string text, Metadata());
-    metadata.AddLiteral(std::move(text));
-    AddMadeFile(plan_, view_, ".metadata", std::move(metadata), {});
-    return {};
+    AddText(".metadata", std::move(text));
+    if (megatron_) AddMegatronFiles();
+    return std::move(out_);
   }
 
  private:
   Status ForEachTensor(const std::function<Status(std::uint32_t, const TensorEntry&)>& fn) const {
     return shown_.tensors.ForEachEntry(0, shown_.tensors.count(), fn);
+  }
+
+  void AddText(std::string_view name, std::string text) {
+    FileSegments file;
+    file.AddLiteral(std::move(text));
+    out_.files.push_back({std::string(name), std::move(file), {}});
+  }
+
+  // Adds a note with names; adds none if there are no names.
+  void Note(std::string_view text, std::vector<std::string> names) {
+    if (!names.empty()) out_.notes.push_back({std::string(text), std::move(names)});
+  }
+
+  // Adds metadata.json, and common.pt: the object of that name, or else the plain common values.
+  void AddMegatronFiles() {
+    // Megatron-Core 0.16 and 0.19 accept these versions, and write them.
+    AddText(kMegatronConfig, R"({"sharded_backend": "torch_dist", "sharded_backend_version": 1, )"
+                             R"("common_backend": "torch", "common_backend_version": 1})");
+    const std::vector<ObjectRecord>& parts = shown_.objects.parts();
+    for (std::uint32_t n = 0; n < parts.size(); ++n) {
+      if (!IsMegatronFile(parts[n])) continue;
+      FileSegments file;
+      file.AddObject(n, parts[n].length);
+      out_.files.push_back({std::string(kMegatronCommon), std::move(file), {}});
+      return;
+    }
+    PickleWriter pickle(2);
+    std::vector<std::string> lost;
+    pickle.EmptyDict();
+    pickle.Mark();
+    for (const auto& [name, value] : common_.values) {
+      if (SavedPaths::IsInternal(name)) continue;
+      const bool encoded = paths_.IsEncoded(name);
+      if (encoded && !CanPickleEncoded(value)) {
+        lost.push_back(name);
+        continue;
+      }
+      pickle.String(name);
+      if (!encoded || !PickleEncoded(pickle, value)) pickle.Common(value);
+    }
+    pickle.SetItems();
+    Note("common.pt cannot store the values", std::move(lost));
+    AddText(kMegatronCommon, Archive(pickle.Finish()));
+  }
+
+  // Whether an object is common.pt, which for Megatron-Core is a file and not an item.
+  bool IsMegatronFile(const ObjectRecord& object) const {
+    return megatron_ && object.grid.rank() == 0 && object.key == kMegatronCommon;
+  }
+
+  // A torch archive without tensors, around a pickle.
+  static std::string Archive(const std::string& pickle) {
+    ZipWriter zip;
+    std::string text;
+    zip.Add("data.pkl", pickle, text);
+    AddEntriesBeforeData(zip, text);
+    AddEntriesAfterData(zip, text);
+    zip.Finish(text);
+    return text;
   }
 
   // Fills byte_items_: objects in the order of their paths, then common values by name, then empty
@@ -101,6 +163,7 @@ class Planner {
     std::set<std::string> as_stored;
     const std::vector<ObjectRecord>& parts = shown_.objects.parts();
     for (std::uint32_t n = 0; n < parts.size(); ++n) {
+      if (IsMegatronFile(parts[n])) continue;
       ByteItem item{.fqn = {}, .stored = parts[n].key, .value = nullptr, .part = n, .item = {}};
       const std::string_view renamed = shown_.objects.stored_key(n);
       TENSORMOUNT_ASSIGN_OR_RETURN(item.fqn, shown_.objects.tree().keys().KeyAt(n));
@@ -121,6 +184,8 @@ class Planner {
       }
       byte_items_.push_back(std::move(item));
     }
+    // Megatron-Core takes each item for a part of a sharded object. Common values are in common.pt.
+    if (megatron_) return {};
     std::vector<std::string> lost;
     for (const auto& [name, value] : common_.values) {
       if (SavedPaths::IsInternal(name) || as_stored.contains(name)) continue;
@@ -134,7 +199,7 @@ class Planner {
         lost.push_back(name);
       }
     }
-    NoteUnsupportedValues("DCP cannot store the values", lost, plan_);
+    Note("DCP cannot store the values", std::move(lost));
     for (const SavedPaths::Empty& empty : paths_.empty()) {
       byte_items_.push_back(
           {.fqn = Dotted(empty.path), .stored = {}, .value = &empty.value, .path = empty.path});
@@ -227,7 +292,7 @@ class Planner {
   Status FindNames(std::set<std::string, std::less<>>& names) {
     return ForEachTensor([&](std::uint32_t n, const TensorEntry& tensor) -> Status {
       const std::string& key = tensor.meta.key();
-      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
+      TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, shown_.StoredTensorKey(n, key));
       const std::vector<SavedPath> paths = paths_.Of(key, stored);
       std::vector<TensorName> found;
       for (const SavedPath& path : paths) {
@@ -282,9 +347,10 @@ class Planner {
     flat_ =
         std::ranges::any_of(values, [&](const CommonKey& key) { return containers.contains(key); });
     if (flat_)
-      plan_.notes.emplace_back(
-          "exported as a flat dict: a value has the path of a dict or list that holds other "
-          "values");
+      out_.notes.push_back(
+          {"exported as a flat dict: a value has the path of a dict or list that "
+           "holds other values",
+           {}});
     return {};
   }
 
@@ -449,8 +515,7 @@ class Planner {
         twins_.push_back(item.fqn);
       }
     }
-    NoteUnsupportedValues("DCP would give several values the same name; renamed or left out",
-                          twins_, plan_);
+    Note("DCP would give several values the same name; renamed or left out", twins_);
     TENSORMOUNT_RETURN_IF_ERROR(DetectPathConflicts());
     if (paths_.nested() && !flat_) {
       TENSORMOUNT_RETURN_IF_ERROR(FillListGaps(names));
@@ -479,7 +544,7 @@ class Planner {
   // too.
   void FinishFile() {
     if (builder_.size() > 0) {
-      AddMadeFile(plan_, view_, DcpFileName(file_), builder_.Finish(), std::move(holes_));
+      out_.files.push_back({DcpFileName(file_), builder_.Finish(), std::move(holes_)});
     }
     builder_ = FileBuilder();
     holes_.clear();
@@ -550,7 +615,8 @@ class Planner {
     char head[30 + 256];
     const std::size_t size = std::min<std::uint64_t>(length, sizeof head);
     if (size < 30) return false;
-    TENSORMOUNT_RETURN_IF_ERROR(view_.data().ReadObject(part, 0, head, size));
+    TENSORMOUNT_RETURN_IF_ERROR(
+        shown_.opened.ReadObject(shown_.objects.parts()[part], 0, head, size));
     const std::string_view text(head, size);
     const std::size_t name = static_cast<unsigned char>(head[26]) +
                              std::size_t{256} * static_cast<unsigned char>(head[27]);
@@ -581,13 +647,7 @@ class Planner {
       bytes.item = {.file = file_, .offset = builder_.size(), .length = 0};
       PickleWriter pickle(2);
       PickleItem(pickle, bytes);
-      ZipWriter zip;
-      std::string text;
-      zip.Add("data.pkl", pickle.Finish(), text);
-      AddEntriesBeforeData(zip, text);
-      AddEntriesAfterData(zip, text);
-      zip.Finish(text);
-      builder_.Add(text);
+      builder_.Add(Archive(pickle.Finish()));
     } else {
       const std::uint64_t length = shown_.objects.parts()[bytes.part].length;
       NextItem(length);
@@ -672,15 +732,15 @@ class Planner {
 
   Result<std::vector<TensorName>> NamesOf(std::uint32_t n, const std::string& key) const {
     if (const auto found = named_.find(n); found != named_.end()) return found->second;
-    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, StoredTensorKey(shown_, n, key));
+    TENSORMOUNT_ASSIGN_OR_RETURN(const std::string stored, shown_.StoredTensorKey(n, key));
     return std::vector<TensorName>{{key, paths_.Of(key, stored).front()}};
   }
 
-  const CheckpointView& view_;
   const ShownCheckpoint& shown_;
   const std::uint64_t chunk_bytes_;  // Largest number of bytes of a tensor in one item.
   const std::uint64_t files_;
-  ExportPlan& plan_;
+  const bool megatron_;
+  DcpFiles out_;
   CommonState common_;
   SavedPaths paths_;
   // The names, by tensor number, of tensors whose name and path do not follow from the key.
@@ -699,13 +759,18 @@ class Planner {
 
 }  // namespace
 
-Status PlanDcp(const CheckpointView& view, const ExportOptions& options, int files,
-               ExportPlan& plan) {
-  if (files < 1 || options.dcp_chunk_bytes == 0) {
+bool IsMegatronCheckpoint(const ShownCheckpoint& shown) {
+  return std::ranges::any_of(shown.objects.parts(), [](const ObjectRecord& object) {
+    return object.key == (object.grid.rank() == 0 ? kMegatronCommon : kMegatronCommonState);
+  });
+}
+
+Result<DcpFiles> MakeDcpFiles(const ShownCheckpoint& shown, const DcpOptions& options) {
+  if (options.files < 1 || options.chunk_bytes == 0) {
     return Status(Code::kInvalidArgument,
                   "dcp: the number of files and the chunk size must be at least 1");
   }
-  return Planner(view, options, files, plan).Run();
+  return Planner(shown, options).Run();
 }
 
 }  // namespace tensormount::fs
