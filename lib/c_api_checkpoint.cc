@@ -2,6 +2,8 @@
 // tm_checkpoint_*: opening, listing, reading (tensormount/c.h, over tensormount/checkpoint.h).
 // An opened checkpoint is immutable, so all functions except tm_checkpoint_close are thread-safe. A
 // call with a key searches the index, which costs little compared with a read.
+#include "lib/c_api_checkpoint.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -26,12 +28,6 @@ using tensormount::c_api::Handle;
 using tensormount::c_api::SetOutput;
 
 // An opened checkpoint.
-struct tm_checkpoint {
-  Checkpoint checkpoint;
-  std::string uuid;  // The text that tm_checkpoint_uuid returns.
-  const pid_t process = getpid();
-};
-
 struct tm_mapping {
   tensormount::MappedBytes bytes;
   const pid_t process = getpid();

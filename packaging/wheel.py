@@ -339,7 +339,8 @@ def main():
     files.append((f"{about}/WHEEL", f"Wheel-Version: 1.0\nGenerator: tensormount\n"
                   f"Root-Is-Purelib: false\nTag: {tag}\n".encode(), 0o644))
     files.append((f"{about}/entry_points.txt",
-                  b"[console_scripts]\ntensormount = tensormount._main:main\n", 0o644))
+                  b"[console_scripts]\ntensormount = tensormount._main:main\n\n"
+                  b"[fsspec.specs]\ntensormount = tensormount.fsspec:TensormountFileSystem\n", 0o644))
     record = "".join(record_line(name, data) for name, data, _ in files)
     files.append((f"{about}/RECORD", (record + f"{about}/RECORD,,\n").encode(), 0o644))
 

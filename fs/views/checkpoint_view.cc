@@ -57,7 +57,8 @@ Result<std::shared_ptr<const CheckpointView>> CheckpointView::OpenForeign(
 }
 
 Result<std::shared_ptr<const CheckpointView>> CheckpointView::FromOpened(
-    std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership, const Options& options) {
+    std::shared_ptr<const OpenedCheckpoint> opened, const Ownership& ownership,
+    const Options& options) {
   std::shared_ptr<CheckpointView> view(new CheckpointView(std::move(opened)));
   TENSORMOUNT_RETURN_IF_ERROR(view->Prepare(ownership, options));
   return std::shared_ptr<const CheckpointView>(std::move(view));

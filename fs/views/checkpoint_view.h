@@ -87,7 +87,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   // The view of a checkpoint that is already open: exports open the source before ranks agree on
   // it.
   static Result<std::shared_ptr<const CheckpointView>> FromOpened(
-      std::shared_ptr<OpenedCheckpoint> opened, const Ownership& ownership, const Options& options);
+      std::shared_ptr<const OpenedCheckpoint> opened, const Ownership& ownership,
+      const Options& options);
 
   const OpenedCheckpoint& opened() const { return *opened_; }
   const ServedData& data() const { return *data_; }
@@ -117,7 +118,8 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   Result<std::uint32_t> BackingFileOf(const Node& node, const FileSegments& segments) const;
 
  private:
-  explicit CheckpointView(std::shared_ptr<OpenedCheckpoint> opened) : opened_(std::move(opened)) {}
+  explicit CheckpointView(std::shared_ptr<const OpenedCheckpoint> opened)
+      : opened_(std::move(opened)) {}
   Status Prepare(const Ownership& ownership, const Options& options);
   // Removes permissions from ownership_ that the checkpoint's files do not grant.
   Status RestrictToFiles();
@@ -138,7 +140,7 @@ class CheckpointView : public std::enable_shared_from_this<CheckpointView> {
   Status ListTop(std::uint64_t cookie, const Visit& fn) const;
 
   // Immutable after Prepare, so read without a lock. mutex_ guards only the members below it.
-  std::shared_ptr<OpenedCheckpoint> opened_;
+  std::shared_ptr<const OpenedCheckpoint> opened_;
   // Owner and modes of the checkpoint on disk, which all files and directories get.
   Ownership ownership_;
   Options options_;

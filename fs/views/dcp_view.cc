@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// dcp/: the files of dcp_files.h as a directory, made at the first access.
 #include "fs/views/dcp_view.h"
 
 #include <cerrno>

@@ -245,6 +245,48 @@ TM_EXPORT tm_status tm_export(const char* source, const char* destination,
 TM_EXPORT tm_status tm_key_map_apply(const char* rules, const char* keys, size_t keys_size,
                                      size_t count, tm_list** out);
 
+// ---- Files of a checkpoint, as in a mount ---------------------------------------------------
+
+// The files that a mount shows of a checkpoint (docs/mounting.md, "The tree"), without a mount:
+// "npy/w.npy", "hf/model.safetensors", "dcp/.metadata". Read-only. Paths are relative to the
+// checkpoint; "" is its directory. Bytes are verified as in a mount. Both handles may be used by
+// several threads at a time, and stay valid after tm_checkpoint_close.
+typedef struct tm_files tm_files;
+typedef struct tm_file tm_file;
+typedef struct tm_files_options {
+  uint32_t struct_size;
+  int32_t reserved;
+  const char* key_map;     // JSON rules that rename keys; NULL: none.
+  uint64_t hf_part_bytes;  // Largest size of a part in hf/; 0: 5 GB.
+  const char* hf_rules;    // JSON rules that make the names of tensors in hf/; NULL: none.
+} tm_files_options;
+// `options` may be NULL. Freed with tm_files_close. TM_INVALID_ARGUMENT: rules that do not fit.
+TM_EXPORT tm_status tm_files_open(const tm_checkpoint* checkpoint, const tm_files_options* options,
+                                  tm_files** out);
+TM_EXPORT void tm_files_close(tm_files* files);
+
+typedef struct tm_file_info {
+  uint32_t struct_size;
+  int32_t is_directory;
+  uint64_t size;   // Bytes; 0 for a directory.
+  int64_t mtime;   // Seconds since 1970: when the content last changed between checkpoints.
+  uint64_t inode;  // The same for the same path of the same checkpoint.
+} tm_file_info;
+// TM_NOT_FOUND: nothing has this path.
+TM_EXPORT tm_status tm_files_stat(const tm_files* files, const char* path, tm_file_info* info);
+// The names in a directory. Slices open by name and are not listed. TM_NOT_FOUND. Freed with
+// tm_list_free.
+TM_EXPORT tm_status tm_files_list(const tm_files* files, const char* path, tm_list** out);
+
+// Opens a file. Freed with tm_file_close. TM_NOT_FOUND; TM_INVALID_ARGUMENT for a directory.
+TM_EXPORT tm_status tm_file_open(const tm_files* files, const char* path, tm_file** out);
+TM_EXPORT void tm_file_close(tm_file* file);
+TM_EXPORT uint64_t tm_file_size(const tm_file* file);
+// Reads up to `size` bytes from `offset`; *got is smaller only at the end of the file.
+// TM_DATA_LOSS: the bytes are damaged.
+TM_EXPORT tm_status tm_file_read(const tm_file* file, uint64_t offset, void* out, size_t size,
+                                 size_t* got);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif

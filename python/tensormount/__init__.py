@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of distributed training, saved, loaded and read from Python.
+"""Reads, saves and loads checkpoints of distributed training.
 
     >>> import tensormount as tm
     >>> with tm.open("STORE/step-1") as checkpoint:
@@ -7,24 +7,35 @@
     ...     rows = checkpoint["w"][0:2]
     (16, 32)
 
-A checkpoint is one of tensormount's, or what PyTorch DCP, Megatron-Core, OLMo-core, Hugging Face
-and others wrote, as it lies there. `rows` is a NumPy array; only its bytes were read, and each was
-checked against the checkpoint's hashes where it has any.
+`rows` is a NumPy array. Only its bytes were read, and each byte was compared with the checkpoint's
+hashes if the checkpoint has any.
 
-Nothing heavy is imported by this module: names are looked up when they are first used, the C
-library is opened by the first call that needs it, NumPy, ml_dtypes and torch by the first array of
-theirs.
+open                  opens a checkpoint of tensormount, PyTorch DCP, Megatron-Core, OLMo-core, Hugging
+                      Face and others, in place
+save, load            a state dict, on all ranks of a Group; async_save and async_load in the background
+torch.save, .load     a model and its optimizers; torch.Writer and .Reader for DCP
+Store                 lists, removes and pins the checkpoints of a store
+verify, diff, copy, repair, adopt, derive, export, mount
+Error                 the base class of all exceptions
+
+docs/python.md is the guide.
+
+The import is cheap: names are looked up at their first use, the first call that needs the C library
+opens it, and the first array or tensor imports NumPy, ml_dtypes or torch.
 """
 
 from __future__ import annotations
 
-# As that of typing, whose import would be most of ours; checkers know the name.
+# Not typing.TYPE_CHECKING: importing typing would take most of this module's import time. Checkers know the name.
 TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
-# Public name to the module of this package that has it. Importing a submodule costs what it costs
-# only once somebody asks for a name of it; add names here, and to the imports for checkers below.
+# Modules over another package, which has the same name and is imported with them.
+_PLUGINS = ("fsspec",)
+
+# Public name to the module that defines it, which is imported at the first use of the name. New names go
+# here and into the imports for checkers below.
 _NAMES = {
     "Checkpoint": "_checkpoint",
     "Tensor": "_checkpoint",
@@ -50,16 +61,21 @@ _NAMES = {
     "diff": "_store",
     "export": "_store",
     "repair": "_store",
-    "verify": "_store",
+    "verify": "_verify",
     "wait_committed": "_store",
     "Mount": "_mount",
     "mount": "_mount",
+    "LeafKind": "_leaves",
+    "ObjectPart": "_leaves",
+    "register_leaf_kind": "_leaves",
     "Unreadable": "_values",
     "Box": "_boxes",
     "Flat": "_held",
     "Shards": "_held",
     "boxes": "_boxes",
-    "torch": "torch",  # Itself, a module.
+    "testing": "testing",  # This and the next ones are modules.
+    "torch": "torch",
+    **{name: name for name in _PLUGINS},
     "enable_mapping_guard": "_abi",
     "library_path": "_abi",
     "library_version": "_abi",
@@ -92,7 +108,7 @@ _NAMES = {
 if TYPE_CHECKING:
     from typing import Any
 
-    from tensormount import torch as torch
+    from tensormount import fsspec as fsspec, testing as testing, torch as torch
     from tensormount._abi import (
         enable_mapping_guard as enable_mapping_guard,
         library_path as library_path,
@@ -103,6 +119,11 @@ if TYPE_CHECKING:
     from tensormount._group import Group as Group
     from tensormount._held import Flat as Flat, Shards as Shards
     from tensormount._key_map import apply_key_map as apply_key_map
+    from tensormount._leaves import (
+        LeafKind as LeafKind,
+        ObjectPart as ObjectPart,
+        register_leaf_kind as register_leaf_kind,
+    )
     from tensormount._load import (
         LoadJob as LoadJob,
         Loaded as Loaded,
@@ -127,11 +148,11 @@ if TYPE_CHECKING:
         diff as diff,
         export as export,
         repair as repair,
-        verify as verify,
         wait_committed as wait_committed,
     )
     from tensormount._tree import PerRank as PerRank
     from tensormount._values import Unreadable as Unreadable
+    from tensormount._verify import verify as verify
     from tensormount.errors import (
         AlreadyExistsError as AlreadyExistsError,
         BusyError as BusyError,
@@ -159,9 +180,9 @@ if TYPE_CHECKING:
         UnsupportedIndexError as UnsupportedIndexError,
     )
 
-# Not among the names of a star import: `open`, which would hide the builtin, and `torch`, which would
-# import PyTorch and hide it.
-__all__ = sorted(name for name in _NAMES if name not in ("open", "torch")) + ["__version__"]
+# A star import leaves out `open`, which would hide the builtin, `torch` and the plug-ins, which would import
+# what has their name and hide it, and `testing`.
+__all__ = sorted(name for name in _NAMES if name not in ("open", "testing", "torch", *_PLUGINS)) + ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -178,3 +199,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_NAMES))
+
+
+def _apply_environment() -> None:
+    from os import environ
+
+    if environ.get("TENSORMOUNT_PATCH_DCP", "0") not in ("", "0"):
+        from tensormount._plugins import patch_from_environment
+
+        patch_from_environment(environ["TENSORMOUNT_PATCH_DCP"])
+
+
+_apply_environment()

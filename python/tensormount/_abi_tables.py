@@ -586,6 +586,30 @@ class ExportOptions(Structure):
     ]
 
 
+class FilesOptions(Structure):
+    """tm_files_options"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_int32),
+        ("key_map", c_char_p),
+        ("hf_part_bytes", c_uint64),
+        ("hf_rules", c_char_p),
+    ]
+
+
+class FileInfo(Structure):
+    """tm_file_info"""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("is_directory", c_int32),
+        ("size", c_uint64),
+        ("mtime", c_int64),
+        ("inode", c_uint64),
+    ]
+
+
 # Name: (result, arguments).
 FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "tm_status_name": (c_char_p, [c_int32]),
@@ -727,6 +751,14 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "tm_derive": (c_int32, [c_char_p, c_char_p, c_void_p, c_void_p]),
     "tm_export": (c_int32, [c_char_p, c_char_p, c_void_p, c_void_p, c_void_p]),
     "tm_key_map_apply": (c_int32, [c_char_p, c_char_p, c_size_t, c_size_t, c_void_p]),
+    "tm_files_open": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    "tm_files_close": (None, [c_void_p]),
+    "tm_files_stat": (c_int32, [c_void_p, c_char_p, c_void_p]),
+    "tm_files_list": (c_int32, [c_void_p, c_char_p, c_void_p]),
+    "tm_file_open": (c_int32, [c_void_p, c_char_p, c_void_p]),
+    "tm_file_close": (None, [c_void_p]),
+    "tm_file_size": (c_uint64, [c_void_p]),
+    "tm_file_read": (c_int32, [c_void_p, c_uint64, c_void_p, c_size_t, c_void_p]),
 }
 
 # Functions of the MPI module, which is a separate library.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy
     from typing_extensions import Self
 
+    from tensormount._files import Files
     from tensormount._progress import Progress
 
 _OPEN_ERRORS = {_abi.TM_NOT_FOUND: CheckpointNotFoundError}
@@ -344,6 +345,17 @@ class Checkpoint:
     def objects(self) -> Objects:
         """Objects by key, as bytes. (key, index, ...) is one part of an object on a grid."""
         return Objects(self)
+
+    def files(
+        self,
+        key_map: Optional[Sequence[Mapping[str, str]]] = None,
+        hf_part_size: Optional[int] = None,
+        hf_rules: Optional[Sequence[Mapping[str, str]]] = None,
+    ) -> Files:
+        """The files that a mount shows of this checkpoint: `npy/w.npy`, `hf/`, `dcp/` ... Options as of `export`."""
+        from tensormount._files import Files
+
+        return Files(self, key_map, hf_part_size, hf_rules)
 
     def _object_names(self) -> list[str]:
         return self._list(self._lib.tm_checkpoint_objects)

@@ -236,6 +236,46 @@ static void look_at(const char* path, int32_t world) {
   tm_checkpoint_close(checkpoint);
 }
 
+// The files that a mount would show.
+static void look_at_files(const char* path) {
+  tm_checkpoint* checkpoint = NULL;
+  tm_files* files = NULL;
+  OK(tm_checkpoint_open(path, &checkpoint));
+  tm_files_options options = {.struct_size = sizeof(options),
+                              .key_map = "[{\"key\":\"w\",\"to\":\"v\"}]"};
+  OK(tm_files_open(checkpoint, &options, &files));
+  FAILS(tm_files_open(NULL, NULL, &files), TM_INVALID_ARGUMENT, "checkpoint");
+  tm_checkpoint_close(checkpoint);
+  tm_list* list = NULL;
+  OK(tm_files_list(files, "tensors", &list));
+  CHECK(tm_list_size(list) == 1 && strcmp(tm_list_get(list, 0, NULL), "v") == 0);
+  tm_list_free(list);
+  FAILS(tm_files_list(files, "tensors/v", &list), TM_INVALID_ARGUMENT, "tensors/v");
+  tm_file_info info = {.struct_size = sizeof(info)};
+  OK(tm_files_stat(files, "", &info));
+  CHECK(info.is_directory == 1 && info.size == 0);
+  OK(tm_files_stat(files, "tensors/v", &info));
+  CHECK(info.is_directory == 0 && info.size == ROWS * COLUMNS * 4 && info.inode != 0);
+  FAILS(tm_files_stat(files, "tensors/w", &info), TM_NOT_FOUND, "tensors/w");
+  tm_file* file = NULL;
+  FAILS(tm_file_open(files, "tensors", &file), TM_INVALID_ARGUMENT, "tensors");
+  OK(tm_file_open(files, "tensors/v", &file));
+  tm_files_close(files);
+  CHECK(tm_file_size(file) == ROWS * COLUMNS * 4 && tm_file_size(NULL) == 0);
+  float row[COLUMNS + 1];
+  size_t got = 0;
+  OK(tm_file_read(file, 2 * COLUMNS * 4, row, COLUMNS * 4, &got));
+  CHECK(got == COLUMNS * 4);
+  for (int i = 0; i < COLUMNS; ++i) CHECK(row[i] == value_at(2, i));
+  OK(tm_file_read(file, (ROWS - 1) * COLUMNS * 4, row, sizeof(row), &got));
+  CHECK(got == COLUMNS * 4);
+  OK(tm_file_read(file, ROWS * COLUMNS * 4, row, sizeof(row), &got));
+  CHECK(got == 0);
+  OK(tm_file_read(file, 0, NULL, 0, &got));
+  tm_file_close(file);
+  tm_file_close(NULL);
+}
+
 // Two rows more than there are, another type, a key that is not stored, and what the report says.
 // Lines about rng, which a load did not ask for, and the level of the last one.
 typedef struct logged {
@@ -913,6 +953,7 @@ int main(int argc, char** argv) {
   what_cannot_be();
   save_alone(paths[0]);
   look_at(paths[0], 1);
+  look_at_files(paths[0]);
   other_sizes(paths[0]);
   load_by_rules(paths[0]);
   many_at_once(paths[4], paths[5]);

@@ -25,11 +25,15 @@ wrong: int = checkpoint.uuid
 """
 
 
-# Its classes are of no type then.
-WITHOUT_TORCH = """\
-[mypy-torch.*]
+# Their classes are of no type where they are not installed.
+FRAMEWORKS = ("torch", "fsspec", "accelerate", "lightning", "megatron", "olmo_core", "torchtitan", "transformers")
+WITHOUT = """\
+[mypy-{name},{name}.*]
 ignore_missing_imports = True
-[mypy-tensormount.torch.*]
+"""
+# The modules that subclass them.
+OVER = """\
+[mypy-tensormount.torch.*,{}]
 disallow_subclassing_any = False
 warn_return_any = False
 """
@@ -55,8 +59,10 @@ class Typing(unittest.TestCase):
             settings = os.path.join(folder, "mypy.ini")
             with open(settings, "w", encoding="utf-8") as file:
                 file.write("[mypy]\nstrict = True\n")
-                if importlib.util.find_spec("torch") is None:
-                    file.write(WITHOUT_TORCH)
+                file.write("".join(WITHOUT.format(name=name) for name in FRAMEWORKS
+                                   if importlib.util.find_spec(name) is None))
+                over = ["tensormount.fsspec", *(f"tensormount.{name}.*" for name in tensormount._PLUGINS)]
+                file.write(OVER.format(",".join(over)))
             done = subprocess.run(
                 [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", folder,
                  copy, use],
