@@ -41,6 +41,7 @@ _NAMES = {
     "Tensor": "_checkpoint",
     "open": "_checkpoint",
     "Group": "_group",
+    "preemption": "_preemption",
     "PerRank": "_tree",
     "SaveJob": "_save",
     "async_save": "_save",
@@ -132,6 +133,7 @@ if TYPE_CHECKING:
         load as load,
     )
     from tensormount._mount import Mount as Mount, mount as mount
+    from tensormount._preemption import preemption as preemption
     from tensormount._save import (
         SaveJob as SaveJob,
         async_save as async_save,

@@ -582,7 +582,9 @@ class _LibraryJob:
         self.names = (job._wait_function, job._cancel_function)
         self.staged_function = job._staged_function
         self.tensors: Optional[list[Any]] = None  # The tensors among `held`, until they are released.
+        self.path = job._path
         self.label = f"{job._word} {job._path}"
+        self.is_save = job._finishes_at_exit
         # Seconds that the end of the process waits for the job; 0: the job is cancelled.
         self.exit_wait = EXIT_WAIT if job._finishes_at_exit else 0.0
         self.liveness = _LIVENESS
@@ -767,6 +769,15 @@ def cancel_jobs_of(owner: Any) -> None:
 
 def _jobs_of(owner: Any) -> list[_LibraryJob]:
     return [job for job in list(_active) if job.process == os.getpid() and job.holds(owner)]
+
+
+def saves_under_way() -> list[_LibraryJob]:
+    """The saves of this process that have no verdict yet."""
+    now = time.monotonic()
+    return [
+        job for job in list(_active)
+        if job.is_save and job.process == os.getpid() and not job.over and not job.wait(now)
+    ]
 
 
 # ---- The end of the process ------------------------------------------------------------------------

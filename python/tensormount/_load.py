@@ -177,6 +177,8 @@ class _LoadRequest:
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        # The caller's request, if it has objects with a state_dict(), whose states are in `request`.
+        self.given: Any = None
         self.objects: list[tuple[str, tuple[int, ...]]] = []
         self.group: Any = None
         self.stored_uuid: Optional[str] = None  # The checkpoint that this rank opened before the load.
@@ -220,7 +222,8 @@ def load(
     program that saved `source` may differ.
 
     request   a state dict like the saved one, or a part of it. Its tensors are filled; its plain values
-              are replaced (in dicts and lists in place; a tuple is replaced as a whole).
+              are replaced (in dicts and lists in place; a tuple is replaced as a whole). Objects with
+              state_dict() and load_state_dict() get their states.
     source    "STORE/NAME", "STORE/latest", or a checkpoint of another program.
     group     Group; None: this process alone.
     objects   keys of objects to load; (key, index) for a part of an object on a grid.
@@ -316,11 +319,16 @@ def _begin(
     optional: Optional[Sequence[str]] = None,
     progress: Progress = None,
 ) -> tuple[LoadJob, Optional[BaseException]]:
+    from tensormount import _stateful
+
     group = _group(group)
     with group._handle() as handle:
         policy = _ValuePolicy("raise", (), None)
         pending = _LoadRequest(request)
         try:
+            if _stateful.has_states(request):
+                pending.given, pending.request = request, _stateful.with_states(request)
+                _stateful.check_lengths(request, source, key_map, options.get("roots") or (), group.rank)
             options = options.copy()
             exempt = globs("strict_exempt", options.get("strict_exempt") or ())
             may_be_absent = globs("optional", optional or ())
@@ -629,6 +637,11 @@ def _loaded(lib: Any, address: int, pending: _LoadRequest) -> Loaded:
     _update_in_place(pending.request, found.state, _shared_containers(pending.request))
     if type(pending.request) is type(found.state) and isinstance(pending.request, (dict, list)):
         found.state = pending.request
+    if pending.given is not None:
+        from tensormount import _stateful
+
+        _stateful.restore(pending.given, found.state)
+        found.state = pending.given
     return found
 
 

@@ -155,7 +155,8 @@ def save(
     UnknownOutcomeError it may).
 
     state     a dict (or list, tuple), nested as you like, of NumPy arrays, PyTorch tensors and DTensors,
-              JAX arrays, and plain values. Tensors other than DTensors, and plain values, must be equal
+              JAX arrays, and plain values. An object with state_dict() and load_state_dict() is saved
+              through it. Tensors other than DTensors, and plain values, must be equal
               on all ranks that have them; put a value that differs into PerRank(...).
     path      "STORE/NAME". The first save makes the store.
     group     Group; None: this process alone.
@@ -359,7 +360,9 @@ def build(
     try:
         if isinstance(state, FailedState):
             raise state.error
-        flat = _tree.flatten(state, purpose=purpose)
+        from tensormount._stateful import with_states
+
+        flat = _tree.flatten(with_states(state), purpose=purpose)
         built.add_tensors(flat.items(), purpose, cache_of(group), group.size)
         if purpose == _shards.SAVE:
             built.set_values(*flat.json_texts())

@@ -524,6 +524,15 @@ class Dcp(support.Folder):
             dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
         self.assertIsNone(writer.report)
 
+    def test_objects_are_saved_beside_the_state(self):
+        writer = tm.torch.Writer("S/with-config", objects={"config.json": b"{}"})
+        dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
+        with tm.open("S/with-config") as checkpoint:
+            self.assertEqual(checkpoint.objects["config.json"], b"{}")
+            self.assertEqual(checkpoint.files().read("hf/config.json"), b"{}")
+        with self.assertRaisesRegex(tm.InvalidArgumentError, "config.json"):
+            tm.torch.Writer("S/x", objects={"config.json": "text"})
+
     def test_incomplete_plan_is_refused(self):
         class Delta(DefaultSavePlanner):
             """As one that says what has changed in a way of its own."""

@@ -223,6 +223,17 @@ def np_zeros():
     return np.zeros((4, 4), "f4")
 
 
+def sharded_tensor_of_rows(whole, rank, size):
+    """PyTorch's ShardedTensor, as FSDP1 makes them."""
+    import torch
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    begin, data = rows(whole, rank, size)
+    about = ShardMetadata([begin] + [0] * (whole.ndim - 1), list(data.shape), f"rank:{rank}/cpu")
+    return sharded_tensor.init_from_local_shards([sharded_tensor.Shard(torch.tensor(data), about)], *whole.shape)
+
+
 def of_processes(folder):
     """In each of two processes."""
     import torch
@@ -252,6 +263,9 @@ def of_processes(folder):
         examples = {"rows": lambda whole, rank, size: in_parts(torch.tensor(whole), rank, size)}
         kind = kind_of(examples["rows"](np_zeros(), 0, 2))
         assert check_leaf_kind(kind, examples, group=group, folder=f"{folder}/parts") >= 3
+        examples = {"rows": sharded_tensor_of_rows}
+        kind = kind_of(sharded_tensor_of_rows(np_zeros(), group.rank, 2))
+        assert check_leaf_kind(kind, examples, group=group, folder=f"{folder}/sharded") >= 3
     print("fine")
 
 

@@ -10,11 +10,13 @@ from tensormount._leaves import registry
 from tensormount._leaves.arrays import NumpyKind
 from tensormount._leaves.base import LeafKind, ObjectPart
 from tensormount._leaves.dtensors import DTensorKind
-from tensormount._leaves.parts import JaxKind, ShardsKind
+from tensormount._leaves.parts import JaxKind, ShardedTensorKind, ShardsKind
 from tensormount._leaves.registry import register_leaf_kind
 from tensormount._leaves.tensors import SelfDescribingKind, TensorKind
 
 __all__ = ["LeafKind", "ObjectPart", "register_leaf_kind"]
 
 # The kind of a subclass comes before the kind of its base class.
-registry.BUILT_IN = (NumpyKind(), DTensorKind(), SelfDescribingKind(), TensorKind(), ShardsKind(), JaxKind())
+registry.BUILT_IN = (
+    NumpyKind(), DTensorKind(), SelfDescribingKind(), ShardedTensorKind(), TensorKind(), ShardsKind(), JaxKind(),
+)

@@ -65,6 +65,33 @@ def describe_part(key: str, part: Part, purpose: str) -> Shard:
     )
 
 
+class ShardedTensorKind(ArrayKind):
+    """PyTorch's ShardedTensor, which FSDP1 has in sharded state dicts."""
+
+    def recognises(self, kind: type) -> bool:
+        return any(
+            one.__name__ == "ShardedTensor" and one.__module__.startswith("torch.distributed._shard")
+            for one in kind.__mro__
+        )
+
+    def describe(self, key: str, leaf: Any, purpose: str, world_size: Optional[int] = None) -> List[Shard]:
+        shape = tuple(leaf.metadata().size)
+        parts = [(tuple(one.metadata.shard_offsets), one.tensor) for one in leaf.local_shards()]
+        return [describe_part(key, part, purpose) for part in Shards(shape, parts).parts] if parts else []
+
+    def memory(self, leaf: Any) -> Any:
+        return tuple(map(registry.memory, self.tensors(leaf)))
+
+    def identity(self, leaf: Any) -> Any:
+        return tuple(map(_data_identity, self.tensors(leaf)))
+
+    def may_be_tied(self, leaf: Any) -> bool:
+        return 0 not in leaf.shape and not any(one.numel() for one in self.tensors(leaf))
+
+    def tensors(self, leaf: Any) -> Sequence[Any]:
+        return [one.tensor for one in leaf.local_shards()]
+
+
 class JaxKind(ArrayKind):
     """Arrays of JAX, recognised by the attributes of jax.Array."""
 

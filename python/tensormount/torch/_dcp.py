@@ -15,7 +15,7 @@ import io
 import operator
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
@@ -88,6 +88,8 @@ class Writer(_CheckpointPath, StorageWriter):
               with one they must be its ranks.
     per_rank  globs of keys of byte items (values that are not tensors) that each rank saves for itself.
               Other byte items must be equal on all ranks that have them, or the save is refused.
+    objects   further bytes by key, such as {"config.json": b"..."}: the same on all ranks that give them. A mount
+              shows those of a model's files in hf/.
     options   as for `tensormount.save`: replace, placement, replicas, strategy, page_hashes, ...
 
     Any planner works, with or without plan caching: the data are those of its resolve_data(). A plan that
@@ -101,9 +103,11 @@ class Writer(_CheckpointPath, StorageWriter):
         *,
         group: Any = None,
         per_rank: Sequence[str] = (),
+        objects: Optional[Mapping[str, bytes]] = None,
         **options: Unpack[_save.SaveOptions],
     ) -> None:
         self._path = None if path is None else os.fspath(path)
+        self._objects = {key: _save._bytes(key, data) for key, data in (objects or {}).items()}
         self._process_group = None if isinstance(group, Group) else group
         self._group = group if isinstance(group, Group) else None
         self._given_group = isinstance(group, Group)
@@ -235,6 +239,8 @@ class Writer(_CheckpointPath, StorageWriter):
         return self._group
 
     def _fill(self, built: State, plan: SavePlan, planner: Any, group: Group) -> None:
+        for key, content in self._objects.items():
+            built.add_object(key, content)
         shards: list[Any] = []
         leaves = getattr(planner, "state_dict", None) or {}
         for item in plan.items:
@@ -382,16 +388,19 @@ class Reader(_CheckpointPath, StorageReader):
         self._resolved: Optional[str] = None  # The path that was opened, which "latest" named.
         self._names: Optional[_paths.DcpNames] = None
         self._common: Optional[dict[str, Any]] = None
+        self._object_keys: Optional[frozenset[str]] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_names": None, "_common": None}
+        return {
+            **self.__dict__, "_checkpoint": None, "_names": None, "_common": None, "_object_keys": None,
+        }
 
     def reset(self, checkpoint_id: Union[str, os.PathLike[str], None] = None) -> None:
         super().reset(checkpoint_id)
         self._checkpoint = None
         self._resolved = None
         self._names = None
-        self._common = None
+        self._common = self._object_keys = None
 
     def _opened(self) -> Any:
         if self._checkpoint is None:
@@ -462,7 +471,7 @@ class Reader(_CheckpointPath, StorageReader):
         """Closes the checkpoint, which would keep its space after it is replaced or removed."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-        self._checkpoint = self._names = self._common = None
+        self._checkpoint = self._names = self._common = self._object_keys = None
 
     def _read_data(self, plan: LoadPlan, planner: Any) -> None:
         checkpoint = self._opened()
@@ -550,7 +559,9 @@ class Reader(_CheckpointPath, StorageReader):
         if fqn in named.made:
             return _torch_saved(named.made[fqn], fqn)
         key = named.values.get(fqn, fqn)
-        if key in checkpoint.objects:
+        if self._object_keys is None:
+            self._object_keys = frozenset(checkpoint.objects.names())
+        if key in self._object_keys:
             try:
                 return bytes(checkpoint.object(key))
             except KeyNotFoundError:

@@ -9,7 +9,7 @@ and from structures of `tensormount.save`. None of these is trusted: an impossib
 from __future__ import annotations
 
 import collections
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensormount import _tree, _values
@@ -181,6 +181,16 @@ def _planner_path(path: _tree.Path) -> Path:
     return tuple(key if kind else _tree.step_text(key) for kind, key in path)
 
 
+def _only_dicts(paths: Collection[Path]) -> bool:
+    """Whether the paths have no positions, and none ends at or above the end of another: the usual case, which is
+    quick to tell."""
+    ends = set(paths)
+    return len(ends) == len(paths) and not any(
+        any(type(step) is int for step in path) or any(path[:i] in ends for i in range(1, len(path)))
+        for path in paths
+    )
+
+
 def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
     """The paths, with those that cannot be in one state dict replaced by (key,).
 
@@ -188,6 +198,8 @@ def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
     str where another has a position. Positions are not negative, and not far past the end.
     """
     found = {key: _path_of(key, path) for key, path in paths.items()}
+    if _only_dicts(found.values()):
+        return found
     # steps: for each container its keys, by the next step of their paths.
     for _ in range(_MAX_ROUNDS):
         steps: dict[Path, dict[Union[str, int], list[str]]] = collections.defaultdict(

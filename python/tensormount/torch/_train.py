@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tensormount import _abi, _key_map, _load, _save, _saver, _tree
+from tensormount import _abi, _key_map, _load, _save, _saver, _stateful, _tree
 from tensormount._jobs import log
 from tensormount._state import FailedState
 from tensormount._tree import PerRank
@@ -166,7 +166,7 @@ def load(
             for one in wanted.optimizers:
                 _drop_empty(one)
     if extra is not None:
-        _restore(extra, state["extra"])
+        _stateful.restore(extra, state["extra"])
     return loaded
 
 
@@ -322,7 +322,7 @@ def _state(model: Any, optim: Any, extra: Any, ignore_frozen: bool) -> dict[str,
             found = get_optimizer_state_dict(_module(model), optim, options=options)
         state["optim"] = _plain(found)
     if extra is not None:
-        state["extra"] = _with_states(extra)
+        state["extra"] = _stateful.with_states(extra)
     return state
 
 
@@ -613,74 +613,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _with_states(extra: Any) -> Any:
-    """`extra`, with each object that has a state_dict() replaced by its state."""
-    if isinstance(extra, dict):
-        return {key: _with_states(item) for key, item in extra.items()}
-    if type(extra) in (list, tuple):
-        return type(extra)(map(_with_states, extra))
-    if isinstance(extra, PerRank):
-        return PerRank(_with_states(extra.value))
-    if not _tree.is_tensor(extra) and hasattr(extra, "state_dict"):
-        return extra.state_dict()
-    return extra
-
-
-def _restored(item: Any, loaded: Any) -> Any:
-    """The replacement of `item` after a load: `item` itself if it has a state or is filled in place, otherwise the
-    loaded value."""
-    if isinstance(item, PerRank):
-        if not _has_states(item.value):
-            return loaded
-        given = _restored(item.value, loaded.value)
-        return item if given is item.value else PerRank(given)
-    if _tree.is_tensor(item):
-        return item
-    if hasattr(item, "load_state_dict"):
-        item.load_state_dict(loaded)
-        return item
-    if isinstance(item, dict):
-        if not isinstance(loaded, dict):
-            return loaded  # `item` is an empty dict, and the stored value is not a dict.
-        _restore(item, loaded)
-        return item
-    if type(item) in (list, tuple) and _has_states(item):
-        _check_length(item, loaded, "extra")  # The checkpoint may have been replaced since `_check_extra`.
-        each = [_restored(one, new) for one, new in zip(item, loaded)]
-        if type(item) is tuple:
-            return tuple(each)
-        item[:] = each
-        return item
-    return loaded
-
-
-def _has_states(value: Any) -> bool:
-    """Whether a value is, or contains, an object with a state. Containers of such objects are kept."""
-    if isinstance(value, dict):
-        return any(map(_has_states, value.values()))
-    if type(value) in (list, tuple):
-        return any(map(_has_states, value))
-    if isinstance(value, PerRank):
-        return _has_states(value.value)
-    return not _tree.is_tensor(value) and hasattr(value, "load_state_dict")
-
-
-def _restore(extra: Any, loaded: Any) -> None:
-    """Puts loaded values into the caller's dict or list, and calls load_state_dict() of the objects in it."""
-    if not isinstance(extra, dict):
-        given = _restored(extra, loaded)
-        if given is not extra and type(extra) is list:
-            extra[:] = given
-        return
-    if not extra and isinstance(loaded, dict):
-        extra.update(loaded)  # An empty dict requests everything.
-    for key, item in list(extra.items()):
-        if key in loaded:
-            given = _restored(item, loaded[key])
-            if given is not item:
-                extra[key] = given
-
-
 def _check_extra(
     extra: Any,
     source: PathLike,
@@ -689,62 +621,10 @@ def _check_extra(
     rank: int,
 ) -> None:
     """Checks, before the load, that all loaded values can be put into `extra`. InvalidArgumentError, LayoutError."""
-    if extra is not None and type(extra) is not list and not _is_filled_in_place(extra):
+    if extra is not None and type(extra) is not list and not _stateful.is_filled_in_place(extra):
         raise InvalidArgumentError(
             f"extra={extra!r:.100}: a dict or list was expected, which the load can put values into"
         )
-    if not _holds_states_in_lists(extra):
-        return
-    with _load._try_open(source, roots) as checkpoint:
-        if checkpoint is None:
-            return  # The load raises the reason.
-        ranks = checkpoint._rank_values(rank) or checkpoint._rank_values(0)
-        stored = _load._stored_state(checkpoint._values(), ranks)
-    if key_map is not None:
-        stored = _key_map.renamed_values({"extra": _with_states(extra)}, stored, key_map)
-    if isinstance(stored, dict):
-        _check_lengths(extra, stored.get("extra", _tree.ABSENT), "extra")
+    _stateful.check_lengths(extra, source, key_map, roots, rank, "extra")
 
 
-def _is_filled_in_place(value: Any) -> bool:
-    """Whether the object itself takes all values that are loaded for it."""
-    if isinstance(value, dict) or _tree.is_tensor(value) or hasattr(value, "load_state_dict"):
-        return True
-    if isinstance(value, PerRank):
-        return _has_states(value.value) and _is_filled_in_place(value.value)
-    if type(value) is list and _has_states(value):
-        return True
-    return type(value) in (list, tuple) and bool(value) and all(map(_is_filled_in_place, value))
-
-
-def _holds_states_in_lists(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_states_in_lists, value.values()))
-    if isinstance(value, PerRank):
-        return _holds_states_in_lists(value.value)
-    return type(value) in (list, tuple) and _has_states(value)
-
-
-def _check_lengths(item: Any, stored: Any, name: str) -> None:
-    """LayoutError: the stored list for a list or tuple with states has another length, or is no list."""
-    if stored is _tree.ABSENT or _tree.is_tensor(item) or hasattr(item, "load_state_dict"):
-        return
-    if isinstance(item, PerRank):
-        _check_lengths(item.value, stored.value if isinstance(stored, PerRank) else stored, name)
-    elif isinstance(item, dict):
-        for key, one in item.items() if isinstance(stored, dict) else ():
-            _check_lengths(one, stored.get(key, _tree.ABSENT), f"{name}.{key}")
-    elif type(item) in (list, tuple) and _has_states(item):
-        _check_length(item, stored, name)
-        for i, (one, new) in enumerate(zip(item, stored)):
-            _check_lengths(one, new, f"{name}.{i}")
-
-
-def _check_length(item: Any, stored: Any, name: str) -> None:
-    if type(stored) not in (list, tuple) or len(stored) != len(item):
-        had = f"{len(stored)} items" if type(stored) in (list, tuple) else "something else"
-        raise LayoutError(
-            f"{name}: this {type(item).__name__} holds states and has {len(item)} items, but the "
-            f"checkpoint has {had}: they cannot be matched",
-            key=name,
-        )
