@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 __version__ = "0.1.0"
 
 # Modules over another package, which has the same name and is imported with them.
-_PLUGINS = ("fsspec",)
+_PLUGINS = ("accelerate", "fsspec", "lightning", "megatron", "olmo", "torchtitan", "transformers")
 
 # Public name to the module that defines it, which is imported at the first use of the name. New names go
 # here and into the imports for checkers below.
@@ -109,7 +109,17 @@ _NAMES = {
 if TYPE_CHECKING:
     from typing import Any
 
-    from tensormount import fsspec as fsspec, testing as testing, torch as torch
+    from tensormount import (
+        accelerate as accelerate,
+        fsspec as fsspec,
+        lightning as lightning,
+        megatron as megatron,
+        olmo as olmo,
+        testing as testing,
+        torch as torch,
+        torchtitan as torchtitan,
+        transformers as transformers,
+    )
     from tensormount._abi import (
         enable_mapping_guard as enable_mapping_guard,
         library_path as library_path,
