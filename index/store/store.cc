@@ -464,7 +464,9 @@ Status Store::ClaimUpTo(std::uint64_t generation) const {
     if (ParseGeneration(e.name).value_or(0) >= generation) return Status();
   }
   const Status made = fs_->CreateDirectory(JoinPath(folder, std::to_string(generation)));
-  return made.code() == Code::kAlreadyExists ? Status() : made;
+  if (made.code() == Code::kAlreadyExists) return Status();
+  TENSORMOUNT_RETURN_IF_ERROR(made);
+  return store_moves::SyncClaim(*fs_, path_, generation);
 }
 
 Status Store::PrepareToWrite() const {

@@ -56,6 +56,14 @@ std::string TrashMarkPath(const std::string& entry) {
   return entry + std::string(store_paths::kSinceSuffix);
 }
 
+Status SyncClaim(FileSystem& fs, const std::string& store, std::uint64_t generation) {
+  const std::string claims = JoinPath(store, store_paths::kGenerationsFolder);
+  const Status synced = fs.SyncDirectory(JoinPath(claims, std::to_string(generation)));
+  // gc removes claims below later ones.
+  if (!synced.ok() && synced.code() != Code::kNotFound) return synced;
+  return fs.SyncDirectory(claims);
+}
+
 bool IsEmptyDirectory(FileSystem& fs, const std::string& path) {
   const Result<FileInfo> info = fs.LinkStat(path);
   if (!info.ok() || info.value().kind != FileKind::kDirectory) return false;

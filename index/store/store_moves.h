@@ -97,6 +97,11 @@ UuidLocation Locate(FileSystem& fs, const Staging& staging);
 Result<std::unique_ptr<File>> LockWorkFolder(FileSystem& fs, const std::string& folder,
                                              std::string_view busy);
 
+// Makes the claim of a generation durable: the directory .generations/N and its name. Without the
+// first, a power failure on a filesystem without a journal may leave a block of a deleted directory
+// in the claim, and e2fsck then takes its names, of files of checkpoints, for those of the claim.
+Status SyncClaim(FileSystem& fs, const std::string& store, std::uint64_t generation);
+
 // Whether `path` is a directory without entries; not one at the end of a symbolic link.
 bool IsEmptyDirectory(FileSystem& fs, const std::string& path);
 

@@ -508,7 +508,7 @@ Result<std::string> Store::MoveIntoPlace(const Staging& staging, IfExists if_exi
   }
   Status synced = fs.SyncMovedFolder(to, path_, JoinPath(path_, store_paths::kStagingFolder));
   // The claim of the generation is made durable too, because it outlives the checkpoint.
-  if (synced.ok()) synced = fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder));
+  if (synced.ok()) synced = store_moves::SyncClaim(fs, path_, staging.generation);
   if (!synced.ok()) {
     return Status(Code::kUnknown,
                   "published, but a power failure may undo it: " + synced.message());

@@ -140,7 +140,7 @@ Result<Staging> Store::BeginShared(const std::string& name,
     // The whole path is synced, including directories that other processes created, because files
     // below it are synced later.
     TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(staging_folder));
-    TENSORMOUNT_RETURN_IF_ERROR(fs.SyncDirectory(JoinPath(path_, store_paths::kGenerationsFolder)));
+    TENSORMOUNT_RETURN_IF_ERROR(store_moves::SyncClaim(fs, path_, staging.generation));
     return fs.SyncDirectory(path_);
   };
   // Everything is created in a temporary directory, so that others see a complete staging or none.

@@ -139,13 +139,12 @@ class register:
             **named: Any,
         ) -> Path:
             def content() -> Content:
-                ddp = accelerator.num_processes > 1
                 with scratch() as folder:
                     _ORIGINAL["save_accelerator_state"](folder, [], [], [], dataloaders, *rest, **named)
                     files = folder.read()
                 return Content(
                     replicated={
-                        **numbered("model", [_unwrapped(state, ddp) for state in model_states]),
+                        **numbered("model", [_unwrapped(state) for state in model_states]),
                         **numbered("optim", [one.state_dict() for one in plain_optimizers]),
                     },
                     extra={
@@ -316,19 +315,13 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _unwrapped(state: Any, ddp: bool) -> Any:
-    """The state dict of a model with the names that it has on one process, and not compiled."""
-    if not isinstance(state, dict):
+def _unwrapped(state: Any) -> Any:
+    """The state dict of a model with the names that it has where it is not compiled."""
+    if not any(str(key).startswith("_orig_mod.") for key in state):
         return state
-    ddp = ddp and all(str(key).startswith("module.") for key in state)
-
-    def name(key: str) -> str:
-        if ddp and (key == "module" or key.startswith("module.")):
-            key = key[len("module.") :]
-        return f"{key}.".replace("_orig_mod.", "")[:-1] if key else key
-
-    found = OrderedDict((name(key), value) for key, value in state.items())
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        found._metadata = OrderedDict((name(key), value) for key, value in metadata.items())  # type: ignore[attr-defined]
+    found = OrderedDict((key.removeprefix("_orig_mod."), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", {})
+    found._metadata = OrderedDict(  # type: ignore[attr-defined]
+        ("" if key == "_orig_mod" else key.removeprefix("_orig_mod."), value) for key, value in metadata.items()
+    )
     return found

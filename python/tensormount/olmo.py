@@ -195,10 +195,6 @@ class RemoteFileSystemWriter(_LocalOnly, _patch.FileSystemWriter):
         self._directory = _local(path)
         _dcp.Writer.__init__(self, self._places.checkpoint(self._directory), **settings.options)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _plugins.PathLike) -> bool:
-        return not olmo_core.io.is_url(checkpoint_id)
-
     def reset(self, checkpoint_id: Optional[_plugins.PathLike] = None) -> None:
         super().reset(None if checkpoint_id is None else _local(checkpoint_id))
 
@@ -233,10 +229,6 @@ class RemoteFileSystemReader(_LocalOnly, _patch.FileSystemReader):
         super().__init__(_local(path))
         self._places = _Places()  # Also with a store: the directory has a link to its checkpoint.
         self._options = options
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _plugins.PathLike) -> bool:
-        return not olmo_core.io.is_url(checkpoint_id)
 
     def reset(self, checkpoint_id: Optional[_plugins.PathLike] = None) -> None:
         super().reset(None if checkpoint_id is None else _local(checkpoint_id))
@@ -280,17 +272,18 @@ def _remove_from_store(places: _Places, directory: str) -> None:
     """Removes the checkpoints in the store that were saved for a directory, or for a directory in it."""
     if places.store is None or not os.path.isdir(directory):
         return
-    store = Store(places.store)
-    for saved in (directory, *(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))):
-        link = os.path.join(saved, _plugins.STATE)
-        try:
-            path = places.checkpoint(saved)
-            # A link that the user made is not followed.
-            if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path):
+    try:
+        inner = [entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
+        for saved in (directory, *inner):
+            link = os.path.join(saved, _plugins.STATE)
+            path = places.checkpoint(saved) if os.path.islink(link) else None
+            # A link that another program made is not followed.
+            if path is not None and os.path.realpath(link) == os.path.realpath(path):
+                store = Store(places.store)
                 store.remove(os.path.basename(path))
-                store.gc()  # Those that were removed earlier.
-        except Error as error:
-            log.warning("%s: its checkpoint is not removed from the store %s: %s", saved, places.store, error)
+                store.gc()  # Deletes what was removed earlier.
+    except (Error, OSError) as error:
+        log.warning("%s: its checkpoint is not removed from the store %s: %s", directory, places.store, error)
 
 
 _OURS: dict[str, Any] = {

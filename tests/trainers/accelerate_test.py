@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(str(error))
 
-from tensormount import _archive, _plugins
+from tensormount import _archive, _plugins, _torch_values
 
 HERE = os.path.abspath(__file__)
 warnings.filterwarnings("ignore")
@@ -428,6 +428,7 @@ class Registered(support.Folder):
         run = Run()
         with tm.accelerate.register(run.accelerator):
             run.accelerator._models[0] = Compiled(run.net)
+            metadata = {key: value for key, value in run.net.state_dict()._metadata.items()}
             run.accelerator.save_state("compiled/a")
             again = Run()
             states = run.states()
@@ -436,6 +437,22 @@ class Registered(support.Folder):
         with tm.accelerate.register(again.accelerator):
             again.accelerator.load_state("compiled/a")
         self.assertTrue(same(again.states()[0], states[0]))
+        with tm.open("compiled/a/tm-state") as checkpoint:
+            found = _torch_values.join(checkpoint.state(torch=True), checkpoint.objects)
+        self.assertEqual(dict(found["model"]._metadata), metadata)
+
+    def test_a_rank_that_was_not_there_keeps_its_random_state(self):
+        run = Run()
+        with tm.accelerate.register(run.accelerator):
+            run.train(4)
+            run.accelerator.save_state("more/a")
+            again = Run()
+        with tm.accelerate.register(again.accelerator), mock.patch.dict(AcceleratorState._shared_state, process_index=5):
+            before = random.getstate()
+            random.random()
+            again.accelerator.load_state("more/a")
+        self.assertEqual(again.accelerator.step, 4)
+        self.assertNotEqual(random.getstate(), before)
 
     def test_the_scaler_is_saved(self):
         run = Run()

@@ -9,6 +9,7 @@ import functools
 import queue
 import sys
 import types
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -179,9 +180,14 @@ class Training:
         return loss.item()
 
     def fill(self, seed):
-        """A step with invented gradients, for models in pipeline stages."""
-        generator = torch.Generator().manual_seed(seed + dist.get_rank())
-        for one in self.model.parameters():
+        """A step with invented gradients, for models in pipeline stages. Those of replicas are equal."""
+        for name, one in self.model.named_parameters():
+            place = [seed, parallel_state.get_data_parallel_rank()]
+            if getattr(one, "tensor_model_parallel", False):
+                place.append(parallel_state.get_tensor_model_parallel_rank())
+            if not getattr(one, "shared_embedding", False):
+                place += [name, parallel_state.get_pipeline_model_parallel_rank()]
+            generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
             one.main_grad.copy_(torch.randn(one.shape, generator=generator))
         self.model.start_grad_sync()
         self.model.finish_grad_sync()

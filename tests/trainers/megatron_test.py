@@ -393,18 +393,22 @@ class Quantized(torch.Tensor):
 # ---- The distributed optimizer, on several ranks -------------------------------------------------
 
 
-def save_state(training, directory, patched=True, sharding="fully_reshardable", **options):
+def save_state(training, directory, patched=True, sharding="fully_reshardable", wrapped=False, **options):
+    strategy = FullyParallelSaveStrategyWrapper(theirs(), dist.group.WORLD) if wrapped else theirs()
     with tm.megatron.install(**options) if patched else contextlib.nullcontext():
-        dc.save(training.sharded_state_dict(sharding=sharding), made(directory), theirs())
+        dc.save(training.sharded_state_dict(sharding=sharding), made(directory), strategy)
 
 
-def load_state(directory, patched=True, sharding="fully_reshardable", **model):
+def load_state(directory, patched=True, sharding="fully_reshardable", wrapped=False, **model):
     """A model with other weights, and what a load into it gives."""
     torch.manual_seed(99)
     training = megatron_cpu.Training(**model)
+    strategy = strategies.TorchDistLoadShardedStrategy()
+    if wrapped:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, dist.group.WORLD)
     with tm.megatron.install() if patched else contextlib.nullcontext():
         state, missing, unexpected = dc.load(
-            training.sharded_state_dict(loads=True, sharding=sharding), directory, strict="return_all")
+            training.sharded_state_dict(loads=True, sharding=sharding), directory, strategy, strict="return_all")
         assert not missing and not unexpected, (missing, unexpected)
         training.load_state_dict(state)
     return training
@@ -466,6 +470,9 @@ def resume_elsewhere(tp, pp, ours, theirs_too, model):
     expected = load_state(theirs_too, patched=False, **model).state()
     assert_equal(load_state(ours, **model).state(), expected)
     assert_equal(load_state(theirs_too, **model).state(), expected)
+    if not model.get("tied"):
+        # Each rank reads a part, and sends it to the others that need it.
+        assert_equal(load_state(ours, wrapped=True, **model).state(), expected)
 
 
 def save_both(tp, pp, name, model):
@@ -475,7 +482,7 @@ def save_both(tp, pp, name, model):
     training = megatron_cpu.Training(**model)
     for seed in range(2):
         training.fill(seed)
-    save_state(training, ours)
+    save_state(training, ours, wrapped=True)
     save_state(training, gathered, gather_optimizer=True)
     save_state(training, own, patched=False)
     if dist.get_rank() == 0:
@@ -817,6 +824,19 @@ class Ranges(unittest.TestCase):
             with self.subTest(seed=seed, shape=shape, ahead=ahead, first=first, size=size):
                 self.check(leaf, {"w": whole}, first, size)
                 self.assertLessEqual(len(self.layout(leaf, first, size)), max(1, 2 * len(shape) - 1))
+
+    def test_copies_are_loaded_but_not_saved(self):
+        for replica_id, saved in (((0, 0, 5), 2), ((0, 1, 0), 0), ((1, 0, 0), 0)):
+            param = torch.nn.Parameter(torch.zeros(3, 4))
+            ranges = {"param": mock.Mock(start=2, end=8)}
+            optimizer = mock.Mock(
+                distributed_optimizer_instance_id=0, gbuf_ranges=[{"dtypes": [{"param_map": {param: ranges}}]}])
+            optimizer._get_main_param_and_optimizer_states.return_value = {
+                "param": torch.arange(6.0), "exp_avg": torch.zeros(6), "step": torch.tensor(1.0)}
+            model = {"w": ShardedTensor.from_rank_offsets("w", param, replica_id=replica_id)}
+            for loads, count in ((False, saved), (True, 2)):
+                (states,) = _optimizer.sharded_state(optimizer, model, loads).values()
+                self.assertEqual({name: len(parts) for name, parts in states.items()}, {"param": count, "exp_avg": count})
 
     def test_factories_that_cut_a_parameter_are_followed(self):
         for axis, (rows, columns) in itertools.product((0, 1), ((6, 4), (2, 8))):

@@ -46,12 +46,14 @@ WORST = ("error", "failed", "killed", "known", "skipped", "passed")
 def prepare(checkout):
     """Imports what all tests need, once, before the ranks are forked."""
     sys.path[:0] = [HERE]
-    import torch._dynamo  # noqa: F401: before megatron_cpu.
+    import torch._dynamo  # Before megatron_cpu.
 
     import megatron_cpu  # noqa: F401
     import megatron.core.utils
 
     megatron.core.utils.is_te_min_version = lambda *args, **kwargs: False  # Transformer Engine needs CUDA.
+    for kind in (torch.optim.Adam, torch.optim.AdamW):  # The tests give no learning rate, which only others accept.
+        kind.__init__ = with_learning_rate(kind.__init__)
     # Downloads of data that tests of checkpoints do not need.
     stub = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     stub.download_and_extract_asset = lambda **options: None
@@ -66,6 +68,10 @@ def prepare(checkout):
     from tests.unit_tests.test_utilities import Utils
 
     return Utils
+
+
+def with_learning_rate(init):
+    return lambda self, params, lr=None, **options: init(self, params, lr=1e-3 if lr is None else lr, **options)
 
 
 class Collected:

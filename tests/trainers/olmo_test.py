@@ -26,6 +26,8 @@ try:
     import torch.distributed as dist
     from olmo_core import io
     from olmo_core.distributed import checkpoint as olmo
+    from olmo_core.generate.generation_module import TransformerGenerationModule
+    from olmo_core.generate.generation_module.config import GenerationConfig
     from olmo_core.train import checkpoint as train_checkpoint
     from olmo_core.train.callbacks import checkpointer as callback
     from olmo_core.train.checkpoint import Checkpointer
@@ -432,6 +434,11 @@ class OneProcess(support.Folder):
         with tm.olmo.install():
             self.checkpointer.load("old/step1", module)
         self.assertTrue(module.is_loaded(4))
+        # And back.
+        support.run("export", "--to", "dcp", "old/step2/model_and_optim/tm-state", "back")
+        module = Module(0)
+        olmo.load_state_dict("back", module.state)
+        self.assertTrue(module.is_loaded(2))
 
     def test_a_failed_background_save_is_not_a_checkpoint(self):
         def fail(report):
@@ -593,6 +600,12 @@ class Guide(support.Folder):
         self.assertEqual([names["trainer"].global_step for names in (first, second)], [2, 4])
         self.assertEqual([names["trainer"].checkpoint_loaded for names in (first, second)], [False, True])
         self.assertTrue(tm.verify("out/step4/model_and_optim/tm-state")["whole"])
+        # The model for generation is that of the last step.
+        generation = TransformerGenerationModule.from_checkpoint(
+            "out/step4", transformer_config=second["config"],
+            generation_config=GenerationConfig(pad_token_id=1, eos_token_id=0),
+        )
+        assert_equal(dict(generation.model.state_dict()), dict(second["model"].state_dict()))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def sharded_state(optimizer: Any, model_sharded_state_dict: Any, is_loading: boo
     as {number of the parameter: {state: {where in the rank's range: ShardedTensor}}}. Their data are the memory of the
     optimizer, so that a load fills it in place.
 
-    A save leaves copies out: ranks may cut them in other places (embeddings that two pipeline stages share), but
-    Megatron's wrapper for parallel saves tells parts by their begin alone."""
+    A save leaves copies out: another rank may cut them in other places, but Megatron's wrapper for parallel saves tells
+    parts by their begin alone."""
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     leaves = {one.data: one for one in dict_utils.nested_values(sharded)}
     state: dict[int, Any] = {}
