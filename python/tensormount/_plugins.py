@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+import types
 from collections.abc import Iterable
 from typing import Any, Optional, Union
 
@@ -98,6 +100,18 @@ def check_version(framework: str, installed: str, tested: Iterable[str]) -> None
     release = installed.split("+")[0]
     if not any(release == version or release.startswith(version + ".") for version in tested):
         warn_once(f"{framework} {installed}: tensormount was tested with {', '.join(tested)}")
+
+
+def replace(those: dict[str, Any], by: dict[str, Any], keep: Iterable[str] = ()) -> None:
+    """Replaces functions and classes in each loaded module that has them, under whatever name. `keep`: modules that
+    stay as they are."""
+    new = {id(value): by[name] for name, value in those.items()}
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or module_name in keep:
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in new:
+                setattr(module, name, new[id(value)])
 
 
 def find(plugin: str, owner: Any, name: str, parameters: Iterable[str] = ()) -> Any:

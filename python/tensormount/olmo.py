@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -50,6 +48,8 @@ _ORIGINAL: dict[str, Any] = {name: _plugins.find("olmo", module, name) for modul
 _CHECKPOINTER = olmo_core.train.checkpoint.Checkpointer
 _original_tmp_dir = _plugins.find("olmo", _CHECKPOINTER, "_get_tmp_dir")
 
+# olmo_core.io keeps its functions for its own use.
+_KEEP = (__name__, "olmo_core.io")
 # The file by which OLMo-core recognises a checkpoint.
 _INDEX = ".metadata"
 
@@ -88,7 +88,7 @@ class install:
         _check_seam()
         _active.append(self._settings)
         try:
-            _replace(_ORIGINAL, _OURS)
+            _plugins.replace(_ORIGINAL, _OURS, keep=_KEEP)
             setattr(_CHECKPOINTER, "_get_tmp_dir", _get_tmp_dir)
         except BaseException:
             self.undo()
@@ -104,7 +104,7 @@ class install:
                 del _active[position]
                 break
         if not _active:
-            _replace(_OURS, _ORIGINAL)
+            _plugins.replace(_OURS, _ORIGINAL, keep=_KEEP)
             setattr(_CHECKPOINTER, "_get_tmp_dir", _original_tmp_dir)
 
     def __enter__(self) -> install:
@@ -123,18 +123,6 @@ def _check_seam() -> None:
     for module, name, parameters in _SEAM:
         _plugins.find("olmo", module, name, parameters)
     _plugins.find("olmo", _CHECKPOINTER, "_get_tmp_dir", ("dir",))
-
-
-def _replace(those: dict[str, Any], by: dict[str, Any]) -> None:
-    """Replaces names in each loaded module that has imported them, under whatever name. olmo_core.io keeps its
-    functions for its own use."""
-    new = {id(value): by[name] for name, value in those.items()}
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or module_name in (__name__, "olmo_core.io"):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in new:
-                setattr(module, name, new[id(value)])
 
 
 def _local(path: _plugins.PathLike) -> str:

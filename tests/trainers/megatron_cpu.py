@@ -6,6 +6,7 @@ Import it before Megatron. Megatron asks CUDA for devices, streams and types by 
 
 import contextlib
 import functools
+import importlib.machinery
 import queue
 import sys
 import types
@@ -90,6 +91,7 @@ try:
 except ImportError:
     for _name in ("triton", "triton.language"):
         sys.modules[_name] = _Stub(_name)
+        sys.modules[_name].__spec__ = importlib.machinery.ModuleSpec(_name, None)
 
 import megatron.core  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402

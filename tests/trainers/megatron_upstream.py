@@ -22,7 +22,7 @@ import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FILES = ("test_mapping", "test_serialization", "test_torch_dist", "test_strict", "test_nonpersistent",
-         "test_checkpointable", "test_fully_parallel", "test_async_save", "test_global_metadata_reuse",
+         "test_checkpointable", "test_fully_parallel", "test_async_save", "test_global_metadata_reuse", "test_optimizer",
          "models/test_gpt_model", "models/test_mlp_glu", "models/test_moe_experts")
 # Errors of tests that need a GPU.
 NEEDS = ("Torch not compiled with CUDA", "TESpecProvider", "TENorm", "TEColumn", "TERow", "Transformer Engine",
@@ -46,14 +46,22 @@ WORST = ("error", "failed", "killed", "known", "skipped", "passed")
 def prepare(checkout):
     """Imports what all tests need, once, before the ranks are forked."""
     sys.path[:0] = [HERE]
+    import typing
+
     import torch._dynamo  # Before megatron_cpu.
+    import typing_extensions
+
+    typing.override = typing_extensions.override  # Of Python 3.12, which megatron.training 0.19 needs.
 
     import megatron_cpu  # noqa: F401
+    import megatron.core.optimizer.distrib_optimizer
     import megatron.core.utils
 
+    # The tests make the state of an Adam that needs a GPU: without "step", and without a learning rate.
+    megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE = True
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        kind.__init__, kind.__setstate__ = with_learning_rate(kind.__init__), torch.optim.Optimizer.__setstate__
     megatron.core.utils.is_te_min_version = lambda *args, **kwargs: False  # Transformer Engine needs CUDA.
-    for kind in (torch.optim.Adam, torch.optim.AdamW):  # The tests give no learning rate, which only others accept.
-        kind.__init__ = with_learning_rate(kind.__init__)
     # Downloads of data that tests of checkpoints do not need.
     stub = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     stub.download_and_extract_asset = lambda **options: None
@@ -71,7 +79,8 @@ def prepare(checkout):
 
 
 def with_learning_rate(init):
-    return lambda self, params, lr=None, **options: init(self, params, lr=1e-3 if lr is None else lr, **options)
+    return lambda self, params, lr=None, *args, **options: init(
+        self, params, 1e-3 if lr is None else lr, *args, **options)
 
 
 class Collected:
@@ -206,7 +215,7 @@ def main():
             print(outcome, name.partition("dist_checkpointing/")[2], why, sep="\t", flush=True)
             if options.logs and outcome not in ("passed", "skipped", "known"):
                 with open(f"{logs}/output-0") as file:
-                    print(file.read()[-6000:], flush=True)
+                    print(file.read()[-20000:], flush=True)
     print(dict(count))
     return 1 if count["failed"] or count["error"] or count["killed"] else 0
 

@@ -9,8 +9,6 @@ import dataclasses
 import hashlib
 import importlib
 import os
-import sys
-import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -93,7 +91,7 @@ class patch_dcp:
         _check_seam()
         _active.append(self._settings)
         try:
-            _replace(_ORIGINAL, _OURS)
+            _plugins.replace(_ORIGINAL, _OURS, keep=(__name__,))
         except BaseException:
             self.undo()
             raise
@@ -110,7 +108,7 @@ class patch_dcp:
                 del _active[position]
                 break
         if not _active:
-            _replace(_OURS, _ORIGINAL)
+            _plugins.replace(_OURS, _ORIGINAL, keep=(__name__,))
 
     def __enter__(self) -> patch_dcp:
         return self
@@ -128,17 +126,6 @@ def _check_seam() -> None:
     for name in ("FileSystemReader", "FileSystemWriter"):
         _plugins.find("patch_dcp", _storage_utils, name)
     _plugins.find("patch_dcp", _storage_utils, "_storage_setup", ("storage", "checkpoint_id", "reader"))
-
-
-def _replace(those: dict[str, Any], by: dict[str, Any]) -> None:
-    """Replaces classes in each loaded module, under whatever name the module has them."""
-    new = {id(value): by[name] for name, value in those.items()}
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or module_name == __name__:
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in new:
-                setattr(module, name, new[id(value)])
 
 
 class FileSystemWriter(_dcp.Writer):
