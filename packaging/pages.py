@@ -19,7 +19,7 @@ SECTION = re.compile(r"^([A-Z][A-Za-z ]*):$")
 ITEM = re.compile(r"^  (\S.*?)(?: {2,}(\S.*))?$")
 MORE = re.compile(r"^ {8,}(\S.*)$")
 # The words that an option takes, at the end of its text: "If the checkpoint exists: fail or replace".
-ONE_OF = re.compile(r"(?:^|: )((?:[a-z0-9-]+, )*[a-z0-9-]+ or [a-z0-9-]+)(?:\s\(required\))?$")
+ONE_OF = re.compile(r"(?:^|: )((?:[a-z0-9_-]+, )*[a-z0-9_-]+ or [a-z0-9_-]+)(?:\s\(required\))?$")
 NOT_BUILT = "Not implemented yet"
 
 

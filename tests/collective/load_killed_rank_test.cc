@@ -117,7 +117,7 @@ int LoadBody(Communicator& through, const LoadGroup& group) {
     Hit(hit_at_the_proof->HitFile(), hit_at_the_proof->scenario.signal);
   };
   options.path = s.path;
-  options.timeouts.liveness = std::chrono::milliseconds(800);
+  options.timeouts.liveness = std::chrono::seconds(2);  // A busy machine is no lost rank.
   options.timeouts.arrival = std::chrono::seconds(5);
   const auto start = std::chrono::steady_clock::now();
   const Status status = Load(request, group.Path(), comm, options).status();
