@@ -36,6 +36,7 @@ KNOWN = {
     "test_errors_are_reported": "replaces a function of Megatron's own writer",
     "test_missing_keys_raises_error_during_validation": "also without tensormount: a warning of PyTorch is logged",
     "test_broadcast_sharded_objects": "also without tensormount: has no process group when it runs alone",
+    "test_nonreshardable_optimizer_save_load": "also without tensormount: replicas begin with other numbers on a CPU",
     "test_async_is_equivalent_to_sync[True-True]": "also without tensormount: Megatron's worker asks for a GPU",
     "test_async_is_equivalent_to_sync[False-True]": "also without tensormount: Megatron's worker asks for a GPU",
 }

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 import unittest
 import warnings
 from unittest import mock
@@ -83,10 +84,10 @@ class OwnFormat(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         os.makedirs(output_dir, exist_ok=True)
-        torch.save(self.model.state_dict(), os.path.join(output_dir, "own.pt"))
+        torch.save(self.model.state_dict(), os.path.join(output_dir, "pytorch_model.bin"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        self.model.load_state_dict(torch.load(os.path.join(resume_from_checkpoint, "own.pt")))
+        self.model.load_state_dict(torch.load(os.path.join(resume_from_checkpoint, "pytorch_model.bin")))
 
 
 def states(model, optimizer):
@@ -286,12 +287,20 @@ class Registered(support.Folder):
             self.train("fails", save_total_limit=1, background=True, hook=fail)
         self.assertTrue(tm.verify("fails/checkpoint-4/tm-state")["whole"])
 
+    def test_training_ends_with_its_last_background_save(self):
+        one = trainer("ends", save_total_limit=1)
+        with tm.transformers.register(one, background=True, before_publish=lambda report: time.sleep(0.5)):
+            one.train()
+            self.assertEqual(visible("ends"), ["checkpoint-8"])
+            self.assertNotIn("tm-unfinished", visible("ends/checkpoint-8"))
+
     def test_the_newest_of_both_kinds_of_checkpoint_is_loaded(self):
         """Step 4 is saved by the Trainer itself, by us, and by the Trainer again, with other data each time."""
         for number in range(4):
             one = trainer("both", max_steps=4, seed=number)
             with tm.transformers.register(one) if number % 2 else contextlib.nullcontext():
                 one.train()
+            self.assertEqual("model.safetensors" in visible("both/checkpoint-4"), number % 2 == 0)
             again = trainer("both", max_steps=5)
             with tm.transformers.register(again):
                 again.train(resume_from_checkpoint="both/checkpoint-4")
@@ -328,8 +337,12 @@ class Registered(support.Folder):
         one = self.train("own", kind=OwnFormat)
         again = self.train("own", kind=OwnFormat, resume="own/checkpoint-4")
         self.assertEqual(losses(again), losses(one))
+        theirs = trainer("own", kind=OwnFormat, max_steps=4, seed=1)
+        theirs.train()  # The Trainer itself saves the step again.
+        again = self.train("own", kind=OwnFormat, resume="own/checkpoint-4", max_steps=5)
+        self.assertEqual(losses(again)[:4], losses(theirs))
         with tm.open("own/checkpoint-4/tm-state") as checkpoint:
-            self.assertIn("files/own.pt", checkpoint.objects)
+            self.assertIn("files/pytorch_model.bin", checkpoint.objects)
             self.assertEqual(checkpoint.keys("model*"), [])
 
     @support.needs("peft")
@@ -344,6 +357,8 @@ class Registered(support.Folder):
         again = self.train("adapters", own=adapted(), resume="adapters/checkpoint-4", **options)
         self.assertEqual(losses(again), losses(one))
         self.assertIn("adapter_model.safetensors", visible("adapters/checkpoint-4"))
+        with tm.open("adapters/checkpoint-4/tm-state") as checkpoint:
+            self.assertEqual(checkpoint.keys("model*"), [])
 
     def test_the_checkpoint_is_exported_for_from_pretrained(self):
         one = self.train("export", max_steps=4)
