@@ -40,7 +40,6 @@ class Preemption(support.Folder):
 
     def terminated(self, code, status):
         process = self.start(code)
-        time.sleep(0.5)  # Until the save that follows has begun.
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
@@ -54,7 +53,7 @@ class Preemption(support.Folder):
         _, err, took = self.terminated("""
             tm.save({"w": numpy.zeros(3)}, "S/step-1")
             tm.preemption(seconds=30)
-            job = slow("S/step-2", 1)
+            job = slow("S/step-2", 4)
             print("ready", flush=True)
             time.sleep(60)
             """, -signal.SIGTERM)
@@ -67,7 +66,7 @@ class Preemption(support.Folder):
         _, err, took = self.terminated("""
             tm.save({"w": numpy.zeros(3)}, "S/step-1")
             tm.preemption(seconds=3)
-            job = slow("S/step-2", 2.5)
+            job = slow("S/step-2", 6)
             print("ready", flush=True)
             time.sleep(60)
             """, -signal.SIGTERM)
@@ -81,8 +80,7 @@ class Preemption(support.Folder):
         _, err, took = self.terminated("""
             group = alone_of_two()
             tm.preemption(seconds=3)
-            print("ready", flush=True)
-            tm.save({"w": numpy.zeros(3)}, "S/never", group)
+            tm.save({"w": numpy.zeros(3)}, "S/never", group, on_event=lambda _: print("ready", flush=True))
             """, -signal.SIGTERM)
         self.assertLess(took, 20)
         self.assertIn("cancelled for lack of time: save S/never", err)
@@ -94,7 +92,7 @@ class Preemption(support.Folder):
             stop = []
             signal.signal(signal.SIGTERM, lambda signum, frame: stop.append(time.monotonic()))
             tm.preemption(seconds=30)
-            first = slow("S/step-1", 1)
+            first = slow("S/step-1", 5)
             print("ready", flush=True)
             while not stop:
                 time.sleep(0.01)
@@ -111,7 +109,7 @@ class Preemption(support.Folder):
         _, err, took = self.terminated("""
             signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(7))
             tm.preemption(seconds=3)
-            job = slow("S/step-1", 2.5)
+            job = slow("S/step-1", 6)
             print("ready", flush=True)
             time.sleep(60)
             """, 7)
