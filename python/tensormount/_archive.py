@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug-ins for Accelerate and the Hugging Face Trainer have in common: the whole state of a training run as one
-checkpoint.
+"""What the plug-ins for Accelerate and the Hugging Face Trainer have in common: the whole state of a training run as
+one checkpoint.
 
     model, optim, model_1, ...   state dicts, replicated on all ranks, or sharded (FSDP2)
     extra                        state dicts of rank 0: schedulers, objects of the program

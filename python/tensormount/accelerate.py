@@ -213,7 +213,8 @@ class register:
                 stored = sum(re.fullmatch(name + r"(_\d+)?", key) is not None for key in state)
                 if stored != len(ones) and not (model and state is found.state):
                     raise LayoutError(
-                        f"load {source}: {len(ones)} objects of the kind {name} are to be loaded, but {stored} were saved"
+                        f"load {source}: {len(ones)} objects of the kind {name} are to be loaded, but {stored} were "
+                        "saved"
                     )
             for name, one in numbered("model", models).items():
                 inner = accelerator.unwrap_model(one, keep_torch_compile=False)

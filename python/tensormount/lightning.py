@@ -154,7 +154,7 @@ class CheckpointIO(_CheckpointIO):
                     f"load {directory}: was saved by a distributed strategy of Lightning; load it with "
                     "ModelParallelStrategy or FSDPStrategy, within tensormount.torch.patch_dcp()"
                 )
-            is_file = os.path.isfile(directory)
+            is_file = os.path.exists(directory) and not os.path.isdir(directory)
             found = None if is_file else _directories.find(self._places, directory)
             if found is not None:
                 with open_checkpoint(found) as checkpoint:

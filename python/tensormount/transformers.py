@@ -4,8 +4,8 @@
     tm.transformers.register(trainer)
     trainer.train(resume_from_checkpoint=True)
 
-Everything that the Trainer writes into "OUT/checkpoint-500" is one atomic checkpoint. A TrainerCallback cannot do that: it
-is called when the files are written. Tested with transformers 5.24.
+Everything that the Trainer writes into "OUT/checkpoint-500" is one atomic checkpoint. A TrainerCallback cannot do
+that: it is called when the files are written. Tested with transformers 5.24.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ _LASTING = (
 _UNFINISHED = "tm-unfinished"
 # Files and directories by which a checkpoint of the Trainer itself is recognised.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_THEIRS = re.compile(r"(model|pytorch_model|optimizer|rng_state)[^/]*\.(safetensors|bin|pt|pth|index\.json)|pytorch_model_fsdp.*")
+_THEIRS = re.compile(
+    r"(model|pytorch_model|optimizer|rng_state)[^/]*\.(safetensors|bin|pt|pth|index\.json)|pytorch_model_fsdp.*"
+)
 # Longer files are compared by their sizes.
 _MAX_COMPARED = 1 << 20
 
@@ -72,10 +74,10 @@ class register:
         with tm.transformers.register(trainer) as registered:
             trainer.train(resume_from_checkpoint=registered.last_checkpoint())
 
-    A save to "OUT/checkpoint-500" becomes checkpoint "OUT/checkpoint-500/tm-state". It has the model, the optimizer, the
-    scheduler, the random states of all ranks, and all files that the Trainer writes. The small files (config.json,
-    trainer_state.json, a tokenizer) are beside it, too. A resume takes that checkpoint, or one of the Trainer itself,
-    whichever was saved last. End with `with`, or undo().
+    A save to "OUT/checkpoint-500" becomes checkpoint "OUT/checkpoint-500/tm-state". It has the model, the optimizer,
+    the scheduler, the random states of all ranks, and all files that the Trainer writes. The small files
+    (config.json, trainer_state.json, a tokenizer) are beside it, too. A resume takes that checkpoint, or one of the
+    Trainer itself, whichever was saved last. End with `with`, or undo().
 
     store       None: each directory has its checkpoint in itself. Otherwise the store that has all checkpoints, so
                 that steps share unchanged data.
@@ -114,8 +116,8 @@ class register:
         self._rank_files: tuple[str, dict[str, bytes]] = ("", {})  # Of the checkpoint that was loaded last.
 
     def last_checkpoint(self, output_dir: Optional[_plugins.PathLike] = None) -> Optional[str]:
-        """The directory of the newest complete checkpoint in `output_dir` (None: that of the trainer), of tensormount or
-        of the Trainer itself; None: there is none. Directories that an interrupted save has left do not count."""
+        """The directory of the newest complete checkpoint in `output_dir` (None: that of the trainer), of tensormount
+        or of the Trainer itself; None: there is none. Directories that an interrupted save has left do not count."""
         folder = os.fspath(self._trainer.args.output_dir if output_dir is None else output_dir)
         names = os.listdir(folder) if os.path.isdir(folder) else []
         prefix = trainer_utils.PREFIX_CHECKPOINT_DIR
@@ -152,7 +154,8 @@ class register:
         if resume is True:
             resume = self.last_checkpoint()
             if resume is None:
-                raise CheckpointNotFoundError(f"{self._trainer.args.output_dir}: has no complete checkpoint to resume from")
+                folder = self._trainer.args.output_dir
+                raise CheckpointNotFoundError(f"{folder}: has no complete checkpoint to resume from")
         if isinstance(resume, (str, os.PathLike)):
             resume = os.fspath(resume)
             if self._is_interrupted(resume):
@@ -296,7 +299,8 @@ class register:
         """Whether the weights are tensors of the checkpoint. Otherwise they are files that the trainer writes: those of
         adapters, and of a class that saves a model in its own way."""
         trainer, own = type(self._trainer), _seam.Trainer
-        plain = all(getattr(trainer, name) is getattr(own, name) for name in ("save_model", "_save", "_load_from_checkpoint"))
+        names = ("save_model", "_save", "_load_from_checkpoint")
+        plain = all(getattr(trainer, name) is getattr(own, name) for name in names)
         return self._trainer.is_fsdp_enabled or (plain and not _seam._is_peft_model(self._trainer.model))
 
     def _sharded(self, model: Any, optimizer: bool) -> Any:

@@ -836,7 +836,8 @@ class Ranges(unittest.TestCase):
             model = {"w": ShardedTensor.from_rank_offsets("w", param, replica_id=replica_id)}
             for loads, count in ((False, saved), (True, 2)):
                 (states,) = _optimizer.sharded_state(optimizer, model, loads).values()
-                self.assertEqual({name: len(parts) for name, parts in states.items()}, {"param": count, "exp_avg": count})
+                found = {name: len(parts) for name, parts in states.items()}
+                self.assertEqual(found, {"param": count, "exp_avg": count})
 
     def test_factories_that_cut_a_parameter_are_followed(self):
         for axis, (rows, columns) in itertools.product((0, 1), ((6, 4), (2, 8))):
