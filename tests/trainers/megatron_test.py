@@ -537,6 +537,21 @@ def keep_other_formats():
             training.load_state_dict(found)
 
 
+def fail_for_one_optimizer():
+    """An optimizer that one rank refuses fails the save, and the load, on all of them."""
+    megatron_cpu.parallel()
+    training = megatron_cpu.Training()
+    training.fill(1)
+    refusal = mock.patch.object(_optimizer, "_layout", side_effect=tm.UnsupportedError("layer.w: refused"))
+    with refusal if dist.get_rank() == 1 else contextlib.nullcontext():
+        with failing(tm.UnsupportedError, "layer.w: refused"):
+            save_state(training, "refused")
+        save_state(training, "refused", gather_optimizer=True)
+        if OLD:  # Later versions load on each rank by itself.
+            with failing(BaseException, "tensormount.refused.1"), tm.megatron.install():
+                dc.load(training.sharded_state_dict(loads=True), "refused")
+
+
 def follow_the_guide(stop):
     """The loop of docs/trainers.md, until that iteration."""
     with open(os.path.join(support.ROOT, "docs", "trainers.md"), encoding="utf-8") as file:
@@ -885,7 +900,7 @@ class OnTwoRanks(support.Folder):
                  ("resume_elsewhere", 1, 2, "ours-bf16", "theirs-bf16", {"dtype": "bfloat16"}),
                  ("save_both", 1, 2, "tied", {"tied": True}),
                  ("resume_elsewhere", 2, 1, "ours-tied", "theirs-tied", {"tied": True}),
-                 ("keep_every_bucket",), ("keep_other_formats",))
+                 ("keep_every_bucket",), ("keep_other_formats",), ("fail_for_one_optimizer",))
 
     def test_every_kind_of_leaf_is_saved(self):
         torchrun(HERE, 2, ("save_and_load_every_kind",), ("load_into_other_shapes",), ("saves_in_background",),

@@ -222,7 +222,14 @@ def _param_state(
     """Takes the place of DistributedOptimizer.sharded_param_state_fully_reshardable."""
     if _active[-1]._gather_optimizer:
         return _ORIGINAL[_PARAM_STATE](self, model_sharded_state_dict, is_loading, metadata)
-    return _optimizer.sharded_state(self, model_sharded_state_dict, is_loading)
+    try:
+        return _optimizer.sharded_state(self, model_sharded_state_dict, is_loading)
+    except Error as error:
+        # The other ranks would wait for this one. A save finds the error in the state dict, and fails on all ranks; a
+        # load finds that this key is not stored.
+        log.error("the state of the distributed optimizer: %s", error)
+        key = f"tensormount.refused.{torch.distributed.get_rank()}"
+        return {0: {"refused": mapping.ShardedObject(key, error, (1,), (0,))}}
 
 
 def _load_param_state(self: Any, state_dict: Any) -> None:
@@ -252,7 +259,7 @@ def _ours(directory: _plugins.PathLike) -> Optional[str]:
 
 
 def _is_url(path: _plugins.PathLike) -> bool:
-    return "://" in os.fspath(path)
+    return "://" in str(path)
 
 
 # ---- Saving --------------------------------------------------------------------------------------
@@ -279,21 +286,20 @@ class _Saves:
         whose tensors are copied when this returns; the function of the request only waits for its verdict."""
         modules = getattr(strategies, "get_async_strategy", None)
         request = async_utils.AsyncRequest if modules is None else modules(async_strategy)[1]["AsyncRequest"]
-        lock = _Lock()
+        job, own = self._begin("tm_save_async", strategy, sharded_state_dict, directory)
+        if own is not None:
+            job._refuse(own)
         try:
-            job, own = self._begin("tm_save_async", strategy, sharded_state_dict, directory)
-            if own is not None:
-                job._refuse(own)
-            lock.release_after(job)
+            path = _lock_until_end(job)
         except BaseException:
-            lock.release()
+            job.cancel()  # On all ranks.
             raise
 
         def finish() -> None:
             job.wait()
             self._free_replaced(directory)
 
-        return request(_wait_for_lock, (lock.path,), [finish])
+        return request(_wait_for_lock, (path,), [finish])
 
     def _begin(
         self, function: str, strategy: Any, sharded_state_dict: Any, directory: _plugins.PathLike
@@ -353,6 +359,8 @@ def _fill(built: State, sharded_state_dict: Any, only_main: bool, group: Group) 
     objects: dict[Any, list[Any]] = {}
     leaves = [(mapping.is_main_replica(one.replica_id), one) for one in dict_utils.nested_values(sharded_state_dict)]
     for main, leaf in sorted(leaves, key=lambda pair: not pair[0]):
+        if isinstance(leaf.data, Error):
+            raise leaf.data  # Of _param_state.
         if isinstance(leaf, mapping.ShardedObject):
             if main:
                 index, grid = _numbers(leaf.global_offset), _numbers(leaf.global_shape)
@@ -404,28 +412,28 @@ def _data(leaf: Any) -> Any:
     return data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
 
 
-class _Lock:
-    """A locked file, by which processes of Megatron wait for a save of this process. Locks of this kind belong to a
-    process: its forked children do not inherit them, and they end with it."""
+def _lock_until_end(job: _save.SaveJob) -> str:
+    """The path of a file that is locked until the save has its verdict. Locks of this kind belong to a process: its
+    forked children do not inherit them, and they end with it."""
+    descriptor, path = tempfile.mkstemp(prefix="tensormount-save-")
 
-    def __init__(self) -> None:
-        self._descriptor, self.path = tempfile.mkstemp(prefix="tensormount-save-")
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+    def unlock() -> None:
+        os.unlink(path)
+        os.close(descriptor)
 
-    def release(self) -> None:
-        os.unlink(self.path)
-        os.close(self._descriptor)
+    def wait() -> None:
+        try:
+            job._wait(job._poll, None, "over")  # Unlike job.wait(), it does not count as noticing a failure.
+        finally:
+            unlock()
 
-    def release_after(self, job: _save.SaveJob) -> None:
-        """Releases the lock when the save has its verdict."""
-
-        def wait() -> None:
-            try:
-                job._wait(job._poll, None, "over")  # Unlike job.wait() it does not count as noticing a failure.
-            finally:
-                self.release()
-
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
         threading.Thread(target=wait, name="tensormount-save", daemon=True).start()
+    except BaseException:
+        unlock()
+        raise
+    return path
 
 
 def _wait_for_lock(path: str) -> None:
