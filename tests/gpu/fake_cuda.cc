@@ -79,6 +79,7 @@ struct Allocation {
   bool managed = false;
   std::size_t bytes = 0;
   bool pooled = false;
+  bool freed = false;  // By the program; its stream has yet to come to it.
 };
 
 struct Fake {
@@ -598,7 +599,10 @@ Error cuMemFreeAsync(Address address, cuda::Stream stream) {
   {
     std::lock_guard lock(State().mutex);
     const auto found = State().allocations.find(reinterpret_cast<std::byte*>(address));
-    if (found == State().allocations.end() || !found->second.pooled) return cuda::kInvalidValue;
+    if (found == State().allocations.end() || !found->second.pooled || found->second.freed) {
+      return cuda::kInvalidValue;
+    }
+    found->second.freed = true;
   }
   ++State().pending;
   Resolve(stream).thread->Add([address]() -> Status {
@@ -847,7 +851,8 @@ const FakeCuda control = {
     [] {
       std::lock_guard lock(State().mutex);
       FakeCuda::Counts counts;
-      counts.allocations = State().allocations.size();
+      for (const auto& [data, allocation] : State().allocations)
+        counts.allocations += allocation.freed ? 0 : 1;
       for (const auto& [data, bytes] : State().registered) counts.pinned_bytes += bytes;
       counts.streams = State().streams.size();
       counts.events = State().events.size();

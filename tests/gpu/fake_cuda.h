@@ -44,7 +44,7 @@ struct FakeCuda {
   void (*quiesce)();
   // What there is of each kind, in all.
   struct Counts {
-    std::size_t allocations = 0;
+    std::size_t allocations = 0;  // That the program has not freed.
     std::size_t pinned_bytes = 0;
     std::size_t streams = 0;
     std::size_t events = 0;
