@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from glob import escape
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypedDict, Union
 
-from tensormount import _abi, _key_map, _shards, _tree
+from tensormount import _abi, _key_map, _paths, _shards, _tree
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._jobs import EventHook, Job, begin, log, set_hook, set_times
 from tensormount._leaves import ObjectPart, registry
@@ -520,7 +520,7 @@ def _check_missing(
     it on all ranks. `keys`: names that a request can use for the stored tensors."""
     kept: list[Any] = []
     ranks = stored._rank_values(pending.group.rank) or stored._rank_values(0)
-    _tree.refill(pending.request, pending.values_of(_stored_state(values, ranks)), kept)
+    _tree.refill(pending.request, pending.values_of(_stored_state(values, ranks, pending.request)), kept)
     pending.absent = list(dict.fromkeys([*hidden, *map(_tree.dotted, kept)]))
     missing = unmatched(pending.absent, (*policy.exempt, *pending.optional))
     named = set(matched(pending.absent, pending.optional))
@@ -631,7 +631,7 @@ def _loaded(lib: Any, address: int, pending: _LoadRequest) -> Loaded:
         if one.held is not None and one.key not in found.skipped
     }
     kept: list[Any] = []
-    stored = pending.values_of(_stored_state(values, ranks))
+    stored = pending.values_of(_stored_state(values, ranks, pending.request))
     found.state = _tree.refill(pending.request, stored, kept, put)
     found.kept = [_tree.path_text(path) for path in kept]
     _update_in_place(pending.request, found.state, _shared_containers(pending.request))
@@ -685,12 +685,13 @@ def _rank_values(lib: Any, address: int, rank: int) -> dict[str, Any]:
     return take_json(lib.tm_load_report_rank_common, address, 0, None) or {}
 
 
-def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any]) -> Any:
+def _stored_state(values: Mapping[str, Any], ranks: Mapping[str, Any], request: Any) -> Any:
     """The plain values of the checkpoint, nested as in the saved state dict, with _tree.ABSENT in the place of
-    tensors and of values of other ranks."""
+    tensors and of values of other ranks. A checkpoint that another program saved has flat names: values by name,
+    and nested if the request has them nested."""
     names = _tree.structure_names(values)
     if not names:
-        return _tree.plain_values(values, [])
+        return _paths.add_nested(request, _tree.plain_values(values, []), values)
     own = ranks.get(_tree.TREE_NAME)
     chosen = f"{_tree.TREE_NAME}.{own}" if isinstance(own, str) else None
     # The state dict of the same rank first; those of other ranks add what it lacks.

@@ -84,10 +84,10 @@ def check_lengths(
         if checkpoint is None:
             return  # The load raises the reason.
         ranks = checkpoint._rank_values(rank) or checkpoint._rank_values(0)
-        stored = _load._stored_state(checkpoint._values(), ranks)
+        wanted = {name: with_states(given)} if name else with_states(given)
+        stored = _load._stored_state(checkpoint._values(), ranks, wanted)
     if key_map is not None:
-        wanted = with_states(given)
-        stored = _key_map.renamed_values({name: wanted} if name else wanted, stored, key_map)
+        stored = _key_map.renamed_values(wanted, stored, key_map)
     if not name:
         _check_lengths(given, stored, "")
     elif isinstance(stored, dict):

@@ -270,6 +270,30 @@ def to_json(value: Any) -> str:
     return "".join(out)
 
 
+def native_json(value: Any, limit: int) -> Optional[str]:
+    """JSON of a value whose types common values have in every program: None, bool, 64-bit int, float, text, bytes, and
+    lists, tuples and dicts of them. None: it has others, or takes more than about `limit` bytes."""
+    room = [limit]
+    return to_json(value) if _is_native(value, room, 0) else None
+
+
+def _is_native(value: Any, room: List[int], depth: int) -> bool:
+    kind = type(value)
+    room[0] -= len(value) if kind is str or kind is bytes else 8
+    if room[0] < 0 or depth > MAX_VALUE_DEPTH:
+        return False
+    if kind is int:
+        return INT_MIN <= value <= INT_MAX
+    if kind is list or kind is tuple:
+        return all(_is_native(item, room, depth + 1) for item in value)
+    if kind is dict:
+        return all(
+            type(key) is str and key[:1] != "$" and plain_json(key) is not None and _is_native(item, room, depth + 1)
+            for key, item in value.items()
+        )
+    return kind in NATIVE_SET
+
+
 def plain_json(value: Any) -> Optional[str]:
     """JSON by the C encoder of `json`; None: it cannot represent the value."""
     try:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: groups over its store, states of optimizers and schedulers."""
 
+import itertools
 import os
 import unittest
 from unittest import mock
@@ -13,6 +14,8 @@ from torchrun import LIMIT, main, torchrun
 try:
     import torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
     from tensormount.torch import _train
 except ImportError as error:
     raise unittest.SkipTest(str(error))
@@ -368,6 +371,19 @@ class Adapted(Net):
             one.step()
 
 
+def save_with_dcp(path, model, optim, extra, **options):
+    states = dict(zip(("model", "optim"), get_state_dict(model, optim)))
+    dcp.save({**states, "extra": extra}, **(options or {"checkpoint_id": path}))
+
+
+# Ways to save what `tm.torch.load` loads.
+SAVERS = {
+    "tm": lambda path, model, optim, extra: tm.torch.save(path, model=model, optim=optim, extra=extra),
+    "dcp": save_with_dcp,
+    "writer": lambda path, *states: save_with_dcp(path, *states, storage_writer=tm.torch.Writer(path)),
+}
+
+
 class Absent(support.Folder):
     """What models, optimizers and schedulers have now and had not when they were saved."""
 
@@ -382,15 +398,16 @@ class Absent(support.Folder):
                            if isinstance(value, torch.Tensor)}
                     for name, parameter in named if not name.startswith("new.")}
 
-        for kind in kinds:
+        for kind, saver in itertools.product(kinds, SAVERS):
+            source = os.path.abspath(f"S-{saver}/{kind}")
             net = Net()
             optim = optimizer(kind, [{"params": net.a.parameters(), "lr": 0.3}, {"params": net.b.parameters()}])
             for _ in range(2):
                 net.train_on(optim)
-            tm.torch.save(f"S/{kind}", model=net, optim=optim, extra={"n": 1})
+            SAVERS[saver](source, net, optim, {"n": 1})
             for where in ("in a group", "a group"):
                 for stepped in (False, True):
-                    with self.subTest(kind=kind, where=where, stepped=stepped):
+                    with self.subTest(kind=kind, saver=saver, where=where, stepped=stepped):
                         other = Adapted()
                         groups = [{"params": list(other.b.parameters())}, {"params": list(other.a.parameters())}]
                         if where == "a group":
@@ -405,9 +422,9 @@ class Absent(support.Folder):
                         old = other.a.weight.detach().clone()
                         for options in ({}, {"optional": ["model.*"]}, {"optional": ["optim.*"]}):
                             with self.assertRaisesRegex(tm.KeyNotFoundError, "new[.](bias|weight)"):
-                                tm.torch.load(f"S/{kind}", model=other, optim=fresh, **options)
+                                tm.torch.load(source, model=other, optim=fresh, **options)
                         self.assertTrue(torch.equal(other.a.weight, old))
-                        loaded = tm.torch.load(f"S/{kind}", model=other, optim=fresh, optional=["*new*"])
+                        loaded = tm.torch.load(source, model=other, optim=fresh, optional=["*new*"])
                         self.assertTrue(torch.equal(other.a.weight, net.a.weight))
                         self.assertTrue(torch.equal(other.new.weight, before))
                         found = fresh.state.get(other.new.weight, {})
@@ -426,27 +443,27 @@ class Absent(support.Folder):
                         other.train_on(fresh)
         # A stored group without parameters that has some now, and one that is gone.
         net, other = Net(), Adapted()
-        tm.torch.save("S/empty", model=net, optim=torch.optim.SGD([{"params": net.parameters()}, {"params": []}]))
+        tm.torch.save("S-tm/empty", model=net, optim=torch.optim.SGD([{"params": net.parameters()}, {"params": []}]))
         known = [*other.a.parameters(), *other.b.parameters()]
         for groups in ([{"params": known}, {"params": other.new.parameters()}], [{"params": known}]):
             with self.assertRaisesRegex(tm.LayoutError, "no group matches the saved group 1, which had no parameters"):
-                tm.torch.load("S/empty", model=other, optim=torch.optim.SGD(groups), optional=["*"])
+                tm.torch.load("S-tm/empty", model=other, optim=torch.optim.SGD(groups), optional=["*"])
         # As many groups, but of others: nothing is put where it does not belong.
         other = Net()
         old = other.a.weight.detach().clone()
         mixed = torch.optim.SGD([{"params": [other.a.weight, other.b.weight]}, {"params": [other.a.bias, other.b.bias]}], lr=9)
         with self.assertRaisesRegex(tm.LayoutError, "different parameter groups"):
-            tm.torch.load("S/SGD+", model=other, optim=mixed)
+            tm.torch.load("S-tm/SGD+", model=other, optim=mixed)
         self.assertTrue(torch.equal(other.a.weight, old))
         self.assertEqual([group["lr"] for group in mixed.param_groups], [9, 9])
         # Of several ranks all hear of it, whoever lacks it.
         def resume(group, rank, optional=([], []), kinds=(Net, Adapted)):
             other = kinds[rank]()
             optim = torch.optim.SGD(other.parameters(), lr=0.1)
-            return tm.torch.load("S/one-group", model=other, optim=optim, group=group, optional=optional[rank])
+            return tm.torch.load("S-tm/one-group", model=other, optim=optim, group=group, optional=optional[rank])
 
         net = Net()
-        tm.torch.save("S/one-group", model=net, optim=torch.optim.SGD(net.parameters(), lr=0.1))
+        tm.torch.save("S-tm/one-group", model=net, optim=torch.optim.SGD(net.parameters(), lr=0.1))
         outcomes = ranks.threads(resume, 2)
         for error in outcomes:
             self.assertIsInstance(error, tm.KeyNotFoundError)

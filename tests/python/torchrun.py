@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of several torch processes have in common.
 
-usage: torchrun.py SIZE LOGS FILE CALLS     starts ranks as torchrun does, for `Ranks` alone
+usage: torchrun.py     the fork server of `Ranks`, for `Ranks` alone
 """
 
+import atexit
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -16,13 +18,75 @@ import time
 import traceback
 
 LIMIT = 300.0
+# What the fork server imports. An import of these takes two to three seconds of CPU time.
+IMPORTED_BEFORE_THE_FORK = ("torch._dynamo", "torch.distributed.checkpoint")
+
+
+class ForkServer:
+    """A process that has imported torch. It starts ranks by fork, and ends when this process does."""
+
+    shared = None
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, os.path.abspath(__file__)], stdin=subprocess.PIPE,
+                                        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        atexit.register(self.close)
+
+    def start(self, request):
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(LIMIT)
+
+    @classmethod
+    def get(cls):
+        if cls.shared is None or cls.shared.process.poll() is not None:
+            cls.shared = cls()
+        return cls.shared
+
+
+class Forked:
+    """Ranks that the fork server started, with the methods of Popen that `Ranks` uses."""
+
+    def __init__(self, size, logs, file, calls, environment):
+        self.logs = logs
+        self.server = ForkServer.get()
+        self.server.start({"size": size, "logs": logs, "file": file, "calls": calls, "cwd": os.getcwd(),
+                           "environment": environment})
+
+    def read(self, name):
+        try:
+            with open(os.path.join(self.logs, name)) as file:
+                return int(file.read())
+        except FileNotFoundError:
+            if self.server.process.poll() is not None:
+                raise AssertionError("the fork server of tests/python/torchrun.py ended") from None
+            return None
+
+    def poll(self):
+        return self.read("status")
+
+    def wait(self, limit=LIMIT):
+        end = time.monotonic() + limit
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("torchrun.py", limit)
+            time.sleep(0.01)
+        return status
+
+    def kill(self):
+        while (pid := self.read("agent")) is None:
+            time.sleep(0.01)
+        if self.poll() is None:
+            os.kill(pid, signal.SIGKILL)
 
 
 class Ranks:
     """`size` gloo ranks, each of which calls functions of `file` in their order: ("name", argument...).
 
-    With `real` they are started by torchrun itself. Otherwise by this file, which imports torch once and
-    forks: an import takes three seconds of CPU time, and torchrun makes one more than there are ranks.
+    With `real` they are started by torchrun itself, otherwise by the fork server.
     """
 
     def __init__(self, file, size, *calls, real=False):
@@ -32,19 +96,18 @@ class Ranks:
         self.what = f"{', '.join(call[0] for call in calls)} on {size} ranks"
         here = os.path.abspath(file)
         package = os.path.dirname(os.path.dirname(os.path.abspath(tm.__file__)))
-        path = os.pathsep.join(
-            filter(None, [os.path.dirname(here), package, os.environ.get("PYTHONPATH")]))
+        path = [os.path.dirname(here), package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.logs = tempfile.TemporaryDirectory()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1",
+                       "TENSORMOUNT_TEST_PIDS": self.logs.name}
         self.output = open(os.path.join(self.logs.name, "output"), "w+")
-        how = [os.path.abspath(__file__), str(size), self.logs.name]
         if real:
-            how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--log-dir",
-                   self.logs.name, "--redirects", "2"]
-        self.agent = subprocess.Popen(
-            [sys.executable, *how, here, json.dumps(calls)],
-            stdout=self.output, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-                 "TENSORMOUNT_TEST_PIDS": self.logs.name})
+            self.agent = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+                 "--log-dir", self.logs.name, "--redirects", "2", here, json.dumps(calls)],
+                stdout=self.output, stderr=subprocess.STDOUT, env=environment)
+        else:
+            self.agent = Forked(size, self.logs.name, here, json.dumps(calls), environment)
 
     def wait(self):
         """Until all have ended, and well; what they printed."""
@@ -94,11 +157,64 @@ def torchrun(file, size, *calls, real=False):
     return Ranks(file, size, *calls, real=real).wait()
 
 
-def start(size, logs, file, calls):
-    """The ranks as children of this process; 1 once one has failed, and the others are killed."""
-    import torch._dynamo  # noqa: F401
-    import torch.distributed.checkpoint  # noqa: F401
+def put(logs, name, number):
+    """Writes a number to a file of that name, so that no reader sees half of it."""
+    path = os.path.join(logs, name)
+    with open(path + ".new", "w") as file:
+        file.write(str(number))
+    os.rename(path + ".new", path)
 
+
+def serve():
+    """Starts an agent for each request, and writes down which one it is and how it ended."""
+    for module in IMPORTED_BEFORE_THE_FORK:
+        __import__(module)
+    requests = os.fdopen(0, "rb", buffering=0)
+    pending = b""
+    agents = {}
+    while True:
+        ready, _, _ = select.select([requests], [], [], 0.01 if agents else None)
+        if ready:
+            read = requests.read(1 << 16)
+            if not read:
+                return
+            *lines, pending = (pending + read).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                agent = os.fork()
+                if agent == 0:
+                    start(**request)
+                agents[agent] = request["logs"]
+                put(request["logs"], "agent", agent)
+        for agent, logs in list(agents.items()):
+            found, status = os.waitpid(agent, os.WNOHANG)
+            if found != 0:
+                del agents[agent]
+                put(logs, "status", os.waitstatus_to_exitcode(status))
+
+
+def start(size, logs, file, calls, cwd, environment):
+    """The ranks as children of this process, which ends with 1 once one has failed, and the others are killed."""
+    status = 1
+    try:
+        output = os.open(os.path.join(logs, "output"), os.O_WRONLY | os.O_APPEND)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[1:1] = environment["PYTHONPATH"].split(os.pathsep)
+        status = run_ranks(size, logs, file, calls)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_ranks(size, logs, file, calls):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -160,4 +276,4 @@ def main(functions):
 
 
 if __name__ == "__main__":
-    sys.exit(start(int(sys.argv[1]), *sys.argv[2:]))
+    serve()

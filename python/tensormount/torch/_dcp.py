@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from tensormount import _abi, _dtypes, _load, _save, _shards, _tree, _values
+from tensormount import _abi, _dtypes, _load, _paths, _save, _shards, _tree, _values
 from tensormount._checkpoint import open as open_checkpoint
 from tensormount._group import Group
 from tensormount._held import Shards
@@ -48,7 +48,7 @@ from tensormount._jobs import begin, log
 from tensormount._leaves import dtensors, tensors
 from tensormount._state import State
 from tensormount.errors import InvalidArgumentError, KeyNotFoundError, LayoutError, StaleError, UnsupportedError
-from tensormount.torch import _paths
+from tensormount.torch import _dcp_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -243,6 +243,7 @@ class Writer(_CheckpointPath, StorageWriter):
             built.add_object(key, content)
         shards: list[Any] = []
         leaves = getattr(planner, "state_dict", None) or {}
+        plain = _PlainItems(planner, group.rank)
         for item in plan.items:
             key = item.index.fqn
             if isinstance(leaves.get(key), Shards):
@@ -256,6 +257,7 @@ class Writer(_CheckpointPath, StorageWriter):
                     built.add_object(key, content, (group.rank,), (group.size,))
                 else:
                     built.add_object(key, content)
+                    plain.add(key, leaves.get(key), content)
                 continue
             about = item.tensor_data
             if about is None:
@@ -284,7 +286,7 @@ class Writer(_CheckpointPath, StorageWriter):
             for key, path in (plan.planner_data or {}).items()
             if tuple(path) != (key,)
         } if isinstance(plan.planner_data, dict) else {}
-        values = {}
+        values = plain.values
         if mappings:
             text = _values.to_json(_values.encode(mappings))
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -294,6 +296,34 @@ class Writer(_CheckpointPath, StorageWriter):
     def _rank_values(self, rank: int) -> dict[str, str]:
         """Values of this rank that are stored with the checkpoint, as JSON by name."""
         return {}
+
+
+class _PlainItems:
+    """Byte items of rank 0 whose values are plain: they become common values, too, so that every program can read them.
+    The reader of DCP's own checkpoints does the same (index/foreign/dcp_objects.cc), within the same limits."""
+
+    MAX_VALUES = 4096
+    MAX_BYTES = 64 << 10
+    MAX_ALL_BYTES = 16 << 20
+
+    def __init__(self, planner: Any, rank: int) -> None:
+        own = [getattr(type(planner), name, None) for name in self._METHODS]
+        # Other planners may write other bytes than those of the value in their state dict.
+        self._known = rank == 0 and own == [getattr(DefaultSavePlanner, name) for name in self._METHODS]
+        self._left = self.MAX_ALL_BYTES
+        self.values: dict[str, str] = {}
+
+    _METHODS = ("resolve_data", "lookup_object", "transform_object")
+
+    def add(self, key: str, value: Any, content: bytes) -> None:
+        if not self._known or len(self.values) == self.MAX_VALUES or key[:1] == "$" or _paths.is_internal(key):
+            return
+        if len(content) > min(self.MAX_BYTES, self._left):
+            return
+        text = _values.native_json(value, self.MAX_BYTES)
+        if text is not None:
+            self.values[key] = text
+            self._left -= len(content)
 
 
 def _has_process_group() -> bool:
@@ -386,7 +416,7 @@ class Reader(_CheckpointPath, StorageReader):
         _load.read_options(verify=verify, roots=roots)  # Raises errors of the options now.
         self._checkpoint: Any = None
         self._resolved: Optional[str] = None  # The path that was opened, which "latest" named.
-        self._names: Optional[_paths.DcpNames] = None
+        self._names: Optional[_dcp_names.DcpNames] = None
         self._common: Optional[dict[str, Any]] = None
         self._object_keys: Optional[frozenset[str]] = None
 
@@ -410,7 +440,7 @@ class Reader(_CheckpointPath, StorageReader):
             self._resolved = self._checkpoint.path
         return self._checkpoint
 
-    def _dcp_names(self) -> _paths.DcpNames:
+    def _dcp_names(self) -> _dcp_names.DcpNames:
         """DCP's names for the tensors and values of the checkpoint."""
         if self._names is None:
             checkpoint = self._opened()
@@ -419,7 +449,7 @@ class Reader(_CheckpointPath, StorageReader):
                 names = checkpoint._stored_names(values, frozenset(keys))
             except (LayoutError, UnsupportedError):
                 names = {}
-            self._names = _paths.dcp_names(keys, checkpoint.objects.names(), values, names)
+            self._names = _dcp_names.dcp_names(keys, checkpoint.objects.names(), values, names)
         return self._names
 
     # Without **kwargs: DCP would try again with rank= on the rank that failed, and without collectives, while the

@@ -212,7 +212,7 @@ class _TrainRequest:
         options of the load do not allow that."""
         if self.stored is None or self.saved is None:
             return
-        state = self.request["optim"]["state"]
+        state = self.request["optim"].get("state", {})
         added = [
             f"optim.state.{name}"
             for group in self.groups
@@ -249,8 +249,7 @@ class _TrainRequest:
             {**group, **({} if number is None else found[number]), "params": group["params"]}
             for group, number in zip(self.groups, self.stored)
         ]
-        for name in self.empty:
-            optim["state"][name] = {}
+        optim.setdefault("state", {}).update((name, {}) for name in self.empty)
         _drop_unloaded(optim["state"], self.made_up, loaded._absent)
         for group in self.groups:
             for name in group["params"]:
@@ -494,7 +493,7 @@ def _saved_optimizer(
         if checkpoint is None:
             return None
         uuid = checkpoint.uuid
-        stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0))
+        stored = _load._stored_state(checkpoint._values(), checkpoint._rank_values(0), {"optim": None})
     if key_map is not None:
         stored = _key_map.renamed_values({"optim": None}, stored, key_map)
     optim = stored.get("optim") if isinstance(stored, dict) else None
@@ -518,19 +517,20 @@ def _params_of(group: Any) -> Optional[frozenset[str]]:
 
 
 def _remove_unsaved(request: dict[str, Any], saved: _SavedOptimizer) -> list[str]:
-    """Removes parameters that had no moments when they were saved from the request. Returns their names."""
+    """Removes parameters that had no moments when they were saved from the request. Returns their names. If it is
+    unknown which had moments, only those are removed that have none here."""
     own = set(itertools.chain.from_iterable(group["params"] for group in request["param_groups"]))
     moments = saved.moments
-    if moments is None:
-        return []
+    known = saved.parameters if moments is not None else ()
     empty = [
         name
         for name in sorted(own)
-        if not moments.get(name)
-        and (name in saved.parameters or not request["state"].get(name))
+        if not (moments or {}).get(name) and (name in known or not request["state"].get(name))
     ]
     for name in empty:
         request["state"].pop(name, None)
+    if moments is None and not request["state"]:
+        del request["state"]  # DCP stores no empty dicts.
     return empty
 
 

@@ -9,23 +9,12 @@ and from structures of `tensormount.save`. None of these is trusted: an impossib
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Container, Iterable, Mapping
-from typing import Any, NamedTuple, Optional, Union
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NamedTuple, Optional
 
-from tensormount import _tree, _values
+from tensormount import _paths, _tree, _values
+from tensormount._paths import Path
 from tensormount.errors import LayoutError, UnsupportedError
-
-# Common value of foreign checkpoints; also in index/read/saved_paths.h.
-PLANNER_DATA = "torch.planner_data"
-# Common values in which our Writer stores the paths of flat keys in the nested state dict.
-MAPPINGS = _tree.RESERVED + "dcp"
-
-Path = tuple[Union[str, int], ...]
-# Names can displace each other. After this many rounds each value gets its key as its path.
-_MAX_ROUNDS = 8
-# A list may lack items that were left out. Positions may exceed its number of items by at most this.
-_MAX_GAPS = 64
-_MAX_GAPS_PER_ITEM = 4
 
 
 class DcpNames(NamedTuple):
@@ -38,11 +27,6 @@ class DcpNames(NamedTuple):
     paths: dict[str, Path]
 
 
-def is_internal(name: str) -> bool:
-    """Whether a common value does not belong to the state dict."""
-    return name.startswith(_tree.RESERVED) or name == PLANNER_DATA
-
-
 def dcp_names(
     keys: Iterable[str],
     objects: Iterable[str],
@@ -52,7 +36,7 @@ def dcp_names(
     """`values`: common values, encoded. `names`: `_tree.stored_names` of the checkpoint."""
     stored = dict.fromkeys(keys)
     objects = frozenset(objects)
-    plain = dict.fromkeys((*sorted(objects), *(name for name in values if not is_internal(name))))
+    plain = dict.fromkeys((*sorted(objects), *(name for name in values if not _paths.is_internal(name))))
     found = DcpNames({}, {}, {}, {})
     encoded: set[str] = set()
     tuples: set[Path] = set()
@@ -66,20 +50,14 @@ def dcp_names(
     whole = [name for name in plain if name not in taken and name not in found.tensors]
     for name in whole:
         found.values.setdefault(name, name)
-    paths: dict[str, Any] = {}
-    for name in sorted(values):
-        if name == PLANNER_DATA and isinstance(values[name], dict):
-            paths.update(values[name])
-        elif name.startswith(MAPPINGS + "."):
-            said = _values.decode(values[name])
-            paths.update(said if isinstance(said, dict) else {})
+    paths = _paths.stored_paths(values)
     # Structures come last, because they also have the types of keys.
     paths.update(found.paths)
     for name in whole:
         if name not in objects and name not in encoded:
             _split_value(name, values[name], paths, found)
     known = (*found.tensors, *found.values, *found.made)
-    named = found._replace(paths=possible_paths({name: paths.get(name) for name in known}))
+    named = found._replace(paths=_paths.possible_paths({name: paths.get(name) for name in known}))
     within = {
         fqn: _decoded(values[name], name in encoded)
         for fqn, name in found.values.items()
@@ -146,7 +124,7 @@ def _split_value(name: str, value: Any, paths: dict[str, Any], found: DcpNames) 
         else:
             items.append((fqn, path, item))
 
-    visit(name, _path_of(name, paths.get(name)), value)
+    visit(name, _paths.checked_path(name, paths.get(name)), value)
     cut = {fqn for fqn, _, _ in items}
     if name in cut or len(cut) < len(items):
         return
@@ -179,50 +157,6 @@ def _find_empty(
 
 def _planner_path(path: _tree.Path) -> Path:
     return tuple(key if kind else _tree.step_text(key) for kind, key in path)
-
-
-def _only_dicts(paths: Collection[Path]) -> bool:
-    """Whether the paths have no positions, and none ends at or above the end of another: the usual case, which is
-    quick to tell."""
-    ends = set(paths)
-    return len(ends) == len(paths) and not any(
-        any(type(step) is int for step in path) or any(path[:i] in ends for i in range(1, len(path)))
-        for path in paths
-    )
-
-
-def possible_paths(paths: Mapping[str, Any]) -> dict[str, Path]:
-    """The paths, with those that cannot be in one state dict replaced by (key,).
-
-    The first step is a str, the others are str or positions. No path leads through the value of another, or has a
-    str where another has a position. Positions are not negative, and not far past the end.
-    """
-    found = {key: _path_of(key, path) for key, path in paths.items()}
-    if _only_dicts(found.values()):
-        return found
-    # steps: for each container its keys, by the next step of their paths.
-    for _ in range(_MAX_ROUNDS):
-        steps: dict[Path, dict[Union[str, int], list[str]]] = collections.defaultdict(
-            lambda: collections.defaultdict(list)
-        )
-        for key, path in found.items():
-            for i, step in enumerate(path):
-                steps[path[:i]][step].append(key)
-        bad: set[str] = set()
-        for container, below in steps.items():
-            positions = [step for step in below if type(step) is int]
-            last = max(positions, default=-1)
-            mixed = 0 < len(positions) < len(below)
-            if mixed or last >= _MAX_GAPS + _MAX_GAPS_PER_ITEM * len(below):
-                bad.update(key for step in positions for key in below[step])
-            for step, through in below.items():
-                # If one path ends here, no other path may end here or lead through it.
-                if len(through) > 1 and any(len(found[key]) == len(container) + 1 for key in through):
-                    bad.update(key for key in through if found[key] != (key,))
-        if not bad:
-            return found
-        found.update({key: (key,) for key in bad})
-    return {key: (key,) for key in found}
 
 
 def _complete_lists(found: DcpNames, plain: Mapping[str, Any], tuples: Container[Path]) -> None:
@@ -258,18 +192,3 @@ def _complete_lists(found: DcpNames, plain: Mapping[str, Any], tuples: Container
             if name not in found.paths:
                 found.made[name] = None
                 found.paths[name] = (*container, position)
-
-
-def _path_of(key: str, path: Any) -> Path:
-    """`path` in the form of DCP, which has a key of a dict that is a number as a list of one number."""
-    if not isinstance(path, (list, tuple)) or not 0 < len(path) <= _tree.MAX_DEPTH:
-        return (key,)
-    steps: list[Union[str, int]] = []
-    for step in path:
-        if isinstance(step, (list, tuple)) and len(step) == 1 and type(step[0]) is int:
-            steps.append(str(step[0]))
-        elif type(step) is str or (type(step) is int and step >= 0):
-            steps.append(step)
-        else:
-            return (key,)
-    return tuple(steps) if type(steps[0]) is str else (key,)
